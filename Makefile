@@ -1,0 +1,42 @@
+# Each target makes .venv and installs what it needs; a second run does not install again.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+comma  := ,
+
+# One stamp per set of extras: reinstalled only when the project's own requirements change.
+define install
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(1)]'
+	@touch $@
+endef
+
+$(VENV)/.demo: pyproject.toml constraints.txt
+	$(call install,demo)
+
+$(VENV)/.test: pyproject.toml constraints.txt
+	$(call install,demo$(comma)test)
+
+$(VENV)/.bench: pyproject.toml constraints.txt
+	$(call install,demo$(comma)test$(comma)bench)
+
+.PHONY: demo test check bench clean
+demo: $(VENV)/.demo
+	$(BIN)/paceline demo
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.bench
+	$(BIN)/python benchmarks/loop_overhead.py
+	$(BIN)/python benchmarks/plan_scale.py
+	$(BIN)/python benchmarks/checkpoint_stall.py
+
+clean:
+	rm -rf $(VENV)

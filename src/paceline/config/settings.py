@@ -1,0 +1,164 @@
+"""Every setting of a training run, as frozen models: one section per concern, one flat name space for the user.
+
+`TrainConfig` joins the sections, so a setting has the same name in Python, in YAML and on the command line.
+A field marked `free` may differ between a run and its resumption without changing what is computed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def free(default: Any, **extra: Any) -> Any:
+    """A field that does not change numerics: resuming with another value needs no permission."""
+    return Field(default, json_schema_extra={"free": True}, **extra)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class RunSettings(Section):
+    """Where a run lives and how it starts."""
+
+    out: Path | None = free(None)
+    """Run folder. Made if absent; an existing run is only touched with `resume`."""
+    resume: Literal["no", "auto"] | Path = free("no")
+    """`auto` goes on from the newest sound checkpoint in `out` (or starts where there is none); or one checkpoint's path."""
+    allow_change: bool = free(False)
+    """Resume although settings that change numerics differ from the run's."""
+    init_from: Path | None = free(None)
+    """A checkpoint whose weights are loaded by name before the first step (fine-tuning); other names keep their start values."""
+    seed: int = 0
+    """Keys all randomness: initial weights, data order, dropout, augmentation."""
+    log_every: Positive = free(10)
+    """Steps between log lines; device counters are read then and only then."""
+
+
+class WorldSettings(Section):
+    """Where the ranks compute and how long they wait for each other."""
+
+    device: Literal["auto", "cpu", "cuda"] = free("auto")
+    """`auto` takes CUDA where there is one."""
+    threads: Positive | None = free(None)
+    """CPU threads per rank; the machine's cores shared evenly if not set."""
+    start_timeout_s: PositiveFloat = free(300.0)
+    """Seconds to wait at the start for ranks that have not arrived."""
+    timeout_s: PositiveFloat = free(1800.0)
+    """Seconds a collective may wait for a rank."""
+
+
+class DataSettings(Section):
+    """Which samples make a step, in which order, cut into which grains."""
+
+    global_batch: Positive | None = None
+    """Samples per step over all ranks. With `batch_cost` it is the cap on samples."""
+    batch_cost: PositiveFloat | None = None
+    """Total length (seconds, tokens: the unit of the lengths) per step over all ranks, padding counted."""
+    grains: Positive | None = None
+    """Micro-batches per step, the unit of numerics; one per rank of the first launch if not set."""
+    regrain: bool = free(False)
+    """Allow a resumed run to be cut into another number of grains; losses then differ from the first launch."""
+    order: Literal["none", "random", "sorted", "laplace", "bucket"] = "random"
+    """Order of the samples in an epoch; the last three need lengths."""
+    bins: Positive | None = None
+    """Bins of `laplace` (2) or length buckets of `bucket` (16)."""
+    partition_epoch: Positive = 1
+    """Sub-epochs that one pass over the data is cut into."""
+    dataset_distribution: Literal["shard", "random_seed_offset"] = "shard"
+    """`shard`: ranks share one pass. `random_seed_offset`: every rank walks all data in its own order."""
+    eval_batch: Positive | None = None
+    """Samples per validation batch; the training grain's size if not set."""
+    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = free("auto")
+    """Loader processes per rank; `auto` measures how long a grain takes to read."""
+    limit_batches: Positive | None = None
+    """Steps per epoch and batches per validation set at most, for a quick try."""
+
+
+class StepSettings(Section):
+    """What one training step computes with."""
+
+    level: Literal["auto", 0, 1, 2, 3] = "auto"
+    """0 strict fp32, 1 TF32, 2 bf16, 3 bf16 + compile; `auto` is 2 where a GPU has bf16, else 0."""
+    precision: Literal["fp16", "fp16-master", "fp16-pure", "fp64"] | None = None
+    """fp16 autocast, fp16 weights with fp32 masters, all fp16, or all fp64, instead of the level's dtype."""
+    loss_scale: Literal["backoff", "logmax"] | PositiveFloat = "backoff"
+    """How fp16 losses are scaled: dynamic, by gradient statistics, or a constant."""
+    clip_norm: PositiveFloat | None = None
+    """Clip the global gradient norm."""
+    clip_value: PositiveFloat | None = None
+    """Clip each gradient element."""
+    max_skipped: Positive = 20
+    """Steps in a row skipped for non-finite gradients before the run fails."""
+    freeze: tuple[str, ...] = ()
+    """Name patterns of parameters that are not trained."""
+    checkpoint_activations: tuple[str, ...] = ()
+    """Name patterns of modules whose activations are recomputed in backward."""
+    ema: Fraction = 0.0
+    """Decay of an exponential moving average of the weights (0: none); validation then uses the average."""
+
+
+class GroupSettings(Section):
+    """Other optimizer settings for parameters whose name matches."""
+
+    match: str
+    lr_scale: PositiveFloat = 1.0
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+
+
+class OptimSettings(Section):
+    """How weights are updated."""
+
+    optimizer: Literal["sgd", "adam", "adamw"] = "adamw"
+    lr: PositiveFloat = 1e-3
+    momentum: Fraction = 0.9
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    groups: tuple[GroupSettings, ...] = ()
+    """Parameter groups by name pattern, first match wins."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+
+
+class LoopSettings(Section):
+    """How long to train, when to look and what to keep."""
+
+    epochs: Positive | None = None
+    steps: Positive | None = None
+    """Steps of a stage; whichever of `epochs` and `steps` ends first."""
+    val_every_steps: Positive | None = free(None)
+    val_every_epochs: Positive | None = free(1)
+    monitor: str | None = free(None)
+    """Metric that names the best checkpoint, as `set/metric`; the first validation set's loss if not set."""
+    monitor_mode: Literal["min", "max"] = free("min")
+    patience: Positive | None = None
+    """Stop after so many validations without a better `monitor`."""
+    save_every_steps: Positive | None = free(None)
+    save_every_epochs: Positive | None = free(1)
+    keep_last: Positive = free(2)
+    keep_best: Annotated[int, Field(ge=0)] = free(1)
+
+
+class TrainConfig(LoopSettings, OptimSettings, StepSettings, DataSettings, WorldSettings, RunSettings):
+    """All settings of a training run."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> TrainConfig:
+        if self.epochs is None and self.steps is None:
+            raise ValueError("set `epochs` or `steps`: how long to train")
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise ValueError("set `clip_norm` or `clip_value`, not both")
+        return self
+
+    @property
+    def max_samples(self) -> int:
+        """Cap on samples per step."""
+        return self.global_batch or (2**31 - 1 if self.batch_cost else 32)
