@@ -11,12 +11,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.config.errors import PacelineError as PacelineError
     from paceline.config.settings import TrainConfig as TrainConfig
+    from paceline.data.collate import pad_collate as pad_collate
+    from paceline.data.grain import Batch as Batch
+    from paceline.data.grain import Grain as Grain
+    from paceline.train.engine import Engine as Engine
+    from paceline.train.fit import fit as fit
+    from paceline.train.task import Stage as Stage
+    from paceline.train.task import Task as Task
+    from paceline.train.trainer import Result as Result
+    from paceline.world.discover import World as World
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "PacelineError": "paceline.config.errors",
     "TrainConfig": "paceline.config.settings",
+    "pad_collate": "paceline.data.collate",
+    "Batch": "paceline.data.grain",
+    "Grain": "paceline.data.grain",
+    "Engine": "paceline.train.engine",
+    "fit": "paceline.train.fit",
+    "Stage": "paceline.train.task",
+    "Task": "paceline.train.task",
+    "Result": "paceline.train.trainer",
+    "World": "paceline.world.discover",
 }
 __all__ = sorted(_HOMES)
 

@@ -31,13 +31,11 @@ class RunSettings(Section):
     out: Path | None = free(None)
     """Run folder. Made if absent; an existing run is only touched with `resume`."""
     resume: Literal["no", "auto"] | Path = free("no")
-    """`auto` goes on from the newest sound checkpoint in `out` (or starts where there is none); or one checkpoint's path."""
+    """`auto`: from the newest sound checkpoint in `out`, or from the start where there is none; or a checkpoint's path."""
     allow_change: bool = free(False)
     """Resume although settings that change numerics differ from the run's."""
     init_from: Path | None = free(None)
-    """A checkpoint whose weights are loaded by name before the first step (fine-tuning); other names keep their start values."""
-    seed: int = 0
-    """Keys all randomness: initial weights, data order, dropout, augmentation."""
+    """For fine-tuning: a checkpoint whose weights are loaded by name before the first step."""
     log_every: Positive = free(10)
     """Steps between log lines; device counters are read then and only then."""
 
@@ -81,10 +79,17 @@ class DataSettings(Section):
     limit_batches: Positive | None = None
     """Steps per epoch and batches per validation set at most, for a quick try."""
 
+    @property
+    def max_samples(self) -> int:
+        """Cap on samples per step."""
+        return self.global_batch or (2**31 - 1 if self.batch_cost else 32)
+
 
 class StepSettings(Section):
     """What one training step computes with."""
 
+    seed: int = 0
+    """Keys all randomness: initial weights, data order, dropout, augmentation."""
     level: Literal["auto", 0, 1, 2, 3] = "auto"
     """0 strict fp32, 1 TF32, 2 bf16, 3 bf16 + compile; `auto` is 2 where a GPU has bf16, else 0."""
     precision: Literal["fp16", "fp16-master", "fp16-pure", "fp64"] | None = None
@@ -147,7 +152,11 @@ class LoopSettings(Section):
     keep_best: Annotated[int, Field(ge=0)] = free(1)
 
 
-class TrainConfig(LoopSettings, OptimSettings, StepSettings, DataSettings, WorldSettings, RunSettings):
+class EngineConfig(StepSettings, WorldSettings):
+    """What an `Engine` in a hand-written loop needs to know."""
+
+
+class TrainConfig(LoopSettings, OptimSettings, EngineConfig, DataSettings, RunSettings):
     """All settings of a training run."""
 
     @model_validator(mode="after")
@@ -157,8 +166,3 @@ class TrainConfig(LoopSettings, OptimSettings, StepSettings, DataSettings, World
         if self.clip_norm is not None and self.clip_value is not None:
             raise ValueError("set `clip_norm` or `clip_value`, not both")
         return self
-
-    @property
-    def max_samples(self) -> int:
-        """Cap on samples per step."""
-        return self.global_batch or (2**31 - 1 if self.batch_cost else 32)

@@ -1,0 +1,69 @@
+"""One grain read from a map-style data set, with every sample's randomness keyed by its id."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import TensorDataset
+
+from paceline.config.keys import key
+from paceline.data.collate import stack_collate
+from paceline.data.grain import Grain
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Which samples of which epoch make which grain."""
+
+    epoch: int
+    number: int
+    samples: NDArray[np.int64]
+
+
+class Fetch:
+    """Reads and collates grains; the same in the main process and in a worker, picklable for both."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, seed: int) -> None:
+        self._dataset = dataset
+        self._collate = collate or stack_collate
+        self._seed = seed
+        # Tensors in memory need no call per sample and have no randomness of their own.
+        self._columns = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
+
+    def __call__(self, request: Request) -> Grain:
+        return Grain(self._read(request), request.number, request.samples)
+
+    def _read(self, request: Request) -> Any:
+        if self._columns is not None:
+            index = torch.from_numpy(request.samples)
+            return tuple(column.index_select(0, index) for column in self._columns)
+        samples = request.samples.tolist()
+        if hasattr(self._dataset, "__getitems__"):
+            seed_everything(key(self._seed, request.epoch, samples[0]))
+            return self._collate(self._dataset.__getitems__(samples))
+        read = []
+        for sample in samples:
+            seed_everything(key(self._seed, request.epoch, sample))
+            read.append(self._dataset[sample])
+        return self._collate(read)
+
+    # torch's DataLoader asks for a "batch" of indices and collates it; here the request is the batch.
+    def __getitems__(self, request: Request) -> Grain:
+        return self(request)
+
+
+def seed_everything(value: int) -> None:
+    """Seed the generators a data set may draw from (torch, random, numpy)."""
+    torch.default_generator.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+
+
+def same(grain: Grain) -> Grain:
+    return grain

@@ -1,0 +1,105 @@
+"""What a step is made of: a global batch, cut into grains that never depend on the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+def map_tensors(change: Callable[[torch.Tensor], Any], data: Any) -> Any:
+    """Apply `change` to every tensor in nested tuples, lists and dictionaries."""
+    if isinstance(data, torch.Tensor):
+        return change(data)
+    if isinstance(data, dict):
+        return {name: map_tensors(change, value) for name, value in data.items()}
+    if isinstance(data, tuple):
+        mapped = [map_tensors(change, value) for value in data]
+        return type(data)(*mapped) if hasattr(data, "_fields") else tuple(mapped)
+    if isinstance(data, list):
+        return [map_tensors(change, value) for value in data]
+    return data
+
+
+class Grain:
+    """One collated micro-batch, the unit the model sees.
+
+    `grain.x` and `grain["x"]` read a dictionary's entries; `x, y = grain` unpacks a tuple, whose first two entries are
+    also `grain.x` and `grain.y`. `samples` are the ids of its samples in the data set.
+    """
+
+    __slots__ = ("data", "number", "samples")
+
+    def __init__(self, data: Any, number: int, samples: NDArray[np.int64]) -> None:
+        self.data = data
+        self.number = number  # among the grains of the global batch
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.data[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
+
+    def __getattr__(self, name: str) -> Any:
+        data = object.__getattribute__(self, "data")
+        if isinstance(data, dict):
+            if name in data:
+                return data[name]
+        elif isinstance(data, tuple | list) and name in ("x", "y") and len(data) > "xy".index(name):
+            return data["xy".index(name)]
+        elif hasattr(data, name):
+            return getattr(data, name)
+        raise AttributeError(f"the grain's data ({_describe(data)}) has no {name!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Grain, (self.data, self.number, self.samples)
+
+    def pin_memory(self) -> Grain:
+        return Grain(map_tensors(torch.Tensor.pin_memory, self.data), self.number, self.samples)
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Grain:
+        moved = map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), self.data)
+        return Grain(moved, self.number, self.samples)
+
+    def shapes(self) -> str:
+        """The shapes inside, for messages."""
+        return _describe(self.data)
+
+
+def _describe(data: Any) -> str:
+    if isinstance(data, torch.Tensor):
+        return f"{str(data.dtype).removeprefix('torch.')}{list(data.shape)}"
+    if isinstance(data, dict):
+        return ", ".join(f"{name}: {_describe(value)}" for name, value in data.items())
+    if isinstance(data, tuple | list):
+        return ", ".join(_describe(value) for value in data)
+    return type(data).__name__
+
+
+@dataclass(slots=True)
+class Batch:
+    """This rank's part of one global batch."""
+
+    epoch: int
+    step: int
+    """Within the epoch."""
+    num_grains: int
+    """Over all ranks."""
+    num_samples: int
+    """Over all ranks."""
+    count: float
+    """What the loss is divided by, over all ranks: known before the first backward."""
+    grains: list[Grain]
+    """This rank's, by ascending number."""
+    is_last: bool = False
+    """No rank has data after this one; always False for data of unknown length on several ranks."""
+    has_next: bool = True
+    """This rank has data after this one."""

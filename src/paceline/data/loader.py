@@ -1,0 +1,189 @@
+"""Grains on the device before the step asks for them: reading, workers, pinning and prefetch.
+
+What is read is the plan's decision; the loader only decides how far ahead and by how many processes, which cannot
+change the result because every sample's randomness is keyed by its id.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader
+
+from paceline.data.fetch import Fetch, Request, same
+from paceline.data.grain import Batch, Grain, map_tensors
+from paceline.data.plan import Plan, Share
+
+CHEAP_READ_S = 0.002
+"""A grain read faster than this is read by the training process itself: a worker's hand-over would cost as much."""
+MOST_WORKERS = 8
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Which part of every batch this rank takes.
+
+    `shard`: `rank` of `size` in one common plan. `random_seed_offset`: the whole of its own plan (rank 0 of 1), one of
+    `plans` such plans, whose grains are numbered one after the other.
+    """
+
+    rank: int = 0
+    size: int = 1
+    plans: int = 1
+    plan: int = 0
+
+
+def choose_workers(asked: int | Literal["auto"], read_s: float, cores: int, local_size: int, on_cpu: bool) -> int:
+    """Loader processes per rank: none for cheap reads, else this rank's share of the cores."""
+    if asked != "auto":
+        return asked
+    if read_s < CHEAP_READ_S:
+        return 0
+    mine = cores // local_size - (1 if on_cpu else 0)  # on a CPU the training itself needs one
+    return max(0 if on_cpu else 1, min(mine, MOST_WORKERS))
+
+
+class Loader:
+    """Reads one data set for a whole run; workers are started once and kept."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
+        seed: int = 0,
+        device: torch.device | None = None,
+        workers: int | Literal["auto"] = "auto",
+        local_size: int = 1,
+    ) -> None:
+        self._fetch = Fetch(dataset, collate, seed)
+        self._device = device or torch.device("cpu")
+        self._asked = workers
+        self._local_size = local_size
+        self._turns = _Turns()
+        self._reader: DataLoader[Any] | None = None
+        self.workers: int | None = None if workers == "auto" else workers
+
+    def run(
+        self, plan: Plan, steps: range | None = None, *, epoch: int = 0, seat: Seat | None = None
+    ) -> Iterator[Batch]:
+        """Batches of a plan (all, or those of `steps`), on the device. `epoch` keys the samples' randomness.
+
+        Steps past this plan's end (another rank's plan is longer) are batches without grains.
+        """
+        steps = range(plan.num_steps) if steps is None else steps
+        batches = self._batches(plan, steps, epoch, seat or Seat())
+        return batches if self._device.type == "cpu" else prefetch(batches, self._device)
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self._reader = None
+
+    def _batches(self, plan: Plan, steps: range, epoch: int, seat: Seat) -> Iterator[Batch]:
+        shares: deque[Share] = deque()
+
+        def requests() -> Iterator[Request]:
+            for step in steps:
+                if step >= plan.num_steps:
+                    return
+                share = plan.share(step, seat.rank, seat.size)
+                shares.append(share)
+                for number, samples in zip(share.numbers, share.grains, strict=True):
+                    yield Request(epoch, number + seat.plan * plan.max_grains, samples)
+
+        grains = self._grains(requests())
+        ahead: deque[Grain] = deque()
+        for step in steps:
+            while not shares or len(ahead) < len(shares[0].numbers):
+                grain = next(grains, None)
+                if grain is None:
+                    break
+                ahead.append(grain)
+            is_last = step == steps[-1]
+            if not shares:
+                yield Batch(epoch, step, plan.max_grains * seat.plans, 0, 1.0, [], is_last, has_next=False)
+                continue
+            share = shares.popleft()
+            yield Batch(
+                epoch,
+                step,
+                num_grains=share.num_grains if seat.plans == 1 else plan.max_grains * seat.plans,
+                num_samples=share.num_samples * seat.plans,
+                count=share.count * seat.plans,
+                grains=[ahead.popleft() for _ in share.numbers],
+                is_last=is_last,
+                has_next=not is_last,
+            )
+
+    def _grains(self, requests: Iterator[Request]) -> Iterator[Grain]:
+        if self.workers is None:
+            first = next(requests, None)
+            if first is None:
+                return
+            began = time.perf_counter()
+            grain = self._fetch(first)
+            read_s = time.perf_counter() - began
+            cores = len(os.sched_getaffinity(0))
+            self.workers = choose_workers(
+                self._asked, read_s, cores, self._local_size, on_cpu=self._device.type == "cpu"
+            )
+            yield grain
+        if self.workers == 0:
+            pin = self._device.type != "cpu"
+            for request in requests:
+                grain = self._fetch(request)
+                yield grain.pin_memory() if pin else grain
+            return
+        self._turns.requests = requests
+        if self._reader is None:
+            self._reader = DataLoader(
+                self._fetch,  # type: ignore[arg-type]
+                batch_sampler=self._turns,  # type: ignore[arg-type]
+                collate_fn=same,  # type: ignore[arg-type]
+                num_workers=self.workers,
+                pin_memory=self._device.type != "cpu",
+                persistent_workers=True,
+                generator=torch.Generator(),
+            )
+        yield from self._reader
+
+
+class _Turns:
+    """What the DataLoader asks for its next indices; another run of requests may be put in for the next epoch."""
+
+    requests: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.requests
+
+
+def prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """Copy each batch on a stream of its own, one batch ahead of the step that uses it."""
+    stream = torch.cuda.Stream(device)
+
+    def upload(batch: Batch) -> Batch:
+        with torch.cuda.stream(stream):
+            batch.grains = [grain.to(device, non_blocking=True) for grain in batch.grains]
+        return batch
+
+    def hand_over(batch: Batch) -> Batch:
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(stream)
+        for grain in batch.grains:  # the allocator must not reuse the memory before the step is done with it
+            map_tensors(lambda tensor: tensor.record_stream(current), grain.data)
+        return batch
+
+    waiting: Batch | None = None
+    for batch in batches:
+        uploaded = upload(batch)
+        if waiting is not None:
+            yield hand_over(waiting)
+        waiting = uploaded
+    if waiting is not None:
+        yield hand_over(waiting)

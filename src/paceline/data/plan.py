@@ -1,0 +1,400 @@
+"""The order of data as a pure function: which samples make a step, cut into which grains, on which rank.
+
+A `Plan` is built from numbers alone and never changes, so every rank computes the same one without talking, any step is
+found in O(1), and nothing but (epoch, step) has to be stored to go on in mid-epoch, also on another number of ranks.
+Two rules keep it the same on every machine: random numbers come from Philox keyed by (seed, epoch, stream), and every
+sort is stable, because numpy's other sorts place equal keys differently on different CPUs.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from paceline.config.errors import PacelineError
+
+Ids = NDArray[np.int64]
+Numbers = NDArray[Any]
+"""One int or float per sample, of any width."""
+
+MIN_GRAIN = 2
+"""Fewest samples in a grain: batch norm has no variance over a lone sample and torch refuses it for flat features."""
+
+ORDERS = ("none", "random", "sorted", "laplace", "bucket")
+DEFAULT_BINS = {"laplace": 2, "bucket": 16}
+CUT_TOLERANCE = 1 / 512
+"""`cut` stops when the costliest grain is known to be within this fraction of the best possible."""
+MAX_NUMBER = 2.0**53
+"""Lengths and counts stay below it, so that sums and costs of a batch neither overflow nor lose whole numbers."""
+PADDING_STEPS = 1000
+"""Steps that `Plan.padding` looks at."""
+_CHUNK = 1 << 20
+_ORDER_KEY = 0x706C616E  # the second word of the Philox key, so that other users of the same seed draw other numbers
+
+
+class LengthsNeeded(PacelineError):
+    """A setting works on the lengths of samples, and there are none."""
+
+    def __init__(self, setting: str, instead: str) -> None:
+        super().__init__(f"`{setting}` needs the length of every sample, but this data set gives none")
+        self.setting = setting
+        self.hint = f"give one length per sample (seconds, frames, tokens), or set {instead}"
+
+
+class BadSampleNumbers(PacelineError):
+    """Lengths or counts that no plan can be made of; `index` is the first wrong sample, None if all are wrong."""
+
+    def __init__(self, name: str, why: str, index: int | None = None) -> None:
+        super().__init__(f"`{name}` cannot be used: {why}")
+        self.name = name
+        self.index = index
+        self.hint = f"give `{name}` as one number from 0 to 2**53 per sample, in the order of the data set"
+
+
+class BadPlanSetting(PacelineError):
+    """A setting of the data order that cannot work."""
+
+    def __init__(self, setting: str, value: object, why: str, hint: str) -> None:
+        super().__init__(f"`{setting}` is {value!r}: {why}")
+        self.setting = setting
+        self.value = value
+        self.hint = hint
+
+
+@dataclass(frozen=True)
+class BatchRule:
+    """What makes one global batch: a cap on samples and, if set, on padded cost (samples x longest length).
+
+    A single sample above `max_cost` is a batch of its own.
+    """
+
+    max_samples: int
+    max_cost: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_samples < 1:
+            raise BadPlanSetting("global_batch", self.max_samples, "a batch has samples", "set `global_batch` above 0")
+        if self.max_cost is not None and not 0 < self.max_cost < math.inf:
+            why = "the cost of a batch is a number above 0"
+            raise BadPlanSetting("batch_cost", self.max_cost, why, "set `batch_cost` to the total length per step")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank does in one step: its whole grains, beside the size of the whole step.
+
+    `num_grains`, `num_samples` and `count` are of the global batch, known before the first backward;
+    `numbers` and `grains` are this rank's, and empty where there are fewer grains than ranks.
+    """
+
+    num_grains: int
+    numbers: tuple[int, ...]
+    grains: tuple[Ids, ...]
+    num_samples: int
+    count: int | float
+
+
+class Plan:
+    """The data of one epoch: global batches of sample ids, each cut into grains that do not depend on the world size.
+
+    `counts` are what a loss is divided by (tokens, frames) and default to one per sample. With `partition_epoch` P,
+    epoch e is part e % P of the order of full epoch e // P. `stream` gives another order of the same epoch
+    (rank + 1 for `random_seed_offset`). Of `seed`, the low 64 bits count.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        rule: BatchRule,
+        grains: int,
+        seed: int,
+        epoch: int = 0,
+        lengths: ArrayLike | None = None,
+        counts: ArrayLike | None = None,
+        order: str = "random",
+        bins: int | None = None,
+        partition_epoch: int = 1,
+        stream: int = 0,
+    ) -> None:
+        _check_settings(num_samples, grains, order, bins, partition_epoch)
+        if lengths is None and order not in ("none", "random"):
+            raise LengthsNeeded(f"order: {order}", "`order: random`")
+        if lengths is None and rule.max_cost is not None:
+            raise LengthsNeeded("batch_cost", "`global_batch` alone")
+        sample_lengths = None if lengths is None else _checked("lengths", lengths, num_samples)
+        sample_counts = None if counts is None else _checked("counts", counts, num_samples)
+
+        full_epoch, part = divmod(epoch, partition_epoch)
+        random = _generator(seed, full_epoch, stream)
+        kept = _part(num_samples, partition_epoch, part)
+        bins = bins or DEFAULT_BINS.get(order, 1)
+        self._order = _arrange(order, num_samples, sample_lengths, bins, kept, random)
+        # Kept in the order of the plan: a step reads one contiguous slice, and the caller's arrays may change.
+        self._lengths = None if sample_lengths is None else sample_lengths[self._order]
+        self._counts = None if sample_counts is None else sample_counts[self._order]
+        self._max_samples = rule.max_samples
+        self.max_grains: Final[int] = grains
+        self._offsets = None if self._lengths is None else _offsets(self._lengths, rule)
+        self.num_samples: Final[int] = len(self._order)
+        num_by_samples = -(-self.num_samples // rule.max_samples)
+        self.num_steps: Final[int] = num_by_samples if self._offsets is None else len(self._offsets) - 1
+        self._batch_order = random.permutation(self.num_steps) if order == "bucket" else None
+
+    def batch(self, step: int) -> Ids:
+        """Ids of the samples of the global batch."""
+        return self._order[self._span(step)].astype(np.int64)
+
+    def grains(self, step: int) -> list[Ids]:
+        """The global batch cut into grains."""
+        span = self._span(step)
+        ids = self._order[span].astype(np.int64)
+        return [ids[piece] for piece in self._cut(span)]
+
+    def count(self, step: int) -> int | float:
+        """What the summed loss of the step is divided by."""
+        return self._count(self._span(step))
+
+    def share(self, step: int, rank: int, size: int) -> Share:
+        """The grains of one rank out of `size`, balanced over the ranks by padded cost."""
+        assert 0 <= rank < size, f"rank {rank} of {size}"
+        span = self._span(step)
+        ids = self._order[span].astype(np.int64)
+        pieces = self._cut(span)
+        numbers = assign(self._costs(span, pieces), size)[rank]
+        grains = tuple(ids[pieces[number]] for number in numbers)
+        return Share(len(pieces), tuple(numbers), grains, len(ids), self._count(span))
+
+    def padding(self) -> float:
+        """Fraction of the padded cost that is padding when each grain is padded to its longest sample.
+
+        Over at most `PADDING_STEPS` steps, spread evenly; 0 without lengths, where samples count the same.
+        """
+        if self._lengths is None:
+            return 0.0
+        padded = real = 0.0
+        for step in np.unique(np.linspace(0, self.num_steps - 1, PADDING_STEPS).astype(np.int64)):
+            span = self._span(int(step))
+            padded += sum(self._costs(span, self._cut(span)))
+            real += float(self._lengths[span].sum(dtype=np.float64))
+        return max(0.0, 1 - real / padded) if padded > 0 else 0.0
+
+    def _span(self, step: int) -> slice:
+        if not 0 <= step < self.num_steps:
+            raise IndexError(f"step {step} of a plan of {self.num_steps} steps")
+        number = step if self._batch_order is None else int(self._batch_order[step])
+        if self._offsets is not None:
+            return slice(int(self._offsets[number]), int(self._offsets[number + 1]))
+        start = number * self._max_samples
+        return slice(start, min(start + self._max_samples, self.num_samples))
+
+    def _cut(self, span: slice) -> list[Ids]:
+        return cut(None if self._lengths is None else self._lengths[span], span.stop - span.start, self.max_grains)
+
+    def _costs(self, span: slice, pieces: Sequence[Ids]) -> list[float]:
+        if self._lengths is None:
+            return [float(len(piece)) for piece in pieces]
+        lengths = self._lengths[span]
+        return [len(piece) * float(lengths[piece[0]]) for piece in pieces]  # `cut` puts the longest sample first
+
+    def _count(self, span: slice) -> int | float:
+        if self._counts is None:
+            return int(span.stop - span.start)
+        counts = self._counts[span]
+        return float(counts.sum(dtype=np.float64)) if counts.dtype.kind == "f" else int(counts.sum(dtype=np.int64))
+
+
+def cut(lengths: Numbers | None, num_samples: int, grains: int) -> list[Ids]:
+    """Positions of a batch's samples, grain by grain; the longest sample of a grain comes first.
+
+    Equal or unknown lengths: contiguous pieces in the batch's order, as `np.array_split` makes them. Otherwise the
+    samples go by length, longest first (equal ones in the batch's order), and are cut where the costliest grain
+    (samples x longest) is cheapest. Every grain has at least `MIN_GRAIN` samples, so a small batch has fewer grains.
+    """
+    if num_samples == 0:
+        return []
+    num_grains = min(grains, max(1, num_samples // MIN_GRAIN))
+    if lengths is None or lengths.min() == lengths.max():
+        positions = np.arange(num_samples)
+        ends = _even_ends(0, num_samples, num_grains)
+    else:
+        positions = _by_length(lengths, descending=True)
+        ends = _balanced_ends(lengths[positions].tolist(), num_grains)
+    return [positions[start:end] for start, end in pairwise([0, *ends])]
+
+
+def assign(costs: Sequence[float], size: int) -> list[list[int]]:
+    """Whole grains to `size` ranks: the costliest first, each to the least loaded rank (Graham's LPT rule).
+
+    No rank exceeds (4/3 - 1/(3 size)) times the best possible. Ties go to the rank with fewer grains, then the lower
+    one, so equal costs are dealt in turn.
+    """
+    ranks: list[list[int]] = [[] for _ in range(size)]
+    loads = [(0.0, 0, rank) for rank in range(size)]
+    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
+        load, num_held, rank = loads[0]
+        ranks[rank].append(number)
+        heapq.heapreplace(loads, (load + costs[number], num_held + 1, rank))
+    for held in ranks:
+        held.sort()
+    return ranks
+
+
+def _even_ends(start: int, stop: int, num_pieces: int) -> list[int]:
+    size, num_larger = divmod(stop - start, num_pieces)
+    return [start + number * size + min(number, num_larger) for number in range(1, num_pieces + 1)]
+
+
+def _balanced_ends(descending: Sequence[float], num_grains: int) -> list[int]:
+    """Where grains end so that the largest of samples x longest is minimal, to within `CUT_TOLERANCE`."""
+    num_samples = len(descending)
+    outliers: list[int] = []
+    start = 0
+    # A sample so long that its smallest grain is the costliest anyway: set that grain apart, then balance the others.
+    while num_grains > 1 and _fill(descending, start, num_grains, MIN_GRAIN * descending[start]):
+        start += MIN_GRAIN
+        num_grains -= 1
+        outliers.append(start)
+    best = _even_ends(start, num_samples, num_grains)
+    low = max(MIN_GRAIN * descending[start], sum(descending[start:]) / num_grains)
+    high = (best[0] - start) * descending[start]
+    while num_grains > 1 and high - low > CUT_TOLERANCE * low:
+        middle = (low + high) / 2
+        if middle in (low, high):  # lengths so tiny that no float lies between
+            break
+        ends = _fill(descending, start, num_grains, middle)
+        if ends:
+            best, high = ends, middle
+        else:
+            low = middle
+    return outliers + best
+
+
+def _fill(descending: Sequence[float], start: int, num_grains: int, max_cost: float) -> list[int]:
+    """Ends of grains that each take as many samples as `max_cost` allows; empty if the last one cannot take the rest.
+
+    Taking all that fits is optimal: what is left is then fewest and shortest. MIN_GRAIN is kept for each later grain.
+    """
+    num_samples = len(descending)
+    ends = []
+    for reserved in range((num_grains - 1) * MIN_GRAIN, 0, -MIN_GRAIN):
+        room = num_samples - start - reserved
+        longest = descending[start]
+        start += room if room * longest <= max_cost else int(max_cost / longest)
+        ends.append(start)
+    if (num_samples - start) * descending[start] > max_cost:
+        return []
+    ends.append(num_samples)
+    return ends
+
+
+def _check_settings(num_samples: int, grains: int, order: str, bins: int | None, partition_epoch: int) -> None:
+    if num_samples < 1:
+        raise BadPlanSetting("num_samples", num_samples, "there is nothing to train on", "give data with samples in it")
+    if grains < 1:
+        raise BadPlanSetting("grains", grains, "a batch is at least one grain", "set `grains` to 1 or more")
+    if order not in ORDERS:
+        raise BadPlanSetting("order", order, "no such order of samples", f"set `order` to one of {', '.join(ORDERS)}")
+    if bins is not None and bins < 1:
+        raise BadPlanSetting("bins", bins, "samples go into at least one bin", "set `bins` to 1 or more")
+    if not 1 <= partition_epoch <= num_samples:
+        why = f"there are {num_samples} samples to cut into sub-epochs"
+        raise BadPlanSetting("partition_epoch", partition_epoch, why, f"set it between 1 and {num_samples}")
+
+
+def _checked(name: str, values: ArrayLike, num_samples: int) -> Numbers:
+    numbers = np.asarray(values)
+    if numbers.shape != (num_samples,):
+        raise BadSampleNumbers(name, f"shape {numbers.shape}, but there are {num_samples} samples")
+    if numbers.dtype.kind not in "iuf":
+        raise BadSampleNumbers(name, f"values of type {numbers.dtype} are not numbers")
+    if not (numbers.min() >= 0 and float(numbers.max()) < MAX_NUMBER):  # NaN fails the first comparison
+        wide = numbers.astype(np.float64)
+        index = int(np.argmin((wide >= 0) & (wide < MAX_NUMBER)))
+        raise BadSampleNumbers(name, f"sample {index} has {numbers[index]}", index)
+    return numbers
+
+
+def _generator(seed: int, full_epoch: int, stream: int) -> np.random.Generator:
+    """Random numbers of one order: seed in the key, epoch and stream in the high counter words, so none ever meet."""
+    key = np.array([seed % 2**64, _ORDER_KEY], dtype=np.uint64)
+    counter = np.array([0, 0, full_epoch, stream], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+
+def _part(total: int, num_parts: int, number: int) -> slice:
+    """One of `num_parts` contiguous parts whose sizes differ by at most one, with RETURNN's bounds."""
+    return slice(total * number // num_parts, total * (number + 1) // num_parts)
+
+
+def _by_length(lengths: Numbers, *, descending: bool = False) -> Ids:
+    """Positions by length; equal lengths keep their order in both directions."""
+    if not descending:
+        return np.argsort(lengths, kind="stable")
+    # Reversed twice rather than negated: unsigned lengths have no negative.
+    return len(lengths) - 1 - np.argsort(lengths[::-1], kind="stable")[::-1]
+
+
+def _arrange(
+    order: str, num_samples: int, lengths: Numbers | None, bins: int, kept: slice, random: np.random.Generator
+) -> NDArray[Any]:
+    """The ids of the `kept` part of the epoch, in order."""
+    ids = np.arange(num_samples, dtype=np.int32 if num_samples < 2**31 else np.int64)
+    if order in ("random", "laplace", "bucket"):
+        random.shuffle(ids)
+    if order == "bucket":  # buckets of the part, not part of the buckets: each sub-epoch has all lengths
+        ids, kept = ids[kept], slice(None)
+    if lengths is not None and order in ("sorted", "bucket"):
+        ids = ids[_by_length(lengths[ids])]
+    if lengths is not None and order in ("laplace", "bucket"):
+        for number in range(bins):
+            binned = ids[_part(len(ids), bins, number)]  # a view: what is written here is written to `ids`
+            if order == "bucket":
+                random.shuffle(binned)
+            else:
+                binned[:] = binned[_by_length(lengths[binned], descending=number % 2 == 1)]
+    return ids if len(ids[kept]) == len(ids) else ids[kept].copy()
+
+
+def _offsets(lengths: Numbers, rule: BatchRule) -> Ids | None:
+    """Where each batch starts, and the end, if cost decides: consecutive samples while number x longest fits.
+
+    A sample of length l lets at most max_cost / l samples share its batch, so a batch may grow up to the least of these
+    over its samples. They are found by numpy; the greedy walk over them is a plain loop, some 60 ns a sample.
+    """
+    if rule.max_cost is None:
+        return None
+    offsets = array("q", [0])
+    num_held, limit = 0, rule.max_samples
+    for start in range(0, len(lengths), _CHUNK):
+        allowed_each = _allowed(lengths[start : start + _CHUNK], rule.max_samples, rule.max_cost)
+        for position, allowed in enumerate(allowed_each, start):
+            if allowed < limit:
+                limit = allowed
+            if num_held < limit:
+                num_held += 1
+            else:
+                offsets.append(position)
+                num_held, limit = 1, allowed
+    offsets.append(len(lengths))
+    return np.frombuffer(offsets, dtype=np.int64)
+
+
+def _allowed(lengths: Numbers, max_samples: int, max_cost: float) -> list[int]:
+    """For each sample, the most samples of its length that make a batch: at least itself."""
+    lengths = lengths.astype(np.float64)
+    with np.errstate(divide="ignore", over="ignore"):
+        allowed = np.minimum(np.floor(max_cost / lengths), max_samples)
+    # The quotient is rounded; the rule is about the product (10 x 0.1 fits into 1.0, and 1.0 // 0.1 is 9).
+    allowed += (allowed < max_samples) & ((allowed + 1) * lengths <= max_cost)
+    allowed -= allowed * lengths > max_cost
+    fits: list[int] = np.maximum(allowed, 1).astype(np.int64).tolist()
+    return fits

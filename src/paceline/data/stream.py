@@ -1,0 +1,96 @@
+"""Batches from iterable data of unknown length.
+
+A data set with a `shard(rank, size)` method gives each rank its own part. Without one, every rank reads the whole
+stream and keeps its own grains, so that the result does not depend on the number of ranks as long as the stream
+itself is the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.config.keys import key
+from paceline.data.collate import stack_collate
+from paceline.data.fetch import seed_everything
+from paceline.data.grain import Batch, Grain
+from paceline.data.loader import prefetch
+
+
+class Stream:
+    """Cuts an iterable into global batches of `global_batch` samples in `num_grains` grains."""
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        *,
+        global_batch: int,
+        num_grains: int,
+        collate: Callable[[list[Any]], Any] | None = None,
+        seed: int = 0,
+        device: torch.device | None = None,
+        rank: int = 0,
+        size: int = 1,
+    ) -> None:
+        self._dataset = dataset
+        self._global_batch = global_batch
+        self._num_grains = num_grains
+        self._collate = collate or stack_collate
+        self._seed = seed
+        self._device = device or torch.device("cpu")
+        self._rank = rank
+        self._size = size
+        self.is_sharded = hasattr(dataset, "shard")
+
+    def run(self, *, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """This rank's batches from step `start` on; what comes before is read and passed over."""
+        batches = self._batches(epoch, start)
+        return batches if self._device.type == "cpu" else prefetch(batches, self._device)
+
+    def empty(self, epoch: int, step: int) -> Batch:
+        """What a rank contributes once its own data has ended and another's has not."""
+        return Batch(epoch, step, self._num_grains, 0, float(self._global_batch), [], has_next=False)
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        mine = range(self._rank, self._num_grains, self._size)
+        sizes = [len(piece) for piece in np.array_split(np.arange(self._global_batch), self._num_grains)]
+        seed_everything(key(self._seed, epoch, self._rank if self.is_sharded else 0))
+        if self.is_sharded:
+            source = iter(self._dataset.shard(self._rank, self._size))  # type: ignore[attr-defined]
+            step_sizes = {number: sizes[number] for number in mine}
+        else:
+            source = iter(self._dataset)
+            step_sizes = dict(enumerate(sizes))
+        per_step = sum(step_sizes.values())
+        for _ in islice(source, start * per_step):
+            pass
+        step = start
+        samples = list(islice(source, per_step))
+        while samples:
+            following = list(islice(source, per_step))
+            grains = []
+            offset = 0
+            for number, wanted in step_sizes.items():
+                piece = samples[offset : offset + wanted]
+                if piece and number in mine:
+                    first = (step * self._global_batch) + offset
+                    ids = np.arange(first, first + len(piece), dtype=np.int64)
+                    grains.append(Grain(self._collate(piece), number, ids))
+                offset += wanted
+            num_samples = self._global_batch if self.is_sharded else len(samples)
+            yield Batch(
+                epoch,
+                step,
+                num_grains=self._num_grains,
+                num_samples=num_samples,
+                count=float(num_samples),
+                grains=grains,
+                is_last=not following and (self._size == 1 or not self.is_sharded),
+                has_next=bool(following),
+            )
+            samples = following
+            step += 1

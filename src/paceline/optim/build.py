@@ -1,0 +1,124 @@
+"""From settings to an optimizer: which parameters are trained, in which groups, by which rule.
+
+Parameters keep the order of `model.named_parameters()`, so the optimizer's state has the same order on every rank.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.config.errors import PacelineError
+from paceline.config.settings import GroupSettings, OptimSettings
+
+
+class ParameterPatternUnmatched(PacelineError):
+    """A setting names parameters that the model does not have."""
+
+    def __init__(self, setting: str, pattern: str, nearest: list[str]) -> None:
+        super().__init__(f"{setting}: {pattern!r} matches no parameter of the model")
+        self.setting = setting
+        self.pattern = pattern
+        self.nearest = nearest
+        self.hint = f"nearest parameter names: {', '.join(nearest)}" if nearest else "the model has no parameters"
+
+
+class NothingToTrain(PacelineError):
+    """Every parameter is frozen, or there is none."""
+
+    hint = "take a pattern out of `freeze`"
+
+    def __init__(self) -> None:
+        super().__init__("the model has no parameter left to train")
+
+
+def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """Take the parameters whose names match out of training; returns their names."""
+    parameters = dict(model.named_parameters())
+    patterns = tuple(patterns)
+    for pattern in patterns:
+        _require_match("freeze", pattern, list(parameters))
+    frozen = [name for name in parameters if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    return frozen
+
+
+def groups(model: nn.Module, settings: OptimSettings) -> list[dict[str, Any]]:
+    """Parameter groups for a torch optimizer: those of the settings in their order, then all the rest.
+
+    Each carries its `lr_scale`, by which the schedule's learning rate is multiplied. Frozen parameters are left out,
+    and so is a group whose parameters were all taken by a group before it.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for group in settings.groups:
+        _require_match("groups", group.match, names)
+    rules = [*settings.groups, GroupSettings(match="*")]
+    members: list[list[nn.Parameter]] = [[] for _ in rules]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            first = next(index for index, rule in enumerate(rules) if fnmatchcase(name, rule.match))
+            members[first].append(parameter)
+    if not any(members):
+        raise NothingToTrain
+    return [
+        {
+            "params": parameters,
+            "lr": settings.lr * rule.lr_scale,
+            "lr_scale": rule.lr_scale,
+            "weight_decay": settings.weight_decay if rule.weight_decay is None else rule.weight_decay,
+        }
+        for rule, parameters in zip(rules, members, strict=True)
+        if parameters
+    ]
+
+
+def optimizer(settings: OptimSettings, groups: list[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
+    """torch's own optimizer.
+
+    Fused on CUDA, where it leaves the weights alone if its `found_inf` says so, without asking the host; as torch
+    chooses on CPU, bitwise what a hand-written loop gets.
+    """
+    fused = True if device.type == "cuda" else None
+    match settings.optimizer:
+        case "sgd":
+            sgd = torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=fused)
+            if fused and settings.momentum:
+                zero_first_momentum(sgd)
+            return sgd
+        case "adam":
+            return torch.optim.Adam(groups, lr=settings.lr, betas=settings.betas, fused=fused)
+        case "adamw":
+            return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=fused)
+
+
+def zero_first_momentum(sgd: torch.optim.SGD) -> None:
+    """Let the momentum of a fused SGD start at zero.
+
+    torch leaves it uninitialised in the first step and lets the kernel fill it; where that step is skipped for an
+    overflow (usual for fp16) it would never be filled. Done at the first step, when the dtypes are settled.
+    """
+    is_started = False
+
+    def fill(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal is_started
+        if is_started:
+            return
+        is_started = True
+        for group in optimizer.param_groups:
+            for parameter in group["params"] if group["momentum"] else []:
+                if optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+    sgd.register_step_pre_hook(fill)
+
+
+def _require_match(setting: str, pattern: str, names: list[str]) -> None:
+    if not any(fnmatchcase(name, pattern) for name in names):
+        nearest = difflib.get_close_matches(pattern.strip("*."), names, n=3, cutoff=0.0)
+        raise ParameterPatternUnmatched(setting, pattern, nearest)

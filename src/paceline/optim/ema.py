@@ -1,0 +1,65 @@
+"""An exponential moving average of the weights, which often validates better than the last weights do.
+
+After each update: average <- decay * average + (1 - decay) * weight. Buffers (batch-norm statistics) are not averaged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+class WeightAverage:
+    """The average of a model's parameters, or of named tensors (fp32 masters in place of fp16 weights, say).
+
+    It follows the tensors given, which must stay the same objects. Of half-precision tensors it keeps an fp32 average:
+    in theirs, small steps would be lost.
+    """
+
+    def __init__(self, source: nn.Module | Mapping[str, Tensor], decay: float) -> None:
+        named = dict(source.named_parameters()) if isinstance(source, nn.Module) else dict(source)
+        self.decay = decay
+        self.tensors: dict[str, Tensor] = {
+            name: tensor.detach().to(_average_dtype(tensor.dtype), copy=True) for name, tensor in named.items()
+        }
+        self._sources = [tensor.detach() for tensor in named.values()]
+        self._averages = list(self.tensors.values())
+        self._same_dtype = all(
+            average.dtype == source.dtype for average, source in zip(self._averages, self._sources, strict=True)
+        )
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the weights as they are now."""
+        sources = self._sources
+        if not self._same_dtype:
+            sources = [source.to(average.dtype) for source, average in zip(sources, self._averages, strict=True)]
+        torch._foreach_lerp_(self._averages, sources, 1.0 - self.decay)
+
+    @contextlib.contextmanager
+    def swapped(self, model: nn.Module) -> Iterator[None]:
+        """The model with the average as its weights, inside the `with`; then its own weights again, bitwise."""
+        parameters = dict(model.named_parameters())
+        targets = [parameters[name].detach() for name in self.tensors]
+        kept = [target.clone() for target in targets]
+        try:
+            torch._foreach_copy_(targets, self._averages)
+            yield
+        finally:
+            torch._foreach_copy_(targets, kept)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Name of a weight -> its average (the live tensors, not copies)."""
+        return dict(self.tensors)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        for name, average in self.tensors.items():
+            average.copy_(state[name])
+
+
+def _average_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,0 +1,85 @@
+"""An optimizer's state by parameter name: tensors apart from plain values, independent of ranks and of group order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.config.errors import PacelineError
+
+SEPARATOR = "/"
+"""Between a parameter's name and the name of a state tensor; parameter names never contain it."""
+
+
+class StateNotFlat(PacelineError):
+    """An optimizer keeps something that is neither a tensor nor a plain value."""
+
+    hint = "use another optimizer, or one whose state per parameter is tensors and numbers"
+
+    def __init__(self, optimizer: str, entry: str, kind: str) -> None:
+        super().__init__(f"{optimizer} keeps a {kind} as {entry!r}, which a checkpoint cannot hold")
+
+
+class StateMisfit(PacelineError):
+    """The saved optimizer state is not for these parameters."""
+
+    hint = "resume with the settings of the run, or start a new run with `init_from` to take the weights only"
+
+    def __init__(self, missing: list[str], unexpected: list[str]) -> None:
+        super().__init__(
+            f"the checkpoint's optimizer state does not fit: nothing for {missing[:3]}, not trained here {unexpected[:3]}"
+        )
+
+
+def pack(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors by `parameter/entry`, plain values) of an optimizer; `names` maps its tensors to parameter names."""
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for parameter, entries in optimizer.state.items():
+        for entry, value in entries.items():
+            name = names[parameter]
+            if isinstance(value, Tensor):
+                tensors[f"{name}{SEPARATOR}{entry}"] = value
+            elif value is None or isinstance(value, bool | int | float | str):
+                plain.setdefault(name, {})[entry] = value
+            else:
+                raise StateNotFlat(type(optimizer).__name__, entry, type(value).__name__)
+    groups = [
+        {
+            "names": [names[parameter] for parameter in group["params"]],
+            "values": {key: value for key, value in group.items() if key != "params" and _is_plain(value)},
+        }
+        for group in optimizer.param_groups
+    ]
+    return tensors, {"groups": groups, "values": plain}
+
+
+def unpack(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tensors: Mapping[str, Tensor], plain: dict[str, Any]
+) -> None:
+    """The counterpart of `pack`. Group settings are the run's own (settings decide), the rest is as saved."""
+    saved = {name for group in plain["groups"] for name in group["names"]}
+    if saved != set(names.values()):
+        raise StateMisfit(sorted(set(names.values()) - saved), sorted(saved - set(names.values())))
+    state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in plain["values"].items()}
+    for key, tensor in tensors.items():
+        name, entry = key.rsplit(SEPARATOR, 1)
+        state.setdefault(name, {})[entry] = tensor.clone()
+    target = optimizer.state_dict()
+    order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    target["state"] = {index: state[name] for index, name in enumerate(order) if name in state}
+    values_of = {name: group["values"] for group in plain["groups"] for name in group["names"]}
+    for group, live in zip(target["param_groups"], optimizer.param_groups, strict=True):
+        before = values_of[names[live["params"][0]]]
+        # Entries the optimizer itself added while running (a step counter, say) are state; settings are not.
+        group.update({key: value for key, value in before.items() if key not in optimizer.defaults and key in live})
+    optimizer.load_state_dict(target)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_plain(entry) for entry in value)
+    return value is None or isinstance(value, bool | int | float | str)

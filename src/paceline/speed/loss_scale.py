@@ -1,0 +1,211 @@
+"""Loss scaling: keeps fp16 gradients between underflow and overflow. All state and all decisions stay on the device.
+
+A step uses one as `scale(sum).backward()`, then `unscale_and_check(gradients, found_inf)`, then (where found_inf is 0)
+the optimizer, then `update(found_inf)`. Nothing here reads a value on the host except `current`, which is for logs.
+Rules after OpenSeq2Seq's automatic loss scaling; `backoff` is also the rule of torch's GradScaler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from paceline.config.errors import PacelineError
+from paceline.speed.precision import Precision
+
+SCALE_MIN = 1.0
+SCALE_MAX = 2.0**14
+SCALE_LIMIT = 2.0**24
+"""The largest maximum that may be set: beyond it an fp32 scale times a loss gains nothing and risks overflow itself."""
+
+
+class ScaleRange(PacelineError):
+    """A range of loss scales that is empty or leaves what is useful."""
+
+    hint = f"choose 0 < scale_min <= scale_max <= {SCALE_LIMIT:.0f}"
+
+    def __init__(self, scale_min: float, scale_max: float) -> None:
+        super().__init__(f"no loss scale between {scale_min:g} and {scale_max:g}")
+        self.scale_min = scale_min
+        self.scale_max = scale_max
+
+
+class ScaleStateMismatch(PacelineError):
+    """The saved state is of another kind of loss scaling."""
+
+    hint = "resume with the `loss_scale` and `precision` of the run"
+
+    def __init__(self, expected: Sequence[str], found: Sequence[str]) -> None:
+        super().__init__(f"loss scaling needs the state {list(expected)}, the checkpoint has {list(found)}")
+        self.expected = expected
+        self.found = found
+
+
+class LossScale:
+    """What all kinds share: a factor on the loss, taken off the gradients again."""
+
+    def __init__(self, scale: float, device: torch.device) -> None:
+        self._scale = torch.tensor(scale, dtype=torch.float32, device=device)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to run backward from."""
+        return loss * self._scale
+
+    def unscale_and_check(self, gradients: Sequence[Tensor], found_inf: Tensor) -> None:
+        """Divide the gradients by the scale, in place; `found_inf` becomes 1 if any element is not finite."""
+        # Through float64, so that the inverse of a scale that is no power of two is rounded once.
+        _unscale(gradients, found_inf, self._scale.double().reciprocal().float())
+
+    def update(self, found_inf: Tensor) -> None:
+        """Choose the scale of the next step."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything the next step depends on, as plain tensors."""
+        return {name: tensor.detach().clone() for name, tensor in self._state().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        own = self._state()
+        if own.keys() != state.keys():
+            raise ScaleStateMismatch(sorted(own), sorted(state))
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+
+    def current(self) -> float:
+        """The scale of the next step. Waits for the device: for logs only."""
+        return float(self._scale)
+
+    def _state(self) -> dict[str, Tensor]:
+        return {"scale": self._scale}
+
+
+class NoScale(LossScale):
+    """No scaling, only the check for non-finite gradients."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(1.0, device)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def unscale_and_check(self, gradients: Sequence[Tensor], found_inf: Tensor) -> None:
+        _unscale(gradients, found_inf, self._scale)
+
+    def _state(self) -> dict[str, Tensor]:
+        return {}
+
+
+class StaticScale(LossScale):
+    """One scale for the whole run."""
+
+
+class BackoffScale(LossScale):
+    """As large as goes: half after an overflow, double after a window of clean steps."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        scale_min: float = SCALE_MIN,
+        scale_max: float = SCALE_MAX,
+        factor: float = 2.0,
+        window_steps: int = 2000,
+    ) -> None:
+        _check_range(scale_min, scale_max)
+        super().__init__(scale_max, device)
+        self._bounds = (scale_min, scale_max)
+        self._factor = factor
+        self._window_steps = window_steps
+        self._clean_steps = torch.zeros((), dtype=torch.int32, device=device)
+
+    def update(self, found_inf: Tensor) -> None:
+        torch._amp_update_scale_(
+            self._scale, self._clean_steps, found_inf, self._factor, 1.0 / self._factor, self._window_steps
+        )
+        self._scale.clamp_(*self._bounds)
+
+    def _state(self) -> dict[str, Tensor]:
+        return {"scale": self._scale, "clean_steps": self._clean_steps}
+
+
+class LogMaxScale(LossScale):
+    """The scale at which an overflow becomes rare, from the statistics of the largest gradient.
+
+    With x = log2(max|g|): scale = 2 ** (log_max - (mu + overflow_std_dev * sigma)), mu a fast and sigma a slow moving
+    estimate. A non-finite step counts as x = log_max; one whose gradients are all zero says nothing and is left out.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        scale_min: float = SCALE_MIN,
+        scale_max: float = SCALE_MAX,
+        log_max: float = 16.0,
+        beta1: float = 0.99,
+        beta2: float = 0.999,
+        overflow_std_dev: float = 3.09,
+    ) -> None:
+        _check_range(scale_min, scale_max)
+        # Before the first gradient is seen only the smallest scale is known to be safe.
+        super().__init__(scale_min, device)
+        self._bounds = (scale_min, scale_max)
+        self._log_max = log_max
+        self._overflow_std_dev = overflow_std_dev
+        # Mean (beta1), slow mean and mean of squares (beta2). float64: sigma is a difference of near-equal numbers.
+        self._betas = torch.tensor([beta1, beta2, beta2], dtype=torch.float64, device=device)
+        self._moments = torch.zeros(3, dtype=torch.float64, device=device)
+        self._decays = torch.ones(3, dtype=torch.float64, device=device)  # beta ** steps, for the bias correction
+        self._largest = torch.zeros((), dtype=torch.float64, device=device)
+
+    def unscale_and_check(self, gradients: Sequence[Tensor], found_inf: Tensor) -> None:
+        # Before unscaling: an fp16 gradient would underflow by it.
+        largest = [
+            torch.stack(torch._foreach_norm(group, float("inf"))).max().double() for group in _by_dtype(gradients)
+        ]
+        self._largest.copy_(torch.stack(largest).max() / self._scale if largest else torch.zeros_like(self._largest))
+        super().unscale_and_check(gradients, found_inf)
+
+    def update(self, found_inf: Tensor) -> None:
+        overflow = found_inf.reshape(()) > 0
+        x = torch.where(overflow, self._log_max, self._largest.log2())
+        known = overflow | (self._largest > 0)
+        moments = torch.lerp(torch.stack((x, x, x * x)), self._moments, self._betas)
+        self._moments.copy_(torch.where(known, moments, self._moments))
+        self._decays.copy_(torch.where(known, self._decays * self._betas, self._decays))
+        mean, slow_mean, mean_square = (self._moments / (1.0 - self._decays)).unbind()
+        deviation = (mean_square - slow_mean * slow_mean).clamp(min=0.0).sqrt()
+        proposed = torch.exp2(self._log_max - (mean + self._overflow_std_dev * deviation)).clamp(*self._bounds)
+        self._scale.copy_(torch.where(self._decays[0] < 1.0, proposed, self._scale))
+
+    def _state(self) -> dict[str, Tensor]:
+        return {"scale": self._scale, "moments": self._moments, "decays": self._decays}
+
+
+def build(setting: Literal["backoff", "logmax"] | float, precision: Precision, device: torch.device) -> LossScale:
+    """The loss scaling that `loss_scale` names, where the precision is scaled at all."""
+    if not precision.scaled:
+        return NoScale(device)
+    if setting == "backoff":
+        return BackoffScale(device)
+    if setting == "logmax":
+        return LogMaxScale(device)
+    return StaticScale(float(setting), device)
+
+
+def _check_range(scale_min: float, scale_max: float) -> None:
+    if not 0.0 < scale_min <= scale_max <= SCALE_LIMIT:
+        raise ScaleRange(scale_min, scale_max)
+
+
+def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    for group in _by_dtype(gradients):
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse_scale)
+
+
+def _by_dtype(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The fused kernels take one dtype at a time. All gradients of a rank are on its one device."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        groups.setdefault(gradient.dtype, []).append(gradient)
+    return list(groups.values())

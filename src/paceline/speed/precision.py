@@ -1,0 +1,207 @@
+"""Levels: from `-O` and `--precision` to the dtypes a step computes in. docs/levels.md is this file as a table.
+
+`resolve` decides and is pure; `capabilities`, `apply` and `autocast` touch the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from paceline.config.errors import PacelineError
+
+Level = Literal["auto", 0, 1, 2, 3]
+PrecisionName = Literal["fp16", "fp16-master", "fp16-pure", "fp64"]
+Fp32Matmul = Literal["ieee", "tf32"]
+
+
+class LevelUnsupported(PacelineError):
+    """A level or precision that this device cannot compute."""
+
+    def __init__(self, wanted: str, device: str, reason: str, hint: str) -> None:
+        super().__init__(f"{wanted} cannot run on {device}: {reason}")
+        self.wanted = wanted
+        self.device = device
+        self.reason = reason
+        self.hint = hint
+
+
+class LevelConflict(PacelineError):
+    """A level and a precision that contradict each other on any device."""
+
+    def __init__(self, level: int, precision: str) -> None:
+        super().__init__(f"-O{level} lowers the precision and --precision {precision} raises it")
+        self.level = level
+        self.precision = precision
+        self.hint = f"drop `-O{level}`, or drop `--precision {precision}`"
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a device can compute with."""
+
+    device: Literal["cpu", "cuda"]
+    name: str
+    bf16: bool
+    tf32: bool
+    fp16: bool
+    compiler: bool
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What a step computes in."""
+
+    level: int
+    name: str
+    """What the user would type for it: `-O2`, `--precision fp16`."""
+    weights: torch.dtype
+    autocast: torch.dtype | None
+    fp32_matmul: Fp32Matmul
+    """How a matmul or convolution that stays in fp32 is computed."""
+    compile: bool
+    scaled: bool
+    """The loss is scaled, as `loss_scale` says."""
+    master: bool
+    """The optimizer updates fp32 masters of the weights; batch norm stays fp32."""
+    notes: tuple[str, ...]
+    """What the user should be told about this choice."""
+
+
+def capabilities(device: torch.device) -> Capabilities:
+    """Ask the device what it can do."""
+    if device.type == "cuda":
+        version = torch.cuda.get_device_capability(device)
+        with torch.cuda.device(device):
+            bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return Capabilities(
+            device="cuda",
+            name=torch.cuda.get_device_name(device),
+            bf16=bf16,
+            tf32=version >= (8, 0),
+            fp16=version >= (5, 3),
+            compiler=importlib.util.find_spec("triton") is not None,
+        )
+    backends: Any = torch.backends
+    return Capabilities(
+        device="cpu",
+        name="this CPU",
+        bf16=bool(backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+        tf32=False,
+        fp16=True,
+        # The compiler that inductor will look for.
+        compiler=shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")) is not None,
+    )
+
+
+def resolve(level: Level, precision: PrecisionName | None, capabilities: Capabilities) -> Precision:
+    """Decide what a step computes in; raises where the device cannot do it."""
+    notes: list[str] = []
+    number = _level(level, precision, capabilities, notes)
+    name = f"-O{number}" if precision is None else f"--precision {precision}"
+    if precision == "fp64":
+        return _resolve_fp64(number, name, notes)
+    if precision is not None and not capabilities.fp16:
+        raise LevelUnsupported(name, capabilities.name, "it has no fp16", "use `-O0`")
+    if precision is None and number >= 2 and not capabilities.bf16:
+        fp16 = " or `--precision fp16`" if capabilities.fp16 else ""
+        raise LevelUnsupported(name, capabilities.name, "it has no bf16", f"use `-O1`{fp16}")
+    if number == 3 and not capabilities.compiler:
+        package = "Triton (`pip install triton`)" if capabilities.device == "cuda" else "g++ (`apt install g++`)"
+        raise LevelUnsupported("-O3", capabilities.name, f"compiling needs {package}", "install it, or use `-O2`")
+    if number == 1 and not capabilities.tf32:
+        notes.append(f"-O1: {capabilities.name} has no TF32, so fp32 matmuls stay exact fp32 as at -O0")
+    half_weights = precision in ("fp16-master", "fp16-pure")
+    autocast = None
+    if not half_weights and (precision == "fp16" or number >= 2):
+        autocast = torch.float16 if precision == "fp16" else torch.bfloat16
+    return Precision(
+        level=number,
+        name=name,
+        weights=torch.float16 if half_weights else torch.float32,
+        autocast=autocast,
+        fp32_matmul="tf32" if number >= 1 and capabilities.tf32 else "ieee",
+        compile=number == 3,
+        scaled=precision is not None,
+        master=precision == "fp16-master",
+        notes=tuple(notes),
+    )
+
+
+def _level(level: Level, precision: PrecisionName | None, capabilities: Capabilities, notes: list[str]) -> int:
+    if level != "auto":
+        return level
+    if precision is not None:
+        return 0 if precision == "fp64" else 2
+    if capabilities.device == "cuda" and capabilities.bf16:
+        notes.append(f"level auto is -O2: {capabilities.name} has bf16")
+        return 2
+    reason = "is no GPU" if capabilities.device == "cpu" else "has no bf16"
+    notes.append(f"level auto is -O0: {capabilities.name} {reason}")
+    return 0
+
+
+def _resolve_fp64(level: int, name: str, notes: list[str]) -> Precision:
+    if level >= 2:
+        raise LevelConflict(level, "fp64")
+    if level == 1:
+        notes.append("-O1 has no effect with --precision fp64: nothing is computed in fp32")
+    return Precision(level, name, torch.float64, None, "ieee", False, False, False, tuple(notes))
+
+
+def apply(precision: Precision) -> None:
+    """Set how the backends compute fp32 matmuls, convolutions and recurrent layers, both ways.
+
+    torch's own start is mixed (exact matmuls, TF32 convolutions), so -O0 has to say so too. CPUs stay exact.
+    """
+    backends: Any = torch.backends  # its modules are made at run time, unknown to type checkers
+    mode = precision.fp32_matmul
+    backends.cuda.matmul.fp32_precision = mode
+    backends.cudnn.conv.fp32_precision = mode
+    backends.cudnn.rnn.fp32_precision = mode
+    backends.mkldnn.matmul.fp32_precision = "ieee"
+    backends.mkldnn.conv.fp32_precision = "ieee"
+    backends.mkldnn.rnn.fp32_precision = "ieee"
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def autocast(
+    precision: Precision, device: torch.device
+) -> Callable[[], contextlib.AbstractContextManager[object | None]]:
+    """What to enter around a forward; without autocast it is one reused empty context."""
+    if precision.autocast is None:
+        return lambda: _NOTHING
+    return functools.partial(torch.autocast, device.type, precision.autocast)
+
+
+def rows(precision: Precision) -> list[tuple[str, str]]:
+    """The start-up table: what computes in which dtype."""
+    weights = _word(precision.weights)
+    computed = weights if precision.autocast is None else f"{_word(precision.autocast)} (autocast)"
+    exact = "TF32 inputs, fp32 sums" if precision.fp32_matmul == "tf32" else "fp32"
+    if precision.weights == torch.float64:
+        exact = "none"
+    return [
+        ("weights", f"{weights} (batch norm fp32, fp32 masters)" if precision.master else weights),
+        ("matmul and convolution inputs", computed),
+        ("what stays fp32 is multiplied in", exact),
+        ("gradients", f"{weights} (updated from fp32 copies)" if precision.master else weights),
+        ("optimizer state", "fp32" if precision.master else weights),
+        ("loss scaling", "as loss_scale says" if precision.scaled else "none"),
+        ("compile", "yes" if precision.compile else "no"),
+    ]
+
+
+def _word(dtype: torch.dtype) -> str:
+    return {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}[dtype]

@@ -1,0 +1,329 @@
+"""One training step, the same on any number of ranks.
+
+The engine owns autocast, backward, loss scaling, reduction, clipping, the update and the schedule; the caller owns
+the loop. Nothing in a step waits for the device: what must be known on the host is read when something is logged.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from paceline.config.keys import key
+from paceline.config.settings import DataSettings, EngineConfig
+from paceline.data.grain import Batch, Grain
+from paceline.observe.clock import Clock
+from paceline.optim.ema import WeightAverage
+from paceline.parallel.gradients import SummedGradients
+from paceline.parallel.statistics import RunningStatistics
+from paceline.parallel.strategy import Alone, Strategy
+from paceline.speed import loss_scale, master, precision, recompute
+from paceline.train.contract import NoGradients, NonFiniteLoss, OutOfMemory, unpack
+from paceline.train.feed import Feed
+from paceline.train.position import choose_grains
+from paceline.train.skips import SkipCount
+from paceline.world.discover import discover
+from paceline.world.link import Link
+from paceline.world.start import start
+
+Loss = Callable[[Grain], Any]
+
+
+@dataclass(slots=True)
+class Step:
+    """What a step did. Tensors stay on the device until somebody reads `loss`."""
+
+    number: int
+    loss_sum: torch.Tensor
+    count: Any
+    ranks_with_data: Any = None
+    ranks_to_stop: Any = None
+    gradient_norm: torch.Tensor | None = None
+    outputs: list[Any] = field(default_factory=list)
+
+    @property
+    def loss(self) -> float:
+        """Loss per counted item over all ranks (waits for the device)."""
+        return float(self.loss_sum) / float(self.count) if self.count else math.nan
+
+
+class Engine:
+    """Five verbs for a loop of your own: `prepare`, `batches`, `step`, `evaluating`, `close`."""
+
+    def __init__(self, config: EngineConfig | None = None, *, link: Link | None = None, **settings: Any) -> None:
+        self.config = config or EngineConfig(**settings)
+        self._owns_link = link is None
+        self.link = link or start(
+            discover(os.environ),
+            device=self.config.device,
+            threads=self.config.threads,
+            start_timeout_s=self.config.start_timeout_s,
+            timeout_s=self.config.timeout_s,
+        )
+        self.device = self.link.device
+        self.precision = precision.resolve(
+            self.config.level, self.config.precision, precision.capabilities(self.device)
+        )
+        precision.apply(self.precision)
+        self._autocast = precision.autocast(self.precision, self.device)
+        self.scale = loss_scale.build(self.config.loss_scale, self.precision, self.device)
+        self._generator = (
+            torch.cuda.default_generators[self.device.index or 0]
+            if self.device.type == "cuda"
+            else torch.default_generator
+        )
+        self._found_inf = torch.zeros((), device=self.device)
+        self.skips = SkipCount(self.device, self.config.max_skipped)
+        self.num_steps = 0
+        self.epoch, self.epoch_step = 0, 0  # where `batches` is
+        self.rate: float | None = None
+        self.clock: Clock | None = None
+        self.wants_stop = False
+        self.schedule: Callable[[int], float] | None = None
+        self.average: WeightAverage | None = None
+        self.masters: master.Masters | None = None
+
+    # -- setting up ----------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Callable[[int], float] | None = None,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        """Put a model and its optimizer to work here. Both are changed in place and keep their names.
+
+        The order matters: where (device), what is kept (recomputation), in which dtype, equal on all ranks, compiled,
+        reduced.
+        """
+        model.to(self.device)
+        if self.config.checkpoint_activations:
+            recompute.recompute(model, self.config.checkpoint_activations)
+        self._cast(model, optimizer)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            self.link.broadcast(tensor.data)
+        if self.precision.compile:
+            model.compile()
+        self.model, self.optimizer, self.schedule = model, optimizer, schedule
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        several = self.link.world.size > 1
+        self.strategy: Strategy = SummedGradients(parameters, self.link) if several else Alone(parameters)
+        self._several = several
+        self._updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self.statistics = RunningStatistics(model, self.link)
+        self.statistics.share()
+        if self.config.ema:
+            self.average = self._follow(self.average)
+        return model, optimizer
+
+    def _follow(self, before: WeightAverage | None) -> WeightAverage:
+        """An average of the weights as they are now, going on from `before` where that was of the same shapes."""
+        weights = self.named_weights()
+        average = WeightAverage(weights, self.config.ema)
+        if before is not None and {name: tensor.shape for name, tensor in before.tensors.items()} == {
+            name: tensor.shape for name, tensor in weights.items()
+        }:
+            average.load_state_dict(before.tensors)
+        return average
+
+    def release(self) -> None:
+        """Let go of the prepared model, so that it can be prepared again with another shape or optimizer."""
+        self.statistics.total()
+        self.strategy.detach()
+
+    def _cast(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if self.precision.master:
+            before = {} if self.masters is None else self.masters.tensors
+            self.masters = master.Masters(model, optimizer)
+            masters = self.masters.tensors
+            self.masters.load({name: old for name, old in before.items() if masters[name].shape == old.shape})
+        elif self.precision.weights is torch.float16:
+            master.to_half(model)
+        elif self.precision.weights is torch.float64:
+            model.double()
+        if self.precision.weights is not torch.float32:
+            master.cast_inputs(model, self.precision.weights)
+
+    def named_weights(self) -> dict[str, torch.Tensor]:
+        """The weights by name, in the dtype the optimizer updates (fp32 masters where there are some)."""
+        weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        if self.masters is not None:
+            weights.update(self.masters.tensors)
+        return weights
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def step(self, loss: Loss, batch: Batch, after_backward: Callable[[], None] | None = None) -> Step:
+        """Forward and backward over this rank's grains, one reduction over the ranks, one update."""
+        rate = self._set_learning_rate()
+        self.strategy.start_step()
+        done = self._run_grains(loss, batch)
+        if done.number == 0:
+            self._check_first(done, batch)
+        self._check_gradients(done, batch)
+        if after_backward is not None:
+            after_backward()
+        self._clip(done)
+        self._update()
+        self.num_steps += 1
+        self.rate = rate
+        return done
+
+    def _run_grains(self, loss: Loss, batch: Batch) -> Step:
+        """Gradients of the sum of all grains' losses over `batch.count`, summed over the ranks."""
+        loss_sum: Any = 0.0
+        count: Any = 0
+        outputs: list[Any] = []
+        grain: Grain | None = None
+        position = 0  # first grain number whose batch-norm update this rank has not accounted for
+        last = len(batch.grains) - 1
+        try:
+            for index, grain in enumerate(batch.grains):
+                self._generator.manual_seed(key(self.config.seed, self.num_steps, grain.number))
+                if self._several:
+                    self.statistics.missed(grain.number - position)
+                    self.statistics.before_grain()
+                    position = grain.number + 1
+                with self._autocast():
+                    total, weight, extra = unpack(loss(grain))
+                loss_sum = total.detach() if index == 0 else loss_sum + total.detach()
+                count = count + weight
+                outputs.append(extra)
+                if self._several:
+                    self.statistics.after_grain()
+                if index == last:
+                    self.strategy.arm(self._tally(loss_sum, count, batch))
+                self.scale.scale(total / batch.count).backward()
+        except torch.OutOfMemoryError as error:
+            assert grain is not None
+            raise OutOfMemory(grain.shapes(), len(grain), batch.num_grains, str(error)) from error
+        if not self._several:
+            return Step(self.num_steps, loss_sum, count, outputs=outputs)
+        if not batch.grains:
+            self.strategy.arm(self._tally(loss_sum, count, batch))
+        self.statistics.missed(batch.num_grains - position)
+        if self.clock is not None:
+            self.clock.lap("compute")
+        loss_sum, count, more, stop = self.strategy.reduce().unbind()
+        if self.clock is not None:
+            self.clock.lap("communication")
+        self._ranks_with_data = more
+        return Step(self.num_steps, loss_sum, count, more, stop, outputs=outputs)
+
+    def _tally(self, loss_sum: Any, count: Any, batch: Batch) -> tuple[Any, ...]:
+        return (loss_sum, count, batch.has_next, self.wants_stop)
+
+    def _check_first(self, done: Step, batch: Batch) -> None:
+        value = done.loss
+        if not math.isfinite(value):
+            raise NonFiniteLoss(value, batch.grains[0].shapes() if batch.grains else "none on this rank")
+
+    def _check_gradients(self, done: Step, batch: Batch) -> None:
+        """Take the loss scale off, mend the divisor where the true count was not known, look for inf and nan."""
+        if self.masters is not None:
+            self.masters.pull_gradients()
+        self._gradients = [parameter.grad for parameter in self._updated if parameter.grad is not None]
+        if not self._gradients:
+            raise NoGradients
+        on_host = not isinstance(done.count, torch.Tensor) or done.count.device.type == "cpu"
+        if not on_host or float(done.count) != batch.count:
+            # Where nothing was counted this gives inf or nan, and the step is skipped.
+            torch._foreach_mul_(self._gradients, batch.count / torch.as_tensor(done.count).double())
+        self._found_inf.zero_()
+        self.scale.unscale_and_check(self._gradients, self._found_inf)
+
+    def _clip(self, done: Step) -> None:
+        if self.config.clip_norm is not None:
+            done.gradient_norm = torch.nn.utils.get_total_norm(self._gradients)
+            torch.nn.utils.clip_grads_with_norm_(self._updated, self.config.clip_norm, done.gradient_norm)
+        elif self.config.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(self._updated, self.config.clip_value)
+
+    def _update(self) -> None:
+        """Update unless gradients were not finite; on a GPU the optimizer itself looks, nobody waits."""
+        if self._skips_on_device:
+            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+            self.optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif not self._found_inf.item():
+            self.optimizer.step()
+        self.skips.note(self._found_inf, self.num_steps)
+        self.scale.update(self._found_inf)
+        if self.masters is not None:
+            self.masters.push_weights()
+        if self.average is not None:
+            self.average.update()
+        self.strategy.updated()
+
+    def _set_learning_rate(self) -> float | None:
+        if self.schedule is None:
+            return None
+        rate = self.schedule(self.num_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_scale", 1.0)
+        return rate
+
+    def batches(
+        self,
+        dataset: Any,
+        *,
+        epochs: int = 1,
+        collate: Callable[[list[Any]], Any] | None = None,
+        **settings: Any,
+    ) -> Iterator[Batch]:
+        """This rank's part of every global batch, for as many epochs; `settings` are those of `DataSettings`."""
+        config = DataSettings(**settings)
+        feed = Feed(
+            dataset,
+            config,
+            self.link,
+            grains=choose_grains(config.grains, None, self.link.world.size, config.regrain),
+            seed=self.config.seed,
+            collate=collate,
+            lengths=getattr(dataset, "lengths", None),
+            counts=getattr(dataset, "counts", None),
+        )
+        while self.epoch < epochs:
+            for batch in feed.batches(self.epoch, self.epoch_step):
+                self.epoch_step = batch.step + 1
+                yield batch
+                if feed.is_stream and self._several and not float(self._ranks_with_data):
+                    break
+            self.epoch, self.epoch_step = self.epoch + 1, 0
+        feed.close()
+
+    # -- between steps -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model in evaluation mode with complete statistics (and averaged weights); all ranks must enter."""
+        self.statistics.total()
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            with torch.no_grad(), self._autocast(), self._averaged():
+                yield
+        finally:
+            for module in training:
+                module.training = True
+            self.statistics.share()
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        if self.average is None:
+            yield
+        else:
+            with self.average.swapped(self.model):
+                yield
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        if self._owns_link:
+            self.link.close()

@@ -1,0 +1,162 @@
+"""The training data of one stage: from a data set and settings to this rank's batches of any epoch, from any step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from numpy.typing import NDArray
+from torch.utils.data import IterableDataset
+
+from paceline.config.errors import PacelineError
+from paceline.config.settings import DataSettings
+from paceline.data.grain import Batch
+from paceline.data.loader import Loader, Seat
+from paceline.data.plan import BatchRule, Plan
+from paceline.data.stream import Stream
+from paceline.world.link import Link
+
+
+class NotData(PacelineError):
+    """What a task gave as data can neither be indexed nor iterated over."""
+
+    hint = "return a torch Dataset (with __len__ and __getitem__), a list, or an iterable"
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(f"{type(data).__name__} is no data set")
+
+
+class StreamSetting(PacelineError):
+    """A setting that needs to know the whole data set, with data of unknown length."""
+
+    def __init__(self, setting: str, value: Any) -> None:
+        super().__init__(f"`{setting}` is {value!r}, but the data is an iterable of unknown length")
+        self.hint = f"leave `{setting}` out, or give a data set with __len__ and __getitem__"
+
+
+class Feed:
+    """Batches of a data set, map-style (planned) or iterable (as it comes)."""
+
+    def __init__(
+        self,
+        data: Any,
+        config: DataSettings,
+        link: Link,
+        *,
+        grains: int,
+        seed: int,
+        collate: Callable[[list[Any]], Any] | None = None,
+        lengths: NDArray[Any] | None = None,
+        counts: NDArray[Any] | None = None,
+    ) -> None:
+        self.data = data
+        self._config = config
+        self._link = link
+        self._grains = grains
+        self._seed = seed
+        self._offset = config.dataset_distribution == "random_seed_offset"
+        self._plan: tuple[int, Plan] | None = None
+        self._stream: Stream | None = None
+        world = link.world
+        if isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__")):
+            self._check_stream()
+            self._stream = Stream(
+                data,
+                global_batch=config.max_samples,
+                num_grains=grains,
+                collate=collate,
+                seed=self._seed,
+                device=link.device,
+                rank=world.rank,
+                size=world.size,
+            )
+            return
+        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+            raise NotData(data)
+        self._lengths = lengths
+        self._counts = counts
+        self._loader = Loader(
+            data,
+            collate=collate,
+            seed=self._seed,
+            device=link.device,
+            workers=config.workers,
+            local_size=world.local_size,
+        )
+
+    @property
+    def is_stream(self) -> bool:
+        """Unknown length: whether there is more is learned from the step's own reduction."""
+        return self._stream is not None
+
+    def plan(self, epoch: int) -> Plan:
+        """The order of one epoch; the last one asked for is kept."""
+        if self._plan is None or self._plan[0] != epoch:
+            ranks = self._link.world.size if self._offset else 1
+            config = self._config
+            plan = Plan(
+                len(self.data),
+                rule=BatchRule(
+                    max_samples=max(1, config.max_samples // ranks),
+                    max_cost=None if config.batch_cost is None else config.batch_cost / ranks,
+                ),
+                grains=max(1, self._grains // ranks),
+                seed=self._seed,
+                epoch=epoch,
+                lengths=self._lengths,
+                counts=self._counts,
+                order=config.order,
+                bins=config.bins,
+                partition_epoch=config.partition_epoch,
+                stream=self._link.world.rank + 1 if self._offset else 0,
+            )
+            self._plan = (epoch, plan)
+        return self._plan[1]
+
+    def num_steps(self, epoch: int) -> int | None:
+        """Steps of an epoch, the same on all ranks; None if unknown. With `random_seed_offset` all ranks must ask."""
+        if self._stream is not None:
+            return self._config.limit_batches
+        steps = self.plan(epoch).num_steps
+        if self._offset:  # every rank has its own order and so its own number of batches
+            steps = max(self._link.gather_objects(steps))
+        return steps if self._config.limit_batches is None else min(steps, self._config.limit_batches)
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        if self._stream is not None:
+            yield from self._stream_batches(epoch, start)
+            return
+        world = self._link.world
+        seat = Seat(plan=world.rank, plans=world.size) if self._offset else Seat(world.rank, world.size)
+        steps = self.num_steps(epoch)
+        assert steps is not None
+        yield from self._loader.run(self.plan(epoch), range(start, steps), epoch=epoch, seat=seat)
+
+    def close(self) -> None:
+        if self._stream is None:
+            self._loader.close()
+
+    def _stream_batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        """Never ends by itself on several ranks: the loop stops when the reduction says that no rank has more."""
+        assert self._stream is not None
+        step = start - 1
+        for batch in self._stream.run(epoch=epoch, start=start):
+            step = batch.step
+            limit = self._config.limit_batches
+            if limit is not None and step + 1 >= limit:
+                batch.has_next, batch.is_last = False, True
+            yield batch
+            if batch.is_last:
+                return
+        while self._link.world.size > 1:
+            step += 1
+            yield self._stream.empty(epoch, step)
+
+    def _check_stream(self) -> None:
+        config = self._config
+        if config.batch_cost is not None:
+            raise StreamSetting("batch_cost", config.batch_cost)
+        if config.partition_epoch != 1:
+            raise StreamSetting("partition_epoch", config.partition_epoch)
+        if config.order in ("sorted", "laplace", "bucket"):
+            raise StreamSetting("order", config.order)

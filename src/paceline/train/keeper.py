@@ -1,0 +1,97 @@
+"""A run on disk: opened once, resumed if asked, saved as it goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paceline.config.settings import TrainConfig
+from paceline.observe.progress import Progress
+from paceline.train import restore, state
+from paceline.train.checkpoint import Checkpointer
+from paceline.train.engine import Engine
+from paceline.train.position import Position, SettingsChanged, choose_grains, settings_changed
+from paceline.train.run import Run
+from paceline.train.task import Task
+from paceline.world.link import Link
+
+
+class Keeper:
+    """The run folder of a trainer; without `out` nothing is written. All ranks read, the first one writes."""
+
+    def __init__(self, config: TrainConfig, link: Link, progress: Progress, task: str) -> None:
+        self._config, self._link, self._progress, self._task = config, link, progress, task
+        self._run = Run(config.out) if config.out is not None else None
+        self._writer: Checkpointer | None = None
+        self._saved: tuple[int, ...] | None = None
+        stored = self._check()
+        before: int | None = stored["grains"] if stored is not None else None
+        self.grains = choose_grains(config.grains, before, link.world.size, config.regrain)
+        if before not in (None, self.grains):
+            progress.say(f"{self.grains} grains instead of {before}: numerics change from here on")
+        self.found = self._find(stored)
+
+    @property
+    def metrics_file(self) -> Path | None:
+        return self._run.metrics if self._run is not None and self._link.is_first else None
+
+    def open(self) -> None:
+        """Make the folder a run. Called when everything is set up, so that a mistake before leaves nothing behind."""
+        # Every rank has looked at the folder before the first one writes to it.
+        self._link.barrier()
+        self._write("running")
+        if self._run is not None and self._link.is_first:
+            self._writer = Checkpointer(
+                self._run.checkpoints,
+                keep_last=self._config.keep_last,
+                keep_best=self._config.keep_best,
+                mode=self._config.monitor_mode,
+            )
+
+    def save(self, engine: Engine, position: Position, task: Task, score: float | None) -> None:
+        """Everything, unless this very moment has been saved already. All ranks must call it."""
+        moment = (position.stage, position.epoch, position.step, position.num_steps)
+        if self._run is None or moment == self._saved:
+            return
+        self._saved = moment
+        engine.statistics.total()
+        if self._writer is not None:
+            parts, values = state.collect(engine)
+            own = task.state()
+            if own:
+                parts["task"] = own
+            record = {"engine": values, "position": position.state(), "world_size": self._link.world.size}
+            self._writer.save(engine.num_steps, parts, record, score)
+        engine.statistics.share()
+
+    def close(self, status: str) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._write(status)
+
+    def _check(self) -> dict[str, Any] | None:
+        if self._run is None:
+            return None
+        stored = self._run.check(may_exist=self._config.resume != "no")
+        if stored is not None and not self._config.allow_change:
+            changes = settings_changed(stored["settings"], self._config)
+            if changes:
+                raise SettingsChanged(changes)
+        return stored
+
+    def _find(self, stored: dict[str, Any] | None) -> restore.Checkpoint | None:
+        """The checkpoint to go on from."""
+        resume = self._config.resume
+        if isinstance(resume, Path):
+            return restore.load(resume)
+        if resume == "no" or stored is None or self._run is None:
+            return None
+        looked = restore.newest(self._run.checkpoints)
+        for broken in looked.broken:
+            self._progress.say(f"skipped a broken checkpoint: {broken}")
+        return looked.checkpoint
+
+    def _write(self, status: str) -> None:
+        if self._run is not None and self._link.is_first:
+            settings = self._config.model_dump(mode="json")
+            self._run.write({"status": status, "grains": self.grains, "task": self._task, "settings": settings})

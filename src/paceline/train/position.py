@@ -1,0 +1,79 @@
+"""Where a run is, and how a resumed one may differ from the one that began: pure decisions."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.config.errors import PacelineError
+from paceline.config.settings import TrainConfig
+
+
+@dataclass
+class Position:
+    """The next step to do. (stage, epoch, step) finds the data, `num_steps` keys the randomness."""
+
+    stage: int = 0
+    epoch: int = 0
+    step: int = 0
+    """Within the epoch."""
+    num_steps: int = 0
+    """Since the run began."""
+    stage_began: int = 0
+    """`num_steps` when the stage began."""
+    best: float | None = None
+    bad_validations: int = 0
+
+    def state(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class MoreRanksThanGrains(PacelineError):
+    """Some ranks would never have anything to do."""
+
+    def __init__(self, ranks: int, grains: int, is_resumed: bool) -> None:
+        where = "this run was started with" if is_resumed else "the settings ask for"
+        super().__init__(f"{ranks} ranks, but {where} {grains} grains per step: a rank takes whole grains")
+        again = f"`--regrain` cuts the batch into {ranks} grains, which changes numerics"
+        self.hint = f"use at most {grains} ranks, or {again if is_resumed else f'set `--grains {ranks}`'}"
+        self.ranks = ranks
+        self.grains = grains
+
+
+class SettingsChanged(PacelineError):
+    """A run is to be resumed with settings that change what is computed."""
+
+    hint = "use the run's settings, or add `--allow-change` to go on with the new ones"
+
+    def __init__(self, changes: dict[str, tuple[Any, Any]]) -> None:
+        lines = [f"  {name}: {before!r} in the run, {now!r} now" for name, (before, now) in changes.items()]
+        super().__init__("these settings differ from the run's and change the result:\n" + "\n".join(lines))
+        self.changes = changes
+
+
+def choose_grains(asked: int | None, stored: int | None, ranks: int, regrain: bool) -> int:
+    """Grains per step: as the run began, else as asked, else one per rank."""
+    grains = asked or stored or ranks
+    if stored is not None and not regrain:
+        grains = stored
+    if ranks > grains:
+        if not regrain:
+            raise MoreRanksThanGrains(ranks, grains, is_resumed=stored is not None)
+        grains = ranks
+    return grains
+
+
+def settings_changed(before: dict[str, Any], now: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """Settings that change numerics and differ: name -> (before, now)."""
+    fields = type(now).model_fields
+    current = now.model_dump(mode="json")
+    changes = {}
+    for name, info in fields.items():
+        extra = info.json_schema_extra
+        if isinstance(extra, dict) and extra.get("free"):
+            continue
+        if name == "grains" and (current[name] is None or now.regrain):
+            continue  # not asked for: the run's own number is kept; asked for with `regrain`: allowed
+        if before.get(name) != current[name]:
+            changes[name] = (before.get(name), current[name])
+    return changes

@@ -1,0 +1,75 @@
+"""A run's folder: what makes it one, and what may be done to it.
+
+run.json          settings, grains, status
+metrics.jsonl     one line per step and per validation
+checkpoints/      see restore.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from paceline.config.errors import PacelineError
+
+MARK = "run.json"
+
+
+class NotARun(PacelineError):
+    """A folder with other things in it is not written to."""
+
+    hint = "choose another `--out`, or an empty folder"
+
+    def __init__(self, folder: Path, why: str) -> None:
+        super().__init__(f"{folder} is not a run: {why}")
+        self.folder = folder
+
+
+class RunExists(PacelineError):
+    """A run is never overwritten."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"{folder} holds a run already")
+        self.hint = "add `--resume auto` to go on with it, or choose another `--out`"
+        self.folder = folder
+
+
+class Run:
+    """The folder of one run; only the first rank writes to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
+        self.metrics = folder / "metrics.jsonl"
+
+    def check(self, *, may_exist: bool) -> dict[str, Any] | None:
+        """What `run.json` holds, None for a folder that is free to use."""
+        if not self.folder.exists():
+            return None
+        if not self.folder.is_dir():
+            raise NotARun(self.folder, "it is a file")
+        mark = self.folder / MARK
+        if not mark.exists():
+            if any(self.folder.iterdir()):
+                raise NotARun(self.folder, f"it has files but no {MARK}")
+            return None
+        if not may_exist:
+            raise RunExists(self.folder)
+        try:
+            record = json.loads(mark.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise NotARun(self.folder, f"{MARK} is not JSON ({error})") from error
+        if not isinstance(record, dict) or "settings" not in record:
+            raise NotARun(self.folder, f"{MARK} has no settings")
+        return record
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        aside = self.folder / f".{MARK}"
+        with aside.open("w", encoding="utf-8") as file:
+            json.dump(record, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, self.folder / MARK)

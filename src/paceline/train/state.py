@@ -1,0 +1,89 @@
+"""Everything a checkpoint holds of an engine: weights, buffers, optimizer, loss scale, average; there is no random state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.config.errors import PacelineError
+from paceline.optim import state as optimizer_state
+from paceline.train.engine import Engine
+
+Parts = dict[str, dict[str, Tensor]]
+
+
+class WeightsMisfit(PacelineError):
+    """The checkpoint is of another model."""
+
+    hint = "resume with the model of the run, or start a new run with `init_from` to take what fits"
+
+    def __init__(self, problems: list[str]) -> None:
+        shown = "\n".join(f"  {problem}" for problem in problems[:10])
+        more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
+        super().__init__(f"the checkpoint does not fit this model:\n{shown}{more}")
+        self.problems = problems
+
+
+def collect(engine: Engine) -> tuple[Parts, dict[str, Any]]:
+    """(tensors by part, plain values). Batch-norm statistics must be complete: see `RunningStatistics.total`."""
+    model = {**dict(engine.model.named_buffers()), **engine.named_weights()}
+    kept = engine.model.state_dict().keys()  # leaves out buffers that are not persistent
+    optimizer, values = optimizer_state.pack(engine.optimizer, _names(engine))
+    parts: Parts = {
+        "model": {name: tensor.detach() for name, tensor in model.items() if name in kept},
+        "optimizer": optimizer,
+        "scale": engine.scale.state_dict(),
+    }
+    if engine.average is not None:
+        parts["ema"] = engine.average.state_dict()
+    return parts, {
+        "num_steps": engine.num_steps,
+        "batches": [engine.epoch, engine.epoch_step],
+        "skips": engine.skips.state(),
+        "optimizer": values,
+    }
+
+
+@torch.no_grad()
+def restore(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Any]) -> None:
+    """The counterpart of `collect`, into a prepared engine."""
+    restore_weights(engine, parts["model"])
+    optimizer_state.unpack(engine.optimizer, _names(engine), parts["optimizer"], values["optimizer"])
+    engine.scale.load_state_dict(parts["scale"])
+    if engine.average is not None:
+        # A run that had no average (changed settings) begins it with the weights as they are.
+        engine.average.load_state_dict(parts.get("ema") or engine.named_weights())
+    engine.num_steps = values["num_steps"]
+    engine.epoch, engine.epoch_step = values["batches"]
+    engine.skips.load(values["skips"])
+
+
+@torch.no_grad()
+def restore_weights(engine: Engine, saved: Mapping[str, Tensor]) -> None:
+    """Weights and buffers, all of them; the statistics become totals and are shared out anew."""
+    engine.statistics.total()
+    own = {**dict(engine.model.named_buffers()), **engine.named_weights()}
+    kept = engine.model.state_dict().keys()
+    problems = [f"{name}: not in the checkpoint" for name in kept if name in own and name not in saved]
+    problems += [f"{name}: not in the model" for name in saved if name not in own]
+    for name in own.keys() & saved.keys():
+        if own[name].shape != saved[name].shape:
+            problems.append(f"{name}: {list(saved[name].shape)} there, {list(own[name].shape)} here")
+    if problems:
+        raise WeightsMisfit(sorted(problems))
+    for name, tensor in saved.items():
+        own[name].copy_(tensor)
+    if engine.masters is not None:
+        engine.masters.push_weights()
+    engine.statistics.share()
+
+
+def _names(engine: Engine) -> dict[Tensor, str]:
+    """Which parameter each tensor of the optimizer is (a master stands for its weight)."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in engine.model.named_parameters()}
+    if engine.masters is not None:
+        names.update({tensor: name for name, tensor in engine.masters.tensors.items()})
+    return {parameter: names[parameter] for group in engine.optimizer.param_groups for parameter in group["params"]}

@@ -1,0 +1,116 @@
+"""What to train: model, data, loss, metrics. A task knows nothing of ranks, devices or dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.config.settings import OptimSettings
+from paceline.data.grain import Grain
+from paceline.optim import build
+from paceline.world.discover import World
+
+if TYPE_CHECKING:
+    from paceline.train.engine import Step
+
+Sums = tuple[Any, Any]
+"""A metric as (sum, weight), divided once over all batches and ranks."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a run with its own data: the only one for most tasks, one per experience in continual learning."""
+
+    name: str
+    data: Any
+    """The data set (map-style or iterable), or a function without arguments that makes it when the stage begins."""
+    epochs: int | None = None
+    """Instead of the run's `epochs`."""
+    restart_optimizer: bool = False
+    restart_schedule: bool = False
+
+
+class Task:
+    """Subclass and fill in `model`, `train_data` and `loss`; everything else has a default.
+
+    `world` (ranks) is set before `model` is called, for the rare task that wants to know.
+    """
+
+    world: World
+    collate: Callable[[list[Any]], Any] | None = None
+    """Samples of one grain into a batch; stacking if None."""
+
+    # -- what to train -------------------------------------------------------------------------------------------
+
+    def model(self) -> torch.nn.Module:
+        raise NotImplementedError("a task needs `model()`: the module to train")
+
+    def train_data(self) -> Any:
+        raise NotImplementedError("a task needs `train_data()` (or `stages()`): the data set to train on")
+
+    def val_data(self) -> Mapping[str, Any]:
+        """Validation sets by name."""
+        return {}
+
+    def loss(self, model: torch.nn.Module, grain: Grain) -> Any:
+        """(sum of losses, how many) of one grain; a third value is handed to `after_step`."""
+        raise NotImplementedError("a task needs `loss(model, grain)`: (sum, count)")
+
+    def metrics(self, model: torch.nn.Module, grain: Grain) -> Mapping[str, Sums]:
+        """Validation metrics of one batch as name -> (sum, weight)."""
+        total, count, *_ = self.loss(model, grain)
+        return {"loss": (total, count)}
+
+    def predict(self, model: torch.nn.Module, grain: Grain) -> Any:
+        """What inference returns for one batch."""
+        raise NotImplementedError("this task has no `predict(model, grain)`")
+
+    def optimizer(
+        self, groups: list[dict[str, Any]], settings: OptimSettings, device: torch.device
+    ) -> torch.optim.Optimizer:
+        return build.optimizer(settings, groups, device)
+
+    def stages(self) -> Sequence[Stage]:
+        return [Stage("train", self.train_data)]
+
+    def lengths(self, data: Any) -> NDArray[Any] | None:
+        """Cost of each sample (seconds, tokens) for batching and balance: the data set's own `lengths`, if it has some."""
+        lengths = getattr(data, "lengths", None)
+        return None if lengths is None else np.asarray(lengths)
+
+    def counts(self, data: Any) -> NDArray[Any] | None:
+        """What each sample adds to the loss count, if not 1: the data set's own `counts`, if it has some."""
+        counts = getattr(data, "counts", None)
+        return None if counts is None else np.asarray(counts)
+
+    # -- hooks ---------------------------------------------------------------------------------------------------
+
+    def before_stage(self, model: torch.nn.Module, stage: int) -> None:
+        """Before a stage's first step. On resume it is called again for all stages up to the current one, in order,
+        so that a model that grows has its shape before its weights are loaded."""
+
+    def after_backward(self, model: torch.nn.Module) -> None:
+        """Gradients are complete (reduced, unscaled), not yet clipped or used."""
+
+    def after_step(self, model: torch.nn.Module, step: Step, grains: list[Grain]) -> None:
+        """After the update, with this rank's grains (`grain.samples` are ids in the data set) and `step.outputs`."""
+
+    def after_stage(self, model: torch.nn.Module, stage: int) -> None:
+        """After a stage's last step."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Tensors of the task's own that belong into a checkpoint."""
+        return {}
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """The counterpart of `state`."""
+
+
+def overrides(task: Task, hook: str) -> bool:
+    """Whether a task has its own version of a hook, so that the loop pays only for hooks that do something."""
+    return getattr(type(task), hook) is not getattr(Task, hook)

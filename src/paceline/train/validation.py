@@ -1,0 +1,90 @@
+"""Looking at the model: all validation sets, which of the results counts, and whether it is getting better."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.config.errors import PacelineError
+from paceline.config.settings import TrainConfig
+from paceline.data.grain import Grain
+from paceline.data.loader import Loader
+from paceline.data.plan import Plan
+from paceline.train.engine import Engine
+from paceline.train.evaluate import evaluate, evaluation_plan
+from paceline.train.position import Position
+from paceline.train.task import Task
+
+
+class UnknownMonitor(PacelineError):
+    """The metric to watch is none of those that validation gives."""
+
+    def __init__(self, monitor: str, known: list[str]) -> None:
+        super().__init__(f"`monitor` is {monitor!r}, but validation gives {', '.join(known)}")
+        nearest = difflib.get_close_matches(monitor, known, n=1, cutoff=0.0)[0]
+        self.hint = f"did you mean `--monitor {nearest}`?"
+
+
+@dataclass(frozen=True)
+class _Set:
+    loader: Loader
+    plan: Plan
+
+
+class Validation:
+    """Every named validation set of a task, cut into fixed batches once and for all."""
+
+    def __init__(self, task: Task, engine: Engine, config: TrainConfig, grains: int) -> None:
+        self._task, self._engine, self._config = task, engine, config
+        self.metrics: dict[str, float] = {}
+        """Of the last time, as `set/metric`."""
+        batch = config.eval_batch or max(1, config.max_samples // grains)
+        self._sets = {name: self._set(data, batch) for name, data in task.val_data().items()}
+
+    def run(self) -> dict[str, float]:
+        """Metrics of all sets, the same numbers on every rank; all ranks must call it."""
+
+        def metrics(grain: Grain) -> Mapping[str, tuple[Any, Any]]:
+            return self._task.metrics(self._engine.model, grain)
+
+        self.metrics = {}
+        limit = self._config.limit_batches
+        with self._engine.evaluating():
+            for name, each in self._sets.items():
+                found = evaluate(metrics, each.loader, each.plan, self._engine.link, limit_batches=limit)
+                self.metrics.update({f"{name}/{metric}": value for metric, value in found.items()})
+        return self.metrics
+
+    def score(self) -> float | None:
+        """The metric that names the best checkpoint; None before the first validation."""
+        if not self.metrics:
+            return None
+        monitor = self._config.monitor or next(iter(self.metrics))
+        if monitor not in self.metrics:
+            raise UnknownMonitor(monitor, list(self.metrics))
+        return self.metrics[monitor]
+
+    def judge(self, position: Position) -> None:
+        """Is this the best so far? Every rank has the same number, so all decide alike."""
+        score = self.score()
+        if score is None:
+            return
+        sign = 1.0 if self._config.monitor_mode == "min" else -1.0
+        if position.best is None or sign * score < sign * position.best:
+            position.best, position.bad_validations = score, 0
+        else:
+            position.bad_validations += 1
+
+    def _set(self, data: Any, batch: int) -> _Set:
+        link = self._engine.link
+        loader = Loader(
+            data,
+            collate=self._task.collate,
+            seed=self._config.seed,
+            device=link.device,
+            workers=self._config.workers,
+            local_size=link.world.local_size,
+        )
+        return _Set(loader, evaluation_plan(len(data), min(batch, len(data)), self._task.lengths(data)))

@@ -1,0 +1,242 @@
+"""All ranks fail together, and the first real failure is printed once.
+
+The failing rank posts its report in the store, the first one wins and prints. A rank whose collective broke because
+another is gone looks there before it believes its own error; a rank that computes or hangs is told by its watch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Literal, NoReturn
+
+from torch.distributed import DistBackendError, DistError, DistNetworkError
+
+from paceline.config.errors import PacelineError
+from paceline.world.discover import World
+from paceline.world.meeting import FirstRankUnreached, MeetingPointTaken, PrefixStore, Store, meet, meet_apart, poll
+
+EXIT_USER_ERROR = 2
+EXIT_CRASH = 1
+EXIT_INTERRUPT = 130
+
+# How long a rank with a broken collective looks for another's report before it files its own.
+_LOOK_S = 3.0
+# How long a rank that learns of a failure may go on by itself before its watch ends it.
+_GRACE_S = 5.0
+_WATCH_EVERY_S = 1.0
+# How long the rank that serves the store stays, so that the others can read the report.
+_LINGER_S = 5.0
+# How long a rank that failed before it ever met the others tries to reach them.
+_LATE_MEETING_S = 3.0
+
+Kind = Literal["user", "crash", "lost", "interrupt"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The report of the rank that failed first."""
+
+    rank: int
+    host: str
+    kind: Kind
+    message: str
+    trace: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        return {"user": EXIT_USER_ERROR, "interrupt": EXIT_INTERRUPT}.get(self.kind, EXIT_CRASH)
+
+    def __str__(self) -> str:
+        if self.kind == "user":
+            return self.message
+        if self.kind == "lost":
+            return (
+                f"{self.trace}\nrank {self.rank} on {self.host} lost the other ranks: one of them ended without a word "
+                f"(killed? out of memory?) or is stuck\n  {self.message}"
+            )
+        return f"{self.trace}\nrank {self.rank} on {self.host} failed first: {self.message}"
+
+
+class FailureBoard:
+    """One place in the store for one report; the first to write it wins."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = PrefixStore("failure", store)
+
+    def post(self, failure: Failure) -> Failure:
+        """The failure that counts: this one if it is the first."""
+        return _failure(self._store.compare_set("first", "", json.dumps(asdict(failure))))
+
+    def read(self) -> Failure | None:
+        return _failure(self._store.get("first")) if self._store.check(["first"]) else None
+
+    def acknowledge(self) -> None:
+        self._store.add("seen", 1)
+
+    def all_know(self, size: int) -> bool:
+        return self._store.add("seen", 0) >= size
+
+
+class FailureWatch:
+    """A thread that ends this process when another rank has failed and the main thread does not notice.
+
+    It may be inside a GPU collective that waits for the dead, or in a long computation of its own.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="paceline-failure-watch", daemon=True)
+        # A thread inside C++ code when the interpreter ends would abort the process.
+        atexit.register(self._finish)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the watch, without waiting for its last look."""
+        self._stopped.set()
+
+    def _finish(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        board: FailureBoard | None = None
+        while not self._stopped.wait(_WATCH_EVERY_S):
+            try:
+                board = board or FailureBoard(meet_apart(self._world, _WATCH_EVERY_S))
+                failure = board.read()
+                if failure is None:
+                    continue
+                board.acknowledge()
+            except (DistError, FirstRankUnreached):
+                if self._world.launcher_hosts_store and self._world.nodes == 1:
+                    self._leave(EXIT_CRASH, f"rank {self._world.rank}: the launcher is gone, leaving\n")
+                return
+            self._leave(failure.exit_code, "")
+            return
+
+    def _leave(self, code: int, message: str) -> None:
+        if not self._stopped.wait(_GRACE_S):
+            sys.stderr.write(message)
+            exit_now(code)
+
+
+# The store of the last `start` in this process: also after it was closed, as a late failure still wants to be told.
+_last_meeting: tuple[World, Store, FailureWatch] | None = None
+
+
+def remember_meeting(world: World, store: Store, watch: FailureWatch) -> None:
+    """Let `fail_together` find the store of this job."""
+    global _last_meeting
+    _last_meeting = (world, store, watch)
+
+
+def fail_together(world: World, job: Callable[[], int | None]) -> int:
+    """Run the whole job of this rank and return its exit code; on a failure, all ranks end with the same code.
+
+    A `PacelineError` is shown without a traceback. With one rank, other exceptions pass through; with several, the
+    process ends here, because a process group whose members died may hang when it is taken down.
+    """
+    try:
+        return job() or 0
+    except KeyboardInterrupt as error:
+        if world.size > 1:
+            _fail(world, error)
+        return EXIT_INTERRUPT
+    except Exception as error:
+        if world.size > 1:
+            _fail(world, error)
+        if not isinstance(error, PacelineError):
+            raise
+        sys.stderr.write(f"{user_message(error)}\n")
+        return EXIT_USER_ERROR
+
+
+def user_message(error: PacelineError) -> str:
+    """A user's mistake in words: what and why, then what to type next."""
+    return f"error: {error}" + (f"\n  {error.hint}" if error.hint else "")
+
+
+def is_broken_link(error: BaseException | None) -> bool:
+    """Whether the error, or one that caused it, says only that other ranks are gone or silent."""
+    while error is not None:
+        # gloo raises a plain RuntimeError that begins with its source file.
+        if isinstance(error, (DistBackendError, DistNetworkError)):
+            return True
+        if isinstance(error, RuntimeError) and ("gloo/" in str(error) or "Gloo" in str(error)):
+            return True
+        error = error.__cause__
+    return False
+
+
+def exit_now(code: int) -> NoReturn:
+    """End the process without taking anything down, after flushing what was printed."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def _fail(world: World, error: BaseException) -> NoReturn:
+    mine = _report(world, error)
+    first, board, serves = mine, None, False
+    try:
+        board, serves = _board(world, error)
+        if board is not None:
+            if mine.kind == "lost":
+                _look(board)
+            first = board.post(mine)
+    except (DistError, PacelineError):
+        # The store went with the rank that served it. All survivors are here: let one per machine speak.
+        board = None
+        if mine.kind == "lost" and world.rank != 1 and world.local_rank != 0:
+            exit_now(mine.exit_code)
+    if first == mine and mine.kind != "interrupt":
+        sys.stderr.write(f"{mine}\n")
+        sys.stderr.flush()
+    if board is not None:
+        try:
+            board.acknowledge()
+            if serves:
+                poll(lambda: board.all_know(world.size), _LINGER_S)
+        except DistError:
+            exit_now(first.exit_code)
+    exit_now(first.exit_code)
+
+
+def _look(board: FailureBoard) -> None:
+    """Give the rank that really failed time to say so."""
+    poll(lambda: board.read() is not None, _LOOK_S)
+
+
+def _board(world: World, error: BaseException) -> tuple[FailureBoard | None, bool]:
+    """The board of this job, and whether this process serves it; ranks that never met meet now."""
+    serves = world.rank == 0 and not world.launcher_hosts_store
+    if _last_meeting is not None and _last_meeting[0] == world:
+        _last_meeting[2].stop()
+        return FailureBoard(_last_meeting[1]), serves
+    if isinstance(error, (FirstRankUnreached, MeetingPointTaken)):
+        return None, False
+    return FailureBoard(meet(world, _LATE_MEETING_S)), serves
+
+
+def _report(world: World, error: BaseException) -> Failure:
+    host = socket.gethostname()
+    if isinstance(error, PacelineError):
+        return Failure(world.rank, host, "user", user_message(error))
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(world.rank, host, "interrupt", "interrupted")
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    lines = traceback.format_exception_only(error)
+    return Failure(world.rank, host, "lost" if is_broken_link(error) else "crash", lines[-1].strip(), trace)
+
+
+def _failure(text: bytes) -> Failure:
+    return Failure(**json.loads(text))

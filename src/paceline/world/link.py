@@ -1,0 +1,102 @@
+"""The live connection of this rank to all others: the few collectives that the house needs, and nothing at one rank."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from paceline.world.discover import World
+from paceline.world.failure import FailureWatch
+from paceline.world.meeting import Store, poll
+
+Reduction = Literal["sum", "max", "min"]
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# How long the rank that serves the store stays for the others when it closes.
+_LINGER_S = 10.0
+
+
+class Link:
+    """What `start` returns. Tensors travel by gloo on the CPU and by NCCL on GPUs, Python values by gloo.
+
+    `with link:` closes at the end, but not when an exception passes: the others may be inside a collective,
+    and `fail_together` tells them.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        threads: int,
+        hosts: tuple[str, ...],
+        store: Store | None = None,
+        watch: FailureWatch | None = None,
+    ) -> None:
+        self.world = world
+        self.device = device
+        self.threads = threads
+        """CPU threads of this rank."""
+        self.hosts = hosts
+        """The machine of each rank."""
+        self.store = store
+        """Keys shared by all ranks, before and beside the process group; None at one rank."""
+        self._watch = watch
+
+    @property
+    def is_first(self) -> bool:
+        return self.world.rank == 0
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum", async_op: bool = False) -> dist.Work | None:
+        """Reduce `tensor` over all ranks, in place. With `async_op`, wait on what is returned (None: already done)."""
+        if self.world.size == 1:
+            return None
+        work: dist.Work | None = dist.all_reduce(tensor, op=_OPERATIONS[op], async_op=async_op)
+        return work
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
+        """Overwrite `tensor` on all ranks with that of rank `src`."""
+        if self.world.size > 1:
+            dist.broadcast(tensor, src=src)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Everyone's small Python value, by rank, on every rank."""
+        values = [value] * self.world.size
+        if self.world.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """The small Python value of rank `src`, on every rank."""
+        values = [value]
+        if self.world.size > 1:
+            dist.broadcast_object_list(values, src=src)
+        return values[0]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world.size > 1:
+            # A CPU tensor goes through gloo, so that no GPU is waited for.
+            dist.all_reduce(torch.zeros(1))
+
+    def close(self) -> None:
+        """Leave the group; another `start` may follow in this process. For the end of a run that went well."""
+        store, self.store = self.store, None
+        if store is None:
+            return
+        if self._watch is not None:
+            self._watch.stop()
+        dist.destroy_process_group()
+        store.add("left", 1)
+        if self.is_first and not self.world.launcher_hosts_store:
+            poll(lambda: store.add("left", 0) >= self.world.size, _LINGER_S)
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()

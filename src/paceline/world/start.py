@@ -1,0 +1,131 @@
+"""From a `World` to a live `Link`: device, meeting, roll call, threads, process group, in this order."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections import Counter
+from collections.abc import MutableMapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from paceline.config.errors import PacelineError
+from paceline.world.discover import World
+from paceline.world.failure import FailureWatch, remember_meeting
+from paceline.world.link import Link
+from paceline.world.meeting import PrefixStore, meet
+from paceline.world.preflight import Present, roll_call
+from paceline.world.resources import DeviceChoice, MoreRanksThanDevices, device_name, threads_per_rank
+
+# Starts so far at each meeting point. All ranks start equally often, so the number keeps their keys apart.
+_starts: Counter[tuple[str | None, int]] = Counter()
+
+
+class HostIsLoopback(PacelineError):
+    """gloo would tell the other nodes to reach this one at 127.0.0.1."""
+
+    hint = "export GLOO_SOCKET_IFNAME=<the network interface between the nodes>; `ip -brief address` lists them"
+
+    def __init__(self, host: str, address: str) -> None:
+        self.host, self.address = host, address
+        super().__init__(f"the name of this machine, {host}, means {address}, where other nodes cannot reach it")
+
+
+def start(
+    world: World,
+    *,
+    device: DeviceChoice = "auto",
+    threads: int | None = None,
+    start_timeout_s: float = 300.0,
+    timeout_s: float = 1800.0,
+    share_devices: bool = False,
+) -> Link:
+    """Join the other ranks. Missing ranks are named after `start_timeout_s`; a collective waits for `timeout_s`.
+
+    `share_devices` lets several ranks use one GPU, through gloo instead of NCCL: right, but slow.
+    """
+    chosen = _choose_device(world, device, share_devices)
+    mine = _introduce(world, chosen)
+    if world.size == 1:
+        return Link(world, chosen, _set_threads(mine, [mine], threads), (mine.host,))
+    _choose_interface(world, os.environ)
+    common = meet(world, start_timeout_s)
+    watch = FailureWatch(world)
+    remember_meeting(world, common, watch)
+    try:
+        _starts[world.meeting, world.attempt] += 1
+        store = PrefixStore(f"start{_starts[world.meeting, world.attempt]}", common)
+        roll = roll_call(store, mine, world.size, start_timeout_s)
+        backend = _backend(roll, share_devices)
+        num_threads = _set_threads(mine, roll, threads)
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except BaseException:
+        watch.stop()
+        raise
+    return Link(world, chosen, num_threads, tuple(entry.host for entry in roll), store, watch)
+
+
+def _choose_device(world: World, asked: DeviceChoice, share_devices: bool) -> torch.device:
+    num_devices = 0 if asked == "cpu" else torch.cuda.device_count()
+    chosen = torch.device(device_name(asked, world.local_rank, world.local_size, num_devices, share_devices))
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    return chosen
+
+
+def _introduce(world: World, device: torch.device) -> Present:
+    return Present(
+        rank=world.rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        device=str(device),
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+        gpu=str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
+    )
+
+
+def _backend(roll: list[Present], share_devices: bool) -> str:
+    """CPU tensors and Python values always go through gloo, tensors on GPUs through NCCL."""
+    gpus = Counter((entry.host, entry.gpu) for entry in roll if entry.gpu is not None)
+    if not gpus:
+        return "gloo"
+    if max(gpus.values()) == 1:
+        return "cpu:gloo,cuda:nccl"
+    if not share_devices:
+        (host, _), _ = gpus.most_common(1)[0]
+        ranks = sum(entry.host == host for entry in roll)
+        raise MoreRanksThanDevices(ranks, sum(gpu_host == host for gpu_host, _ in gpus))
+    return "cpu:gloo,cuda:gloo"
+
+
+def _set_threads(mine: Present, roll: list[Present], asked: int | None) -> int:
+    """Share cores only with ranks that may run on them: mpirun gives each rank cores of its own, torchrun does not."""
+    sharers = sum(entry.host == mine.host and not set(entry.cores).isdisjoint(mine.cores) for entry in roll)
+    threads = threads_per_rank(len(mine.cores), sharers, asked)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def _choose_interface(world: World, env: MutableMapping[str, str]) -> None:
+    """Where gloo listens. It asks for the address of the host's name, which on many machines is missing or loopback."""
+    if "GLOO_SOCKET_IFNAME" in env:
+        return
+    if world.nodes == 1:
+        env["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+        return
+    host = socket.gethostname()
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        address = "no address"
+    if address == "no address" or address.startswith("127."):
+        raise HostIsLoopback(host, address)

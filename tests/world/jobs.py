@@ -1,0 +1,108 @@
+"""Small jobs that are run as real ranks: `python -m tests.world.jobs NAME`. What they do is their name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from paceline.config.errors import PacelineError
+from paceline.world import failure
+from paceline.world.discover import World, discover
+from paceline.world.link import Link
+from paceline.world.start import start
+
+
+class NoSuchFile(PacelineError):
+    hint = "give a file that exists"
+
+
+def meet(world: World) -> Link:
+    return start(world, device="cpu", threads=1, start_timeout_s=float(os.environ.get("START_S", "60")), timeout_s=60)
+
+
+def add_up(world: World) -> None:
+    with meet(world) as link:
+        total = torch.tensor([float(world.rank)])
+        link.all_reduce(total)
+        if link.is_first:
+            print(f"sum {total.item():g} of {world.size} by {world.launcher}, attempt {world.attempt}")
+
+
+def start_twice(world: World) -> None:
+    add_up(world)
+    add_up(world)
+
+
+def one_crashes(world: World) -> None:
+    with meet(world) as link:
+        link.barrier()
+        if world.rank == 1:
+            raise RuntimeError("rank one has a bug")
+        link.barrier()
+
+
+def one_crashes_while_others_compute(world: World) -> None:
+    failure._GRACE_S = 0.1
+    with meet(world):
+        if world.rank == 1:
+            raise RuntimeError("rank one has a bug")
+        while True:
+            torch.ones(10).sum()
+
+
+def one_is_mistaken(world: World) -> None:
+    with meet(world) as link:
+        if world.rank == 1:
+            raise NoSuchFile("train.json is not there")
+        link.barrier()
+
+
+def all_are_mistaken_before_they_meet(world: World) -> None:
+    raise NoSuchFile("train.json is not there")
+
+
+def one_is_killed(world: World) -> None:
+    """Rank 1 of the first attempt dies without a word."""
+    with meet(world) as link:
+        link.barrier()
+        if world.rank == 1 and world.attempt == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        link.barrier()
+        if link.is_first:
+            print(f"finished in attempt {world.attempt}")
+
+
+def save_when_told(world: World) -> None:
+    """Like a training: leave cleanly on SIGTERM and SIGUSR1."""
+    told: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda received, _: told.append(received))
+    with meet(world) as link:
+        if link.is_first:
+            print("ready", flush=True)
+        stop = torch.zeros(1)
+        while not stop.item():
+            stop.fill_(float(bool(told)))
+            link.all_reduce(stop, op="max")
+        link.barrier()
+        print(f"rank {world.rank} saved", flush=True)
+
+
+def wait_for_interrupt(world: World) -> None:
+    with meet(world) as link:
+        link.barrier()
+        print("ready", flush=True)
+        signal.pause()
+
+
+def show_arguments(world: World) -> None:
+    Path(sys.argv[2]).joinpath(str(world.rank)).write_text(" ".join(sys.argv[3:]))
+
+
+if __name__ == "__main__":
+    here = discover(os.environ)
+    sys.exit(failure.fail_together(here, lambda: globals()[sys.argv[1]](here)))

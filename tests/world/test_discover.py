@@ -1,0 +1,201 @@
+"""Every launcher, from environments as the launchers leave them."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.world.discover import (
+    EnvironmentContradicts,
+    EnvironmentIncomplete,
+    MeetingPointUnknown,
+    World,
+    discover,
+    expand_tasks_per_node,
+)
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "ROLE_RANK": "5",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29400",
+    "TORCHELASTIC_RESTART_COUNT": "1",
+    "TORCHELASTIC_RUN_ID": "job7",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "OMPI_COMM_WORLD_NODE_RANK": "3",
+    "OMPI_MCA_ess_base_jobid": "1470955521",
+    "PMIX_RANK": "3",
+    "PMIX_NAMESPACE": "1470955521",
+}
+MPICH = {
+    "PMI_RANK": "2",
+    "PMI_SIZE": "4",
+    "PMI_FD": "8",
+    "MPI_LOCALRANKID": "2",
+    "MPI_LOCALNRANKS": "4",
+    "USER": "ada",
+    "PWD": "/home/ada",
+}
+# `srun -N2 -n3`: two tasks on the first node, one on the second.
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "3",
+    "SLURM_NNODES": "2",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_TASKS_PER_NODE": "2,1",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
+SLURM_ONE_NODE = {
+    **SLURM,
+    "SLURM_NODEID": "0",
+    "SLURM_LOCALID": "2",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "3",
+}
+
+
+def place(world: World) -> tuple[int, ...]:
+    return (world.rank, world.local_rank, world.size, world.local_size, world.node_rank, world.nodes)
+
+
+def test_nothing_set_is_one_process() -> None:
+    world = discover({"PATH": "/bin"})
+    assert place(world) == (0, 0, 1, 1, 0, 1)
+    assert (world.launcher, world.meeting) == ("plain", None)
+    assert world.why
+
+
+def test_torchrun() -> None:
+    world = discover(TORCHRUN)
+    assert place(world) == (5, 1, 8, 4, 1, 2)
+    assert (world.launcher, world.meeting) == ("torchrun", "node0:29400")
+    assert (world.attempt, world.launcher_hosts_store) == (1, True)
+    assert "RANK=5" in world.why[0]
+    assert world.global_rank == 5
+
+
+def test_torchrun_wins_over_the_scheduler_it_runs_in() -> None:
+    world = discover({**SLURM, **OPEN_MPI, **TORCHRUN})
+    assert (world.rank, world.launcher) == (5, "torchrun")
+    assert any("SLURM_PROCID" in reason for reason in world.why)
+
+
+def test_variables_by_hand_on_one_machine() -> None:
+    world = discover({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+    assert place(world) == (1, 1, 2, 2, 0, 1)
+    assert (world.launcher, world.launcher_hosts_store) == ("environment", False)
+
+
+def test_open_mpi_meets_on_a_port_of_the_job() -> None:
+    world = discover(OPEN_MPI)
+    assert place(world) == (3, 3, 4, 4, 0, 1)
+    other = {name: "0" if name.endswith("RANK") else value for name, value in OPEN_MPI.items()}
+    assert discover(other).meeting == world.meeting
+    assert discover({**OPEN_MPI, "PMIX_NAMESPACE": "99"}).meeting != world.meeting
+    host, port = str(world.meeting).split(":")
+    assert host == "127.0.0.1"
+    assert 20_000 <= int(port) < 32_768
+
+
+def test_open_mpi_on_several_nodes() -> None:
+    env = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    with pytest.raises(MeetingPointUnknown, match="2 node") as refused:
+        discover(env)
+    assert "MASTER_ADDR" in refused.value.hint
+    world = discover({**env, "MASTER_ADDR": "a", "MASTER_PORT": "1234"})
+    assert place(world) == (3, 1, 4, 2, 1, 2)
+    assert world.meeting == "a:1234"
+
+
+def test_mpich() -> None:
+    world = discover(MPICH)
+    assert place(world) == (2, 2, 4, 4, 0, 1)
+    assert world.launcher == "mpich"
+
+
+def test_slurm_step_on_uneven_nodes() -> None:
+    world = discover({**SLURM, "MASTER_ADDR": "n1"})
+    assert place(world) == (2, 0, 3, 1, 1, 2)
+    assert world.launcher == "slurm"
+    assert str(world.meeting).startswith("n1:")
+    with pytest.raises(MeetingPointUnknown):
+        discover(SLURM)
+
+
+def test_slurm_step_with_pmi_is_slurm() -> None:
+    assert discover({**SLURM_ONE_NODE, "PMI_RANK": "2", "PMI_SIZE": "3"}).launcher == "slurm"
+    assert place(discover(SLURM_ONE_NODE)) == (2, 2, 3, 3, 0, 1)
+
+
+@pytest.mark.parametrize("step", [None, "4294967290", "4294967291"])
+def test_a_shell_or_batch_script_in_a_slurm_job_is_one_process(step: str | None) -> None:
+    env = {name: value for name, value in SLURM.items() if "STEP" not in name}
+    if step is not None:
+        env["SLURM_STEP_ID"] = step
+    assert discover(env).launcher == "plain"
+
+
+def test_world_size_exported_beside_a_scheduler_must_agree() -> None:
+    assert discover({**SLURM_ONE_NODE, "WORLD_SIZE": "3"}).launcher == "slurm"
+    with pytest.raises(EnvironmentContradicts, match="WORLD_SIZE"):
+        discover({**SLURM_ONE_NODE, "WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize(
+    ("env", "names"),
+    [
+        ({"RANK": "0"}, ["WORLD_SIZE"]),
+        ({"WORLD_SIZE": "2"}, ["RANK"]),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node0"}, ["LOCAL_RANK", "LOCAL_WORLD_SIZE"]),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_LOCAL_RANK"]),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ["MPI_LOCALRANKID"]),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, ["SLURM_LOCALID"]),
+    ],
+)
+def test_half_an_environment_is_refused(env: dict[str, str], names: list[str]) -> None:
+    with pytest.raises(EnvironmentIncomplete) as refused:
+        discover(env)
+    assert set(names) <= set(refused.value.missing)
+    assert all(name in str(refused.value) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"RANK": "8"}, "RANK"),
+        ({"RANK": "-1"}, "RANK"),
+        ({"RANK": "one"}, "RANK"),
+        ({"WORLD_SIZE": "8.0"}, "WORLD_SIZE"),
+        ({"LOCAL_RANK": "4"}, "LOCAL_RANK"),
+        ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT"),
+    ],
+)
+def test_contradictions_are_refused(change: dict[str, str], name: str) -> None:
+    with pytest.raises(EnvironmentContradicts, match=name):
+        discover({**TORCHRUN, **change})
+
+
+def test_tasks_per_node() -> None:
+    assert expand_tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    assert expand_tasks_per_node("4") == [4]
+    with pytest.raises(EnvironmentContradicts):
+        expand_tasks_per_node("2x3")

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+
+from paceline.world.launch import count_procs
+from paceline.world.resources import MoreRanksThanDevices, NoCudaDevice, device_name, threads_per_rank
+
+
+@pytest.mark.parametrize(
+    ("cores", "sharers", "asked", "threads"), [(8, 2, None, 4), (2, 4, None, 1), (7, 2, None, 3), (2, 4, 3, 3)]
+)
+def test_threads(cores: int, sharers: int, asked: int | None, threads: int) -> None:
+    assert threads_per_rank(cores, sharers, asked) == threads
+
+
+def test_device() -> None:
+    assert device_name("auto", 1, 2, num_devices=0) == "cpu"
+    assert device_name("cpu", 1, 2, num_devices=2) == "cpu"
+    assert device_name("auto", 1, 2, num_devices=2) == "cuda:1"
+    # The launcher shows each rank one GPU of its own.
+    assert device_name("cuda", 3, 4, num_devices=1) == "cuda:0"
+    assert device_name("cuda", 3, 4, num_devices=2, share_devices=True) == "cuda:1"
+
+
+def test_devices_that_are_not_there() -> None:
+    with pytest.raises(NoCudaDevice) as refused:
+        device_name("cuda", 0, 1, num_devices=0)
+    assert "--device cpu" in refused.value.hint
+    with pytest.raises(MoreRanksThanDevices, match=r"4 ranks.* 2 CUDA"):
+        device_name("auto", 0, 4, num_devices=2)
+
+
+def test_procs() -> None:
+    assert count_procs("auto", "auto", num_devices=8) == 8
+    assert count_procs("auto", "auto", num_devices=0) == 1
+    assert count_procs("auto", "cpu", num_devices=8) == 1
+    assert count_procs(3, "auto", num_devices=0) == 3
+    assert count_procs(3, "cpu", num_devices=1) == 3
+    with pytest.raises(MoreRanksThanDevices, match=r"3 ranks.* 2 CUDA"):
+        count_procs(3, "auto", num_devices=2)
