@@ -1,10 +1,11 @@
 """How long a checkpoint of 1 GB stops training: torch.save, DCP's async_save and Paceline, on the same tensors.
 
-`stall` is how long the call keeps the training thread, `total` how long until the files are on disk, `step_slowdown` the
-mean time of the training steps run while a write is in flight over that of steps run just before it. Every case is in
-steady state: it has saved before, and has made the buffers that it keeps. `torch.save` and `torch.save-unsynced` keep the
-thread to the end, so no step runs beside them; the second returns with the data in the page cache, not on disk. DCP syncs
-its files; `dcp-async-kept` is given one stager for all saves, which keeps its buffers as ours are kept.
+`stall` is how long the call keeps the training thread, `total` how long until the files are on disk, `step_slowdown`
+the mean time of the training steps run while a write is in flight over that of steps run just before it, `lost` the
+training time a save costs in all: the stall, and what the steps beside the write took longer. Every case is in steady
+state: it has saved before, and has made the buffers that it keeps. `torch.save` and `torch.save-unsynced` keep the
+thread to the end, so no step runs beside them; the second returns with the data in the page cache, not on disk. DCP
+syncs its files; `dcp-async-kept` is given one stager for all saves, which keeps its buffers as ours are kept.
 """
 
 from __future__ import annotations
@@ -147,9 +148,11 @@ def measure(case: TorchSave | PacelineSave | DcpAsync, training: Training, step:
     while not case.done():
         beside.append(training.step())
     case.finish()
-    measured = {"stall": stall, "total": time.perf_counter() - start}
+    measured = {"stall": stall, "total": time.perf_counter() - start, "lost": stall}
     if beside:
-        measured["step_slowdown"] = statistics.mean(beside) / statistics.mean(before)
+        usual = statistics.mean(before)
+        measured["step_slowdown"] = statistics.mean(beside) / usual
+        measured["lost"] += sum(beside) - usual * len(beside)
     return measured
 
 
@@ -177,7 +180,7 @@ def main() -> None:
     }
     rows = []
     for name, each in medians.items():
-        for metric in ("stall", "total"):
+        for metric in ("stall", "total", "lost"):
             versus, ratio = (None, None) if name == PEER else (PEER, each[metric] / medians[PEER][metric])
             rows.append(Row(name, metric, each[metric], "s", versus, ratio))
         if "step_slowdown" in each:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -85,7 +87,7 @@ def test_any_mixture_of_dtypes_and_shapes_is_laid_out_without_holes(
     head = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + head])
     del header["__metadata__"]
-    assert head % 8 == 0
+    assert (8 + head) % 8 == 0
     for name, entry in header.items():
         assert entry["data_offsets"][0] % max(1, tensors[name].element_size()) == 0
 
@@ -96,15 +98,36 @@ def test_names_with_any_characters_survive(tmp_path: Path) -> None:
 
 
 def test_chunks_join_to_the_same_file_and_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = {"a": torch.randn(1000), "b": torch.randn(77).bfloat16()}
+    tensors = {"a": torch.randn(10000), "b": torch.randn(77).bfloat16()}
     part = Snapshot("part", tensors)
     part.fill(tensors)
     whole = part.write(tmp_path / "whole")
-    monkeypatch.setattr(snapshot_module, "CHUNK_BYTES", 7)
+    monkeypatch.setattr(snapshot_module, "CHUNK_BYTES", snapshot_module.BLOCK_BYTES)
     assert part.write(tmp_path / "cut") == whole == digest_of(tmp_path / "whole")
     raw = (tmp_path / "cut").read_bytes()
     assert raw == (tmp_path / "whole").read_bytes()
     assert (whole.num_bytes, whole.xxh3_128) == (len(raw), xxhash.xxh3_128_hexdigest(raw))
+
+
+@pytest.mark.parametrize("refusal", [errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+def test_a_disk_that_refuses_direct_writes_gets_the_same_file(
+    refusal: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"a": torch.randn(10000)}
+    part = Snapshot("part", tensors)
+    part.fill(tensors)
+    direct = part.write(tmp_path / "direct")
+    opened = os.open
+
+    def refusing(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            opened(path, flags & ~os.O_DIRECT, mode)
+            raise OSError(refusal, os.strerror(refusal))
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refusing)
+    assert part.write(tmp_path / "cached") == direct
+    assert (tmp_path / "cached").read_bytes() == (tmp_path / "direct").read_bytes()
 
 
 def test_buffers_are_kept_until_a_shape_changes() -> None:
@@ -145,7 +168,7 @@ def test_gpu_tensors_go_through_page_locked_memory_and_survive_later_changes(tmp
     for tensor in tensors.values():
         tensor.zero_()
     kept["part"].write(tmp_path / "a.safetensors")
-    assert kept["part"]._buffer.is_pinned()
+    assert kept["part"]._image.is_pinned()
     with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
         for name, tensor in expected.items():
             assert torch.equal(file.get_tensor(name), tensor), name

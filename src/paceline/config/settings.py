@@ -31,7 +31,7 @@ class RunSettings(Section):
     out: Path | None = free(None)
     """Run folder. Made if absent; an existing run is only touched with `resume`."""
     resume: Literal["no", "auto"] | Path = free("no")
-    """`auto`: from the newest sound checkpoint in `out`, or from the start where there is none; or a checkpoint's path."""
+    """`auto`: from the newest sound checkpoint in `out`, or from the start if there is none; or a checkpoint's path."""
     allow_change: bool = free(False)
     """Resume although settings that change numerics differ from the run's."""
     init_from: Path | None = free(None)

@@ -30,7 +30,7 @@ class StateMisfit(PacelineError):
 
     def __init__(self, missing: list[str], unexpected: list[str]) -> None:
         super().__init__(
-            f"the checkpoint's optimizer state does not fit: nothing for {missing[:3]}, not trained here {unexpected[:3]}"
+            f"the saved optimizer state does not fit: nothing for {missing[:3]}, not trained here {unexpected[:3]}"
         )
 
 

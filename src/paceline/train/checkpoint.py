@@ -141,11 +141,11 @@ class Checkpointer:
             digests = {
                 part + TENSORS: snapshot.write(aside / (part + TENSORS)) for part, snapshot in self._kept.items()
             }
-            digests[STATE] = write_file(aside / STATE, iter([state]))
+            digests[STATE] = write_file(aside / STATE, state)
             entries = {
                 file: {"bytes": digest.num_bytes, "xxh3_128": digest.xxh3_128} for file, digest in digests.items()
             }
-            write_file(aside / DIGESTS, iter([json.dumps(entries, indent=1).encode()]))
+            write_file(aside / DIGESTS, json.dumps(entries, indent=1).encode())
             _sync_folder(aside)
             if final.exists():
                 final.rename(self.folder / (REPLACED + final.name))

@@ -1,16 +1,18 @@
 """Tensors as they are now, in kept CPU memory, so that training goes on while they are written to safetensors files.
 
-The buffer of a part has the byte layout of the data in its file. Writing it is a plain loop of hash and `write` over
-large chunks, both of which release the interpreter lock; a library call that serialises tensor by tensor would hold it
-and stall the training step.
+The buffer of a part is the image of its file, header included. Writing it is a plain loop of hash and `write` over large
+chunks, both of which release the interpreter lock, past the page cache: the copy into the cache would take processor
+time from the training step, and evict training data. (safetensors' own writer holds the lock, tensor by tensor.)
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import torch
@@ -20,6 +22,10 @@ from torch import Tensor
 from paceline.config.errors import PacelineError
 
 CHUNK_BYTES = 16 * 2**20
+BLOCK_BYTES = 4096
+"""Unit of memory addresses, file offsets and lengths for writes past the page cache; a multiple of every disk's."""
+# What file systems (or kinds of memory) answer that cannot be written past the page cache.
+NOT_DIRECT = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
 
 # The names of the safetensors format. Its reader knows all of these since 0.4.5, the oldest we allow.
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -68,24 +74,21 @@ class Snapshot:
         self._signature = _signature(tensors)
         # Wide elements first, so that every tensor starts at a multiple of its element size without holes in between.
         order = sorted(tensors, key=lambda name: -tensors[name].element_size())
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        offsets, end = {}, 0
+        for name in order:
+            begin, end = end, end + tensors[name].numel() * tensors[name].element_size()
+            offsets[name] = (begin, end)
+        header = _header({name: tensors[name] for name in order}, offsets)
+        self._num_bytes = len(header) + end
         # Copies from a GPU run at the speed of the bus, and all at once, only into page-locked memory.
         pinned = any(tensor.is_cuda for tensor in tensors.values())
-        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-        self._views: dict[str, Tensor] = {}
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        begin = 0
-        for name in order:
-            tensor = tensors[name]
-            end = begin + tensor.numel() * tensor.element_size()
-            self._views[name] = self._buffer[begin:end].view(tensor.dtype).view(tensor.shape)
-            header[name] = {
-                "dtype": DTYPE_NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [begin, end],
-            }
-            begin = end
-        self._header = _framed(header)
+        self._image = _aligned(_round_up(self._num_bytes), pinned)
+        self._image.numpy().data[: len(header)] = header
+        data = self._image[len(header) :]
+        self._views = {
+            name: data[begin:end].view(tensors[name].dtype).view(tensors[name].shape)
+            for name, (begin, end) in offsets.items()
+        }
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether these tensors can be copied into the buffer as it is."""
@@ -99,13 +102,24 @@ class Snapshot:
 
     def write(self, path: Path) -> Digest:
         """Write the safetensors file and return once it is on disk."""
-        return write_file(path, self._chunks())
+        try:
+            return self._write(path, getattr(os, "O_DIRECT", 0))
+        except OSError as error:
+            if error.errno not in NOT_DIRECT:
+                raise
+        path.unlink(missing_ok=True)
+        return self._write(path, 0)
 
-    def _chunks(self) -> Iterator[bytes | memoryview]:
-        yield self._header
-        data = self._buffer.numpy().data
-        for begin in range(0, len(data), CHUNK_BYTES):
-            yield data[begin : begin + CHUNK_BYTES]
+    def _write(self, path: Path, flags: int) -> Digest:
+        image, digest = self._image.numpy().data, xxhash.xxh3_128()
+        with open(path, "xb", buffering=0, opener=lambda name, mode: os.open(name, mode | flags, 0o666)) as file:
+            for begin in range(0, len(image), CHUNK_BYTES):
+                chunk = image[begin : begin + CHUNK_BYTES]
+                digest.update(chunk[: self._num_bytes - begin])
+                _write_all(file, chunk)
+            file.truncate(self._num_bytes)
+            os.fsync(file.fileno())
+        return Digest(self._num_bytes, digest.hexdigest())
 
 
 def refill(kept: dict[str, Snapshot], parts: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -122,18 +136,12 @@ def refill(kept: dict[str, Snapshot], parts: Mapping[str, Mapping[str, Tensor]])
         torch.cuda.current_stream(device).synchronize()
 
 
-def write_file(path: Path, chunks: Iterator[bytes | memoryview]) -> Digest:
-    """Write a new file and return its digest once it is on disk."""
-    num_bytes, digest = 0, xxhash.xxh3_128()
+def write_file(path: Path, content: bytes) -> Digest:
+    """Write a new small file and return its digest once it is on disk."""
     with open(path, "xb", buffering=0) as file:
-        for chunk in chunks:
-            digest.update(chunk)
-            num_bytes += len(chunk)
-            left = memoryview(chunk)
-            while left:
-                left = left[file.write(left) :]
+        _write_all(file, memoryview(content))
         os.fsync(file.fileno())
-    return Digest(num_bytes, digest.hexdigest())
+    return Digest(len(content), xxhash.xxh3_128_hexdigest(content))
 
 
 def digest_of(path: Path) -> Digest:
@@ -147,11 +155,31 @@ def digest_of(path: Path) -> Digest:
     return Digest(num_bytes, digest.hexdigest())
 
 
-def _framed(header: Mapping[str, object]) -> bytes:
-    """The head of a safetensors file: its length in 8 bytes, then JSON, padded so that the data starts aligned."""
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+def _write_all(file: FileIO, content: memoryview) -> None:
+    while content:
+        content = content[file.write(content) :]
+
+
+def _header(tensors: Mapping[str, Tensor], offsets: Mapping[str, tuple[int, int]]) -> bytes:
+    """The head of a safetensors file: its length in 8 bytes, then JSON, filled up with spaces to whole blocks."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for name, tensor in tensors.items():
+        dtype, shape = DTYPE_NAMES[tensor.dtype], list(tensor.shape)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets[name]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = text.ljust(_round_up(8 + len(text)) - 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def _aligned(num_bytes: int, pinned: bool) -> Tensor:
+    """Uninitialised memory that starts at a whole block."""
+    memory = torch.empty(num_bytes + BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+    begin = -memory.data_ptr() % BLOCK_BYTES
+    return memory[begin : begin + num_bytes]
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def _signature(tensors: Mapping[str, Tensor]) -> list[tuple[str, torch.dtype, torch.Size, bool]]:

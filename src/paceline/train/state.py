@@ -1,4 +1,4 @@
-"""Everything a checkpoint holds of an engine: weights, buffers, optimizer, loss scale, average; there is no random state."""
+"""What a checkpoint holds of an engine: weights, buffers, optimizer, loss scale, average (there is no random state)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def collect(engine: Engine) -> tuple[Parts, dict[str, Any]]:
     """(tensors by part, plain values). Batch-norm statistics must be complete: see `RunningStatistics.total`."""
     model = {**dict(engine.model.named_buffers()), **engine.named_weights()}
     kept = engine.model.state_dict().keys()  # leaves out buffers that are not persistent
-    optimizer, values = optimizer_state.pack(engine.optimizer, _names(engine))
+    optimizer, optimizer_values = optimizer_state.pack(engine.optimizer, _names(engine))
     parts: Parts = {
         "model": {name: tensor.detach() for name, tensor in model.items() if name in kept},
         "optimizer": optimizer,
@@ -39,12 +39,13 @@ def collect(engine: Engine) -> tuple[Parts, dict[str, Any]]:
     }
     if engine.average is not None:
         parts["ema"] = engine.average.state_dict()
-    return parts, {
+    values = {
         "num_steps": engine.num_steps,
         "batches": [engine.epoch, engine.epoch_step],
         "skips": engine.skips.state(),
-        "optimizer": values,
+        "optimizer": optimizer_values,
     }
+    return parts, values
 
 
 @torch.no_grad()

@@ -79,7 +79,7 @@ class Task:
         return [Stage("train", self.train_data)]
 
     def lengths(self, data: Any) -> NDArray[Any] | None:
-        """Cost of each sample (seconds, tokens) for batching and balance: the data set's own `lengths`, if it has some."""
+        """Cost of each sample (seconds, tokens) for batching and balance: the data set's own `lengths`, if any."""
         lengths = getattr(data, "lengths", None)
         return None if lengths is None else np.asarray(lengths)
 

@@ -22,6 +22,7 @@ from torch.distributed import DistBackendError, DistError, DistNetworkError
 from paceline.config.errors import PacelineError
 from paceline.world.discover import World
 from paceline.world.meeting import FirstRankUnreached, MeetingPointTaken, PrefixStore, Store, meet, meet_apart, poll
+from paceline.world.preflight import RanksMissing
 
 EXIT_USER_ERROR = 2
 EXIT_CRASH = 1
@@ -33,7 +34,7 @@ _LOOK_S = 3.0
 _GRACE_S = 5.0
 _WATCH_EVERY_S = 1.0
 # How long the rank that serves the store stays, so that the others can read the report.
-_LINGER_S = 5.0
+_LINGER_S = 3.0
 # How long a rank that failed before it ever met the others tries to reach them.
 _LATE_MEETING_S = 3.0
 
@@ -81,8 +82,8 @@ class FailureBoard:
     def acknowledge(self) -> None:
         self._store.add("seen", 1)
 
-    def all_know(self, size: int) -> bool:
-        return self._store.add("seen", 0) >= size
+    def all_know(self, num_ranks: int) -> bool:
+        return self._store.add("seen", 0) >= num_ranks
 
 
 class FailureWatch:
@@ -187,6 +188,7 @@ def exit_now(code: int) -> NoReturn:
 def _fail(world: World, error: BaseException) -> NoReturn:
     mine = _report(world, error)
     first, board, serves = mine, None, False
+    audience = len(error.present) if isinstance(error, RanksMissing) else world.size
     try:
         board, serves = _board(world, error)
         if board is not None:
@@ -205,7 +207,7 @@ def _fail(world: World, error: BaseException) -> NoReturn:
         try:
             board.acknowledge()
             if serves:
-                poll(lambda: board.all_know(world.size), _LINGER_S)
+                poll(lambda: board.all_know(audience), _LINGER_S)
         except DistError:
             exit_now(first.exit_code)
     exit_now(first.exit_code)
