@@ -15,6 +15,7 @@ import shutil
 import statistics
 import tempfile
 import time
+import warnings
 from collections import defaultdict
 from concurrent.futures import Future
 from pathlib import Path
@@ -164,6 +165,8 @@ def main() -> None:
     arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments.add_argument("--folder", type=Path, default=Path(), help="where to write; cleaned up afterwards")
     options = arguments.parse_args()
+    # DCP's note that it saves for one process only, which is what is asked of it here.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
     training = Training(options.gigabytes, options.device)
     figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))

@@ -143,7 +143,8 @@ class Pool:
         here, there = self._context.Pipe()
         handle, stacks = tempfile.mkstemp(prefix=f"paceline-rank{rank}-")
         os.close(handle)
-        process = self._context.Process(target=_serve, args=(there, stacks), name=f"rank{rank}", daemon=True)
+        # Not a daemon: those may not have children, and test bodies use loaders with worker processes.
+        process = self._context.Process(target=_serve, args=(there, stacks), name=f"rank{rank}")
         process.start()
         there.close()
         return Worker(process, here, Path(stacks))

@@ -11,18 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config.errors import PacelineError
-from paceline.data.plan import (
-    CUT_TOLERANCE,
-    MIN_GRAIN,
-    ORDERS,
-    BadPlanSetting,
-    BadSampleNumbers,
-    BatchRule,
-    LengthsNeeded,
-    Plan,
-    assign,
-    cut,
-)
+from paceline.data.cut import CUT_TOLERANCE, MIN_GRAIN, assign, cut
+from paceline.data.plan import ORDERS, BadPlanSetting, BadSampleNumbers, BatchRule, LengthsNeeded, Plan
 
 quick = settings(max_examples=60, deadline=None)
 lengths_of_any_kind = st.one_of(

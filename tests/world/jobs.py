@@ -59,6 +59,15 @@ def one_crashes_while_others_compute(world: World) -> None:
             torch.ones(10).sum()
 
 
+def compute_forever(world: World) -> None:
+    failure._GRACE_S = 0.1
+    with meet(world) as link:
+        link.barrier()
+        say("ready")
+        while True:
+            torch.ones(10).sum()
+
+
 def one_is_mistaken(world: World) -> None:
     with meet(world) as link:
         if world.rank == 1:

@@ -33,7 +33,7 @@ def run(job: str, *arguments: str, max_restarts: int = 0) -> tuple[int, str, str
 
 
 def test_two_procs_add_up_and_nothing_else_is_said() -> None:
-    assert run("add_up") == (0, "sum 1 of 2 by torchrun, attempt 0\n", "")
+    assert run("add_up") == (0, "sum 1 of 2 by procs, attempt 0\n", "")
 
 
 def test_arguments_arrive_unchanged(tmp_path: Path) -> None:
@@ -80,6 +80,16 @@ def test_ranks_save_and_leave_when_told(number: signal.Signals) -> None:
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, err) == (0, "")
     assert sorted(out.splitlines()) == ["rank 0 saved", "rank 1 saved"]
+
+
+def test_ranks_do_not_outlive_a_killed_launcher() -> None:
+    process = begin("compute_forever")
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    process.kill()
+    # The ranks hold the other ends of these pipes: they close when the last rank has ended.
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert sorted(err.splitlines()) == [f"rank {rank}: the launcher is gone, leaving" for rank in range(2)]
 
 
 def test_control_c() -> None:

@@ -33,8 +33,9 @@ class Fetch:
         self._dataset = dataset
         self._collate = collate or stack_collate
         self._seed = seed
-        # Tensors in memory need no call per sample and have no randomness of their own.
+        # Plain values in memory draw no random numbers; tensors need no call per sample either.
         self._columns = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
+        self._is_list = type(dataset) in (list, tuple)
 
     def __call__(self, request: Request) -> Grain:
         return Grain(self._read(request), request.number, request.samples)
@@ -44,6 +45,8 @@ class Fetch:
             index = torch.from_numpy(request.samples)
             return tuple(column.index_select(0, index) for column in self._columns)
         samples = request.samples.tolist()
+        if self._is_list:
+            return self._collate([self._dataset[sample] for sample in samples])
         if hasattr(self._dataset, "__getitems__"):
             seed_everything(key(self._seed, request.epoch, samples[0]))
             return self._collate(self._dataset.__getitems__(samples))

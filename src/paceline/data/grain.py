@@ -48,14 +48,19 @@ class Grain:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.data)
 
+    @property
+    def x(self) -> Any:
+        return self.data[0] if isinstance(self.data, (tuple, list)) else self.__getattr__("x")
+
+    @property
+    def y(self) -> Any:
+        return self.data[1] if isinstance(self.data, (tuple, list)) else self.__getattr__("y")
+
     def __getattr__(self, name: str) -> Any:
         data = object.__getattribute__(self, "data")
-        if isinstance(data, dict):
-            if name in data:
-                return data[name]
-        elif isinstance(data, tuple | list) and name in ("x", "y") and len(data) > "xy".index(name):
-            return data["xy".index(name)]
-        elif hasattr(data, name):
+        if isinstance(data, dict) and name in data:
+            return data[name]
+        if not isinstance(data, dict) and hasattr(data, name):
             return getattr(data, name)
         raise AttributeError(f"the grain's data ({_describe(data)}) has no {name!r}")
 

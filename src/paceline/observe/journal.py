@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +26,16 @@ class Journal:
                 _drop_from(path, next_step)
             self._file = path.open("a", encoding="utf-8")
 
+    def steps(self, rows: Iterable[tuple[int, int, float, float | None]]) -> None:
+        """(step, epoch, loss, lr) of many steps; written by hand because it happens at every one."""
+        if self._file is not None:
+            lines = [
+                f'{{"kind": "step", "step": {step}, "epoch": {epoch}, "loss": {_number(loss)}, "lr": {_number(lr)}}}'
+                for step, epoch, loss, lr in rows
+            ]
+            self._file.write("\n".join([*lines, ""]))
+            self._file.flush()
+
     def write(self, records: list[Record]) -> None:
         if self._file is not None and records:
             self._file.write("".join(_line(record) for record in records))
@@ -34,6 +44,10 @@ class Journal:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _number(value: float | None) -> str:
+    return repr(value) if value is not None and math.isfinite(value) else "null"
 
 
 def _line(record: Record) -> str:

@@ -162,6 +162,7 @@ def apply(precision: Precision) -> None:
     """Set how the backends compute fp32 matmuls, convolutions and recurrent layers, both ways.
 
     torch's own start is mixed (exact matmuls, TF32 convolutions), so -O0 has to say so too. CPUs stay exact.
+    What is compiled for one precision is kept apart from what is compiled for another.
     """
     backends: Any = torch.backends  # its modules are made at run time, unknown to type checkers
     mode = precision.fp32_matmul
@@ -171,6 +172,9 @@ def apply(precision: Precision) -> None:
     backends.mkldnn.matmul.fp32_precision = "ieee"
     backends.mkldnn.conv.fp32_precision = "ieee"
     backends.mkldnn.rnn.fp32_precision = "ieee"
+    if precision.compile and precision.autocast is not None:
+        # torch 2.11's cache of compiled graphs, on disk too, takes a bf16 graph for an fp16 one: not in its key.
+        torch.compiler.config.cache_key_tag = f"autocast {_word(precision.autocast)}"
 
 
 _NOTHING = contextlib.nullcontext()

@@ -75,6 +75,6 @@ def unpack(result: Any) -> tuple[torch.Tensor, Any, Any]:
     if not isinstance(total, torch.Tensor) or total.dim() != 0:
         shape = f"of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else f"({type(total).__name__})"
         raise LossContract(f"returned a sum that is not a 0-dim tensor {shape}")
-    if not isinstance(count, int | float) and not (isinstance(count, torch.Tensor) and count.dim() == 0):
+    if not isinstance(count, (int, float)) and not (isinstance(count, torch.Tensor) and count.dim() == 0):
         raise LossContract("returned a count that is not a number")
     return total, count, result[2] if len(result) == 3 else None

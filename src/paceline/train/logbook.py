@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from paceline.observe.clock import computing_share
@@ -31,14 +29,12 @@ class Logbook:
             return
         losses = _read_losses([step for step, _ in self._pending])
         epoch = self._position.epoch
-        records: list[dict[str, Any]] = [
-            {"kind": "step", "step": step.number, "epoch": epoch, "loss": loss, "lr": rate}
-            for (step, rate), loss in zip(self._pending, losses, strict=True)
-        ]
+        self._journal.steps(
+            (step.number, epoch, loss, rate) for (step, rate), loss in zip(self._pending, losses, strict=True)
+        )
         self._pending.clear()
         self.loss = losses[-1]
         skipped = self._engine.skips.read(self._engine.num_steps)
-        self._journal.write(records)
         self._progress.step(self._position.step, self.loss, skipped)
 
     def validation(self, metrics: dict[str, float]) -> None:

@@ -15,6 +15,8 @@ from paceline.config.errors import PacelineError
 
 Environment = Mapping[str, str]
 
+# What our own launcher calls its runs, so that ranks can tell it from torchrun.
+OWN_RUN_ID = "paceline-procs"
 # Below the ports that Linux hands out by itself (from 32768), so that a derived port is rarely taken.
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000
 # Step numbers from here on are SLURM's own (batch script, interactive shell, extern), not `srun` steps.
@@ -89,11 +91,11 @@ def discover(env: Environment) -> World:
 
 
 def _from_torch(env: Environment) -> World | None:
-    """torchrun, torch.distributed.launch, or the same variables set by hand."""
+    """torchrun, torch.distributed.launch, our own `--procs`, or the same variables set by hand."""
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     elastic = "TORCHELASTIC_RUN_ID" in env
-    launcher = "torchrun" if elastic else "environment"
+    launcher = "environment" if not elastic else "procs" if env["TORCHELASTIC_RUN_ID"] == OWN_RUN_ID else "torchrun"
     rank, size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
     if size == 1 or ("LOCAL_RANK" not in env and _is_loopback(env.get("MASTER_ADDR", ""))):
         local_rank, local_size = _integer(env, "LOCAL_RANK", rank), _integer(env, "LOCAL_WORLD_SIZE", size)
@@ -103,7 +105,7 @@ def _from_torch(env: Environment) -> World | None:
             raise EnvironmentIncomplete(["RANK", "WORLD_SIZE"], missing)
         local_rank, local_size = _integer(env, "LOCAL_RANK"), _integer(env, "LOCAL_WORLD_SIZE")
     nodes = _integer(env, "GROUP_WORLD_SIZE", -(-size // max(local_size, 1)))
-    why = [f"RANK={rank} of WORLD_SIZE={size}" + (", set by torchrun" if elastic else "")]
+    why = [f"RANK={rank} of WORLD_SIZE={size}" + (f", set by {launcher}" if elastic else "")]
     others = [name for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") if name in env]
     if others:
         why.append(f"{_and(others)} not used: RANK and WORLD_SIZE win")

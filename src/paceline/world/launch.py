@@ -22,6 +22,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from paceline.world.discover import OWN_RUN_ID
 from paceline.world.failure import EXIT_CRASH, EXIT_INTERRUPT, EXIT_USER_ERROR, FailureBoard
 from paceline.world.meeting import TCPStore, attempt_store
 from paceline.world.resources import DeviceChoice, MoreRanksThanDevices, threads_per_rank
@@ -202,7 +203,7 @@ class _LocalMeeting(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        return f"paceline-{os.getpid()}"
+        return OWN_RUN_ID
 
     def shutdown(self) -> bool:
         return True

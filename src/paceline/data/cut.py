@@ -1,0 +1,113 @@
+"""One global batch into grains, and grains onto ranks: pure arithmetic on lengths, balanced by padded cost."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+Numbers = NDArray[Any]
+"""One int or float per sample, of any width."""
+
+MIN_GRAIN = 2
+"""Fewest samples in a grain: batch norm has no variance over a lone sample and torch refuses it for flat features."""
+
+CUT_TOLERANCE = 1 / 512
+"""`cut` stops when the costliest grain is known to be within this fraction of the best possible."""
+
+
+def cut(lengths: Numbers | None, num_samples: int, grains: int) -> list[Ids]:
+    """Positions of a batch's samples, grain by grain; the longest sample of a grain comes first.
+
+    Equal or unknown lengths: contiguous pieces in the batch's order, as `np.array_split` makes them. Otherwise the
+    samples go by length, longest first (equal ones in the batch's order), and are cut where the costliest grain
+    (samples x longest) is cheapest. Every grain has at least `MIN_GRAIN` samples, so a small batch has fewer grains.
+    """
+    if num_samples == 0:
+        return []
+    num_grains = min(grains, max(1, num_samples // MIN_GRAIN))
+    if lengths is None or lengths.min() == lengths.max():
+        positions = np.arange(num_samples)
+        ends = _even_ends(0, num_samples, num_grains)
+    else:
+        positions = by_length(lengths, descending=True)
+        ends = _balanced_ends(lengths[positions].tolist(), num_grains)
+    return [positions[start:end] for start, end in pairwise([0, *ends])]
+
+
+def assign(costs: Sequence[float], size: int) -> list[list[int]]:
+    """Whole grains to `size` ranks: the costliest first, each to the least loaded rank (Graham's LPT rule).
+
+    No rank exceeds (4/3 - 1/(3 size)) times the best possible. Ties go to the rank with fewer grains, then the lower
+    one, so equal costs are dealt in turn.
+    """
+    ranks: list[list[int]] = [[] for _ in range(size)]
+    loads = [(0.0, 0, rank) for rank in range(size)]
+    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
+        load, num_held, rank = loads[0]
+        ranks[rank].append(number)
+        heapq.heapreplace(loads, (load + costs[number], num_held + 1, rank))
+    for held in ranks:
+        held.sort()
+    return ranks
+
+
+def _even_ends(start: int, stop: int, num_pieces: int) -> list[int]:
+    size, num_larger = divmod(stop - start, num_pieces)
+    return [start + number * size + min(number, num_larger) for number in range(1, num_pieces + 1)]
+
+
+def _balanced_ends(descending: Sequence[float], num_grains: int) -> list[int]:
+    """Where grains end so that the largest of samples x longest is minimal, to within `CUT_TOLERANCE`."""
+    num_samples = len(descending)
+    outliers: list[int] = []
+    start = 0
+    # A sample so long that its smallest grain is the costliest anyway: set that grain apart, then balance the others.
+    while num_grains > 1 and _fill(descending, start, num_grains, MIN_GRAIN * descending[start]):
+        start += MIN_GRAIN
+        num_grains -= 1
+        outliers.append(start)
+    best = _even_ends(start, num_samples, num_grains)
+    low = max(MIN_GRAIN * descending[start], sum(descending[start:]) / num_grains)
+    high = (best[0] - start) * descending[start]
+    while num_grains > 1 and high - low > CUT_TOLERANCE * low:
+        middle = (low + high) / 2
+        if middle in (low, high):  # lengths so tiny that no float lies between
+            break
+        ends = _fill(descending, start, num_grains, middle)
+        if ends:
+            best, high = ends, middle
+        else:
+            low = middle
+    return outliers + best
+
+
+def _fill(descending: Sequence[float], start: int, num_grains: int, max_cost: float) -> list[int]:
+    """Ends of grains that each take as many samples as `max_cost` allows; empty if the last one cannot take the rest.
+
+    Taking all that fits is optimal: what is left is then fewest and shortest. MIN_GRAIN is kept for each later grain.
+    """
+    num_samples = len(descending)
+    ends = []
+    for reserved in range((num_grains - 1) * MIN_GRAIN, 0, -MIN_GRAIN):
+        room = num_samples - start - reserved
+        longest = descending[start]
+        start += room if room * longest <= max_cost else int(max_cost / longest)
+        ends.append(start)
+    if (num_samples - start) * descending[start] > max_cost:
+        return []
+    ends.append(num_samples)
+    return ends
+
+
+def by_length(lengths: Numbers, *, descending: bool = False) -> Ids:
+    """Positions by length; equal lengths keep their order in both directions."""
+    if not descending:
+        return np.argsort(lengths, kind="stable")
+    # Reversed twice rather than negated: unsigned lengths have no negative.
+    return len(lengths) - 1 - np.argsort(lengths[::-1], kind="stable")[::-1]
