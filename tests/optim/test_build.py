@@ -113,6 +113,7 @@ def test_bitwise_as_a_raw_loop_on_cpu(kind: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", RAW)
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch calls it a prototype
 def test_on_gpu_a_found_inf_skips_the_update_without_waiting(kind: str, dtype: torch.dtype) -> None:
     """Steps 0 and 3 overflow: the result is that of the clean steps alone, also though the very first was skipped."""
     device = torch.device("cuda")

@@ -106,6 +106,7 @@ def test_state_continues_bitwise() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch calls it a prototype
 def test_update_never_waits_for_the_gpu(dtype: torch.dtype) -> None:
     weight = torch.ones(1000, device="cuda", dtype=dtype)
     average = WeightAverage({"w": weight}, 0.5)

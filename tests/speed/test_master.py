@@ -219,6 +219,7 @@ def test_fp32_batch_norm_between_fp16_layers_on_gpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch calls it a prototype
 def test_masters_never_wait_for_the_gpu() -> None:
     model = network().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)

@@ -36,7 +36,11 @@ def run_by_hand(job: str, ranks: list[int], size: int, **env: str) -> tuple[list
         )
         for rank in ranks
     ]
-    texts = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+    try:
+        texts = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     return [process.returncode for process in processes], "".join(t[0] for t in texts), "".join(t[1] for t in texts)
 
 

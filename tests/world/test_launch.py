@@ -17,19 +17,25 @@ LAUNCHER = (
 )
 
 
-def begin(job: str, *arguments: str, procs: int = 2, max_restarts: int = 0) -> subprocess.Popen[str]:
+def begin(job: str, *arguments: str, max_restarts: int = 0) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, str(procs), str(max_restarts), job, *arguments],
+        [sys.executable, "-c", LAUNCHER, "2", str(max_restarts), job, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def run(job: str, *arguments: str, max_restarts: int = 0) -> tuple[int, str, str]:
-    process = begin(job, *arguments, max_restarts=max_restarts)
-    out, err = process.communicate(timeout=TIMEOUT_S)
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
     return process.returncode, out, err
+
+
+def run(job: str, *arguments: str, max_restarts: int = 0) -> tuple[int, str, str]:
+    return finish(begin(job, *arguments, max_restarts=max_restarts))
 
 
 def test_two_procs_add_up_and_nothing_else_is_said() -> None:
@@ -77,8 +83,8 @@ def test_ranks_save_and_leave_when_told(number: signal.Signals) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    assert (process.returncode, err) == (0, "")
+    code, out, err = finish(process)
+    assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == ["rank 0 saved", "rank 1 saved"]
 
 
@@ -88,7 +94,7 @@ def test_ranks_do_not_outlive_a_killed_launcher() -> None:
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     process.kill()
     # The ranks hold the other ends of these pipes: they close when the last rank has ended.
-    _, err = process.communicate(timeout=TIMEOUT_S)
+    _, _, err = finish(process)
     assert sorted(err.splitlines()) == [f"rank {rank}: the launcher is gone, leaving" for rank in range(2)]
 
 
@@ -97,5 +103,5 @@ def test_control_c() -> None:
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=TIMEOUT_S)
-    assert (process.returncode, err) == (130, "")
+    code, _, err = finish(process)
+    assert (code, err) == (130, "")

@@ -43,10 +43,12 @@ class _Bucket:
 class SummedGradients(Strategy):
     """`reduce: grad` on several ranks."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], link: Link) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], link: Link, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
         super().__init__(parameters)
         self._link = link
-        self._buckets = _fill(self.parameters)
+        self._buckets = _fill(self.parameters, bucket_bytes)
         last = self._buckets[-1]
         # Half-precision buckets cannot carry a count exactly: the tally then has an all-reduce of its own.
         self._tally_rides = last.tail.numel() > 0
@@ -117,14 +119,14 @@ class SummedGradients(Strategy):
             self._works.append(work)
 
 
-def _fill(parameters: Sequence[torch.nn.Parameter]) -> list[_Bucket]:
+def _fill(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
     """Cut parameters, last first, into buckets of one dtype; the last bucket has room for the tally."""
     groups: list[list[torch.nn.Parameter]] = []
     size = 0
-    limit = FIRST_BUCKET_BYTES
+    limit = first_limit = min(FIRST_BUCKET_BYTES, bucket_bytes)
     for parameter in reversed(parameters):
         if not groups or parameter.dtype != groups[-1][0].dtype or size >= limit:
-            limit = FIRST_BUCKET_BYTES if not groups else BUCKET_BYTES
+            limit = first_limit if not groups else bucket_bytes
             groups.append([])
             size = 0
         groups[-1].append(parameter)

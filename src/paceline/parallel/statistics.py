@@ -26,23 +26,27 @@ class CumulativeBatchNorm(PacelineError):
 
 
 class RunningStatistics:
-    """The running statistics of a model's batch norms, shared out over the ranks while it trains."""
+    """The running statistics of a model's batch norms, shared out over the ranks while it trains.
+
+    Around each of its grains a rank calls `before_grain` and `after_grain`, and `end_step` after the last, telling how
+    many grains of the step other ranks ran in between; a layer may be called several times per grain, or not at all,
+    as long as that is the same for all grains of a step.
+    """
 
     def __init__(self, model: torch.nn.Module, link: Link) -> None:
         self._model = model
         self._link = link
+        self._is_shared = False
         self._layers: list[_BatchNorm] = []
         self._floats: list[torch.Tensor] = []
-        self._is_shared = False
-        self._missed = 0  # grains that others ran since this rank's share was last decayed
-        self._calls: torch.Tensor | None = None  # (layers,) calls of each layer per grain
-        self._tracked: torch.Tensor | None = None
-        self._keep: torch.Tensor | None = None  # (layers,) 1 - momentum
+        self._before: list[torch.Tensor] = []
+        self._missed = 0
 
     def share(self) -> None:
         """From totals to shares; layers that are not in training mode keep their totals."""
         if self._is_shared or self._link.world.size == 1:
             return
+        self._is_shared = True
         self._layers, self._floats = [], []
         for name, module in self._model.named_modules():
             if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
@@ -50,15 +54,15 @@ class RunningStatistics:
                     raise CumulativeBatchNorm(name)
                 self._layers.append(module)
                 self._floats += [module.get_buffer("running_mean"), module.get_buffer("running_var")]
-        if self._layers and not self._link.is_first:
+        if not self._layers:
+            return
+        if not self._link.is_first:
             torch._foreach_zero_([*self._floats, *self._counters()])
-        self._calls = self._tracked = None
-        if self._layers:
-            self._tracked = torch.stack(self._counters())
-            momenta = torch.tensor([layer.momentum for layer in self._layers], dtype=torch.float64)
-            self._keep = (1.0 - momenta).to(self._floats[0].device)
-        self._missed = 0
-        self._is_shared = True
+        momenta = torch.tensor([layer.momentum for layer in self._layers], dtype=torch.float64)
+        self._keep = (1.0 - momenta).to(self._floats[0].device)  # (layers,)
+        self._tracked = torch.stack(self._counters())  # (layers,) calls so far
+        self._calls = torch.ones_like(self._tracked)  # (layers,) calls in this rank's last grain
+        self._decays = torch.zeros_like(self._tracked)  # (layers,) calls by others that the share has not decayed for
 
     def total(self) -> None:
         """From shares to totals, on every rank. All ranks must call it."""
@@ -67,7 +71,7 @@ class RunningStatistics:
         self._is_shared = False
         if not self._layers:
             return
-        self._decay()
+        torch._foreach_mul_(self._floats, self._factors(self._decays))
         floats = torch.cat([tensor.reshape(-1).double() for tensor in self._floats])
         counters = torch.stack(self._counters())
         self._link.all_reduce(floats)
@@ -78,27 +82,34 @@ class RunningStatistics:
         for tensor, value in zip(self._counters(), counters.unbind(), strict=True):
             tensor.copy_(value)
 
-    def missed(self, num_grains: int) -> None:
-        """Other ranks ran (or will have run) this many grains before this rank's next one."""
-        self._missed += num_grains
+    def before_grain(self, missed: int) -> None:
+        """This rank's next grain, after `missed` grains of other ranks in this step.
 
-    def before_grain(self) -> None:
-        if self._missed and self._layers:
-            self._decay()
-        self._missed = 0
+        How often a layer is called is known only afterwards, so the share is put aside and the layers start from 0.
+        """
+        if self._layers:
+            self._before = [tensor.clone() for tensor in self._floats]
+            torch._foreach_zero_(self._floats)
+            self._missed = missed
 
     def after_grain(self) -> None:
-        if self._tracked is not None:
+        """After the grain's backward, which does not want the statistics to have changed."""
+        if self._layers:
             tracked = torch.stack(self._counters())
             self._calls = tracked - self._tracked
             self._tracked = tracked
+            kept = self._factors(self._decays + self._calls * (self._missed + 1))
+            torch._foreach_mul_(self._before, kept)
+            torch._foreach_add_(self._floats, self._before)
+            self._decays = torch.zeros_like(self._decays)
 
-    def _decay(self) -> None:
-        if not self._missed or self._keep is None:
-            return
-        factors = self._keep.pow(self._missed if self._calls is None else self._calls * self._missed)
-        torch._foreach_mul_(self._floats, [factor for factor in factors.unbind() for _ in range(2)])
-        self._missed = 0
+    def end_step(self, missed: int) -> None:
+        """After the step, with `missed` grains of other ranks since this rank's last one."""
+        if self._layers and missed:
+            self._decays += self._calls * missed
+
+    def _factors(self, calls: torch.Tensor) -> list[torch.Tensor]:
+        return [factor for factor in self._keep.pow(calls).unbind() for _ in ("mean", "var")]
 
     def _counters(self) -> list[torch.Tensor]:
         return [layer.get_buffer("num_batches_tracked") for layer in self._layers]

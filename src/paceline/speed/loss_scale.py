@@ -1,6 +1,6 @@
 """Loss scaling: keeps fp16 gradients between underflow and overflow. All state and all decisions stay on the device.
 
-A step uses one as `scale(sum).backward()`, then `unscale_and_check(gradients, found_inf)`, then (where found_inf is 0)
+A step uses one as `sum.backward(seed(sum, count))`, then `unscale_and_check(gradients, found_inf)`, then (where found_inf is 0)
 the optimizer, then `update(found_inf)`. Nothing here reads a value on the host except `current`, which is for logs.
 Rules after OpenSeq2Seq's automatic loss scaling; `backoff` is also the rule of torch's GradScaler.
 """
@@ -50,9 +50,9 @@ class LossScale:
     def __init__(self, scale: float, device: torch.device) -> None:
         self._scale = torch.tensor(scale, dtype=torch.float32, device=device)
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss to run backward from."""
-        return loss * self._scale
+    def seed(self, loss: Tensor, count: float) -> Tensor:
+        """What to run backward from `loss` with: the gradient of scale * loss / count by the loss."""
+        return (self._scale.double() / count).to(loss.dtype)
 
     def unscale_and_check(self, gradients: Sequence[Tensor], found_inf: Tensor) -> None:
         """Divide the gradients by the scale, in place; `found_inf` becomes 1 if any element is not finite."""
@@ -86,9 +86,13 @@ class NoScale(LossScale):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(1.0, device)
+        self._seed: Tensor | None = None  # of the last step: most steps have the same count
+        self._count = 0.0
 
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss
+    def seed(self, loss: Tensor, count: float) -> Tensor:
+        if self._seed is None or count != self._count or loss.dtype != self._seed.dtype:
+            self._seed, self._count = torch.full_like(loss, 1.0 / count), count
+        return self._seed
 
     def unscale_and_check(self, gradients: Sequence[Tensor], found_inf: Tensor) -> None:
         _unscale(gradients, found_inf, self._scale)
@@ -205,6 +209,8 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tens
 
 def _by_dtype(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
     """The fused kernels take one dtype at a time. All gradients of a rank are on its one device."""
+    if len({gradient.dtype for gradient in gradients}) == 1:
+        return [list(gradients)]
     groups: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         groups.setdefault(gradient.dtype, []).append(gradient)

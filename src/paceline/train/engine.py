@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from paceline.config.keys import key
 from paceline.config.settings import DataSettings, EngineConfig
 from paceline.data.grain import Batch, Grain
 from paceline.observe.clock import Clock
+from paceline.optim.build import zero_first_momentum
 from paceline.optim.ema import WeightAverage
 from paceline.parallel.gradients import SummedGradients
 from paceline.parallel.statistics import RunningStatistics
@@ -88,6 +90,7 @@ class Engine:
         self.schedule: Callable[[int], float] | None = None
         self.average: WeightAverage | None = None
         self.masters: master.Masters | None = None
+        self._input_cast: RemovableHandle | None = None
 
     # -- setting up ----------------------------------------------------------------------------------------------
 
@@ -99,15 +102,15 @@ class Engine:
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         """Put a model and its optimizer to work here. Both are changed in place and keep their names.
 
-        The order matters: where (device), what is kept (recomputation), in which dtype, equal on all ranks, compiled,
+        The order matters: where (device), what is kept (recomputation), equal on all ranks, in which dtype, compiled,
         reduced.
         """
         model.to(self.device)
         if self.config.checkpoint_activations:
             recompute.recompute(model, self.config.checkpoint_activations)
-        self._cast(model, optimizer)
         for tensor in [*model.parameters(), *model.buffers()]:
             self.link.broadcast(tensor.data)
+        self._cast(model, optimizer)
         if self.precision.compile:
             model.compile()
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
@@ -116,6 +119,8 @@ class Engine:
         self.strategy: Strategy = SummedGradients(parameters, self.link) if several else Alone(parameters)
         self._several = several
         self._updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults.get("fused"):
+            zero_first_momentum(optimizer)
         self._skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self.statistics = RunningStatistics(model, self.link)
         self.statistics.share()
@@ -137,19 +142,19 @@ class Engine:
         """Let go of the prepared model, so that it can be prepared again with another shape or optimizer."""
         self.statistics.total()
         self.strategy.detach()
+        if self.masters is not None:
+            self.masters.release()
+            self.masters = None
 
     def _cast(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if self.precision.master:
-            before = {} if self.masters is None else self.masters.tensors
             self.masters = master.Masters(model, optimizer)
-            masters = self.masters.tensors
-            self.masters.load({name: old for name, old in before.items() if masters[name].shape == old.shape})
         elif self.precision.weights is torch.float16:
             master.to_half(model)
         elif self.precision.weights is torch.float64:
             model.double()
-        if self.precision.weights is not torch.float32:
-            master.cast_inputs(model, self.precision.weights)
+        if self.precision.weights is not torch.float32 and self._input_cast is None:
+            self._input_cast = master.cast_inputs(model, self.precision.weights)
 
     def named_weights(self) -> dict[str, torch.Tensor]:
         """The weights by name, in the dtype the optimizer updates (fp32 masters where there are some)."""
@@ -188,19 +193,18 @@ class Engine:
             for index, grain in enumerate(batch.grains):
                 self._generator.manual_seed(key(self.config.seed, self.num_steps, grain.number))
                 if self._several:
-                    self.statistics.missed(grain.number - position)
-                    self.statistics.before_grain()
+                    self.statistics.before_grain(missed=grain.number - position)
                     position = grain.number + 1
                 with self._autocast():
                     total, weight, extra = unpack(loss(grain))
                 loss_sum = total.detach() if index == 0 else loss_sum + total.detach()
                 count = count + weight
                 outputs.append(extra)
-                if self._several:
-                    self.statistics.after_grain()
                 if index == last:
                     self.strategy.arm(self._tally(loss_sum, count, batch))
-                self.scale.scale(total / batch.count).backward()
+                total.backward(self.scale.seed(total, batch.count))
+                if self._several:
+                    self.statistics.after_grain()
         except torch.OutOfMemoryError as error:
             assert grain is not None
             raise OutOfMemory(grain.shapes(), len(grain), batch.num_grains, str(error)) from error
@@ -208,7 +212,7 @@ class Engine:
             return Step(self.num_steps, loss_sum, count, outputs=outputs)
         if not batch.grains:
             self.strategy.arm(self._tally(loss_sum, count, batch))
-        self.statistics.missed(batch.num_grains - position)
+        self.statistics.end_step(missed=batch.num_grains - position)
         if self.clock is not None:
             self.clock.lap("compute")
         loss_sum, count, more, stop = self.strategy.reduce().unbind()

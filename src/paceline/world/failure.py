@@ -33,8 +33,10 @@ _LOOK_S = 3.0
 # How long a rank that learns of a failure may go on by itself before its watch ends it.
 _GRACE_S = 5.0
 _WATCH_EVERY_S = 1.0
+# Looks in a row without an answer after which the store, and the process that served it, count as gone.
+_MOST_UNANSWERED = 10
 # How long the rank that serves the store stays, so that the others can read the report.
-_LINGER_S = 3.0
+_LINGER_S = 10.0
 # How long a rank that failed before it ever met the others tries to reach them.
 _LATE_MEETING_S = 3.0
 
@@ -110,19 +112,20 @@ class FailureWatch:
 
     def _run(self) -> None:
         board: FailureBoard | None = None
+        unanswered = 0
         while not self._stopped.wait(_WATCH_EVERY_S):
             try:
                 board = board or FailureBoard(meet_apart(self._world, _WATCH_EVERY_S))
-                failure = board.read()
-                if failure is None:
-                    continue
-                board.acknowledge()
+                failure, unanswered = board.read(), 0
+                if failure is not None:
+                    board.acknowledge()
+                    return self._leave(failure.exit_code, "")
             except (DistError, FirstRankUnreached):
-                if self._world.launcher_hosts_store and self._world.nodes == 1:
-                    self._leave(EXIT_CRASH, f"rank {self._world.rank}: the launcher is gone, leaving\n")
-                return
-            self._leave(failure.exit_code, "")
-            return
+                board, unanswered = None, unanswered + 1
+                if unanswered >= _MOST_UNANSWERED:
+                    host = "the launcher" if self._world.launcher_hosts_store else "rank 0"
+                    return self._leave(EXIT_CRASH, f"rank {self._world.rank}: {host} is gone, leaving\n")
+        return None
 
     def _leave(self, code: int, message: str) -> None:
         if not self._stopped.wait(_GRACE_S):
@@ -188,7 +191,6 @@ def exit_now(code: int) -> NoReturn:
 def _fail(world: World, error: BaseException) -> NoReturn:
     mine = _report(world, error)
     first, board, serves = mine, None, False
-    audience = len(error.present) if isinstance(error, RanksMissing) else world.size
     try:
         board, serves = _board(world, error)
         if board is not None:
@@ -207,10 +209,18 @@ def _fail(world: World, error: BaseException) -> NoReturn:
         try:
             board.acknowledge()
             if serves:
+                audience = _audience(world, first, error)
                 poll(lambda: board.all_know(audience), _LINGER_S)
         except DistError:
             exit_now(first.exit_code)
     exit_now(first.exit_code)
+
+
+def _audience(world: World, first: Failure, error: BaseException) -> int:
+    """How many ranks can still hear of the failure."""
+    if isinstance(error, RanksMissing):
+        return len(error.present)
+    return world.size - 1 if first.kind == "lost" else world.size
 
 
 def _look(board: FailureBoard) -> None:

@@ -14,8 +14,8 @@ from paceline.world.meeting import Store, poll
 
 Reduction = Literal["sum", "max", "min"]
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-# How long the rank that serves the store stays for the others when it closes.
-_LINGER_S = 10.0
+# How long the rank that serves the store stays for others that have not closed yet; without it they would end.
+_LINGER_S = 60.0
 
 
 class Link:

@@ -1,0 +1,121 @@
+"""How a resumed run may differ from the one that began, as pure functions."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from typing import Any
+
+import pytest
+
+from paceline.config.settings import GroupSettings, TrainConfig
+from paceline.train.position import (
+    MoreRanksThanGrains,
+    Position,
+    SettingsChanged,
+    choose_grains,
+    settings_changed,
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "ranks", "regrain", "expected"),
+    [
+        (None, None, 1, False, 1),
+        (None, None, 4, False, 4),  # one per rank of the first launch
+        (8, None, 4, False, 8),
+        (None, 8, 2, False, 8),  # a resumed run keeps its own, whatever the ranks
+        (None, 4, 4, False, 4),
+        (2, 8, 1, False, 8),
+        (2, 8, 1, True, 2),
+        (None, 2, 4, True, 4),  # allowed to be cut anew: one per rank
+        (3, 2, 4, True, 4),
+    ],
+)
+def test_grains(asked: int | None, stored: int | None, ranks: int, regrain: bool, expected: int) -> None:
+    assert choose_grains(asked, stored, ranks, regrain) == expected
+
+
+def test_no_rank_is_ever_without_a_grain() -> None:
+    sizes = [1, 2, 3, 4]
+    for asked, stored, ranks, regrain in product([None, *sizes], [None, *sizes], sizes, [False, True]):
+        try:
+            grains = choose_grains(asked, stored, ranks, regrain)
+        except MoreRanksThanGrains as error:
+            assert not regrain
+            assert (error.ranks, error.grains) == (ranks, asked if stored is None else stored)
+        else:
+            assert grains >= ranks
+            if stored is not None and not regrain:
+                assert grains == stored, "a resumed run was cut anew without permission"
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "what", "hint"),
+    [
+        (2, None, "4 ranks, but the settings ask for 2 grains", "at most 2 ranks, or set `--grains 4`"),
+        (None, 2, "4 ranks, but this run was started with 2 grains", "at most 2 ranks, or `--regrain`"),
+    ],
+)
+def test_more_ranks_than_grains_says_what_to_type(asked: int | None, stored: int | None, what: str, hint: str) -> None:
+    with pytest.raises(MoreRanksThanGrains, match=what) as caught:
+        choose_grains(asked, stored, 4, regrain=False)
+    assert hint in caught.value.hint
+
+
+def stored(config: TrainConfig) -> dict[str, Any]:
+    """As a run keeps it: through a JSON file."""
+    settings: dict[str, Any] = json.loads(json.dumps(config.model_dump(mode="json")))
+    return settings
+
+
+def test_the_same_settings_are_no_change() -> None:
+    config = TrainConfig(
+        epochs=3, lr=1 / 3, betas=(0.8, 0.95), freeze=("a", "b"), groups=(GroupSettings(match="*", lr_scale=0.1),)
+    )
+    assert settings_changed(stored(config), config) == {}
+
+
+def test_what_changes_the_result_is_named_with_both_values() -> None:
+    before = stored(TrainConfig(epochs=3, lr=0.1))
+    now = TrainConfig(epochs=4, lr=0.2, groups=(GroupSettings(match="head*"),))
+    changes = settings_changed(before, now)
+    assert changes == {
+        "epochs": (3, 4),
+        "lr": (0.1, 0.2),
+        "groups": ([], [{"match": "head*", "lr_scale": 1.0, "weight_decay": None}]),
+    }
+    text = str(SettingsChanged(changes))
+    assert "lr: 0.1 in the run, 0.2 now" in text
+    assert "--allow-change" in SettingsChanged.hint
+
+
+def test_what_does_not_change_the_result_may_differ(tmp_path: Any) -> None:
+    before = stored(TrainConfig(epochs=3))
+    now = TrainConfig(
+        epochs=3,
+        out=tmp_path,
+        resume="auto",
+        device="cpu",
+        threads=3,
+        workers=2,
+        log_every=1,
+        keep_last=5,
+        save_every_steps=7,
+        val_every_epochs=None,
+        timeout_s=5.0,
+    )
+    assert settings_changed(before, now) == {}
+
+
+def test_grains_that_are_not_asked_for_are_no_change() -> None:
+    before = stored(TrainConfig(epochs=3, grains=4))
+    assert settings_changed(before, TrainConfig(epochs=3)) == {}
+    assert settings_changed(before, TrainConfig(epochs=3, grains=4)) == {}
+    assert settings_changed(before, TrainConfig(epochs=3, grains=2)) == {"grains": (4, 2)}
+    assert settings_changed(before, TrainConfig(epochs=3, grains=2, regrain=True)) == {}
+
+
+def test_a_position_comes_back_from_json() -> None:
+    position = Position(stage=1, epoch=2, step=3, num_steps=40, stage_began=30, best=0.1 + 0.2, bad_validations=1)
+    assert Position(**json.loads(json.dumps(position.state()))) == position
