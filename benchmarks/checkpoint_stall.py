@@ -21,10 +21,10 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from table import Row, parser, show
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from paceline.train.checkpoint import Checkpointer
 
@@ -75,7 +75,7 @@ class DcpAsync:
         self.folder, self.stager = folder, stager
 
     def start(self, step: int, parts: Parts) -> None:
-        response = dcp.async_save(
+        response = async_save(
             {**parts, "step": step}, checkpoint_id=self.folder / str(step), async_stager=self.stager, no_dist=True
         )
         assert isinstance(response, Future)
@@ -108,7 +108,7 @@ class Training:
 
     def __init__(self, gigabytes: float, device: str) -> None:
         num_layers = max(1, round(gigabytes * 1e9 / (3 * 4 * WIDTH * (WIDTH + 1))))
-        shapes = {f"{layer}.weight": (WIDTH, WIDTH) for layer in range(num_layers)}
+        shapes: dict[str, tuple[int, ...]] = {f"{layer}.weight": (WIDTH, WIDTH) for layer in range(num_layers)}
         shapes |= {f"{layer}.bias": (WIDTH,) for layer in range(num_layers)}
         self.parts: Parts = {
             "model": {name: torch.randn(shape, device=device) for name, shape in shapes.items()},

@@ -49,20 +49,10 @@ def make_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-class Repeated(torch.utils.data.Dataset[Any]):
-    """Ready batches, over and over: nobody pays for collating."""
-
-    def __init__(self, num_steps: int) -> None:
-        self.batches = make_batches()
-        self.num_steps = num_steps
-
-    def __len__(self) -> int:
-        return self.num_steps
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if index >= self.num_steps:
-            raise IndexError
-        return self.batches[index % NUM_BATCHES]
+def ready(num_steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Ready batches, over and over, in a list: nobody pays for reading or collating."""
+    batches = make_batches()
+    return [batches[step % NUM_BATCHES] for step in range(num_steps)]
 
 
 def samples(num_steps: int) -> torch.utils.data.TensorDataset:
@@ -88,7 +78,7 @@ def us_per_step(seconds: float, num_steps: int) -> float:
 def raw(num_steps: int, own_loader: bool) -> float:
     model = make_model()
     optimizer = make_optimizer(model)
-    data: Any = Repeated(num_steps)
+    data: Any = ready(num_steps)
     if own_loader:
         data = torch.utils.data.DataLoader(samples(num_steps), batch_size=BATCH, shuffle=True)
     began = time.perf_counter()
@@ -106,7 +96,8 @@ def engine(num_steps: int, own_loader: bool) -> float:
     model, _ = ours.prepare(*_pair())
 
     def loss(grain: Grain) -> tuple[torch.Tensor, int]:
-        return F.cross_entropy(model(grain.x), grain.y, reduction="sum"), len(grain)
+        x, y = grain
+        return F.cross_entropy(model(x), y, reduction="sum"), len(y)
 
     if own_loader:
         data: Any = ours.batches(samples(num_steps), global_batch=BATCH, workers=0)
@@ -114,8 +105,7 @@ def engine(num_steps: int, own_loader: bool) -> float:
         import numpy as np
 
         ids = np.arange(BATCH)
-        ready = Repeated(num_steps)
-        data = (Batch(0, step, 1, BATCH, BATCH, [Grain(batch, 0, ids)]) for step, batch in enumerate(ready))
+        data = (Batch(0, step, 1, BATCH, BATCH, [Grain(batch, 0, ids)]) for step, batch in enumerate(ready(num_steps)))
     began = time.perf_counter()
     for batch in data:
         ours.step(loss, batch)
@@ -137,7 +127,7 @@ def trainer(num_steps: int, own_loader: bool) -> float:
             return make_model()
 
         def train_data(self) -> Any:
-            return samples(num_steps) if own_loader else Repeated(num_steps)
+            return samples(num_steps) if own_loader else ready(num_steps)
 
         def counts(self, data: Any) -> Any:
             return None if own_loader else np.full(num_steps, BATCH)
@@ -175,7 +165,7 @@ def fabric(num_steps: int, own_loader: bool) -> float:
 
     theirs = Fabric(accelerator="cpu", devices=1)
     model, optimizer = theirs.setup(*_pair())
-    data: Any = Repeated(num_steps)
+    data: Any = ready(num_steps)
     if own_loader:
         data = theirs.setup_dataloaders(
             torch.utils.data.DataLoader(samples(num_steps), batch_size=BATCH, shuffle=True)
@@ -193,7 +183,7 @@ def accelerate(num_steps: int, own_loader: bool) -> float:
 
     theirs = Accelerator(cpu=True)
     model, optimizer = theirs.prepare(*_pair())
-    data: Any = Repeated(num_steps)
+    data: Any = ready(num_steps)
     if own_loader:
         data = theirs.prepare(torch.utils.data.DataLoader(samples(num_steps), batch_size=BATCH, shuffle=True))
     began = time.perf_counter()
@@ -225,7 +215,7 @@ def lightning(num_steps: int, own_loader: bool) -> float:
         def on_train_epoch_end(self) -> None:
             self.ended = time.perf_counter()
 
-    loader: Any = torch.utils.data.DataLoader(Repeated(num_steps), batch_size=None)
+    loader: Any = torch.utils.data.DataLoader(ready(num_steps), batch_size=None)
     if own_loader:
         loader = torch.utils.data.DataLoader(samples(num_steps), batch_size=BATCH, shuffle=True)
     module = Tiny()

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,9 @@ from paceline.data.plan import Plan, Share
 CHEAP_READ_S = 0.002
 """A grain read faster than this is read by the training process itself: a worker's hand-over would cost as much."""
 MOST_WORKERS = 8
+TINY_READ_S = 0.0001
+"""Grains read faster than this are small: a burst of them is read at once, while the code that does it is in cache."""
+BURST = 32
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class Loader:
         self._local_size = local_size
         self._turns = _Turns()
         self._reader: DataLoader[Any] | None = None
+        self._read_s = float("inf")  # of the last grain that was timed
         self.workers: int | None = None if workers == "auto" else workers
 
     def run(
@@ -78,12 +83,22 @@ class Loader:
         Steps past this plan's end (another rank's plan is longer) are batches without grains.
         """
         steps = range(plan.num_steps) if steps is None else steps
-        batches = self._batches(plan, steps, epoch, seat or Seat())
+        batches = self._in_bursts(self._batches(plan, steps, epoch, seat or Seat()))
         return batches if self._device.type == "cpu" else prefetch(batches, self._device)
 
     def close(self) -> None:
         """Stop the workers."""
         self._reader = None
+
+    def _in_bursts(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        first = next(batches, None)
+        if first is None:
+            return
+        yield first
+        if self._read_s < TINY_READ_S:
+            while burst := list(islice(batches, BURST)):
+                yield from burst
+        yield from batches
 
     def _batches(self, plan: Plan, steps: range, epoch: int, seat: Seat) -> Iterator[Batch]:
         shares: deque[Share] = deque()
@@ -122,23 +137,21 @@ class Loader:
             )
 
     def _grains(self, requests: Iterator[Request]) -> Iterator[Grain]:
-        if self.workers is None:
+        on_cpu = self._device.type == "cpu"
+        if not self.workers:
             first = next(requests, None)
             if first is None:
                 return
             began = time.perf_counter()
             grain = self._fetch(first)
-            read_s = time.perf_counter() - began
+            self._read_s = time.perf_counter() - began
             cores = len(os.sched_getaffinity(0))
-            self.workers = choose_workers(
-                self._asked, read_s, cores, self._local_size, on_cpu=self._device.type == "cpu"
-            )
-            yield grain
+            self.workers = choose_workers(self._asked, self._read_s, cores, self._local_size, on_cpu)
+            yield grain if on_cpu else grain.pin_memory()
         if self.workers == 0:
-            pin = self._device.type != "cpu"
             for request in requests:
                 grain = self._fetch(request)
-                yield grain.pin_memory() if pin else grain
+                yield grain if on_cpu else grain.pin_memory()
             return
         self._turns.requests = requests
         if self._reader is None:
@@ -147,7 +160,7 @@ class Loader:
                 batch_sampler=self._turns,  # type: ignore[arg-type]
                 collate_fn=same,  # type: ignore[arg-type]
                 num_workers=self.workers,
-                pin_memory=self._device.type != "cpu",
+                pin_memory=not on_cpu,
                 persistent_workers=True,
                 generator=torch.Generator(),
             )

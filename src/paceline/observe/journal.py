@@ -19,11 +19,11 @@ Record = dict[str, Any]
 class Journal:
     """`metrics.jsonl` of a run. Only the first rank has a file; on the others it is silent."""
 
-    def __init__(self, path: Path | None, *, next_step: int = 0) -> None:
+    def __init__(self, path: Path | None, *, next_step: int = 0, next_validation: int = 0) -> None:
         self._file: IO[str] | None = None
         if path is not None:
             if path.exists():
-                _drop_from(path, next_step)
+                _drop_from(path, {"step": next_step, "validation": next_validation})
             self._file = path.open("a", encoding="utf-8")
 
     def steps(self, rows: Iterable[tuple[int, int, float, float | None]]) -> None:
@@ -63,15 +63,16 @@ def _map(value: Any, change: Callable[[float], Any]) -> Any:
     return change(value) if isinstance(value, float) else value
 
 
-def _drop_from(path: Path, next_step: int) -> None:
-    """Keep the lines of steps before `next_step`; a line cut short by a crash goes too."""
+def _drop_from(path: Path, next_steps: dict[str, int]) -> None:
+    """Keep the lines of steps before the next one of their kind; a line cut short by a crash goes too."""
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         try:
-            step = json.loads(line)["step"]
+            record = json.loads(line)
+            is_past = record["step"] < next_steps[record["kind"]]
         except (ValueError, KeyError, TypeError):
             continue
-        if step < next_step and line.endswith("\n"):
+        if is_past and line.endswith("\n"):
             kept.append(line)
     aside = path.with_suffix(".writing")
     with aside.open("w", encoding="utf-8") as file:

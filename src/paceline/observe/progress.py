@@ -29,7 +29,6 @@ class Progress:
                 TextColumn("{task.fields[note]}"),
                 console=self._console,
             )
-            self._bar.start()
         self._told = time.monotonic()
         self._epoch = 0
         self._total: int | None = None
@@ -40,6 +39,7 @@ class Progress:
     def epoch(self, epoch: int, total: int | None, done: int) -> None:
         self._epoch, self._total = epoch, total
         if self._bar is not None:
+            self._bar.start()  # not before: a run that cannot begin leaves the terminal as it was
             if self._line is not None:
                 self._bar.remove_task(self._line)  # type: ignore[arg-type]
             self._line = self._bar.add_task(f"epoch {epoch + 1}", total=total, completed=done, note="")

@@ -1,7 +1,7 @@
 """Loss scaling: keeps fp16 gradients between underflow and overflow. All state and all decisions stay on the device.
 
-A step uses one as `sum.backward(seed(sum, count))`, then `unscale_and_check(gradients, found_inf)`, then (where found_inf is 0)
-the optimizer, then `update(found_inf)`. Nothing here reads a value on the host except `current`, which is for logs.
+A step uses one as `sum.backward(seed(sum, count))`, then `unscale_and_check(gradients, found_inf)`, then (where
+found_inf is 0) the optimizer, then `update(found_inf)`. Only `current`, which is for logs, reads a value on the host.
 Rules after OpenSeq2Seq's automatic loss scaling; `backoff` is also the rule of torch's GradScaler.
 """
 

@@ -202,7 +202,7 @@ class Engine:
                 outputs.append(extra)
                 if index == last:
                     self.strategy.arm(self._tally(loss_sum, count, batch))
-                total.backward(self.scale.seed(total, batch.count))
+                torch.autograd.backward((total,), (self.scale.seed(total, batch.count),))
                 if self._several:
                     self.statistics.after_grain()
         except torch.OutOfMemoryError as error:
@@ -256,9 +256,12 @@ class Engine:
             self.optimizer.grad_scale = None  # type: ignore[attr-defined]
             self.optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
             self.optimizer.step()
-        elif not self._found_inf.item():
-            self.optimizer.step()
-        self.skips.note(self._found_inf, self.num_steps)
+            self.skips.note_on_device(self._found_inf)
+        else:
+            is_skipped = bool(self._found_inf.item())
+            if not is_skipped:
+                self.optimizer.step()
+            self.skips.note(is_skipped, self.num_steps)
         self.scale.update(self._found_inf)
         if self.masters is not None:
             self.masters.push_weights()

@@ -26,7 +26,8 @@ class Keeper:
         self._saved: tuple[int, ...] | None = None
         stored = self._check()
         before: int | None = stored["grains"] if stored is not None else None
-        self.grains = choose_grains(config.grains, before, link.world.size, config.regrain)
+        may_regrain = config.regrain or (config.allow_change and config.grains is not None)
+        self.grains = choose_grains(config.grains, before, link.world.size, may_regrain)
         if before not in (None, self.grains):
             progress.say(f"{self.grains} grains instead of {before}: numerics change from here on")
         self.found = self._find(stored)
@@ -70,11 +71,13 @@ class Keeper:
         self._write(status)
 
     def _check(self) -> dict[str, Any] | None:
-        if self._run is None:
-            return None
-        stored = self._run.check(may_exist=self._config.resume != "no")
+        resume = self._config.resume
+        stored = None if self._run is None else self._run.check(may_exist=resume != "no")
+        if stored is None and isinstance(resume, Path) and resume.is_dir():
+            # A checkpoint of another run, as <run>/checkpoints/<checkpoint>: what that one was made with counts.
+            stored = Run(resume.resolve().parents[1]).check(may_exist=True)
         if stored is not None and not self._config.allow_change:
-            changes = settings_changed(stored["settings"], self._config)
+            changes = settings_changed({**stored["settings"], "grains": stored["grains"]}, self._config)
             if changes:
                 raise SettingsChanged(changes)
         return stored

@@ -50,6 +50,10 @@ class Logbook:
 
     def close(self) -> None:
         self.flush()
+        self.end()
+
+    def end(self) -> None:
+        """Let go of the file and the terminal, also after a failure."""
         self._journal.close()
         self._progress.close()
 

@@ -21,8 +21,19 @@ class Position:
     """Since the run began."""
     stage_began: int = 0
     """`num_steps` when the stage began."""
+    schedule_began: int = 0
+    """`num_steps` when the schedule last started anew."""
+    validated: int = -1
+    """`num_steps` at the last validation, -1 before the first."""
+    score: float | None = None
+    """What the last validation gave for `monitor`."""
     best: float | None = None
     bad_validations: int = 0
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the last validation was of the weights as they are now."""
+        return self.validated == self.num_steps
 
     def state(self) -> dict[str, Any]:
         return asdict(self)

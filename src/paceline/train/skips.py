@@ -14,18 +14,25 @@ class SkipCount:
         self._limit = limit
         self._in_all = 0
         self._in_row = 0
-        self._on_device = torch.zeros(2, device=device) if device.type != "cpu" else None
+        self._noted = torch.zeros(2, device=device)  # what only the device knows yet
+        self._is_on_device = False
 
-    def note(self, found_inf: torch.Tensor, step: int) -> None:
-        if self._on_device is not None:
-            self._on_device += found_inf
-            self._on_device[1:] *= found_inf
-        elif found_inf.item():
+    def note(self, is_skipped: bool, step: int) -> None:
+        """A step whose fate the host knows."""
+        if is_skipped:
             self._in_all += 1
             self._in_row += 1
             self._check(step)
         else:
             self._in_row = 0
+
+    def note_on_device(self, found_inf: torch.Tensor) -> None:
+        """A step whose fate only the device knows: nobody waits for it."""
+        if not self._is_on_device:
+            self._noted.copy_(torch.tensor([float(self._in_all), float(self._in_row)]))
+            self._is_on_device = True
+        self._noted += found_inf
+        self._noted[1:] *= found_inf
 
     def read(self, step: int) -> int:
         """Skipped in all (waits for the device); fails when too many came in a row."""
@@ -34,14 +41,13 @@ class SkipCount:
         return in_all
 
     def state(self) -> list[int]:
-        if self._on_device is not None:
-            self._in_all, self._in_row = (int(value) for value in self._on_device.tolist())
+        if self._is_on_device:
+            self._in_all, self._in_row = (int(value) for value in self._noted.tolist())
         return [self._in_all, self._in_row]
 
     def load(self, state: list[int]) -> None:
         self._in_all, self._in_row = state
-        if self._on_device is not None:
-            self._on_device.copy_(torch.tensor([float(value) for value in state]))
+        self._is_on_device = False
 
     def _check(self, step: int) -> None:
         if self._in_row >= self._limit:

@@ -2,7 +2,7 @@
 
 The buffer of a part is the image of its file, header included. Writing it is a plain loop of hash and `write` over
 large chunks, both of which release the interpreter lock, past the page cache: the copy into the cache would take
-processor time from the training step, and evict training data. (safetensors' own writer holds the lock throughout.)
+processor time from the training step, and evict training data.
 """
 
 from __future__ import annotations

@@ -63,7 +63,9 @@ class Trainer:
             self._resume(self.keeper.found)
         self.validation = Validation(task, self.engine, config, self.keeper.grains)
         self.keeper.open()
-        journal = Journal(self.keeper.metrics_file, next_step=self.engine.num_steps)
+        journal = Journal(
+            self.keeper.metrics_file, next_step=self.engine.num_steps, next_validation=max(0, self.position.validated)
+        )
         self.log = Logbook(journal, self.progress, self.engine, self.position)
         self._introduce()
         self.clock.lap("setup")
@@ -73,12 +75,17 @@ class Trainer:
     def fit(self) -> Result:
         """Train to the end, to early stopping, or until asked to stop."""
         status = "finished"
-        with on_stop_signal(self._ask_to_stop):
-            for number in range(self.position.stage, len(self.stages)):
-                status = self._train_stage(number)
-                if status == "stopped":
-                    break
-        return self._close(status)
+        if self.position.stage >= len(self.stages):
+            self.progress.say("this run is finished: nothing is left to train")
+        try:
+            with on_stop_signal(self._ask_to_stop):
+                for number in range(self.position.stage, len(self.stages)):
+                    status = self._train_stage(number)
+                    if status == "stopped":
+                        break
+            return self._close(status)
+        finally:
+            self.log.end()  # whatever happens, the terminal is given back
 
     def _train_stage(self, number: int) -> str:
         stage, position = self.stages[number], self.position
@@ -91,7 +98,7 @@ class Trainer:
         while status == "finished" and not self._is_done(epochs):
             status = self._train_epoch(feed)
             going_on = status == "finished" and not self._is_done(epochs)
-            if going_on and _due(position.epoch, self.config.save_every_epochs):
+            if going_on and (_due(position.epoch, self.config.save_every_epochs) or self._found_best()):
                 self._save()
         feed.close()
         if status != "stopped":
@@ -118,20 +125,22 @@ class Trainer:
                 self.log.flush()
             if _due(engine.num_steps, config.val_every_steps):
                 self._validate()
-            if stop or _due(engine.num_steps, config.save_every_steps):
+            if stop or _due(engine.num_steps, config.save_every_steps) or self._found_best():
                 self._save()
             if stop:
                 return "stopped"
             clock.lap("other")
-            if self._is_done(None) or self._out_of_data(feed, step):
+            if self._is_done(None) or self._out_of_data(feed, step) or self._lost_patience():
                 break
         self.log.epoch(position.step - first, elapsed(before, clock.read()))
         position.epoch, position.step = position.epoch + 1, 0
         if _due(position.epoch, config.val_every_epochs):
             self._validate()
-        return "early" if config.patience and position.bad_validations >= config.patience else "finished"
+        return "early" if self._lost_patience() else "finished"
 
     def _validate(self) -> None:
+        if self.position.is_fresh:
+            return  # due by steps and by epochs: one look at the same weights is enough
         self.clock.lap("other")
         metrics = self.validation.run()
         if metrics:
@@ -142,7 +151,7 @@ class Trainer:
     def _save(self) -> None:
         self.clock.lap("other")
         self.log.flush()  # a step is written down before a checkpoint that contains it
-        self.keeper.save(self.engine, self.position, self.task, self.validation.score())
+        self.keeper.save(self.engine, self.position, self.task, self.position.score if self.position.is_fresh else None)
         self.clock.lap("checkpoint")
 
     # -- when to end ---------------------------------------------------------------------------------------------
@@ -152,6 +161,13 @@ class Trainer:
         if steps is not None and self.engine.num_steps - self.position.stage_began >= steps:
             return True
         return epochs is not None and self.position.epoch >= epochs
+
+    def _lost_patience(self) -> bool:
+        return self.config.patience is not None and self.position.bad_validations >= self.config.patience
+
+    def _found_best(self) -> bool:
+        """Whether the weights as they are now have just been found to be the best so far, and are to be kept."""
+        return self.position.is_fresh and self.position.bad_validations == 0 and self.config.keep_best > 0
 
     def _out_of_data(self, feed: Feed, step: Step) -> bool:
         """Data of unknown length ends when no rank has more, which the step's own reduction says."""
@@ -191,9 +207,11 @@ class Trainer:
         torch.manual_seed(self.config.seed)
         model = self.task.model()
         build.freeze(model, self.config.freeze)
-        if self.config.init_from is not None:
+        if self.config.init_from is not None and self.keeper.found is None:
             loaded = restore.load_by_name(model, restore.load(self.config.init_from, ["model"]).parts["model"])
-            self.progress.say(f"{len(loaded.loaded)} weights from {self.config.init_from}, {len(loaded.missing)} new")
+            new = [*loaded.missing, *loaded.mismatched]
+            names = ": " + ", ".join(new[:5]) + (", ..." if len(new) > 5 else "") if new else ""
+            self.progress.say(f"{len(loaded.loaded)} weights from {self.config.init_from}, {len(new)} new{names}")
         self._prepare(model)
         self._after_backward: Callable[[], None] | None = None
         if overrides(self.task, "after_backward"):
@@ -210,7 +228,9 @@ class Trainer:
 
     def _resume(self, found: restore.Checkpoint) -> None:
         position = Position(**found.state["position"])
-        for number in range(min(position.stage + 1, len(self.stages))):
+        # A checkpoint from the end of a stage is of a model for which the next stage has not begun.
+        is_begun = position.epoch > 0 or position.step > 0
+        for number in range(position.stage + is_begun):
             self._begin_stage(number)
         self.position = position
         state.restore(self.engine, found.parts, found.state["engine"])
@@ -221,16 +241,19 @@ class Trainer:
         """Optimizer and schedule start anew where the stage says so; a model that changed shape is prepared again."""
         stage, model = self.stages[number], self.engine.model
         torch.manual_seed(key(self.config.seed, number))  # for layers that a task adds
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        before = _signature(model)
         self.task.before_stage(model, number)
-        changed = shapes != {name: parameter.shape for name, parameter in model.named_parameters()}
+        changed = before != _signature(model)
         if changed or (stage.restart_optimizer and number > 0):
             self.engine.release()
             self._prepare(model)
+        if changed and not stage.restart_optimizer and number > 0:
+            self.progress.say(f"stage {stage.name!r} changed the model: the optimizer starts anew")
         if changed and self.engine.precision.compile:
-            self.progress.say(f"stage {stage.name!r} changed the model's shape: it is compiled again")
+            self.progress.say(f"stage {stage.name!r} changed the model: it is compiled again")
+        self.position.stage_began = self.engine.num_steps
         if stage.restart_schedule or number == 0:
-            self.position.stage_began = self.engine.num_steps
+            self.position.schedule_began = self.engine.num_steps
         self._began_stage = number
 
     def _feed(self, number: int, stage: Stage) -> Feed:
@@ -252,13 +275,13 @@ class Trainer:
 
     def _schedule(self, feed: Feed, epochs: int | None) -> Callable[[int], float]:
         """The learning rate by step. Where epochs differ in length (batches by cost), the first one stands for all."""
-        steps = self.config.steps
-        if steps is None and epochs is not None:
-            per_epoch = feed.num_steps(0)
-            one_for_all = not any(stage.restart_schedule for stage in self.stages)
-            steps = per_epoch and per_epoch * epochs * (len(self.stages) if one_for_all else 1)
+        per_epoch = None if epochs is None else feed.num_steps(0)
+        ends = [self.config.steps, per_epoch and epochs and per_epoch * epochs]
+        steps = min((end for end in ends if end is not None), default=None)
+        if steps is not None and not any(stage.restart_schedule for stage in self.stages):
+            steps *= len(self.stages)  # one schedule for all
         rate = schedule.build(self.config, steps)
-        began = self.position.stage_began
+        began = self.position.schedule_began
         return lambda step: rate(step - began)
 
     def _introduce(self) -> None:
@@ -272,6 +295,14 @@ class Trainer:
         say(", ".join(f"{name}: {value}" for name, value in precision.rows(self.engine.precision)))
         for note in self.engine.precision.notes:
             say(note)
+        idle = [name for name in ("monitor", "patience") if getattr(config, name) is not None]
+        if self.validation.is_empty and idle:
+            say(f"without validation sets {' and '.join(f'`{name}`' for name in idle)} has no effect")
+
+
+def _signature(model: torch.nn.Module) -> dict[str, tuple[torch.Size, bool]]:
+    """What an optimizer and a reduction are made for: which parameters of which shapes are trained."""
+    return {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()}
 
 
 def _due(number: int, every: int | None) -> bool:

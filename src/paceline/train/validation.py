@@ -42,6 +42,7 @@ class Validation:
         """Of the last time, as `set/metric`."""
         batch = config.eval_batch or max(1, config.max_samples // grains)
         self._sets = {name: self._set(data, batch) for name, data in task.val_data().items()}
+        self._check_monitor()
 
     def run(self) -> dict[str, float]:
         """Metrics of all sets, the same numbers on every rank; all ranks must call it."""
@@ -57,25 +58,28 @@ class Validation:
                 self.metrics.update({f"{name}/{metric}": value for metric, value in found.items()})
         return self.metrics
 
-    def score(self) -> float | None:
-        """The metric that names the best checkpoint; None before the first validation."""
-        if not self.metrics:
-            return None
+    def judge(self, position: Position) -> None:
+        """Is this the best so far? Every rank has the same number, so all decide alike."""
         monitor = self._config.monitor or next(iter(self.metrics))
         if monitor not in self.metrics:
             raise UnknownMonitor(monitor, list(self.metrics))
-        return self.metrics[monitor]
-
-    def judge(self, position: Position) -> None:
-        """Is this the best so far? Every rank has the same number, so all decide alike."""
-        score = self.score()
-        if score is None:
-            return
+        score = self.metrics[monitor]
+        position.validated, position.score = position.num_steps, score
         sign = 1.0 if self._config.monitor_mode == "min" else -1.0
         if position.best is None or sign * score < sign * position.best:
             position.best, position.bad_validations = score, 0
         else:
             position.bad_validations += 1
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._sets
+
+    def _check_monitor(self) -> None:
+        """The set of `monitor` is known before the first step, its metric only after the first validation."""
+        name, _, metric = (self._config.monitor or "").rpartition("/")
+        if self._config.monitor and self._sets and name not in self._sets:
+            raise UnknownMonitor(self._config.monitor, [f"{known}/{metric}" for known in self._sets])
 
     def _set(self, data: Any, batch: int) -> _Set:
         link = self._engine.link

@@ -81,8 +81,10 @@ class FailureBoard:
     def read(self) -> Failure | None:
         return _failure(self._store.get("first")) if self._store.check(["first"]) else None
 
-    def acknowledge(self) -> None:
-        self._store.add("seen", 1)
+    def acknowledge(self, rank: int) -> None:
+        """Say that this rank knows; its watch and its main thread may both say so, which counts once."""
+        if self._store.add(f"seen/{rank}", 1) == 1:
+            self._store.add("seen", 1)
 
     def all_know(self, num_ranks: int) -> bool:
         return self._store.add("seen", 0) >= num_ranks
@@ -118,7 +120,7 @@ class FailureWatch:
                 board = board or FailureBoard(meet_apart(self._world, _WATCH_EVERY_S))
                 failure, unanswered = board.read(), 0
                 if failure is not None:
-                    board.acknowledge()
+                    self._tell(board)
                     return self._leave(failure.exit_code, "")
             except (DistError, FirstRankUnreached):
                 board, unanswered = None, unanswered + 1
@@ -126,6 +128,11 @@ class FailureWatch:
                     host = "the launcher" if self._world.launcher_hosts_store else "rank 0"
                     return self._leave(EXIT_CRASH, f"rank {self._world.rank}: {host} is gone, leaving\n")
         return None
+
+    def _tell(self, board: FailureBoard) -> None:
+        board.acknowledge(self._world.rank)
+        if _serves(self._world):
+            poll(lambda: board.all_know(self._world.size), _LINGER_S)
 
     def _leave(self, code: int, message: str) -> None:
         if not self._stopped.wait(_GRACE_S):
@@ -207,7 +214,7 @@ def _fail(world: World, error: BaseException) -> NoReturn:
         sys.stderr.flush()
     if board is not None:
         try:
-            board.acknowledge()
+            board.acknowledge(world.rank)
             if serves:
                 audience = _audience(world, first, error)
                 poll(lambda: board.all_know(audience), _LINGER_S)
@@ -230,13 +237,17 @@ def _look(board: FailureBoard) -> None:
 
 def _board(world: World, error: BaseException) -> tuple[FailureBoard | None, bool]:
     """The board of this job, and whether this process serves it; ranks that never met meet now."""
-    serves = world.rank == 0 and not world.launcher_hosts_store
+    serves = _serves(world)
     if _last_meeting is not None and _last_meeting[0] == world:
         _last_meeting[2].stop()
         return FailureBoard(_last_meeting[1]), serves
     if isinstance(error, (FirstRankUnreached, MeetingPointTaken)):
         return None, False
     return FailureBoard(meet(world, _LATE_MEETING_S)), serves
+
+
+def _serves(world: World) -> bool:
+    return world.rank == 0 and not world.launcher_hosts_store
 
 
 def _report(world: World, error: BaseException) -> Failure:

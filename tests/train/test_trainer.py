@@ -1,0 +1,298 @@
+"""The loop on one rank against loops written by hand: how long, in which order, what is looked at, what is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from paceline.config.settings import GroupSettings
+from paceline.observe.journal import read
+from paceline.train import restore
+from paceline.train.validation import UnknownMonitor
+from tests.train.ragged import Net as RaggedNet
+from tests.train.ragged import Ragged, RaggedTask
+from tests.train.small import (
+    BATCH,
+    LR,
+    NUM_SAMPLES,
+    STEPS_PER_EPOCH,
+    Net,
+    ScoredTask,
+    SmallTask,
+    assert_same,
+    fresh_net,
+    points,
+    raw_steps,
+    sgd,
+    squares,
+    trainer,
+    weights,
+)
+
+# -- how long, in which order ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps", "expected"),
+    [(2, None, 6), (None, 5, 5), (2, 4, 4), (2, 100, 6)],
+)
+def test_ends_with_epochs_or_steps_as_a_plain_loop_does(
+    tmp_path: Path, epochs: int | None, steps: int | None, expected: int
+) -> None:
+    ours = trainer(SmallTask(), tmp_path / "run", epochs=epochs, steps=steps)
+    result = ours.fit()
+    model = fresh_net()
+    losses = list(raw_steps(model, sgd(model), expected))
+    assert (result.status, result.num_steps) == ("finished", expected)
+    records = read(tmp_path / "run" / "metrics.jsonl")
+    assert [record["loss"] for record in records] == losses
+    assert [record["step"] for record in records] == list(range(expected))
+    assert [record["epoch"] for record in records] == [step // STEPS_PER_EPOCH for step in range(expected)]
+    assert result.loss == losses[-1]
+    assert_same(weights(ours), model.state_dict())
+
+
+def test_sub_epochs_share_one_pass() -> None:
+    task = SmallTask()
+    trainer(task, None, epochs=6, partition_epoch=3, global_batch=100, order="random").fit()
+    assert [len(samples) for samples in task.seen] == [6, 7, 7] * 2  # bounds 20 k / 3, rounded down
+    first, second = [sum(task.seen[begin : begin + 3], []) for begin in (0, 3)]
+    assert sorted(first) == sorted(second) == list(range(NUM_SAMPLES))
+    assert first != second, "another pass has another order"
+
+
+def test_batches_by_cost_in_sorted_order() -> None:
+    class Recorded(RaggedTask):
+        seen: list[list[int]] = []  # noqa: RUF012
+
+        def loss(self, model: nn.Module, grain: Any) -> Any:
+            if model.training:
+                self.seen.append(grain.samples.tolist())
+            return super().loss(model, grain)
+
+    task = Recorded()
+    trainer(task, None, epochs=1, order="sorted", global_batch=12, batch_cost=200.0).fit()
+    lengths = Ragged().lengths
+    expected: list[list[int]] = [[]]
+    for sample in np.argsort(lengths, kind="stable").tolist():
+        grown = [*expected[-1], sample]
+        if len(grown) > 12 or len(grown) * max(lengths[grown]) > 200:
+            expected.append([sample])
+        else:
+            expected[-1] = grown
+    assert [sorted(samples) for samples in task.seen] == [sorted(samples) for samples in expected]
+
+
+def test_limited_batches(tmp_path: Path) -> None:
+    task = SmallTask()
+    ours = trainer(task, tmp_path / "run", epochs=2, limit_batches=2, eval_batch=3)
+    result = ours.fit()
+    assert task.seen == [list(range(8)), list(range(8, 16))] * 2
+    x, y = points(7, seed=2).tensors
+    model = ours.engine.model
+    with torch.no_grad():
+        expected = float(squares(model, x[:3], y[:3]) + squares(model, x[3:6], y[3:6])) / 6
+    assert result.metrics["dev/loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_batch_larger_than_the_data_is_one_short_batch_and_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    task = SmallTask()
+    result = trainer(task, None, steps=1, global_batch=64).fit()
+    x, y = points(NUM_SAMPLES, seed=1).tensors
+    with torch.no_grad():
+        assert result.loss == pytest.approx(float((fresh_net()(x) - y).square().mean()), rel=1e-6)
+    assert task.seen == [list(range(NUM_SAMPLES))]
+    assert "the batch of 64 is larger than the data: one step of 20" in capsys.readouterr().out
+
+
+# -- looking -----------------------------------------------------------------------------------------------------------
+
+
+def plain_metrics(model: nn.Module, eval_batch: int) -> dict[str, float]:
+    found = {}
+    for name, data in SmallTask().val_data().items():
+        x, y = data.tensors
+        with torch.no_grad():
+            errors = (model(x.to(next(model.parameters()).dtype)) - y).square().double()
+        parts = [errors[begin : begin + eval_batch] for begin in range(0, len(y), eval_batch)]
+        found[f"{name}/loss"] = float(errors.sum()) / len(y)
+        found[f"{name}/far"] = sum(float(part.sum() > len(part)) for part in parts) / len(parts)
+    return found
+
+
+def test_validation_every_steps_and_epochs(tmp_path: Path) -> None:
+    trainer(SmallTask(), tmp_path / "run", epochs=2, val_every_steps=2, val_every_epochs=1, eval_batch=3).fit()
+    model = fresh_net()
+    expected = {}
+    for step, _ in enumerate(raw_steps(model, sgd(model), 6)):
+        if step + 1 in (2, 3, 4, 6):
+            expected[step] = plain_metrics(model, 3)
+    records = read(tmp_path / "run" / "metrics.jsonl", "validation")
+    assert [record["step"] for record in records] == list(expected), "each moment is looked at once"
+    for record in records:
+        found = {name: value for name, value in record.items() if "/" in name}
+        assert found == pytest.approx(expected[record["step"]], rel=1e-5)
+
+
+def test_validation_at_one_moment_counts_once_for_patience() -> None:
+    """The last step of an epoch is due for both; the second look at the same weights is not a worse one."""
+    ours = trainer(ScoredTask([3.0, 2.0, 1.0]), None, epochs=3, val_every_steps=3, patience=1, monitor="dev/score")
+    assert ours.fit().status == "finished"
+
+
+def kept_steps(folder: Path) -> list[int]:
+    return sorted(restore.step_of(path) for path in restore.listed(folder / "checkpoints"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "keep_last", "keep_best", "kept", "best"),
+    [("max", 2, 1, [6, 12, 15], 6), ("min", 1, 1, [3, 15], 3), ("max", 1, 2, [6, 15], 6), ("max", 1, 0, [15], 15)],
+)
+def test_the_last_and_the_best_are_kept(
+    tmp_path: Path, mode: Any, keep_last: int, keep_best: int, kept: list[int], best: int
+) -> None:
+    settings = {"monitor": "dev/score", "monitor_mode": mode, "keep_last": keep_last, "keep_best": keep_best}
+    result = trainer(ScoredTask([1.0, 5.0, 2.0, 3.0, 4.0]), tmp_path / "run", epochs=5, **settings).fit()
+    assert kept_steps(tmp_path / "run") == kept
+    found = restore.best(tmp_path / "run" / "checkpoints").checkpoint
+    assert found is not None
+    assert found.step == best
+    assert result.best == (5.0 if mode == "max" else 1.0)
+
+
+def test_the_best_moment_is_saved_and_no_other_weights_pass_for_it(tmp_path: Path) -> None:
+    """Validation at steps 2, 4, ..., checkpoints due at 3, 6, ...: the score belongs to the weights it was measured on."""
+    scores = [5.0, 1.0, 7.0, 6.0]  # after 2, 4, 6, 8 steps
+    settings = {"val_every_steps": 2, "val_every_epochs": None, "save_every_steps": 3, "save_every_epochs": None}
+    trainer(ScoredTask(scores), tmp_path / "run", steps=8, monitor="dev/score", keep_last=1, **settings).fit()
+    found = restore.best(tmp_path / "run" / "checkpoints").checkpoint
+    assert found is not None
+    assert (found.step, found.score) == (4, 1.0)
+    model = fresh_net()
+    list(raw_steps(model, sgd(model), 4))
+    assert_same(found.parts["model"], model.state_dict())
+
+
+@pytest.mark.parametrize(("monitor", "nearest"), [("dev/los", "dev/loss"), ("tets/loss", "test/loss")])
+def test_an_unknown_monitor_is_answered_with_the_nearest(monitor: str, nearest: str) -> None:
+    with pytest.raises(UnknownMonitor) as caught:
+        trainer(SmallTask(), None, epochs=1, monitor=monitor).fit()
+    assert repr(monitor) in str(caught.value)
+    assert caught.value.hint == f"did you mean `--monitor {nearest}`?"
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [({"val_every_epochs": 1}, 4 * STEPS_PER_EPOCH), ({"val_every_epochs": None, "val_every_steps": 1}, 4)],
+)
+def test_patience_ends_after_so_many_validations_without_a_better_one(settings: Any, steps: int) -> None:
+    task = ScoredTask([3.0, 2.0, 2.0, 2.5, 1.0])
+    result = trainer(task, None, epochs=10, patience=2, monitor="dev/score", **settings).fit()
+    assert (result.status, result.num_steps, result.best) == ("early", steps, 2.0)
+
+
+# -- what is trained ---------------------------------------------------------------------------------------------------
+
+
+def test_frozen_weights_stay_and_groups_follow_the_formula() -> None:
+    """One step of plain SGD: w - lr * lr_scale * (gradient + weight_decay * w)."""
+    groups = (GroupSettings(match="head.weight", lr_scale=0.5, weight_decay=0.2), GroupSettings(match="h*", lr_scale=3))
+    ours = trainer(
+        SmallTask(), None, steps=1, freeze=("body.b*",), groups=groups, momentum=0.0, weight_decay=0.1, precision="fp64"
+    )
+    ours.fit()
+    model = fresh_net().double()
+    x, y = points(NUM_SAMPLES, seed=1).tensors
+    (squares(model, x[:BATCH].double(), y[:BATCH]) / BATCH).backward()
+    factors = {"body.weight": (1.0, 0.1), "head.weight": (0.5, 0.2), "head.bias": (3.0, 0.1)}
+    trained = weights(ours)
+    for name, parameter in model.named_parameters():
+        if name == "body.bias":
+            assert torch.equal(trained[name], parameter)
+            continue
+        scale, decay = factors[name]
+        assert parameter.grad is not None
+        expected = parameter - LR * scale * (parameter.grad + decay * parameter)
+        assert torch.allclose(trained[name], expected.detach(), rtol=1e-13, atol=1e-15), name
+
+
+class CountedDropout(nn.Dropout):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CountedDropout.calls += self.training
+        return super().forward(x)
+
+
+class CountedTask(RaggedTask):
+    def model(self) -> nn.Module:
+        net = RaggedNet()
+        net.drop = CountedDropout(0.3)
+        return net
+
+
+def test_checkpointed_activations_change_nothing_but_the_work() -> None:
+    trained, calls = [], []
+    for patterns in ((), ("norm", "drop")):
+        CountedDropout.calls = 0
+        ours = trainer(CountedTask(), None, steps=6, grains=2, global_batch=24, checkpoint_activations=patterns)
+        ours.fit()
+        trained.append(weights(ours))
+        calls.append(CountedDropout.calls)
+    assert_same(*trained)
+    assert calls == [12, 24], "the second time each forward is run again in backward"
+
+
+def test_the_average_is_that_of_a_plain_loop_and_is_what_validation_sees() -> None:
+    ours = trainer(SmallTask(), None, steps=7, ema=0.75, precision="fp64")
+    result = ours.fit()
+    model = fresh_net().double()
+    average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for _ in raw_steps(model, sgd(model), 7, dtype=torch.float64):
+        for name, parameter in model.named_parameters():
+            average[name] = 0.75 * average[name] + 0.25 * parameter.detach()
+    assert ours.engine.average is not None
+    for name, tensor in ours.engine.average.tensors.items():
+        assert torch.allclose(tensor, average[name], rtol=1e-13, atol=1e-15), name
+    assert_same(weights(ours), model.state_dict())
+    without = plain_metrics(model, BATCH)["dev/loss"]
+    model.load_state_dict(average)
+    expected = plain_metrics(model, BATCH)["dev/loss"]
+    assert result.metrics["dev/loss"] == pytest.approx(expected, rel=1e-12)
+    assert result.metrics["dev/loss"] != pytest.approx(without, rel=1e-3)
+
+
+def test_init_from_takes_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class WiderHead(SmallTask):
+        def model(self) -> nn.Module:
+            net = Net()
+            net.head = nn.Linear(6, 3)
+            return net
+
+        def loss(self, model: nn.Module, grain: Any) -> Any:
+            return (model.head(torch.tanh(model.body(grain.x))).sum(1) - grain.y).square().sum(), len(grain)
+
+    first = trainer(SmallTask(), tmp_path / "first", steps=3)
+    first.fit()
+    found = restore.newest(tmp_path / "first" / "checkpoints").checkpoint
+    assert found is not None
+    capsys.readouterr()
+    second = trainer(WiderHead(), tmp_path / "second", steps=3, init_from=found.path)
+    torch.manual_seed(0)
+    Net()
+    head = nn.Linear(6, 3)
+    state = weights(second)
+    second.fit()
+    assert_same(
+        {name: state[name] for name in state if "body" in name},
+        {name: tensor for name, tensor in weights(first).items() if "body" in name},
+    )
+    assert_same({"weight": state["head.weight"], "bias": state["head.bias"]}, head.state_dict())
+    said = capsys.readouterr().out
+    assert f"2 weights from {found.path}" in said
+    assert "2 new: head.weight, head.bias" in said
