@@ -167,9 +167,7 @@ def fabric(num_steps: int, own_loader: bool) -> float:
     model, optimizer = theirs.setup(*_pair())
     data: Any = ready(num_steps)
     if own_loader:
-        data = theirs.setup_dataloaders(
-            torch.utils.data.DataLoader(samples(num_steps), batch_size=BATCH, shuffle=True)
-        )
+        data = theirs.setup_dataloaders(torch.utils.data.DataLoader(samples(num_steps), batch_size=BATCH, shuffle=True))
     began = time.perf_counter()
     for batch in data:
         optimizer.zero_grad()

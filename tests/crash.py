@@ -65,7 +65,8 @@ def _work(rank: int, size: int, port: int, attempt: int, name: tuple[str, str], 
 
     sys.path[:] = path
     meeting = f"127.0.0.1:{port}" if size > 1 else None
-    world = World(rank, rank, size, size, 0, 1, "crash test", meeting, attempt=100_000 + attempt, launcher_hosts_store=True)
+    attempt += 100_000  # apart from the attempts of the pool
+    world = World(rank, rank, size, size, 0, 1, "crash test", meeting, attempt=attempt, launcher_hosts_store=True)
     module, qualname = name
     function = functools.reduce(getattr, qualname.split("."), importlib.import_module(module))
     try:

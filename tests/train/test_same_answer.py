@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tests.train.ragged import RaggedTask, raw_loop
 STEPS, GRAINS, BATCH, LR, SEED = 30, 4, 24, 0.05, 3
 
 
-def train(link: Link, folder: str, settings: dict[str, Any]) -> dict[str, torch.Tensor] | None:
+def train(link: Link, folder: str, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
     config = TrainConfig(
         steps=STEPS,
         grains=GRAINS,
@@ -30,13 +31,10 @@ def train(link: Link, folder: str, settings: dict[str, Any]) -> dict[str, torch.
     )
     trainer = Trainer(RaggedTask(), config, link)
     trainer.fit()
-    state = {name: tensor.clone() for name, tensor in trainer.engine.model.state_dict().items()}
-    return state
+    return {name: tensor.clone() for name, tensor in trainer.engine.model.state_dict().items()}
 
 
 def losses_of(folder: str, size: int) -> list[float]:
-    from pathlib import Path
-
     records = read(Path(folder) / str(size) / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(STEPS))
     return [record["loss"] for record in records]

@@ -8,7 +8,7 @@ itself is the same everywhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -55,23 +55,31 @@ class Stream:
         """What a rank contributes once its own data has ended and another's has not."""
         return Batch(epoch, step, self._num_grains, 0, float(self._global_batch), [], has_next=False)
 
+    def _read(self, epoch: int, per_step: int) -> Iterator[list[Any]]:
+        """The samples step by step. What a stream draws is keyed by the step, as training draws in between."""
+        owner = self._rank + 1 if self.is_sharded else 0
+        seed_everything(key(self._seed, epoch, owner))
+        data = self._dataset.shard(self._rank, self._size) if self.is_sharded else self._dataset  # type: ignore[attr-defined]
+        source = iter(data)
+        for step in count():
+            seed_everything(key(self._seed, epoch, owner, step))
+            samples = list(islice(source, per_step))
+            if not samples:
+                return
+            yield samples
+
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         mine = range(self._rank, self._num_grains, self._size)
         sizes = [len(piece) for piece in np.array_split(np.arange(self._global_batch), self._num_grains)]
-        seed_everything(key(self._seed, epoch, self._rank if self.is_sharded else 0))
-        if self.is_sharded:
-            source = iter(self._dataset.shard(self._rank, self._size))  # type: ignore[attr-defined]
-            step_sizes = {number: sizes[number] for number in mine}
-        else:
-            source = iter(self._dataset)
-            step_sizes = dict(enumerate(sizes))
-        per_step = sum(step_sizes.values())
-        for _ in islice(source, start * per_step):
+        read = range(self._num_grains) if not self.is_sharded else mine
+        step_sizes = {number: sizes[number] for number in read}
+        source = self._read(epoch, sum(step_sizes.values()))
+        for _ in islice(source, start):
             pass
         step = start
-        samples = list(islice(source, per_step))
+        samples = next(source, [])
         while samples:
-            following = list(islice(source, per_step))
+            following = next(source, [])
             grains = []
             offset = 0
             for number, wanted in step_sizes.items():

@@ -43,9 +43,7 @@ class _Bucket:
 class SummedGradients(Strategy):
     """`reduce: grad` on several ranks."""
 
-    def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], link: Link, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], link: Link, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(parameters)
         self._link = link
         self._buckets = _fill(self.parameters, bucket_bytes)

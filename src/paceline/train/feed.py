@@ -130,7 +130,17 @@ class Feed:
         seat = Seat(plan=world.rank, plans=world.size) if self._offset else Seat(world.rank, world.size)
         steps = self.num_steps(epoch)
         assert steps is not None
-        yield from self._loader.run(self.plan(epoch), range(start, steps), epoch=epoch, seat=seat)
+        batches = self._loader.run(self.plan(epoch), range(start, steps), epoch=epoch, seat=seat)
+        if not self._offset or world.size == 1:
+            yield from batches
+            return
+        # A rank knows only its own plan, but all must divide by the same number; the engine then mends it to the
+        # true count, which comes with the reduction.
+        per_pass = len(self.data) if self._counts is None else float(self._counts.sum())
+        common = max(1.0, per_pass * world.size / (steps * self._config.partition_epoch))
+        for batch in batches:
+            batch.count = common
+            yield batch
 
     def close(self) -> None:
         if self._stream is None:

@@ -11,7 +11,7 @@ from paceline.train import restore, state
 from paceline.train.checkpoint import Checkpointer
 from paceline.train.engine import Engine
 from paceline.train.position import Position, SettingsChanged, choose_grains, settings_changed
-from paceline.train.run import Run
+from paceline.train.run import MARK, Run
 from paceline.train.task import Task
 from paceline.world.link import Link
 
@@ -73,9 +73,10 @@ class Keeper:
     def _check(self) -> dict[str, Any] | None:
         resume = self._config.resume
         stored = None if self._run is None else self._run.check(may_exist=resume != "no")
-        if stored is None and isinstance(resume, Path) and resume.is_dir():
-            # A checkpoint of another run, as <run>/checkpoints/<checkpoint>: what that one was made with counts.
-            stored = Run(resume.resolve().parents[1]).check(may_exist=True)
+        if stored is None and isinstance(resume, Path):
+            # From <another run>/checkpoints/<checkpoint>: what that run was made with counts.
+            other = resume.resolve().parent.parent
+            stored = Run(other).check(may_exist=True) if (other / MARK).exists() else None
         if stored is not None and not self._config.allow_change:
             changes = settings_changed({**stored["settings"], "grains": stored["grains"]}, self._config)
             if changes:

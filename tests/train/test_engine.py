@@ -1,0 +1,262 @@
+"""The engine in a hand-written loop, against the same loop in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from paceline.config.keys import key
+from paceline.data.grain import Batch, Grain
+from paceline.train import restore, state
+from paceline.train.checkpoint import Checkpointer
+from paceline.train.contract import LossContract, NoGradients, NonFiniteLoss, OutOfMemory, TooManySkipped
+from paceline.train.engine import Engine
+from paceline.world.discover import discover
+from paceline.world.link import Link
+from paceline.world.start import start
+from tests.ranks import ranks, run_ranks
+
+BATCH, STEPS = 12, 8
+
+
+def alone() -> Link:
+    return start(discover({}), device="cpu", threads=1)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(BATCH * STEPS, 6, generator=generator)
+    return TensorDataset(x, torch.randint(0, 3, (len(x),), generator=generator))
+
+
+def own_loop(link: Link, grains: int, settings: dict[str, Any], fused: bool = False) -> list[torch.Tensor]:
+    engine = Engine(link=link, level=0, **settings)
+    model = net()
+    model, _ = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused))
+
+    def loss(grain: Grain) -> tuple[torch.Tensor, int]:
+        return F.cross_entropy(model(grain.x), grain.y, reduction="sum"), len(grain.y)
+
+    for batch in engine.batches(dataset(), global_batch=BATCH, grains=grains, order="none"):
+        engine.step(loss, batch)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def raw_loop(grains: int, clip: Callable[[nn.Module], None] = lambda model: None) -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x, y = dataset().tensors
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for number, ids in enumerate(np.array_split(np.arange(step * BATCH, (step + 1) * BATCH), grains)):
+            torch.manual_seed(key(0, step, number))
+            (F.cross_entropy(model(x[ids]), y[ids], reduction="sum") / BATCH).backward()
+        clip(model)
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("grains", [1, 3])
+@pytest.mark.parametrize(
+    ("settings", "clip"),
+    [
+        ({}, lambda model: None),
+        ({"clip_norm": 0.05}, lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)),
+        ({"clip_value": 0.01}, lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)),
+    ],
+)
+def test_bitwise_the_same_as_plain_pytorch(grains: int, settings: dict[str, Any], clip: Any) -> None:
+    for ours, raw in zip(own_loop(alone(), grains, settings), raw_loop(grains, clip), strict=True):
+        assert torch.equal(ours, raw)
+
+
+def test_several_ranks_in_a_hand_written_loop() -> None:
+    expected = raw_loop(4)
+    for size in (2, 4):
+        for weights in run_ranks(size, own_loop, 4, {}):
+            for ours, raw in zip(weights, expected, strict=True):
+                torch.testing.assert_close(ours, raw, rtol=0, atol=1e-6)
+
+
+def tokens_loop(link: Link, declared: bool) -> list[torch.Tensor]:
+    """A loss that counts tokens; the engine learns the counts before or only while it runs."""
+    engine = Engine(link=link, precision="fp64")
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    model, _ = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = TensorDataset(torch.arange(36.0).view(12, 3).sin(), torch.arange(12) % 5 + 1)
+    if declared:
+        data.counts = data.tensors[1].numpy()  # type: ignore[attr-defined]
+
+    def loss(grain: Grain) -> tuple[torch.Tensor, torch.Tensor | int]:
+        tokens = grain.y.sum()
+        return (model(grain.x).square().sum(1) * grain.y).sum(), tokens if declared else int(tokens)
+
+    for batch in engine.batches(data, global_batch=6, grains=2, order="none", epochs=3):
+        engine.step(loss, batch)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_counts_that_only_the_loss_knows_give_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, tokens = torch.arange(36.0).view(12, 3).sin().double(), torch.arange(12) % 5 + 1
+    for _ in range(3):
+        for part in (slice(0, 6), slice(6, 12)):
+            optimizer.zero_grad()
+            ((model(x[part]).square().sum(1) * tokens[part]).sum() / tokens[part].sum()).backward()
+            optimizer.step()
+    for size, declared in ((1, True), (1, False), (2, True), (2, False)):
+        for weights in run_ranks(size, tokens_loop, declared):
+            for ours, raw in zip(weights, model.parameters(), strict=True):
+                torch.testing.assert_close(ours, raw.detach(), rtol=1e-12, atol=1e-12)
+
+
+def one_weight(**settings: Any) -> tuple[Engine, nn.Module]:
+    engine = Engine(link=alone(), level=0, **settings)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    return engine, model
+
+
+def batch_of(*values: float, count: float | None = None) -> Batch:
+    x = torch.tensor(values).view(-1, 1)
+    return Batch(0, 0, 1, len(x), count or len(x), [Grain((x,), 0, np.arange(len(x)))])
+
+
+def test_a_step_without_finite_gradients_is_skipped_counted_and_fatal_in_a_row() -> None:
+    engine, model = one_weight(max_skipped=3)
+    loss = lambda grain: ((model(grain.x) * grain.x).sum(), len(grain))  # noqa: E731
+    engine.step(loss, batch_of(1.0))
+    before = model.weight.detach().clone()
+    for _ in range(2):
+        engine.step(loss, batch_of(float("inf")))
+    assert torch.equal(model.weight, before)
+    assert engine.skips.read(engine.num_steps) == 2
+    engine.step(loss, batch_of(1.0))
+    assert not torch.equal(model.weight, before)
+    engine.step(loss, batch_of(float("nan")))
+    engine.step(loss, batch_of(float("nan")))
+    with pytest.raises(TooManySkipped, match="3 steps in a row"):
+        engine.step(loss, batch_of(float("nan")))
+
+
+def test_a_step_in_which_nothing_counted_is_skipped() -> None:
+    engine, model = one_weight()
+    engine.step(lambda grain: (model(grain.x).sum(), 1), batch_of(1.0))
+    before = model.weight.detach().clone()
+    engine.step(lambda grain: (model(grain.x).sum() * 0, 0), batch_of(1.0))
+    assert torch.equal(model.weight, before)
+    assert engine.skips.read(2) == 1
+
+
+def test_the_first_loss_must_be_a_number() -> None:
+    engine, model = one_weight()
+    with pytest.raises(NonFiniteLoss, match=r"nan at step 0 .*float32\[2, 1\]"):
+        engine.step(lambda grain: (model(grain.x).sum() * float("nan"), 2), batch_of(1.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (lambda total: total / 2, "a single tensor"),
+        (lambda total: (total.expand(3), 3), "not a 0-dim tensor"),
+        (lambda total: (total, "many"), "count that is not a number"),
+        (lambda total: (total, 1, 2, 3), "4 values"),
+        (lambda total: (1.0, 1), "not a 0-dim tensor"),
+    ],
+)
+def test_what_a_loss_must_return(result: Any, words: str) -> None:
+    engine, model = one_weight()
+    with pytest.raises(LossContract, match=words) as caught:
+        engine.step(lambda grain: result(model(grain.x).sum()), batch_of(1.0))
+    assert "reduction='sum'" in caught.value.hint
+
+
+def test_a_loss_detached_from_the_model_is_named() -> None:
+    engine, _ = one_weight()
+    free = torch.ones((), requires_grad=True)
+    with pytest.raises(NoGradients):
+        engine.step(lambda grain: (free * 2, 1), batch_of(1.0))
+
+
+def test_out_of_memory_names_the_shape_and_the_way_out() -> None:
+    engine, _ = one_weight()
+
+    def loss(grain: Grain) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+
+    with pytest.raises(OutOfMemory, match=r"2 samples \(float32\[2, 1\]\)") as caught:
+        engine.step(loss, batch_of(1.0, 2.0))
+    assert "--grains 2" in caught.value.hint
+
+
+def test_evaluating_restores_the_modes_of_every_module() -> None:
+    engine = Engine(link=alone(), level=0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout())
+    model[1].eval()  # frozen by the user
+    engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with engine.evaluating():
+        assert not any(module.training for module in model.modules())
+        assert not model(torch.ones(2, 2)).requires_grad
+    assert [module.training for module in model] == [True, False, True]
+
+
+def resumed_loop(link: Link, folder: str, stop_after: int | None) -> list[torch.Tensor]:
+    """Save in mid-epoch and go on in another engine, as a hand-written loop would after a crash."""
+    from pathlib import Path
+
+    def run(engine: Engine, limit: int | None) -> Iterator[None]:
+        def loss(grain: Grain) -> tuple[torch.Tensor, int]:
+            return F.cross_entropy(engine.model(grain.x), grain.y, reduction="sum"), len(grain.y)
+
+        for batch in engine.batches(dataset(), global_batch=BATCH, grains=2, epochs=2):
+            engine.step(loss, batch)
+            if engine.num_steps == limit:
+                return
+            yield
+
+    def build() -> Engine:
+        engine = Engine(link=link, precision="fp64", ema=0.9)
+        model = net()
+        engine.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        return engine
+
+    engine = build()
+    list(run(engine, stop_after))
+    if stop_after is not None:
+        if link.is_first:
+            keeper = Checkpointer(Path(folder))
+            keeper.save(engine.num_steps, *state.collect(engine))
+            keeper.close()
+        link.barrier()
+        engine = build()
+        found = restore.newest(Path(folder)).checkpoint
+        assert found is not None
+        state.restore(engine, found.parts, found.state)
+        list(run(engine, None))
+    assert engine.num_steps == 2 * STEPS
+    assert engine.average is not None
+    return [*(parameter.detach() for parameter in engine.model.parameters()), *engine.average.tensors.values()]
+
+
+@ranks(1, 2)
+def test_a_hand_written_loop_resumes_in_mid_epoch(link: Link, tmp_path: Any) -> None:
+    whole = resumed_loop(link, str(tmp_path), None)
+    parts = resumed_loop(link, str(tmp_path), STEPS + 3)
+    for one, other in zip(whole, parts, strict=True):
+        assert torch.equal(one, other)
