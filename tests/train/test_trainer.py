@@ -34,7 +34,7 @@ from tests.train.small import (
     weights,
 )
 
-# -- how long, in which order ----------------------------------------------------------------------------------------
+# -- how long, in which order ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_the_last_and_the_best_are_kept(
 
 
 def test_the_best_moment_is_saved_and_no_other_weights_pass_for_it(tmp_path: Path) -> None:
-    """Validation at steps 2, 4, ..., checkpoints due at 3, 6, ...: the score belongs to the weights it was measured on."""
+    """Looked at after 2, 4, 6, 8 steps, saved after 3, 6: a score belongs to the weights it was measured on."""
     scores = [5.0, 1.0, 7.0, 6.0]  # after 2, 4, 6, 8 steps
     settings = {"val_every_steps": 2, "val_every_epochs": None, "save_every_steps": 3, "save_every_epochs": None}
     trainer(ScoredTask(scores), tmp_path / "run", steps=8, monitor="dev/score", keep_last=1, **settings).fit()

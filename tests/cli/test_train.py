@@ -1,0 +1,170 @@
+"""`paceline train` as it is typed: exit codes, messages, and that nothing is lost by a mistake.
+
+Cases of one process call `main` here; cases of several start real ones, which costs seconds each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.cli.main import main
+from paceline.cli.train import spell_levels
+from paceline.observe.journal import read
+
+FILE = Path(__file__).parent / "tasks_for_tests.py"
+TIMEOUT_S = 90
+Mistake = Callable[..., str]
+
+
+def arguments(task: str, *words: object) -> list[str]:
+    name = task if "/" in task or not task[0].isupper() else f"{FILE}:{task}"
+    return ["train", name, "--device", "cpu", "--threads", "1", "--global-batch", "16", *map(str, words)]
+
+
+def start(task: str, *words: object, **env: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", *arguments(task, *words)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env={**os.environ, **env},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def mistake(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mistake:
+    """Type a command that is wrong; its message."""
+    monkeypatch.setattr(sys, "path", list(sys.path))  # a task's own folder is put in front of it
+    monkeypatch.chdir(tmp_path)
+
+    def type_wrong(task: str, *words: object) -> str:
+        capsys.readouterr()
+        assert main(arguments(task, *words)) == 2
+        shown = capsys.readouterr().err
+        assert "Traceback" not in shown
+        assert shown.startswith("error: ")
+        return shown
+
+    return type_wrong
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# -- one process -------------------------------------------------------------------------------------------------------
+
+
+def test_a_task_that_is_not_there_is_answered_with_what_is(mistake: Mistake, tmp_path: Path) -> None:
+    assert "did you mean `digits`?" in mistake("digts", "--steps", 1)
+    assert f"there is no file {tmp_path}/absent.py" in mistake(f"{tmp_path}/absent.py:Task", "--steps", 1)
+    shown = mistake("God", "--steps", 1)
+    assert f"{FILE} has no task class 'God'" in shown
+    assert "task classes there: Good, Mean, NotANumber, BreaksOnOneRank" in shown
+    assert contents(tmp_path) == {}
+
+
+def test_a_device_or_level_that_is_not_there(
+    mistake: Mistake,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    shown = mistake("Good", "--steps", 1, "-O3", "--device", "cuda")
+    assert "torch sees no CUDA device" in shown
+    assert "--device cpu" in shown
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    shown = mistake("Good", "--steps", 1, "-O3")
+    assert "-O3 cannot run on this CPU" in shown
+    assert contents(tmp_path) == {}
+
+
+def test_wrong_losses_are_explained(mistake: Mistake, tmp_path: Path) -> None:
+    shown = mistake("Mean", "--steps", 1, "--out", tmp_path / "mean")
+    assert "returned a single tensor (a mean?)" in shown
+    assert "return (sum, count)" in shown
+    shown = mistake("NotANumber", "--steps", 1, "--out", tmp_path / "nan")
+    assert "the loss is nan at step 0 (data: float32[16, 3], int64[16])" in shown
+
+
+def test_folders_that_hold_something_are_left_alone(mistake: Mistake, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "text.tex").write_text("years of work")
+    for resume in ("no", "auto"):
+        shown = mistake("Good", "--steps", 1, "--out", tmp_path / "thesis", "--resume", resume)
+        assert "thesis is not a run: it has files but no run.json" in shown
+    assert "text.tex is not a run: it is a file" in mistake("Good", "--steps", 1, "--out", tmp_path / "thesis/text.tex")
+    assert contents(tmp_path) == {"thesis/text.tex": b"years of work"}
+
+
+def test_a_run_is_only_touched_with_permission(mistake: Mistake, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ["--out", run, "--optimizer", "sgd", "--epochs", 2, "--keep-last", 9]
+    assert main(arguments("Good", *words, "--lr", 0.1)) == 0
+    before = contents(run)
+    assert "--resume auto" in mistake("Good", *words, "--lr", 0.1)
+    shown = mistake("Good", *words, "--lr", 0.2, "--seed", 5, "--log-every", 3, "--resume", "auto")
+    assert "lr: 0.1 in the run, 0.2 now" in shown
+    assert "seed: 0 in the run, 5 now" in shown
+    assert "log_every" not in shown
+    assert "--allow-change" in shown
+    assert "needs to know the run" in mistake("Good", "--steps", 1, "--resume", "auto")
+    assert "is a run, not a checkpoint" in mistake("Good", "--steps", 1, "--resume", run)
+    assert f"{run}/none is not a checkpoint" in mistake("Good", "--steps", 1, "--resume", run / "none")
+    assert contents(run) == before
+    assert contents(tmp_path).keys() == {f"run/{name}" for name in before}
+
+    middle = run / "checkpoints" / "step-00000003"
+    assert main(arguments("Good", *words[2:], "--lr", 0.2, "--resume", middle, "--allow-change")) == 0
+    records = read(run / "metrics.jsonl")
+    assert records[:3] == [json.loads(line) for line in before["metrics.jsonl"].splitlines()][:3]
+    assert [record["lr"] for record in records] == [0.1] * 3 + [0.2] * 3
+
+
+def test_levels_may_be_spelled_short() -> None:
+    assert spell_levels(["-O2", "--out", "-O", "0"]) == ["--level", "2", "--out", "--level", "0"]
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+
+
+def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:
+    words = ["--grains", 2, "--epochs", 3, "--lr", 0.01]
+    assert main(arguments("Good", *words, "--out", tmp_path / "one")) == 0
+    code, shown, error = start("Good", *words, "--out", tmp_path / "two", "--procs", 2)
+    assert (code, error) == (0, "")
+    assert "global batch 16 samples = 2 grains = 2 ranks x 1" in shown
+    one, two = [read(tmp_path / name / "metrics.jsonl") for name in ("one", "two")]
+    assert [record["step"] for record in two] == list(range(9))
+    assert [record["loss"] for record in two] == pytest.approx([record["loss"] for record in one], rel=1e-6)
+
+
+def test_mistakes_on_several_ranks_are_said_once(tmp_path: Path) -> None:
+    code, shown, error = start("Good", "--steps", 1, "--out", tmp_path / "run", "--procs", 4, "--grains", 2)
+    assert (code, shown) == (2, "")
+    assert error == (
+        "error: 4 ranks, but the settings ask for 2 grains per step: a rank takes whole grains\n"
+        "  use at most 2 ranks, or set `--grains 4`\n"
+    )
+    code, _, error = start("Mean", "--steps", 1, "--out", tmp_path / "run", "--procs", 2)
+    assert code == 2
+    assert error.count("error: ") == error.count("(a mean?)") == 1
+    assert "Traceback" not in error
+
+
+def test_a_bug_on_one_rank_is_printed_once(tmp_path: Path) -> None:
+    code, _, error = start("BreaksOnOneRank", "--steps", 3, "--out", tmp_path / "run", "--procs", 2)
+    assert code == 1
+    assert error.count("Traceback (most recent call last)") == 1
+    assert "rank 1" in error
+    assert error.rstrip().endswith("ValueError: one rank has a bug")

@@ -1,0 +1,41 @@
+"""Settings that contradict themselves do not become a run; keys never meet."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from paceline.config.keys import key
+from paceline.config.settings import TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "set `epochs` or `steps`"),
+        ({"epochs": 1, "clip_norm": 1.0, "clip_value": 1.0}, "not both"),
+        ({"epochs": 0}, "greater than 0"),
+        ({"epochs": 1, "epoch": 2}, "epoch\n  Extra inputs"),
+        ({"epochs": 1, "ema": 1.0}, "less than 1"),
+        ({"epochs": 1, "level": 5}, "level"),
+    ],
+)
+def test_refused(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        TrainConfig(**settings)  # type: ignore[arg-type]
+    assert words in str(caught.value)
+
+
+def test_frozen() -> None:
+    config = TrainConfig(epochs=1)
+    with pytest.raises(ValidationError):
+        config.lr = 3.0  # type: ignore[misc]
+
+
+def test_keys_differ_by_every_number_and_its_place() -> None:
+    keys = {key(seed, step, grain) for seed in range(20) for step in range(50) for grain in range(20)}
+    assert len(keys) == 20 * 50 * 20
+    assert all(0 <= value < 2**63 for value in keys)
+    assert key(1, 2) != key(2, 1) != key(1, 2, 0)
+    bits = [sum(value >> bit & 1 for value in keys) / len(keys) for bit in range(63)]
+    assert all(0.47 < share < 0.53 for share in bits)  # standard error 0.0035

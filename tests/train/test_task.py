@@ -1,0 +1,232 @@
+"""Stages and hooks of a task: what is called when, with what, and that a run goes on from within any stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.config.settings import TrainConfig
+from paceline.observe.journal import read
+from paceline.optim import schedule
+from paceline.train import restore
+from paceline.train.task import Stage
+from paceline.world.link import Link
+from tests.ranks import run_ranks
+from tests.train.ragged import RaggedTask
+from tests.train.small import (
+    BATCH,
+    LR,
+    NUM_SAMPLES,
+    SmallTask,
+    assert_same,
+    fresh_net,
+    points,
+    raw_steps,
+    sgd,
+    squares,
+    trainer,
+    weights,
+)
+
+# -- stages ------------------------------------------------------------------------------------------------------------
+
+
+class StagedTask(SmallTask):
+    """Two stages with other data, 2 epochs of 3 steps and 3 of 2."""
+
+    def __init__(self, **second: Any) -> None:
+        super().__init__()
+        self._second = second
+
+    def stages(self) -> Sequence[Stage]:
+        first = Stage("first", points(NUM_SAMPLES, seed=1), epochs=2)
+        return [first, Stage("second", lambda: points(12, seed=4), epochs=3, **self._second)]
+
+
+def test_stages_that_start_anew_are_two_runs_after_each_other(tmp_path: Path) -> None:
+    settings = {"schedule": "cosine", "warmup_steps": 2, "min_lr": 0.001}
+    task = StagedTask(restart_optimizer=True, restart_schedule=True)
+    ours = trainer(task, tmp_path / "run", epochs=9, **settings)
+    ours.fit()
+    config = TrainConfig(epochs=1, lr=LR, **settings)
+    model = fresh_net()
+    losses = list(raw_steps(model, sgd(model), 6, rate=schedule.build(config, 6)))
+    losses += raw_steps(model, sgd(model), 6, data=points(12, seed=4), rate=schedule.build(config, 6))
+    assert [record["loss"] for record in read(tmp_path / "run" / "metrics.jsonl")] == losses
+    assert_same(weights(ours), model.state_dict())
+
+
+def test_stages_that_do_not_are_one_run(tmp_path: Path) -> None:
+    """`steps` are those of a stage, and one schedule spans both."""
+    ours = trainer(StagedTask(), tmp_path / "run", steps=4, schedule="linear")
+    assert ours.fit().num_steps == 8
+    rate = schedule.build(TrainConfig(epochs=1, lr=LR, schedule="linear"), 8)
+    model = fresh_net()
+    optimizer = sgd(model)
+    losses = list(raw_steps(model, optimizer, 4, rate=rate))
+    losses += raw_steps(model, optimizer, 4, data=points(12, seed=4), rate=lambda step: rate(step + 4))
+    assert [record["loss"] for record in read(tmp_path / "run" / "metrics.jsonl")] == losses
+    assert_same(weights(ours), model.state_dict())
+
+
+def test_the_schedule_ends_with_the_run_where_epochs_end_first(tmp_path: Path) -> None:
+    trainer(SmallTask(), tmp_path / "run", epochs=1, steps=100, schedule="linear").fit()
+    rates = [record["lr"] for record in read(tmp_path / "run" / "metrics.jsonl")]
+    assert rates == pytest.approx([LR, LR * 2 / 3, LR / 3])
+
+
+class GrowingTask(StagedTask):
+    """The second stage widens the body, and keeps what was learned; the task has a tensor of its own."""
+
+    def __init__(self, **second: Any) -> None:
+        super().__init__(**second)
+        self.events: list[str] = []
+        self.total = torch.zeros(1, dtype=torch.float64)
+
+    def before_stage(self, model: nn.Module, stage: int) -> None:
+        self.events.append(f"before {stage}")
+        if stage == 1:
+            body, head = nn.Linear(4, 9), nn.Linear(9, 1)
+            with torch.no_grad():
+                body.weight[:6], head.weight[:, :6] = model.body.weight, model.head.weight
+            model.body, model.head = body, head
+
+    def after_step(self, model: nn.Module, step: Any, grains: list[Any]) -> None:
+        self.events.append(f"step {step.number}")
+        self.total += step.loss
+
+    def after_stage(self, model: nn.Module, stage: int) -> None:
+        self.events.append(f"after {stage}")
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"total": self.total}
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.total = state["total"].clone()
+
+
+@pytest.mark.parametrize("restart", [True, False])
+def test_every_checkpoint_of_a_growing_run_leads_to_the_same_end(tmp_path: Path, restart: bool) -> None:
+    """Also those at the end of a stage: there the next one has not begun, and the model not grown."""
+    settings = {"epochs": 9, "keep_last": 20, "save_every_steps": 2, "schedule": "cosine", "ema": 0.5}
+    restarts = {"restart_optimizer": restart, "restart_schedule": restart}
+    task = GrowingTask(**restarts)
+    whole = trainer(task, tmp_path / "whole", **settings)
+    whole.fit()
+    steps = [f"step {step}" for step in range(12)]
+    assert task.events == ["before 0", *steps[:6], "after 0", "before 1", *steps[6:], "after 1"]
+    validations = read(tmp_path / "whole" / "metrics.jsonl", "validation")
+    paths = restore.listed(tmp_path / "whole" / "checkpoints")
+    assert [restore.step_of(path) for path in paths] == [12, 10, 8, 6, 4, 3, 2]
+    for path in paths:
+        again = GrowingTask(**restarts)
+        resumed = trainer(again, tmp_path / path.name, resume=path, **settings)
+        assert resumed.fit().num_steps == 12
+        step = restore.step_of(path)
+        ends = {"after 0": step < 6, "after 1": step < 12}
+        assert [event for event in again.events if "step" not in event] == [
+            event for event in ("before 0", "after 0", "before 1", "after 1") if ends.get(event, True)
+        ]
+        assert_same(weights(resumed), weights(whole))
+        assert_same(resumed.engine.average.tensors, whole.engine.average.tensors)  # type: ignore[union-attr]
+        assert torch.equal(again.total, task.total)
+        later = read(tmp_path / path.name / "metrics.jsonl", "validation")
+        assert later == [record for record in validations if record["step"] >= step]
+
+
+class ThawingTask(StagedTask):
+    """The second stage trains what the first left alone."""
+
+    def before_stage(self, model: nn.Module, stage: int) -> None:
+        model.body.requires_grad_(stage == 1)
+
+
+def test_weights_thawed_by_a_stage_are_trained() -> None:
+    ours = trainer(ThawingTask(restart_optimizer=True), None, epochs=1)
+    ours.fit()
+    model = fresh_net()
+    list(raw_steps(model, sgd(model.head), 6))
+    list(raw_steps(model, sgd(model), 6, data=points(12, seed=4)))
+    assert_same(weights(ours), model.state_dict())
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+
+class WatchingTask(RaggedTask):
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        self.consumed: list[list[int]] = []
+
+    def after_backward(self, model: nn.Module) -> None:
+        self.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+    def after_step(self, model: nn.Module, step: Any, grains: list[Any]) -> None:
+        self.consumed.append([sample for grain in grains for sample in grain.samples.tolist()])
+
+
+def watch(link: Link, settings: dict[str, Any]) -> tuple[list[dict[str, torch.Tensor]], list[list[int]]]:
+    task = WatchingTask()
+    plain = {"steps": 9, "grains": 4, "global_batch": 24, "order": "random"}
+    trainer(task, None, link, **{**plain, **settings}).fit()
+    return task.gradients, task.consumed
+
+
+def test_hooks_see_whole_gradients_and_all_samples() -> None:
+    [(gradients, consumed)] = run_ranks(1, watch, {"precision": "fp64"})
+    halves = run_ranks(2, watch, {"precision": "fp64"})
+    assert [len(samples) for samples in consumed] == [24] * 8 + [3]
+    for number, samples in enumerate(consumed):
+        shared = [sample for _, mine in halves for sample in mine[number]]
+        assert sorted(shared) == sorted(samples)
+    for theirs, _ in halves:
+        for ours, other in zip(gradients, theirs, strict=True):
+            assert ours.keys() == other.keys()
+            assert all(torch.allclose(ours[name], other[name], rtol=1e-12, atol=1e-13) for name in ours)
+
+
+class WatchingSmallTask(SmallTask):
+    gradients: dict[str, torch.Tensor]
+
+    def after_backward(self, model: nn.Module) -> None:
+        self.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("settings", [{"clip_norm": 1e-3}, {"precision": "fp16", "loss_scale": 1024.0}])
+def test_gradients_come_unscaled_and_unclipped(settings: dict[str, Any]) -> None:
+    task = WatchingSmallTask()
+    trainer(task, None, steps=1, **{"level": "auto", **settings}).fit()
+    model = fresh_net()
+    x, y = points(NUM_SAMPLES, seed=1).tensors
+    (squares(model, x[:BATCH], y[:BATCH]) / BATCH).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(task.gradients[name], parameter.grad, rtol=5e-3, atol=1e-3), name
+
+
+# -- data of its own for every rank ------------------------------------------------------------------------------------
+
+
+def walk(link: Link) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
+    task = WatchingTask()
+    ours = trainer(
+        task, None, link, epochs=2, grains=2, global_batch=24, order="random", dataset_distribution="random_seed_offset"
+    )
+    ours.fit()
+    return task.consumed, {name: parameter.detach() for name, parameter in ours.engine.model.named_parameters()}
+
+
+def test_random_seed_offset_walks_all_data_on_every_rank() -> None:
+    (first, weights_of_first), (second, weights_of_second) = run_ranks(2, walk)
+    steps = -(-195 // 12)
+    for consumed in (first, second):
+        assert [len(samples) for samples in consumed] == ([12] * 16 + [3]) * 2
+        for epoch in (0, 1):
+            walked = sum(consumed[epoch * steps : (epoch + 1) * steps], [])
+            assert sorted(walked) == list(range(195))
+    assert first != second
+    assert_same(weights_of_first, weights_of_second)
