@@ -147,7 +147,7 @@ class ThawingTask(StagedTask):
 
 
 def test_weights_thawed_by_a_stage_are_trained() -> None:
-    ours = trainer(ThawingTask(restart_optimizer=True), None, epochs=1)
+    ours = trainer(ThawingTask(), None, epochs=1)
     ours.fit()
     model = fresh_net()
     list(raw_steps(model, sgd(model.head), 6))

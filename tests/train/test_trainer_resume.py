@@ -48,6 +48,22 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, capsys: pytest.Ca
     assert after == before
 
 
+@pytest.mark.parametrize("first", [{"epochs": 2}, {"steps": 4, "epochs": 4}, {"patience": 2, "epochs": 4}])
+def test_a_finished_run_may_be_given_more(tmp_path: Path, first: dict[str, Any]) -> None:
+    """From where it ended, also in the middle of an epoch: as if it had been allowed that much from the beginning."""
+    scores, later = [2.0, 1.0, *[3.0] * 6], {"val_every_steps": 2, "monitor": "dev/score"}
+    whole = trainer(ScoredTask(scores), tmp_path / "whole", epochs=4, **later)
+    whole.fit()
+    began = trainer(ScoredTask(scores), tmp_path / "run", **first, **later).fit()
+    assert began.num_steps < 12
+    again = trainer(ScoredTask([3.0] * 6), tmp_path / "run", resume="auto", **first, **later).fit()
+    assert (again.status, again.num_steps) == (began.status, began.num_steps), "nothing more was allowed"
+    more = trainer(ScoredTask([3.0] * 6), tmp_path / "run", epochs=4, resume="auto", allow_change=True, **later)
+    assert more.fit().num_steps == 12
+    assert_same(weights(more), weights(whole))
+    assert read(tmp_path / "run" / "metrics.jsonl") == read(tmp_path / "whole" / "metrics.jsonl")
+
+
 def test_a_broken_newest_checkpoint_is_named_and_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"epochs": 2, "save_every_steps": 1, "keep_best": 0}
     whole = trainer(SmallTask(), tmp_path / "whole", **settings)

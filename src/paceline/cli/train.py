@@ -13,13 +13,14 @@ from typing import Annotated, Literal
 import tyro
 from pydantic import Field
 
+from paceline.config.errors import PacelineError
 from paceline.config.settings import TrainConfig
 
 
 class TrainOptions(TrainConfig):
     """Train a task. `TASK` is a recipe's name or `path/to/file.py:ClassName`."""
 
-    task: tyro.conf.Positional[str]
+    task: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TASK")]
     procs: Annotated[int, Field(gt=0)] | Literal["auto"] = 1
     """Ranks to start on this machine, no launcher needed; `auto` is one per GPU, one without."""
     distributed: Literal["no", "dp"] = "no"
@@ -29,10 +30,23 @@ class TrainOptions(TrainConfig):
         return TrainConfig(**{name: getattr(self, name) for name in TrainConfig.model_fields})
 
 
+class WhichRun(PacelineError):
+    """A run is to go on, but not said which."""
+
+    hint = "add `--out FOLDER`, the run's folder"
+
+    def __init__(self) -> None:
+        super().__init__("`--resume auto` needs to know the run")
+
+
 def run(argv: Sequence[str]) -> int:
     options = tyro.cli(TrainOptions, prog="paceline train", args=spell_levels(argv))
     if options.out is None:
-        argv = [*argv, "--out", str(_fresh_folder(options.task))]
+        try:
+            argv = [*argv, "--out", str(_folder(options))]
+        except WhichRun as error:
+            sys.stderr.write(f"error: {error}\n  {error.hint}\n")
+            return 2
         options = options.model_copy(update={"out": Path(argv[-1])})
     return train(options, ["train", *argv])
 
@@ -68,7 +82,11 @@ def spell_levels(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def _fresh_folder(task: str) -> Path:
-    """A run folder that no run has had: named for the task and the time."""
-    name = re.sub(r"\W+", "-", task.rpartition(":")[2] or task).strip("-")
+def _folder(options: TrainOptions) -> Path:
+    """The run of the checkpoint to go on from, else one that no run has had: named for the task and the time."""
+    if options.resume == "auto":
+        raise WhichRun
+    if isinstance(options.resume, Path) and (options.resume.resolve().parent.parent / "run.json").exists():
+        return options.resume.resolve().parent.parent
+    name = re.sub(r"\W+", "-", options.task.rpartition(":")[2] or options.task).strip("-")
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

@@ -36,6 +36,15 @@ class Fetch:
         # Plain values in memory draw no random numbers; tensors need no call per sample either.
         self._columns = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
         self._is_list = type(dataset) in (list, tuple)
+        self.is_resident = False
+        """The whole data set lies on the device, and grains are gathered there."""
+
+    def move_to(self, device: torch.device, max_bytes: float) -> None:
+        """Put tensors in memory onto the device for good, if they all fit: then no sample crosses the bus again."""
+        if self._columns is None or sum(column.nbytes for column in self._columns) > max_bytes:
+            return
+        self._columns = tuple(column.to(device) for column in self._columns)
+        self.is_resident = True
 
     def __call__(self, request: Request) -> Grain:
         return Grain(self._read(request), request.number, request.samples)
@@ -43,6 +52,8 @@ class Fetch:
     def _read(self, request: Request) -> Any:
         if self._columns is not None:
             index = torch.from_numpy(request.samples)
+            if self.is_resident:
+                index = index.pin_memory().to(self._columns[0].device, non_blocking=True)
             return tuple(column.index_select(0, index) for column in self._columns)
         samples = request.samples.tolist()
         if self._is_list:

@@ -24,6 +24,8 @@ from paceline.data.plan import Plan, Share
 CHEAP_READ_S = 0.002
 """A grain read faster than this is read by the training process itself: a worker's hand-over would cost as much."""
 MOST_WORKERS = 8
+RESIDENT_SHARE = 1 / 16
+"""Of a GPU's free memory, what a data set of plain tensors may take to live there."""
 TINY_READ_S = 0.0001
 """Grains read faster than this are small: a burst of them is read at once, while the code that does it is in cache."""
 BURST = 32
@@ -68,12 +70,15 @@ class Loader:
     ) -> None:
         self._fetch = Fetch(dataset, collate, seed)
         self._device = device or torch.device("cpu")
-        self._asked = workers
+        if self._device.type == "cuda":
+            free_bytes, _ = torch.cuda.mem_get_info(self._device)
+            self._fetch.move_to(self._device, RESIDENT_SHARE * free_bytes / local_size)
+        self._asked = 0 if self._fetch.is_resident else workers
         self._local_size = local_size
         self._turns = _Turns()
         self._reader: DataLoader[Any] | None = None
         self._read_s = float("inf")  # of the last grain that was timed
-        self.workers: int | None = None if workers == "auto" else workers
+        self.workers: int | None = None if self._asked == "auto" else self._asked
 
     def run(
         self, plan: Plan, steps: range | None = None, *, epoch: int = 0, seat: Seat | None = None
@@ -95,7 +100,7 @@ class Loader:
         if first is None:
             return
         yield first
-        if self._read_s < TINY_READ_S:
+        if self._read_s < TINY_READ_S and self._device.type == "cpu":
             while burst := list(islice(batches, BURST)):
                 yield from burst
         yield from batches
@@ -138,6 +143,7 @@ class Loader:
 
     def _grains(self, requests: Iterator[Request]) -> Iterator[Grain]:
         on_cpu = self._device.type == "cpu"
+        pin = not on_cpu and not self._fetch.is_resident
         if not self.workers:
             first = next(requests, None)
             if first is None:
@@ -147,11 +153,11 @@ class Loader:
             self._read_s = time.perf_counter() - began
             cores = len(os.sched_getaffinity(0))
             self.workers = choose_workers(self._asked, self._read_s, cores, self._local_size, on_cpu)
-            yield grain if on_cpu else grain.pin_memory()
+            yield grain.pin_memory() if pin else grain
         if self.workers == 0:
             for request in requests:
                 grain = self._fetch(request)
-                yield grain if on_cpu else grain.pin_memory()
+                yield grain.pin_memory() if pin else grain
             return
         self._turns.requests = requests
         if self._reader is None:
@@ -160,7 +166,7 @@ class Loader:
                 batch_sampler=self._turns,  # type: ignore[arg-type]
                 collate_fn=same,  # type: ignore[arg-type]
                 num_workers=self.workers,
-                pin_memory=not on_cpu,
+                pin_memory=pin,
                 persistent_workers=True,
                 generator=torch.Generator(),
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from paceline.config.errors import PacelineError
 from paceline.config.settings import TrainConfig
 from paceline.observe.progress import Progress
 from paceline.train import restore, state
@@ -16,6 +17,20 @@ from paceline.train.task import Task
 from paceline.world.link import Link
 
 
+class NotACheckpoint(PacelineError):
+    """`resume` names something else than a checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        is_run = (path / MARK).exists()
+        super().__init__(f"{path} is {'a run, not a checkpoint' if is_run else 'not a checkpoint'}")
+        self.path = path
+        self.hint = (
+            f"add `--out {path} --resume auto` to go on with it"
+            if is_run
+            else "checkpoints are folders like <run>/checkpoints/step-00000120"
+        )
+
+
 class Keeper:
     """The run folder of a trainer; without `out` nothing is written. All ranks read, the first one writes."""
 
@@ -23,7 +38,7 @@ class Keeper:
         self._config, self._link, self._progress, self._task = config, link, progress, task
         self._run = Run(config.out) if config.out is not None else None
         self._writer: Checkpointer | None = None
-        self._saved: tuple[int, ...] | None = None
+        self._saved: dict[str, Any] | None = None
         stored = self._check()
         before: int | None = stored["grains"] if stored is not None else None
         may_regrain = config.regrain or (config.allow_change and config.grains is not None)
@@ -51,7 +66,7 @@ class Keeper:
 
     def save(self, engine: Engine, position: Position, task: Task, score: float | None) -> None:
         """Everything, unless this very moment has been saved already. All ranks must call it."""
-        moment = (position.stage, position.epoch, position.step, position.num_steps)
+        moment = position.state()
         if self._run is None or moment == self._saved:
             return
         self._saved = moment
@@ -61,7 +76,7 @@ class Keeper:
             own = task.state()
             if own:
                 parts["task"] = own
-            record = {"engine": values, "position": position.state(), "world_size": self._link.world.size}
+            record = {"engine": values, "position": moment, "world_size": self._link.world.size}
             self._writer.save(engine.num_steps, parts, record, score)
         engine.statistics.share()
 
@@ -87,6 +102,8 @@ class Keeper:
         """The checkpoint to go on from."""
         resume = self._config.resume
         if isinstance(resume, Path):
+            if not (resume / restore.DIGESTS).exists():
+                raise NotACheckpoint(resume)
             return restore.load(resume)
         if resume == "no" or stored is None or self._run is None:
             return None

@@ -29,6 +29,8 @@ class Position:
     """What the last validation gave for `monitor`."""
     best: float | None = None
     bad_validations: int = 0
+    is_complete: bool = False
+    """The last stage has ended, `after_stage` included."""
 
     @property
     def is_fresh(self) -> bool:

@@ -75,8 +75,6 @@ class Trainer:
     def fit(self) -> Result:
         """Train to the end, to early stopping, or until asked to stop."""
         status = "finished"
-        if self.position.stage >= len(self.stages):
-            self.progress.say("this run is finished: nothing is left to train")
         try:
             with on_stop_signal(self._ask_to_stop):
                 for number in range(self.position.stage, len(self.stages)):
@@ -93,6 +91,10 @@ class Trainer:
             self._begin_stage(number)
         feed = self._feed(number, stage)
         epochs = stage.epochs or self.config.epochs
+        if position.is_complete and (self._is_done(epochs) or self._lost_patience()):
+            self.progress.say("this run is finished: nothing is left to train")
+            return "early" if self._lost_patience() else "finished"
+        position.is_complete = False  # or it goes on: a finished run was given more epochs, steps or patience
         self.engine.schedule = self._schedule(feed, epochs)
         status = "finished"
         while status == "finished" and not self._is_done(epochs):
@@ -103,7 +105,9 @@ class Trainer:
         feed.close()
         if status != "stopped":
             self.task.after_stage(self.engine.model, number)
-            position.stage, position.epoch, position.step, position.bad_validations = number + 1, 0, 0, 0
+            position.is_complete = number + 1 == len(self.stages)
+            if not position.is_complete:
+                position.stage, position.epoch, position.step, position.bad_validations = number + 1, 0, 0, 0
             self._save()
         return status
 
@@ -112,6 +116,7 @@ class Trainer:
         before, first = clock.read(), position.step
         self.progress.epoch(position.epoch, feed.num_steps(position.epoch), first)
         clock.lap("setup")
+        batch = None  # a run that was saved at the very end of an epoch goes on with none
         for batch in feed.batches(position.epoch, first):
             clock.lap("data")
             step = engine.step(self._loss, batch, self._after_backward)
@@ -133,8 +138,11 @@ class Trainer:
             if self._is_done(None) or self._out_of_data(feed, step) or self._lost_patience():
                 break
         self.log.epoch(position.step - first, elapsed(before, clock.read()))
-        position.epoch, position.step = position.epoch + 1, 0
-        if _due(position.epoch, config.val_every_epochs):
+        # Ended by `steps` or `patience`: if the run is given more of them, it goes on from here.
+        is_cut_short = batch is not None and not batch.is_last and (self._is_done(None) or self._lost_patience())
+        if not is_cut_short:
+            position.epoch, position.step = position.epoch + 1, 0
+        if is_cut_short or _due(position.epoch, config.val_every_epochs):
             self._validate()
         return "early" if self._lost_patience() else "finished"
 
@@ -288,6 +296,8 @@ class Trainer:
         """What this run is, before the first step."""
         size, grains = self.link.world.size, self.keeper.grains
         config, say = self.config, self.progress.say
+        if config.out is not None:
+            say(f"run folder {config.out}")
         whole = f"{config.max_samples} samples" if config.batch_cost is None else f"cost {config.batch_cost:g}"
         say(f"global batch {whole} = {grains} grains = {size} ranks x {grains / size:g}")
         device = self.link.device
