@@ -143,7 +143,7 @@ def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:
     assert main(arguments("Good", *words, "--out", tmp_path / "one")) == 0
     code, shown, error = start("Good", *words, "--out", tmp_path / "two", "--procs", 2)
     assert (code, error) == (0, "")
-    assert "global batch 16 samples = 2 grains = 2 ranks x 1" in shown
+    assert "global batch 16 = 2 grains of 8 = 2 ranks x 1" in shown
     one, two = [read(tmp_path / name / "metrics.jsonl") for name in ("one", "two")]
     assert [record["step"] for record in two] == list(range(9))
     assert [record["loss"] for record in two] == pytest.approx([record["loss"] for record in one], rel=1e-6)

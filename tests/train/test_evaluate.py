@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 from paceline.data.grain import Grain
 from paceline.data.loader import Loader
+from paceline.data.plan import BatchRule
 from paceline.train.evaluate import MetricContract, evaluate, evaluation_plan
 from paceline.world.link import Link
 from tests.ranks import run_ranks
@@ -29,7 +30,7 @@ def metrics(grain: Grain) -> dict[str, tuple[Any, Any]]:
 
 def run(link: Link, num_samples: int, batch: int) -> dict[str, float]:
     loader = Loader(TensorDataset(values(num_samples)), workers=0)
-    return evaluate(metrics, loader, evaluation_plan(num_samples, batch), link)
+    return evaluate(metrics, loader, evaluation_plan(num_samples, BatchRule(batch)), link)
 
 
 @pytest.mark.parametrize("num_samples", SIZES)
@@ -52,7 +53,7 @@ def run_sorted(link: Link) -> list[int]:
         return {"count": (len(grain), 1)}
 
     loader = Loader(TensorDataset(torch.arange(6)), workers=0)
-    evaluate(note, loader, evaluation_plan(6, 2, lengths), link)
+    evaluate(note, loader, evaluation_plan(6, BatchRule(2), lengths), link)
     return seen
 
 
@@ -63,7 +64,7 @@ def test_every_sample_once_by_length() -> None:
 
 def run_limited(link: Link) -> dict[str, float]:
     loader = Loader(TensorDataset(values(64)), workers=0)
-    return evaluate(metrics, loader, evaluation_plan(64, 4), link, limit_batches=3)
+    return evaluate(metrics, loader, evaluation_plan(64, BatchRule(4)), link, limit_batches=3)
 
 
 def test_limit_batches_takes_the_same_ones_on_all_ranks() -> None:
@@ -74,7 +75,7 @@ def test_limit_batches_takes_the_same_ones_on_all_ranks() -> None:
 
 def run_wrong(link: Link) -> None:
     loader = Loader(TensorDataset(values(4)), workers=0)
-    evaluate(lambda grain: {"loss": grain[0].mean()}, loader, evaluation_plan(4, 4), link)  # type: ignore[dict-item]
+    evaluate(lambda grain: {"loss": grain[0].mean()}, loader, evaluation_plan(4, BatchRule(4)), link)  # type: ignore[dict-item]
 
 
 def test_a_mean_is_no_metric() -> None:

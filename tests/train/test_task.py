@@ -197,7 +197,14 @@ class WatchingSmallTask(SmallTask):
         self.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("settings", [{"clip_norm": 1e-3}, {"precision": "fp16", "loss_scale": 1024.0}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"clip_norm": 1e-3},
+        {"precision": "fp16", "loss_scale": 1024.0},
+        {"precision": "fp16-master", "loss_scale": 1024.0},
+    ],
+)
 def test_gradients_come_unscaled_and_unclipped(settings: dict[str, Any]) -> None:
     task = WatchingSmallTask()
     trainer(task, None, steps=1, **{"level": "auto", **settings}).fit()
@@ -205,7 +212,7 @@ def test_gradients_come_unscaled_and_unclipped(settings: dict[str, Any]) -> None
     x, y = points(NUM_SAMPLES, seed=1).tensors
     (squares(model, x[:BATCH], y[:BATCH]) / BATCH).backward()
     for name, parameter in model.named_parameters():
-        assert torch.allclose(task.gradients[name], parameter.grad, rtol=5e-3, atol=1e-3), name
+        assert torch.allclose(task.gradients[name].float(), parameter.grad, rtol=5e-3, atol=1e-3), name
 
 
 # -- data of its own for every rank ------------------------------------------------------------------------------------
@@ -230,3 +237,23 @@ def test_random_seed_offset_walks_all_data_on_every_rank() -> None:
             assert sorted(walked) == list(range(195))
     assert first != second
     assert_same(weights_of_first, weights_of_second)
+
+
+class HalvingTask(SmallTask):
+    """Changes the gradients that it is shown."""
+
+    def after_backward(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad *= 0.5
+
+
+@pytest.mark.parametrize("precision", [None, "fp16-master"])
+def test_changed_gradients_are_those_that_are_used(precision: Any) -> None:
+    half = trainer(HalvingTask(), None, steps=1, precision=precision, level="auto", lr=LR)
+    half.fit()
+    whole = trainer(SmallTask(), None, steps=1, precision=precision, level="auto", lr=LR / 2)
+    whole.fit()
+    for ours, other in zip(half.engine.named_weights().values(), whole.engine.named_weights().values(), strict=True):
+        assert torch.allclose(ours, other, rtol=1e-3, atol=1e-5)
+        assert not torch.equal(ours, fresh_net().state_dict()["body.weight"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from paceline.config.settings import GroupSettings
 from paceline.observe.journal import read
 from paceline.train import restore
-from paceline.train.validation import UnknownMonitor
+from paceline.train.validation import NotASet, UnknownMonitor
 from tests.train.ragged import Net as RaggedNet
 from tests.train.ragged import Ragged, RaggedTask
 from tests.train.small import (
@@ -296,3 +297,33 @@ def test_init_from_takes_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     assert f"2 weights from {found.path}" in said
     assert "2 new: head.weight, head.bias" in said
+
+
+class Sets(SmallTask):
+    def __init__(self, sets: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._sets = sets
+
+    def val_data(self) -> Mapping[str, Any]:
+        return self._sets
+
+
+@pytest.mark.parametrize(("data", "words"), [([], "'dev' is empty"), (iter("ab"), "'dev' is a str_ascii_iterator")])
+def test_a_validation_set_that_cannot_be_cut_is_named(data: Any, words: str) -> None:
+    with pytest.raises(NotASet, match=words):
+        trainer(Sets({"dev": data}), None, epochs=1)
+
+
+def test_validation_batches_keep_to_the_cost_of_a_grain() -> None:
+    class Long(Sets):
+        def lengths(self, data: Any) -> Any:
+            return np.arange(1, len(data) + 1)
+
+        def metrics(self, model: nn.Module, grain: Any) -> Mapping[str, Any]:
+            costs.append(len(grain) * (int(grain.samples.max()) + 1))
+            return super().metrics(model, grain)
+
+    costs: list[int] = []
+    trainer(Long({"dev": points(20, seed=3)}), None, epochs=1, batch_cost=120.0, global_batch=None, grains=2).fit()
+    assert len(costs) > 2
+    assert max(costs) <= 60

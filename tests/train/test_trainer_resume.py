@@ -12,12 +12,16 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.config.settings import TrainConfig
 from paceline.observe.journal import read
 from paceline.train import restore
 from paceline.train.position import SettingsChanged
+from paceline.train.run import RunExists
 from paceline.train.state import WeightsMisfit
+from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.crash import run_until_death
+from tests.ranks import RanksFailed, run_ranks
 from tests.train.ragged import RaggedTask
 from tests.train.small import ScoredTask, SmallTask, assert_same, fresh_net, raw_steps, sgd, trainer, weights
 
@@ -187,3 +191,33 @@ def test_one_rank_is_asked_and_all_stop_at_the_same_step(tmp_path: Path, size: i
             assert torch.allclose(ours.pop(name), theirs.pop(name), rtol=1e-13, atol=1e-15), name
         assert_same(ours, theirs)
     assert read(run / "metrics.jsonl") == read(whole / "metrics.jsonl")
+
+
+# -- a run that failed --------------------------------------------------------------------------------------------------
+
+
+class BrokenTask(SmallTask):
+    def loss(self, model: nn.Module, grain: Any) -> Any:
+        raise RuntimeError("a mistake in the task")
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_may_be_started_over(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="a mistake in the task"):
+        trainer(BrokenTask(), tmp_path / "run", epochs=1).fit()
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
+    assert trainer(SmallTask(), tmp_path / "run", epochs=1).fit().status == "finished"
+    assert [record["step"] for record in read(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
+    with pytest.raises(RunExists):
+        trainer(SmallTask(), tmp_path / "run", epochs=1)
+
+
+def offset_run(link: Link, folder: str, resume: str) -> None:
+    settings: dict[str, Any] = {"dataset_distribution": "random_seed_offset", "grains": 2, "global_batch": 8}
+    config = TrainConfig(epochs=1, resume=resume, out=Path(folder), **settings)  # type: ignore[arg-type]
+    Trainer(SmallTask(), config, link).fit()
+
+
+def test_ranks_that_walk_their_own_way_cannot_become_more(tmp_path: Path) -> None:
+    run_ranks(2, offset_run, str(tmp_path / "run"), "no")
+    with pytest.raises(RanksFailed, match="2 in the run, 1 now"):
+        run_ranks(1, offset_run, str(tmp_path / "run"), "auto")

@@ -36,6 +36,12 @@ class Progress:
     def say(self, text: str) -> None:
         self._console.print(text, markup=False)
 
+    def table(self, rows: list[tuple[str, str]]) -> None:
+        """Names and values, one pair a line."""
+        width = max(len(name) for name, _ in rows)
+        for name, value in rows:
+            self.say(f"  {name:<{width}}  {value}")
+
     def epoch(self, epoch: int, total: int | None, done: int) -> None:
         self._epoch, self._total = epoch, total
         if self._bar is not None:

@@ -54,6 +54,14 @@ class Masters:
             torch._foreach_copy_(targets, sources)
 
     @torch.no_grad()
+    def push_gradients(self) -> None:
+        """fp32 gradients of the masters -> fp16 gradients of the model, for somebody who wants to look or change."""
+        pairs = [(weight.grad, buffer) for (weight, _), buffer in zip(self._trained, self._buffers, strict=True)]
+        known = [(gradient, buffer) for gradient, buffer in pairs if gradient is not None]
+        if known:
+            torch._foreach_copy_([gradient for gradient, _ in known], [buffer for _, buffer in known])
+
+    @torch.no_grad()
     def push_weights(self) -> None:
         """fp32 masters -> fp16 weights of the model."""
         if self._weights:

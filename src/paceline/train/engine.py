@@ -174,7 +174,7 @@ class Engine:
             self._check_first(done, batch)
         self._check_gradients(done, batch)
         if after_backward is not None:
-            after_backward()
+            self._show_gradients(after_backward)
         self._clip(done)
         self._update()
         self.num_steps += 1
@@ -242,6 +242,15 @@ class Engine:
             torch._foreach_mul_(self._gradients, batch.count / torch.as_tensor(done.count).double())
         self._found_inf.zero_()
         self.scale.unscale_and_check(self._gradients, self._found_inf)
+
+    def _show_gradients(self, after_backward: Callable[[], None]) -> None:
+        """Let a task look at the model's gradients, and change them."""
+        if self.masters is not None:
+            self.masters.push_gradients()
+        after_backward()
+        if self.masters is not None:
+            self.masters.pull_gradients()
+        self._gradients = [parameter.grad for parameter in self._updated if parameter.grad is not None]
 
     def _clip(self, done: Step) -> None:
         if self.config.clip_norm is not None:

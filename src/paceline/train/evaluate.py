@@ -31,9 +31,8 @@ class MetricContract(PacelineError):
         self.name = name
 
 
-def evaluation_plan(num_samples: int, batch: int, lengths: Any = None) -> Plan:
+def evaluation_plan(num_samples: int, rule: BatchRule, lengths: Any = None) -> Plan:
     """Whole batches in a fixed order: as in the data set, or by length where lengths are known."""
-    rule = BatchRule(max_samples=batch, max_cost=None)
     order = "none" if lengths is None else "sorted"
     return Plan(num_samples, rule=rule, grains=1, seed=0, lengths=lengths, order=order)
 

@@ -46,6 +46,7 @@ class Keeper:
         if before not in (None, self.grains):
             progress.say(f"{self.grains} grains instead of {before}: numerics change from here on")
         self.found = self._find(stored)
+        self._check_ranks()
 
     @property
     def metrics_file(self) -> Path | None:
@@ -80,6 +81,11 @@ class Keeper:
             self._writer.save(engine.num_steps, parts, record, score)
         engine.statistics.share()
 
+    def mark_failed(self) -> None:
+        """The run ended with an error; its checkpoints stay what they are."""
+        if self._writer is not None:
+            self._write("failed")
+
     def close(self, status: str) -> None:
         if self._writer is not None:
             self._writer.close()
@@ -98,6 +104,14 @@ class Keeper:
                 raise SettingsChanged(changes)
         return stored
 
+    def _check_ranks(self) -> None:
+        """With `random_seed_offset` the ranks themselves decide which sample comes when."""
+        config, ranks = self._config, self._link.world.size
+        if self.found is None or config.allow_change or config.dataset_distribution == "shard":
+            return
+        if self.found.state["world_size"] != ranks:
+            raise SettingsChanged({"ranks (with random_seed_offset)": (self.found.state["world_size"], ranks)})
+
     def _find(self, stored: dict[str, Any] | None) -> restore.Checkpoint | None:
         """The checkpoint to go on from."""
         resume = self._config.resume
@@ -107,10 +121,14 @@ class Keeper:
             return restore.load(resume)
         if resume == "no" or stored is None or self._run is None:
             return None
-        looked = restore.newest(self._run.checkpoints)
-        for broken in looked.broken:
-            self._progress.say(f"skipped a broken checkpoint: {broken}")
-        return looked.checkpoint
+        chosen: Path | None = None
+        if self._link.is_first:  # one rank looks and verifies, so that all take the same
+            looked = restore.newest(self._run.checkpoints)
+            for broken in looked.broken:
+                self._progress.say(f"skipped a broken checkpoint: {broken}")
+            chosen = None if looked.checkpoint is None else looked.checkpoint.path
+        chosen = self._link.broadcast_object(chosen)
+        return None if chosen is None else restore.load(chosen, verify=False)
 
     def _write(self, status: str) -> None:
         if self._run is not None and self._link.is_first:

@@ -80,6 +80,7 @@ def settings_changed(before: dict[str, Any], now: TrainConfig) -> dict[str, tupl
     """Settings that change numerics and differ: name -> (before, now)."""
     fields = type(now).model_fields
     current = now.model_dump(mode="json")
+    defaults = type(now)(epochs=1).model_dump(mode="json")
     changes = {}
     for name, info in fields.items():
         extra = info.json_schema_extra
@@ -87,6 +88,7 @@ def settings_changed(before: dict[str, Any], now: TrainConfig) -> dict[str, tupl
             continue
         if name == "grains" and (current[name] is None or now.regrain):
             continue  # not asked for: the run's own number is kept; asked for with `regrain`: allowed
-        if before.get(name) != current[name]:
-            changes[name] = (before.get(name), current[name])
+        was = before.get(name, defaults[name])  # a setting that the run's version did not know had its default
+        if was != current[name]:
+            changes[name] = (was, current[name])
     return changes

@@ -55,14 +55,16 @@ class Run:
             if any(self.folder.iterdir()):
                 raise NotARun(self.folder, f"it has files but no {MARK}")
             return None
-        if not may_exist:
-            raise RunExists(self.folder)
         try:
             record = json.loads(mark.read_text(encoding="utf-8"))
         except ValueError as error:
             raise NotARun(self.folder, f"{MARK} is not JSON ({error})") from error
         if not isinstance(record, dict) or "settings" not in record:
             raise NotARun(self.folder, f"{MARK} has no settings")
+        if record.get("status") == "failed" and not any(self.checkpoints.glob("step-*")):
+            return None  # it failed before it had anything to lose
+        if not may_exist:
+            raise RunExists(self.folder)
         return record
 
     def write(self, record: dict[str, Any]) -> None:

@@ -82,6 +82,9 @@ class Trainer:
                     if status == "stopped":
                         break
             return self._close(status)
+        except BaseException:
+            self.keeper.mark_failed()
+            raise
         finally:
             self.log.end()  # whatever happens, the terminal is given back
 
@@ -298,11 +301,14 @@ class Trainer:
         config, say = self.config, self.progress.say
         if config.out is not None:
             say(f"run folder {config.out}")
-        whole = f"{config.max_samples} samples" if config.batch_cost is None else f"cost {config.batch_cost:g}"
-        say(f"global batch {whole} = {grains} grains = {size} ranks x {grains / size:g}")
-        device = self.link.device
-        say(f"{size} ranks on {device.type} ({self.link.threads} threads each), {self.link.world.launcher}")
-        say(", ".join(f"{name}: {value}" for name, value in precision.rows(self.engine.precision)))
+        whole = config.max_samples if config.batch_cost is None else config.batch_cost
+        unit = "" if config.batch_cost is None else " (padded length)"
+        ranks = f"{size} rank{'s' * (size > 1)} x {grains / size:g}"
+        say(f"global batch {whole:g}{unit} = {grains} grain{'s' * (grains > 1)} of {whole / grains:g} = {ranks}")
+        threads = f"{self.link.threads} thread{'s' * (self.link.threads > 1)} each"
+        launcher = self.link.world.launcher
+        say(f"{self.link.device.type}, {threads}, {'no launcher' if launcher == 'plain' else f'launched by {launcher}'}")
+        self.progress.table(precision.rows(self.engine.precision))
         for note in self.engine.precision.notes:
             say(note)
         idle = [name for name in ("monitor", "patience") if getattr(config, name) is not None]

@@ -11,11 +11,21 @@ from paceline.config.errors import PacelineError
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.data.loader import Loader
-from paceline.data.plan import Plan
+from paceline.data.plan import BatchRule, Plan
 from paceline.train.engine import Engine
 from paceline.train.evaluate import evaluate, evaluation_plan
 from paceline.train.position import Position
 from paceline.train.task import Task
+
+
+class NotASet(PacelineError):
+    """A validation set that cannot be cut into fixed batches."""
+
+    hint = "give a data set with __len__ and __getitem__ and at least one sample, or leave it out of `val_data`"
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"validation set {name!r} {why}")
+        self.name = name
 
 
 class UnknownMonitor(PacelineError):
@@ -40,8 +50,11 @@ class Validation:
         self._task, self._engine, self._config = task, engine, config
         self.metrics: dict[str, float] = {}
         """Of the last time, as `set/metric`."""
-        batch = config.eval_batch or max(1, config.max_samples // grains)
-        self._sets = {name: self._set(data, batch) for name, data in task.val_data().items()}
+        self._rule = BatchRule(
+            max_samples=config.eval_batch or max(1, config.max_samples // grains),
+            max_cost=None if config.batch_cost is None or config.eval_batch else config.batch_cost / grains,
+        )
+        self._sets = {name: self._set(name, data) for name, data in task.val_data().items()}
         self._check_monitor()
 
     def run(self) -> dict[str, float]:
@@ -81,7 +94,11 @@ class Validation:
         if self._config.monitor and self._sets and name not in self._sets:
             raise UnknownMonitor(self._config.monitor, [f"{known}/{metric}" for known in self._sets])
 
-    def _set(self, data: Any, batch: int) -> _Set:
+    def _set(self, name: str, data: Any) -> _Set:
+        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+            raise NotASet(name, f"is a {type(data).__name__}, of which nobody knows the length")
+        if len(data) == 0:
+            raise NotASet(name, "is empty")
         link = self._engine.link
         loader = Loader(
             data,
@@ -91,4 +108,4 @@ class Validation:
             workers=self._config.workers,
             local_size=link.world.local_size,
         )
-        return _Set(loader, evaluation_plan(len(data), min(batch, len(data)), self._task.lengths(data)))
+        return _Set(loader, evaluation_plan(len(data), self._rule, self._task.lengths(data)))
