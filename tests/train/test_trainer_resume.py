@@ -193,7 +193,7 @@ def test_one_rank_is_asked_and_all_stop_at_the_same_step(tmp_path: Path, size: i
     assert read(run / "metrics.jsonl") == read(whole / "metrics.jsonl")
 
 
-# -- a run that failed --------------------------------------------------------------------------------------------------
+# -- a run that failed -------------------------------------------------------------------------------------------------
 
 
 class BrokenTask(SmallTask):

@@ -54,7 +54,7 @@ class LossScale:
         """What to run backward from `loss` with: the gradient of scale * loss / count by the loss."""
         return (self._scale.double() / count).to(loss.dtype)
 
-    def unscale_and_check(self, gradients: Sequence[Tensor], found_inf: Tensor) -> None:
+    def unscale_and_check(self, gradients: list[Tensor], found_inf: Tensor) -> None:
         """Divide the gradients by the scale, in place; `found_inf` becomes 1 if any element is not finite."""
         # Through float64, so that the inverse of a scale that is no power of two is rounded once.
         _unscale(gradients, found_inf, self._scale.double().reciprocal().float())
@@ -94,7 +94,7 @@ class NoScale(LossScale):
             self._seed, self._count = torch.full_like(loss, 1.0 / count), count
         return self._seed
 
-    def unscale_and_check(self, gradients: Sequence[Tensor], found_inf: Tensor) -> None:
+    def unscale_and_check(self, gradients: list[Tensor], found_inf: Tensor) -> None:
         _unscale(gradients, found_inf, self._scale)
 
     def _state(self) -> dict[str, Tensor]:
@@ -162,7 +162,7 @@ class LogMaxScale(LossScale):
         self._decays = torch.ones(3, dtype=torch.float64, device=device)  # beta ** steps, for the bias correction
         self._largest = torch.zeros((), dtype=torch.float64, device=device)
 
-    def unscale_and_check(self, gradients: Sequence[Tensor], found_inf: Tensor) -> None:
+    def unscale_and_check(self, gradients: list[Tensor], found_inf: Tensor) -> None:
         # Before unscaling: an fp16 gradient would underflow by it.
         largest = [
             torch.stack(torch._foreach_norm(group, float("inf"))).max().double() for group in _by_dtype(gradients)
@@ -202,15 +202,16 @@ def _check_range(scale_min: float, scale_max: float) -> None:
         raise ScaleRange(scale_min, scale_max)
 
 
-def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    if len({gradient.dtype for gradient in gradients}) == 1:
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
+        return
     for group in _by_dtype(gradients):
         torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse_scale)
 
 
-def _by_dtype(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+def _by_dtype(gradients: list[Tensor]) -> list[list[Tensor]]:
     """The fused kernels take one dtype at a time. All gradients of a rank are on its one device."""
-    if len({gradient.dtype for gradient in gradients}) == 1:
-        return [list(gradients)]
     groups: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         groups.setdefault(gradient.dtype, []).append(gradient)

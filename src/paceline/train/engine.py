@@ -118,6 +118,7 @@ class Engine:
         several = self.link.world.size > 1
         self.strategy: Strategy = SummedGradients(parameters, self.link) if several else Alone(parameters)
         self._several = several
+        self._clips = self.config.clip_norm is not None or self.config.clip_value is not None
         self._updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults.get("fused"):
             zero_first_momentum(optimizer)
@@ -175,7 +176,8 @@ class Engine:
         self._check_gradients(done, batch)
         if after_backward is not None:
             self._show_gradients(after_backward)
-        self._clip(done)
+        if self._clips:
+            self._clip(done)
         self._update()
         self.num_steps += 1
         self.rate = rate
@@ -195,13 +197,12 @@ class Engine:
                 if self._several:
                     self.statistics.before_grain(missed=grain.number - position)
                     position = grain.number + 1
-                with self._autocast():
-                    total, weight, extra = unpack(loss(grain))
+                total, weight, extra = self._forward(loss, grain)
                 loss_sum = total.detach() if index == 0 else loss_sum + total.detach()
                 count = count + weight
                 outputs.append(extra)
-                if index == last:
-                    self.strategy.arm(self._tally(loss_sum, count, batch))
+                if self._several and index == last:
+                    self.strategy.arm((loss_sum, count, batch.has_next, self.wants_stop))
                 torch.autograd.backward((total,), (self.scale.seed(total, batch.count),))
                 if self._several:
                     self.statistics.after_grain()
@@ -211,7 +212,7 @@ class Engine:
         if not self._several:
             return Step(self.num_steps, loss_sum, count, outputs=outputs)
         if not batch.grains:
-            self.strategy.arm(self._tally(loss_sum, count, batch))
+            self.strategy.arm((loss_sum, count, batch.has_next, self.wants_stop))
         self.statistics.end_step(missed=batch.num_grains - position)
         if self.clock is not None:
             self.clock.lap("compute")
@@ -221,8 +222,11 @@ class Engine:
         self._ranks_with_data = more
         return Step(self.num_steps, loss_sum, count, more, stop, outputs=outputs)
 
-    def _tally(self, loss_sum: Any, count: Any, batch: Batch) -> tuple[Any, ...]:
-        return (loss_sum, count, batch.has_next, self.wants_stop)
+    def _forward(self, loss: Loss, grain: Grain) -> tuple[torch.Tensor, Any, Any]:
+        if self.precision.autocast is None:
+            return unpack(loss(grain))
+        with self._autocast():
+            return unpack(loss(grain))
 
     def _check_first(self, done: Step, batch: Batch) -> None:
         value = done.loss
@@ -271,12 +275,14 @@ class Engine:
             if not is_skipped:
                 self.optimizer.step()
             self.skips.note(is_skipped, self.num_steps)
-        self.scale.update(self._found_inf)
+        if self.precision.scaled:
+            self.scale.update(self._found_inf)
         if self.masters is not None:
             self.masters.push_weights()
         if self.average is not None:
             self.average.update()
-        self.strategy.updated()
+        if self._several:
+            self.strategy.updated()
 
     def _set_learning_rate(self) -> float | None:
         if self.schedule is None:

@@ -57,8 +57,12 @@ class Feed:
         self._offset = config.dataset_distribution == "random_seed_offset"
         self._plan: tuple[int, Plan] | None = None
         self._stream: Stream | None = None
+        self.is_stream = isinstance(data, IterableDataset) or (
+            hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
+        )
+        """Unknown length: whether there is more is learned from the step's own reduction."""
         world = link.world
-        if isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__")):
+        if self.is_stream:
             self._check_stream()
             self._stream = Stream(
                 data,
@@ -83,11 +87,6 @@ class Feed:
             workers=config.workers,
             local_size=world.local_size,
         )
-
-    @property
-    def is_stream(self) -> bool:
-        """Unknown length: whether there is more is learned from the step's own reduction."""
-        return self._stream is not None
 
     def plan(self, epoch: int) -> Plan:
         """The order of one epoch; the last one asked for is kept."""

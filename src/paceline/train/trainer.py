@@ -119,6 +119,7 @@ class Trainer:
         before, first = clock.read(), position.step
         self.progress.epoch(position.epoch, feed.num_steps(position.epoch), first)
         clock.lap("setup")
+        wake = self._next_due()
         batch = None  # a run that was saved at the very end of an epoch goes on with none
         for batch in feed.batches(position.epoch, first):
             clock.lap("data")
@@ -129,6 +130,9 @@ class Trainer:
             self.log.note(step)
             clock.lap("compute")
             stop = self._stop_asked(step)
+            if engine.num_steps < wake and not stop and not feed.is_stream:
+                continue  # nothing is due at most steps
+            wake = self._next_due()
             if _due(engine.num_steps, config.log_every):
                 self.log.flush()
             if _due(engine.num_steps, config.val_every_steps):
@@ -172,6 +176,13 @@ class Trainer:
         if steps is not None and self.engine.num_steps - self.position.stage_began >= steps:
             return True
         return epochs is not None and self.position.epoch >= epochs
+
+    def _next_due(self) -> int:
+        """The first number of steps from here at which something is logged, validated, saved or ended."""
+        config, now = self.config, self.engine.num_steps
+        intervals = (config.log_every, config.val_every_steps, config.save_every_steps)
+        due = [now - now % every + every for every in intervals if every is not None]
+        return min(due if config.steps is None else [*due, self.position.stage_began + config.steps])
 
     def _lost_patience(self) -> bool:
         return self.config.patience is not None and self.position.bad_validations >= self.config.patience
@@ -307,7 +318,8 @@ class Trainer:
         say(f"global batch {whole:g}{unit} = {grains} grain{'s' * (grains > 1)} of {whole / grains:g} = {ranks}")
         threads = f"{self.link.threads} thread{'s' * (self.link.threads > 1)} each"
         launcher = self.link.world.launcher
-        say(f"{self.link.device.type}, {threads}, {'no launcher' if launcher == 'plain' else f'launched by {launcher}'}")
+        started = "no launcher" if launcher == "plain" else f"launched by {launcher}"
+        say(f"{self.link.device.type}, {threads}, {started}")
         self.progress.table(precision.rows(self.engine.precision))
         for note in self.engine.precision.notes:
             say(note)
