@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from paceline.data.collate import pad_collate as pad_collate
     from paceline.data.grain import Batch as Batch
     from paceline.data.grain import Grain as Grain
+    from paceline.observe.watcher import Watcher as Watcher
     from paceline.train.engine import Engine as Engine
     from paceline.train.fit import fit as fit
     from paceline.train.task import Stage as Stage
@@ -29,6 +30,7 @@ _HOMES = {
     "pad_collate": "paceline.data.collate",
     "Batch": "paceline.data.grain",
     "Grain": "paceline.data.grain",
+    "Watcher": "paceline.observe.watcher",
     "Engine": "paceline.train.engine",
     "fit": "paceline.train.fit",
     "Stage": "paceline.train.task",

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from paceline.cli.main import main
-from paceline.cli.train import spell_levels
 from paceline.observe.journal import read
 
 FILE = Path(__file__).parent / "tasks_for_tests.py"
@@ -26,7 +25,9 @@ Mistake = Callable[..., str]
 
 def arguments(task: str, *words: object) -> list[str]:
     name = task if "/" in task or not task[0].isupper() else f"{FILE}:{task}"
-    return ["train", name, "--device", "cpu", "--threads", "1", "--global-batch", "16", *map(str, words)]
+    typed = [str(word) for word in words]
+    usual = {"--device": "cpu", "--threads": "1", "--global-batch": "16"}
+    return ["train", name, *(word for pair in usual.items() if pair[0] not in typed for word in pair), *typed]
 
 
 def start(task: str, *words: object, **env: str) -> tuple[int, str, str]:
@@ -129,10 +130,6 @@ def test_a_run_is_only_touched_with_permission(mistake: Mistake, tmp_path: Path)
     records = read(run / "metrics.jsonl")
     assert records[:3] == [json.loads(line) for line in before["metrics.jsonl"].splitlines()][:3]
     assert [record["lr"] for record in records] == [0.1] * 3 + [0.2] * 3
-
-
-def test_levels_may_be_spelled_short() -> None:
-    assert spell_levels(["-O2", "--out", "-O", "0"]) == ["--level", "2", "--out", "--level", "0"]
 
 
 # -- several processes -------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
+import paceline.data.loader as loader_module
 from paceline.data.collate import ShapesDiffer, pad_collate, stack_collate
 from paceline.data.fetch import Fetch, Request
 from paceline.data.grain import Batch, Grain
@@ -142,3 +144,34 @@ def test_collating() -> None:
     assert named["x"].tolist() == [[1, 1], [1, 0]]
     assert named["x_lengths"].tolist() == [2, 1]
     assert named["text"] == ["a", "b"]
+
+
+class OneFile(Dataset[Any]):
+    """Opens its file when first read, as packed data sets do, and reads by position."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(b"".join(number.to_bytes(4, "little") for number in range(400)))
+        self._path = path
+        self._file: Any = None
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        if self._file is None:
+            self._file = self._path.open("rb", buffering=0)
+        self._file.seek(4 * index)
+        return index, int.from_bytes(self._file.read(4), "little")
+
+
+def test_automatic_workers_share_no_open_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_module, "choose_workers", lambda *facts: 2)
+    loader = Loader(OneFile(tmp_path / "data"), workers="auto")
+    plan = Plan(400, rule=BatchRule(20), grains=4, seed=0)
+    for _ in range(2):
+        for batch in loader.run(plan):
+            for grain in batch.grains:
+                asked, read = grain
+                assert torch.equal(asked, read)
+    assert loader.workers == 2
+    loader.close()

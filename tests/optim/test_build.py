@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from paceline.config.settings import OptimSettings
-from paceline.optim.build import NothingToTrain, ParameterPatternUnmatched, freeze, groups, optimizer
+from paceline.optim.build import NothingToTrain, ParameterPatternUnmatched, freeze, groups, optimizer, unused
+from paceline.optim.lamb import Lamb
+from paceline.optim.novograd import NovoGrad
 
 CPU = torch.device("cpu")
 
@@ -107,6 +109,36 @@ def test_bitwise_as_a_raw_loop_on_cpu(kind: str) -> None:
             model["decoder"](model["encoder"](torch.randn(8, 4))).square().sum().backward()
             update.step()
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), raw.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["novograd", "lamb"])
+def test_our_own_get_every_setting(kind: str) -> None:
+    """Groups with their decay and rate, betas where they are set, else each optimizer's own."""
+    raw = {"novograd": NovoGrad, "lamb": Lamb}[kind]
+    ours, theirs = network(), network()
+    chosen = settings(optimizer=kind, groups=[{"match": "*.bias", "weight_decay": 0.0, "lr_scale": 0.5}])
+    update = optimizer(chosen, groups(ours, chosen), CPU)
+    assert update.defaults["betas"] == {"novograd": (0.95, 0.25), "lamb": (0.9, 0.999)}[kind]
+    biases = [parameter for name, parameter in theirs.named_parameters() if name.endswith("bias")]
+    others = [parameter for name, parameter in theirs.named_parameters() if not name.endswith("bias")]
+    reference = raw(
+        [{"params": biases, "lr": 0.05, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.01}], lr=0.1
+    )
+    for step in range(3):
+        for model, each in ((ours, update), (theirs, reference)):
+            torch.manual_seed(step)
+            each.zero_grad()
+            model["decoder"](model["encoder"](torch.randn(8, 4))).square().sum().backward()
+            each.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    with_betas = settings(optimizer=kind, betas=(0.7, 0.8))
+    assert optimizer(with_betas, groups(ours, with_betas), CPU).defaults["betas"] == (0.7, 0.8)
+
+
+def test_options_without_effect_are_listed() -> None:
+    assert unused(settings(optimizer="novograd", momentum=0.5, betas=(0.9, 0.5))) == ["momentum"]
+    assert unused(settings(optimizer="sgd", momentum=0.5, betas=(0.9, 0.5))) == ["betas"]
+    assert unused(settings(optimizer="sgd", momentum=0.5)) == unused(settings()) == []
 
 
 @pytest.mark.gpu

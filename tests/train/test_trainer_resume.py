@@ -174,8 +174,10 @@ def test_one_rank_is_asked_and_all_stop_at_the_same_step(tmp_path: Path, size: i
     asked = size - 1
     assert run_until_death(size, train, str(run), (asked, 10, number)) == [0] * size
     ended = [json.loads((run / f"rank{rank}.json").read_text()) for rank in range(size)]
-    # The others learn of it with the next reduction; alone, nobody has to be told.
-    assert ended == [{"status": "stopped", "steps": 11 if size == 1 else 12}] * size
+    # The others learn of it with the next reduction; alone, nobody has to be told. Python may take a signal late.
+    assert ended == [ended[0]] * size
+    assert ended[0]["status"] == "stopped"
+    assert ended[0]["steps"] - (11 if size == 1 else 12) in (0, 1)
     assert json.loads((run / "run.json").read_text())["status"] == "stopped"
     found = restore.newest(run / "checkpoints")
     assert found.broken == []
@@ -221,3 +223,28 @@ def test_ranks_that_walk_their_own_way_cannot_become_more(tmp_path: Path) -> Non
     run_ranks(2, offset_run, str(tmp_path / "run"), "no")
     with pytest.raises(RanksFailed, match="2 in the run, 1 now"):
         run_ranks(1, offset_run, str(tmp_path / "run"), "auto")
+
+
+class GroupSignalTask(StoppingRaggedTask):
+    def after_step(self, model: nn.Module, step: Any, grains: list[Any]) -> None:
+        if step.number == self._at_step:
+            os.killpg(0, self._number)
+
+
+def train_with_workers(link: Link, folder: str) -> None:
+    """A scheduler's signal goes to every process of the job, the loader's workers too."""
+    os.setsid()
+    task = GroupSignalTask(3, signal.SIGTERM)
+    run = trainer(task, Path(folder), link, steps=14, global_batch=24, order="random", workers=2)
+    result = run.fit()
+    (Path(folder) / "result.json").write_text(json.dumps([result.status, result.num_steps]))
+
+
+def test_a_signal_to_the_whole_group_saves_too(tmp_path: Path) -> None:
+    assert run_until_death(1, train_with_workers, str(tmp_path / "run")) == [0]
+    status, steps = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert status == "stopped"
+    assert steps in (4, 5)  # Python may take the signal a moment after it was sent
+    found = restore.newest(tmp_path / "run" / "checkpoints").checkpoint
+    assert found is not None
+    assert found.step == steps

@@ -93,9 +93,10 @@ def test_ranks_do_not_outlive_a_killed_launcher() -> None:
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     process.kill()
-    # The ranks hold the other ends of these pipes: they close when the last rank has ended.
+    # The ranks hold the other ends of these pipes: they close when the last rank has ended. Linux sends them SIGTERM,
+    # of which this job dies; elsewhere their watch notices.
     _, _, err = finish(process)
-    assert sorted(err.splitlines()) == [f"rank {rank}: the launcher is gone, leaving" for rank in range(2)]
+    assert set(err.splitlines()) <= {f"rank {rank}: the launcher is gone, leaving" for rank in range(2)}
 
 
 def test_control_c() -> None:

@@ -9,7 +9,13 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "train": "train a task on this machine or under any launcher",
+    "eval": "measure a trained run on its validation sets or on others",
+    "infer": "predict with a trained run",
+    "launch": "start a command as several ranks on this machine",
+    "runs": "list runs: what was trained, how far, how well",
+    "diff": "show how two runs differ",
     "demo": "train something small and real, and report",
+    "completion": "print a script that completes commands and options in your shell",
 }
 
 
@@ -29,13 +35,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean `paceline {nearest[0]}`?" if nearest else f"commands: {', '.join(COMMANDS)}"
         sys.stderr.write(f"error: there is no command {words[0]!r}\n  {hint}\n")
         return 2
-    command = importlib.import_module(f"paceline.cli.{words[0]}")
-    code: int = command.run(words[1:])
+    return _run(words[0], words[1:])
+
+
+def _run(name: str, words: list[str]) -> int:
+    from paceline.config.errors import PacelineError
+
+    try:
+        code: int = importlib.import_module(f"paceline.cli.{name}").run(words)
+    except PacelineError as error:
+        sys.stderr.write(f"error: {error}\n" + (f"  {error.hint}\n" if error.hint else ""))
+        return 2
+    except SystemExit as left:  # after `--help`
+        return left.code if isinstance(left.code, int) else 0
+    except BrokenPipeError:  # `paceline runs | head`
+        sys.stderr.close()
+        return 0
     return code
 
 
 def _help() -> str:
-    lines = [f"  {name:<8}{what}" for name, what in COMMANDS.items()]
+    lines = [f"  {name:<12}{what}" for name, what in COMMANDS.items()]
     return "\n".join(
         ["usage: paceline COMMAND [OPTIONS]", "", *lines, "", "`paceline COMMAND --help` lists a command's options", ""]
     )

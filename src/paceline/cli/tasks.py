@@ -6,13 +6,17 @@ import difflib
 import importlib
 import importlib.util
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
+from typing import TypeVar
 
+from paceline.cli.recipes import RECIPES
 from paceline.config.errors import PacelineError
 from paceline.train.task import Task
 
-RECIPES = {"digits": "paceline.recipes.digits:Digits"}
+T = TypeVar("T")
 
 
 class UnknownTask(PacelineError):
@@ -23,13 +27,27 @@ class UnknownTask(PacelineError):
         self.hint = hint
 
 
+class TaskFileFails(PacelineError):
+    """The user's file raised while it was imported; its own traceback is shown, ours is not."""
+
+    def __init__(self, path: Path, error: BaseException, doing: str) -> None:
+        trace = "".join(traceback.format_exception(type(error), error, _from_file(error.__traceback__, path)))
+        super().__init__(f"{path} fails while {doing}\n\n{trace.rstrip()}")
+        self.path, self.error = path, error
+
+
 def load_task(name: str) -> Task:
     """Make the task that `name` means."""
+    return make_task(find_task(name), name)
+
+
+def find_task(name: str) -> type[Task]:
+    """The task class that `name` means."""
     if name in RECIPES:
         module_name, _, class_name = RECIPES[name].partition(":")
-        task = getattr(importlib.import_module(module_name), class_name)()
-        assert isinstance(task, Task)
-        return task
+        found: type[Task] = getattr(importlib.import_module(module_name), class_name)
+        assert issubclass(found, Task)
+        return found
     path, separator, class_name = name.rpartition(":")
     if not separator:
         nearest = difflib.get_close_matches(name, RECIPES, n=1)
@@ -38,19 +56,28 @@ def load_task(name: str) -> Task:
             f"there is no recipe {name!r}",
             f"{guess}recipes: {', '.join(RECIPES)}; or give a class as path/to/file.py:ClassName",
         )
-    module = _import(Path(path))
+    module = import_file(Path(path))
     tasks = {
         key: value
         for key, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, Task) and value is not Task
     }
     if class_name not in tasks:
-        found = ", ".join(tasks) or "none (does it subclass paceline.Task?)"
-        raise UnknownTask(f"{path} has no task class {class_name!r}", f"task classes there: {found}")
-    return tasks[class_name]()
+        found_there = ", ".join(tasks) or "none (does it subclass paceline.Task?)"
+        raise UnknownTask(f"{path} has no task class {class_name!r}", f"task classes there: {found_there}")
+    return tasks[class_name]
 
 
-def _import(path: Path) -> ModuleType:
+def make_task(found: type[Task], name: str) -> Task:
+    """A task of this class, which knows by which name it is found again."""
+    path, _, class_name = name.rpartition(":")
+    task = found() if name in RECIPES else guarded(Path(path), f"{class_name}() is made", found)
+    task.spec = name if name in RECIPES else f"{Path(path).resolve()}:{class_name}"
+    return task
+
+
+def import_file(path: Path) -> ModuleType:
+    """Run a user's file as a module."""
     if not path.is_file():
         raise UnknownTask(f"there is no file {path}", "give the task as path/to/file.py:ClassName")
     name = f"paceline_task_{path.stem}"
@@ -60,5 +87,23 @@ def _import(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # loader workers that are started afresh import it by this name
     sys.path.insert(0, str(path.parent.resolve()))
-    spec.loader.exec_module(module)
+    loader = spec.loader
+    guarded(path, "it is imported", lambda: loader.exec_module(module))
     return module
+
+
+def guarded(path: Path, doing: str, action: Callable[[], T]) -> T:
+    """Do something in the user's file; what it raises is shown from that file on."""
+    try:
+        return action()
+    except PacelineError:
+        raise
+    except Exception as error:
+        raise TaskFileFails(path, error, doing) from None
+
+
+def _from_file(trace: TracebackType | None, path: Path) -> TracebackType | None:
+    """The part of a traceback that begins in the user's file; nothing where it never got there (a syntax error)."""
+    while trace is not None and Path(trace.tb_frame.f_code.co_filename).resolve() != path.resolve():
+        trace = trace.tb_next
+    return trace

@@ -7,86 +7,144 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING
 
-import tyro
-from pydantic import Field
-
+from paceline.cli.options import POSITIONAL, TrainCommand, task_settings, train_options
+from paceline.cli.recipes import RECIPES
 from paceline.config.errors import PacelineError
+from paceline.config.folder import run_folder
+from paceline.config.load import as_yaml, load
+from paceline.config.problems import Problem, SettingsInvalid
 from paceline.config.settings import TrainConfig
+from paceline.config.words import read_words
+from paceline.world.discover import World, discover
+
+if TYPE_CHECKING:
+    from paceline.train.task import Task
+
+PROG = "paceline train"
+OPTIONS = train_options(TrainConfig)
 
 
-class TrainOptions(TrainConfig):
-    """Train a task. `TASK` is a recipe's name or `path/to/file.py:ClassName`."""
+class RestartsNeedFolder(PacelineError):
+    """A single rank that is started again cannot know the folder that the one before it chose."""
 
-    task: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TASK")]
-    procs: Annotated[int, Field(gt=0)] | Literal["auto"] = 1
-    """Ranks to start on this machine, no launcher needed; `auto` is one per GPU, one without."""
-    distributed: Literal["no", "dp"] = "no"
-    """`dp` splits the batch over all devices of this machine: the same as `--procs auto`."""
-
-    def config(self) -> TrainConfig:
-        return TrainConfig(**{name: getattr(self, name) for name in TrainConfig.model_fields})
-
-
-class WhichRun(PacelineError):
-    """A run is to go on, but not said which."""
-
-    hint = "add `--out FOLDER`, the run's folder"
+    hint = "add `--out FOLDER`"
 
     def __init__(self) -> None:
-        super().__init__("`--resume auto` needs to know the run")
+        super().__init__("--max-restarts with one rank needs to know the run's folder")
 
 
 def run(argv: Sequence[str]) -> int:
-    options = tyro.cli(TrainOptions, prog="paceline train", args=spell_levels(argv))
-    if options.out is None:
-        try:
-            argv = [*argv, "--out", str(_folder(options))]
-        except WhichRun as error:
-            sys.stderr.write(f"error: {error}\n  {error.hint}\n")
-            return 2
-        options = options.model_copy(update={"out": Path(argv[-1])})
-    return train(options, ["train", *argv])
-
-
-def train(options: TrainOptions, argv: Sequence[str]) -> int:
-    """Train here, or start the ranks that will; `argv` is the command that does the same in another process."""
-    from paceline.world.discover import discover
-    from paceline.world.failure import fail_together
-    from paceline.world.launch import launch
-
+    words = list(argv)
+    name, rest = take_task(words)
+    if name is None:
+        load(OPTIONS, words, prog=PROG, positional=POSITIONAL)  # shows help, or says what is missing
+    assert name is not None
     world = discover(os.environ)
+    from paceline.world.failure import fail_together  # from here on torch is needed
+
+    return fail_together(world, lambda: _run(world, name, rest))
+
+
+def take_task(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The word that names the task, and the others. It stands anywhere, as a task may have options we do not know."""
+    typed = read_words(OPTIONS, words, POSITIONAL)
+    places = typed.loose or [place for place in typed.swallowed if _looks_like_task(words[place])]
+    if not places:
+        return None, list(words)
+    return words[places[0]], [word for place, word in enumerate(words) if place != places[0] and word != "--"]
+
+
+def _looks_like_task(word: str) -> bool:
+    return word in RECIPES or re.search(r"\.py:\w+$", word) is not None
+
+
+def _run(world: World, name: str, rest: list[str]) -> int:
+    from paceline.cli.tasks import make_task
+
+    found = _find(name, rest)
+    options = load(train_options(found.Settings), [name, *rest], prog=PROG, positional=POSITIONAL)
+    settings = task_settings(options, found.Settings)
+    if options.print_config:
+        if world.rank == 0:
+            sys.stdout.write(f"# {PROG} {name} --config THIS_FILE\n{as_yaml(settings)}")
+        return 0
     procs = "auto" if options.distributed == "dp" else options.procs
-    if world.size == 1 and world.launcher == "plain" and procs != 1:
-        command = [sys.executable, "-m", "paceline", *argv]
-        return fail_together(world, lambda: launch(procs, command, device=options.device))
-    return fail_together(world, lambda: _train_here(options))
-
-
-def _train_here(options: TrainOptions) -> int:
-    from paceline.cli.tasks import load_task
+    if world.launcher == "plain" and (procs != 1 or options.max_restarts):
+        return _launch(options, settings, [name, *rest])
+    settings = _with_folder(world, settings, name)
     from paceline.train.fit import fit
 
-    fit(load_task(options.task), options.config())
+    fit(make_task(found, name), settings)
     return 0
 
 
-def spell_levels(argv: Sequence[str]) -> list[str]:
-    """`-O2` and `-O 2` as `--level 2`."""
-    words: list[str] = []
-    for word in argv:
-        match = re.fullmatch(r"-O(\w*)", word)
-        words += ["--level", *([match[1]] if match[1] else [])] if match else [word]
-    return words
+def _find(name: str, rest: list[str]) -> type[Task]:
+    """The task's class. Where there is none, what is wrong with the settings that all tasks share is said too."""
+    from paceline.cli.tasks import UnknownTask, find_task
+
+    try:
+        return find_task(name)
+    except UnknownTask as unknown:
+        try:
+            load(OPTIONS, [name, *rest], prog=PROG, positional=POSITIONAL)
+        except SettingsInvalid as invalid:
+            # Options that we do not know may have been the task's own.
+            others = [problem for problem in invalid.problems if not problem.is_unknown]
+            if others:
+                first = Problem("TASK", str(unknown), unknown.hint, name)
+                raise SettingsInvalid([first, *others], PROG) from None
+        raise
 
 
-def _folder(options: TrainOptions) -> Path:
-    """The run of the checkpoint to go on from, else one that no run has had: named for the task and the time."""
-    if options.resume == "auto":
-        raise WhichRun
-    if isinstance(options.resume, Path) and (options.resume.resolve().parent.parent / "run.json").exists():
-        return options.resume.resolve().parent.parent
-    name = re.sub(r"\W+", "-", options.task.rpartition(":")[2] or options.task).strip("-")
-    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+def _launch(options: TrainCommand, settings: TrainConfig, words: list[str]) -> int:
+    """Start the ranks that do the same in processes of their own; they agree on the folder themselves."""
+    import torch
+
+    from paceline.world.launch import count_procs, launch
+
+    procs = count_procs(
+        "auto" if options.distributed == "dp" else options.procs, settings.device, torch.cuda.device_count()
+    )
+    if procs == 1 and options.max_restarts and settings.out is None:
+        raise RestartsNeedFolder
+    _folder(settings, words[0])  # a name that cannot be is said here, once and at once
+    command = [sys.executable, "-m", "paceline", "train", *words]
+    return launch(procs, command, device=settings.device, max_restarts=options.max_restarts)
+
+
+def _with_folder(world: World, settings: TrainConfig, name: str) -> TrainConfig:
+    """The settings with the run's folder, the same on all ranks and after every restart."""
+    changes: dict[str, object] = {}
+    if settings.out is None:
+        changes["out"] = _folder(settings, name) if world.size == 1 else _agree(world, settings, name)
+    if world.attempt > 0 and settings.resume == "no":
+        changes["resume"] = "auto"  # ranks that are started again go on with what the dead ones have saved
+    return settings.model_copy(update=changes)
+
+
+def _agree(world: World, settings: TrainConfig, name: str) -> Path | None:
+    from paceline.world.meeting import meet
+
+    # The place of the first attempt, so that restarted ranks find what it decided.
+    store = meet(replace(world, attempt=0), settings.start_timeout_s)
+    if world.rank == 0 and not store.check(["run folder"]):
+        store.set("run folder", str(_folder(settings, name) or ""))
+    agreed = store.get("run folder").decode()
+    return Path(agreed) if agreed else None
+
+
+def _folder(settings: TrainConfig, name: str) -> Path | None:
+    """The run's folder; None where nothing is saved and no run is meant."""
+    if settings.benchmark and settings.out is None:
+        return None
+    if settings.mode in ("eval", "infer"):
+        if settings.exp_name is None and settings.resume != "auto":
+            return settings.out
+        settings = settings.model_copy(update={"resume": "auto"})  # an existing run is used, none is made
+    task = re.sub(r"\W+", "-", name.rpartition(":")[2] or name).strip("-")
+    moment = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return run_folder(settings, task=task, moment=moment, exists=Path.exists)

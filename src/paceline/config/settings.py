@@ -36,6 +36,10 @@ class RunSettings(Section):
     """Resume although settings that change numerics differ from the run's."""
     init_from: Path | None = free(None)
     """For fine-tuning: a checkpoint whose weights are loaded by name before the first step."""
+    exp_name: str | None = free(None)
+    """Name of the run: its folder is `runs_dir/exp_name`, numbered where that name is taken; `out` goes before it."""
+    runs_dir: Path = free(Path("runs"))
+    """Where named runs live."""
     log_every: Positive = free(10)
     """Steps between log lines; device counters are read then and only then."""
 
@@ -121,16 +125,63 @@ class GroupSettings(Section):
 class OptimSettings(Section):
     """How weights are updated."""
 
-    optimizer: Literal["sgd", "adam", "adamw"] = "adamw"
+    optimizer: Literal["sgd", "adam", "adamw", "novograd", "lamb"] = "adamw"
+    """Rule of the update."""
     lr: PositiveFloat = 1e-3
+    """Learning rate at the top of the schedule."""
     momentum: Fraction = 0.9
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Of SGD."""
+    betas: tuple[Fraction, Fraction] | None = None
+    """Decay of the moments; each optimizer's own default if not set (NovoGrad 0.95, 0.25; the others 0.9, 0.999)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Pull of the weights towards 0."""
     groups: tuple[GroupSettings, ...] = ()
     """Parameter groups by name pattern, first match wins."""
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    schedule: Literal[
+        "constant",
+        "cosine",
+        "square",
+        "sqrt",
+        "linear",
+        "inverse-sqrt",
+        "polynomial",
+        "exponential",
+        "piecewise",
+        "noam",
+        "newbob",
+    ] = "constant"
+    """How the learning rate goes on after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps in which the learning rate rises to `lr`."""
+    warmup_ratio: Fraction | None = None
+    """The same as a share of all steps, instead of `warmup_steps`."""
+    hold_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps at `lr` between warm-up and decay (polynomial, exponential)."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Where the decay ends."""
+    power: PositiveFloat = 1.0
+    """Of the polynomial."""
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Factor per `decay_steps` (exponential), per milestone (piecewise), or when scores stop improving (newbob)."""
+    decay_steps: Positive | None = None
+    """Steps per `decay` (exponential)."""
+    milestones: tuple[Positive, ...] = ()
+    """Steps at which the learning rate is multiplied by `decay` (piecewise)."""
+    model_size: Positive | None = None
+    """Width of the model (Noam)."""
+    newbob_threshold: float = 0.01
+    """Newbob decays when the monitored score improves by less than this, relative to itself."""
+
+
+class ObserveSettings(Section):
+    """What is seen and written down while a run goes on."""
+
+    loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = free(("tensorboard",))
+    """Where metrics go beside `metrics.jsonl`; needs the package of that name."""
+    progress: Literal["auto", "bar", "lines", "none"] = free("auto")
+    """A bar on a terminal or in a notebook, plain lines elsewhere."""
+    rank_logs: bool = free(True)
+    """Each rank's own log file in the run folder, when there are several."""
 
 
 class LoopSettings(Section):
@@ -148,6 +199,14 @@ class LoopSettings(Section):
     """Stop after so many validations without a better `monitor`."""
     save_every_steps: Positive | None = free(None)
     save_every_epochs: Positive | None = free(1)
+    mode: Literal["train", "eval", "train_eval", "infer"] = free("train_eval")
+    """`train` without validation, `train_eval` with it, `eval` only validates, `infer` only predicts."""
+    benchmark: bool = free(False)
+    """Measure speed instead of training: `bench_steps` steps, timed from `bench_start` on, nothing saved."""
+    bench_steps: Positive = free(60)
+    """Steps of a benchmark."""
+    bench_start: Annotated[int, Field(ge=0)] = free(10)
+    """First step of a benchmark that is timed."""
     keep_last: Positive = free(2)
     keep_best: Annotated[int, Field(ge=0)] = free(1)
 
@@ -156,7 +215,7 @@ class EngineConfig(StepSettings, WorldSettings):
     """What an `Engine` in a hand-written loop needs to know."""
 
 
-class TrainConfig(LoopSettings, OptimSettings, EngineConfig, DataSettings, RunSettings):
+class TrainConfig(LoopSettings, ObserveSettings, OptimSettings, EngineConfig, DataSettings, RunSettings):
     """All settings of a training run."""
 
     @model_validator(mode="after")

@@ -36,6 +36,8 @@ class Fetch:
         # Plain values in memory draw no random numbers; tensors need no call per sample either.
         self._columns = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
         self._is_list = type(dataset) in (list, tuple)
+        self.is_in_memory = self._is_list or self._columns is not None
+        """Reading costs next to nothing."""
         self.is_resident = False
         """The whole data set lies on the device, and grains are gathered there."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,10 @@ def map_tensors(change: Callable[[torch.Tensor], Any], data: Any) -> Any:
     """Apply `change` to every tensor in nested tuples, lists and dictionaries."""
     if isinstance(data, torch.Tensor):
         return change(data)
-    if isinstance(data, dict):
+    if isinstance(data, Mapping):
         return {name: map_tensors(change, value) for name, value in data.items()}
+    if is_dataclass(data) and not isinstance(data, type):
+        return replace(data, **{entry.name: map_tensors(change, getattr(data, entry.name)) for entry in fields(data)})
     if isinstance(data, tuple):
         mapped = [map_tensors(change, value) for value in data]
         return type(data)(*mapped) if hasattr(data, "_fields") else tuple(mapped)

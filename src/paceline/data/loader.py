@@ -7,11 +7,13 @@ change the result because every sample's randomness is keyed by its id.
 from __future__ import annotations
 
 import os
+import signal
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal
 
 import torch
@@ -115,7 +117,8 @@ class Loader:
                 share = plan.share(step, seat.rank, seat.size)
                 shares.append(share)
                 for number, samples in zip(share.numbers, share.grains, strict=True):
-                    yield Request(epoch, number + seat.plan * plan.max_grains, samples)
+                    # All plans have as many samples in a step, and so as many grains, unless cost decides.
+                    yield Request(epoch, number + seat.plan * share.num_grains, samples)
 
         grains = self._grains(requests())
         ahead: deque[Grain] = deque()
@@ -127,13 +130,13 @@ class Loader:
                 ahead.append(grain)
             is_last = step == steps[-1]
             if not shares:
-                yield Batch(epoch, step, plan.max_grains * seat.plans, 0, 1.0, [], is_last, has_next=False)
+                yield Batch(epoch, step, 0, 0, 1.0, [], is_last, has_next=False)
                 continue
             share = shares.popleft()
             yield Batch(
                 epoch,
                 step,
-                num_grains=share.num_grains if seat.plans == 1 else plan.max_grains * seat.plans,
+                num_grains=share.num_grains * seat.plans,
                 num_samples=share.num_samples * seat.plans,
                 count=share.count * seat.plans,
                 grains=[ahead.popleft() for _ in share.numbers],
@@ -148,13 +151,17 @@ class Loader:
             first = next(requests, None)
             if first is None:
                 return
-            began = time.perf_counter()
-            grain = self._fetch(first)
-            self._read_s = time.perf_counter() - began
-            cores = len(os.sched_getaffinity(0))
-            self.workers = choose_workers(self._asked, self._read_s, cores, self._local_size, on_cpu)
-            yield grain.pin_memory() if pin else grain
+            if self.workers is None:
+                read_s = 0.0 if self._fetch.is_in_memory else _seconds_to_read(self._fetch, first)
+                cores = len(os.sched_getaffinity(0))
+                self.workers = choose_workers(self._asked, read_s, cores, self._local_size, on_cpu)
+            requests = chain([first], requests)
         if self.workers == 0:
+            for request in islice(requests, 1):
+                began = time.perf_counter()
+                grain = self._fetch(request)
+                self._read_s = time.perf_counter() - began
+                yield grain.pin_memory() if pin else grain
             for request in requests:
                 grain = self._fetch(request)
                 yield grain.pin_memory() if pin else grain
@@ -168,9 +175,39 @@ class Loader:
                 num_workers=self.workers,
                 pin_memory=pin,
                 persistent_workers=True,
+                worker_init_fn=_leave_signals_to_the_parent,
                 generator=torch.Generator(),
             )
         yield from self._reader
+
+
+def _seconds_to_read(fetch: Fetch, request: Request) -> float:
+    """How long a grain takes to read, measured in a child: what it opens must not be shared with the workers."""
+    receiving, sending = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of threads, which the child does not use
+        child = os.fork()
+    if child == 0:
+        seconds = 0.0  # a data set that fails is read, and fails, in the training process
+        try:
+            torch.set_num_threads(1)
+            began = time.perf_counter()
+            fetch(request)
+            seconds = time.perf_counter() - began
+        finally:
+            os.write(sending, repr(seconds).encode())
+            os._exit(0)
+    os.close(sending)
+    with os.fdopen(receiving) as answer:
+        seconds = float(answer.read() or 0.0)
+    os.waitpid(child, 0)
+    return seconds
+
+
+def _leave_signals_to_the_parent(number: int) -> None:
+    """A signal to the whole process group asks the training process to save; its workers must live until it has."""
+    for asked in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(asked, signal.SIG_IGN)
 
 
 class _Turns:

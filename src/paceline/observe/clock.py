@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from time import perf_counter_ns
 
-PHASES = ("setup", "data", "compute", "communication", "checkpoint", "validation", "other")
+PHASES = ("setup", "data", "compute", "communication", "logging", "checkpoint", "validation", "other")
+"""`other` is what no phase has claimed; everything in a run is meant to have a name."""
 
 
 class Clock:
@@ -29,7 +30,7 @@ def elapsed(earlier: dict[str, float], later: dict[str, float]) -> dict[str, flo
     return {phase: later[phase] - earlier[phase] for phase in later}
 
 
-def computing_share(seconds: dict[str, float]) -> float:
-    """RETURNN's computing time: the share of the time in which the run was not waiting for data."""
-    total = sum(seconds.values())
-    return 1.0 - seconds["data"] / total if total else 1.0
+def computing_share(*seconds: dict[str, float]) -> float:
+    """RETURNN's computing time: the share of all ranks' time in which they were not waiting for data."""
+    total = sum(sum(rank.values()) for rank in seconds)
+    return 1.0 - sum(rank["data"] for rank in seconds) / total if total else 1.0

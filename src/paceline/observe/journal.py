@@ -1,4 +1,4 @@
-"""What a run writes down: one JSON line per step and per validation, each exactly once even after a crash.
+"""What a run writes down: one JSON line per step, epoch and validation, each exactly once even after a crash.
 
 Steps are buffered and read from the device together, when something is logged anyway; they are on disk before any
 checkpoint that contains them is. A resumed run first drops the lines past its checkpoint.
@@ -9,41 +9,43 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-Record = dict[str, Any]
+from paceline.observe.watcher import Record, Watcher
 
 
-class Journal:
-    """`metrics.jsonl` of a run. Only the first rank has a file; on the others it is silent."""
+class Journal(Watcher):
+    """`metrics.jsonl` of a run."""
 
-    def __init__(self, path: Path | None, *, next_step: int = 0, next_validation: int = 0) -> None:
-        self._file: IO[str] | None = None
-        if path is not None:
-            if path.exists():
-                _drop_from(path, {"step": next_step, "validation": next_validation})
-            self._file = path.open("a", encoding="utf-8")
+    def __init__(self, path: Path, *, next_step: int = 0, next_validation: int = 0) -> None:
+        if path.exists():
+            _drop_from(path, {"step": next_step, "epoch": next_step, "validation": next_validation})
+        self._file: IO[str] = path.open("a", encoding="utf-8")
 
-    def steps(self, rows: Iterable[tuple[int, int, float, float | None]]) -> None:
-        """(step, epoch, loss, lr) of many steps; written by hand because it happens at every one."""
-        if self._file is not None:
-            lines = [
-                f'{{"kind": "step", "step": {step}, "epoch": {epoch}, "loss": {_number(loss)}, "lr": {_number(lr)}}}'
-                for step, epoch, loss, lr in rows
-            ]
-            self._file.write("\n".join([*lines, ""]))
-            self._file.flush()
+    def step(self, records: list[Record]) -> None:
+        """Written by hand because it happens at every step."""
+        lines = [
+            f'{{"kind": "step", "step": {record["step"]}, "epoch": {record["epoch"]},'
+            f' "loss": {_number(record["loss"])}, "lr": {_number(record["lr"])}}}\n'
+            for record in records
+        ]
+        self._file.write("".join(lines))
+        self._file.flush()
 
-    def write(self, records: list[Record]) -> None:
-        if self._file is not None and records:
-            self._file.write("".join(_line(record) for record in records))
-            self._file.flush()
+    def epoch(self, record: Record) -> None:
+        self._write(record)
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+    def validation(self, record: Record) -> None:
+        self._write(record)
+
+    def end(self, status: str) -> None:
+        self._file.close()
+
+    def _write(self, record: Record) -> None:
+        self._file.write(_line(record))
+        self._file.flush()
 
 
 def _number(value: float | None) -> str:
@@ -60,6 +62,8 @@ def _line(record: Record) -> str:
 def _map(value: Any, change: Callable[[float], Any]) -> Any:
     if isinstance(value, dict):
         return {name: _map(entry, change) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_map(entry, change) for entry in value]
     return change(value) if isinstance(value, float) else value
 
 

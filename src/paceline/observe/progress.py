@@ -1,75 +1,149 @@
-"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere, one writer on many ranks."""
+"""What a person sees while a run goes on: a bar on a terminal or in a notebook, plain lines elsewhere, one writer."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
+from typing import Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
+from paceline.observe.bars import Bar, NotebookBar, TerminalBar, is_notebook
+from paceline.observe.rank_log import SAID
+
+Style = Literal["bar", "notebook", "lines", "none"]
 QUIET_S = 10.0
 """Plain lines come at most this often."""
+REFRESH_S = 0.25
+"""A bar is drawn at most this often: drawing costs about a millisecond of the time of training."""
+
+_said = logging.getLogger(SAID)
+_said.propagate = False  # it is on the console already
+
+
+def choose_style(asked: str, *, is_terminal: bool, is_notebook: bool) -> Style:
+    """From `--progress` and where the output goes to what is drawn."""
+    if asked in ("lines", "none"):
+        return "lines" if asked == "lines" else "none"
+    if is_notebook:
+        return "notebook"
+    return "bar" if is_terminal or asked == "bar" else "lines"
 
 
 class Progress:
-    """The console of a run; silent on all ranks but the first."""
+    """The console of a run; silent on all ranks but the first.
 
-    def __init__(self, enabled: bool = True) -> None:
-        self._console = Console(file=sys.stdout, quiet=not enabled, highlight=False, soft_wrap=True)
+    With `--progress none` only what a user must know is said. All that is said is in the rank's log file, too.
+    """
+
+    def __init__(self, enabled: bool = True, asked: str = "auto") -> None:
+        in_notebook = is_notebook()
+        # In a notebook rich would print each line as a block of HTML; its text belongs into the cell's output.
+        self._console = Console(
+            file=sys.stdout, quiet=not enabled, highlight=False, soft_wrap=True, force_jupyter=False
+        )
+        style = choose_style(asked, is_terminal=self._console.is_terminal, is_notebook=in_notebook)
+        self._style: Style = style if enabled else "none"
         self._bar: Bar | None = None
-        self._line: int | None = None
-        if enabled and self._console.is_terminal:
-            self._bar = Bar(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
-                console=self._console,
-            )
+        if self._style == "notebook":
+            self._bar = NotebookBar()
+        elif self._style == "bar":
+            self._bar = TerminalBar(self._console)
         self._told = time.monotonic()
-        self._epoch = 0
+        self._title = ""
         self._total: int | None = None
+        self._first, self._began = 0, 0.0
+
+    # -- lines ---------------------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
+        """What a user must know, also with `--progress none`."""
+        _said.info(text)
         self._console.print(text, markup=False)
+
+    def tell(self, text: str) -> None:
+        """What a user likes to see."""
+        if self._style == "none":
+            _said.info(text)
+        else:
+            self.say(text)
 
     def table(self, rows: list[tuple[str, str]]) -> None:
         """Names and values, one pair a line."""
-        width = max(len(name) for name, _ in rows)
+        width = max((len(name) for name, _ in rows), default=0)
         for name, value in rows:
-            self.say(f"  {name:<{width}}  {value}")
+            self.tell(f"  {name:<{width}}  {value}")
 
-    def epoch(self, epoch: int, total: int | None, done: int) -> None:
-        self._epoch, self._total = epoch, total
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def epoch(self, title: str, total: int | None, done: int) -> None:
+        """The steps of an epoch begin, `done` of them have been done before."""
+        self._title, self._total, self._first, self._began = title, total, done, time.monotonic()
         if self._bar is not None:
-            self._bar.start()  # not before: a run that cannot begin leaves the terminal as it was
-            if self._line is not None:
-                self._bar.remove_task(self._line)  # type: ignore[arg-type]
-            self._line = self._bar.add_task(f"epoch {epoch + 1}", total=total, completed=done, note="")
+            self._told = self._began
+            self._bar.show(title, done, total, "")
 
-    def step(self, done: int, loss: float, skipped: int) -> None:
-        note = f"loss {loss:.4f}" + (f", {skipped} skipped" if skipped else "")
-        if self._bar is not None and self._line is not None:
-            self._bar.update(self._line, completed=done, note=note)  # type: ignore[arg-type]
-        elif time.monotonic() - self._told >= QUIET_S:
-            self._told = time.monotonic()
-            self.say(f"epoch {self._epoch + 1}, step {done}/{self._total or '?'}, {note}")
-
-    def epoch_done(self, epoch: int, steps: int, seconds: float, computing: float, loss: float) -> None:
-        """RETURNN's epoch line."""
-        hours, rest = divmod(int(seconds), 3600)
-        clock = f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
-        self.say(
-            f"train epoch {epoch + 1}, finished after {steps} steps, {clock} elapsed"
-            f" ({100 * computing:.1f}% computing time), loss {loss:.4f}"
-        )
+    def step(self, done: int, loss: float, rate: float | None, skipped: int) -> None:
+        if self._style == "none":
+            return
+        now = time.monotonic()
+        if now - self._told < (QUIET_S if self._bar is None else REFRESH_S):
+            return
+        self._told = now
+        per_s = (done - self._first) / max(now - self._began, 1e-9)
+        note = pace(done, self._total, loss, rate, per_s, skipped)
+        if self._bar is not None:
+            self._bar.show(self._title, done, self._total, note)
+        else:
+            self.tell(f"{self._title}, step {done}/{self._total or '?'}, {note}")
 
     def validation(self, metrics: dict[str, float]) -> None:
-        self.say("  " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        self.tell("  " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
 
     def close(self) -> None:
+        """Give the terminal back; what is said afterwards is still printed."""
         if self._bar is not None:
-            self._bar.stop()
+            self._bar.close()
+
+
+def pace(done: int, total: int | None, loss: float, rate: float | None, per_s: float, skipped: int) -> str:
+    """How training goes, in one phrase."""
+    parts = [f"loss {loss:.4f}"]
+    if rate is not None:
+        parts.append(f"lr {rate:.3g}")
+    parts.append(f"{per_s:.3g} it/s" if per_s < 1000 else f"{per_s:.0f} it/s")
+    if total is not None and per_s > 0:
+        parts.append(f"{clock_time((total - done) / per_s)} left")
+    if skipped:
+        parts.append(f"{skipped} skipped")
+    return ", ".join(parts)
+
+
+def clock_time(seconds: float) -> str:
+    """h:mm:ss"""
+    hours, rest = divmod(int(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
+
+
+def epoch_line(
+    title: str,
+    steps: int,
+    seconds: float,
+    computing: float,
+    *,
+    loss: float,
+    padding: float | None,
+    objects_per_s: float,
+) -> str:
+    """RETURNN's epoch line, with padding and speed."""
+    parts = [
+        f"train {title}",
+        f"finished after {steps} steps",
+        f"{clock_time(seconds)} elapsed ({100 * computing:.1f}% computing time)",
+        f"loss {loss:.4f}",
+    ]
+    if padding is not None:
+        parts.append(f"padding {100 * padding:.1f}%")
+    speed = f"{objects_per_s:.0f}" if objects_per_s >= 100 else f"{objects_per_s:.3g}"
+    return ", ".join([*parts, f"{speed} samples/s"])

@@ -15,6 +15,12 @@ from torch import nn
 
 from paceline.config.errors import PacelineError
 from paceline.config.settings import GroupSettings, OptimSettings
+from paceline.optim.lamb import Lamb
+from paceline.optim.novograd import NovoGrad
+
+ADAM_BETAS = (0.9, 0.999)
+NOVOGRAD_BETAS = (0.95, 0.25)
+"""Of NeMo's factory (its class has 0.98 as the second)."""
 
 
 class ParameterPatternUnmatched(PacelineError):
@@ -79,12 +85,13 @@ def groups(model: nn.Module, settings: OptimSettings) -> list[dict[str, Any]]:
 
 
 def optimizer(settings: OptimSettings, groups: list[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
-    """torch's own optimizer.
+    """torch's own optimizer, or ours where torch has none.
 
-    Fused on CUDA, where it leaves the weights alone if its `found_inf` says so, without asking the host; as torch
-    chooses on CPU, bitwise what a hand-written loop gets.
+    torch's is fused on CUDA, where it leaves the weights alone if its `found_inf` says so, without asking the host; as
+    torch chooses on CPU, bitwise what a hand-written loop gets. Ours are the same everywhere.
     """
     fused = True if device.type == "cuda" else None
+    betas = settings.betas or (NOVOGRAD_BETAS if settings.optimizer == "novograd" else ADAM_BETAS)
     match settings.optimizer:
         case "sgd":
             sgd = torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=fused)
@@ -92,9 +99,19 @@ def optimizer(settings: OptimSettings, groups: list[dict[str, Any]], device: tor
                 zero_first_momentum(sgd)
             return sgd
         case "adam":
-            return torch.optim.Adam(groups, lr=settings.lr, betas=settings.betas, fused=fused)
+            return torch.optim.Adam(groups, lr=settings.lr, betas=betas, fused=fused)
         case "adamw":
-            return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=fused)
+            return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, fused=fused)
+        case "novograd":
+            return NovoGrad(groups, lr=settings.lr, betas=betas)
+        case "lamb":
+            return Lamb(groups, lr=settings.lr, betas=betas)
+
+
+def unused(settings: OptimSettings) -> list[str]:
+    """Options that were set but have no effect on the chosen optimizer."""
+    idle = "betas" if settings.optimizer == "sgd" else "momentum"
+    return [idle] if getattr(settings, idle) != type(settings).model_fields[idle].default else []
 
 
 def zero_first_momentum(sgd: torch.optim.SGD) -> None:

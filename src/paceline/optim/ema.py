@@ -1,6 +1,7 @@
 """An exponential moving average of the weights, which often validates better than the last weights do.
 
-After each update: average <- decay * average + (1 - decay) * weight. Buffers (batch-norm statistics) are not averaged.
+After each step, a skipped one too: average <- decay * average + (1 - decay) * weight. Buffers (batch-norm statistics)
+are not averaged.
 """
 
 from __future__ import annotations

@@ -10,6 +10,11 @@ from torch import Tensor
 
 from paceline.config.errors import PacelineError
 
+_NUMBERS = ("lr", "initial_lr", "lr_scale", "weight_decay", "betas", "momentum", "dampening", "eps", "alpha", "rho")
+_CHOICES = ("nesterov", "centered", "amsgrad", "maximize", "decoupled_weight_decay", "grad_averaging", "luc")
+_WAYS = ("foreach", "capturable", "differentiable", "fused", "luc_trust", "luc_eps", "adapt_undecayed", "trust_range")
+SETTINGS = frozenset((*_NUMBERS, *_CHOICES, *_WAYS))
+"""Entries of a parameter group that the user sets; everything else there is an optimizer's own state."""
 SEPARATOR = "/"
 """Between a parameter's name and the name of a state tensor; parameter names never contain it."""
 
@@ -74,8 +79,8 @@ def unpack(
     values_of = {name: group["values"] for group in plain["groups"] for name in group["names"]}
     for group, live in zip(target["param_groups"], optimizer.param_groups, strict=True):
         before = values_of[names[live["params"][0]]]
-        # Entries the optimizer itself added while running (a step counter, say) are state; settings are not.
-        group.update({key: value for key, value in before.items() if key not in optimizer.defaults and key in live})
+        # What an optimizer counts in its groups is state; what the user set is the run's own.
+        group.update({key: value for key, value in before.items() if key not in SETTINGS})
     optimizer.load_state_dict(target)
 
 

@@ -6,7 +6,8 @@ on every rank. Compared with torch's DistributedDataParallel wrapper, on the sam
 
 - the model is not wrapped: a loss may call it several times, or any of its methods, and names keep their form;
 - a rank with nothing to do sends its zeroed buckets, no forward pass needed; parameters without a gradient need no
-  search of the graph: what has not been sent when backward ends is sent then;
+  search of the graph: what has not been sent when backward ends is sent then, and a parameter that no rank had a
+  gradient for has none afterwards, as on one rank;
 - sums, not means: losses are already divided by the global count;
 - the step's loss, count and flags travel at the end of the last bucket: a step has no other collective.
 """
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed
 
+from paceline.config.errors import PacelineError
 from paceline.parallel.strategy import TALLY, Strategy, Tally
 from paceline.world.link import Link
 
@@ -25,19 +27,29 @@ FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first all-reduce starts early
 BUCKET_BYTES = 25 << 20
 
 
+class PiecewiseGradient(PacelineError):
+    """A gradient that was complete, and sent, went on to grow."""
+
+    hint = "use torch.utils.checkpoint with use_reentrant=False, or `checkpoint_activations`"
+
+    def __init__(self) -> None:
+        super().__init__("a parameter got its gradient in several pieces in one backward (reentrant checkpointing?)")
+
+
 class _Bucket:
-    def __init__(self, parameters: list[torch.nn.Parameter], extra: int) -> None:
-        numel = sum(parameter.numel() for parameter in parameters)
-        first = parameters[0]
+    def __init__(self, members: list[tuple[int, torch.nn.Parameter]], extra: int) -> None:
+        first = members[0][1]
+        numel = sum(parameter.numel() for _, parameter in members)
         self.flat = torch.zeros(numel + extra, dtype=first.dtype, device=first.device)
-        self.parameters = parameters
+        self.members = members
         self.views: list[torch.Tensor] = []
         offset = 0
-        for parameter in parameters:
+        for _, parameter in members:
             self.views.append(self.flat[offset : offset + parameter.numel()].view_as(parameter))
             offset += parameter.numel()
         self.tail = self.flat[offset:]
-        self.pending = 0
+        self.pending: set[int] = set()
+        self.is_sent = False
 
 
 class SummedGradients(Strategy):
@@ -46,34 +58,36 @@ class SummedGradients(Strategy):
     def __init__(self, parameters: Sequence[torch.nn.Parameter], link: Link, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(parameters)
         self._link = link
-        self._buckets = _fill(self.parameters, bucket_bytes)
+        extra = TALLY + len(self.parameters)  # the tally, and one mark per parameter that has a gradient
+        self._buckets = _fill(self.parameters, bucket_bytes, extra)
         last = self._buckets[-1]
         # Half-precision buckets cannot carry a count exactly: the tally then has an all-reduce of its own.
         self._tally_rides = last.tail.numel() > 0
-        self._tally = last.tail if self._tally_rides else torch.zeros(TALLY, device=last.flat.device)
+        self._tally = last.tail if self._tally_rides else torch.zeros(extra, device=last.flat.device)
+        self._has_gradient = [False] * len(self.parameters)
         self._armed = False
         self._next = 0
         self._works: list[torch.distributed.Work] = []
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+            parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
             for bucket in self._buckets
-            for parameter in bucket.parameters
+            for index, parameter in bucket.members
         ]
 
     def start_step(self) -> None:
         for bucket in self._buckets:
             bucket.flat.zero_()
-            bucket.pending = len(bucket.parameters)
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+            bucket.pending = {index for index, _ in bucket.members}
+            bucket.is_sent = False
+            for (_, parameter), view in zip(bucket.members, bucket.views, strict=True):
                 if parameter.grad is not view:
                     parameter.grad = view
+        self._has_gradient = [False] * len(self.parameters)
         self._next = 0
 
     def arm(self, tally: Tally) -> None:
         for index, number in enumerate(tally):
             self._tally[index] = number
-        if not self._tally_rides:
-            self._send(self._tally)
         self._armed = True
 
     def reduce(self) -> torch.Tensor:
@@ -83,7 +97,8 @@ class SummedGradients(Strategy):
         for work in self._works:
             work.wait()
         self._works.clear()
-        return self._tally.clone()
+        self._drop_unused()
+        return self._tally[:TALLY].clone()
 
     def detach(self) -> None:
         for hook in self._hooks:
@@ -91,25 +106,48 @@ class SummedGradients(Strategy):
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _hook(self, bucket: _Bucket) -> Callable[[torch.Tensor], None]:
+    def _hook(self, bucket: _Bucket, index: int) -> Callable[[torch.Tensor], None]:
         def accumulated(_: torch.Tensor) -> None:
+            self._has_gradient[index] = True
             if not self._armed:
                 return
-            bucket.pending -= 1
-            if bucket.pending == 0:
-                while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
-                    self._send_next()
+            if bucket.is_sent:
+                raise PiecewiseGradient
+            bucket.pending.discard(index)
+            # The last bucket carries the marks of all parameters and waits for the end of backward.
+            while self._next < len(self._buckets) - 1 and not self._buckets[self._next].pending:
+                self._send_next()
 
         return accumulated
 
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
-        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+        for (_, parameter), view in zip(bucket.members, bucket.views, strict=True):
             if parameter.grad is not view and parameter.grad is not None:  # replaced by autograd or by the task
                 view.copy_(parameter.grad)
                 parameter.grad = view
+        if self._next == len(self._buckets) - 1:
+            self._mark_used()
+        bucket.is_sent = True
         self._send(bucket.flat)
+        if self._next == len(self._buckets) - 1 and not self._tally_rides:
+            self._send(self._tally)
         self._next += 1
+
+    def _mark_used(self) -> None:
+        if all(self._has_gradient):
+            self._tally[TALLY:] = 1.0
+        else:
+            self._tally[TALLY:] = torch.tensor(self._has_gradient).to(self._tally, non_blocking=True)
+
+    def _drop_unused(self) -> None:
+        """No gradient where no rank had one. What this rank had itself is known without asking the device."""
+        if all(self._has_gradient):
+            return
+        used = self._tally[TALLY:].tolist()
+        for parameter, marks in zip(self.parameters, used, strict=True):
+            if not marks:
+                parameter.grad = None
 
     def _send(self, tensor: torch.Tensor) -> None:
         work = self._link.all_reduce(tensor, async_op=True)
@@ -117,17 +155,17 @@ class SummedGradients(Strategy):
             self._works.append(work)
 
 
-def _fill(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
-    """Cut parameters, last first, into buckets of one dtype; the last bucket has room for the tally."""
-    groups: list[list[torch.nn.Parameter]] = []
-    size = 0
-    limit = first_limit = min(FIRST_BUCKET_BYTES, bucket_bytes)
-    for parameter in reversed(parameters):
-        if not groups or parameter.dtype != groups[-1][0].dtype or size >= limit:
-            limit = first_limit if not groups else bucket_bytes
-            groups.append([])
-            size = 0
-        groups[-1].append(parameter)
-        size += parameter.numel() * parameter.element_size()
-    exact = groups[-1][0].dtype in (torch.float32, torch.float64)
-    return [_Bucket(group, TALLY if exact and index == len(groups) - 1 else 0) for index, group in enumerate(groups)]
+def _fill(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int, extra: int) -> list[_Bucket]:
+    """Cut parameters, last first, into buckets of one dtype; the last bucket has `extra` places at its end."""
+    groups: list[list[tuple[int, torch.nn.Parameter]]] = []
+    open_groups: dict[torch.dtype, list[tuple[int, torch.nn.Parameter]]] = {}
+    for index, parameter in reversed(list(enumerate(parameters))):
+        group = open_groups.get(parameter.dtype)
+        is_first = len(groups) == 1
+        limit = min(FIRST_BUCKET_BYTES, bucket_bytes) if is_first else bucket_bytes
+        if group is None or sum(member.nbytes for _, member in group) >= limit:
+            group = open_groups[parameter.dtype] = []
+            groups.append(group)
+        group.append((index, parameter))
+    exact = groups[-1][0][1].dtype in (torch.float32, torch.float64)
+    return [_Bucket(group, extra if exact and number == len(groups) - 1 else 0) for number, group in enumerate(groups)]

@@ -8,6 +8,8 @@ only when somebody reads them (validation, checkpoint). Rank 0's share starts wi
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -22,6 +24,25 @@ class CumulativeBatchNorm(PacelineError):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"batch norm {name!r} has momentum=None, which cannot be kept exact on several ranks")
+        self.name = name
+
+
+class BatchNormFrozen(PacelineError):
+    """A batch norm stopped training in the middle of a stage, where it has only this rank's share."""
+
+    hint = "freeze batch norms in `before_stage`, or before the model is prepared"
+
+    def __init__(self) -> None:
+        super().__init__("a batch norm was put into evaluation mode between two steps; on several ranks it cannot be")
+
+
+class SyncBatchNormRefused(PacelineError):
+    """Batch norm over ranks, in a model whose unit of numerics is the grain."""
+
+    hint = "use plain BatchNorm: its statistics are per grain, the same on any number of ranks"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name!r} is a SyncBatchNorm, which would wait for ranks that have no grain in a step")
         self.name = name
 
 
@@ -52,6 +73,8 @@ class RunningStatistics:
             if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
                 if module.momentum is None:
                     raise CumulativeBatchNorm(name)
+                if isinstance(module, torch.nn.SyncBatchNorm):
+                    raise SyncBatchNormRefused(name)
                 self._layers.append(module)
                 self._floats += [module.get_buffer("running_mean"), module.get_buffer("running_var")]
         if not self._layers:
@@ -69,6 +92,7 @@ class RunningStatistics:
         if not self._is_shared:
             return
         self._is_shared = False
+        self._agree_on_other_buffers()
         if not self._layers:
             return
         torch._foreach_mul_(self._floats, self._factors(self._decays))
@@ -82,12 +106,28 @@ class RunningStatistics:
         for tensor, value in zip(self._counters(), counters.unbind(), strict=True):
             tensor.copy_(value)
 
+    def _agree_on_other_buffers(self) -> None:
+        """What a model changes in its own way (spectral norms, codebooks) has no shares: the first rank's counts."""
+        shared = {id(tensor) for tensor in [*self._floats, *self._counters()]}
+        others = {name: tensor for name, tensor in self._model.named_buffers() if id(tensor) not in shared}
+        prints = {name: repr(tensor.double().sum().item()) for name, tensor in others.items()}
+        everyone = self._link.gather_objects(prints)
+        differ = [name for name in prints if any(theirs[name] != prints[name] for theirs in everyone)]
+        for name in differ:
+            self._link.broadcast(others[name])
+        if differ:
+            logging.getLogger("paceline").warning(
+                "buffers that forward changes differ between ranks, rank 0's are used: %s", ", ".join(differ)
+            )
+
     def before_grain(self, missed: int) -> None:
         """This rank's next grain, after `missed` grains of other ranks in this step.
 
         How often a layer is called is known only afterwards, so the share is put aside and the layers start from 0.
         """
         if self._layers:
+            if not all(layer.training for layer in self._layers):
+                raise BatchNormFrozen
             self._before = [tensor.clone() for tensor in self._floats]
             torch._foreach_zero_(self._floats)
             self._missed = missed

@@ -62,6 +62,13 @@ class Masters:
             torch._foreach_copy_([gradient for gradient, _ in known], [buffer for _, buffer in known])
 
     @torch.no_grad()
+    def pull_changes(self) -> None:
+        """After `push_gradients`: take over what was changed since; what was not keeps its fp32 digits."""
+        for (weight, _), buffer in zip(self._trained, self._buffers, strict=True):
+            if weight.grad is not None:
+                buffer.copy_(torch.where(weight.grad == buffer.to(weight.grad.dtype), buffer, weight.grad.float()))
+
+    @torch.no_grad()
     def push_weights(self) -> None:
         """fp32 masters -> fp16 weights of the model."""
         if self._weights:

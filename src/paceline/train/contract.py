@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -35,7 +36,10 @@ class NonFiniteLoss(PacelineError):
 class TooManySkipped(PacelineError):
     """No step has had finite gradients for a long while."""
 
-    hint = "lower `lr`, set `clip_norm`, or try `-O0`; `max_skipped` sets the limit"
+    hint = (
+        "in `metrics.jsonl` a loss that was not finite is null: if there is one, look at the data of the first such"
+        " step; else lower `--lr`, set `--clip-norm` or a level of more precision; `--max-skipped` sets the limit"
+    )
 
     def __init__(self, skipped: int, step: int) -> None:
         super().__init__(f"gradients were not finite in {skipped} steps in a row, up to step {step}")
@@ -52,14 +56,26 @@ class NoGradients(PacelineError):
         super().__init__("the loss gave no gradient to any trainable parameter")
 
 
+class ForeignParameters(PacelineError):
+    """The optimizer updates parameters that the model does not have."""
+
+    hint = "make them part of the model (a criterion's parameters too), so that ranks and checkpoints know them"
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"the optimizer updates {number} parameters that are not the model's")
+        self.number = number
+
+
 class OutOfMemory(PacelineError):
     """A grain does not fit the device."""
 
-    def __init__(self, shapes: str, num_samples: int, num_grains: int, detail: str) -> None:
+    def __init__(self, shapes: str, num_samples: int, num_grains: int | None, detail: str) -> None:
         super().__init__(f"out of memory on a grain of {num_samples} samples ({shapes}): {detail}")
         self.hint = (
-            f"cut the batch finer with `--grains {2 * num_grains}` (changes numerics, so in a new run), recompute with"
-            " `--checkpoint-activations`, or use a lower precision (`-O2`)"
+            f"validate with smaller batches: `--eval-batch {max(1, num_samples // 2)}`"
+            if num_grains is None
+            else f"cut the batch finer with `--grains {2 * num_grains}` (changes numerics, so in a new run), recompute"
+            " with `--checkpoint-activations`, or use a lower precision (`-O2`)"
         )
         self.shapes = shapes
 
@@ -75,6 +91,8 @@ def unpack(result: Any) -> tuple[torch.Tensor, Any, Any]:
     if not isinstance(total, torch.Tensor) or total.dim() != 0:
         shape = f"of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else f"({type(total).__name__})"
         raise LossContract(f"returned a sum that is not a 0-dim tensor {shape}")
-    if not isinstance(count, (int, float)) and not (isinstance(count, torch.Tensor) and count.dim() == 0):
+    if not isinstance(count, numbers.Number) and not (isinstance(count, torch.Tensor) and count.dim() == 0):
         raise LossContract("returned a count that is not a number")
+    if not total.requires_grad:
+        raise NoGradients
     return total, count, result[2] if len(result) == 3 else None

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
@@ -26,7 +27,7 @@ from paceline.parallel.gradients import SummedGradients
 from paceline.parallel.statistics import RunningStatistics
 from paceline.parallel.strategy import Alone, Strategy
 from paceline.speed import loss_scale, master, precision, recompute
-from paceline.train.contract import NoGradients, NonFiniteLoss, OutOfMemory, unpack
+from paceline.train.contract import ForeignParameters, NoGradients, NonFiniteLoss, OutOfMemory, unpack
 from paceline.train.feed import Feed
 from paceline.train.position import choose_grains
 from paceline.train.skips import SkipCount
@@ -75,15 +76,14 @@ class Engine:
         precision.apply(self.precision)
         self._autocast = precision.autocast(self.precision, self.device)
         self.scale = loss_scale.build(self.config.loss_scale, self.precision, self.device)
-        self._generator = (
-            torch.cuda.default_generators[self.device.index or 0]
-            if self.device.type == "cuda"
-            else torch.default_generator
-        )
+        self._device_generator: torch.Generator | None = None
+        if self.device.type == "cuda":
+            self._device_generator = torch.cuda.default_generators[self.device.index or 0]
         self._found_inf = torch.zeros((), device=self.device)
         self.skips = SkipCount(self.device, self.config.max_skipped)
         self.num_steps = 0
-        self.epoch, self.epoch_step = 0, 0  # where `batches` is
+        self.epoch, self.epoch_step, self.call_began = 0, 0, 0  # where `batches` is, and where its last call began
+        self.is_resumed = False
         self.rate: float | None = None
         self.clock: Clock | None = None
         self.wants_stop = False
@@ -105,6 +105,7 @@ class Engine:
         The order matters: where (device), what is kept (recomputation), equal on all ranks, in which dtype, compiled,
         reduced.
         """
+        _check_pair(model, optimizer)
         model.to(self.device)
         if self.config.checkpoint_activations:
             recompute.recompute(model, self.config.checkpoint_activations)
@@ -193,7 +194,7 @@ class Engine:
         last = len(batch.grains) - 1
         try:
             for index, grain in enumerate(batch.grains):
-                self._generator.manual_seed(key(self.config.seed, self.num_steps, grain.number))
+                self._seed(key(self.config.seed, self.num_steps, grain.number))
                 if self._several:
                     self.statistics.before_grain(missed=grain.number - position)
                     position = grain.number + 1
@@ -203,7 +204,7 @@ class Engine:
                 outputs.append(extra)
                 if self._several and index == last:
                     self.strategy.arm((loss_sum, count, batch.has_next, self.wants_stop))
-                torch.autograd.backward((total,), (self.scale.seed(total, batch.count),))
+                torch.autograd.backward((total,), (self.scale.seed(total, batch.count or 1),))
                 if self._several:
                     self.statistics.after_grain()
         except torch.OutOfMemoryError as error:
@@ -221,6 +222,13 @@ class Engine:
             self.clock.lap("communication")
         self._ranks_with_data = more
         return Step(self.num_steps, loss_sum, count, more, stop, outputs=outputs)
+
+    def _seed(self, value: int) -> None:
+        """Key what a model or a loss may draw from: torch on CPU and device, and numpy (mixup and the like)."""
+        torch.default_generator.manual_seed(value)
+        np.random.seed(value & 0xFFFFFFFF)
+        if self._device_generator is not None:
+            self._device_generator.manual_seed(value)
 
     def _forward(self, loss: Loss, grain: Grain) -> tuple[torch.Tensor, Any, Any]:
         if self.precision.autocast is None:
@@ -243,7 +251,7 @@ class Engine:
         on_host = not isinstance(done.count, torch.Tensor) or done.count.device.type == "cpu"
         if not on_host or float(done.count) != batch.count:
             # Where nothing was counted this gives inf or nan, and the step is skipped.
-            torch._foreach_mul_(self._gradients, batch.count / torch.as_tensor(done.count).double())
+            torch._foreach_mul_(self._gradients, (batch.count or 1) / torch.as_tensor(done.count).double())
         self._found_inf.zero_()
         self.scale.unscale_and_check(self._gradients, self._found_inf)
 
@@ -253,7 +261,7 @@ class Engine:
             self.masters.push_gradients()
         after_backward()
         if self.masters is not None:
-            self.masters.pull_gradients()
+            self.masters.pull_changes()
         self._gradients = [parameter.grad for parameter in self._updated if parameter.grad is not None]
 
     def _clip(self, done: Step) -> None:
@@ -300,7 +308,10 @@ class Engine:
         collate: Callable[[list[Any]], Any] | None = None,
         **settings: Any,
     ) -> Iterator[Batch]:
-        """This rank's part of every global batch, for as many epochs; `settings` are those of `DataSettings`."""
+        """This rank's part of every global batch, for as many epochs; `settings` are those of `DataSettings`.
+
+        After a resume, the first call goes on where the interrupted one was.
+        """
         config = DataSettings(**settings)
         feed = Feed(
             dataset,
@@ -312,7 +323,10 @@ class Engine:
             lengths=getattr(dataset, "lengths", None),
             counts=getattr(dataset, "counts", None),
         )
-        while self.epoch < epochs:
+        if not self.is_resumed:
+            self.call_began = self.epoch
+        self.is_resumed = False
+        while self.epoch < self.call_began + epochs:
             for batch in feed.batches(self.epoch, self.epoch_step):
                 self.epoch_step = batch.step + 1
                 yield batch
@@ -338,6 +352,15 @@ class Engine:
             self.statistics.share()
 
     @contextmanager
+    def whole_statistics(self) -> Iterator[None]:
+        """Batch-norm statistics as one process would have them, for somebody who looks; all ranks must enter."""
+        self.statistics.total()
+        try:
+            yield
+        finally:
+            self.statistics.share()
+
+    @contextmanager
     def _averaged(self) -> Iterator[None]:
         if self.average is None:
             yield
@@ -349,3 +372,14 @@ class Engine:
         """Leave the other ranks."""
         if self._owns_link:
             self.link.close()
+
+
+def _check_pair(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer must update what the ranks keep equal: trainable parameters of this model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    num_foreign = sum(id(parameter) not in own for parameter in updated)
+    if num_foreign:
+        raise ForeignParameters(num_foreign)
+    if not any(parameter.requires_grad for parameter in updated):
+        raise NoGradients

@@ -6,6 +6,7 @@ per batch and added in batch order in float64, so the result is the same number 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,9 +14,12 @@ import numpy as np
 import torch
 
 from paceline.config.errors import PacelineError
+from paceline.config.keys import key
+from paceline.data.fetch import seed_everything
 from paceline.data.grain import Grain
 from paceline.data.loader import Loader
 from paceline.data.plan import BatchRule, Plan
+from paceline.train.contract import OutOfMemory
 from paceline.world.link import Link
 
 Metrics = Callable[[Grain], Mapping[str, tuple[Any, Any]]]
@@ -31,43 +35,42 @@ class MetricContract(PacelineError):
         self.name = name
 
 
-def evaluation_plan(num_samples: int, rule: BatchRule, lengths: Any = None) -> Plan:
-    """Whole batches in a fixed order: as in the data set, or by length where lengths are known."""
-    order = "none" if lengths is None else "sorted"
+def evaluation_plan(num_samples: int, rule: BatchRule, lengths: Any = None, *, in_order: bool = False) -> Plan:
+    """Whole batches in a fixed order: as in the data set, or by length where lengths are known (and not `in_order`)."""
+    order = "none" if lengths is None or in_order else "sorted"
     return Plan(num_samples, rule=rule, grains=1, seed=0, lengths=lengths, order=order)
 
 
 def evaluate(
-    metrics: Metrics, loader: Loader, plan: Plan, link: Link, *, limit_batches: int | None = None
+    metrics: Metrics, loader: Loader, plan: Plan, link: Link, *, limit_batches: int | None = None, seed: int = 0
 ) -> dict[str, float]:
-    """Each metric over the whole set, as sum / weight."""
+    """Each metric over the batches that have it, as sum / weight."""
     steps = plan.num_steps if limit_batches is None else min(plan.num_steps, limit_batches)
     world = link.world
-    names: list[str] = []
-    rows: list[tuple[int, list[torch.Tensor]]] = []
+    rows: list[tuple[int, int, str]] = []
+    values: list[torch.Tensor] = []
     for batch in loader.run(plan, range(world.rank, steps, world.size)):
         for grain in batch.grains:
-            found = metrics(grain)
-            names = list(found)
-            values = []
-            for name, pair in found.items():
+            seed_everything(key(seed, batch.step))
+            for place, (name, pair) in enumerate(_call(metrics, grain).items()):
                 if not isinstance(pair, tuple) or len(pair) != 2:
                     raise MetricContract(name, pair)
-                values += [torch.as_tensor(number).detach().double() for number in pair]
-            rows.append((batch.step, values))
-    return _join(names, rows, steps, link)
+                rows.append((batch.step, place, name))
+                values += [torch.as_tensor(number, device=link.device).detach().double() for number in pair]
+    table = torch.stack(values).view(-1, 2).tolist() if values else []  # one transfer from the device
+    return _join([(*row, total, weight) for row, (total, weight) in zip(rows, table, strict=True)], link)
 
 
-def _join(
-    names: list[str], rows: list[tuple[int, list[torch.Tensor]]], num_batches: int, link: Link
-) -> dict[str, float]:
-    tables = [torch.stack([value.cpu() for value in values]).tolist() for _, values in rows]
-    mine = (names, [(number, table) for (number, _), table in zip(rows, tables, strict=True)])
-    everyone = link.gather_objects(mine)
-    names = next((names for names, found in everyone if found), [])
-    ordered = np.zeros((num_batches, 2 * len(names)))
-    for _, found in everyone:
-        for number, table in found:
-            ordered[number] = table
-    sums = ordered.sum(axis=0)
-    return {name: float(sums[2 * index] / sums[2 * index + 1]) for index, name in enumerate(names)}
+def _call(metrics: Metrics, grain: Grain) -> Mapping[str, tuple[Any, Any]]:
+    try:
+        return metrics(grain)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(grain.shapes(), len(grain), None, str(error)) from error
+
+
+def _join(mine: list[tuple[int, int, str, float, float]], link: Link) -> dict[str, float]:
+    """Everyone's (batch, place, metric, sum, weight), added in the order of the batches."""
+    sums: dict[str, Any] = {}
+    for _, _, name, total, weight in sorted(row for rows in link.gather_objects(mine) for row in rows):
+        sums[name] = sums.get(name, 0.0) + np.array((total, weight))
+    return {name: float(total / weight) if weight else math.nan for name, (total, weight) in sums.items()}

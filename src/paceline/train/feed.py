@@ -50,6 +50,7 @@ class Feed:
         counts: NDArray[Any] | None = None,
     ) -> None:
         self.data = data
+        self.lengths = lengths
         self._config = config
         self._link = link
         self._grains = grains
@@ -77,7 +78,6 @@ class Feed:
             return
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise NotData(data)
-        self._lengths = lengths
         self._counts = counts
         self._loader = Loader(
             data,
@@ -102,7 +102,7 @@ class Feed:
                 grains=max(1, self._grains // ranks),
                 seed=self._seed,
                 epoch=epoch,
-                lengths=self._lengths,
+                lengths=self.lengths,
                 counts=self._counts,
                 order=config.order,
                 bins=config.bins,

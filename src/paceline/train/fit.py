@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from paceline.config.folder import run_folder
 from paceline.config.settings import TrainConfig
+from paceline.observe.watcher import Watcher
+from paceline.train import apply, restore
+from paceline.train.benchmark import benchmark
+from paceline.train.run import MARK
 from paceline.train.task import Task
 from paceline.train.trainer import Result, Trainer
 from paceline.world.discover import discover
+from paceline.world.link import Link
 from paceline.world.start import start
 
+PREDICTIONS = "predictions.jsonl"
+"""In the run folder: what `--mode infer` predicted last."""
 
-def fit(task: Task, config: TrainConfig | None = None, **settings: Any) -> Result:
-    """Train `task` with `config`, or with the settings given by name.
 
+def fit(task: Task, config: TrainConfig | None = None, *, watchers: Sequence[Watcher] = (), **settings: Any) -> Result:
+    """Train `task` with `config`, or with the settings given by name; or validate, predict or measure, as `mode` and
+    `benchmark` say.
+
+    `watchers` follow the run on the first rank, beside those that the settings and the task name.
     Under a launcher (torchrun, mpirun, srun, `paceline train --procs`) every rank calls it alike.
     """
-    config = config or TrainConfig(**settings)
+    config = config or task.Settings(**settings)
     link = start(
         discover(os.environ),
         device=config.device,
@@ -26,4 +41,47 @@ def fit(task: Task, config: TrainConfig | None = None, **settings: Any) -> Resul
         timeout_s=config.timeout_s,
     )
     with link:
-        return Trainer(task, config, link).fit()
+        if config.out is None and config.exp_name is not None:
+            # One rank looks which names are taken.
+            chosen = run_folder(config, task="", moment="", exists=Path.exists) if link.is_first else None
+            config = config.model_copy(update={"out": link.broadcast_object(chosen)})
+        return run_mode(task, config, link, watchers)
+
+
+def run_mode(task: Task, config: TrainConfig, link: Link, watchers: Sequence[Watcher] = ()) -> Result:
+    """What the settings ask for, on the ranks of a link."""
+    if config.benchmark:
+        return benchmark(task, config, link)
+    if config.mode in ("eval", "infer"):
+        return _apply(task, config, link)
+    return Trainer(task, config, link, watchers).fit()
+
+
+def _apply(task: Task, config: TrainConfig, link: Link) -> Result:
+    """Restore the newest checkpoint of `out`, or the one that `resume` names, and use it; the run stays as it is."""
+    folder, which = _run_to_use(config)
+    checkpoint = apply.choose_checkpoint(link, folder, which)
+    step = restore.load(checkpoint, [], verify=False).step
+    if config.mode == "eval":
+        metrics = apply.evaluate_run(task, config, link, folder, checkpoint)
+        if link.is_first:
+            sys.stdout.write(f"{checkpoint}\n{apply.table(metrics)}")
+        return Result("evaluated", step, math.nan, metrics, mode="eval")
+    pairs = apply.predict_run(task, config, link, folder, checkpoint)
+    file = folder / PREDICTIONS
+    written = apply.write_predictions(pairs, link, apply.json_line, file)
+    if link.is_first:
+        sys.stdout.write(f"{checkpoint}\n{written} predictions in {file}\n")
+    return Result("predicted", step, math.nan, mode="infer", predictions=file)
+
+
+def _run_to_use(config: TrainConfig) -> tuple[Path, apply.Which]:
+    which: apply.Which = config.resume if isinstance(config.resume, Path) else "last"
+    folder = config.out
+    if isinstance(which, Path) and (folder is None or not (folder / MARK).exists()):
+        folder = which.resolve().parent.parent
+    if folder is None:
+        error = apply.NoRun(f"`mode` is {config.mode!r}, but not said of which run")
+        error.hint = "add `--out FOLDER`, the run's folder, or `--resume CHECKPOINT`"
+        raise error
+    return folder, which

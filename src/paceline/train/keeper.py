@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.errors import PacelineError
+from paceline.config.record import start_record
 from paceline.config.settings import TrainConfig
 from paceline.observe.progress import Progress
 from paceline.train import restore, state
@@ -40,6 +41,8 @@ class Keeper:
         self._writer: Checkpointer | None = None
         self._saved: dict[str, Any] | None = None
         stored = self._check()
+        is_own = stored is not None and self._run is not None and (self._run.folder / MARK).exists()
+        self._starts: list[dict[str, Any]] = list(stored.get("starts", [])) if stored is not None and is_own else []
         before: int | None = stored["grains"] if stored is not None else None
         may_regrain = config.regrain or (config.allow_change and config.grains is not None)
         self.grains = choose_grains(config.grains, before, link.world.size, may_regrain)
@@ -52,10 +55,20 @@ class Keeper:
     def metrics_file(self) -> Path | None:
         return self._run.metrics if self._run is not None and self._link.is_first else None
 
+    @property
+    def rank_log_file(self) -> Path | None:
+        """Where this rank's own log goes, where there are several ranks."""
+        if self._run is None or self._link.world.size == 1 or not self._config.rank_logs:
+            return None
+        return self._run.folder / "logs" / f"rank-{self._link.world.rank}.log"
+
     def open(self) -> None:
         """Make the folder a run. Called when everything is set up, so that a mistake before leaves nothing behind."""
         # Every rank has looked at the folder before the first one writes to it.
         self._link.barrier()
+        if self._run is not None and self._link.is_first:
+            self._run.lock()
+            self._starts.append(start_record())
         self._write("running")
         if self._run is not None and self._link.is_first:
             self._writer = Checkpointer(
@@ -77,19 +90,27 @@ class Keeper:
             own = task.state()
             if own:
                 parts["task"] = own
-            record = {"engine": values, "position": moment, "world_size": self._link.world.size}
+            record = {
+                "engine": values,
+                "position": moment,
+                "precision": engine.precision.name,
+                "world_size": self._link.world.size,
+            }
             self._writer.save(engine.num_steps, parts, record, score)
         engine.statistics.share()
 
     def mark_failed(self) -> None:
         """The run ended with an error; its checkpoints stay what they are."""
-        if self._writer is not None:
+        if self._writer is not None and self._run is not None:
             self._write("failed")
+            self._run.unlock()
 
     def close(self, status: str) -> None:
         if self._writer is not None:
             self._writer.close()
         self._write(status)
+        if self._run is not None:
+            self._run.unlock()
 
     def _check(self) -> dict[str, Any] | None:
         resume = self._config.resume
@@ -103,6 +124,12 @@ class Keeper:
             if changes:
                 raise SettingsChanged(changes)
         return stored
+
+    def check_precision(self, precision: str) -> None:
+        """`level: auto` may mean something else on another device."""
+        before = None if self.found is None else self.found.state.get("precision")
+        if before not in (None, precision) and not self._config.allow_change:
+            raise SettingsChanged({"precision on this device": (before, precision)})
 
     def _check_ranks(self) -> None:
         """With `random_seed_offset` the ranks themselves decide which sample comes when."""
@@ -133,4 +160,5 @@ class Keeper:
     def _write(self, status: str) -> None:
         if self._run is not None and self._link.is_first:
             settings = self._config.model_dump(mode="json")
-            self._run.write({"status": status, "grains": self.grains, "task": self._task, "settings": settings})
+            record = {"status": status, "grains": self.grains, "task": self._task, "settings": settings}
+            self._run.write({**record, "starts": self._starts})

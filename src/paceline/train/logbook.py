@@ -1,61 +1,145 @@
-"""Steps as they are logged: kept on the device, read together, written once."""
+"""Steps as they are logged: kept on the device, read together, handed to all who watch."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
-from paceline.observe.clock import computing_share
-from paceline.observe.journal import Journal
-from paceline.observe.progress import Progress
+from paceline.data.grain import Batch
+from paceline.observe.clock import Clock, computing_share, elapsed
+from paceline.observe.progress import Progress, epoch_line
+from paceline.observe.watcher import RunInfo, Watcher
 from paceline.train.engine import Engine, Step
 from paceline.train.position import Position
+from paceline.train.summary import DataFacts
 
 
 class Logbook:
-    """Between the loop and what is seen of it: `metrics.jsonl` and the console."""
+    """Between the loop and what is seen of it: the watchers and the console. Ranks but the first have no watchers."""
 
-    def __init__(self, journal: Journal, progress: Progress, engine: Engine, position: Position) -> None:
-        self._journal, self._progress, self._engine, self._position = journal, progress, engine, position
+    def __init__(
+        self, watchers: Sequence[Watcher], progress: Progress, engine: Engine, position: Position, clock: Clock
+    ) -> None:
+        self._watchers, self._progress, self._engine, self._position = watchers, progress, engine, position
+        self._clock = clock
         self._pending: list[tuple[Step, float | None]] = []
+        self._status = "failed"  # until the run is closed
+        self._is_over = False
+        self._before = clock.read()
+        self._losses: list[float] = []
+        self._num_samples = 0
+        self._stage: str | None = None
+        self._padding: float | None = None
         self.loss = float("nan")
         """Of the last step that was read."""
 
-    def note(self, step: Step) -> None:
+    def start(self, info: RunInfo) -> None:
+        for watcher in self._watchers:
+            watcher.start(info)
+
+    def note(self, step: Step, batch: Batch) -> None:
         self._pending.append((step, self._engine.rate))
+        for grain in batch.grains:
+            self._num_samples += len(grain.samples)
 
     def flush(self) -> None:
         """Read what the device has counted since the last time, in one go."""
         if not self._pending:
             return
         losses = _read_losses([step for step, _ in self._pending])
-        epoch = self._position.epoch
-        self._journal.steps(
-            (step.number, epoch, loss, rate) for (step, rate), loss in zip(self._pending, losses, strict=True)
-        )
-        self._pending.clear()
-        self.loss = losses[-1]
         skipped = self._engine.skips.read(self._engine.num_steps)
-        self._progress.step(self._position.step, self.loss, skipped)
+        self._clock.lap("compute")  # what was waited for is the device
+        self.loss = losses[-1]
+        self._losses += losses
+        if self._watchers:
+            epoch = self._position.epoch
+            records = [
+                {"kind": "step", "step": step.number, "epoch": epoch, "loss": loss, "lr": rate}
+                for (step, rate), loss in zip(self._pending, losses, strict=True)
+            ]
+            for watcher in self._watchers:
+                watcher.step(records)
+        self._pending.clear()
+        self._progress.step(self._position.step, self.loss, self._engine.rate, skipped)
+        self._clock.lap("logging")
 
     def validation(self, metrics: dict[str, float]) -> None:
         self.flush()
-        record = {"kind": "validation", "step": self._engine.num_steps - 1, "epoch": self._position.epoch}
-        self._journal.write([{**record, **metrics}])
+        record = {"kind": "validation", "step": self._engine.num_steps - 1, "epoch": self._position.epoch, **metrics}
+        for watcher in self._watchers:
+            watcher.validation(record)
         self._progress.validation(metrics)
 
-    def epoch(self, steps: int, seconds: dict[str, float]) -> None:
-        self.flush()
-        total = sum(seconds.values())
-        self._progress.epoch_done(self._position.epoch, steps, total, computing_share(seconds), self.loss)
+    def begin_epoch(self, data: DataFacts, stage: str | None) -> None:
+        """`stage` is named where there are several."""
+        self._clock.lap("setup")
+        self._before, self._losses, self._num_samples = self._clock.read(), [], 0
+        self._stage, self._padding = stage, data.padding
+        self._progress.epoch(self._title, data.num_steps, self._position.step)
+        self._clock.lap("logging")
 
-    def close(self) -> None:
+    def end_epoch(self, steps: int) -> None:
+        """What the epoch was like, over all ranks; all must call it. `steps` are those of this launch."""
         self.flush()
+        if steps == 0:
+            return  # saved at the very end of an epoch, which was written down then
+        mine = (elapsed(self._before, self._clock.read()), self._num_samples)
+        everyone = self._engine.link.gather_objects(mine)
+        self._clock.lap("communication")
+        seconds = [rank_seconds for rank_seconds, _ in everyone]
+        num_samples = sum(samples for _, samples in everyone)
+        longest = max(sum(rank.values()) for rank in seconds)
+        finite = [loss for loss in self._losses if math.isfinite(loss)]
+        loss = math.fsum(finite) / len(finite) if finite else math.nan
+        computing, speed = computing_share(*seconds), num_samples / longest
+        record = {
+            "kind": "epoch",
+            "step": self._engine.num_steps - 1,
+            "epoch": self._position.epoch,
+            **({} if self._stage is None else {"stage": self._stage}),
+            "steps": steps,
+            "loss": loss,
+            "samples": num_samples,
+            "objects_per_s": speed,
+            "padding": self._padding,
+            "computing": computing,
+            "seconds": [{phase: round(value, 6) for phase, value in rank.items()} for rank in seconds],
+        }
+        for watcher in self._watchers:
+            watcher.epoch(record)
+        self._progress.tell(
+            epoch_line(self._title, steps, longest, computing, loss=loss, padding=self._padding, objects_per_s=speed)
+        )
+        self._clock.lap("logging")
+
+    def close(self, status: str) -> None:
+        """The run went as it should."""
+        self.flush()
+        self._status = status
         self.end()
 
     def end(self) -> None:
-        """Let go of the file and the terminal, also after a failure."""
-        self._journal.close()
+        """Let go of files and terminal, also after a failure, and also where one watcher cannot end."""
+        if self._is_over:
+            return
+        self._is_over = True
         self._progress.close()
+        failed: list[Exception] = []
+        for watcher in self._watchers:
+            try:
+                watcher.end(self._status)
+            except Exception as error:
+                failed.append(error)
+                self._progress.say(f"{type(watcher).__name__} could not end: {type(error).__name__}: {error}")
+        if failed and self._status != "failed":  # else what made the run fail matters more
+            raise failed[0]
+
+    @property
+    def _title(self) -> str:
+        stage = "" if self._stage is None else f"stage {self._stage}, "
+        return f"{stage}epoch {self._position.epoch + 1}"
 
 
 def _read_losses(steps: list[Step]) -> list[float]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from paceline.config.errors import PacelineError
 from paceline.config.settings import TrainConfig
+
+NEWBOB_LOOKS_AT = ("val_every_steps", "val_every_epochs", "monitor", "monitor_mode")
+"""Settings that change numerics where validation scores decide the learning rate."""
 
 
 @dataclass
@@ -29,8 +32,17 @@ class Position:
     """What the last validation gave for `monitor`."""
     best: float | None = None
     bad_validations: int = 0
+    scores: list[float] = field(default_factory=list)
+    """Monitored scores since the schedule began, lower is better."""
     is_complete: bool = False
     """The last stage has ended, `after_stage` included."""
+    is_epoch_over: bool = False
+    """Data of unknown length has ended with the last step."""
+
+    def begin_stage(self, number: int) -> None:
+        """The start of another stage, whose scores are not to be compared with those before."""
+        self.stage, self.epoch, self.step, self.is_epoch_over = number, 0, 0, False
+        self.best, self.bad_validations = None, 0
 
     @property
     def is_fresh(self) -> bool:
@@ -80,15 +92,21 @@ def settings_changed(before: dict[str, Any], now: TrainConfig) -> dict[str, tupl
     """Settings that change numerics and differ: name -> (before, now)."""
     fields = type(now).model_fields
     current = now.model_dump(mode="json")
-    defaults = type(now)(epochs=1).model_dump(mode="json")
+    defaults = {name: info.get_default(call_default_factory=True) for name, info in fields.items()}
     changes = {}
     for name, info in fields.items():
         extra = info.json_schema_extra
-        if isinstance(extra, dict) and extra.get("free"):
+        is_free = isinstance(extra, dict) and extra.get("free")
+        if is_free and not (now.schedule == "newbob" and name in NEWBOB_LOOKS_AT):
             continue
         if name == "grains" and (current[name] is None or now.regrain):
             continue  # not asked for: the run's own number is kept; asked for with `regrain`: allowed
-        was = before.get(name, defaults[name])  # a setting that the run's version did not know had its default
+        was = before.get(name, _plain(defaults[name]))  # a setting that the run's version did not know had its default
         if was != current[name]:
             changes[name] = (was, current[name])
     return changes
+
+
+def _plain(value: Any) -> Any:
+    """A default as JSON would give it back."""
+    return list(value) if isinstance(value, tuple) else value

@@ -7,10 +7,12 @@ checkpoints/      see restore.py
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import socket
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from paceline.config.errors import PacelineError
 
@@ -36,6 +38,16 @@ class RunExists(PacelineError):
         self.folder = folder
 
 
+class RunBusy(PacelineError):
+    """Another process is training in this folder."""
+
+    hint = "wait for it or stop it, or choose another `--out`"
+
+    def __init__(self, folder: Path, owner: str) -> None:
+        super().__init__(f"{folder} is being trained by {owner}")
+        self.folder = folder
+
+
 class Run:
     """The folder of one run; only the first rank writes to it."""
 
@@ -43,6 +55,31 @@ class Run:
         self.folder = folder
         self.checkpoints = folder / "checkpoints"
         self.metrics = folder / "metrics.jsonl"
+        self._lock: IO[str] | None = None
+
+    def lock(self) -> None:
+        """Keep others out until this process ends."""
+        self.make()
+        file = (self.folder / ".lock").open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().strip()
+            file.close()
+            raise RunBusy(self.folder, owner or "another process") from None
+        except OSError:
+            file.close()  # a file system without locks: nothing can be promised there
+            return
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        self._lock = file
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def check(self, *, may_exist: bool) -> dict[str, Any] | None:
         """What `run.json` holds, None for a folder that is free to use."""
@@ -52,7 +89,7 @@ class Run:
             raise NotARun(self.folder, "it is a file")
         mark = self.folder / MARK
         if not mark.exists():
-            if any(self.folder.iterdir()):
+            if any(path.name != ".lock" for path in self.folder.iterdir()):
                 raise NotARun(self.folder, f"it has files but no {MARK}")
             return None
         try:
@@ -67,8 +104,14 @@ class Run:
             raise RunExists(self.folder)
         return record
 
+    def make(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise NotARun(self.folder, f"it cannot be made ({error.strerror})") from error
+
     def write(self, record: dict[str, Any]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.make()
         aside = self.folder / f".{MARK}"
         with aside.open("w", encoding="utf-8") as file:
             json.dump(record, file, indent=1)

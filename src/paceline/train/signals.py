@@ -1,14 +1,17 @@
-"""Being asked to stop: SIGTERM and SIGUSR1 mean save and leave cleanly, as batch schedulers send them."""
+"""Being asked to stop: SIGTERM and SIGUSR1, as batch schedulers send them, and Ctrl-C mean save and leave cleanly."""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+IMPATIENT_AFTER_S = 1.0
+"""A second Ctrl-C leaves at once; but one from a terminal may reach a rank twice, through its launcher too."""
 
 
 @contextmanager
@@ -17,8 +20,14 @@ def on_stop_signal(ask: Callable[[], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    asked_at: float | None = None
 
     def handle(number: int, frame: Any) -> None:
+        nonlocal asked_at
+        now = time.monotonic()
+        if number == signal.SIGINT and asked_at is not None and now - asked_at > IMPATIENT_AFTER_S:
+            raise KeyboardInterrupt
+        asked_at = asked_at or now
         ask()
 
     before = {number: signal.signal(number, handle) for number in STOP_SIGNALS}

@@ -41,7 +41,7 @@ def collect(engine: Engine) -> tuple[Parts, dict[str, Any]]:
         parts["ema"] = engine.average.state_dict()
     values = {
         "num_steps": engine.num_steps,
-        "batches": [engine.epoch, engine.epoch_step],
+        "batches": [engine.epoch, engine.epoch_step, engine.call_began],
         "skips": engine.skips.state(),
         "optimizer": optimizer_values,
     }
@@ -58,7 +58,8 @@ def restore(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]], values: M
         # A run that had no average (changed settings) begins it with the weights as they are.
         engine.average.load_state_dict(parts.get("ema") or engine.named_weights())
     engine.num_steps = values["num_steps"]
-    engine.epoch, engine.epoch_step = values["batches"]
+    engine.epoch, engine.epoch_step, engine.call_began = values["batches"]
+    engine.is_resumed = True
     engine.skips.load(values["skips"])
 
 

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.config.settings import OptimSettings
+from paceline.config.errors import PacelineError
+from paceline.config.settings import OptimSettings, TrainConfig
 from paceline.data.grain import Grain
+from paceline.observe.watcher import Watcher
 from paceline.optim import build
 from paceline.world.discover import World
 
@@ -35,23 +37,39 @@ class Stage:
     restart_schedule: bool = False
 
 
+class TaskIncomplete(PacelineError):
+    """A task without one of the three things that every task needs."""
+
+    def __init__(self, task: Task, method: str, what: str) -> None:
+        super().__init__(f"task {type(task).__name__} has no `{method.partition('(')[0]}`")
+        self.hint = f"add `def {method}:` that returns {what}"
+
+
 class Task:
     """Subclass and fill in `model`, `train_data` and `loss`; everything else has a default.
 
-    `world` (ranks) is set before `model` is called, for the rare task that wants to know.
+    `settings` and `world` (ranks, for the rare task that wants to know) are set before anything is called.
     """
 
+    Settings: type[TrainConfig] = TrainConfig
+    """Settings of the task's own: a subclass of `TrainConfig` with more fields, or with other defaults."""
+    settings: TrainConfig
+    spec: str = ""
+    """How the command line finds this task again: a recipe's name, or `/path/to/file.py:ClassName`."""
     world: World
     collate: Callable[[list[Any]], Any] | None = None
     """Samples of one grain into a batch; stacking if None."""
 
+    length_unit: str = ""
+    """What `lengths` count, for people: `seconds` (shown as hours), `tokens`, `frames`."""
+
     # -- what to train -------------------------------------------------------------------------------------------
 
     def model(self) -> torch.nn.Module:
-        raise NotImplementedError("a task needs `model()`: the module to train")
+        raise TaskIncomplete(self, "model(self)", "the module to train")
 
     def train_data(self) -> Any:
-        raise NotImplementedError("a task needs `train_data()` (or `stages()`): the data set to train on")
+        raise TaskIncomplete(self, "train_data(self)", "the data set to train on")
 
     def val_data(self) -> Mapping[str, Any]:
         """Validation sets by name."""
@@ -59,15 +77,19 @@ class Task:
 
     def loss(self, model: torch.nn.Module, grain: Grain) -> Any:
         """(sum of losses, how many) of one grain; a third value is handed to `after_step`."""
-        raise NotImplementedError("a task needs `loss(model, grain)`: (sum, count)")
+        raise TaskIncomplete(self, "loss(self, model, grain)", "(sum of losses, how many)")
 
     def metrics(self, model: torch.nn.Module, grain: Grain) -> Mapping[str, Sums]:
         """Validation metrics of one batch as name -> (sum, weight)."""
         total, count, *_ = self.loss(model, grain)
         return {"loss": (total, count)}
 
+    def infer_data(self) -> Any:
+        """What inference predicts if no other data is named: the first validation set. None: there is nothing."""
+        return next(iter(self.val_data().values()), None)
+
     def predict(self, model: torch.nn.Module, grain: Grain) -> Any:
-        """What inference returns for one batch."""
+        """What inference returns for one batch: a tensor or a list with one entry per sample."""
         raise NotImplementedError("this task has no `predict(model, grain)`")
 
     def optimizer(
@@ -87,6 +109,10 @@ class Task:
         """What each sample adds to the loss count, if not 1: the data set's own `counts`, if it has some."""
         counts = getattr(data, "counts", None)
         return None if counts is None else np.asarray(counts)
+
+    def watchers(self) -> Sequence[Watcher]:
+        """Callbacks and loggers of the task's own; only the first rank is asked for them."""
+        return []
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.config.errors import PacelineError
 from paceline.config.keys import key
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
-from paceline.observe.clock import Clock, elapsed
+from paceline.observe import loggers
+from paceline.observe.clock import Clock
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
+from paceline.observe.rank_log import rank_log
+from paceline.observe.watcher import RunInfo, Watcher, checked
 from paceline.optim import build, schedule
-from paceline.speed import precision
-from paceline.train import restore, state
+from paceline.train import restore, state, summary
 from paceline.train.engine import Engine, Step
 from paceline.train.feed import Feed
 from paceline.train.keeper import Keeper
@@ -33,7 +37,8 @@ class Result:
     """What came out of a run."""
 
     status: str
-    """`finished`, `early` (patience ran out) or `stopped` (a signal asked for it; `--resume auto` goes on)."""
+    """`finished`, `early` (patience ran out) or `stopped` (a signal asked for it; `--resume auto` goes on); of the
+    other modes `evaluated`, `predicted` or `measured`."""
     num_steps: int
     loss: float
     """Of the last step."""
@@ -42,32 +47,49 @@ class Result:
     best: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     """Where the time went, by phase."""
+    mode: str = "train_eval"
+    """As in the settings, or `benchmark`."""
+    predictions: Path | None = None
+    """The file that mode `infer` wrote."""
+
+
+class NothingRead(PacelineError):
+    """An epoch of an iterable that has nothing to give, and never will."""
+
+    hint = "return a fresh iterator from `__iter__` each time; a generator can be read only once"
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(f"the training data gave nothing in epoch {epoch + 1}")
+        self.epoch = epoch
 
 
 class Trainer:
     """Trains a task on the ranks of a link, from the beginning or from where the run was."""
 
-    def __init__(self, task: Task, config: TrainConfig, link: Link) -> None:
+    def __init__(self, task: Task, config: TrainConfig, link: Link, watchers: Sequence[Watcher] = ()) -> None:
         self.clock = Clock()
         self.task, self.config, self.link = task, config, link
-        task.world = link.world
-        self.progress = Progress(enabled=link.is_first)
-        self.keeper = Keeper(config, link, self.progress, type(task).__name__)
+        task.world, task.settings = link.world, config
+        self.progress = Progress(enabled=link.is_first, asked=config.progress)
+        self.keeper = Keeper(config, link, self.progress, task.spec or type(task).__name__)
         self.engine = Engine(config, link=link)
         self.engine.clock = self.clock
         self.position = Position()
         self.stages = list(task.stages())
         self._began_stage = -1
         self._build()
+        self._resumed: str | None = None
         if self.keeper.found is not None:
             self._resume(self.keeper.found)
         self.validation = Validation(task, self.engine, config, self.keeper.grains)
+        watching = self._watchers(watchers)
         self.keeper.open()
-        journal = Journal(
-            self.keeper.metrics_file, next_step=self.engine.num_steps, next_validation=max(0, self.position.validated)
-        )
-        self.log = Logbook(journal, self.progress, self.engine, self.position)
-        self._introduce()
+        if self.keeper.metrics_file is not None:
+            done, validated = self.engine.num_steps, max(0, self.position.validated)
+            watching.insert(0, Journal(self.keeper.metrics_file, next_step=done, next_validation=validated))
+        self.log = Logbook(watching, self.progress, self.engine, self.position, self.clock)
+        self.log.start(self._info())
+        self._is_introduced = False
         self.clock.lap("setup")
 
     # -- the loop ------------------------------------------------------------------------------------------------
@@ -76,12 +98,13 @@ class Trainer:
         """Train to the end, to early stopping, or until asked to stop."""
         status = "finished"
         try:
-            with on_stop_signal(self._ask_to_stop):
-                for number in range(self.position.stage, len(self.stages)):
-                    status = self._train_stage(number)
-                    if status == "stopped":
-                        break
-            return self._close(status)
+            with rank_log(self.keeper.rank_log_file, summary.rank_line(self.link)):
+                with on_stop_signal(self._ask_to_stop):
+                    for number in range(self.position.stage, len(self.stages)):
+                        status = self._train_stage(number)
+                        if status == "stopped":
+                            break
+                return self._close(status)
         except BaseException:
             self.keeper.mark_failed()
             raise
@@ -99,6 +122,8 @@ class Trainer:
             return "early" if self._lost_patience() else "finished"
         position.is_complete = False  # or it goes on: a finished run was given more epochs, steps or patience
         self.engine.schedule = self._schedule(feed, epochs)
+        self._introduce(feed)
+        self.clock.lap("setup")
         status = "finished"
         while status == "finished" and not self._is_done(epochs):
             status = self._train_epoch(feed)
@@ -107,32 +132,34 @@ class Trainer:
                 self._save()
         feed.close()
         if status != "stopped":
-            self.task.after_stage(self.engine.model, number)
+            with self.engine.whole_statistics():
+                self.task.after_stage(self.engine.model, number)
+            self.clock.lap("setup")
             position.is_complete = number + 1 == len(self.stages)
             if not position.is_complete:
-                position.stage, position.epoch, position.step, position.bad_validations = number + 1, 0, 0, 0
+                position.begin_stage(number + 1)
             self._save()
         return status
 
     def _train_epoch(self, feed: Feed) -> str:
         position, engine, config, clock = self.position, self.engine, self.config, self.clock
-        before, first = clock.read(), position.step
-        self.progress.epoch(position.epoch, feed.num_steps(position.epoch), first)
-        clock.lap("setup")
+        first = position.step
+        self.log.begin_epoch(summary.data_facts(feed, position.epoch), self._stage_name)
         wake = self._next_due()
         batch = None  # a run that was saved at the very end of an epoch goes on with none
-        for batch in feed.batches(position.epoch, first):
+        for batch in () if position.is_epoch_over else feed.batches(position.epoch, first):
             clock.lap("data")
             step = engine.step(self._loss, batch, self._after_backward)
             if self._after_step is not None:
                 self._after_step(engine.model, step, batch.grains)
             position.step, position.num_steps = batch.step + 1, engine.num_steps
-            self.log.note(step)
+            self.log.note(step, batch)
             clock.lap("compute")
             stop = self._stop_asked(step)
             if engine.num_steps < wake and not stop and not feed.is_stream:
                 continue  # nothing is due at most steps
             wake = self._next_due()
+            position.is_epoch_over = self._out_of_data(feed, step)
             if _due(engine.num_steps, config.log_every):
                 self.log.flush()
             if _due(engine.num_steps, config.val_every_steps):
@@ -142,13 +169,15 @@ class Trainer:
             if stop:
                 return "stopped"
             clock.lap("other")
-            if self._is_done(None) or self._out_of_data(feed, step) or self._lost_patience():
+            if self._is_done(None) or position.is_epoch_over or self._lost_patience():
                 break
-        self.log.epoch(position.step - first, elapsed(before, clock.read()))
+        if batch is None and first == 0 and not position.is_epoch_over:
+            raise NothingRead(position.epoch)
+        self.log.end_epoch(position.step - first)
         # Ended by `steps` or `patience`: if the run is given more of them, it goes on from here.
         is_cut_short = batch is not None and not batch.is_last and (self._is_done(None) or self._lost_patience())
         if not is_cut_short:
-            position.epoch, position.step = position.epoch + 1, 0
+            position.epoch, position.step, position.is_epoch_over = position.epoch + 1, 0, False
         if is_cut_short or _due(position.epoch, config.val_every_epochs):
             self._validate()
         return "early" if self._lost_patience() else "finished"
@@ -157,6 +186,7 @@ class Trainer:
         if self.position.is_fresh:
             return  # due by steps and by epochs: one look at the same weights is enough
         self.clock.lap("other")
+        self.log.flush()
         metrics = self.validation.run()
         if metrics:
             self.validation.judge(self.position)
@@ -189,7 +219,8 @@ class Trainer:
 
     def _found_best(self) -> bool:
         """Whether the weights as they are now have just been found to be the best so far, and are to be kept."""
-        return self.position.is_fresh and self.position.bad_validations == 0 and self.config.keep_best > 0
+        is_best = self.position.score is not None and self.position.score == self.position.best
+        return self.position.is_fresh and is_best and self.position.bad_validations == 0 and self.config.keep_best > 0
 
     def _out_of_data(self, feed: Feed, step: Step) -> bool:
         """Data of unknown length ends when no rank has more, which the step's own reduction says."""
@@ -209,7 +240,8 @@ class Trainer:
         self.engine.statistics.total()
         self.keeper.close(status)
         self.clock.lap("checkpoint")
-        self.log.close()
+        self.log.close(status)
+        self.clock.lap("logging")
         if status == "stopped":
             self.progress.say(f"asked to stop: saved after step {self.position.num_steps}; `--resume auto` goes on")
         self.link.barrier()
@@ -221,6 +253,7 @@ class Trainer:
             dict(self.validation.metrics),
             self.position.best,
             self.clock.read(),
+            self.config.mode,
         )
 
     # -- the way in ----------------------------------------------------------------------------------------------
@@ -257,14 +290,18 @@ class Trainer:
         self.position = position
         state.restore(self.engine, found.parts, found.state["engine"])
         self.task.load_state(dict(found.parts.get("task", {})))
-        self.progress.say(f"resumed after step {position.num_steps} ({found.path.name})")
+        self.keeper.check_precision(self.engine.precision.name)
+        self.keeper.found = None  # what is mapped from its files would keep them on disk
+        self._resumed = f"after step {position.num_steps} ({found.path.name})"
+        self.progress.say(f"resumed {self._resumed}")
 
     def _begin_stage(self, number: int) -> None:
         """Optimizer and schedule start anew where the stage says so; a model that changed shape is prepared again."""
         stage, model = self.stages[number], self.engine.model
         torch.manual_seed(key(self.config.seed, number))  # for layers that a task adds
         before = _signature(model)
-        self.task.before_stage(model, number)
+        with self.engine.whole_statistics():
+            self.task.before_stage(model, number)
         changed = before != _signature(model)
         if changed or (stage.restart_optimizer and number > 0):
             self.engine.release()
@@ -276,6 +313,7 @@ class Trainer:
         self.position.stage_began = self.engine.num_steps
         if stage.restart_schedule or number == 0:
             self.position.schedule_began = self.engine.num_steps
+            self.position.scores = []
         self._began_stage = number
 
     def _feed(self, number: int, stage: Stage) -> Feed:
@@ -297,35 +335,68 @@ class Trainer:
 
     def _schedule(self, feed: Feed, epochs: int | None) -> Callable[[int], float]:
         """The learning rate by step. Where epochs differ in length (batches by cost), the first one stands for all."""
-        per_epoch = None if epochs is None else feed.num_steps(0)
-        ends = [self.config.steps, per_epoch and epochs and per_epoch * epochs]
-        steps = min((end for end in ends if end is not None), default=None)
-        if steps is not None and not any(stage.restart_schedule for stage in self.stages):
-            steps *= len(self.stages)  # one schedule for all
-        rate = schedule.build(self.config, steps)
+        steps = self._num_steps(feed, epochs)
+        is_one_for_all = not any(stage.restart_schedule for stage in self.stages)
+        if steps is not None and len(self.stages) > 1 and is_one_for_all and self.config.schedule != "constant":
+            others = [
+                self._num_steps(self._feed(number, stage), stage.epochs or self.config.epochs)
+                for number, stage in enumerate(self.stages)
+                if number != self._began_stage
+            ]
+            steps = None if None in others else steps + sum(other for other in others if other is not None)
+        self._schedule_steps = steps
+        looks = not self.validation.is_empty and (self.config.val_every_steps or self.config.val_every_epochs)
+        rate = schedule.build(self.config, steps, self.position.scores if looks else None)
         began = self.position.schedule_began
         return lambda step: rate(step - began)
 
-    def _introduce(self) -> None:
-        """What this run is, before the first step."""
-        size, grains = self.link.world.size, self.keeper.grains
-        config, say = self.config, self.progress.say
-        if config.out is not None:
-            say(f"run folder {config.out}")
-        whole = config.max_samples if config.batch_cost is None else config.batch_cost
-        unit = "" if config.batch_cost is None else " (padded length)"
-        ranks = f"{size} rank{'s' * (size > 1)} x {grains / size:g}"
-        say(f"global batch {whole:g}{unit} = {grains} grain{'s' * (grains > 1)} of {whole / grains:g} = {ranks}")
-        threads = f"{self.link.threads} thread{'s' * (self.link.threads > 1)} each"
-        launcher = self.link.world.launcher
-        started = "no launcher" if launcher == "plain" else f"launched by {launcher}"
-        say(f"{self.link.device.type}, {threads}, {started}")
-        self.progress.table(precision.rows(self.engine.precision))
-        for note in self.engine.precision.notes:
-            say(note)
-        idle = [name for name in ("monitor", "patience") if getattr(config, name) is not None]
-        if self.validation.is_empty and idle:
-            say(f"without validation sets {' and '.join(f'`{name}`' for name in idle)} has no effect")
+    def _num_steps(self, feed: Feed, epochs: int | None) -> int | None:
+        """Steps of a stage, None if nobody knows."""
+        per_epoch = None if epochs is None else feed.num_steps(0)
+        ends = [self.config.steps, per_epoch and epochs and per_epoch * epochs]
+        return min((end for end in ends if end is not None), default=None)
+
+    def _watchers(self, given: Sequence[Watcher]) -> list[Watcher]:
+        """The loggers of the settings, those of the task, and those that were given; only the first rank has some."""
+        if not self.link.is_first:
+            return []
+        found, missing = loggers.build(self.config.loggers, is_asked="loggers" in self.config.model_fields_set)
+        for name in missing:
+            self.progress.say(f"{name} is not installed: metrics go to metrics.jsonl alone (`pip install {name}`)")
+        return [*found, *checked(self.task.watchers()), *checked(given)]
+
+    def _info(self) -> RunInfo:
+        settings = self.config.model_dump(mode="json")
+        return RunInfo(type(self.task).__name__, self.config.out, settings, self.engine.num_steps, self.link.world.size)
+
+    @property
+    def _stage_name(self) -> str | None:
+        return self.stages[self._began_stage].name if len(self.stages) > 1 else None
+
+    def _introduce(self, feed: Feed) -> None:
+        """What this run is, before the first step of this launch; of later stages only their data."""
+        data = summary.data_facts(feed, self.position.epoch, self.task.length_unit)
+        if self._is_introduced:
+            self.progress.tell(f"stage {self._stage_name}: {summary.data_line(data)}")
+            return
+        self._is_introduced = True
+        facts = summary.Facts(
+            config=self.config,
+            world=self.link.world,
+            seats=self.link.gather_objects(summary.seat(self.link)),
+            grains=self.keeper.grains,
+            precision=self.engine.precision,
+            data=data,
+            model=summary.model_facts(self.engine),
+            validation=self.validation.sizes,
+            schedule_steps=self._schedule_steps,
+            stage=self._stage_name,
+            folder=self.config.out,
+            resumed=self._resumed,
+        )
+        self.progress.table(summary.rows(facts))
+        for line in [*self.engine.precision.notes, *summary.idle(facts)]:
+            self.progress.say(line)
 
 
 def _signature(model: torch.nn.Module) -> dict[str, tuple[torch.Size, bool]]:

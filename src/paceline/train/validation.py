@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +20,13 @@ from paceline.train.task import Task
 
 
 class NotASet(PacelineError):
-    """A validation set that cannot be cut into fixed batches."""
+    """A data set that cannot be cut into fixed batches."""
 
     hint = "give a data set with __len__ and __getitem__ and at least one sample, or leave it out of `val_data`"
 
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"validation set {name!r} {why}")
-        self.name = name
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what} {why}")
+        self.what = what
 
 
 class UnknownMonitor(PacelineError):
@@ -38,24 +39,64 @@ class UnknownMonitor(PacelineError):
 
 
 @dataclass(frozen=True)
-class _Set:
+class FixedSet:
+    """A data set cut into batches that do not depend on the number of ranks."""
+
     loader: Loader
     plan: Plan
 
 
-class Validation:
-    """Every named validation set of a task, cut into fixed batches once and for all."""
+def fixed_set(
+    task: Task, engine: Engine, config: TrainConfig, grains: int, what: str, data: Any, *, in_order: bool = False
+) -> FixedSet:
+    """Batches of a training grain's size, or of `eval_batch`: by length where lengths are known, or as in the data.
 
-    def __init__(self, task: Task, engine: Engine, config: TrainConfig, grains: int) -> None:
+    `what` names the data in messages.
+    """
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise NotASet(what, f"is a {type(data).__name__}, of which nobody knows the length")
+    if len(data) == 0:
+        raise NotASet(what, "is empty")
+    rule = BatchRule(
+        max_samples=config.eval_batch or max(1, config.max_samples // grains),
+        max_cost=None if config.batch_cost is None or config.eval_batch else config.batch_cost / grains,
+    )
+    loader = Loader(
+        data,
+        collate=task.collate,
+        seed=config.seed,
+        device=engine.device,
+        workers=config.workers,
+        local_size=engine.link.world.local_size,
+    )
+    return FixedSet(loader, evaluation_plan(len(data), rule, task.lengths(data), in_order=in_order))
+
+
+class Validation:
+    """Every named validation set of a task (or those given), cut into fixed batches once and for all."""
+
+    def __init__(
+        self,
+        task: Task,
+        engine: Engine,
+        config: TrainConfig,
+        grains: int,
+        sets: Mapping[str, Any] | None = None,
+    ) -> None:
         self._task, self._engine, self._config = task, engine, config
         self.metrics: dict[str, float] = {}
         """Of the last time, as `set/metric`."""
-        self._rule = BatchRule(
-            max_samples=config.eval_batch or max(1, config.max_samples // grains),
-            max_cost=None if config.batch_cost is None or config.eval_batch else config.batch_cost / grains,
-        )
-        self._sets = {name: self._set(name, data) for name, data in task.val_data().items()}
-        self._check_monitor()
+        given = sets is not None
+        if sets is None:
+            sets = {} if config.mode == "train" else task.val_data()
+            if not isinstance(sets, Mapping):
+                raise NotASet("what `val_data` returned", f"is a {type(sets).__name__}, not {{name: data set}}")
+        self._sets = {
+            name: fixed_set(task, engine, config, grains, f"validation set {name!r}", data)
+            for name, data in sets.items()
+        }
+        if not given:
+            self._check_monitor()
 
     def run(self) -> dict[str, float]:
         """Metrics of all sets, the same numbers on every rank; all ranks must call it."""
@@ -64,25 +105,35 @@ class Validation:
             return self._task.metrics(self._engine.model, grain)
 
         self.metrics = {}
-        limit = self._config.limit_batches
+        if self.is_empty:
+            return self.metrics
+        limit, seed = self._config.limit_batches, self._config.seed
         with self._engine.evaluating():
             for name, each in self._sets.items():
-                found = evaluate(metrics, each.loader, each.plan, self._engine.link, limit_batches=limit)
+                found = evaluate(metrics, each.loader, each.plan, self._engine.link, limit_batches=limit, seed=seed)
                 self.metrics.update({f"{name}/{metric}": value for metric, value in found.items()})
         return self.metrics
 
     def judge(self, position: Position) -> None:
         """Is this the best so far? Every rank has the same number, so all decide alike."""
-        monitor = self._config.monitor or next(iter(self.metrics))
+        position.validated, position.score = position.num_steps, None
+        monitor = self._config.monitor or f"{next(iter(self._sets))}/loss"
         if monitor not in self.metrics:
+            if self._config.monitor is None and self._config.patience is None:
+                return  # no loss among the metrics, and nobody asked for a best
             raise UnknownMonitor(monitor, list(self.metrics))
-        score = self.metrics[monitor]
-        position.validated, position.score = position.num_steps, score
+        score = position.score = self.metrics[monitor]
         sign = 1.0 if self._config.monitor_mode == "min" else -1.0
-        if position.best is None or sign * score < sign * position.best:
+        position.scores.append(sign * score)
+        if math.isfinite(score) and (position.best is None or sign * score < sign * position.best):
             position.best, position.bad_validations = score, 0
         else:
             position.bad_validations += 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Samples of each set."""
+        return {name: each.plan.num_samples for name, each in self._sets.items()}
 
     @property
     def is_empty(self) -> bool:
@@ -93,19 +144,3 @@ class Validation:
         name, _, metric = (self._config.monitor or "").rpartition("/")
         if self._config.monitor and self._sets and name not in self._sets:
             raise UnknownMonitor(self._config.monitor, [f"{known}/{metric}" for known in self._sets])
-
-    def _set(self, name: str, data: Any) -> _Set:
-        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-            raise NotASet(name, f"is a {type(data).__name__}, of which nobody knows the length")
-        if len(data) == 0:
-            raise NotASet(name, "is empty")
-        link = self._engine.link
-        loader = Loader(
-            data,
-            collate=self._task.collate,
-            seed=self._config.seed,
-            device=link.device,
-            workers=self._config.workers,
-            local_size=link.world.local_size,
-        )
-        return _Set(loader, evaluation_plan(len(data), self._rule, self._task.lengths(data)))

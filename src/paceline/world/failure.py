@@ -154,10 +154,15 @@ def fail_together(world: World, job: Callable[[], int | None]) -> int:
     """Run the whole job of this rank and return its exit code; on a failure, all ranks end with the same code.
 
     A `PacelineError` is shown without a traceback. With one rank, other exceptions pass through; with several, the
-    process ends here, because a process group whose members died may hang when it is taken down.
+    process ends here in any case, because a process group may hang or abort when it is taken down.
     """
     try:
-        return job() or 0
+        code = job() or 0
+        if world.size > 1:
+            # Threads of the process group that are still there when the interpreter ends abort it, rarely.
+            atexit._run_exitfuncs()
+            exit_now(code)
+        return code
     except KeyboardInterrupt as error:
         if world.size > 1:
             _fail(world, error)

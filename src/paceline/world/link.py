@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal
 
@@ -58,7 +59,10 @@ class Link:
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
         """Overwrite `tensor` on all ranks with that of rank `src`."""
         if self.world.size > 1:
-            dist.broadcast(tensor, src=src)
+            # Bytes in order: gloo knows few dtypes, and no strides.
+            flat = tensor.detach().reshape(-1).contiguous()
+            dist.broadcast(flat.view(torch.uint8), src=src)
+            tensor.detach().copy_(flat.view(tensor.shape))
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Everyone's small Python value, by rank, on every rank."""
@@ -88,7 +92,8 @@ class Link:
         if self._watch is not None:
             self._watch.stop()
         dist.destroy_process_group()
-        store.add("left", 1)
+        with suppress(dist.DistError):  # the launcher that served the store may be gone
+            store.add("left", 1)
         if self.is_first and not self.world.launcher_hosts_store:
             poll(lambda: store.add("left", 0) >= self.world.size, _LINGER_S)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
 import sys
 from collections import Counter
@@ -47,6 +49,8 @@ def start(
 
     `share_devices` lets several ranks use one GPU, through gloo instead of NCCL: right, but slow.
     """
+    if world.launcher == "procs":
+        _leave_with_the_launcher()
     chosen = _choose_device(world, device, share_devices)
     mine = _introduce(world, chosen)
     if world.size == 1:
@@ -72,6 +76,13 @@ def start(
         watch.stop()
         raise
     return Link(world, chosen, num_threads, tuple(entry.host for entry in roll), store, watch)
+
+
+def _leave_with_the_launcher() -> None:
+    """Ask Linux for SIGTERM when the launcher dies, even of SIGKILL: the ranks then save and leave, too."""
+    if sys.platform == "linux":
+        death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(death_signal, signal.SIGTERM, 0, 0, 0)
 
 
 def _choose_device(world: World, asked: DeviceChoice, share_devices: bool) -> torch.device:

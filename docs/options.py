@@ -1,0 +1,149 @@
+"""Writes docs/options.md: every option of every command, from the models that the commands themselves are made of.
+
+`python docs/options.py` writes the page; `tests/test_docs.py` fails while it is not what this script would write.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from paceline.cli.completion import HOMES
+from paceline.cli.main import COMMANDS
+from paceline.config.aliases import ALIASES, SHORT
+from paceline.config.explain import Option, parts
+from paceline.config.settings import GroupSettings
+from paceline.config.values import choices, is_flag, item, length, section, sequence, variants
+from paceline.config.words import dashed
+
+PAGE = Path(__file__).with_name("options.md")
+HEAD = """\
+<!-- Written by docs/options.py from the settings themselves: change those, not this page. -->
+# Options
+
+Every setting has one name everywhere: `global_batch` in Python and in YAML, `--global-batch` on the command line.
+Defaults < YAML files (`--config FILE`, several allowed, later ones win) < the command line. `paceline COMMAND --help`
+shows the same tables.
+
+- A flag is set by its name (`--benchmark`) and taken back by `--no-benchmark`.
+- A list takes several words: `--milestones 1000 2000`.
+- A setting marked `free` may be another when a run is resumed. Any other change is refused unless `--allow-change` is
+  given, because it would change what is computed.
+"""
+NAMES = {int: "integer", float: "number", str: "text", Path: "path", bool: "flag"}
+LIMITS = {"gt": "> {}", "ge": ">= {}", "lt": "< {}", "le": "<= {}"}
+SHARED = "demo"
+"""Takes the options of `train`."""
+
+
+def page() -> str:
+    """The whole page."""
+    blocks = [f"{HEAD}{_aliases()}\n"]
+    for command, (home, positional) in HOMES.items():
+        blocks.append(f"## paceline {command}\n\n{COMMANDS[command].capitalize()}.\n")
+        if command == SHARED:
+            blocks.append("All options of `paceline train`; what is not set has values that suit the demo.\n")
+            continue
+        module, _, name = home.partition(":")
+        blocks += _command(getattr(importlib.import_module(f"paceline.cli.{module}"), name), positional)
+    return "\n".join(blocks)
+
+
+def _aliases() -> str:
+    short = [f"`-{letter}` is `{dashed(name)}`" for letter, name in SHORT.items()]
+    long = [f"`{dashed(other)}` is `{dashed(name)}`" for other, name in ALIASES.items()]
+    return f"- Other spellings: {', '.join([*short, *long])}."
+
+
+def _command(model: type[BaseModel], positional: Sequence[str]) -> Iterator[str]:
+    for part in parts(model):
+        yield f"### {part.name}\n\n{part.about}\n"
+        yield _table(part.options, model, positional)
+        if any(section(item(option.annotation, 0)) is GroupSettings for option in part.options if _many(option)):
+            yield f"One entry of `groups`, typed as `--groups match='*.bias',weight_decay=0`:\n\n{_group_table()}"
+
+
+def _group_table() -> str:
+    return _table([option for part in parts(GroupSettings) for option in part.options], GroupSettings, ())
+
+
+def _many(option: Option) -> bool:
+    return sequence(option.annotation) is not None
+
+
+def _table(options: Iterable[Option], model: type[BaseModel], positional: Sequence[str]) -> str:
+    rows = ["| setting | type | default | meaning |", "|---|---|---|---|"]
+    for option in options:
+        field = model.model_fields[option.name]
+        name = f"`{option.name.upper()}`" if option.name in positional else f"`{option.name}`"
+        meaning = f"{option.about} *free*" if _is_free(field) else option.about
+        default = "required" if option.is_required else f"`{_shown(option.default)}`"
+        rows.append(f"| {name} | {_cell(_type(option, field))} | {default} | {_cell(meaning)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").strip()
+
+
+def _is_free(field: FieldInfo) -> bool:
+    return isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get("free"))
+
+
+def _type(option: Option, field: FieldInfo) -> str:
+    limits = _limits(field.metadata)
+    return f"{_kind(option.annotation)} {limits}".strip()
+
+
+def _kind(annotation: Any) -> str:
+    if is_flag(annotation):
+        return "flag"
+    if sequence(annotation) is not None:
+        number = length(annotation)
+        return f"list of {_entry(annotation)}" if number is None else f"{number} times {_entry(annotation)}"
+    words = [f"`{word}`" for word in choices(annotation)]
+    others = [_one(kind) for kind in _kinds(annotation) if not choices(kind)]
+    return " or ".join([*([", ".join(words)] if words else []), *others])
+
+
+def _entry(annotation: Any) -> str:
+    model = section(item(annotation, 0))
+    return "groups" if model is not None else _kind(item(annotation, 0))
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """The members of a union with their limits, which `variants` leaves out."""
+    if get_origin(annotation) is Annotated:
+        return [annotation]
+    members = list(get_args(annotation)) if len(variants(annotation)) > 1 else [annotation]
+    return [member for member in members if member is not type(None)]
+
+
+def _one(kind: Any) -> str:
+    if get_origin(kind) is Annotated:
+        plain, *metadata = get_args(kind)
+        return f"{NAMES[plain]} {_limits(metadata)}".strip()
+    if sequence(kind) is not None:
+        return _kind(kind)
+    return NAMES[kind]
+
+
+def _limits(metadata: Sequence[Any]) -> str:
+    flat = [each for entry in metadata for each in getattr(entry, "metadata", None) or [entry]]
+    found = [LIMITS[name].format(getattr(each, name)) for each in flat for name in LIMITS if hasattr(each, name)]
+    return " and ".join(found)
+
+
+def _shown(default: Any) -> str:
+    if default is None or default == ():
+        return "none"
+    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

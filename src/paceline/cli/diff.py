@@ -1,0 +1,107 @@
+"""`paceline diff RUN RUN`: settings, versions, code and command lines that two runs do not share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.config.errors import PacelineError
+from paceline.config.folder import MARK
+from paceline.config.load import load
+from paceline.config.settings import Section
+from paceline.train.run import NotARun, Run
+
+# They name a run or say how it was opened, and differ by nature.
+_NAMES = ("out", "exp_name", "runs_dir", "resume")
+_ABSENT = "(none)"
+Rows = dict[str, tuple[str, str]]
+
+
+class DiffOptions(Section):
+    """Show how two runs differ; the exit code is 0 if they do not, 1 if they do."""
+
+    left: Path
+    """Folder of a run."""
+    right: Path
+    """Folder of another run."""
+
+
+class NoRun(PacelineError):
+    """A folder that holds no run."""
+
+    hint = f"give the folder with {MARK} in it; `paceline runs` lists runs"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"{folder} holds no run" if folder.exists() else f"there is no folder {folder}")
+        self.folder = folder
+
+
+def run(argv: Sequence[str]) -> int:
+    options = load(DiffOptions, argv, prog="paceline diff", positional=("left", "right"))
+    found = differences(_read(options.left), _read(options.right))
+    if not found:
+        sys.stdout.write("no difference\n")
+        return 0
+    _show(found, str(options.left), str(options.right))
+    return 1
+
+
+def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Rows]:
+    """What differs between the records of two runs: heading -> name -> both values."""
+    sections = {heading: (_values(left, heading), _values(right, heading)) for heading in ("settings", "start")}
+    found = {}
+    for heading, (ours, theirs) in sections.items():
+        names = [*ours, *(name for name in theirs if name not in ours)]
+        rows = {
+            name: (ours.get(name, _ABSENT), theirs.get(name, _ABSENT))
+            for name in names
+            if ours.get(name, _ABSENT) != theirs.get(name, _ABSENT)
+        }
+        if rows:
+            found[heading] = rows
+    return found
+
+
+def _values(record: Mapping[str, Any], heading: str) -> dict[str, str]:
+    if heading == "settings":
+        settings = {name: value for name, value in record["settings"].items() if name not in _NAMES}
+        return {
+            name: str(value) for name, value in {"task": record["task"], **settings, "grains": record["grains"]}.items()
+        }
+    start = (record.get("starts") or [{}])[-1]
+    flat = {"command": start.get("command"), "host": start.get("host"), **(start.get("versions") or {})}
+    git = start.get("git") or {}
+    flat |= {"git commit": git.get("commit"), "git dirty": git.get("dirty")}
+    return {name: str(value) for name, value in flat.items() if value is not None}
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    if not (folder / MARK).exists():
+        raise NoRun(folder)
+    record = Run(folder).check(may_exist=True)
+    if record is None:  # a run that failed early is free to be made anew, but can be looked at
+        import json
+
+        record = json.loads((folder / MARK).read_text(encoding="utf-8"))
+    missing = [name for name in ("task", "grains") if name not in record]
+    if missing:
+        raise NotARun(folder, f"{MARK} has no {missing[0]}")
+    assert isinstance(record, dict)
+    return record
+
+
+def _show(found: dict[str, Rows], left: str, right: str) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=sys.stdout, highlight=False, markup=False)
+    for heading, rows in found.items():
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for title in (heading, left, right):
+            table.add_column(title, overflow="fold")
+        for name, values in rows.items():
+            table.add_row(name, *values)
+        console.print(table)

@@ -1,0 +1,152 @@
+"""`paceline eval RUN`: the validation metrics of a run's checkpoint, the same at any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from pydantic import ValidationError
+
+from paceline.config.errors import PacelineError
+from paceline.config.load import load
+from paceline.config.settings import Positive, Section, TrainConfig
+
+if TYPE_CHECKING:
+    from paceline.train.task import Task
+    from paceline.world.link import Link
+
+with warnings.catch_warnings():
+    # `json` hides a method that pydantic itself has given up; it is the word that users know.
+    warnings.filterwarnings("ignore", message='Field name "json"', category=UserWarning)
+
+    class UseOptions(Section):
+        """What all commands ask that use a run instead of making one."""
+
+        run: Path
+        """Folder of the run."""
+        checkpoint: Literal["best", "last"] | Path = "best"
+        """The one with the best score, the newest one, or one by its path or name."""
+        device: Literal["auto", "cpu", "cuda"] = "auto"
+        """`auto` takes CUDA where there is one."""
+        level: Literal["auto", 0, 1, 2, 3] | None = None
+        """Precision (`-O0` to `-O3`); the run's own if not set."""
+        eval_batch: Positive | None = None
+        """Samples per batch; as in the run's validation if not set."""
+        limit_batches: Positive | None = None
+        """Batches per data set at most, for a quick try."""
+        procs: Positive | Literal["auto"] = 1
+        """Ranks to start on this machine; `auto` is one per GPU, one without."""
+        task: str | None = None
+        """Where the task is now (`path/to/file.py:ClassName`), if its file has moved since the run was made."""
+        json: bool = False  # type: ignore[assignment]
+        """Print JSON instead of text."""
+
+
+class EvalOptions(UseOptions):
+    """Validate a checkpoint of RUN on the validation sets of its task."""
+
+
+OPTIONS, POSITIONAL = EvalOptions, ("run",)
+Options = TypeVar("Options", bound=UseOptions)
+
+
+class TaskGone(PacelineError):
+    """The task that a run was made with is not where it was."""
+
+    hint = "put it back, or say where it is now with `--task path/to/file.py:ClassName`"
+
+    def __init__(self, run: Path, spec: str, why: Exception) -> None:
+        super().__init__(f"{run} was made with the task {spec}, which cannot be loaded: {why}")
+        self.run, self.spec = run, spec
+
+
+class SettingsOutdated(PacelineError):
+    """The task of today does not take the settings of the run."""
+
+    hint = "use the task and the version of Paceline that the run was made with"
+
+    def __init__(self, run: Path, error: ValidationError) -> None:
+        problems = [f"  {'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors()]
+        super().__init__(f"settings of {run} are no settings of its task:\n" + "\n".join(problems))
+
+
+def run(argv: Sequence[str]) -> int:
+    return run_here_or_on_procs("eval", EvalOptions, argv, evaluate)
+
+
+def evaluate(options: EvalOptions) -> int:
+    """Validate on this rank, with all others; the first one prints."""
+    from paceline.train import apply, restore
+
+    task, config, link = open_run(options, {"mode": "eval"})
+    with link:
+        checkpoint = apply.choose_checkpoint(link, options.run, options.checkpoint)
+        metrics = apply.evaluate_run(task, config, link, options.run, checkpoint)
+    if link.is_first and options.json:
+        step = restore.load(checkpoint, [], verify=False).step
+        found = {"run": str(options.run), "checkpoint": str(checkpoint), "step": step, "metrics": metrics}
+        sys.stdout.write(json.dumps(apply.plain(found)) + "\n")
+    elif link.is_first:
+        sys.stdout.write(f"{checkpoint}\n{apply.table(metrics)}")
+    return 0
+
+
+def run_here_or_on_procs(
+    command: str, model: type[Options], argv: Sequence[str], here: Callable[[Options], int]
+) -> int:
+    """Do `here` as the rank that this process is, or start `--procs` ranks that each do."""
+    options = load(model, argv, prog=f"paceline {command}", positional=POSITIONAL)
+    from paceline.world.discover import discover
+    from paceline.world.failure import fail_together
+    from paceline.world.launch import launch
+
+    world = discover(os.environ)
+    if world.size == 1 and world.launcher == "plain" and options.procs != 1:
+        again = [sys.executable, "-m", "paceline", command, *argv]
+        return fail_together(world, lambda: launch(options.procs, again, device=options.device))
+    return fail_together(world, lambda: here(options))
+
+
+def open_run(options: UseOptions, changes: dict[str, Any]) -> tuple[Task, TrainConfig, Link]:
+    """The task of a run, its settings with those of this command, and the link to the other ranks."""
+    from paceline.train.apply import read_run
+    from paceline.world.discover import discover
+    from paceline.world.start import start
+
+    record = read_run(options.run)
+    task = _task_of(options, record)
+    values = {**record["settings"], "device": options.device, **changes}
+    if options.level is not None:
+        values |= {"level": options.level, "precision": None}  # a level asked for is not to be overruled by the run's
+    for name in ("eval_batch", "limit_batches"):
+        if getattr(options, name) is not None:
+            values[name] = getattr(options, name)
+    try:
+        config = task.Settings(**values)
+    except ValidationError as error:
+        raise SettingsOutdated(options.run, error) from error
+    link = start(
+        discover(os.environ),
+        device=config.device,
+        threads=config.threads,
+        start_timeout_s=config.start_timeout_s,
+        timeout_s=config.timeout_s,
+    )
+    return task, config, link
+
+
+def _task_of(options: UseOptions, record: dict[str, Any]) -> Task:
+    from paceline.cli.tasks import UnknownTask, load_task
+
+    if options.task is not None:
+        return load_task(options.task)
+    spec = str(record.get("task"))
+    try:
+        return load_task(spec)
+    except UnknownTask as error:
+        raise TaskGone(options.run, spec, error) from error

@@ -1,0 +1,70 @@
+"""`paceline infer RUN`: the predictions of a run's checkpoint, one line per sample, in the order of the data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.cli.eval import UseOptions, open_run, run_here_or_on_procs
+from paceline.config.errors import PacelineError
+
+
+class InferOptions(UseOptions):
+    """Predict with a checkpoint of RUN."""
+
+    data: str | None = None
+    """A function without arguments that returns a data set, as `path/to/file.py:function`; the task's `infer_data` if
+    not set, which is its first validation set."""
+    out: Path | None = None
+    """File for the predictions instead of the console."""
+
+
+OPTIONS, POSITIONAL = InferOptions, ("run",)
+
+
+class NoDataFunction(PacelineError):
+    """`--data` names nothing that returns data."""
+
+    hint = "give it as path/to/file.py:function, a function without arguments that returns a data set"
+
+    def __init__(self, spec: str, why: str) -> None:
+        super().__init__(f"`--data {spec}`: {why}")
+        self.spec = spec
+
+
+def run(argv: Sequence[str]) -> int:
+    return run_here_or_on_procs("infer", InferOptions, argv, infer)
+
+
+def infer(options: InferOptions) -> int:
+    """Predict on this rank, with all others; the first one writes."""
+    from paceline.train import apply
+
+    # A run that was tried out on a few batches is not meant to predict only those.
+    task, config, link = open_run(options, {"mode": "infer", "limit_batches": None})
+    with link:
+        data = None if options.data is None else _data(options.data)
+        pairs = apply.predict_run(task, config, link, options.run, options.checkpoint, data)
+        line = apply.json_line if options.json else apply.text_line
+        number = apply.write_predictions(pairs, link, line, options.out)
+    if link.is_first and options.out is not None:
+        sys.stdout.write(f"{number} predictions in {options.out}\n")
+    return 0
+
+
+def _data(spec: str) -> Any:
+    from paceline.cli import tasks
+
+    path, separator, name = spec.rpartition(":")
+    if not separator:
+        raise NoDataFunction(spec, "the name of a function is missing")
+    try:
+        module = tasks.import_file(Path(path))
+    except tasks.UnknownTask as error:
+        raise NoDataFunction(spec, str(error)) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise NoDataFunction(spec, f"{path} has no function {name!r}")
+    return tasks.guarded(Path(path), f"{name}() is called", function)

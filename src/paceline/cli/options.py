@@ -1,0 +1,39 @@
+"""What `paceline train` is told beside a task's own settings, joined with them into one model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, create_model
+
+from paceline.config.settings import Section, TrainConfig
+
+POSITIONAL = ("task",)
+
+
+class TrainCommand(Section):
+    """Which task, on how many ranks of this machine."""
+
+    task: str
+    """A recipe's name, or `path/to/file.py:ClassName`."""
+    procs: Annotated[int, Field(gt=0)] | Literal["auto"] = 1
+    """Ranks to start on this machine, no launcher needed; `auto` is one per GPU, one without."""
+    distributed: Literal["no", "dp"] = "no"
+    """`dp` splits the batch over all devices of this machine: the same as `--procs auto`."""
+    max_restarts: Annotated[int, Field(ge=0)] = 0
+    """How often all ranks are started again when one dies; they go on from the newest checkpoint."""
+    print_config: bool = False
+    """Show the settings that all this amounts to, as a file for `--config`, and leave."""
+
+
+def train_options(settings: type[TrainConfig]) -> type[TrainCommand]:
+    """The model of `paceline train` for a task with these settings."""
+    about = "Train a task: a recipe, or a class in your own file."
+    bases: Any = (settings, TrainCommand)
+    options: type[TrainCommand] = create_model("TrainOptions", __base__=bases, __doc__=about)
+    return options
+
+
+def task_settings(options: TrainCommand, settings: type[TrainConfig]) -> TrainConfig:
+    """The task's part of what was given."""
+    return settings(**{name: getattr(options, name) for name in options.model_fields_set & set(settings.model_fields)})

@@ -1,0 +1,5 @@
+"""The recipes by name, as data: nothing is imported before one is used."""
+
+from __future__ import annotations
+
+RECIPES = {"digits": "paceline.recipes.digits:Digits"}

@@ -1,0 +1,86 @@
+"""From what a user writes to checked settings: defaults < YAML files < command-line words.
+
+Every mistake is found before any is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import ValidationError
+
+from paceline.config import wording
+from paceline.config.explain import parts
+from paceline.config.files import read_file
+from paceline.config.problems import Problem, SettingsInvalid
+from paceline.config.settings import Section
+from paceline.config.values import Given, convert
+from paceline.config.words import asks_for_help, read_words
+
+S = TypeVar("S", bound=Section)
+
+
+def load(model: type[S], words: Sequence[str], *, prog: str, positional: Sequence[str] = ()) -> S:
+    """The settings that `words` and the files they name mean; `--help` shows the options and leaves.
+
+    `positional` names the fields that are given without an option name, in order; a tuple takes all that are left.
+    """
+    if asks_for_help(words):
+        from paceline.config.usage import show_help
+
+        show_help(model, prog=prog, positional=positional)
+    typed = read_words(model, words, positional)
+    given: dict[str, Given] = {}
+    problems: list[Problem] = []
+    is_whole = True  # what a file that cannot be read would have set is not known
+    for number, file in enumerate(typed.files):
+        from_file, mistakes = read_file(model, file, positional, number)
+        given |= from_file
+        problems += mistakes
+        is_whole = is_whole and (bool(from_file) or not mistakes)
+    given |= typed.given
+    problems += typed.problems
+    settings, mistakes = _check(model, given, tried={problem.meant for problem in problems if problem.meant})
+    problems += [problem for problem in mistakes if is_whole or not problem.is_missing]
+    if problems or settings is None:
+        raise SettingsInvalid(sorted(problems, key=lambda problem: problem.place), prog)
+    return settings
+
+
+def as_yaml(settings: Section) -> str:
+    """Settings as a file that `--config` takes, with a comment per section."""
+    values = settings.model_dump(mode="json")
+    blocks = []
+    for part in parts(type(settings)):
+        chosen = {option.name: values[option.name] for option in part.options}
+        blocks.append(f"# {part.about}\n{yaml.safe_dump(chosen, sort_keys=False, width=120, allow_unicode=True)}")
+    return "\n".join(blocks)
+
+
+def _check(model: type[S], given: Mapping[str, Given], tried: set[str]) -> tuple[S | None, list[Problem]]:
+    values = {name: convert(model.model_fields[name].annotation, entry.raw) for name, entry in given.items()}
+    try:
+        return model.model_validate(values), []
+    except ValidationError as error:
+        found = wording.problems(error, model, given)
+        wrong = {*found, *tried}
+        return None, [*found.values(), *_across(model, values, given, wrong, error)]
+
+
+def _across(
+    model: type[S], values: Mapping[str, Any], given: Mapping[str, Given], wrong: set[str], error: ValidationError
+) -> list[Problem]:
+    """What is wrong between fields; the model looks at that only when each field is right by itself."""
+    missing = {
+        str(detail["loc"][0]): "?"
+        for detail in error.errors()
+        if detail["type"] == "missing" and len(detail["loc"]) == 1
+    }
+    right = {name: value for name, value in values.items() if name not in wrong}
+    try:
+        model.model_validate({**right, **missing})
+    except ValidationError as rest:
+        return wording.across(rest, model, given, wrong)
+    return []

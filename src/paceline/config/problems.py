@@ -1,0 +1,68 @@
+"""Mistakes in settings, collected and shown all at once."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.config.aliases import MEANT
+from paceline.config.errors import PacelineError
+
+Place = tuple[int, int]
+"""For showing mistakes in the order they were made: (which source, where in it)."""
+# Files are counted from 0; command-line words come after any number of them, what is nowhere comes last.
+WORDS, NOWHERE = 10**6, 10**7
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: where it was made, why it cannot work, what to type instead."""
+
+    where: str
+    """`--lr`, or `train.yaml:12: lr`."""
+    what: str
+    hint: str = ""
+    given: str = ""
+    """What was set there, as it was typed."""
+    place: Place = (NOWHERE, 0)
+    is_unknown: bool = False
+    """There is no setting of this name."""
+    is_missing: bool = False
+    """Something was to be set and was not."""
+    meant: str = ""
+    """The setting that this was probably, or certainly, an attempt to set."""
+
+    def __str__(self) -> str:
+        return f"{' '.join(filter(None, [self.where, self.given]))}: {self.what}"
+
+
+class SettingsInvalid(PacelineError):
+    """Settings that cannot become a run, with every reason."""
+
+    def __init__(self, problems: Sequence[Problem], prog: str) -> None:
+        self.problems, self.prog = tuple(problems), prog
+        help_line = f"`{prog} --help` lists all options"
+        if len(problems) == 1:
+            super().__init__(str(problems[0]))
+            self.hint = _indented(problems[0].hint or help_line, "  ").lstrip()
+            return
+        lines = [f"{len(problems)} mistakes in the settings of `{prog}`"]
+        for problem in problems:
+            lines.append(f"  {problem}")
+            if problem.hint:
+                lines.append(_indented(problem.hint, "    "))
+        super().__init__("\n".join(lines))
+        self.hint = help_line
+
+
+def nearest(wrong: str, right: Iterable[str]) -> str | None:
+    """The name that was probably meant."""
+    names = list(right)
+    spellings = {name: name for name in names} | {other: name for other, name in MEANT.items() if name in names}
+    found = difflib.get_close_matches(wrong.replace("-", "_").lower(), spellings, n=1, cutoff=0.6)
+    return spellings[found[0]] if found else None
+
+
+def _indented(text: str, margin: str) -> str:
+    return "\n".join(margin + line for line in text.splitlines())

@@ -1,0 +1,65 @@
+"""What is written down with every run, beside its settings: how it was started, with what, from which state of code."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "numpy", "paceline")
+# A repository on a slow disk must not hold up a training run.
+_GIT_TIMEOUT_S = 5.0
+
+
+def start_record() -> dict[str, Any]:
+    """One start of a run: when, where, by which command, with which versions and git state."""
+    return {
+        "time": datetime.now().isoformat(sep=" ", timespec="milliseconds"),
+        "command": command_line(sys.argv),
+        "host": socket.gethostname(),
+        "versions": versions(),
+        "git": git_state(Path.cwd()),
+    }
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """A command as it is typed; the words of `python -m paceline` are those of `paceline`."""
+    program = Path(argv[0])
+    is_ours = program.name == "__main__.py" and program.parent.name == "paceline"
+    return shlex.join(["paceline" if is_ours else program.name, *argv[1:]])
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+            continue
+    return found
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit, and whether tracked files differ from it; None outside of a repository or without git."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    if not commit or changes is None:
+        return None
+    return {"commit": commit, "dirty": bool(changes)}
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *words], cwd=folder, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,181 @@
+"""The loggers that `--loggers` names, as watchers. Their packages are optional and imported only when asked for.
+
+Each gets one point per log line (`log_every` steps), under the names `loss`, `lr`, `epoch/...` and `set/metric`; every
+single step is in `metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.config.errors import PacelineError
+from paceline.observe.watcher import Record, RunInfo, Watcher
+
+EPOCH_NUMBERS = ("loss", "computing", "padding", "objects_per_s")
+"""What of an epoch's record is drawn over time."""
+
+
+class LoggerNotInstalled(PacelineError):
+    """A logger was asked for whose package is not there."""
+
+    def __init__(self, logger: str) -> None:
+        super().__init__(f"`loggers` has {logger!r}, but the package {logger} is not installed")
+        self.logger = logger
+        self.hint = f"`pip install {logger}`, or take {logger} out of `loggers`"
+
+
+class PointLogger(Watcher):
+    """A logger that takes named numbers at a step."""
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        raise NotImplementedError
+
+    def step(self, records: list[Record]) -> None:
+        last = records[-1]
+        self.log(_finite({"loss": last["loss"], "lr": last["lr"]}), last["step"])
+
+    def epoch(self, record: Record) -> None:
+        self.log(_finite({f"epoch/{name}": record.get(name) for name in EPOCH_NUMBERS}), record["step"])
+
+    def validation(self, record: Record) -> None:
+        self.log(_finite({name: value for name, value in record.items() if "/" in name}), record["step"])
+
+
+class TensorBoard(PointLogger):
+    """Event files in `<run>/tensorboard`, one per launch.
+
+    Written through tensorboard's own record format without its file layer, which would import TensorFlow where that
+    is installed. Without a run folder nothing is written.
+    """
+
+    def start(self, info: RunInfo) -> None:
+        self._info = info
+        self._file: IO[bytes] | None = None
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        if self._info.folder is None or not numbers:
+            return
+        if self._file is None:  # not before: a run that has nothing left to do leaves its folder as it was
+            self._file = self._open(self._info.folder / "tensorboard")
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._write(step=step, summary=self._summary(value=values))
+        self._file.flush()
+
+    def _open(self, folder: Path) -> IO[bytes]:
+        self._event = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        self._summary = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
+        records = importlib.import_module("tensorboard.summary.writer.record_writer")
+        folder.mkdir(parents=True, exist_ok=True)
+        # In ascending order of launches, because TensorBoard reads the files by name.
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        file = (folder / name).open("wb")
+        self._writer = records.RecordWriter(file)
+        self._write(file_version="brain.Event:2")
+        # Tells TensorBoard to forget what an earlier launch wrote from this step on.
+        forget = self._event.SessionLog(status=self._event.SessionLog.START)
+        self._write(step=self._info.next_step, session_log=forget)
+        return file
+
+    def end(self, status: str) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, **fields: Any) -> None:
+        self._writer.write(self._event.Event(wall_time=time.time(), **fields).SerializeToString())
+
+
+class WeightsAndBiases(PointLogger):
+    """A W&B run that a resumed run goes on with. W&B itself drops points of steps that it has already.
+
+    The project comes from W&B's own settings.
+    """
+
+    def start(self, info: RunInfo) -> None:
+        self._wandb = importlib.import_module("wandb")
+        remembered = _Remembered(info, "wandb")
+        self._run = self._wandb.init(
+            name=None if info.folder is None else info.folder.name,
+            dir=None if info.folder is None else str(info.folder),
+            config=info.settings,
+            id=remembered.read(),
+            resume="allow",
+        )
+        remembered.write(self._run.id)
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self._run.log(numbers, step=step)
+
+    def end(self, status: str) -> None:
+        self._run.finish(exit_code=1 if status == "failed" else 0)
+
+
+class MlFlow(PointLogger):
+    """An MLflow run that a resumed run goes on with. Server and experiment come from MLflow's own variables."""
+
+    STATUS = {"failed": "FAILED", "stopped": "KILLED"}  # noqa: RUF012
+
+    def start(self, info: RunInfo) -> None:
+        self._mlflow = importlib.import_module("mlflow")
+        remembered = _Remembered(info, "mlflow")
+        before = remembered.read()
+        name = info.task if info.folder is None else info.folder.name
+        run = self._mlflow.start_run(run_id=before) if before else self._mlflow.start_run(run_name=name)
+        if not before:  # MLflow refuses to change a parameter
+            self._mlflow.log_params({name: str(value)[:500] for name, value in info.settings.items()})
+        remembered.write(run.info.run_id)
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self._mlflow.log_metrics(numbers, step=step)
+
+    def end(self, status: str) -> None:
+        self._mlflow.end_run(status=self.STATUS.get(status, "FINISHED"))
+
+
+LOGGERS: dict[str, type[PointLogger]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MlFlow}
+
+
+def build(names: Sequence[str], *, is_asked: bool) -> tuple[list[Watcher], list[str]]:
+    """The loggers of these names, and the names of those that are not installed.
+
+    Where the user asked for them, a missing package is an error; the default is only a default.
+    """
+    missing = [name for name in names if not _is_installed(name)]
+    if missing and is_asked:
+        raise LoggerNotInstalled(missing[0])
+    return [LOGGERS[name]() for name in names if name not in missing], missing
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # a module without a spec, made by hand
+        return True
+
+
+def _finite(numbers: dict[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
+
+
+class _Remembered:
+    """The name that a service gave to this run, kept in the run folder so that a resumed run finds it again."""
+
+    def __init__(self, info: RunInfo, service: str) -> None:
+        self._path = None if info.folder is None else info.folder / f"{service}-run-id"
+        self._is_resumed = info.next_step > 0  # a run that starts over is another run
+
+    def read(self) -> str | None:
+        if self._path is None or not self._is_resumed or not self._path.exists():
+            return None
+        return self._path.read_text(encoding="utf-8").strip()
+
+    def write(self, name: str) -> None:
+        if self._path is not None:
+            self._path.write_text(f"{name}\n", encoding="utf-8")

@@ -1,0 +1,350 @@
+"""Use what a run has learned: its validation metrics again, or predictions, at any world size.
+
+Nothing of the run is changed, and nothing of a training step is needed: no training data, no optimizer state.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from paceline.config.errors import PacelineError
+from paceline.config.keys import key
+from paceline.config.settings import TrainConfig
+from paceline.data.fetch import seed_everything
+from paceline.data.grain import Grain, map_tensors
+from paceline.train import restore, state
+from paceline.train.engine import Engine
+from paceline.train.position import Position
+from paceline.train.run import MARK, NotARun, Run
+from paceline.train.task import Task, overrides
+from paceline.train.validation import FixedSet, Validation, fixed_set
+from paceline.world.link import Link
+
+Which = Literal["best", "last"] | Path
+"""The checkpoint with the best score, the newest one, or one by its path (or by its name in the run)."""
+ROUND = 8
+"""Batches that each rank predicts before the results are brought together."""
+
+
+class NoRun(PacelineError):
+    """What was given as a run is none, or none that can be used."""
+
+    hint = "give the folder of a run (the one with run.json in it); `paceline runs` lists them"
+
+
+class NoCheckpoint(PacelineError):
+    """A run without the checkpoint that was asked for."""
+
+    def __init__(self, what: str, hint: str) -> None:
+        super().__init__(what)
+        self.hint = hint
+
+
+class NothingToValidate(PacelineError):
+    """A task without validation sets."""
+
+    hint = "give the task a `val_data()` that returns data sets by name"
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(f"{type(task).__name__} has no validation sets")
+
+
+class NothingToPredict(PacelineError):
+    """A task that names no data for inference."""
+
+    hint = "give the task an `infer_data()`, or name a function that returns a data set: `--data file.py:function`"
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(f"{type(task).__name__} has neither `infer_data` nor validation sets")
+
+
+class CannotPredict(PacelineError):
+    """A task without `predict`."""
+
+    hint = "give it `def predict(self, model, grain)`, which returns one entry per sample of the grain"
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(f"{type(task).__name__} has no `predict`")
+
+
+class PredictionContract(PacelineError):
+    """What `predict` returned cannot be told apart by sample."""
+
+    hint = "return a tensor whose first axis are the samples, or a list with one entry per sample"
+
+    def __init__(self, prediction: Any, num_samples: int) -> None:
+        what = type(prediction).__name__
+        if isinstance(prediction, torch.Tensor):
+            what = f"tensor of shape {tuple(prediction.shape)}"
+        elif isinstance(prediction, list):
+            what = f"list of {len(prediction)}"
+        super().__init__(f"`predict` returned a {what} for {num_samples} sample{'s' * (num_samples > 1)}")
+
+
+# -- a run and its checkpoints -----------------------------------------------------------------------------------------
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The record of a run that has something to use."""
+    try:
+        record = Run(folder).check(may_exist=True)
+    except NotARun as error:
+        raise NoRun(str(error)) from error
+    if record is None:
+        why = "there is no such folder" if not folder.exists() else "it is empty"
+        raise NoRun(f"{folder} is not a run: {'it failed at its start' if (folder / MARK).exists() else why}")
+    return record
+
+
+def choose_checkpoint(link: Link, folder: Path, which: Which) -> Path:
+    """The sound checkpoint that `which` means, the same on all ranks: one looks, and says which ones were broken."""
+    read_run(folder)
+    checkpoints = Run(folder).checkpoints
+    if isinstance(which, Path):
+        for path in (which, checkpoints / which):
+            if (path / restore.DIGESTS).exists():
+                return path
+        names = ", ".join(path.name for path in restore.listed(checkpoints)) or "none"
+        raise NoCheckpoint(f"{which} is not a checkpoint", f"checkpoints of {folder}: {names}")
+    chosen: Path | None = None
+    problem = ("", "")
+    if link.is_first:
+        looked = restore.best(checkpoints) if which == "best" else restore.newest(checkpoints)
+        for broken in looked.broken:
+            sys.stderr.write(f"skipped a broken checkpoint: {broken}\n")
+        if looked.checkpoint is None:
+            problem = _none_found(folder, checkpoints, bool(looked.broken))
+        else:
+            chosen = looked.checkpoint.path
+    chosen, problem = link.broadcast_object((chosen, problem))
+    if chosen is None:
+        raise NoCheckpoint(*problem)
+    return chosen
+
+
+def _none_found(folder: Path, checkpoints: Path, has_broken: bool) -> tuple[str, str]:
+    """(what, hint)"""
+    if has_broken:
+        return f"{folder} has no sound checkpoint", "train it again: every one that was saved is damaged"
+    if restore.listed(checkpoints):
+        return f"no checkpoint of {folder} has a score: it was never validated", "add `--checkpoint last`"
+    return f"{folder} has no checkpoint", "let it train until the first one is saved (`--save-every-steps`)"
+
+
+def restore_for_use(task: Task, config: TrainConfig, link: Link, checkpoint: Path) -> Engine:
+    """An engine whose model has the checkpoint's weights (their average, if the run kept one) and is not trained.
+
+    The weights are in the precision of the settings; call the model inside `engine.evaluating()`, which autocasts.
+    """
+    task.world, task.settings = link.world, config
+    found = _load(checkpoint, verify=link.is_first)
+    engine = Engine(config.model_copy(update={"ema": 0.0, "checkpoint_activations": ()}), link=link)
+    torch.manual_seed(config.seed)
+    model = task.model().to(link.device)
+    position = Position(**found.state["position"])
+    for number in range(position.stage + (position.epoch > 0 or position.step > 0)):
+        torch.manual_seed(key(config.seed, number))
+        task.before_stage(model, number)  # a model that grows has its shape before its weights are loaded
+    model.eval()
+    # An optimizer that keeps nothing; it is never called.
+    engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    engine.strategy.detach()
+    engine.num_steps = found.step
+    state.restore_weights(engine, {**found.parts["model"], **found.parts.get("ema", {})})
+    task.load_state(dict(found.parts.get("task", {})))
+    return engine
+
+
+def _load(checkpoint: Path, *, verify: bool) -> restore.Checkpoint:
+    """All parts but those of a training step; not every run has an average, not every task a state."""
+    parts = ["model", "ema", "task"]
+    while True:
+        try:
+            return restore.load(checkpoint, parts, verify)
+        except restore.PartMissing as missing:
+            if missing.part == "model":
+                raise
+            parts.remove(missing.part)
+
+
+# -- what it is used for -----------------------------------------------------------------------------------------------
+
+
+def evaluate_run(
+    task: Task,
+    config: TrainConfig,
+    link: Link,
+    folder: Path,
+    which: Which = "best",
+    sets: Mapping[str, Any] | None = None,
+) -> dict[str, float]:
+    """Metrics, as `set/metric`, of the task's validation sets or of those given.
+
+    The same numbers on every rank and at any world size, and the same as training gave for this checkpoint.
+    """
+    grains = _grains(folder, config)
+    engine = restore_for_use(task, config, link, choose_checkpoint(link, folder, which))
+    validation = Validation(task, engine, config, grains, task.val_data() if sets is None else sets)
+    if validation.is_empty:
+        raise NothingToValidate(task)
+    return validation.run()
+
+
+def predict_run(
+    task: Task, config: TrainConfig, link: Link, folder: Path, which: Which = "best", data: Any = None
+) -> Iterator[tuple[int, Any]]:
+    """(index, prediction) of every sample, in the order of `data`, which is the task's `infer_data` if not given.
+
+    All ranks must iterate to the end; the results come out on the first.
+    """
+    if not overrides(task, "predict"):
+        raise CannotPredict(task)
+    grains = _grains(folder, config)
+    engine = restore_for_use(task, config, link, choose_checkpoint(link, folder, which))
+    data = task.infer_data() if data is None else data
+    if data is None:
+        raise NothingToPredict(task)
+    batches = fixed_set(task, engine, config, grains, "the data to predict", data, in_order=True)
+    return _predict(task, engine, batches, config.limit_batches)
+
+
+def _grains(folder: Path, config: TrainConfig) -> int:
+    """Grains per step of the run, which say how large its validation batches are."""
+    grains = read_run(folder).get("grains") or config.grains or 1
+    return int(grains)
+
+
+def _predict(task: Task, engine: Engine, each: FixedSet, limit_batches: int | None) -> Iterator[tuple[int, Any]]:
+    """In rounds of some batches per rank. A round covers consecutive samples, so sorted rounds are in order."""
+    link, world = engine.link, engine.link.world
+    steps = each.plan.num_steps if limit_batches is None else min(each.plan.num_steps, limit_batches)
+    mine = each.loader.run(each.plan, range(world.rank, steps, world.size))
+    for _ in range(0, steps, ROUND * world.size):
+        # Entered once a round, by ranks without a batch too: around a `yield` it would turn gradients off for whoever
+        # iterates.
+        with engine.evaluating():
+            parts = [
+                _predict_grain(task, engine, grain, batch.step)
+                for batch in islice(mine, ROUND)
+                for grain in batch.grains
+            ]
+        pairs = [
+            pair
+            for rank_parts in link.gather_objects(parts)
+            for samples, prediction in rank_parts
+            for pair in zip(samples, prediction, strict=True)
+        ]
+        if link.is_first:
+            yield from sorted(pairs, key=lambda pair: int(pair[0]))
+    each.loader.close()
+
+
+def _predict_grain(task: Task, engine: Engine, grain: Grain, step: int) -> tuple[list[int], Any]:
+    seed_everything(key(engine.config.seed, step))  # as validation does: a prediction may be drawn
+    prediction = task.predict(engine.model, grain)
+    is_tensor = isinstance(prediction, torch.Tensor) and prediction.dim() > 0
+    if not (is_tensor or isinstance(prediction, list)) or len(prediction) != len(grain):
+        raise PredictionContract(prediction, len(grain))
+    # A copy: a slice that travels to another rank would take the whole tensor with it.
+    return grain.samples.tolist(), map_tensors(lambda tensor: tensor.detach().cpu().clone(), prediction)
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+
+class CannotWrite(PacelineError):
+    """The file for the predictions cannot be made."""
+
+    hint = "choose another file for the predictions, in a folder that exists"
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(f"{path}: {error.strerror or error}")
+        self.path, self.error = path, error
+
+
+class NotPlain(PacelineError):
+    """A prediction that JSON has no form for."""
+
+    hint = "return numbers, strings, tensors, or lists and dictionaries of them from `predict`"
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(f"a prediction holds a {type(value).__name__}, which cannot be written as JSON")
+
+
+def table(metrics: Mapping[str, float]) -> str:
+    """`set/metric` numbers as a table with one line per set."""
+    rows: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        of, _, metric = name.rpartition("/")
+        rows.setdefault(of, {})[metric] = value
+    names = list(dict.fromkeys(metric for row in rows.values() for metric in row))
+    cells = [["set", *names]]
+    cells += [[of, *(f"{row[name]:.6g}" if name in row else "-" for name in names)] for of, row in rows.items()]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(names) + 1)]
+    lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in cells]
+    return "\n".join([*lines, ""])
+
+
+def write_predictions(
+    pairs: Iterator[tuple[int, Any]], link: Link, line: Callable[[int, Any], str], path: Path | None = None
+) -> int:
+    """A line per sample, to the console or to a file that has its name only when it is complete; how many.
+
+    All ranks must call it; the first one writes.
+    """
+    if path is None or not link.is_first:
+        number = 0
+        for number, pair in enumerate(pairs, 1):  # noqa: B007
+            sys.stdout.write(line(*pair))
+        return number
+    aside = path.with_name(f".{path.name}.writing")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        file = aside.open("w", encoding="utf-8")
+    except OSError as error:
+        raise CannotWrite(path, error) from error
+    try:
+        with file:
+            number = sum(1 for pair in pairs if file.write(line(*pair)))
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    return number
+
+
+def json_line(index: int, prediction: Any) -> str:
+    """One sample as a line of JSON; what is not a number (JSON has no word for it) becomes null."""
+    return json.dumps({"index": index, "prediction": plain(prediction)}, ensure_ascii=False) + "\n"
+
+
+def text_line(index: int, prediction: Any) -> str:
+    """One sample as `index<TAB>prediction`, always one line: text as it is, everything else as JSON."""
+    is_line = isinstance(prediction, str) and prediction.isprintable()
+    return f"{index}\t{prediction if is_line else json.dumps(plain(prediction), ensure_ascii=False)}\n"
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: tensors as lists, NaN and infinity as null."""
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, dict):
+        return {str(name): plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    raise NotPlain(value)

@@ -1,0 +1,269 @@
+"""What a run is, said before its first step: facts are collected, pure functions make lines of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.config.settings import TrainConfig
+from paceline.speed import precision
+from paceline.speed.precision import Precision
+from paceline.train.engine import Engine
+from paceline.train.feed import Feed
+from paceline.world.discover import World
+from paceline.world.link import Link
+
+Rows = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one rank computes."""
+
+    host: str
+    device: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """The data of a stage."""
+
+    num_samples: int | None
+    """None for data of unknown length."""
+    num_steps: int | None
+    """Of the coming epoch."""
+    total_length: float | None = None
+    length_unit: str = ""
+    padding: float | None = None
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is trained."""
+
+    num_parameters: int
+    num_trained: int
+    optimizer: str
+    """Name of its class."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that the start-up summary is made of."""
+
+    config: TrainConfig
+    world: World
+    seats: list[Seat]
+    """By rank."""
+    grains: int
+    precision: Precision
+    data: DataFacts
+    model: ModelFacts
+    validation: dict[str, int] = field(default_factory=dict)
+    """Samples of each set."""
+    schedule_steps: int | None = None
+    """Over which the learning rate goes."""
+    stage: str | None = None
+    """Named where there are several."""
+    folder: Path | None = None
+    resumed: str | None = None
+    """Step and checkpoint."""
+
+
+def rows(facts: Facts) -> Rows:
+    """Names and values of the start-up summary."""
+    config = facts.config
+    found: Rows = []
+    if facts.folder is not None:
+        found.append(("run folder", str(facts.folder)))
+    if facts.resumed is not None:
+        found.append(("resumed", facts.resumed))
+    found += _ranks(facts.world, facts.seats)
+    found += [
+        ("batch", batch_line(config, facts.grains, facts.world.size)),
+        ("data" if facts.stage is None else f"data of {facts.stage}", data_line(facts.data)),
+    ]
+    if facts.validation:
+        sets = ", ".join(f"{name} {_samples(size)}" for name, size in facts.validation.items())
+        found.append(("validation", sets))
+    found += [
+        ("parameters", _parameters(facts.model)),
+        ("optimizer", _optimizer(config, facts.model.optimizer)),
+        ("learning rate", _schedule(config, facts.schedule_steps)),
+    ]
+    return found + precision.rows(facts.precision)
+
+
+def batch_line(config: TrainConfig, grains: int, size: int) -> str:
+    """`global batch 64 = 4 grains of 16 = 2 ranks x 2`"""
+    whole = config.max_samples if config.batch_cost is None else config.batch_cost
+    unit = "" if config.batch_cost is None else " (padded length)"
+    ranks = f"{size} rank{'s' * (size > 1)} x {grains / size:g}"
+    return f"global batch {whole:g}{unit} = {grains} grain{'s' * (grains > 1)} of {whole / grains:g} = {ranks}"
+
+
+def data_line(data: DataFacts) -> str:
+    parts = ["samples of unknown number" if data.num_samples is None else _samples(data.num_samples)]
+    if data.total_length is not None:
+        parts.append(_length(data.total_length, data.length_unit))
+    if data.num_steps is not None:
+        parts.append(f"{data.num_steps:,} step{'s' * (data.num_steps != 1)} per epoch")
+    if data.padding is not None:
+        parts.append(f"{100 * data.padding:.1f}% padding")
+    return ", ".join(parts)
+
+
+def _ranks(world: World, seats: list[Seat]) -> Rows:
+    devices = Counter(seat.device for seat in seats)
+    threads = sorted({seat.threads for seat in seats})
+    each = (
+        f"{threads[0]} thread{'s' * (threads[0] > 1)}" if len(threads) == 1 else f"{threads[0]}-{threads[-1]} threads"
+    )
+    launcher = "no launcher" if world.launcher == "plain" else f"launched by {world.launcher}"
+    why = f" ({'; '.join(world.why)})" if world.why and world.launcher != "plain" else ""
+    found = [
+        ("ranks", f"{world.size}, {each} each, {launcher}{why}"),
+        ("devices", ", ".join(f"{number} x {name}" if number > 1 else name for name, number in devices.items())),
+    ]
+    hosts = Counter(seat.host for seat in seats)
+    if len(hosts) > 1:
+        found.append(("hosts", ", ".join(f"{host} ({number} ranks)" for host, number in hosts.items())))
+    return found
+
+
+def _samples(number: int) -> str:
+    return f"{number:,} sample{'s' * (number != 1)}"
+
+
+def _length(total: float, unit: str) -> str:
+    if unit == "seconds":
+        hours = total / 3600
+        return f"{hours:,.0f} hours" if hours >= 100 else f"{hours:.3g} hours"
+    return f"{total:,.0f} {unit}" if unit else f"total length {total:,.6g}"
+
+
+def _parameters(model: ModelFacts) -> str:
+    frozen = model.num_parameters - model.num_trained
+    return f"{model.num_parameters:,}" + (f", {model.num_trained:,} trained, {frozen:,} frozen" if frozen else "")
+
+
+def _optimizer(config: TrainConfig, name: str) -> str:
+    parts = [name]
+    if config.weight_decay:
+        parts.append(f"weight decay {config.weight_decay:g}")
+    if config.groups:
+        parts.append(f"{len(config.groups)} parameter group{'s' * (len(config.groups) > 1)} of their own")
+    if config.clip_norm is not None:
+        parts.append(f"gradients clipped to norm {config.clip_norm:g}")
+    if config.clip_value is not None:
+        parts.append(f"gradients clipped to values of {config.clip_value:g}")
+    if config.ema:
+        parts.append(f"weights averaged with decay {config.ema:g}")
+    return ", ".join(parts)
+
+
+def _schedule(config: TrainConfig, steps: int | None) -> str:
+    parts = [f"{config.lr:g}"]
+    if config.warmup_ratio is not None:
+        parts.append(f"warm-up over {100 * config.warmup_ratio:g}% of the steps")
+    elif config.warmup_steps:
+        parts.append(f"warm-up over {config.warmup_steps:,} steps")
+    if config.hold_steps and config.schedule in ("polynomial", "exponential"):
+        parts.append(f"held for {config.hold_steps:,} steps")
+    then = "then " if len(parts) > 1 else ""
+    over = f" over {steps:,} steps" if steps is not None and config.schedule != "constant" else ""
+    floor = f" to {config.min_lr:g}" if config.min_lr and config.schedule != "constant" else ""
+    return ", ".join([*parts, f"{then}{config.schedule}{floor}{over}"])
+
+
+# -- collecting --------------------------------------------------------------------------------------------------------
+
+
+def seat(link: Link) -> Seat:
+    name = "cpu" if link.device.type == "cpu" else precision.capabilities(link.device).name
+    return Seat(link.hosts[link.world.rank], name, link.threads)
+
+
+def rank_line(link: Link) -> str:
+    """Head of a rank's log file."""
+    world = link.world
+    device = "cpu" if link.device.type == "cpu" else f"{link.device} ({seat(link).device})"
+    return f"rank {world.rank} of {world.size}, {device}, {link.threads} thread{'s' * (link.threads > 1)}"
+
+
+def data_facts(feed: Feed, epoch: int, length_unit: str = "") -> DataFacts:
+    """All ranks must ask."""
+    num_steps = feed.num_steps(epoch)
+    if feed.is_stream:
+        return DataFacts(None, num_steps)
+    plan, lengths = feed.plan(epoch), feed.lengths
+    if lengths is None:
+        return DataFacts(len(feed.data), num_steps)
+    return DataFacts(len(feed.data), num_steps, float(lengths.sum(dtype=float)), length_unit, plan.padding())
+
+
+def model_facts(engine: Engine) -> ModelFacts:
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in engine.model.parameters()]
+    trained = sum(size for size, is_trained in sizes if is_trained)
+    return ModelFacts(sum(size for size, _ in sizes), trained, type(engine.optimizer).__name__)
+
+
+# -- settings without effect -------------------------------------------------------------------------------------------
+
+_Test = Callable[[Facts], bool]
+
+_IDLE: list[tuple[str, tuple[str, ...], _Test]] = [
+    (
+        "without validation sets",
+        ("monitor", "patience", "monitor_mode", "eval_batch", "val_every_steps"),
+        lambda facts: not facts.validation,
+    ),
+    ("unless the optimizer is sgd", ("momentum",), lambda facts: facts.config.optimizer != "sgd"),
+    ("with optimizer sgd", ("betas",), lambda facts: facts.config.optimizer == "sgd"),
+    ("with a constant schedule", ("min_lr",), lambda facts: facts.config.schedule == "constant"),
+    ("unless the schedule is polynomial", ("power",), lambda facts: facts.config.schedule != "polynomial"),
+    ("unless the schedule is exponential", ("decay_steps",), lambda facts: facts.config.schedule != "exponential"),
+    ("unless the schedule is piecewise", ("milestones",), lambda facts: facts.config.schedule != "piecewise"),
+    ("unless the schedule is noam", ("model_size",), lambda facts: facts.config.schedule != "noam"),
+    ("unless the schedule is newbob", ("newbob_threshold",), lambda facts: facts.config.schedule != "newbob"),
+    (
+        "unless the schedule is polynomial or exponential",
+        ("hold_steps",),
+        lambda facts: facts.config.schedule not in ("polynomial", "exponential"),
+    ),
+    (
+        "unless the schedule is exponential, piecewise or newbob",
+        ("decay",),
+        lambda facts: facts.config.schedule not in ("exponential", "piecewise", "newbob"),
+    ),
+    (
+        "unless the order is laplace or bucket",
+        ("bins",),
+        lambda facts: facts.config.order not in ("laplace", "bucket"),
+    ),
+    ("without fp16", ("loss_scale",), lambda facts: not facts.precision.scaled),
+    ("on a resumed run", ("init_from",), lambda facts: facts.resumed is not None),
+    ("unless a run is resumed", ("regrain", "allow_change"), lambda facts: facts.resumed is None),
+    (
+        "without a run folder",
+        ("save_every_steps", "keep_last", "keep_best"),
+        lambda facts: facts.folder is None,
+    ),
+]
+
+
+def idle(facts: Facts) -> list[str]:
+    """Settings that were set and have no effect in this run, one sentence per reason."""
+    fields = TrainConfig.model_fields
+    lines = []
+    for reason, names, applies in _IDLE:
+        changed = [name for name in names if getattr(facts.config, name) != fields[name].default]
+        if changed and applies(facts):
+            words = " and ".join(f"`{name}`" for name in changed)
+            lines.append(f"{words} {'has' if len(changed) == 1 else 'have'} no effect {reason}")
+    if facts.folder is None and "tensorboard" in facts.config.loggers and "loggers" in facts.config.model_fields_set:
+        lines.append("the logger tensorboard has no effect without a run folder")
+    return lines

@@ -1,0 +1,57 @@
+"""`paceline.fit` in the cell of a notebook: through a real kernel, and with a kernel's display played by hand."""
+
+from __future__ import annotations
+
+import io
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import paceline
+from paceline.observe import progress
+from paceline.observe.bars import NOTEBOOK_COLUMNS
+from tests.observe.test_progress import fake_ipython
+from tests.train.small import SmallTask
+
+CELL = """
+import paceline
+from tests.train.small import SmallTask
+result = paceline.fit(SmallTask(), epochs=2, global_batch=8, log_every=1, device="cpu", level=0, workers=0)
+result.status
+"""
+
+
+def test_a_cell_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = fake_ipython(monkeypatch, SimpleNamespace(kernel=object()))
+    monkeypatch.setattr(progress, "REFRESH_S", 0.0)
+    text = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", text)
+    result = paceline.fit(SmallTask(), epochs=2, global_batch=8, log_every=1, device="cpu", level=0, workers=0)
+    assert result.status == "finished"
+    assert cell.outputs == [{"text/plain": "", "text/html": ""}], "one display, empty when all is done"
+    shown = [line["text/plain"] for line in cell.history]
+    assert [line.split()[3] for line in shown[:8]] == [f"{done}/3" for _ in range(2) for done in range(4)]
+    assert shown[0].startswith("epoch 1 ")
+    assert shown[4].startswith("epoch 2 ")
+    assert max(map(len, shown)) <= NOTEBOOK_COLUMNS
+    lines = text.getvalue().splitlines()
+    assert sum(line.startswith("train epoch") for line in lines) == 2
+    assert "\x1b" not in text.getvalue(), "no codes for a terminal in a cell"
+
+
+def test_a_cell_in_a_real_kernel() -> None:
+    for package in ("nbclient", "nbformat", "ipykernel"):
+        pytest.importorskip(package, reason=f"{package} is not installed: no real notebook here")
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    outputs = notebook.cells[0].outputs
+    displays = [output for output in outputs if output.output_type == "display_data"]
+    text = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+    assert len(displays) == 1
+    assert text.count("train epoch") == 2
+    assert "\x1b" not in text
+    assert outputs[-1].data["text/plain"] == "'finished'"

@@ -1,0 +1,224 @@
+"""What a person sees: a bar where one can be drawn, plain lines elsewhere, never both, and the terminal given back."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.observe import progress
+from paceline.observe.bars import NOTEBOOK_COLUMNS, is_notebook, notebook_line
+from paceline.observe.progress import Progress, choose_style, clock_time, epoch_line, pace
+
+SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Time:
+    """A clock that is set by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    return shown
+
+
+def on_file(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", shown)
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_terminal", "in_notebook", "style"),
+    [
+        ("auto", True, False, "bar"),
+        ("auto", False, False, "lines"),
+        ("auto", False, True, "notebook"),
+        ("bar", False, False, "bar"),
+        ("bar", False, True, "notebook"),
+        ("lines", True, False, "lines"),
+        ("lines", False, True, "lines"),
+        ("none", True, True, "none"),
+    ],
+)
+def test_the_style(asked: str, is_terminal: bool, in_notebook: bool, style: str) -> None:
+    assert choose_style(asked, is_terminal=is_terminal, is_notebook=in_notebook) == style
+
+
+def test_the_epoch_line_is_that_of_returnn_with_padding_and_speed() -> None:
+    line = epoch_line("epoch 1", 2941, 1738.9, 0.993, loss=0.12341, padding=0.031, objects_per_s=811.6)
+    assert line == (
+        "train epoch 1, finished after 2941 steps, 0:28:58 elapsed (99.3% computing time),"
+        " loss 0.1234, padding 3.1%, 812 samples/s"
+    )
+
+
+def test_the_epoch_line_leaves_out_what_is_not_known() -> None:
+    line = epoch_line("stage b, epoch 12", 3, 36_061.0, 1.0, loss=2.0, padding=None, objects_per_s=0.03125)
+    assert line == (
+        "train stage b, epoch 12, finished after 3 steps, 10:01:01 elapsed (100.0% computing time),"
+        " loss 2.0000, 0.0312 samples/s"
+    )
+
+
+def test_pace() -> None:
+    assert pace(30, 90, 1.5, 0.001, 2.0, 0) == "loss 1.5000, lr 0.001, 2 it/s, 0:00:30 left"
+    assert pace(30, None, 1.5, None, 1234.5, 7) == "loss 1.5000, 1234 it/s, 7 skipped"
+    assert clock_time(59.9) == "0:00:59"
+
+
+def test_plain_lines_come_at_most_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = on_file(monkeypatch)
+    clock = Time(monkeypatch)
+    shown = Progress()
+    shown.epoch("epoch 2", 100, 10)
+    for step in range(11, 61):  # one second each
+        clock.now += 1.0
+        shown.step(step, 0.5, 0.1, 0)
+    shown.close()
+    lines = plain.getvalue().splitlines()
+    assert len(lines) == 5
+    assert lines[0] == "epoch 2, step 20/100, loss 0.5000, lr 0.1, 1 it/s, 0:01:20 left"
+    assert lines[-1].startswith("epoch 2, step 60/100")
+
+
+def test_a_bar_shows_where_the_epoch_is_and_gives_the_terminal_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    clock = Time(monkeypatch)
+    shown = Progress()
+    assert HIDE_CURSOR not in terminal.getvalue(), "a run that cannot begin leaves the terminal as it was"
+    shown.epoch("epoch 1", 4, 0)
+    clock.now += 1.0
+    shown.step(2, 0.25, 0.1, 0)
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    assert "epoch 1" in drawn
+    assert "2/4" in drawn
+    assert "loss 0.2500, lr 0.1, 2 it/s, 0:00:01 left" in drawn
+    assert HIDE_CURSOR in terminal.getvalue()
+    assert max(len(line) for line in re.split(r"[\r\n]", drawn)) <= 100
+    shown.close()
+    assert terminal.getvalue().rindex(SHOW_CURSOR) > terminal.getvalue().rindex(HIDE_CURSOR)
+    shown.say("afterwards")
+    assert terminal.getvalue().endswith("afterwards\n")
+
+
+def test_a_bar_is_drawn_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    clock = Time(monkeypatch)
+    shown = Progress()
+    shown.epoch("epoch 1", 1000, 0)
+    before = len(terminal.getvalue())
+    for step in range(100):  # a thousand steps a second
+        clock.now += 0.001
+        shown.step(step, 0.25, 0.1, 0)
+    assert len(terminal.getvalue()) == before
+    shown.close()
+
+
+def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    clock = Time(monkeypatch)
+    shown = Progress(enabled=False)
+    shown.say("hello")
+    shown.table([("a", "b")])
+    shown.epoch("epoch 1", 4, 0)
+    clock.now += 100.0
+    shown.step(2, 0.25, 0.1, 0)
+    shown.validation({"dev/loss": 1.0})
+    shown.close()
+    assert terminal.getvalue() == ""
+
+
+def test_none_shows_only_what_must_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    clock = Time(monkeypatch)
+    shown = Progress(asked="none")
+    shown.table([("a", "b")])
+    shown.epoch("epoch 1", 4, 0)
+    clock.now += 100.0
+    shown.step(2, 0.25, 0.1, 0)
+    shown.validation({"dev/loss": 1.0})
+    shown.say("numerics change from here on")
+    shown.close()
+    assert terminal.getvalue() == "numerics change from here on\n"
+
+
+class Cell:
+    """What a notebook's cell shows: displays by number, replaced in place."""
+
+    def __init__(self) -> None:
+        self.outputs: list[dict[str, str]] = []
+        self.history: list[dict[str, str]] = []
+        """All that was ever shown."""
+
+    def display(self, data: dict[str, str], *, raw: bool, display_id: bool) -> Any:
+        assert raw
+        assert display_id
+        number = len(self.outputs)
+        self.outputs.append(data)
+        self.history.append(data)
+
+        def update(data: dict[str, str], *, raw: bool) -> None:
+            assert raw
+            self.outputs[number] = data
+            self.history.append(data)
+
+        return SimpleNamespace(update=update)
+
+
+def fake_ipython(monkeypatch: pytest.MonkeyPatch, shell: Any) -> Cell:
+    cell, module = Cell(), ModuleType("IPython")
+    module.display = SimpleNamespace(display=cell.display)  # type: ignore[attr-defined]
+    module.get_ipython = lambda: shell  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", module)
+    return cell
+
+
+def test_a_terminal_of_ipython_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_notebook()
+    fake_ipython(monkeypatch, None)
+    assert not is_notebook()
+    fake_ipython(monkeypatch, SimpleNamespace())
+    assert not is_notebook()
+    fake_ipython(monkeypatch, SimpleNamespace(kernel=object()))
+    assert is_notebook()
+
+
+def test_a_notebook_has_one_line_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = on_file(monkeypatch)
+    cell = fake_ipython(monkeypatch, SimpleNamespace(kernel=object()))
+    clock = Time(monkeypatch)
+    shown = Progress()
+    for epoch in (1, 2):
+        shown.epoch(f"epoch {epoch}", 4, 0)
+        clock.now += 1.0
+        shown.step(2, 0.25, 0.1, 0)
+    (line,) = cell.outputs
+    assert line["text/plain"] == "epoch 2 ██████████░░░░░░░░░░ 2/4 loss 0.2500, lr 0.1, 2 it/s, 0:00:01 left"
+    shown.say("train epoch 1, finished")
+    assert plain.getvalue() == "train epoch 1, finished\n", "lines are the cell's text, without codes for a terminal"
+    shown.close()
+    assert cell.outputs == [{"text/plain": "", "text/html": ""}]
+
+
+@pytest.mark.parametrize(("done", "total"), [(0, 4), (3, 4), (4, 4), (7, None), (9, 4)])
+def test_a_notebooks_line_fits(done: int, total: int | None) -> None:
+    line = notebook_line("stage <first & only>, epoch 1", done, total, "loss " + "9" * 100)
+    assert len(line) <= NOTEBOOK_COLUMNS
+    assert line.count("█") + line.count("░") == 20

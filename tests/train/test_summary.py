@@ -1,0 +1,162 @@
+"""The start-up summary as a person reads it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config.settings import GroupSettings, TrainConfig
+from paceline.speed.precision import Capabilities, resolve
+from paceline.train.summary import DataFacts, Facts, ModelFacts, Seat, data_line, idle, rows
+from paceline.world.discover import World
+from tests.train.ragged import RaggedTask
+from tests.train.small import SmallTask, trainer
+
+CPU = Capabilities("cpu", "this CPU", bf16=True, tf32=False, fp16=True, compiler=True)
+
+
+def facts(config: dict[str, Any] | None = None, **changes: Any) -> Facts:
+    settings = TrainConfig(**{"epochs": 1, "global_batch": 64, **(config or {})})
+    plain = Facts(
+        config=settings,
+        world=World(0, 0, 1, 1, 0, 1, "plain", None, why=("no launcher's variables are set",)),
+        seats=[Seat("nodeA", "cpu", 4)],
+        grains=4,
+        precision=resolve(0, settings.precision, CPU),
+        data=DataFacts(1437, 23),
+        model=ModelFacts(29258, 29258, "AdamW"),
+        validation={"dev": 360},
+        folder=Path("runs/first"),
+    )
+    return replace(plain, **changes)
+
+
+def test_a_plain_run() -> None:
+    assert rows(facts())[:8] == [
+        ("run folder", "runs/first"),
+        ("ranks", "1, 4 threads each, no launcher"),
+        ("devices", "cpu"),
+        ("batch", "global batch 64 = 4 grains of 16 = 1 rank x 4"),
+        ("data", "1,437 samples, 23 steps per epoch"),
+        ("validation", "dev 360 samples"),
+        ("parameters", "29,258"),
+        ("optimizer", "AdamW"),
+    ]
+
+
+def test_a_large_run() -> None:
+    found = dict(
+        rows(
+            facts(
+                {
+                    **{
+                        "batch_cost": 1600.0,
+                        "global_batch": None,
+                        "weight_decay": 0.001,
+                        "clip_norm": 1.0,
+                        "ema": 0.99,
+                    },
+                    **{"lr": 0.015, "schedule": "cosine", "warmup_steps": 8000, "min_lr": 1e-5},
+                    "groups": (GroupSettings(match="head.*", lr_scale=2.0),),
+                },
+                world=World(0, 0, 4, 2, 0, 2, "slurm", "nodeA:29500", why=("SLURM_PROCID=0 of SLURM_NTASKS=4",)),
+                seats=[Seat(host, "NVIDIA H200", 8) for host in ("nodeA", "nodeA", "nodeB", "nodeB")],
+                grains=8,
+                data=DataFacts(281241, 2941, 3.46e6, "seconds", 0.031),
+                model=ModelFacts(18924381, 18894656, "NovoGrad"),
+                validation={"dev-clean": 2703, "dev-other": 1},
+                schedule_steps=294100,
+                stage="first",
+                resumed="after step 120 (step-00000120)",
+            )
+        )
+    )
+    assert found["resumed"] == "after step 120 (step-00000120)"
+    assert found["ranks"] == "4, 8 threads each, launched by slurm (SLURM_PROCID=0 of SLURM_NTASKS=4)"
+    assert found["devices"] == "4 x NVIDIA H200"
+    assert found["hosts"] == "nodeA (2 ranks), nodeB (2 ranks)"
+    assert found["batch"] == "global batch 1600 (padded length) = 8 grains of 200 = 4 ranks x 2"
+    assert found["data of first"] == "281,241 samples, 961 hours, 2,941 steps per epoch, 3.1% padding"
+    assert found["validation"] == "dev-clean 2,703 samples, dev-other 1 sample"
+    assert found["parameters"] == "18,924,381, 18,894,656 trained, 29,725 frozen"
+    assert found["optimizer"] == (
+        "NovoGrad, weight decay 0.001, 1 parameter group of their own, gradients clipped to norm 1,"
+        " weights averaged with decay 0.99"
+    )
+    assert found["learning rate"] == "0.015, warm-up over 8,000 steps, then cosine to 1e-05 over 294,100 steps"
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (DataFacts(None, None), "samples of unknown number"),
+        (DataFacts(1, 1), "1 sample, 1 step per epoch"),
+        (DataFacts(10, 5, 12345.5, "tokens", 0.5), "10 samples, 12,346 tokens, 5 steps per epoch, 50.0% padding"),
+        (DataFacts(10, 5, 12.5, "", 0.0), "10 samples, total length 12.5, 5 steps per epoch, 0.0% padding"),
+        (DataFacts(10, 5, 5400.0, "seconds", 0.0), "10 samples, 1.5 hours, 5 steps per epoch, 0.0% padding"),
+    ],
+)
+def test_the_size_of_data(data: DataFacts, line: str) -> None:
+    assert data_line(data) == line
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "line"),
+    [
+        ({"patience": 3, "monitor": "dev/loss"}, {"validation": {}}, "`monitor` and `patience` have no effect without"),
+        ({"momentum": 0.5}, {}, "`momentum` has no effect unless the optimizer is sgd"),
+        ({"optimizer": "sgd", "betas": (0.9, 0.99)}, {}, "`betas` has no effect with optimizer sgd"),
+        ({"min_lr": 1e-5}, {}, "`min_lr` has no effect with a constant schedule"),
+        ({"schedule": "cosine", "power": 2.0}, {}, "`power` has no effect unless the schedule is polynomial"),
+        ({"bins": 4}, {}, "`bins` has no effect unless the order is laplace or bucket"),
+        ({"loss_scale": 128.0}, {}, "`loss_scale` has no effect without fp16"),
+        ({"init_from": Path("other")}, {"resumed": "after step 3"}, "`init_from` has no effect on a resumed run"),
+        ({"keep_last": 5}, {"folder": None}, "`keep_last` has no effect without a run folder"),
+        ({"loggers": ("tensorboard",)}, {"folder": None}, "the logger tensorboard has no effect without a run folder"),
+    ],
+)
+def test_a_setting_without_effect_is_said(config: dict[str, Any], changes: dict[str, Any], line: str) -> None:
+    (found,) = idle(facts(config, **changes))
+    assert found.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        ({}, {}),
+        ({}, {"validation": {}, "folder": None}),
+        ({"optimizer": "sgd", "momentum": 0.5}, {}),
+        ({"schedule": "polynomial", "power": 2.0, "min_lr": 1e-5, "hold_steps": 3}, {}),
+        ({"precision": "fp16", "loss_scale": 128.0}, {}),
+        ({"init_from": Path("other"), "patience": 3}, {}),
+    ],
+)
+def test_what_has_an_effect_is_not_complained_about(config: dict[str, Any], changes: dict[str, Any]) -> None:
+    assert idle(facts(config, **changes)) == []
+
+
+def test_a_real_run_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Seconds(RaggedTask):
+        length_unit = "seconds"
+
+    task = Seconds()
+    data = task.train_data()
+    ours = trainer(task, tmp_path / "run", epochs=1, global_batch=6, freeze=("*.bias",))
+    ours.fit()
+    shown = capsys.readouterr().out
+    parameters = dict(task.model().named_parameters())
+    frozen = sum(value.numel() for name, value in parameters.items() if name.endswith(".bias"))
+    total = sum(value.numel() for value in parameters.values())
+    assert f"{len(data)} samples, {sum(data.lengths) / 3600:.3g} hours, {-(-len(data) // 6)} steps per epoch" in shown
+    assert f"{total:,}, {total - frozen:,} trained, {frozen:,} frozen" in shown
+    assert str(tmp_path / "run") in shown.replace("\n", "")
+
+
+def test_the_summary_is_said_once_and_not_with_progress_none(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer(SmallTask(), None, epochs=2).fit()
+    assert capsys.readouterr().out.count("global batch 8 = 1 grain of 8 = 1 rank x 1") == 1
+    trainer(SmallTask(), None, epochs=2, progress="none").fit()
+    assert capsys.readouterr().out == ""
