@@ -1,27 +1,310 @@
-"""Every Python block of the docs and the README runs as it stands."""
+"""The docs are true: blocks run, commands parse, links lead somewhere, names exist, the page of options is fresh."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
+
+import paceline
+from paceline.cli.completion import HOMES
+from paceline.cli.main import COMMANDS, main
+from paceline.cli.options import TrainCommand, train_options
+from paceline.cli.tasks import find_task
+from paceline.cli.train import take_task
+from paceline.config.load import load
+from paceline.config.settings import TrainConfig
+from paceline.config.words import read_words
+from paceline.observe.journal import read
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCKS = [
-    pytest.param(block, id=f"{page.stem}-{number}")
-    for page in PAGES
-    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+TIMEOUT_S = 120
+_BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    number: int
+    language: str
+    title: str
+    text: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.page.stem}-{self.number}"
+
+
+def _blocks(language: str) -> list[Block]:
+    return [
+        Block(page, number, *found)
+        for page in PAGES
+        for number, found in enumerate(_BLOCK.findall(page.read_text(encoding="utf-8")))
+        if found[0] == language
+    ]
+
+
+PYTHON = _blocks("python")
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
+    """How each Python block ended, all run by one process that imports torch once."""
+    top = tmp_path_factory.mktemp("blocks")
+    folders = {block.id: top / block.id for block in PYTHON}
+    for block in PYTHON:
+        folders[block.id].mkdir()
+        (folders[block.id] / "block.py").write_text(block.text, encoding="utf-8")
+    command = [sys.executable, str(ROOT / "tests" / "run_blocks.py"), *map(str, folders.values())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return {Path(outcome["folder"]).name: outcome for outcome in found}
+
+
+@pytest.mark.parametrize("block", [pytest.param(block, id=block.id) for block in PYTHON])
+def test_block_runs(block: Block, outcomes: dict[str, dict[str, object]]) -> None:
+    outcome = outcomes[block.id]
+    assert outcome["code"] == 0, outcome["stderr"]
+    assert outcome["stdout"]
+
+
+# -- commands ------------------------------------------------------------------------------------------------------
+
+
+def _commands(block: Block) -> Iterator[list[str]]:
+    """The words behind `paceline` in each line that has it, under whatever launcher."""
+    for line in block.text.replace("\\\n", " ").splitlines():
+        inside = re.search(r"<\((.*)\)", line)
+        words = shlex.split(inside[1] if inside else line, comments=True)
+        names = [place for place, word in enumerate(words) if word in ("paceline", ".venv/bin/paceline")]
+        if names:
+            rest = words[names[0] + 1 :]
+            rest = rest[: rest.index(">")] if ">" in rest else rest
+            yield [part for word in rest for part in (["--epochs", "1"] if word == "..." else [word])]
+
+
+COMMAND_LINES = [
+    pytest.param(block, words, id=f"{block.id}-{number}")
+    for block in _blocks("bash")
+    for number, words in enumerate(_commands(block))
 ]
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_block_runs(block: str, tmp_path: Path) -> None:
-    file = tmp_path / "block.py"
-    file.write_text(block)
-    done = subprocess.run([sys.executable, str(file)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+@pytest.mark.parametrize(("block", "words"), COMMAND_LINES)
+def test_command_line_is_understood(
+    block: Block,
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for language, title, text in _BLOCK.findall(block.page.read_text(encoding="utf-8")):
+        if title:
+            (tmp_path / title).write_text(text, encoding="utf-8")
+        if language == "yaml":
+            (tmp_path / "jasper.yaml").write_text(text, encoding="utf-8")
+    _understand(words, tmp_path)
+    capsys.readouterr()
+
+
+def _understand(words: list[str], folder: Path) -> None:
+    """Read the words as the command would; whatever is wrong with them is raised."""
+    command, rest = words[0], words[1:]
+    if command in ("--help", "completion"):
+        assert main(words) == 0
+        return
+    assert command in COMMANDS
+    if command == "launch":
+        dashes = rest.index("--")
+        _understand(rest[dashes + 1 :], folder)
+        rest = rest[:dashes]
+    if command == "train":
+        name, _ = take_task(rest)
+        assert name is not None
+        path = name.rpartition(":")[0]
+        is_here = not path or (folder / path).exists()
+        settings = find_task(name).Settings if is_here else TrainConfig
+        for word in rest:
+            if word.endswith(".yaml") and not (folder / word).exists():
+                (folder / word).write_text("epochs: 12\n")  # what the line before it would have printed
+        load(train_options(settings), rest, prog="paceline train", positional=("task",))
+        return
+    home, positional = HOMES[command]
+    module, _, model = home.partition(":")
+    options = getattr(importlib.import_module(f"paceline.cli.{module}"), model)
+    load(options, rest, prog=f"paceline {command}", positional=positional)
+
+
+def test_yaml_blocks_are_settings() -> None:
+    blocks = _blocks("yaml")
+    assert blocks
+    for block in blocks:
+        assert TrainConfig(**yaml.safe_load(block.text))
+
+
+# -- first steps, for real -----------------------------------------------------------------------------------------
+
+
+def _children(process: int) -> list[int]:
+    """The processes that a process has started, and theirs."""
+    own = [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return [*own, *(other for child in own for other in _children(child))]
+
+
+def test_first_steps_as_written(tmp_path: Path) -> None:
+    """Train on two processes, SIGKILL them all, resume on one, look: with the page's own words."""
+    page = DOCS / "first-steps.md"
+    (file,) = [block for block in PYTHON if block.page == page and block.title == "waves.py"]
+    (tmp_path / file.title).write_text(file.text, encoding="utf-8")
+    lines = [words for block in _blocks("bash") if block.page == page for words in _commands(block)]
+    first, second = [words for words in lines if words[0] == "train"]
+    training = subprocess.Popen(
+        [sys.executable, "-m", "paceline", *first],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with training:
+        assert training.stdout is not None
+        # The third epoch's line comes after the checkpoint of the first is whole.
+        seen = next((line for line in training.stdout if line.startswith("train epoch 3,")), None)
+        for process in [training.pid, *_children(training.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+    assert seen is not None
+    run = tmp_path / "runs" / "waves"
+    assert json.loads((run / "run.json").read_text())["status"] == "running"
+    assert not list(run.glob("checkpoints/step-00004000"))
+
+    def paceline_command(words: list[str]) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "paceline", *words], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    paceline_command(second)
+    steps = [line["step"] for line in read(run / "metrics.jsonl") if line["kind"] == "step"]
+    assert steps == list(range(4000))
+    looks = [words for words in lines if words[0] in ("runs", "eval")]
+    assert [words[0] for words in looks] == ["runs", "eval"]
+    for words in looks:
+        assert "unseen" in paceline_command(words)
+
+
+# -- links and names -----------------------------------------------------------------------------------------------
+
+LINKS = [
+    pytest.param(page, target, id=f"{page.stem}-{target}")
+    for page in PAGES
+    for target in sorted(
+        set(re.findall(r"\]\(([^)\s]+)\)", _BLOCK.sub("", page.read_text(encoding="utf-8")))),
+    )
+    if "://" not in target
+]
+
+
+def _anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", _BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in titles}
+
+
+@pytest.mark.parametrize(("page", "target"), LINKS)
+def test_link_leads_somewhere(page: Path, target: str) -> None:
+    path, _, anchor = target.partition("#")
+    file = (page.parent / path).resolve() if path else page
+    assert file.exists(), target
+    if anchor:
+        assert anchor in _anchors(file), sorted(_anchors(file))
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    assert [name for name in listed if name != "index.md" and f"({name})" not in index] == []
+
+
+OURS = [
+    pytest.param(word, id=f"{page.stem}-{word}")
+    for page in sorted(DOCS.glob("from-*.md"))
+    for word in sorted(
+        {
+            word
+            for row in page.read_text(encoding="utf-8").splitlines()
+            if row.startswith("| ") and row.count(" | ") >= 2
+            for word in re.findall(r"`([^`]+)`", row.split("|")[2])
+        }
+    )
+]
+
+
+@pytest.mark.parametrize("word", OURS)
+def test_what_is_called_ours_exists(word: str) -> None:
+    """The second column of the tables "coming from": an option, a command, or a name in Python."""
+    if word.startswith("-"):
+        typed = read_words(train_options(TrainConfig), shlex.split(word))
+        # A name without its value is only incomplete.
+        assert [problem for problem in typed.problems if problem.is_unknown] == []
+        assert typed.given or typed.files or typed.problems
+    elif word.startswith("paceline "):
+        _understand(shlex.split(word)[1:], Path())
+    else:
+        owner, _, name = word.rpartition(".")
+        homes = {"paceline": paceline, "Task": paceline.Task, "Engine": paceline.Engine, "Stage": paceline.Stage}
+        assert hasattr(homes[owner], name) or name in getattr(homes[owner], "__annotations__", {})
+
+
+# -- the page of options -------------------------------------------------------------------------------------------
+
+
+def test_page_of_options_is_fresh() -> None:
+    spec = importlib.util.spec_from_file_location("docs_options", DOCS / "options.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    text = (DOCS / "options.md").read_text(encoding="utf-8")
+    assert text == generator.page(), "`make docs` writes docs/options.md anew"
+    for name in {**TrainConfig.model_fields, **TrainCommand.model_fields}:
+        assert re.search(rf"^\| `(?:{name}|{name.upper()})` \| [^|]+\S \| ", text, re.MULTILINE), name
+
+
+def test_options_named_in_running_text_exist() -> None:
+    """`--words` in backticks on pages about ours, outside of tables of others' options."""
+    known = set()
+    for home, _ in HOMES.values():
+        module, _, model = home.partition(":")
+        known |= set(getattr(importlib.import_module(f"paceline.cli.{module}"), model).model_fields)
+    known |= {"config", "help", "version", "hidden", "code_optimization"}
+    unknown = []
+    for page in PAGES:
+        if page.name.startswith("from-"):
+            continue
+        for text in re.findall(r"`([^`\n]+)`", _BLOCK.sub("", page.read_text(encoding="utf-8"))):
+            for option in re.findall(r"(?<!\S)--([a-z][a-z0-9-]*)", text):
+                if option.replace("-", "_").removeprefix("no_") not in known:
+                    unknown.append(f"{page.name}: --{option}")
+    # Examples of mistakes.
+    assert unknown == ["errors.md: --learning-rate", "errors.md: --batch-size", "errors.md: --gpus"]

@@ -77,8 +77,8 @@ def test_the_same_settings_are_no_change() -> None:
 
 
 def test_what_changes_the_result_is_named_with_both_values() -> None:
-    before = stored(TrainConfig(epochs=3, lr=0.1))
-    now = TrainConfig(epochs=4, lr=0.2, groups=(GroupSettings(match="head*"),))
+    before = stored(TrainConfig(epochs=3, lr=0.1, schedule="cosine"))
+    now = TrainConfig(epochs=4, lr=0.2, schedule="cosine", groups=(GroupSettings(match="head*"),))
     changes = settings_changed(before, now)
     assert changes == {
         "epochs": (3, 4),
@@ -119,3 +119,12 @@ def test_grains_that_are_not_asked_for_are_no_change() -> None:
 def test_a_position_comes_back_from_json() -> None:
     position = Position(stage=1, epoch=2, step=3, num_steps=40, stage_began=30, best=0.1 + 0.2, bad_validations=1)
     assert Position(**json.loads(json.dumps(position.state()))) == position
+
+
+def test_more_of_the_same_is_no_change_where_no_schedule_looks_at_the_end() -> None:
+    before = stored(TrainConfig(epochs=3))
+    assert settings_changed(before, TrainConfig(epochs=9)) == {}
+    assert settings_changed(before, TrainConfig(epochs=9, schedule="linear")) == {
+        "epochs": (3, 9),
+        "schedule": ("constant", "linear"),
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -138,15 +139,30 @@ def test_statistics_keep_their_mass_when_every_rank_walks_its_own_way(link: Link
 
 
 class Mixup(Points):
-    """A loss that draws from numpy and from torch."""
+    """A loss that draws from torch, numpy and Python."""
 
     def loss(self, model: nn.Module, grain: Grain) -> Any:
-        x = grain.x * np.random.beta(2, 2) + 0.1 * torch.rand(())
+        x = grain.x * np.random.beta(2, 2) + 0.1 * torch.rand(()) + 0.1 * random.random()
         return (model(x).squeeze(1) - grain.y).square().sum(), len(grain)
 
 
 def test_what_a_loss_draws_is_keyed() -> None:
     check("Mixup")
+
+
+class LateDice(Mixup):
+    """Begins to draw from numpy long after the first step."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, grain: Grain) -> Any:
+        self.calls += 1
+        return super().loss(model, grain) if self.calls > 4 else Points.loss(self, model, grain)
+
+
+def test_dice_found_late_are_keyed_from_then_on_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    train(alone(), "LateDice", None, {"epochs": 100})
+    assert "keyed from step 256 on, not before" in caplog.text
 
 
 class OddBuffers(Points):

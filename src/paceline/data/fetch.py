@@ -66,7 +66,12 @@ class Fetch:
         read = []
         for sample in samples:
             seed_everything(key(self._seed, request.epoch, sample))
-            read.append(self._dataset[sample])
+            try:
+                read.append(self._dataset[sample])
+            except Exception as error:
+                if hasattr(error, "add_note"):  # Python 3.11
+                    error.add_note(f"while reading sample {sample} of the data set")
+                raise
         return self._collate(read)
 
     # torch's DataLoader asks for a "batch" of indices and collates it; here the request is the batch.

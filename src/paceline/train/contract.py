@@ -91,7 +91,8 @@ def unpack(result: Any) -> tuple[torch.Tensor, Any, Any]:
     if not isinstance(total, torch.Tensor) or total.dim() != 0:
         shape = f"of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else f"({type(total).__name__})"
         raise LossContract(f"returned a sum that is not a 0-dim tensor {shape}")
-    if not isinstance(count, numbers.Number) and not (isinstance(count, torch.Tensor) and count.dim() == 0):
+    is_number = isinstance(count, (int, float, numbers.Number))
+    if not is_number and not (isinstance(count, torch.Tensor) and count.dim() == 0):
         raise LossContract("returned a count that is not a number")
     if not total.requires_grad:
         raise NoGradients

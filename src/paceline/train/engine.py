@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
@@ -28,6 +27,7 @@ from paceline.parallel.statistics import RunningStatistics
 from paceline.parallel.strategy import Alone, Strategy
 from paceline.speed import loss_scale, master, precision, recompute
 from paceline.train.contract import ForeignParameters, NoGradients, NonFiniteLoss, OutOfMemory, unpack
+from paceline.train.dice import Dice
 from paceline.train.feed import Feed
 from paceline.train.position import choose_grains
 from paceline.train.skips import SkipCount
@@ -76,9 +76,7 @@ class Engine:
         precision.apply(self.precision)
         self._autocast = precision.autocast(self.precision, self.device)
         self.scale = loss_scale.build(self.config.loss_scale, self.precision, self.device)
-        self._device_generator: torch.Generator | None = None
-        if self.device.type == "cuda":
-            self._device_generator = torch.cuda.default_generators[self.device.index or 0]
+        self._dice = Dice(self.device)
         self._found_inf = torch.zeros((), device=self.device)
         self.skips = SkipCount(self.device, self.config.max_skipped)
         self.num_steps = 0
@@ -194,11 +192,12 @@ class Engine:
         last = len(batch.grains) - 1
         try:
             for index, grain in enumerate(batch.grains):
-                self._seed(key(self.config.seed, self.num_steps, grain.number))
+                self._dice.seed(key(self.config.seed, self.num_steps, grain.number), self.num_steps)
                 if self._several:
                     self.statistics.before_grain(missed=grain.number - position)
                     position = grain.number + 1
                 total, weight, extra = self._forward(loss, grain)
+                self._dice.look(self.num_steps)
                 loss_sum = total.detach() if index == 0 else loss_sum + total.detach()
                 count = count + weight
                 outputs.append(extra)
@@ -222,13 +221,6 @@ class Engine:
             self.clock.lap("communication")
         self._ranks_with_data = more
         return Step(self.num_steps, loss_sum, count, more, stop, outputs=outputs)
-
-    def _seed(self, value: int) -> None:
-        """Key what a model or a loss may draw from: torch on CPU and device, and numpy (mixup and the like)."""
-        torch.default_generator.manual_seed(value)
-        np.random.seed(value & 0xFFFFFFFF)
-        if self._device_generator is not None:
-            self._device_generator.manual_seed(value)
 
     def _forward(self, loss: Loss, grain: Grain) -> tuple[torch.Tensor, Any, Any]:
         if self.precision.autocast is None:

@@ -26,6 +26,15 @@ class NotData(PacelineError):
         super().__init__(f"{type(data).__name__} is no data set")
 
 
+class NoData(PacelineError):
+    """A data set without a sample."""
+
+    hint = "look at what `train_data` (or the stage) returns: a filter that keeps nothing, an empty folder?"
+
+    def __init__(self) -> None:
+        super().__init__("the training data is empty")
+
+
 class StreamSetting(PacelineError):
     """A setting that needs to know the whole data set, with data of unknown length."""
 
@@ -78,6 +87,8 @@ class Feed:
             return
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise NotData(data)
+        if len(data) == 0:
+            raise NoData
         self._counts = counts
         self._loader = Loader(
             data,

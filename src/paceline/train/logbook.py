@@ -30,6 +30,7 @@ class Logbook:
         self._before = clock.read()
         self._losses: list[float] = []
         self._num_samples = 0
+        self._skipped = 0
         self._stage: str | None = None
         self._padding: float | None = None
         self.loss = float("nan")
@@ -76,6 +77,7 @@ class Logbook:
         """`stage` is named where there are several."""
         self._clock.lap("setup")
         self._before, self._losses, self._num_samples = self._clock.read(), [], 0
+        self._skipped = self._engine.skips.state()[0]
         self._stage, self._padding = stage, data.padding
         self._progress.epoch(self._title, data.num_steps, self._position.step)
         self._clock.lap("logging")
@@ -93,6 +95,7 @@ class Logbook:
         longest = max(sum(rank.values()) for rank in seconds)
         finite = [loss for loss in self._losses if math.isfinite(loss)]
         loss = math.fsum(finite) / len(finite) if finite else math.nan
+        skipped = self._engine.skips.state()[0] - self._skipped
         computing, speed = computing_share(*seconds), num_samples / longest
         record = {
             "kind": "epoch",
@@ -101,6 +104,7 @@ class Logbook:
             **({} if self._stage is None else {"stage": self._stage}),
             "steps": steps,
             "loss": loss,
+            "skipped": skipped,
             "samples": num_samples,
             "objects_per_s": speed,
             "padding": self._padding,
@@ -112,6 +116,8 @@ class Logbook:
         self._progress.tell(
             epoch_line(self._title, steps, longest, computing, loss=loss, padding=self._padding, objects_per_s=speed)
         )
+        if skipped:
+            self._progress.tell(f"  {skipped} of these steps skipped: their gradients were not finite")
         self._clock.lap("logging")
 
     def close(self, status: str) -> None:

@@ -99,6 +99,8 @@ def settings_changed(before: dict[str, Any], now: TrainConfig) -> dict[str, tupl
         is_free = isinstance(extra, dict) and extra.get("free")
         if is_free and not (now.schedule == "newbob" and name in NEWBOB_LOOKS_AT):
             continue
+        if name in ("epochs", "steps") and now.schedule == "constant":
+            continue  # how long to train changes nothing of what was trained
         if name == "grains" and (current[name] is None or now.regrain):
             continue  # not asked for: the run's own number is kept; asked for with `regrain`: allowed
         was = before.get(name, _plain(defaults[name]))  # a setting that the run's version did not know had its default
