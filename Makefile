@@ -20,7 +20,7 @@ $(VENV)/.test: pyproject.toml constraints.txt
 $(VENV)/.bench: pyproject.toml constraints.txt
 	$(call install,demo$(comma)test$(comma)bench)
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check docs bench clean
 demo: $(VENV)/.demo
 	$(BIN)/paceline demo
 
@@ -32,6 +32,12 @@ check: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# Writes the page of options anew and builds all pages into site/.
+docs: $(VENV)/.test
+	$(BIN)/python docs/options.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/loop_overhead.py
@@ -39,4 +45,4 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/checkpoint_stall.py
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site
