@@ -4,9 +4,9 @@
 
 The same tiny model (two linear layers, SGD with momentum, batch 32) and the same in-memory batches for everyone; one
 thread. Rounds are interleaved and every case is set against the raw loop of its own round, because machines are noisy.
-Ours runs with its finite check, clock, per-step record in `metrics.jsonl` and keyed randomness on; the peers run as
-lean as they allow (no logger, no progress bar, no checkpoints). The `own-loader` rows feed each one from 64,000 samples
-in memory through its own data loader instead.
+Ours runs with its finite check, clock, per-step record in `metrics.jsonl` (`log_every` 50, no TensorBoard) and keyed
+randomness on; the peers run as lean as they allow (no logger, no progress bar); nobody saves checkpoints. The
+`own-loader` rows feed each one from 64,000 samples in memory through its own data loader instead.
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ def trainer(num_steps: int, own_loader: bool) -> float:
             workers=0,
             log_every=50,
             save_every_epochs=None,
+            loggers=(),
             out=Path(folder) / "run",
         )
         run = Trainer(Tiny(), config, start(discover({}), device="cpu", threads=1))

@@ -161,8 +161,8 @@ class LateDice(Mixup):
 
 
 def test_dice_found_late_are_keyed_from_then_on_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    train(alone(), "LateDice", None, {"epochs": 100})
-    assert "keyed from step 256 on, not before" in caplog.text
+    train(alone(), "LateDice", None, {"epochs": 350})
+    assert "keyed from step 1024 on, not before" in caplog.text
 
 
 class OddBuffers(Points):

@@ -118,8 +118,11 @@ class GroupSettings(Section):
     """Other optimizer settings for parameters whose name matches."""
 
     match: str
+    """Pattern of parameter names, such as `*.bias`."""
     lr_scale: PositiveFloat = 1.0
+    """Factor on the learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Instead of the run's."""
 
 
 class OptimSettings(Section):
@@ -188,17 +191,23 @@ class LoopSettings(Section):
     """How long to train, when to look and what to keep."""
 
     epochs: Positive | None = None
+    """Passes over the data (sub-epochs, with `partition_epoch`) of a stage that does not say its own."""
     steps: Positive | None = None
     """Steps of a stage; whichever of `epochs` and `steps` ends first."""
     val_every_steps: Positive | None = free(None)
+    """Steps between validations, beside those of `val_every_epochs`."""
     val_every_epochs: Positive | None = free(1)
+    """Epochs between validations."""
     monitor: str | None = free(None)
     """Metric that names the best checkpoint, as `set/metric`; the first validation set's loss if not set."""
     monitor_mode: Literal["min", "max"] = free("min")
+    """Whether a lower or a higher `monitor` is better."""
     patience: Positive | None = None
     """Stop after so many validations without a better `monitor`."""
     save_every_steps: Positive | None = free(None)
+    """Steps between checkpoints, beside those of `save_every_epochs`."""
     save_every_epochs: Positive | None = free(1)
+    """Epochs between checkpoints; one is always saved at the end."""
     mode: Literal["train", "eval", "train_eval", "infer"] = free("train_eval")
     """`train` without validation, `train_eval` with it, `eval` only validates, `infer` only predicts."""
     benchmark: bool = free(False)
@@ -208,7 +217,9 @@ class LoopSettings(Section):
     bench_start: Annotated[int, Field(ge=0)] = free(10)
     """First step of a benchmark that is timed."""
     keep_last: Positive = free(2)
+    """How many of the newest checkpoints are kept."""
     keep_best: Annotated[int, Field(ge=0)] = free(1)
+    """How many of the best ones (by `monitor`) are kept beside them."""
 
 
 class EngineConfig(StepSettings, WorldSettings):

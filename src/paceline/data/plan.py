@@ -77,7 +77,7 @@ class BatchRule:
             raise BadPlanSetting("batch_cost", self.max_cost, why, "set `batch_cost` to the total length per step")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: it is made at every step, and freezing costs more than the rest
 class Share:
     """What one rank does in one step: its whole grains, beside the size of the whole step.
 

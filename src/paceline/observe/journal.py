@@ -15,6 +15,8 @@ from typing import IO, Any
 
 from paceline.observe.watcher import Record, Watcher
 
+_STEP = '{"kind": "step", "step": %d, "epoch": %d, "loss": %r, "lr": %r}\n'
+
 
 class Journal(Watcher):
     """`metrics.jsonl` of a run."""
@@ -26,12 +28,10 @@ class Journal(Watcher):
 
     def step(self, records: list[Record]) -> None:
         """Written by hand because it happens at every step."""
-        lines = [
-            f'{{"kind": "step", "step": {record["step"]}, "epoch": {record["epoch"]},'
-            f' "loss": {_number(record["loss"])}, "lr": {_number(record["lr"])}}}\n'
-            for record in records
-        ]
-        self._file.write("".join(lines))
+        text = "".join([_STEP % (record["step"], record["epoch"], record["loss"], record["lr"]) for record in records])
+        if "n," in text or "f," in text or "None" in text:  # nan, inf: JSON has no word for them
+            text = "".join([_line(record) for record in records])
+        self._file.write(text)
         self._file.flush()
 
     def epoch(self, record: Record) -> None:
@@ -46,10 +46,6 @@ class Journal(Watcher):
     def _write(self, record: Record) -> None:
         self._file.write(_line(record))
         self._file.flush()
-
-
-def _number(value: float | None) -> str:
-    return repr(value) if value is not None and math.isfinite(value) else "null"
 
 
 def _line(record: Record) -> str:

@@ -1,7 +1,7 @@
-"""The random numbers of a grain: keyed for every generator that a model or a loss draws from.
+"""numpy's and Python's random numbers in a loss, keyed like torch's.
 
-torch's generators are seeded for every grain. Seeding numpy's and Python's costs more than the rest of a step's
-bookkeeping and few losses use them, so it is done for losses that do: their states are looked at now and then.
+The engine seeds torch's generators for every grain. Seeding these two costs as much as the rest of a step's bookkeeping
+and few losses draw from them, so it is done for losses that do: at the first step and now and then they are looked at.
 """
 
 from __future__ import annotations
@@ -11,50 +11,41 @@ import random
 from typing import Any
 
 import numpy as np
-import torch
 
-LOOK_EVERY = 256
+LOOK_EVERY = 1024
 """Steps between two looks."""
 
 
 class Dice:
-    """Seeds what one grain may draw from."""
+    """Seeds numpy's and Python's generators for the grains of a loss that draws from them."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device_generator: torch.Generator | None = None
-        if device.type == "cuda":
-            self._device_generator = torch.cuda.default_generators[device.index or 0]
-        self._seeds_all = False
+    def __init__(self) -> None:
+        self._is_used = False
         self._first_step: int | None = None
         self._seeded: Any = None
 
-    def seed(self, value: int, step: int) -> None:
-        """Before a grain's forward."""
-        torch.default_generator.manual_seed(value)
-        if self._device_generator is not None:
-            self._device_generator.manual_seed(value)
-        if self._seeds_all or self._first_step is None or step % LOOK_EVERY == 0:
-            self._seed_others(value, step)
-
-    def look(self, step: int) -> None:
-        """After a grain's forward: was anything drawn from the others?"""
-        if self._seeded is None:
-            return
-        if self._seeded != _others():
-            self._seeds_all = True
-            if step != self._first_step:
-                logging.getLogger("paceline").warning(
-                    "the loss draws from numpy's or Python's generator: keyed from step %d on, not before", step
-                )
-        self._seeded = None
-
-    def _seed_others(self, value: int, step: int) -> None:
-        random.seed(value)
-        np.random.seed(value & 0xFFFFFFFF)
+    def are_due(self, step: int) -> bool:
+        """Whether this step's grains are to be seeded and looked at."""
         if self._first_step is None:
             self._first_step = step
-        if not self._seeds_all:
+        return self._is_used or step == self._first_step or step % LOOK_EVERY == 0
+
+    def seed(self, value: int) -> None:
+        """Before a grain's forward."""
+        random.seed(value)
+        np.random.seed(value & 0xFFFFFFFF)
+        if not self._is_used:
             self._seeded = _others()
+
+    def look(self, step: int) -> None:
+        """After a grain's forward: was anything drawn?"""
+        if self._is_used or self._seeded == _others():
+            return
+        self._is_used = True
+        if step != self._first_step:
+            logging.getLogger("paceline").warning(
+                "the loss draws from numpy's or Python's generator: keyed from step %d on, not before", step
+            )
 
 
 def _others() -> tuple[Any, ...]:

@@ -76,7 +76,10 @@ class Engine:
         precision.apply(self.precision)
         self._autocast = precision.autocast(self.precision, self.device)
         self.scale = loss_scale.build(self.config.loss_scale, self.precision, self.device)
-        self._dice = Dice(self.device)
+        self._dice = Dice()
+        self._generators = [torch.default_generator]
+        if self.device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[self.device.index or 0])
         self._found_inf = torch.zeros((), device=self.device)
         self.skips = SkipCount(self.device, self.config.max_skipped)
         self.num_steps = 0
@@ -190,14 +193,20 @@ class Engine:
         grain: Grain | None = None
         position = 0  # first grain number whose batch-norm update this rank has not accounted for
         last = len(batch.grains) - 1
+        seed, dice_are_due = self.config.seed, self._dice.are_due(self.num_steps)
         try:
             for index, grain in enumerate(batch.grains):
-                self._dice.seed(key(self.config.seed, self.num_steps, grain.number), self.num_steps)
+                value = key(seed, self.num_steps, grain.number)
+                for generator in self._generators:
+                    generator.manual_seed(value)
+                if dice_are_due:
+                    self._dice.seed(value)
                 if self._several:
                     self.statistics.before_grain(missed=grain.number - position)
                     position = grain.number + 1
                 total, weight, extra = self._forward(loss, grain)
-                self._dice.look(self.num_steps)
+                if dice_are_due:
+                    self._dice.look(self.num_steps)
                 loss_sum = total.detach() if index == 0 else loss_sum + total.detach()
                 count = count + weight
                 outputs.append(extra)
