@@ -160,8 +160,13 @@ class OneFile(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[int, int]:
         if self._file is None:
             self._file = self._path.open("rb", buffering=0)
+        assert self._file is not None
         self._file.seek(4 * index)
         return index, int.from_bytes(self._file.read(4), "little")
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 def test_automatic_workers_share_no_open_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

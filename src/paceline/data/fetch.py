@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -46,6 +48,15 @@ class Fetch:
         self._columns = tuple(column.to(device) for column in self._columns)
         self.is_resident = True
 
+    def copy(self, most_bytes: int) -> Fetch | None:
+        """The same with a data set of its own, None where that cannot be pickled or is too large."""
+        buffer = _Bounded(most_bytes)
+        try:
+            pickle.dump(self._dataset, buffer, protocol=pickle.HIGHEST_PROTOCOL)
+            return Fetch(pickle.loads(buffer.getbuffer()), self._collate, self._seed)
+        except Exception:  # whatever a data set's own pickling raises
+            return None
+
     def __call__(self, request: Request) -> Grain:
         return Grain(self._read(request), request.number, request.samples)
 
@@ -75,6 +86,17 @@ class Fetch:
     # torch's DataLoader asks for a "batch" of indices and collates it; here the request is the batch.
     def __getitems__(self, request: Request) -> Grain:
         return self(request)
+
+
+class _Bounded(io.BytesIO):
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__()
+        self._most_bytes = most_bytes
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > self._most_bytes:
+            raise MemoryError
+        return super().write(data)
 
 
 def seed_everything(value: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +27,8 @@ CHEAP_READ_S = 0.002
 MOST_WORKERS = 8
 RESIDENT_SHARE = 1 / 16
 """Of a GPU's free memory, what a data set of plain tensors may take to live there."""
+MOST_COPIED_BYTES = 64 << 20
+"""A data set is copied, to time a read of it, up to this size."""
 TINY_READ_S = 0.0001
 """Grains read faster than this are small: a burst of them is read at once, while the code that does it is in cache."""
 BURST = 32
@@ -182,26 +183,17 @@ class Loader:
 
 
 def _seconds_to_read(fetch: Fetch, request: Request) -> float:
-    """How long a grain takes to read, measured in a child: what it opens must not be shared with the workers."""
-    receiving, sending = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of threads, which the child does not use
-        child = os.fork()
-    if child == 0:
-        seconds = 0.0  # a data set that fails is read, and fails, in the training process
-        try:
-            torch.set_num_threads(1)
-            began = time.perf_counter()
-            fetch(request)
-            seconds = time.perf_counter() - began
-        finally:
-            os.write(sending, repr(seconds).encode())
-            os._exit(0)
-    os.close(sending)
-    with os.fdopen(receiving) as answer:
-        seconds = float(answer.read() or 0.0)
-    os.waitpid(child, 0)
-    return seconds
+    """How long a grain takes to read, measured on a copy: what a read opens must not be shared with the workers.
+
+    0 where there is no copy to be had: data too large to copy is in memory, and what cannot be copied (open files)
+    is best read by one process.
+    """
+    probe = fetch.copy(MOST_COPIED_BYTES)
+    if probe is None:
+        return 0.0
+    began = time.perf_counter()
+    probe(request)
+    return time.perf_counter() - began
 
 
 def _leave_signals_to_the_parent(number: int) -> None:
