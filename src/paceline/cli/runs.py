@@ -29,6 +29,10 @@ with warnings.catch_warnings():
         """Print JSON instead of a table."""
 
 
+WIDTH = 132
+"""Columns that the table needs for usual names."""
+
+
 class NoSuchFolder(PacelineError):
     """There is nothing to look through."""
 
@@ -147,7 +151,9 @@ def _show(lines: list[RunLine]) -> None:
             *(line.name, line.task, line.status, str(line.steps), numbers[0]),
             *(line.metric or "", numbers[1], numbers[2], (line.when or "")[:19]),
         )
-    Console(file=sys.stdout, highlight=False, markup=False).print(table)
+    console = Console(file=sys.stdout, highlight=False, markup=False)
+    console.width = max(console.width, WIDTH)  # words are not cut: a narrow terminal wraps whole lines
+    console.print(table)
 
 
 def _short(task: str) -> str:
