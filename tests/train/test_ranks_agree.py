@@ -20,8 +20,9 @@ from paceline.observe.journal import read
 from paceline.parallel.statistics import BatchNormFrozen
 from paceline.train.contract import ForeignParameters, NoGradients
 from paceline.train.engine import Engine
+from paceline.train.feed import NothingRead
 from paceline.train.task import Stage, Task
-from paceline.train.trainer import NothingRead, Trainer
+from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import ranks, run_ranks
 from tests.train.test_engine import alone

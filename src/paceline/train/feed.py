@@ -35,6 +35,16 @@ class NoData(PacelineError):
         super().__init__("the training data is empty")
 
 
+class NothingRead(PacelineError):
+    """An epoch of an iterable that has nothing to give, and never will."""
+
+    hint = "return a fresh iterator from `__iter__` each time; a generator can be read only once"
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(f"the training data gave nothing in epoch {epoch + 1}")
+        self.epoch = epoch
+
+
 class StreamSetting(PacelineError):
     """A setting that needs to know the whole data set, with data of unknown length."""
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from paceline.config.errors import PacelineError
 from paceline.config.keys import key
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
@@ -22,7 +21,7 @@ from paceline.observe.watcher import RunInfo, Watcher, checked
 from paceline.optim import build, schedule
 from paceline.train import restore, state, summary
 from paceline.train.engine import Engine, Step
-from paceline.train.feed import Feed
+from paceline.train.feed import Feed, NothingRead
 from paceline.train.keeper import Keeper
 from paceline.train.logbook import Logbook
 from paceline.train.position import Position
@@ -51,16 +50,6 @@ class Result:
     """As in the settings, or `benchmark`."""
     predictions: Path | None = None
     """The file that mode `infer` wrote."""
-
-
-class NothingRead(PacelineError):
-    """An epoch of an iterable that has nothing to give, and never will."""
-
-    hint = "return a fresh iterator from `__iter__` each time; a generator can be read only once"
-
-    def __init__(self, epoch: int) -> None:
-        super().__init__(f"the training data gave nothing in epoch {epoch + 1}")
-        self.epoch = epoch
 
 
 class Trainer:
