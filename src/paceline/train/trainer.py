@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from paceline.config.keys import key
 from paceline.config.settings import TrainConfig
-from paceline.data.grain import Grain
 from paceline.observe import loggers
 from paceline.observe.clock import Clock
 from paceline.observe.journal import Journal
@@ -135,10 +134,11 @@ class Trainer:
         first = position.step
         self.log.begin_epoch(summary.data_facts(feed, position.epoch), self._stage_name)
         wake = self._next_due()
+        loss = partial(self.task.loss, engine.model)
         batch = None  # a run that was saved at the very end of an epoch goes on with none
         for batch in () if position.is_epoch_over else feed.batches(position.epoch, first):
             clock.lap("data")
-            step = engine.step(self._loss, batch, self._after_backward)
+            step = engine.step(loss, batch, self._after_backward)
             if self._after_step is not None:
                 self._after_step(engine.model, step, batch.grains)
             position.step, position.num_steps = batch.step + 1, engine.num_steps
@@ -266,9 +266,6 @@ class Trainer:
         model.to(self.link.device)
         optimizer = self.task.optimizer(build.groups(model, self.config), self.config, self.link.device)
         self.engine.prepare(model, optimizer)
-
-    def _loss(self, grain: Grain) -> Any:
-        return self.task.loss(self.engine.model, grain)
 
     def _resume(self, found: restore.Checkpoint) -> None:
         position = Position(**found.state["position"])
