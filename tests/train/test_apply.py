@@ -293,23 +293,3 @@ def test_mode_train_does_not_look_at_validation_sets(tmp_path: Path) -> None:
     out = tmp_path / "run"
     result = trainer(Blind(), out, epochs=2, mode="train").fit()
     assert (result.mode, result.metrics, logged(out)) == ("train", {}, {})
-
-
-# -- in words ----------------------------------------------------------------------------------------------------------
-
-
-def test_lines() -> None:
-    assert apply.text_line(3, "two words") == "3\ttwo words\n"
-    assert apply.text_line(4, "a\nb") == '4\t"a\\nb"\n'
-    assert apply.text_line(5, torch.tensor([1, 2])) == "5\t[1, 2]\n"
-    assert json.loads(apply.json_line(6, {"text": "ja", "score": torch.tensor(0.5), "bad": float("nan")})) == {
-        "index": 6,
-        "prediction": {"text": "ja", "score": 0.5, "bad": None},
-    }
-    with pytest.raises(apply.NotPlain, match="holds a set"):
-        apply.json_line(0, {1, 2})
-
-
-def test_a_table_has_one_line_per_set() -> None:
-    shown = apply.table({"dev/loss": 0.25, "dev/wer": 12.5, "test-other/loss": 1234.5})
-    assert shown == "set           loss   wer\ndev           0.25  12.5\ntest-other  1234.5     -\n"

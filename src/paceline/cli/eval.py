@@ -6,15 +6,17 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import ValidationError
+from pydantic import ValidationError, create_model
 
 from paceline.config.errors import PacelineError
 from paceline.config.load import load
 from paceline.config.settings import Positive, Section, TrainConfig
+from paceline.config.values import Given
+from paceline.config.words import read_words
 
 if TYPE_CHECKING:
     from paceline.train.task import Task
@@ -29,6 +31,8 @@ with warnings.catch_warnings():
 
         run: Path
         """Folder of the run."""
+        manifest: tuple[str, ...] = ()
+        """Other manifests than the run's, with commas between them, for a task that reads manifests."""
         checkpoint: Literal["best", "last"] | Path = "best"
         """The one with the best score, the newest one, or one by its path or name."""
         device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -52,7 +56,18 @@ class EvalOptions(UseOptions):
 
 
 OPTIONS, POSITIONAL = EvalOptions, ("run",)
+RECORD = "run.json"
+"""In a run's folder: its task and settings."""
 Options = TypeVar("Options", bound=UseOptions)
+
+
+class NoManifests(PacelineError):
+    """Manifests for a task that reads none."""
+
+    hint = "leave out `--manifest`"
+
+    def __init__(self, spec: str) -> None:
+        super().__init__(f"the task {spec} reads no manifests")
 
 
 class TaskGone(PacelineError):
@@ -76,31 +91,36 @@ class SettingsOutdated(PacelineError):
 
 
 def run(argv: Sequence[str]) -> int:
-    return run_here_or_on_procs("eval", EvalOptions, argv, evaluate)
+    return run_here_or_on_procs("eval", EvalOptions, POSITIONAL, argv, evaluate)
 
 
 def evaluate(options: EvalOptions) -> int:
     """Validate on this rank, with all others; the first one prints."""
-    from paceline.train import apply, restore
+    from paceline.train import apply, outcome, restore
 
-    task, config, link = open_run(options, {"mode": "eval"})
+    task, config, link = open_run(options, {"mode": "eval"}, {"val_manifest": options.manifest})
     with link:
         checkpoint = apply.choose_checkpoint(link, options.run, options.checkpoint)
         metrics = apply.evaluate_run(task, config, link, options.run, checkpoint)
     if link.is_first and options.json:
         step = restore.load(checkpoint, [], verify=False).step
         found = {"run": str(options.run), "checkpoint": str(checkpoint), "step": step, "metrics": metrics}
-        sys.stdout.write(json.dumps(apply.plain(found)) + "\n")
+        sys.stdout.write(json.dumps(outcome.plain(found)) + "\n")
     elif link.is_first:
-        sys.stdout.write(f"{checkpoint}\n{apply.table(metrics)}")
+        sys.stdout.write(f"{checkpoint}\n{outcome.table(metrics)}")
     return 0
 
 
 def run_here_or_on_procs(
-    command: str, model: type[Options], argv: Sequence[str], here: Callable[[Options], int]
+    command: str,
+    model: type[Options],
+    positional: Sequence[str],
+    argv: Sequence[str],
+    here: Callable[[Options], int],
 ) -> int:
     """Do `here` as the rank that this process is, or start `--procs` ranks that each do."""
-    options = load(model, argv, prog=f"paceline {command}", positional=POSITIONAL)
+    model = with_task_options(model, read_words(model, argv, positional).given)
+    options = load(model, argv, prog=f"paceline {command}", positional=positional)
     from paceline.world.discover import discover
     from paceline.world.failure import fail_together
     from paceline.world.launch import launch
@@ -112,8 +132,30 @@ def run_here_or_on_procs(
     return fail_together(world, lambda: here(options))
 
 
-def open_run(options: UseOptions, changes: dict[str, Any]) -> tuple[Task, TrainConfig, Link]:
-    """The task of a run, its settings with those of this command, and the link to the other ranks."""
+def with_task_options(model: type[Options], given: Mapping[str, Given]) -> type[Options]:
+    """The options, with those that the run's task has for its use; without a run that can be read, as they are."""
+    try:
+        record = json.loads((Path(str(given["run"].raw)) / RECORD).read_text(encoding="utf-8"))
+        spec = str(given["task"].raw if "task" in given else record["task"])
+    except (KeyError, OSError, ValueError, TypeError):
+        return model  # said when the run is opened
+    from paceline.cli.tasks import UnknownTask, find_task
+
+    try:
+        own = find_task(spec).Use
+    except UnknownTask:
+        return model
+    bases: Any = (model, own)
+    return model if own is Section else create_model(model.__name__, __base__=bases, __doc__=model.__doc__)
+
+
+def open_run(
+    options: UseOptions, changes: dict[str, Any], manifests: Mapping[str, Any]
+) -> tuple[Task, TrainConfig, Link]:
+    """The task of a run, its settings with those of this command, and the link to the other ranks.
+
+    `manifests` says which setting `--manifest` stands for.
+    """
     from paceline.train.apply import read_run
     from paceline.world.discover import discover
     from paceline.world.start import start
@@ -121,6 +163,11 @@ def open_run(options: UseOptions, changes: dict[str, Any]) -> tuple[Task, TrainC
     record = read_run(options.run)
     task = _task_of(options, record)
     values = {**record["settings"], "device": options.device, **changes}
+    values |= {name: getattr(options, name) for name in options.model_fields_set & set(task.Use.model_fields)}
+    for name, manifest in manifests.items():
+        if manifest and name not in task.Settings.model_fields:
+            raise NoManifests(str(record.get("task")))
+        values |= {name: manifest} if manifest else {}
     if options.level is not None:
         values |= {"level": options.level, "precision": None}  # a level asked for is not to be overruled by the run's
     for name in ("eval_batch", "limit_batches"):

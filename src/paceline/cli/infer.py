@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from paceline.config.errors import PacelineError
 class InferOptions(UseOptions):
     """Predict with a checkpoint of RUN."""
 
+    inputs: tuple[str, ...] = ()
+    """What to predict (files, folders), for a task that reads them."""
     data: str | None = None
     """A function without arguments that returns a data set, as `path/to/file.py:function`; the task's `infer_data` if
     not set, which is its first validation set."""
@@ -21,7 +24,7 @@ class InferOptions(UseOptions):
     """File for the predictions instead of the console."""
 
 
-OPTIONS, POSITIONAL = InferOptions, ("run",)
+OPTIONS, POSITIONAL = InferOptions, ("run", "inputs")
 
 
 class NoDataFunction(PacelineError):
@@ -34,21 +37,36 @@ class NoDataFunction(PacelineError):
         self.spec = spec
 
 
+class DataTwice(PacelineError):
+    """Two answers to what is to be predicted."""
+
+    hint = "give one of them"
+
+    def __init__(self, data: str, inputs: Sequence[str]) -> None:
+        super().__init__(f"both `--data {data}` and {' '.join(inputs[:3])}{' ...' * (len(inputs) > 3)} are given")
+
+
 def run(argv: Sequence[str]) -> int:
-    return run_here_or_on_procs("infer", InferOptions, argv, infer)
+    return run_here_or_on_procs("infer", InferOptions, POSITIONAL, argv, infer)
 
 
 def infer(options: InferOptions) -> int:
     """Predict on this rank, with all others; the first one writes."""
-    from paceline.train import apply
+    from paceline.train import apply, outcome
 
     # A run that was tried out on a few batches is not meant to predict only those.
-    task, config, link = open_run(options, {"mode": "infer", "limit_batches": None})
+    task, config, link = open_run(options, {"mode": "infer", "limit_batches": None}, {})
     with link:
+        inputs = [*options.inputs, *options.manifest]
+        if inputs and options.data is not None:
+            raise DataTwice(options.data, inputs)
         data = None if options.data is None else _data(options.data)
+        if inputs:
+            apply.attach(task, config, link)
+            data = task.read_inputs(inputs)
         pairs = apply.predict_run(task, config, link, options.run, options.checkpoint, data)
-        line = apply.json_line if options.json else apply.text_line
-        number = apply.write_predictions(pairs, link, line, options.out)
+        line = partial(outcome.json_line if options.json else outcome.text_line, names=getattr(data, "names", None))
+        number = outcome.write_predictions(pairs, link, line, options.out)
     if link.is_first and options.out is not None:
         sys.stdout.write(f"{number} predictions in {options.out}\n")
     return 0

@@ -49,7 +49,12 @@ class Fetch:
         self.is_resident = True
 
     def copy(self, most_bytes: int) -> Fetch | None:
-        """The same with a data set of its own, None where that cannot be pickled or is too large."""
+        """The same with a data set of its own, None where that cannot be pickled or is too large.
+
+        A data set that opens and closes within one read says so (`reads_leave_nothing_open`): it needs no copy.
+        """
+        if getattr(self._dataset, "reads_leave_nothing_open", False):
+            return self
         buffer = _Bounded(most_bytes)
         try:
             pickle.dump(self._dataset, buffer, protocol=pickle.HIGHEST_PROTOCOL)

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from paceline.observe.bars import Bar, NotebookBar, TerminalBar, is_notebook
 from paceline.observe.rank_log import SAID
+from paceline.observe.watcher import Samples
 
 Style = Literal["bar", "notebook", "lines", "none"]
 QUIET_S = 10.0
@@ -98,13 +99,25 @@ class Progress:
         else:
             self.tell(f"{self._title}, step {done}/{self._total or '?'}, {note}")
 
-    def validation(self, metrics: dict[str, float]) -> None:
+    def validation(self, metrics: dict[str, float], samples: Samples | None = None) -> None:
         self.tell("  " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        for line in sample_lines(samples or {}):
+            self.tell(line)
 
     def close(self) -> None:
         """Give the terminal back; what is said afterwards is still printed."""
         if self._bar is not None:
             self._bar.close()
+
+
+def sample_lines(samples: Samples, most: int = 2) -> list[str]:
+    """Some samples of each set; the texts of one stand below each other."""
+    lines = []
+    for of, each in samples.items():
+        for sample in each[:most]:
+            width = max(len(name) for name in sample)
+            lines += [f"    {of}  {name:<{width}}  {text}" for name, text in sample.items()]
+    return lines
 
 
 def pace(done: int, total: int | None, loss: float, rate: float | None, per_s: float, skipped: int) -> str:

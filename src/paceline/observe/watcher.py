@@ -10,6 +10,8 @@ from typing import Any
 from paceline.config.errors import PacelineError
 
 Record = dict[str, Any]
+Samples = dict[str, list[dict[str, str]]]
+"""By validation set: some samples, each as texts by name."""
 
 
 class NotAWatcher(PacelineError):
@@ -51,7 +53,7 @@ class Watcher:
         """An epoch has ended: its mean loss, where the time went on each rank, padding, samples per second."""
 
     def validation(self, record: Record) -> None:
-        """Metrics of all validation sets as `set/metric`."""
+        """Metrics of all validation sets as `set/metric`; `samples`, where the task shows some."""
 
     def end(self, status: str) -> None:
         """The run is over: `finished`, `early`, `stopped` or `failed`. Called once, whatever happened."""

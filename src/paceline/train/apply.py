@@ -5,17 +5,12 @@ Nothing of the run is changed, and nothing of a training step is needed: no trai
 
 from __future__ import annotations
 
-import errno
-import json
-import math
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from paceline.config.errors import PacelineError
@@ -24,6 +19,7 @@ from paceline.config.settings import TrainConfig
 from paceline.data.fetch import seed_everything
 from paceline.data.grain import Grain, map_tensors
 from paceline.train import restore, state
+from paceline.train import task as tasks
 from paceline.train.engine import Engine
 from paceline.train.position import Position
 from paceline.train.run import MARK, NotARun, Run
@@ -147,7 +143,7 @@ def restore_for_use(task: Task, config: TrainConfig, link: Link, checkpoint: Pat
 
     The weights are in the precision of the settings; call the model inside `engine.evaluating()`, which autocasts.
     """
-    task.world, task.settings = link.world, config
+    attach(task, config, link)
     found = _load(checkpoint, verify=link.is_first)
     engine = Engine(config.model_copy(update={"ema": 0.0, "checkpoint_activations": ()}), link=link)
     torch.manual_seed(config.seed)
@@ -164,6 +160,16 @@ def restore_for_use(task: Task, config: TrainConfig, link: Link, checkpoint: Pat
     state.restore_weights(engine, {**found.parts["model"], **found.parts.get("ema", {})})
     task.load_state(dict(found.parts.get("task", {})))
     return engine
+
+
+def attach(task: Task, config: TrainConfig, link: Link) -> None:
+    """Put a task to work on a run that is there. What it says goes beside the results, not between them."""
+
+    def say(text: str) -> None:
+        if link.is_first:
+            sys.stderr.write(f"{text}\n")
+
+    tasks.attach(task, config, link, say)
 
 
 def _load(checkpoint: Path, *, verify: bool) -> restore.Checkpoint:
@@ -258,93 +264,3 @@ def _predict_grain(task: Task, engine: Engine, grain: Grain, step: int) -> tuple
         raise PredictionContract(prediction, len(grain))
     # A copy: a slice that travels to another rank would take the whole tensor with it.
     return grain.samples.tolist(), map_tensors(lambda tensor: tensor.detach().cpu().clone(), prediction)
-
-
-# -- in words ----------------------------------------------------------------------------------------------------------
-
-
-class CannotWrite(PacelineError):
-    """The file for the predictions cannot be made."""
-
-    hint = "choose another file for the predictions, in a folder that exists"
-
-    def __init__(self, path: Path, error: OSError) -> None:
-        super().__init__(f"{path}: {error.strerror or error}")
-        self.path, self.error = path, error
-
-
-class NotPlain(PacelineError):
-    """A prediction that JSON has no form for."""
-
-    hint = "return numbers, strings, tensors, or lists and dictionaries of them from `predict`"
-
-    def __init__(self, value: Any) -> None:
-        super().__init__(f"a prediction holds a {type(value).__name__}, which cannot be written as JSON")
-
-
-def table(metrics: Mapping[str, float]) -> str:
-    """`set/metric` numbers as a table with one line per set."""
-    rows: dict[str, dict[str, float]] = {}
-    for name, value in metrics.items():
-        of, _, metric = name.rpartition("/")
-        rows.setdefault(of, {})[metric] = value
-    names = list(dict.fromkeys(metric for row in rows.values() for metric in row))
-    cells = [["set", *names]]
-    cells += [[of, *(f"{row[name]:.6g}" if name in row else "-" for name in names)] for of, row in rows.items()]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(names) + 1)]
-    lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in cells]
-    return "\n".join([*lines, ""])
-
-
-def write_predictions(
-    pairs: Iterator[tuple[int, Any]], link: Link, line: Callable[[int, Any], str], path: Path | None = None
-) -> int:
-    """A line per sample, to the console or to a file that has its name only when it is complete; how many.
-
-    All ranks must call it; the first one writes.
-    """
-    if path is None or not link.is_first:
-        number = 0
-        for number, pair in enumerate(pairs, 1):  # noqa: B007
-            sys.stdout.write(line(*pair))
-        return number
-    aside = path.with_name(f".{path.name}.writing")
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        file = aside.open("w", encoding="utf-8")
-    except OSError as error:
-        raise CannotWrite(path, error) from error
-    try:
-        with file:
-            number = sum(1 for pair in pairs if file.write(line(*pair)))
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-    return number
-
-
-def json_line(index: int, prediction: Any) -> str:
-    """One sample as a line of JSON; what is not a number (JSON has no word for it) becomes null."""
-    return json.dumps({"index": index, "prediction": plain(prediction)}, ensure_ascii=False) + "\n"
-
-
-def text_line(index: int, prediction: Any) -> str:
-    """One sample as `index<TAB>prediction`, always one line: text as it is, everything else as JSON."""
-    is_line = isinstance(prediction, str) and prediction.isprintable()
-    return f"{index}\t{prediction if is_line else json.dumps(plain(prediction), ensure_ascii=False)}\n"
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON has it: tensors as lists, NaN and infinity as null."""
-    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        return plain(value.tolist())
-    if isinstance(value, dict):
-        return {str(name): plain(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(entry) for entry in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    raise NotPlain(value)

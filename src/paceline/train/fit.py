@@ -12,7 +12,7 @@ from typing import Any
 from paceline.config.folder import run_folder
 from paceline.config.settings import TrainConfig
 from paceline.observe.watcher import Watcher
-from paceline.train import apply, restore
+from paceline.train import apply, outcome, restore
 from paceline.train.benchmark import benchmark
 from paceline.train.run import MARK
 from paceline.train.task import Task
@@ -65,11 +65,11 @@ def _apply(task: Task, config: TrainConfig, link: Link) -> Result:
     if config.mode == "eval":
         metrics = apply.evaluate_run(task, config, link, folder, checkpoint)
         if link.is_first:
-            sys.stdout.write(f"{checkpoint}\n{apply.table(metrics)}")
+            sys.stdout.write(f"{checkpoint}\n{outcome.table(metrics)}")
         return Result("evaluated", step, math.nan, metrics, mode="eval")
     pairs = apply.predict_run(task, config, link, folder, checkpoint)
     file = folder / PREDICTIONS
-    written = apply.write_predictions(pairs, link, apply.json_line, file)
+    written = outcome.write_predictions(pairs, link, outcome.json_line, file)
     if link.is_first:
         sys.stdout.write(f"{checkpoint}\n{written} predictions in {file}\n")
     return Result("predicted", step, math.nan, mode="infer", predictions=file)

@@ -10,7 +10,7 @@ import torch
 from paceline.data.grain import Batch
 from paceline.observe.clock import Clock, computing_share, elapsed
 from paceline.observe.progress import Progress, epoch_line
-from paceline.observe.watcher import RunInfo, Watcher
+from paceline.observe.watcher import RunInfo, Samples, Watcher
 from paceline.train.engine import Engine, Step
 from paceline.train.position import Position
 from paceline.train.summary import DataFacts
@@ -66,12 +66,14 @@ class Logbook:
         self._progress.step(self._position.step, self.loss, self._engine.rate, skipped)
         self._clock.lap("logging")
 
-    def validation(self, metrics: dict[str, float]) -> None:
+    def validation(self, metrics: dict[str, float], samples: Samples | None = None) -> None:
         self.flush()
         record = {"kind": "validation", "step": self._engine.num_steps - 1, "epoch": self._position.epoch, **metrics}
+        if samples:
+            record["samples"] = samples
         for watcher in self._watchers:
             watcher.validation(record)
-        self._progress.validation(metrics)
+        self._progress.validation(metrics, samples)
 
     def begin_epoch(self, data: DataFacts, stage: str | None) -> None:
         """`stage` is named where there are several."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.config.errors import PacelineError
-from paceline.config.settings import OptimSettings, TrainConfig
+from paceline.config.settings import OptimSettings, Section, TrainConfig
 from paceline.data.grain import Grain
 from paceline.observe.watcher import Watcher
 from paceline.optim import build
 from paceline.world.discover import World
+from paceline.world.link import Link
 
 if TYPE_CHECKING:
     from paceline.train.engine import Step
@@ -45,21 +47,39 @@ class TaskIncomplete(PacelineError):
         self.hint = f"add `def {method}:` that returns {what}"
 
 
+class NoInputs(PacelineError):
+    """Files were given to a task that does not read any."""
+
+    hint = "give the task a `read_inputs(words)`, or name a function that returns a data set: `--data file.py:function`"
+
+    def __init__(self, task: Task, words: Sequence[str]) -> None:
+        super().__init__(f"task {type(task).__name__} does not know what to do with {' '.join(words)}")
+
+
 class Task:
     """Subclass and fill in `model`, `train_data` and `loss`; everything else has a default.
 
-    `settings` and `world` (ranks, for the rare task that wants to know) are set before anything is called.
+    `settings`, `world` (ranks, for the rare task that wants to know), `say` and `gather` are set before anything is
+    called.
     """
 
     Settings: type[TrainConfig] = TrainConfig
     """Settings of the task's own: a subclass of `TrainConfig` with more fields, or with other defaults."""
+    Use: type[Section] = Section
+    """Settings that `eval` and `infer` may choose anew: a section that is among the bases of `Settings`."""
     settings: TrainConfig
     spec: str = ""
     """How the command line finds this task again: a recipe's name, or `/path/to/file.py:ClassName`."""
     world: World
+    say: Callable[[str], None]
+    """Tells the user something, once for all ranks."""
+    gather: Callable[[Any], list[Any]]
+    """Everyone's value, by rank; all ranks must call it."""
     collate: Callable[[list[Any]], Any] | None = None
     """Samples of one grain into a batch; stacking if None."""
 
+    monitor: str = "loss"
+    """The metric of the first validation set that names the best checkpoint, unless the setting `monitor` does."""
     length_unit: str = ""
     """What `lengths` count, for people: `seconds` (shown as hours), `tokens`, `frames`."""
 
@@ -83,6 +103,18 @@ class Task:
         """Validation metrics of one batch as name -> (sum, weight)."""
         total, count, *_ = self.loss(model, grain)
         return {"loss": (total, count)}
+
+    def samples(self, model: torch.nn.Module, grain: Grain) -> Sequence[Mapping[str, str]]:
+        """What validation shows of a few samples beside numbers, as texts by name: a reference and a hypothesis."""
+        return []
+
+    def read_inputs(self, words: Sequence[str]) -> Any:
+        """The data set that `paceline infer RUN WORDS...` means; its `names`, if it has some, name the predictions."""
+        raise NoInputs(self, words)
+
+    def read_weights(self, path: Path) -> Mapping[str, torch.Tensor] | None:
+        """Weights by name from a file of the task's own kind, for `init_from`; None: it is none, read it as usual."""
+        return None
 
     def infer_data(self) -> Any:
         """What inference predicts if no other data is named: the first validation set. None: there is nothing."""
@@ -135,6 +167,11 @@ class Task:
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         """The counterpart of `state`."""
+
+
+def attach(task: Task, settings: TrainConfig, link: Link, say: Callable[[str], None]) -> None:
+    """Put a task to work on a rank: what it may know of the run, before any of it is asked for."""
+    task.settings, task.world, task.gather, task.say = settings, link.world, link.gather_objects, say
 
 
 def overrides(task: Task, hook: str) -> bool:

@@ -25,7 +25,7 @@ from paceline.train.keeper import Keeper
 from paceline.train.logbook import Logbook
 from paceline.train.position import Position
 from paceline.train.signals import on_stop_signal
-from paceline.train.task import Stage, Task, overrides
+from paceline.train.task import Stage, Task, attach, overrides
 from paceline.train.validation import Validation
 from paceline.world.link import Link
 
@@ -57,8 +57,8 @@ class Trainer:
     def __init__(self, task: Task, config: TrainConfig, link: Link, watchers: Sequence[Watcher] = ()) -> None:
         self.clock = Clock()
         self.task, self.config, self.link = task, config, link
-        task.world, task.settings = link.world, config
         self.progress = Progress(enabled=link.is_first, asked=config.progress)
+        attach(task, config, link, self.progress.say)
         self.keeper = Keeper(config, link, self.progress, task.spec or type(task).__name__)
         self.engine = Engine(config, link=link)
         self.engine.clock = self.clock
@@ -179,7 +179,7 @@ class Trainer:
         metrics = self.validation.run()
         if metrics:
             self.validation.judge(self.position)
-            self.log.validation(metrics)
+            self.log.validation(metrics, self.validation.samples)
         self.clock.lap("validation")
 
     def _save(self) -> None:
@@ -252,7 +252,10 @@ class Trainer:
         model = self.task.model()
         build.freeze(model, self.config.freeze)
         if self.config.init_from is not None and self.keeper.found is None:
-            loaded = restore.load_by_name(model, restore.load(self.config.init_from, ["model"]).parts["model"])
+            weights = self.task.read_weights(self.config.init_from)
+            if weights is None:
+                weights = restore.load(self.config.init_from, ["model"]).parts["model"]
+            loaded = restore.load_by_name(model, weights)
             new = [*loaded.missing, *loaded.mismatched]
             names = ": " + ", ".join(new[:5]) + (", ..." if len(new) > 5 else "") if new else ""
             self.progress.say(f"{len(loaded.loaded)} weights from {self.config.init_from}, {len(new)} new{names}")

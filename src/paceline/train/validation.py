@@ -13,10 +13,14 @@ from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.data.loader import Loader
 from paceline.data.plan import BatchRule, Plan
+from paceline.observe.watcher import Samples
 from paceline.train.engine import Engine
 from paceline.train.evaluate import evaluate, evaluation_plan
 from paceline.train.position import Position
-from paceline.train.task import Task
+from paceline.train.task import Task, overrides
+
+NUM_SAMPLES = 5
+"""Of each validation set, how many are shown."""
 
 
 class NotASet(PacelineError):
@@ -86,6 +90,8 @@ class Validation:
         self._task, self._engine, self._config = task, engine, config
         self.metrics: dict[str, float] = {}
         """Of the last time, as `set/metric`."""
+        self.samples: Samples = {}
+        """Of the last time, where the task shows some."""
         given = sets is not None
         if sets is None:
             sets = {} if config.mode == "train" else task.val_data()
@@ -104,20 +110,33 @@ class Validation:
         def metrics(grain: Grain) -> Mapping[str, tuple[Any, Any]]:
             return self._task.metrics(self._engine.model, grain)
 
-        self.metrics = {}
+        self.metrics, self.samples = {}, {}
         if self.is_empty:
             return self.metrics
+        shows = overrides(self._task, "samples")
         limit, seed = self._config.limit_batches, self._config.seed
         with self._engine.evaluating():
             for name, each in self._sets.items():
                 found = evaluate(metrics, each.loader, each.plan, self._engine.link, limit_batches=limit, seed=seed)
                 self.metrics.update({f"{name}/{metric}": value for metric, value in found.items()})
+                if shows:
+                    self.samples[name] = self._look(each)
         return self.metrics
+
+    def _look(self, each: FixedSet) -> list[dict[str, str]]:
+        """Some samples of a set, always the same: the first of the batch in the middle, which is of middle length."""
+        link, step = self._engine.link, each.plan.num_steps // 2
+        mine: list[dict[str, str]] = []
+        if link.world.rank == step % link.world.size:
+            for batch in each.loader.run(each.plan, range(step, step + 1)):
+                for grain in batch.grains:
+                    mine += [dict(sample) for sample in self._task.samples(self._engine.model, grain)]
+        return [sample for everyone in link.gather_objects(mine[:NUM_SAMPLES]) for sample in everyone]
 
     def judge(self, position: Position) -> None:
         """Is this the best so far? Every rank has the same number, so all decide alike."""
         position.validated, position.score = position.num_steps, None
-        monitor = self._config.monitor or f"{next(iter(self._sets))}/loss"
+        monitor = self._config.monitor or f"{next(iter(self._sets))}/{self._task.monitor}"
         if monitor not in self.metrics:
             if self._config.monitor is None and self._config.patience is None:
                 return  # no loss among the metrics, and nobody asked for a best
