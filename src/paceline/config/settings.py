@@ -14,6 +14,21 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Order = Literal["none", "random", "sorted", "laplace", "bucket"]
+OptimizerName = Literal["sgd", "adam", "adamw", "novograd", "lamb"]
+ScheduleName = Literal[
+    "constant",
+    "cosine",
+    "square",
+    "sqrt",
+    "linear",
+    "inverse-sqrt",
+    "polynomial",
+    "exponential",
+    "piecewise",
+    "noam",
+    "newbob",
+]
 
 
 def free(default: Any, **extra: Any) -> Any:
@@ -68,7 +83,7 @@ class DataSettings(Section):
     """Micro-batches per step, the unit of numerics; one per rank of the first launch if not set."""
     regrain: bool = free(False)
     """Allow a resumed run to be cut into another number of grains; losses then differ from the first launch."""
-    order: Literal["none", "random", "sorted", "laplace", "bucket"] = "random"
+    order: Order = "random"
     """Order of the samples in an epoch; the last three need lengths."""
     bins: Positive | None = None
     """Bins of `laplace` (2) or length buckets of `bucket` (16)."""
@@ -128,7 +143,7 @@ class GroupSettings(Section):
 class OptimSettings(Section):
     """How weights are updated."""
 
-    optimizer: Literal["sgd", "adam", "adamw", "novograd", "lamb"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     """Rule of the update."""
     lr: PositiveFloat = 1e-3
     """Learning rate at the top of the schedule."""
@@ -140,19 +155,7 @@ class OptimSettings(Section):
     """Pull of the weights towards 0."""
     groups: tuple[GroupSettings, ...] = ()
     """Parameter groups by name pattern, first match wins."""
-    schedule: Literal[
-        "constant",
-        "cosine",
-        "square",
-        "sqrt",
-        "linear",
-        "inverse-sqrt",
-        "polynomial",
-        "exponential",
-        "piecewise",
-        "noam",
-        "newbob",
-    ] = "constant"
+    schedule: ScheduleName = "constant"
     """How the learning rate goes on after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps in which the learning rate rises to `lr`."""
