@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 import paceline.data.loader as loader_module
+from paceline.config.errors import PacelineError
 from paceline.data.collate import ShapesDiffer, pad_collate, stack_collate
 from paceline.data.fetch import Fetch, Request
 from paceline.data.grain import Batch, Grain
@@ -180,3 +181,25 @@ def test_automatic_workers_share_no_open_file(tmp_path: Path, monkeypatch: pytes
                 assert torch.equal(asked, read)
     assert loader.workers == 2
     loader.close()
+
+
+class Unreadable(PacelineError):
+    def __init__(self, sample: int, why: str) -> None:
+        super().__init__(f"sample {sample}: {why}")
+
+
+class OneIsBad:
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            raise Unreadable(index, "cut short")
+        return torch.tensor(float(index))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_users_mistake_in_the_data_is_raised_as_it_is(workers: int) -> None:
+    plan = Plan(8, rule=BatchRule(2), grains=1, seed=0, order="none")
+    with pytest.raises(Unreadable, match=r"^sample 5: cut short$"):
+        list(Loader(OneIsBad(), workers=workers).run(plan))

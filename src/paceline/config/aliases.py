@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-ALIASES: dict[str, str] = {"code_optimization": "level"}
+ALIASES: dict[str, str] = {
+    "code_optimization": "level",
+    "model_config": "network",
+    "train_dataset": "train_manifest",
+    "eval_datasets": "val_manifest",
+    "min_duration": "min_seconds",
+    "max_duration": "max_seconds",
+}
 """Accepted instead of the setting's own name, where the model has that setting."""
 
 SHORT: dict[str, str] = {"O": "level"}

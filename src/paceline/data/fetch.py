@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
+from paceline.config.errors import PacelineError
 from paceline.config.keys import key
 from paceline.data.collate import stack_collate
 from paceline.data.grain import Grain
@@ -89,8 +90,11 @@ class Fetch:
         return self._collate(read)
 
     # torch's DataLoader asks for a "batch" of indices and collates it; here the request is the batch.
-    def __getitems__(self, request: Request) -> Grain:
-        return self(request)
+    def __getitems__(self, request: Request) -> Grain | PacelineError:
+        try:
+            return self(request)
+        except PacelineError as error:  # raised again by the training process: torch would make a traceback of it
+            return error
 
 
 class _Bounded(io.BytesIO):
@@ -111,5 +115,5 @@ def seed_everything(value: int) -> None:
     np.random.seed(value & 0xFFFFFFFF)
 
 
-def same(grain: Grain) -> Grain:
+def same(grain: Any) -> Any:
     return grain

@@ -6,18 +6,23 @@ change the result because every sample's randomness is keyed by its id.
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
 import signal
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
+from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader
 
+from paceline.config.errors import PacelineError
 from paceline.data.fetch import Fetch, Request, same
 from paceline.data.grain import Batch, Grain, map_tensors
 from paceline.data.plan import Plan, Share
@@ -172,14 +177,20 @@ class Loader:
             self._reader = DataLoader(
                 self._fetch,  # type: ignore[arg-type]
                 batch_sampler=self._turns,  # type: ignore[arg-type]
-                collate_fn=same,  # type: ignore[arg-type]
+                collate_fn=same,
                 num_workers=self.workers,
                 pin_memory=pin,
                 persistent_workers=True,
                 worker_init_fn=_leave_signals_to_the_parent,
                 generator=torch.Generator(),
             )
-        yield from self._reader
+        others = set(multiprocessing.active_children())
+        reading = iter(self._reader)
+        _started.update(set(multiprocessing.active_children()) - others)
+        for read in reading:
+            if isinstance(read, PacelineError):
+                raise read
+            yield read
 
 
 def _seconds_to_read(fetch: Fetch, request: Request) -> float:
@@ -194,6 +205,17 @@ def _seconds_to_read(fetch: Fetch, request: Request) -> float:
     began = time.perf_counter()
     probe(request)
     return time.perf_counter() - began
+
+
+_started: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_workers() -> None:
+    """Those of a run that failed are still there when the interpreter ends, which would wait for them for ever: it
+    asks them to end by the signal that they ignore."""
+    for worker in _started:
+        worker.kill()
 
 
 def _leave_signals_to_the_parent(number: int) -> None:

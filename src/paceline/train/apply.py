@@ -105,6 +105,21 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 def choose_checkpoint(link: Link, folder: Path, which: Which) -> Path:
     """The sound checkpoint that `which` means, the same on all ranks: one looks, and says which ones were broken."""
+    found: Path | PacelineError | None = None
+    if link.is_first:
+        try:
+            found = find_checkpoint(folder, which)
+        except PacelineError as error:
+            found = error
+    found = link.broadcast_object(found)
+    if isinstance(found, PacelineError):
+        raise found
+    assert found is not None
+    return found
+
+
+def find_checkpoint(folder: Path, which: Which) -> Path:
+    """The sound checkpoint of a run that `which` means; it is said which ones were broken."""
     read_run(folder)
     checkpoints = Run(folder).checkpoints
     if isinstance(which, Path):
@@ -113,20 +128,18 @@ def choose_checkpoint(link: Link, folder: Path, which: Which) -> Path:
                 return path
         names = ", ".join(path.name for path in restore.listed(checkpoints)) or "none"
         raise NoCheckpoint(f"{which} is not a checkpoint", f"checkpoints of {folder}: {names}")
-    chosen: Path | None = None
-    problem = ("", "")
-    if link.is_first:
-        looked = restore.best(checkpoints) if which == "best" else restore.newest(checkpoints)
-        for broken in looked.broken:
-            sys.stderr.write(f"skipped a broken checkpoint: {broken}\n")
-        if looked.checkpoint is None:
-            problem = _none_found(folder, checkpoints, bool(looked.broken))
-        else:
-            chosen = looked.checkpoint.path
-    chosen, problem = link.broadcast_object((chosen, problem))
-    if chosen is None:
-        raise NoCheckpoint(*problem)
-    return chosen
+    looked = restore.best(checkpoints) if which == "best" else restore.newest(checkpoints)
+    for broken in looked.broken:
+        sys.stderr.write(f"skipped a broken checkpoint: {broken}\n")
+    if looked.checkpoint is None:
+        raise NoCheckpoint(*_none_found(folder, checkpoints, bool(looked.broken)))
+    return looked.checkpoint.path
+
+
+def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint by name: their average, if the run kept one."""
+    found = _load(checkpoint, verify=True)
+    return {**found.parts["model"], **found.parts.get("ema", {})}
 
 
 def _none_found(folder: Path, checkpoints: Path, has_broken: bool) -> tuple[str, str]:

@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+import pickle
+
+from paceline.config.errors import PacelineError
+
+
+class Odd(PacelineError):
+    def __init__(self, number: int, *, why: str) -> None:
+        super().__init__(f"{number} is odd: {why}")
+        self.number = number
+        self.hint = f"try {number + 1}"
+
+
+def test_errors_travel_between_processes_whatever_they_are_made_of() -> None:
+    error = pickle.loads(pickle.dumps(Odd(3, why="it is")))
+    assert (type(error), str(error), error.hint, error.number) == (Odd, "3 is odd: it is", "try 4", 3)
