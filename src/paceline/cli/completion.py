@@ -22,6 +22,7 @@ HOMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "train": ("train:OPTIONS", ("task",)),
     "eval": ("eval:EvalOptions", ("run",)),
     "infer": ("infer:InferOptions", ("run",)),
+    "manifest": ("manifest:ManifestOptions", ("action", "path")),
     "launch": ("launch:LaunchOptions", ()),
     "runs": ("runs:RunsOptions", ("folder",)),
     "diff": ("diff:DiffOptions", ("left", "right")),

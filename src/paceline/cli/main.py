@@ -11,6 +11,7 @@ COMMANDS = {
     "train": "train a task on this machine or under any launcher",
     "eval": "measure a trained run on its validation sets or on others",
     "infer": "predict with a trained run",
+    "manifest": "make, check and split manifests of speech data",
     "launch": "start a command as several ranks on this machine",
     "runs": "list runs: what was trained, how far, how well",
     "diff": "show how two runs differ",

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-RECIPES = {"digits": "paceline.recipes.digits:Digits"}
+RECIPES = {"asr": "paceline.recipes.asr.task:Asr", "digits": "paceline.recipes.digits:Digits"}

@@ -105,6 +105,9 @@ def _nested(detail: Any, inner: list[Any], where: str, text: str, annotation: An
     if detail["type"] in ("model_type", "model_attributes_type"):
         keys = ",".join(f"{name}=..." for name in model.model_fields)
         return Problem(where, "cannot be understood", f"write {keys} or a JSON object", text)
+    own = detail.get("ctx", {}).get("error")
+    if own is not None:  # said by the setting itself
+        return Problem(where, str(own), getattr(own, "hint", ""), text)
     return Problem(where, f"{path} must be {_phrase(detail)}", given=text)
 
 

@@ -1,0 +1,252 @@
+"""`paceline manifest scan|stats|split`: manifests made, looked at and cut into parts."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from paceline.config.errors import PacelineError
+from paceline.config.load import load
+from paceline.config.settings import Positive, Section
+
+if TYPE_CHECKING:
+    from paceline.data.manifest import Manifest
+
+PROG = "paceline manifest"
+ACTIONS = {
+    "scan": "make a manifest of a folder of audio, or measure one anew",
+    "stats": "show what manifests hold, and check their audio",
+    "split": "cut a manifest into parts",
+}
+_REFRESH_S = 0.1
+
+
+class ScanOptions(Section):
+    """Make a manifest of a folder of audio and transcripts, of a table of both, or of another manifest."""
+
+    path: Path
+    """A folder (text in a .txt beside each audio file, in transcripts.tsv, .csv or .txt, or in LibriSpeech's layout), a
+    .tsv or .csv that names files and texts, or a manifest whose durations are measured anew."""
+    out: Path | None = None
+    """The manifest to write; PATH/manifest.json for a folder, `train.measured.json` for train.json if not set."""
+    force: bool = False
+    """Replace what is there."""
+    threads: Positive | None = None
+    """Files read at a time; as many as there are cores, and at least 4, if not set."""
+
+
+with warnings.catch_warnings():
+    # `json` hides a method that pydantic itself has given up; it is the word that users know.
+    warnings.filterwarnings("ignore", message='Field name "json"', category=UserWarning)
+
+    class StatsOptions(Section):
+        """Show what a manifest holds; the exit code is 1 if a line, or with `--check` an audio file, cannot be used."""
+
+        path: str
+        """A manifest, or several with commas between."""
+        check: bool = False
+        """Open every audio file: is it there, whole, and as long as its line says?"""
+        threads: Positive | None = None
+        """Files read at a time; as many as there are cores, and at least 4, if not set."""
+        json: bool = False  # type: ignore[assignment]
+        """Print JSON instead of text."""
+
+
+class SplitOptions(Section):
+    """Cut a manifest into parts of given shares of its hours; the same seed gives the same parts."""
+
+    path: str
+    """A manifest, or several with commas between."""
+    parts: str = "train=0.9,val=0.1"
+    """Names and shares. Part `val` of all.json is written as all-val.json."""
+    seed: int = 0
+    """Decides which utterance goes where."""
+    by: str | None = None
+    """A key of the lines, such as `speaker`: lines of one value stay together. Those of one audio file always do."""
+    out: Path | None = None
+    """Folder for the parts; the manifest's own if not set."""
+    force: bool = False
+    """Replace what is there."""
+
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", message='Field name "json"', category=UserWarning)
+
+    class ManifestOptions(SplitOptions, StatsOptions, ScanOptions):
+        """All options of `scan`, `stats` and `split`, for completion and the page of options."""
+
+        action: Literal["scan", "stats", "split"]
+        """What to do."""
+        path: str  # type: ignore[assignment]
+        """What to do it with: a manifest, or several with commas between; for `scan` a folder or a table, too."""
+        out: Path | None = None
+        """The manifest that `scan` writes, the folder for the parts of `split`."""
+
+
+class NoSuchKey(PacelineError):
+    """Lines that lack what they are to be grouped by."""
+
+    hint = "name a key that all lines have; without `--by` each audio file is a group"
+
+    def __init__(self, key: str, where: str, number: int) -> None:
+        more = f", and {number - 1:,} more lines do" if number > 1 else ""
+        super().__init__(f'{where} has no "{key}"{more}')
+        self.key = key
+
+
+def run(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        sys.stdout.write(_help())
+        return 0 if argv else 2
+    action, rest = argv[0], argv[1:]
+    if action not in ACTIONS:
+        nearest = difflib.get_close_matches(action, ACTIONS, n=1)
+        hint = f"did you mean `{PROG} {nearest[0]}`?" if nearest else f"there are {', '.join(ACTIONS)}"
+        sys.stderr.write(f"error: there is no `{PROG} {action}`\n  {hint}\n")
+        return 2
+    if action == "scan":
+        return _scan(load(ScanOptions, rest, prog=f"{PROG} scan", positional=("path",)))
+    if action == "stats":
+        return _stats(load(StatsOptions, rest, prog=f"{PROG} stats", positional=("path",)))
+    return _split(load(SplitOptions, rest, prog=f"{PROG} split", positional=("path",)))
+
+
+def _help() -> str:
+    lines = [f"  {name:<8}{what}" for name, what in ACTIONS.items()]
+    return "\n".join(
+        [f"usage: {PROG} ACTION [OPTIONS]", "", *lines, "", f"`{PROG} ACTION --help` lists its options", ""]
+    )
+
+
+def _scan(options: ScanOptions) -> int:
+    from paceline.data.manifest import NotAManifest
+    from paceline.recipes.asr import manifest_scan as scanning
+
+    if not options.path.exists():
+        raise NotAManifest(options.path, "there is no such file or folder")
+    out = options.out or scanning.default_out(options.path)
+    _refuse_overwriting([out], options.force)
+    sources = scanning.gather(options.path, out)
+    with _Bar("measuring", len(sources.entries)) as bar:
+        scan = scanning.scan(sources, out, threads=_threads(options.threads), progress=bar.show)
+    if not scan.lines:
+        raise scanning.NothingFound(options.path, [f"  {line}" for line in scan.report()])
+    scanning.write_lines(out, map(scanning.as_line, scan.lines))
+    sys.stdout.write("\n".join([*scan.report(), f"{out}: {len(scan.lines):,} utterances, {scan.hours:,.2f} h"]) + "\n")
+    return 0
+
+
+def _stats(options: StatsOptions) -> int:
+    from dataclasses import asdict
+
+    from paceline.data.bad_line import shown
+    from paceline.data.manifest import read_manifests
+    from paceline.recipes.asr import manifest_stats
+
+    manifest, reading = read_manifests(options.path, min_seconds=0.0, bad_data="skip")
+    bad, num_bad = list(reading.bad), reading.num_bad
+    if options.check:
+        from paceline.data.audio_check import check_all
+
+        with _Bar("checking", len(manifest)) as bar:
+            threads = _threads(options.threads)
+            broken = check_all(manifest, range(len(manifest)), threads=threads, progress=bar.show)
+        bad, num_bad = bad + broken, num_bad + len(broken)
+    found = manifest_stats.stats(manifest)
+    if options.json:
+        listed = [{**asdict(line), "path": str(line.path)} for line in bad]
+        sys.stdout.write(json.dumps({**found.as_json(), "num_bad": num_bad, "bad": listed}, ensure_ascii=False) + "\n")
+    else:
+        told = [f"bad lines: {num_bad:,}", *shown(bad, num_bad), ""] if num_bad else []
+        sys.stdout.write("\n".join([*told, *manifest_stats.show(found)]) + "\n")
+    return 1 if num_bad else 0
+
+
+def _split(options: SplitOptions) -> int:
+    from paceline.data.manifest import manifest_paths, read_manifests
+    from paceline.recipes.asr import manifest_split as splitting
+    from paceline.recipes.asr.manifest_scan import write_lines
+
+    parts = splitting.parse_parts(options.parts)
+    first = manifest_paths(options.path)[0]
+    folder = options.out or first.parent
+    outs = {part: folder / f"{first.stem}-{part}{first.suffix}" for part in parts}
+    _refuse_overwriting(list(outs.values()), options.force)
+    manifest, _ = read_manifests(options.path, min_seconds=0.0)
+    groups = _groups(manifest, options.by)
+    what = f"value of {options.by}" if options.by else "audio file"
+    sizes = splitting.sizes(groups, manifest.durations.tolist())
+    chosen = splitting.assign(sizes, parts, options.seed, what)
+    part_of = [chosen[group] for group in groups]
+    for part, out in outs.items():
+        rows = [row for row, mine in enumerate(part_of) if mine == part]
+        piece = manifest.take(rows)
+        write_lines(out, splitting.moved_lines(piece, out))
+        number = splitting.counted(len({groups[row] for row in rows}), what)
+        hours = float(piece.durations.sum()) / 3600
+        sys.stdout.write(f"{out}: {splitting.counted(len(piece), 'utterance')}, {hours:,.2f} h, {number}\n")
+    return 0
+
+
+def _groups(manifest: Manifest, by: str | None) -> list[str]:
+    """The group of each row."""
+    from paceline.data.manifest_line import parse_object
+
+    if by is None:
+        return [manifest.written_audio(row) for row in range(len(manifest))]
+    groups, missing = [""] * len(manifest), []
+    for row, raw in manifest.raw_lines():
+        value = parse_object(raw).get(by)
+        if value is None:
+            missing.append(row)
+        groups[row] = str(value)
+    if missing:
+        raise NoSuchKey(by, manifest.where(missing[0]), len(missing))
+    return groups
+
+
+def _refuse_overwriting(paths: list[Path], force: bool) -> None:
+    from paceline.recipes.asr.manifest_scan import WouldOverwrite
+
+    for path in paths:
+        if path.exists() and not force:
+            raise WouldOverwrite(path)
+
+
+def _threads(asked: int | None) -> int:
+    return asked or max(4, len(os.sched_getaffinity(0)))
+
+
+class _Bar:
+    """How far a long look at many files is; drawn on a terminal only, and beside what is printed."""
+
+    def __init__(self, title: str, total: int) -> None:
+        from rich.console import Console
+
+        from paceline.observe.bars import TerminalBar
+
+        self._bar = TerminalBar(Console(stderr=True)) if sys.stderr.isatty() else None
+        self._title, self._total, self._next = title, total, 0.0
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    @property
+    def show(self) -> Callable[[int], None] | None:
+        return self._show if self._bar is not None else None
+
+    def _show(self, done: int) -> None:
+        if time.monotonic() >= self._next and self._bar is not None:
+            self._bar.show(self._title, done, self._total, "files")
+            self._next = time.monotonic() + _REFRESH_S

@@ -1,0 +1,116 @@
+"""Audio files against what a manifest says of them, many at a time and without decoding them whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from numpy.typing import ArrayLike
+
+from paceline.data.audio_end import missing_end
+from paceline.data.audio_file import (
+    TOLERANCE_S,
+    TOLERANCE_SHARE,
+    AudioFacts,
+    AudioUnreadable,
+    is_short,
+    known_frames,
+    opened,
+    read_frames,
+    truncated,
+)
+from paceline.data.bad_line import BadLine, beginning
+from paceline.data.manifest_columns import Manifest, row_numbers
+
+_FILES_AT_ONCE = 32
+_END_S = 0.1
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+
+def check(path: Path, duration_s: float, offset_s: float | None = None) -> str | None:
+    """What is wrong with a file of which a line says this; None if nothing is.
+
+    With an offset the utterance must lie inside the file, without one it must be the whole file.
+    """
+    try:
+        facts = _readable_to_the_end(path)
+    except AudioUnreadable as unreadable:
+        return unreadable.why
+    tolerance_s = max(TOLERANCE_S, TOLERANCE_SHARE * duration_s)
+    end_s = duration_s + (offset_s or 0.0)
+    if end_s > facts.seconds + tolerance_s:
+        what = f'"duration" is {duration_s:g}' + (f' and "offset" {offset_s:g}' if offset_s is not None else "")
+        return missing_end(path) or f"{what}, but {path} lasts {facts.seconds:.2f} s"
+    if offset_s is None and duration_s < facts.seconds - tolerance_s:
+        return f'"duration" is {duration_s:g}, but {path} lasts {facts.seconds:.2f} s'
+    return None
+
+
+def measure(path: Path) -> AudioFacts:
+    """Length, rate and channels of a file that can be read to its end; else `AudioUnreadable`."""
+    why = missing_end(path)
+    if why is not None:
+        raise AudioUnreadable(path, why)
+    return _readable_to_the_end(path)
+
+
+def check_all(
+    manifest: Manifest, rows: ArrayLike, *, threads: int, progress: Callable[[int], None] | None = None
+) -> list[BadLine]:
+    """The lines of these rows (numbers, or a mask) whose audio is at fault; `progress` is told how many are done."""
+
+    def look(row: int) -> BadLine | None:
+        path = manifest.audio(row)
+        what = check(path, float(manifest.durations[row]), manifest.offset(row) if manifest.is_part(row) else None)
+        if what is None:
+            return None
+        what = what if str(path) in what else f"{path}: {what}"
+        return BadLine(manifest.source(row), manifest.line(row), what, _rebuilt(manifest, row), row)
+
+    answers = in_threads(look, row_numbers(rows).tolist(), threads, progress)
+    return [bad for bad in answers if bad is not None]
+
+
+def in_threads(
+    function: Callable[[Item], Answer],
+    items: Iterable[Item],
+    threads: int,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[Answer]:
+    """What a function says of each item, in order; libsndfile works outside of the interpreter's lock."""
+    everything = list(items)
+    pieces = [everything[first : first + _FILES_AT_ONCE] for first in range(0, len(everything), _FILES_AT_ONCE)]
+    pool = ThreadPoolExecutor(threads)
+    done = 0
+    try:
+        for answers in pool.map(lambda piece: [function(item) for item in piece], pieces):
+            yield from answers
+            done += len(answers)
+            if progress is not None:
+                progress(done)
+    finally:
+        pool.shutdown(cancel_futures=True)  # at once, where the caller was interrupted
+
+
+def _readable_to_the_end(path: Path) -> AudioFacts:
+    with opened(path) as file:
+        frames, rate = known_frames(file), file.samplerate
+        if frames <= 0:
+            raise AudioUnreadable(path, missing_end(path) or "holds no samples")
+        end = min(frames, round(_END_S * rate))
+        file.seek(frames - end)
+        there = frames - end + len(read_frames(file, end, "int16"))
+        if there == frames - end or is_short(there, frames, rate):
+            raise AudioUnreadable(path, truncated(there, frames, rate))
+        return AudioFacts(frames / rate, rate, file.channels)
+
+
+def _rebuilt(manifest: Manifest, row: int) -> str:
+    line = {"audio_filepath": manifest.written_audio(row), "duration": float(manifest.durations[row])}
+    if manifest.is_part(row):
+        line["offset"] = manifest.offset(row)
+    return beginning(json.dumps({**line, "text": manifest.text(row)}, ensure_ascii=False).encode())

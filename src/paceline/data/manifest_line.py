@@ -1,0 +1,136 @@
+"""One line of a manifest: what NeMo's JSON means, or what is wrong with it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic_core import from_json
+
+AUDIO_KEYS = ("audio_filepath", "audio_filename")
+MOST_SECONDS = 1e7
+"""Nearly four months; what claims more is no length in seconds."""
+_NAN = float("nan")
+
+
+class Line(NamedTuple):
+    """An utterance as its line has it; strings in UTF-8, the path not yet resolved."""
+
+    audio: bytes
+    seconds: float
+    text: bytes
+    offset: float
+    """NaN where the line has none: it is then about the whole file."""
+
+
+class LineInvalid(Exception):
+    """What is wrong with a line."""
+
+
+def parse_line(raw: bytes, folder: Path) -> Line:
+    """A line that is not blank; `folder` is that of the manifest."""
+    return line_of(parse_object(raw), folder)
+
+
+def line_of(entry: dict[str, Any], folder: Path) -> Line:
+    """What a line's object means."""
+    seconds = entry.get("duration")
+    text = entry.get("text")
+    if type(seconds) is not float or not 0.0 < seconds <= MOST_SECONDS:
+        seconds = _seconds(entry, "duration")
+        if seconds == 0.0:
+            raise LineInvalid('"duration" is 0, and must be above')
+    if type(text) is not str:
+        text = _text(entry, folder)
+    offset = _NAN if entry.get("offset") is None else _seconds(entry, "offset")
+    return Line(audio_of(entry).encode(), seconds, text.encode(), offset)
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object that a line must be."""
+    try:
+        entry = from_json(raw)
+    except ValueError as error:
+        raise LineInvalid(_why_not_json(raw)) from error
+    if type(entry) is not dict:
+        raise LineInvalid(f"is {_kind(entry)}, not a JSON object")
+    return entry
+
+
+def audio_of(entry: dict[str, Any]) -> str:
+    """The path of an utterance's audio, as it is written."""
+    key = AUDIO_KEYS[0] if entry.get(AUDIO_KEYS[0]) is not None or AUDIO_KEYS[1] not in entry else AUDIO_KEYS[1]
+    audio = _present(entry, key)
+    if type(audio) is not str:
+        raise LineInvalid(f'"{key}" must be text, not {_kind(audio)}')
+    if not audio.strip() or "\0" in audio:
+        raise LineInvalid(f'"{key}" is no path: {audio!r}' if audio.strip() else f'"{key}" is empty')
+    return audio
+
+
+def resolve(folder: Path, written: str) -> Path:
+    """Where a path of a manifest in `folder` leads."""
+    return folder / os.path.expanduser(written)
+
+
+def _seconds(entry: dict[str, Any], key: str) -> float:
+    value = _present(entry, key)
+    if type(value) is not float and type(value) is not int:
+        raise LineInvalid(f'"{key}" must be a number, not {_kind(value)}')
+    if value < 0:
+        raise LineInvalid(f'"{key}" is {_short(value)}, and must not be below 0')
+    if not value <= MOST_SECONDS:  # also NaN
+        raise LineInvalid(f'"{key}" is {_short(value)}, which is no number of seconds')
+    return float(value)
+
+
+def _text(entry: dict[str, Any], folder: Path) -> str:
+    if entry.get("text") is not None:
+        raise LineInvalid(f'"text" must be text, not {_kind(entry["text"])}')
+    if entry.get("text_filepath") is None:
+        _present(entry, "text")
+    written = entry["text_filepath"]
+    if type(written) is not str or "\0" in written:
+        raise LineInvalid(f'"text_filepath" must be a path, not {_kind(written)}')
+    path = resolve(folder, written)
+    try:
+        if not path.is_file():  # also a device or a pipe, which could be read without end
+            raise LineInvalid(f'"text_filepath": there is no file {path}')
+        return path.read_text(encoding="utf-8-sig").strip()
+    except UnicodeDecodeError:
+        raise LineInvalid(f'"text_filepath": {path} is not UTF-8') from None
+    except OSError as error:
+        raise LineInvalid(f'"text_filepath": {path} cannot be read: {error.strerror}') from None
+
+
+def _present(entry: dict[str, Any], key: str) -> Any:
+    value = entry.get(key)
+    if value is None:
+        raise LineInvalid(f'"{key}" is {"null" if key in entry else "missing"}')
+    return value
+
+
+def _short(value: float) -> str:
+    """A number of any size: an integer may be too large to become a float."""
+    digits = str(value)
+    return digits if len(digits) <= 20 else f"{digits[:12]}..."
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _why_not_json(raw: bytes) -> str:
+    """In words about the line alone, without the line break behind it."""
+    try:
+        raw.decode("utf-8")
+        from_json(raw.strip())
+    except UnicodeDecodeError as error:
+        return f"is not UTF-8 at byte {error.start + 1}"
+    except ValueError as error:
+        why = re.sub(r" at line \d+ column", " at column", str(error))
+        return "is not JSON: " + re.sub(r"^EOF while parsing", "the line ends within", why)
+    return "is not JSON"

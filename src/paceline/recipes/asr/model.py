@@ -1,0 +1,42 @@
+"""From audio to letters: front end, masks for training, encoder, decoder, as one module that knows only tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from paceline.recipes.asr.encoder import Decoder, Encoder
+from paceline.recipes.asr.features import LogMel
+from paceline.recipes.asr.network import NetworkSettings
+from paceline.recipes.asr.spec_augment import SpecAugment
+
+
+class AcousticModel(nn.Module):
+    """Log-probabilities of labels and blank, for every frame of int16 audio."""
+
+    def __init__(self, network: NetworkSettings) -> None:
+        super().__init__()
+        self.features = LogMel(network.features, network.sample_rate)
+        self.spec_augment = SpecAugment(network.spec_augment)
+        self.encoder = Encoder(network)
+        self.decoder = Decoder(network.channels[-1], network.num_classes)
+
+    def forward(self, audio: Tensor, lengths: Tensor, keys: Tensor | None = None) -> Tensor:
+        """(batch, samples) with their true lengths -> (batch, frames, labels + 1), the blank last.
+
+        `keys` decide which noise and which masks an utterance gets in training.
+        """
+        features, frames = self.features(audio, lengths, keys)
+        if keys is not None:
+            features = self.spec_augment(features, frames, keys)
+        encoded, _ = self.encoder(features.to(self._dtype), frames)
+        log_probs: Tensor = self.decoder(encoded)
+        return log_probs
+
+    def output_length(self, num_samples: int) -> int:
+        """Frames of log-probabilities that belong to so many samples of audio."""
+        return self.encoder.output_length(self.features.num_frames(num_samples))
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.decoder.weight_dtype

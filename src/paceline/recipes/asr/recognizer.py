@@ -1,0 +1,125 @@
+"""A trained model ready to be used in any program: audio in, text out, no run and no ranks around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.config.errors import PacelineError
+from paceline.data.audio import read_audio
+from paceline.recipes.asr.decode import beam_batch, greedy
+from paceline.recipes.asr.model import AcousticModel
+from paceline.recipes.asr.network import NetworkSettings, read_network
+from paceline.recipes.asr.text import Labels
+from paceline.recipes.asr.utterances import Utterance, collate
+from paceline.recipes.asr.weights import read_model
+from paceline.train.apply import Which, find_checkpoint, read_run, read_weights
+
+BATCH_SECONDS = 240.0
+"""Audio per batch, padding included."""
+
+Audio = str | Path | NDArray[Any]
+
+
+class NotSpeech(PacelineError):
+    """A run of another task."""
+
+    hint = "give a run of `paceline train asr`, a folder of `paceline export`, or a .nemo archive"
+
+    def __init__(self, path: Path, task: str) -> None:
+        super().__init__(f"{path} is a run of the task {task}, not of speech recognition")
+
+
+class NotAudio(PacelineError):
+    """An array that cannot be a recording."""
+
+    hint = "give int16 samples, or floats between -1 and 1, of one channel at the model's `sample_rate`"
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        super().__init__(f"an array of {array.dtype} with shape {array.shape} is no audio")
+
+
+def load(
+    path: str | Path,
+    *,
+    checkpoint: Which = "best",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    decoder: Literal["greedy", "beam"] = "greedy",
+    beam_width: int = 16,
+) -> Recognizer:
+    """A recogniser from a run's folder (`checkpoint` as in `paceline eval`), an exported folder or a NeMo archive."""
+    path = Path(path)
+    network, weights = read_model(path) or _read_run(path, checkpoint)
+    model = AcousticModel(network)
+    model.load_state_dict(dict(weights))
+    chosen = "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
+    return Recognizer(model.to(chosen), network, beam_width=beam_width if decoder == "beam" else None)
+
+
+def _read_run(folder: Path, checkpoint: Which) -> tuple[NetworkSettings, Mapping[str, Tensor]]:
+    record = read_run(folder)
+    settings: dict[str, Any] = record["settings"]
+    if "network" not in settings:
+        raise NotSpeech(folder, str(record.get("task")))
+    return read_network(settings["network"]), read_weights(find_checkpoint(folder, checkpoint))
+
+
+class Recognizer:
+    """Transcribes files and arrays, in batches by length, in the order in which they are given."""
+
+    def __init__(self, model: AcousticModel, network: NetworkSettings, beam_width: int | None = None) -> None:
+        self.model, self.network = model.eval(), network
+        self.labels = Labels(network.labels)
+        self.sample_rate = network.sample_rate
+        self.beam_width = beam_width
+        """None: greedy."""
+
+    @torch.inference_mode()
+    def transcribe(self, audio: Audio | Sequence[Audio]) -> list[str]:
+        """The text of each file or array (of the model's sample rate); always a list."""
+        given = [audio] if isinstance(audio, str | Path | np.ndarray) else list(audio)
+        read = [self._samples(each) for each in given]
+        texts = [""] * len(read)
+        for batch in _batches([len(samples) for samples in read], int(BATCH_SECONDS * self.sample_rate)):
+            for place, text in zip(batch, self._transcribe([read[place] for place in batch]), strict=True):
+                texts[place] = text
+        return texts
+
+    def _samples(self, audio: Audio) -> NDArray[np.int16]:
+        if not isinstance(audio, np.ndarray):
+            return read_audio(Path(audio), sample_rate=self.sample_rate)
+        if audio.ndim != 1 or audio.dtype.kind not in "if" or (audio.dtype.kind == "i" and audio.dtype != np.int16):
+            raise NotAudio(audio)
+        if audio.dtype == np.int16:
+            return audio
+        return np.clip(np.rint(audio * 32768.0), -32768, 32767).astype(np.int16)
+
+    def _transcribe(self, audio: list[NDArray[np.int16]]) -> list[str]:
+        device = next(self.model.parameters()).device
+        nothing = np.zeros(0, dtype=np.uint8)
+        padded = collate([Utterance(samples, nothing, 0) for samples in audio])
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            log_probs = self.model(padded["audio"].to(device), padded["lengths"].to(device))
+        lengths = [self.model.output_length(number) for number in padded["num_samples"]]
+        if self.beam_width is None:
+            found = greedy(log_probs, lengths, self.labels.blank)
+        else:
+            found = beam_batch(log_probs, lengths, self.labels.blank, self.beam_width)
+        return [self.labels.decode(ids) for ids in found]
+
+
+def _batches(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Places of recordings of like length, so that little of a batch is padding; the longest first."""
+    batches: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= most:
+            batches[-1].append(place)
+        else:
+            batches.append([place])
+    return batches

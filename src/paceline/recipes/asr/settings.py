@@ -1,0 +1,85 @@
+"""Every setting of speech recognition beside those of training itself, and the default recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from paceline.config.settings import (
+    Fraction,
+    OptimizerName,
+    Order,
+    Positive,
+    PositiveFloat,
+    ScheduleName,
+    Section,
+    TrainConfig,
+    free,
+)
+from paceline.recipes.asr.network import NetworkSettings, read_network
+from paceline.recipes.asr.perturb import PerturbSettings
+
+Network = Annotated[NetworkSettings, BeforeValidator(read_network)]
+
+
+class SpeechSettings(Section):
+    """What is heard and what is trained on it."""
+
+    network: Network = "quartznet15x5"  # type: ignore[assignment]
+    """Network, front end and labels: a shipped name (quartznet15x5, quartznet5x5, jasper10x5dr, small, ...) or a YAML
+    file, NeMo's too."""
+    train_manifest: tuple[Path, ...] = ()
+    """Manifests to train on, with commas between them: together one data set."""
+    val_manifest: tuple[str, ...] = ()
+    """Manifests to validate on, each a set of its own, named by its file or as `name=file.json`."""
+    min_seconds: Annotated[float, Field(ge=0)] = 0.1
+    """Shorter training utterances are dropped."""
+    max_seconds: PositiveFloat | None = 16.7
+    """Longer training utterances are dropped; validation keeps all."""
+    max_utterances: Positive | None = None
+    """Train on the first so many only."""
+    new_decoder: bool = False
+    """With `init_from`: take the encoder only and start with a new last layer, for other labels."""
+    text_rules: Literal["en", "basic", "none"] = "en"
+    """How transcripts are brought to the labels: English (numbers as words), spelling only, or not at all."""
+
+
+class UseSettings(Section):
+    """What may be chosen anew whenever a model is used."""
+
+    decoder: Literal["greedy", "beam"] = free("greedy")
+    """How letters are read off the network's output."""
+    beam_width: Positive = free(16)
+    """Hypotheses that the beam decoder keeps."""
+    bad_data: Literal["stop", "skip"] = free("stop")
+    """Whether a bad line or file ends the run before it starts, or is left out and listed."""
+    check_audio: bool = free(True)
+    """Look at every audio file before the first step: is it there, whole, and as long as the manifest says."""
+
+
+class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
+    """Settings of `paceline train asr`. The defaults are QuartzNet's recipe: NovoGrad, cosine with warm-up."""
+
+    optimizer: OptimizerName = "novograd"
+    lr: PositiveFloat = 0.01
+    betas: tuple[Fraction, Fraction] | None = (0.95, 0.5)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.001
+    schedule: ScheduleName = "cosine"
+    warmup_ratio: Fraction | None = 0.05
+    order: Order = "bucket"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_warmup(cls, values: Any) -> Any:
+        """Who sets `warmup_steps` does not mean the recipe's ratio."""
+        if isinstance(values, dict) and values.get("warmup_steps") and "warmup_ratio" not in values:
+            return {**values, "warmup_ratio": None}
+        return values
+
+    @model_validator(mode="after")
+    def _has_data(self) -> AsrSettings:
+        if not self.train_manifest and self.mode in ("train", "train_eval"):
+            raise ValueError("set `train_manifest`: what to train on")
+        return self

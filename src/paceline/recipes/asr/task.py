@@ -1,0 +1,119 @@
+"""Speech recognition with CTC: `paceline train asr`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from paceline.data.grain import Grain
+from paceline.recipes.asr.corpus import TRAINING, Corpus, Opening, parts_of
+from paceline.recipes.asr.ctc import ctc_loss_sum
+from paceline.recipes.asr.decode import beam_batch, greedy
+from paceline.recipes.asr.error_rate import character_errors, word_errors
+from paceline.recipes.asr.inputs import open_inputs
+from paceline.recipes.asr.model import AcousticModel
+from paceline.recipes.asr.perturb import check_clips
+from paceline.recipes.asr.settings import AsrSettings, UseSettings
+from paceline.recipes.asr.text import Labels
+from paceline.recipes.asr.utterances import Utterances, collate
+from paceline.recipes.asr.weights import read_weights
+from paceline.train.task import Sums, Task
+
+
+class Asr(Task):
+    """QuartzNet, Jasper and their relatives, from manifests."""
+
+    Settings = AsrSettings
+    Use = UseSettings
+    settings: AsrSettings
+    collate = staticmethod(collate)
+    length_unit = "seconds"
+    monitor = "wer"
+    _opened: dict[str, Corpus] | None = None
+
+    def model(self) -> AcousticModel:
+        return AcousticModel(self.settings.network)
+
+    def train_data(self) -> Utterances:
+        settings, corpus = self.settings, self._corpora()[TRAINING]
+        check_clips(settings)  # here, before workers are forked: they share what was found
+        return Utterances(corpus.manifest, corpus.texts, settings.network.sample_rate, settings)
+
+    def val_data(self) -> Mapping[str, Any]:
+        rate = self.settings.network.sample_rate
+        return {
+            name: Utterances(corpus.manifest, corpus.texts, rate)
+            for name, corpus in self._corpora().items()
+            if name != TRAINING
+        }
+
+    def loss(self, model: nn.Module, grain: Grain) -> tuple[Tensor, int]:
+        """Summed over utterances and, later, divided by how many there are on all ranks."""
+        return self._loss(model, grain, self._listen(model, grain)), len(grain)
+
+    def metrics(self, model: nn.Module, grain: Grain) -> Mapping[str, Sums]:
+        log_probs = self._listen(model, grain)
+        pairs = list(zip(self._references(grain), self._read(model, grain, log_probs), strict=True))
+        words = [word_errors(*pair) for pair in pairs]
+        characters = [character_errors(*pair) for pair in pairs]
+        return {
+            "wer": (sum(errors for errors, _ in words), sum(weight for _, weight in words)),
+            "cer": (sum(errors for errors, _ in characters), sum(weight for _, weight in characters)),
+            "loss": (self._loss(model, grain, log_probs), len(grain)),
+        }
+
+    def predict(self, model: nn.Module, grain: Grain) -> list[str]:
+        return self._read(model, grain, self._listen(model, grain))
+
+    def samples(self, model: nn.Module, grain: Grain) -> Sequence[Mapping[str, str]]:
+        pairs = zip(self._references(grain), self.predict(model, grain), strict=True)
+        return [{"reference": reference, "hypothesis": hypothesis} for reference, hypothesis in pairs]
+
+    def read_inputs(self, words: Sequence[str]) -> Utterances:
+        rate, skip_bad = self.settings.network.sample_rate, self.settings.bad_data == "skip"
+        return open_inputs(words, rate, skip_bad=skip_bad, say=self.say)
+
+    def read_weights(self, path: Path) -> Mapping[str, Tensor] | None:
+        return read_weights(path, self.settings.network, new_decoder=self.settings.new_decoder)
+
+    # -- what these are made of ----------------------------------------------------------------------------------
+
+    @property
+    def _labels(self) -> Labels:
+        return Labels(self.settings.network.labels)
+
+    def _corpora(self) -> dict[str, Corpus]:
+        """All data sets of the run, opened together when the first is asked for."""
+        if self._opened is None:
+            share = (self.world.rank, self.world.size)
+            opening = Opening(self.settings, share, self.gather, self.say)
+            self._opened = opening.open(parts_of(self.settings))
+            self._bad = opening.bad
+        return self._opened
+
+    def _listen(self, model: nn.Module, grain: Grain) -> Tensor:
+        log_probs: Tensor = model(grain["audio"], grain["lengths"], grain["keys"] if model.training else None)
+        return log_probs
+
+    def _loss(self, model: nn.Module, grain: Grain, log_probs: Tensor) -> Tensor:
+        return ctc_loss_sum(log_probs, grain["text"], self._frames(model, grain), grain["num_labels"])
+
+    def _frames(self, model: nn.Module, grain: Grain) -> list[int]:
+        """Of each utterance, known without asking the device."""
+        assert isinstance(model, AcousticModel)
+        return [model.output_length(samples) for samples in grain["num_samples"]]
+
+    def _references(self, grain: Grain) -> list[str]:
+        texts = grain["text"].tolist()
+        return [self._labels.decode(ids[:length]) for ids, length in zip(texts, grain["num_labels"], strict=True)]
+
+    def _read(self, model: nn.Module, grain: Grain, log_probs: Tensor) -> list[str]:
+        lengths, blank = self._frames(model, grain), self._labels.blank
+        if self.settings.decoder == "beam":
+            found = beam_batch(log_probs, lengths, blank, self.settings.beam_width)
+        else:
+            found = greedy(log_probs, lengths, blank)
+        return [self._labels.decode(ids) for ids in found]

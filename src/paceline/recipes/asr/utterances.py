@@ -1,0 +1,79 @@
+"""Utterances of a manifest as a data set: audio is read and perturbed by whoever asks, keyed by the sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.data.audio import read_audio
+from paceline.data.manifest import Manifest
+from paceline.recipes.asr.perturb import PerturbSettings, max_stretch, perturb
+from paceline.recipes.asr.text import EncodedTexts
+
+
+class Utterance(NamedTuple):
+    """One sample, before it is padded."""
+
+    audio: NDArray[np.int16]
+    text: NDArray[Any]
+    key: int
+    """Decides its masks, on any rank and in any batch."""
+
+
+class Utterances:
+    """Map-style: no Python object per line, so that workers share one copy of it."""
+
+    reads_leave_nothing_open = True
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        texts: EncodedTexts,
+        sample_rate: int,
+        perturb_settings: PerturbSettings | None = None,
+    ) -> None:
+        self._manifest, self._texts, self._sample_rate = manifest, texts, sample_rate
+        self._perturb = perturb_settings
+        stretch = 1.0 if perturb_settings is None else max_stretch(perturb_settings)
+        self.lengths: NDArray[np.float64] = manifest.durations * stretch
+        """Seconds, as long as a perturbation may make them."""
+
+    def __len__(self) -> int:
+        return len(self._manifest)
+
+    def __getitem__(self, index: int) -> Utterance:
+        manifest = self._manifest
+        audio = read_audio(manifest.audio(index), sample_rate=self._sample_rate, **manifest.segment(index))
+        # The loader has seeded torch with (seed, epoch, sample): one draw carries that on.
+        key = int(torch.randint(2**62, ()))
+        if self._perturb is not None:
+            audio = perturb(audio, self._sample_rate, self._perturb, np.random.default_rng(key))
+        return Utterance(audio, self._texts[index], key)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """How each utterance is called in what is printed of it."""
+        return [str(self._manifest.audio(index)) for index in range(len(self))]
+
+
+def collate(samples: list[Utterance]) -> dict[str, Any]:
+    """Pad audio and texts of a grain. Lengths are there twice: for the device, and for the host, which must not ask."""
+    num_samples = [len(sample.audio) for sample in samples]
+    num_labels = [len(sample.text) for sample in samples]
+    audio = torch.zeros(len(samples), max(num_samples), dtype=torch.int16)
+    text = torch.zeros(len(samples), max(1, *num_labels), dtype=torch.int64)
+    for row, sample in enumerate(samples):
+        audio[row, : num_samples[row]] = torch.from_numpy(sample.audio)
+        text[row, : num_labels[row]] = torch.from_numpy(sample.text.astype(np.int64))
+    return {
+        "audio": audio,
+        "lengths": torch.tensor(num_samples),
+        "text": text,
+        "keys": torch.tensor([sample.key for sample in samples]),
+        "num_samples": num_samples,
+        "num_labels": num_labels,
+    }

@@ -1,0 +1,54 @@
+"""Weights from outside: a NeMo archive, an exported folder, a run's checkpoint; refused where labels differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from paceline.recipes.asr.export import check_labels, is_export, read_export
+from paceline.recipes.asr.nemo import read_nemo
+from paceline.recipes.asr.network import NetworkSettings
+from paceline.train import restore
+
+DECODER = "decoder."
+
+
+def read_model(path: Path) -> tuple[NetworkSettings, dict[str, Tensor]] | None:
+    """Network and weights of a file that holds both; None where it is neither an archive nor an export."""
+    if path.suffix == ".nemo":
+        return read_nemo(path)
+    return read_export(path) if is_export(path) else None
+
+
+def read_weights(path: Path, network: NetworkSettings, *, new_decoder: bool) -> Mapping[str, Tensor] | None:
+    """What `init_from` names, for a model of this network; None where it is a checkpoint, which the trainer reads.
+
+    A decoder for other labels has other meanings even where its shape fits: it is refused, or left out on request.
+    """
+    found = read_model(path)
+    if found is None:
+        labels = _labels_of_run(path)
+        if labels is not None and not new_decoder:
+            check_labels(network.labels, labels, path)
+        return without_decoder(restore.load(path, ["model"]).parts["model"]) if new_decoder else None
+    theirs, weights = found
+    if new_decoder:
+        return without_decoder(weights)
+    check_labels(network.labels, theirs.labels, path)
+    return weights
+
+
+def without_decoder(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in weights.items() if not name.startswith(DECODER)}
+
+
+def _labels_of_run(checkpoint: Path) -> tuple[str, ...] | None:
+    """Of the run that a checkpoint lies in, as its record says."""
+    record = checkpoint.resolve().parent.parent / "run.json"
+    try:
+        return tuple(json.loads(record.read_text(encoding="utf-8"))["settings"]["network"]["labels"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
