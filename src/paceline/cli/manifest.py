@@ -69,7 +69,7 @@ class SplitOptions(Section):
     seed: int = 0
     """Decides which utterance goes where."""
     by: str | None = None
-    """A key of the lines, such as `speaker`: lines of one value stay together. Those of one audio file always do."""
+    """A key of the lines, such as `speaker`: lines of one value stay together; without it, those of one audio file."""
     out: Path | None = None
     """Folder for the parts; the manifest's own if not set."""
     force: bool = False
@@ -80,7 +80,7 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message='Field name "json"', category=UserWarning)
 
     class ManifestOptions(SplitOptions, StatsOptions, ScanOptions):
-        """All options of `scan`, `stats` and `split`, for completion and the page of options."""
+        """Make, look at or cut manifests."""
 
         action: Literal["scan", "stats", "split"]
         """What to do."""

@@ -3,3 +3,5 @@
 from __future__ import annotations
 
 RECIPES = {"asr": "paceline.recipes.asr.task:Asr", "digits": "paceline.recipes.digits:Digits"}
+EXTRAS = {"soundfile": "asr", "soxr": "asr", "rapidfuzz": "asr", "sklearn": "demo"}
+"""From a package that recipes import to the extra of ours that installs it."""

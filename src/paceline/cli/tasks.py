@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TypeVar
 
-from paceline.cli.recipes import RECIPES
+from paceline.cli.recipes import EXTRAS, RECIPES
 from paceline.config.errors import PacelineError
 from paceline.train.task import Task
 
@@ -25,6 +25,14 @@ class UnknownTask(PacelineError):
     def __init__(self, what: str, hint: str) -> None:
         super().__init__(what)
         self.hint = hint
+
+
+class PackagesMissing(PacelineError):
+    """A recipe that needs packages which are not installed with Paceline itself."""
+
+    def __init__(self, recipe: str, package: str, extra: str) -> None:
+        super().__init__(f"the recipe {recipe!r} needs the package {package}, which is not installed")
+        self.hint = f"pip install 'paceline[{extra}]'"
 
 
 class TaskFileFails(PacelineError):
@@ -45,7 +53,7 @@ def find_task(name: str) -> type[Task]:
     """The task class that `name` means."""
     if name in RECIPES:
         module_name, _, class_name = RECIPES[name].partition(":")
-        found: type[Task] = getattr(importlib.import_module(module_name), class_name)
+        found: type[Task] = getattr(_import_recipe(name, module_name), class_name)
         assert issubclass(found, Task)
         return found
     path, separator, class_name = name.rpartition(":")
@@ -66,6 +74,16 @@ def find_task(name: str) -> type[Task]:
         found_there = ", ".join(tasks) or "none (does it subclass paceline.Task?)"
         raise UnknownTask(f"{path} has no task class {class_name!r}", f"task classes there: {found_there}")
     return tasks[class_name]
+
+
+def _import_recipe(name: str, module_name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise  # a bug of ours
+        raise PackagesMissing(name, package, EXTRAS[package]) from None
 
 
 def make_task(found: type[Task], name: str) -> Task:

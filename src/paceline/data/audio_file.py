@@ -18,9 +18,7 @@ from numpy.typing import NDArray
 
 from paceline.config.errors import PacelineError
 
-SUFFIXES = frozenset(
-    (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au", ".sph", ".w64", ".caf")
-)
+SUFFIXES = frozenset((".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au", ".sph", ".w64", ".caf"))
 """By which audio is found in a folder."""
 TOLERANCE_S, TOLERANCE_SHARE = 0.1, 0.01
 """A length may differ from what was promised by the larger of these: durations are rounded, and MP3 is padded."""
@@ -40,9 +38,6 @@ class AudioUnreadable(PacelineError):
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{path}: {why}")
         self.path, self.why = path, why
-
-    def __reduce__(self) -> tuple[Any, ...]:  # a worker process hands it to the one that trains
-        return AudioUnreadable, (self.path, self.why)
 
 
 class AudioFacts(NamedTuple):

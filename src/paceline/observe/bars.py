@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import sys
+import time
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -12,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 NOTEBOOK_COLUMNS = 100
 """What fits into a notebook's cell without a line break."""
 NOTEBOOK_BAR = 20
+REFRESH_S = 0.25
+"""A bar is drawn at most this often: drawing costs about a millisecond of the time of training."""
 
 
 class Bar(Protocol):
@@ -52,6 +55,26 @@ class TerminalBar:
             self._bar.remove_task(self._line)
             self._line = None
         self._bar.stop()
+
+
+class SideBar:
+    """How far something long is, beside what is printed; drawn on a terminal only."""
+
+    def __init__(self, title: str) -> None:
+        self._bar = TerminalBar(Console(stderr=True)) if sys.stderr.isatty() else None
+        self._title, self._next = title, 0.0
+
+    def __enter__(self) -> SideBar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def show(self, done: int, total: int) -> None:
+        if self._bar is not None and time.monotonic() >= self._next:
+            self._bar.show(self._title, done, total, "")
+            self._next = time.monotonic() + REFRESH_S
 
 
 class NotebookBar:

@@ -9,15 +9,13 @@ from typing import Literal
 
 from rich.console import Console
 
-from paceline.observe.bars import Bar, NotebookBar, TerminalBar, is_notebook
+from paceline.observe.bars import REFRESH_S, Bar, NotebookBar, TerminalBar, is_notebook
 from paceline.observe.rank_log import SAID
 from paceline.observe.watcher import Samples
 
 Style = Literal["bar", "notebook", "lines", "none"]
 QUIET_S = 10.0
 """Plain lines come at most this often."""
-REFRESH_S = 0.25
-"""A bar is drawn at most this often: drawing costs about a millisecond of the time of training."""
 
 _said = logging.getLogger(SAID)
 _said.propagate = False  # it is on the console already

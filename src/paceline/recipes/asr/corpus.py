@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,15 @@ from paceline.data.bad_line import BadLine, BadManifest, shown
 from paceline.data.manifest import read_manifests
 from paceline.data.manifest_columns import Manifest
 from paceline.data.reading import Reading
+from paceline.observe.bars import SideBar
+from paceline.recipes.asr.features import LogMel
 from paceline.recipes.asr.network import NetworkSettings
 from paceline.recipes.asr.settings import AsrSettings
 from paceline.recipes.asr.text import EncodedTexts, Labels, TextReport, encode_all, required_frames
 
 TRAINING = "train"
+BAD_DATA = "bad-data.txt"
+"""In the run folder: the lines that `bad_data: skip` left out."""
 MOST_THREADS = 16
 """That look at audio files, on one rank."""
 
@@ -44,6 +50,18 @@ class Corpus:
 
     manifest: Manifest
     texts: EncodedTexts
+
+
+@dataclass(frozen=True)
+class _Look:
+    """A data set after a first look: what it holds, and what of it cannot be used."""
+
+    manifest: Manifest | None
+    """None where not one line can be used."""
+    reading: Reading | None
+    bad: Sequence[BadLine]
+    """By file and line; of lines that are no utterances, those that reading lists."""
+    num_bad: int
 
 
 class NamedTwice(PacelineError):
@@ -78,7 +96,7 @@ def parts_of(settings: AsrSettings) -> list[Part]:
     parts = []
     if settings.mode in ("train", "train_eval"):
         parts.append(Part(TRAINING, settings.train_manifest, is_training=True))
-    if settings.mode in ("eval", "train_eval"):
+    if settings.mode != "train":
         parts += [Part(name, (path,)) for name, path in name_sets(settings.val_manifest).items()]
     return parts
 
@@ -95,29 +113,22 @@ class Opening:
     ) -> None:
         self._settings, self._share, self._gather, self._say = settings, share, gather, say
         self.bad: list[BadLine] = []
-        """What was left out."""
+        """What was left out, as far as it is listed."""
+        self.num_bad = 0
 
-    def open(self, parts: Sequence[Part]) -> dict[str, Corpus]:
-        """By name. What is bad in any of them is reported together."""
-        read: dict[str, tuple[Manifest, Reading]] = {}
-        bad: list[BadLine] = []
-        num_bad = 0
-        for part in parts:
-            try:
-                read[part.name] = self._read(part)
-            except BadManifest as error:
-                bad += error.bad
-                num_bad += error.total
-                continue
-            found = self._look(part, read[part.name][0])
-            bad += found
-            num_bad += len(found)
-        if num_bad and self._settings.bad_data == "stop":
-            raise BadManifest(bad, num_bad)
-        self.bad += bad
-        return {part.name: self._finish(part, *read[part.name], bad) for part in parts}
+    def open(self, parts: Sequence[Part]) -> dict[Part, Corpus]:
+        """Each ready to be read. What is bad in any of them is reported together."""
+        looks = {part: self._look(part) for part in parts}
+        is_stopped = self._settings.bad_data == "stop"
+        refused = [look for look in looks.values() if look.num_bad and (is_stopped or look.manifest is None)]
+        if refused:
+            bad = [line for look in refused for line in look.bad]
+            raise BadManifest(bad, sum(look.num_bad for look in refused))
+        self.bad = [line for look in looks.values() for line in look.bad]
+        self.num_bad = sum(look.num_bad for look in looks.values())
+        return {part: self._finish(part, look) for part, look in looks.items()}
 
-    def _read(self, part: Part) -> tuple[Manifest, Reading]:
+    def _look(self, part: Part) -> _Look:
         settings = self._settings
         limits: Mapping[str, Any] = {"min_seconds": 0.0}
         if part.is_training:
@@ -126,36 +137,52 @@ class Opening:
                 "max_seconds": settings.max_seconds,
                 "max_utterances": settings.max_utterances,
             }
-        return read_manifests(part.paths, bad_data=settings.bad_data, **limits)
+        try:
+            # Bad lines are only collected here: the audio of the others may have faults that belong beside them.
+            manifest, reading = read_manifests(part.paths, bad_data="skip", **limits)
+        except BadManifest as error:
+            return _Look(None, None, error.bad, error.total)
+        audio = self._check_audio(manifest)
+        order = {path: number for number, path in enumerate(part.paths)}
+        bad = sorted([*reading.bad, *audio], key=lambda line: (order[line.path], line.line))
+        is_good = np.ones(len(manifest), bool)
+        is_good[[line.row for line in audio]] = False
+        kept = manifest.take(is_good) if audio else manifest
+        return _Look(kept if len(kept) else None, reading, bad, reading.num_bad + len(audio))
 
-    def _look(self, part: Part, manifest: Manifest) -> list[BadLine]:
-        """Lines of which the audio is at fault, seen by whichever rank, in their order."""
+    def _check_audio(self, manifest: Manifest) -> list[BadLine]:
+        """Lines of which the audio is at fault, seen by whichever rank."""
         if not self._settings.check_audio:
             return []
         rank, size = self._share
         threads = min(MOST_THREADS, 2 * len(os.sched_getaffinity(0)))
-        mine = check_all(manifest, np.arange(rank, len(manifest), size), threads=threads)
-        return sorted((line for lines in self._gather(mine) for line in lines), key=lambda line: line.row)
+        rows = np.arange(rank, len(manifest), size)
+        with SideBar("audio files") if rank == 0 else nullcontext() as bar:
+            progress = None if bar is None else partial(bar.show, total=len(rows))
+            mine = check_all(manifest, rows, threads=threads, progress=progress)
+        return [line for lines in self._gather(mine) for line in lines]
 
-    def _finish(self, part: Part, manifest: Manifest, reading: Reading, bad: Sequence[BadLine]) -> Corpus:
-        sources = set(part.paths)
-        rows = [line.row for line in bad if line.row >= 0 and line.path in sources]
-        self.bad += reading.bad
+    def _finish(self, part: Part, look: _Look) -> Corpus:
+        manifest, reading = look.manifest, look.reading
+        assert manifest is not None
+        assert reading is not None
         for line in reading.lines():
             self._say(f"{part.name}: {line}" if not line.startswith(" ") else line)
-        if rows:
-            self._say(f"{part.name}: skipped {len(rows):,} with bad audio")
-            for line in shown([line for line in bad if line.path in sources], len(rows)):
+        audio = [line for line in look.bad if line.row >= 0]
+        if audio:
+            self._say(f"{part.name}: skipped {len(audio):,} with bad audio")
+            for line in shown(audio, len(audio)):
                 self._say(line)
-            is_good = np.ones(len(manifest), bool)
-            is_good[rows] = False
-            manifest = manifest.take(is_good)
-            if not len(manifest):
-                raise BadManifest([line for line in bad if line.path in sources], len(rows))
         texts, report = encode_all(_texts(manifest), Labels(self._settings.network.labels), self._settings.text_rules)
         for remark in remarks(report, manifest, texts, self._settings.network):
             self._say(f"{part.name}: {remark}")
         return Corpus(manifest, texts)
+
+
+def list_bad(folder: Path, bad: Sequence[BadLine], num_bad: int) -> None:
+    """Write down in a run's folder what was left out of it."""
+    more = [f"... and {num_bad - len(bad):,} more"] if num_bad > len(bad) else []
+    (folder / BAD_DATA).write_text("".join(f"{line}\n" for line in [*bad, *more]), encoding="utf-8")
 
 
 def _texts(manifest: Manifest) -> Any:
@@ -166,7 +193,7 @@ def remarks(report: TextReport, manifest: Manifest, texts: EncodedTexts, network
     """What a user should know of the transcripts."""
     found = [str(report)] if report.num_changed or report.dropped or report.num_empty else []
     samples = np.rint(manifest.durations * network.sample_rate).astype(np.int64)
-    hop = round(network.features.stride_s * network.sample_rate)
+    hop = LogMel(network.features, network.sample_rate).hop_samples
     frames, where = np.unique(-(-samples // hop), return_inverse=True)
     outputs = np.array([network.output_length(int(number)) for number in frames])[where]
     num_short = int(np.count_nonzero(required_frames(texts) > outputs))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from paceline.config.errors import PacelineError
-from paceline.data.audio_check import in_threads, measure
+from paceline.data.audio_check import check_all, in_threads, measure
 from paceline.data.audio_file import SUFFIXES, AudioFacts, AudioUnreadable
-from paceline.data.bad_line import MOST_SHOWN
+from paceline.data.bad_line import MOST_SHOWN, BadManifest
 from paceline.data.manifest import read_manifests
 from paceline.data.manifest_columns import Manifest
 from paceline.data.strings import Strings
@@ -30,43 +31,78 @@ class NothingToHear(PacelineError):
 
 
 class InputsUnreadable(PacelineError):
-    """Files that cannot be transcribed, all of them."""
+    """Recordings that cannot be transcribed, all of them."""
 
     hint = "mend them, leave them out, or add `--bad-data skip`"
 
-    def __init__(self, errors: Sequence[AudioUnreadable]) -> None:
-        lines = [f"  {error}" for error in errors[:MOST_SHOWN]]
-        more = [f"  ... and {len(errors) - MOST_SHOWN:,} more"] if len(errors) > MOST_SHOWN else []
-        number = f"{len(errors):,} files" if len(errors) > 1 else "1 file"
-        super().__init__("\n".join([f"{number} cannot be read", *lines, *more]))
+    def __init__(self, problems: Sequence[str], total: int) -> None:
+        lines = [f"  {problem}" for problem in problems[:MOST_SHOWN]]
+        more = [f"  ... and {total - MOST_SHOWN:,} more"] if total > MOST_SHOWN else []
+        number = f"{total:,} recordings" if total > 1 else "1 recording"
+        super().__init__("\n".join([f"{number} cannot be used", *lines, *more]))
 
 
-def open_inputs(words: Sequence[str], sample_rate: int, *, skip_bad: bool, say: Callable[[str], None]) -> Utterances:
+@dataclass
+class _Problems:
+    """What is wrong with all that was named."""
+
+    listed: list[str] = field(default_factory=list)
+    total: int = 0
+
+    def add(self, found: Iterable[object], total: int) -> None:
+        self.listed += map(str, found)
+        self.total += total
+
+
+def open_inputs(
+    words: Sequence[str], sample_rate: int, *, skip_bad: bool, check_audio: bool, say: Callable[[str], None]
+) -> Utterances:
     """The recordings that the words mean, in their order, without transcripts."""
-    parts = [_open(word, skip_bad, say) for word in words]
+    problems = _Problems()
+    named = [_named(word) for word in words]
+    loose = list(dict.fromkeys(file for files in named if isinstance(files, list) for file in files))
+    measured = dict(zip(loose, in_threads(_measure, loose, THREADS), strict=True))
+    bad = [found for found in measured.values() if isinstance(found, AudioUnreadable)]
+    problems.add(bad, len(bad))
+    parts = [
+        _of_files(each, measured) if isinstance(each, list) else _of_manifest(each, check_audio, problems)
+        for each in named
+    ]
+    parts = [part for part in parts if len(part)]
+    if problems.total and (not skip_bad or not parts):
+        raise InputsUnreadable(problems.listed, problems.total)
+    for problem in problems.listed:
+        say(f"skipped {problem}")
     manifest = Manifest.concat(parts)
     nothing = EncodedTexts(np.zeros(0, np.uint8), np.zeros(len(manifest) + 1, np.int64))
     return Utterances(manifest, nothing, sample_rate)
 
 
-def _open(word: str, skip_bad: bool, say: Callable[[str], None]) -> Manifest:
+def _named(word: str) -> Path | list[Path]:
+    """A manifest, or the audio files that a word stands for."""
     path = Path(word)
     if path.suffix.lower() in (".json", ".jsonl"):
-        return read_manifests([path], min_seconds=0.0, bad_data="skip" if skip_bad else "stop")[0]
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-        if not files:
-            raise NothingToHear(word, "there is no audio in this folder")
-    else:
-        files = [path]
-    measured = dict(zip(files, in_threads(_measure, files, THREADS), strict=True))
-    bad = [found for found in measured.values() if isinstance(found, AudioUnreadable)]
-    good = {file: found for file, found in measured.items() if not isinstance(found, AudioUnreadable)}
-    if bad and (not skip_bad or not good):
-        raise InputsUnreadable(bad)
-    for error in bad:
-        say(f"skipped {error}")
-    return _manifest(good)
+        return path
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    if not files:
+        raise NothingToHear(word, "there is no audio in this folder")
+    return files
+
+
+def _of_manifest(path: Path, check_audio: bool, problems: _Problems) -> Manifest:
+    try:
+        manifest, reading = read_manifests([path], min_seconds=0.0, bad_data="skip")
+    except BadManifest as error:
+        problems.add(error.bad, error.total)
+        return _of_files([], {})
+    problems.add(reading.bad, reading.num_bad)
+    bad = check_all(manifest, np.arange(len(manifest)), threads=THREADS) if check_audio else []
+    problems.add(bad, len(bad))
+    is_good = np.ones(len(manifest), bool)
+    is_good[[line.row for line in bad]] = False
+    return manifest.take(is_good)
 
 
 def _measure(path: Path) -> AudioFacts | AudioUnreadable:
@@ -76,13 +112,15 @@ def _measure(path: Path) -> AudioFacts | AudioUnreadable:
         return error
 
 
-def _manifest(files: dict[Path, AudioFacts]) -> Manifest:
-    number = len(files)
+def _of_files(files: Sequence[Path], measured: Mapping[Path, AudioFacts | AudioUnreadable]) -> Manifest:
+    """Those that can be read."""
+    facts = [(file, found) for file in files if isinstance(found := measured[file], AudioFacts)]
+    number = len(facts)
     return Manifest(
         [Path("command line")],
-        audio=Strings.pack(str(path).encode("utf-8", "surrogateescape") for path in files),
-        texts=Strings.pack(b"" for _ in files),
-        durations=np.array([facts.seconds for facts in files.values()]),
+        audio=Strings.pack(str(file).encode("utf-8", "surrogateescape") for file, _ in facts),
+        texts=Strings.pack(b"" for _ in facts),
+        durations=np.array([found.seconds for _, found in facts], np.float64),
         offsets=np.full(number, np.nan),
         source_of=np.zeros(number, np.int32),
         line_of=np.arange(1, number + 1, dtype=np.int32),

@@ -8,16 +8,16 @@ from torch import Tensor, nn
 from paceline.recipes.asr.encoder import Decoder, Encoder
 from paceline.recipes.asr.features import LogMel
 from paceline.recipes.asr.network import NetworkSettings
-from paceline.recipes.asr.spec_augment import SpecAugment
+from paceline.recipes.asr.spec_augment import SpecAugment, SpecAugmentSettings
 
 
 class AcousticModel(nn.Module):
     """Log-probabilities of labels and blank, for every frame of int16 audio."""
 
-    def __init__(self, network: NetworkSettings) -> None:
+    def __init__(self, network: NetworkSettings, *, spec_augment: bool = True) -> None:
         super().__init__()
         self.features = LogMel(network.features, network.sample_rate)
-        self.spec_augment = SpecAugment(network.spec_augment)
+        self.spec_augment = SpecAugment(network.spec_augment if spec_augment else SpecAugmentSettings())
         self.encoder = Encoder(network)
         self.decoder = Decoder(network.channels[-1], network.num_classes)
 

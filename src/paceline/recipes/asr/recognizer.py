@@ -41,8 +41,8 @@ class NotAudio(PacelineError):
 
     hint = "give int16 samples, or floats between -1 and 1, of one channel at the model's `sample_rate`"
 
-    def __init__(self, array: NDArray[Any]) -> None:
-        super().__init__(f"an array of {array.dtype} with shape {array.shape} is no audio")
+    def __init__(self, array: NDArray[Any], why: str = "is no audio") -> None:
+        super().__init__(f"an array of {array.dtype} with shape {array.shape} {why}")
 
 
 def load(
@@ -94,11 +94,14 @@ class Recognizer:
     def _samples(self, audio: Audio) -> NDArray[np.int16]:
         if not isinstance(audio, np.ndarray):
             return read_audio(Path(audio), sample_rate=self.sample_rate)
-        if audio.ndim != 1 or audio.dtype.kind not in "if" or (audio.dtype.kind == "i" and audio.dtype != np.int16):
+        if audio.ndim != 1 or (audio.dtype != np.int16 and audio.dtype.kind != "f"):
             raise NotAudio(audio)
         if audio.dtype == np.int16:
             return audio
-        return np.clip(np.rint(audio * 32768.0), -32768, 32767).astype(np.int16)
+        if not np.isfinite(audio).all():
+            raise NotAudio(audio, "holds values that are no numbers")
+        # In double precision: in half precision full scale has no number.
+        return np.clip(np.rint(audio.astype(np.float64) * 32768.0), -32768, 32767).astype(np.int16)
 
     def _transcribe(self, audio: list[NDArray[np.int16]]) -> list[str]:
         device = next(self.model.parameters()).device

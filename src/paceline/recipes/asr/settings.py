@@ -30,6 +30,8 @@ class SpeechSettings(Section):
     network: Network = "quartznet15x5"  # type: ignore[assignment]
     """Network, front end and labels: a shipped name (quartznet15x5, quartznet5x5, jasper10x5dr, small, ...) or a YAML
     file, NeMo's too."""
+    spec_augment: bool = True
+    """Mask parts of the spectrogram in training, as the network's file says."""
     train_manifest: tuple[Path, ...] = ()
     """Manifests to train on, with commas between them: together one data set."""
     val_manifest: tuple[str, ...] = ()
@@ -74,7 +76,7 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
     @classmethod
     def _own_warmup(cls, values: Any) -> Any:
         """Who sets `warmup_steps` does not mean the recipe's ratio."""
-        if isinstance(values, dict) and values.get("warmup_steps") and "warmup_ratio" not in values:
+        if isinstance(values, dict) and "warmup_steps" in values and "warmup_ratio" not in values:
             return {**values, "warmup_ratio": None}
         return values
 

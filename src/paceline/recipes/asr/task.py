@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from paceline.config.errors import PacelineError
 from paceline.data.grain import Grain
-from paceline.recipes.asr.corpus import TRAINING, Corpus, Opening, parts_of
+from paceline.recipes.asr.corpus import Corpus, Opening, Part, list_bad, parts_of
 from paceline.recipes.asr.ctc import ctc_loss_sum
 from paceline.recipes.asr.decode import beam_batch, greedy
 from paceline.recipes.asr.error_rate import character_errors, word_errors
@@ -20,7 +21,19 @@ from paceline.recipes.asr.settings import AsrSettings, UseSettings
 from paceline.recipes.asr.text import Labels
 from paceline.recipes.asr.utterances import Utterances, collate
 from paceline.recipes.asr.weights import read_weights
+from paceline.train.run import MARK
 from paceline.train.task import Sums, Task
+
+
+class NothingNamed(PacelineError):
+    """A run without validation sets is to be validated, or to predict them."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__("the run has no validation manifests, and no others are named")
+        self.hint = {
+            "eval": "name some: `paceline eval RUN --manifest a.json,b.json`",
+            "infer": "say what to transcribe: `paceline infer RUN a.flac folder manifest.json`",
+        }[mode]
 
 
 class Asr(Task):
@@ -32,22 +45,26 @@ class Asr(Task):
     collate = staticmethod(collate)
     length_unit = "seconds"
     monitor = "wer"
-    _opened: dict[str, Corpus] | None = None
+    _opened: dict[Part, Corpus] | None = None
 
     def model(self) -> AcousticModel:
-        return AcousticModel(self.settings.network)
+        return AcousticModel(self.settings.network, spec_augment=self.settings.spec_augment)
 
     def train_data(self) -> Utterances:
-        settings, corpus = self.settings, self._corpora()[TRAINING]
+        settings = self.settings
+        corpus = next(corpus for part, corpus in self._corpora().items() if part.is_training)
         check_clips(settings)  # here, before workers are forked: they share what was found
+        self._list_bad()
         return Utterances(corpus.manifest, corpus.texts, settings.network.sample_rate, settings)
 
     def val_data(self) -> Mapping[str, Any]:
-        rate = self.settings.network.sample_rate
+        settings = self.settings
+        if not settings.val_manifest and settings.mode in ("eval", "infer"):
+            raise NothingNamed(settings.mode)
         return {
-            name: Utterances(corpus.manifest, corpus.texts, rate)
-            for name, corpus in self._corpora().items()
-            if name != TRAINING
+            part.name: Utterances(corpus.manifest, corpus.texts, settings.network.sample_rate)
+            for part, corpus in self._corpora().items()
+            if not part.is_training
         }
 
     def loss(self, model: nn.Module, grain: Grain) -> tuple[Tensor, int]:
@@ -73,8 +90,14 @@ class Asr(Task):
         return [{"reference": reference, "hypothesis": hypothesis} for reference, hypothesis in pairs]
 
     def read_inputs(self, words: Sequence[str]) -> Utterances:
-        rate, skip_bad = self.settings.network.sample_rate, self.settings.bad_data == "skip"
-        return open_inputs(words, rate, skip_bad=skip_bad, say=self.say)
+        settings = self.settings
+        return open_inputs(
+            words,
+            settings.network.sample_rate,
+            skip_bad=settings.bad_data == "skip",
+            check_audio=settings.check_audio,
+            say=self.say,
+        )
 
     def read_weights(self, path: Path) -> Mapping[str, Tensor] | None:
         return read_weights(path, self.settings.network, new_decoder=self.settings.new_decoder)
@@ -85,14 +108,18 @@ class Asr(Task):
     def _labels(self) -> Labels:
         return Labels(self.settings.network.labels)
 
-    def _corpora(self) -> dict[str, Corpus]:
+    def _corpora(self) -> dict[Part, Corpus]:
         """All data sets of the run, opened together when the first is asked for."""
         if self._opened is None:
-            share = (self.world.rank, self.world.size)
-            opening = Opening(self.settings, share, self.gather, self.say)
-            self._opened = opening.open(parts_of(self.settings))
-            self._bad = opening.bad
+            self._opening = Opening(self.settings, (self.world.rank, self.world.size), self.gather, self.say)
+            self._opened = self._opening.open(parts_of(self.settings))
         return self._opened
+
+    def _list_bad(self) -> None:
+        """In the run's folder, which is one by the time that training asks for its data; a benchmark has none."""
+        out, opening = self.settings.out, self._opening
+        if opening.num_bad and self.world.rank == 0 and out is not None and (out / MARK).exists():
+            list_bad(out, opening.bad, opening.num_bad)
 
     def _listen(self, model: nn.Module, grain: Grain) -> Tensor:
         log_probs: Tensor = model(grain["audio"], grain["lengths"], grain["keys"] if model.training else None)

@@ -64,15 +64,15 @@ def collate(samples: list[Utterance]) -> dict[str, Any]:
     """Pad audio and texts of a grain. Lengths are there twice: for the device, and for the host, which must not ask."""
     num_samples = [len(sample.audio) for sample in samples]
     num_labels = [len(sample.text) for sample in samples]
-    audio = torch.zeros(len(samples), max(num_samples), dtype=torch.int16)
-    text = torch.zeros(len(samples), max(1, *num_labels), dtype=torch.int64)
+    audio = np.zeros((len(samples), max(num_samples)), np.int16)
+    text = np.zeros((len(samples), max(1, *num_labels)), np.int64)
     for row, sample in enumerate(samples):
-        audio[row, : num_samples[row]] = torch.from_numpy(sample.audio)
-        text[row, : num_labels[row]] = torch.from_numpy(sample.text.astype(np.int64))
+        audio[row, : num_samples[row]] = sample.audio
+        text[row, : num_labels[row]] = sample.text
     return {
-        "audio": audio,
+        "audio": torch.from_numpy(audio),
         "lengths": torch.tensor(num_samples),
-        "text": text,
+        "text": torch.from_numpy(text),
         "keys": torch.tensor([sample.key for sample in samples]),
         "num_samples": num_samples,
         "num_labels": num_labels,
