@@ -21,8 +21,9 @@ class CompletionOptions(Section):
 HOMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "train": ("train:OPTIONS", ("task",)),
     "eval": ("eval:EvalOptions", ("run",)),
-    "infer": ("infer:InferOptions", ("run",)),
+    "infer": ("infer:InferOptions", ("run", "inputs")),
     "manifest": ("manifest:ManifestOptions", ("action", "path")),
+    "export": ("export:ExportOptions", ("run", "folder")),
     "launch": ("launch:LaunchOptions", ()),
     "runs": ("runs:RunsOptions", ("folder",)),
     "diff": ("diff:DiffOptions", ("left", "right")),

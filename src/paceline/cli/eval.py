@@ -161,7 +161,7 @@ def open_run(
     from paceline.world.start import start
 
     record = read_run(options.run)
-    task = _task_of(options, record)
+    task = task_of(options.run, options.task, record)
     values = {**record["settings"], "device": options.device, **changes}
     values |= {name: getattr(options, name) for name in options.model_fields_set & set(task.Use.model_fields)}
     for name, manifest in manifests.items():
@@ -173,10 +173,7 @@ def open_run(
     for name in ("eval_batch", "limit_batches"):
         if getattr(options, name) is not None:
             values[name] = getattr(options, name)
-    try:
-        config = task.Settings(**values)
-    except ValidationError as error:
-        raise SettingsOutdated(options.run, error) from error
+    config = settings_of(task, options.run, values)
     link = start(
         discover(os.environ),
         device=config.device,
@@ -187,13 +184,22 @@ def open_run(
     return task, config, link
 
 
-def _task_of(options: UseOptions, record: dict[str, Any]) -> Task:
+def task_of(run: Path, given: str | None, record: Mapping[str, Any]) -> Task:
+    """The task of a run: where its record says, or where the user says it is now."""
     from paceline.cli.tasks import UnknownTask, load_task
 
-    if options.task is not None:
-        return load_task(options.task)
+    if given is not None:
+        return load_task(given)
     spec = str(record.get("task"))
     try:
         return load_task(spec)
     except UnknownTask as error:
-        raise TaskGone(options.run, spec, error) from error
+        raise TaskGone(run, spec, error) from error
+
+
+def settings_of(task: Task, run: Path, values: Mapping[str, Any]) -> TrainConfig:
+    """Recorded settings, as those of the task of today."""
+    try:
+        return task.Settings(**values)
+    except ValidationError as error:
+        raise SettingsOutdated(run, error) from error

@@ -12,6 +12,7 @@ COMMANDS = {
     "eval": "measure a trained run on its validation sets or on others",
     "infer": "predict with a trained run",
     "manifest": "make, check and split manifests of speech data",
+    "export": "write a trained model as files that other programs can read",
     "launch": "start a command as several ranks on this machine",
     "runs": "list runs: what was trained, how far, how well",
     "diff": "show how two runs differ",

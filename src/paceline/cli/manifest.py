@@ -6,15 +6,15 @@ import difflib
 import json
 import os
 import sys
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from paceline.config.errors import PacelineError
 from paceline.config.load import load
 from paceline.config.settings import Positive, Section
+from paceline.observe.bars import SideBar
 
 if TYPE_CHECKING:
     from paceline.data.manifest import Manifest
@@ -25,7 +25,6 @@ ACTIONS = {
     "stats": "show what manifests hold, and check their audio",
     "split": "cut a manifest into parts",
 }
-_REFRESH_S = 0.1
 
 
 class ScanOptions(Section):
@@ -134,7 +133,7 @@ def _scan(options: ScanOptions) -> int:
     out = options.out or scanning.default_out(options.path)
     _refuse_overwriting([out], options.force)
     sources = scanning.gather(options.path, out)
-    with _Bar("measuring", len(sources.entries)) as bar:
+    with SideBar("measuring", len(sources.entries)) as bar:
         scan = scanning.scan(sources, out, threads=_threads(options.threads), progress=bar.show)
     if not scan.lines:
         raise scanning.NothingFound(options.path, [f"  {line}" for line in scan.report()])
@@ -155,7 +154,7 @@ def _stats(options: StatsOptions) -> int:
     if options.check:
         from paceline.data.audio_check import check_all
 
-        with _Bar("checking", len(manifest)) as bar:
+        with SideBar("checking", len(manifest)) as bar:
             threads = _threads(options.threads)
             broken = check_all(manifest, range(len(manifest)), threads=threads, progress=bar.show)
         bad, num_bad = bad + broken, num_bad + len(broken)
@@ -222,31 +221,3 @@ def _refuse_overwriting(paths: list[Path], force: bool) -> None:
 
 def _threads(asked: int | None) -> int:
     return asked or max(4, len(os.sched_getaffinity(0)))
-
-
-class _Bar:
-    """How far a long look at many files is; drawn on a terminal only, and beside what is printed."""
-
-    def __init__(self, title: str, total: int) -> None:
-        from rich.console import Console
-
-        from paceline.observe.bars import TerminalBar
-
-        self._bar = TerminalBar(Console(stderr=True)) if sys.stderr.isatty() else None
-        self._title, self._total, self._next = title, total, 0.0
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    @property
-    def show(self) -> Callable[[int], None] | None:
-        return self._show if self._bar is not None else None
-
-    def _show(self, done: int) -> None:
-        if time.monotonic() >= self._next and self._bar is not None:
-            self._bar.show(self._title, done, self._total, "files")
-            self._next = time.monotonic() + _REFRESH_S

@@ -60,9 +60,9 @@ class TerminalBar:
 class SideBar:
     """How far something long is, beside what is printed; drawn on a terminal only."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, total: int | None = None) -> None:
         self._bar = TerminalBar(Console(stderr=True)) if sys.stderr.isatty() else None
-        self._title, self._next = title, 0.0
+        self._title, self._total, self._next = title, total, 0.0
 
     def __enter__(self) -> SideBar:
         return self
@@ -71,9 +71,9 @@ class SideBar:
         if self._bar is not None:
             self._bar.close()
 
-    def show(self, done: int, total: int) -> None:
+    def show(self, done: int, total: int | None = None) -> None:
         if self._bar is not None and time.monotonic() >= self._next:
-            self._bar.show(self._title, done, total, "")
+            self._bar.show(self._title, done, total or self._total, "")
             self._next = time.monotonic() + REFRESH_S
 
 

@@ -56,6 +56,15 @@ class NoInputs(PacelineError):
         super().__init__(f"task {type(task).__name__} does not know what to do with {' '.join(words)}")
 
 
+class NoExport(PacelineError):
+    """A task that does not say what a model of its own is to other programs."""
+
+    hint = "give it an `export(folder, weights, about)`; the checkpoint's model.safetensors has the weights, too"
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(f"task {type(task).__name__} has no `export`")
+
+
 class Task:
     """Subclass and fill in `model`, `train_data` and `loss`; everything else has a default.
 
@@ -115,6 +124,10 @@ class Task:
     def read_weights(self, path: Path) -> Mapping[str, torch.Tensor] | None:
         """Weights by name from a file of the task's own kind, for `init_from`; None: it is none, read it as usual."""
         return None
+
+    def export(self, folder: Path, weights: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
+        """Write a model of these weights for programs that know nothing of Paceline; `about` says where it is from."""
+        raise NoExport(self)
 
     def infer_data(self) -> Any:
         """What inference predicts if no other data is named: the first validation set. None: there is nothing."""

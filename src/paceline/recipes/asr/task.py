@@ -14,6 +14,7 @@ from paceline.recipes.asr.corpus import Corpus, Opening, Part, list_bad, parts_o
 from paceline.recipes.asr.ctc import ctc_loss_sum
 from paceline.recipes.asr.decode import beam_batch, greedy
 from paceline.recipes.asr.error_rate import character_errors, word_errors
+from paceline.recipes.asr.export import write_export
 from paceline.recipes.asr.inputs import open_inputs
 from paceline.recipes.asr.model import AcousticModel
 from paceline.recipes.asr.perturb import check_clips
@@ -101,6 +102,9 @@ class Asr(Task):
 
     def read_weights(self, path: Path) -> Mapping[str, Tensor] | None:
         return read_weights(path, self.settings.network, new_decoder=self.settings.new_decoder)
+
+    def export(self, folder: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+        write_export(folder, self.settings.network, weights, about)
 
     # -- what these are made of ----------------------------------------------------------------------------------
 
