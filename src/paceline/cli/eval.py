@@ -15,8 +15,7 @@ from pydantic import ValidationError, create_model
 from paceline.config.errors import PacelineError
 from paceline.config.load import load
 from paceline.config.settings import Positive, Section, TrainConfig
-from paceline.config.values import Given
-from paceline.config.words import read_words
+from paceline.config.words import Typed, read_words
 
 if TYPE_CHECKING:
     from paceline.train.task import Task
@@ -119,7 +118,7 @@ def run_here_or_on_procs(
     here: Callable[[Options], int],
 ) -> int:
     """Do `here` as the rank that this process is, or start `--procs` ranks that each do."""
-    model = with_task_options(model, read_words(model, argv, positional).given)
+    model = with_task_options(model, read_words(model, argv, positional), argv)
     options = load(model, argv, prog=f"paceline {command}", positional=positional)
     from paceline.world.discover import discover
     from paceline.world.failure import fail_together
@@ -132,13 +131,15 @@ def run_here_or_on_procs(
     return fail_together(world, lambda: here(options))
 
 
-def with_task_options(model: type[Options], given: Mapping[str, Given]) -> type[Options]:
+def with_task_options(model: type[Options], typed: Typed, argv: Sequence[str]) -> type[Options]:
     """The options, with those that the run's task has for its use; without a run that can be read, as they are."""
-    try:
-        record = json.loads((Path(str(given["run"].raw)) / RECORD).read_text(encoding="utf-8"))
-        spec = str(given["task"].raw if "task" in given else record["task"])
-    except (KeyError, OSError, ValueError, TypeError):
+    # Before the task is known its options are not: the run may stand behind one, and pass for a part of its value.
+    words = [str(typed.given["run"].raw)] if "run" in typed.given else []
+    records = (_record(Path(word)) for word in [*words, *(argv[place] for place in typed.swallowed)])
+    record = next((found for found in records if found is not None), None)
+    if record is None:
         return model  # said when the run is opened
+    spec = str(typed.given["task"].raw if "task" in typed.given else record.get("task"))
     from paceline.cli.tasks import UnknownTask, find_task
 
     try:
@@ -147,6 +148,14 @@ def with_task_options(model: type[Options], given: Mapping[str, Given]) -> type[
         return model
     bases: Any = (model, own)
     return model if own is Section else create_model(model.__name__, __base__=bases, __doc__=model.__doc__)
+
+
+def _record(run: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads((run / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def open_run(

@@ -33,7 +33,7 @@ FRAMES_AT_ONCE = {"cpu": 1024, "cuda": 131072}
 """Spectra held at a time: on a CPU what the cache holds, on a GPU what fits beside a model (1.3 GB at 512 points)."""
 
 Function = TypeVar("Function", bound=Callable[..., object])
-_not_compiled: Callable[[Function], Function] = torch.compiler.disable
+not_compiled: Callable[[Function], Function] = torch.compiler.disable
 
 
 class FeatureSettings(Section):
@@ -123,7 +123,7 @@ class LogMel(nn.Module):
 
     # Compiled, the FFT would fall back to this same code with a warning about complex numbers, and every new width of a
     # batch would be compiled anew.
-    @_not_compiled
+    @not_compiled
     @torch.no_grad()
     def forward(self, audio: Tensor, lengths: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(batch, samples) int16 or floating, int64 lengths -> (batch, mel, frame) float32, int64 lengths in frames.

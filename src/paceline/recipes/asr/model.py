@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.recipes.asr.encoder import Decoder, Encoder
-from paceline.recipes.asr.features import LogMel
+from paceline.recipes.asr.features import LogMel, not_compiled
 from paceline.recipes.asr.network import NetworkSettings
 from paceline.recipes.asr.spec_augment import SpecAugment, SpecAugmentSettings
 
@@ -26,12 +26,21 @@ class AcousticModel(nn.Module):
 
         `keys` decide which noise and which masks an utterance gets in training.
         """
-        features, frames = self.features(audio, lengths, keys)
-        if keys is not None:
-            features = self.spec_augment(features, frames, keys)
+        features, frames = self._hear(audio, lengths, keys)
         encoded, _ = self.encoder(features.to(self._dtype), frames)
         log_probs: Tensor = self.decoder(encoded)
         return log_probs
+
+    @not_compiled
+    def _hear(self, audio: Tensor, lengths: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Masked features and their lengths. Nothing is won by compiling this: FFT and gathers are kernels already."""
+        features, frames = self.features(audio, lengths, keys)
+        if keys is not None:
+            features = self.spec_augment(features, frames, keys)
+        # Batches differ in size and length: what is compiled next is to be compiled once, not for the first of them.
+        for tensor, sizes in ((features, (0, 2)), (frames, (0,))):
+            torch._dynamo.maybe_mark_dynamic(tensor, sizes)
+        return features, frames
 
     def output_length(self, num_samples: int) -> int:
         """Frames of log-probabilities that belong to so many samples of audio."""

@@ -100,7 +100,7 @@ class Asr(Task):
             say=self.say,
         )
 
-    def read_weights(self, path: Path) -> Mapping[str, Tensor] | None:
+    def read_weights(self, path: Path) -> Mapping[str, Tensor]:
         return read_weights(path, self.settings.network, new_decoder=self.settings.new_decoder)
 
     def export(self, folder: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:

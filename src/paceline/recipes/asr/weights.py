@@ -6,9 +6,11 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from paceline.recipes.asr.export import check_labels, is_export, read_export
+from paceline.recipes.asr.encoder import weight_shapes
+from paceline.recipes.asr.export import check_labels, check_weights, is_export, read_export
 from paceline.recipes.asr.nemo import read_nemo
 from paceline.recipes.asr.network import NetworkSettings
 from paceline.train import restore
@@ -23,21 +25,26 @@ def read_model(path: Path) -> tuple[NetworkSettings, dict[str, Tensor]] | None:
     return read_export(path) if is_export(path) else None
 
 
-def read_weights(path: Path, network: NetworkSettings, *, new_decoder: bool) -> Mapping[str, Tensor] | None:
-    """What `init_from` names, for a model of this network; None where it is a checkpoint, which the trainer reads.
+def read_weights(path: Path, network: NetworkSettings, *, new_decoder: bool) -> Mapping[str, Tensor]:
+    """What `init_from` names, for a model of this network; weights of another one are refused, not taken in part.
 
     A decoder for other labels has other meanings even where its shape fits: it is refused, or left out on request.
     """
     found = read_model(path)
     if found is None:
+        weights: Mapping[str, Tensor] = restore.load(path, ["model"]).parts["model"]
         labels = _labels_of_run(path)
-        if labels is not None and not new_decoder:
-            check_labels(network.labels, labels, path)
-        return without_decoder(restore.load(path, ["model"]).parts["model"]) if new_decoder else None
-    theirs, weights = found
+    else:
+        theirs, weights = found
+        labels = theirs.labels
     if new_decoder:
-        return without_decoder(weights)
-    check_labels(network.labels, theirs.labels, path)
+        ours = {name: shape for name, shape in weight_shapes(network).items() if name.startswith(DECODER)}
+        weights = without_decoder(weights)
+        check_weights(network, {**weights, **{name: torch.empty(ours[name], device="meta") for name in ours}}, path)
+        return weights
+    if labels is not None:
+        check_labels(network.labels, labels, path)
+    check_weights(network, weights, path)
     return weights
 
 
