@@ -16,6 +16,7 @@ import shlex
 import sys
 
 from paceline.cli.main import main
+from paceline.config.errors import PacelineError
 from paceline.world.discover import discover
 
 SCHEDULES = {
@@ -32,7 +33,9 @@ PRECISIONS = {"O1": "fp16", "O2": "fp16-master", "O3": "fp16-pure"}
 
 def parser() -> argparse.ArgumentParser:
     """NeMo's flags with the defaults of its jasper.py."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     add = flags.add_argument
     add("--local_rank", "--local-rank", type=int, help="set by the launcher; which rank this is comes from there")
     add("--num_gpus", type=int, help="ranks to start, where no launcher has done it")
@@ -100,7 +103,11 @@ def run() -> int:
 
     flags = parser()
     args, others = flags.parse_known_args()
-    world = discover(os.environ)
+    try:
+        world = discover(os.environ)
+    except PacelineError as error:
+        print(f"error: {error}\n  {error.hint}", file=sys.stderr)
+        return 2
     num_ranks = world.size if world.launcher != "plain" else args.num_gpus or 1
     if world.launcher != "plain" and args.num_gpus not in (None, world.size) and world.rank == 0:
         print(f"--num_gpus is {args.num_gpus}, but the launcher has started {world.size}: that is what counts")

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import ConcatDataset
 
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.observe.journal import read
 from paceline.train import apply, restore
 from paceline.train.fit import run_mode
-from paceline.train.task import Stage, Task
+from paceline.train.task import NoInputs, Stage, Task
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import run_ranks
@@ -241,6 +242,37 @@ def test_missing_things_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     shutil.rmtree(out / "checkpoints")
     with pytest.raises(apply.NoCheckpoint, match="has no checkpoint"):
         use(Bare())
+
+
+# -- what is predicted -------------------------------------------------------------------------------------------------
+
+
+class Reading(Valued):
+    """Predicts points that words on the command line name by their seeds."""
+
+    def read_inputs(self, words: Sequence[str]) -> Any:
+        self.say(f"reading {len(words)}")
+        return ConcatDataset([points(3, seed=int(word)) for word in words])
+
+
+def test_a_task_reads_what_is_named_and_others_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, link = tmp_path / "run", alone()
+    trained = trainer(Reading(), out, epochs=1)
+    trained.fit()
+    capsys.readouterr()
+    task = Reading()
+    apply.attach(task, trained.config, link)
+    data = task.read_inputs(["9", "7"])
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "reading 2\n")  # beside the results, not between them
+    found = list(apply.predict_run(task, trained.config, link, out, "last", data))
+    x = torch.cat([points(3, seed=9).tensors[0], points(3, seed=7).tensors[0]])
+    with torch.no_grad():
+        expected = trained.engine.model(x)
+    assert [index for index, _ in found] == list(range(6))
+    assert torch.allclose(torch.stack([value for _, value in found]), expected, rtol=1e-6)
+    with pytest.raises(NoInputs, match="task Valued does not know what to do with a.wav b.wav"):
+        Valued().read_inputs(["a.wav", "b.wav"])
 
 
 # -- modes -------------------------------------------------------------------------------------------------------------

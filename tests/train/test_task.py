@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +215,71 @@ def test_gradients_come_unscaled_and_unclipped(settings: dict[str, Any]) -> None
     (squares(model, x[:BATCH], y[:BATCH]) / BATCH).backward()
     for name, parameter in model.named_parameters():
         assert torch.allclose(task.gradients[name].float(), parameter.grad, rtol=5e-3, atol=1e-3), name
+
+
+# -- what a task may know, say and show --------------------------------------------------------------------------------
+
+
+class TellingTask(RaggedTask):
+    """Gathers while it is set up, shows its validation samples, and is judged by its accuracy."""
+
+    monitor = "accuracy"
+
+    def __init__(self) -> None:
+        self.gathered: list[tuple[int, str]] = []
+
+    def train_data(self) -> Any:
+        self.gathered = self.gather((self.world.rank, f"of {self.world.size}"))
+        self.say(f"rank {self.world.rank} speaks for all")
+        return super().train_data()
+
+    def samples(self, model: nn.Module, grain: Any) -> Sequence[Mapping[str, str]]:
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        output = model(grain[0])
+        return [
+            {"sample": str(sample), "heard": f"{float(score):.6f}"}
+            for sample, score in zip(grain.samples.tolist(), output.double().mean((1, 2)), strict=True)
+        ]
+
+
+def tell(link: Link, out: Path) -> tuple[list[tuple[int, str]], str, Any, float | None, float]:
+    task = TellingTask()
+    heard = io.StringIO()
+    with redirect_stdout(heard):
+        ours = trainer(task, out / str(link.world.size), link, epochs=1, grains=3, precision="fp64", monitor_mode="max")
+        result = ours.fit()
+    return task.gathered, heard.getvalue(), ours.validation.samples, result.best, result.metrics["dev/accuracy"]
+
+
+def test_a_task_gathers_says_shows_and_is_judged_alike_on_all_ranks(tmp_path: Path) -> None:
+    [(_, _, one, best, _)] = run_ranks(1, tell, tmp_path)
+    assert {name: len(samples) for name, samples in one.items()} == {"dev": 2, "tiny": 2}  # grains of 8 / 3 samples
+    for size in (2, 3):
+        for rank, (gathered, heard, samples, best_there, accuracy) in enumerate(run_ranks(size, tell, tmp_path)):
+            assert gathered == [(number, f"of {size}") for number in range(size)]
+            assert heard.count("speaks for all") == (rank == 0)
+            assert "rank 0 speaks" in heard or rank
+            assert samples == one
+            assert best_there == accuracy == pytest.approx(best, rel=1e-12)
+
+
+class WeighingTask(SmallTask):
+    """Knows files of weights of its own kind."""
+
+    def read_weights(self, path: Path) -> Mapping[str, torch.Tensor] | None:
+        return dict(torch.load(path)) if path.suffix == ".pt" else None
+
+
+def test_weights_come_from_a_task_s_own_kind_of_file_or_from_a_checkpoint(tmp_path: Path) -> None:
+    torch.save({"body.weight": torch.full((6, 4), 0.25)}, tmp_path / "own.pt")
+    ours = trainer(WeighingTask(), None, epochs=1, init_from=tmp_path / "own.pt")
+    expected = {**fresh_net().state_dict(), "body.weight": torch.full((6, 4), 0.25)}
+    assert_same(weights(ours), expected)
+    first = trainer(WeighingTask(), tmp_path / "run", steps=1)
+    first.fit()
+    path = restore.listed(tmp_path / "run" / "checkpoints")[0]
+    assert_same(weights(trainer(WeighingTask(), None, epochs=1, init_from=path, seed=5)), weights(first))
 
 
 # -- data of its own for every rank ------------------------------------------------------------------------------------

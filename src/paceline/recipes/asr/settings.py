@@ -83,5 +83,5 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
     @model_validator(mode="after")
     def _has_data(self) -> AsrSettings:
         if not self.train_manifest and self.mode in ("train", "train_eval"):
-            raise ValueError("set `train_manifest`: what to train on")
+            raise ValueError("set `train_manifest`: what to train on (`paceline manifest scan FOLDER` makes one)")
         return self

@@ -9,13 +9,31 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from paceline.config.errors import PacelineError
 from paceline.recipes.asr.encoder import weight_shapes
 from paceline.recipes.asr.export import check_labels, check_weights, is_export, read_export
 from paceline.recipes.asr.nemo import read_nemo
 from paceline.recipes.asr.network import NetworkSettings
 from paceline.train import restore
+from paceline.train.run import MARK
 
 DECODER = "decoder."
+
+
+class NoWeights(PacelineError):
+    """What `init_from` names holds no weights that can be started from."""
+
+    hint = "name a checkpoint (RUN/checkpoints/step-...), an exported folder or a .nemo archive"
+
+    def __init__(self, path: Path) -> None:
+        why = "there is no such file or folder"
+        if (path / MARK).exists():
+            why = "is a run, not one of its checkpoints"
+            names = [str(checkpoint) for checkpoint in restore.listed(path / "checkpoints")]
+            self.hint = f"name one of them: {', '.join(names)}" if names else "it has none yet"
+        elif path.exists():
+            why = "is no checkpoint, no exported model and no .nemo archive"
+        super().__init__(f"{path}: {why}")
 
 
 def read_model(path: Path) -> tuple[NetworkSettings, dict[str, Tensor]] | None:
@@ -32,6 +50,8 @@ def read_weights(path: Path, network: NetworkSettings, *, new_decoder: bool) -> 
     """
     found = read_model(path)
     if found is None:
+        if not (path / restore.DIGESTS).exists():
+            raise NoWeights(path)
         weights: Mapping[str, Tensor] = restore.load(path, ["model"]).parts["model"]
         labels = _labels_of_run(path)
     else:

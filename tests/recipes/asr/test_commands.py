@@ -1,0 +1,292 @@
+"""Speech recognition as it is typed: `paceline train asr`, `eval`, `infer`; help, files of settings, mistakes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import paceline.asr
+from paceline.cli.main import main
+from paceline.cli.tasks import PackagesMissing, find_task
+from paceline.observe.journal import read
+from paceline.recipes.asr.decode import beam_batch
+from paceline.recipes.asr.settings import AsrSettings
+from paceline.train import restore
+from tests.recipes.asr import tiny
+
+Type = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data, and a run that has learned to write something."""
+    made = tmp_path_factory.mktemp("speech")
+    tiny.speech(made, "train", 48, seed=1)
+    tiny.speech(made, "dev", 9, seed=2)
+    tiny.speech(made, "other", 5, seed=3)
+    (made / "network.yaml").write_text(yaml.safe_dump(tiny.PLAIN))
+    learn = ("--epochs", 25, "--optimizer", "adamw", "--betas", "none", "--lr", 0.03, "--val-every-epochs", 5)
+    words = typed(made, *learn, "--grains", 1, "--progress", "none", "--out", made / "run")
+    assert main([str(word) for word in words]) == 0
+    return made
+
+
+def typed(folder: Path, *words: object) -> list[object]:
+    fixed = ["train", "asr", "--device", "cpu", "--threads", 1, "--workers", 0, "--loggers", "none"]
+    data = ["--network", folder / "network.yaml", "--train-manifest", folder / "train.json"]
+    sets = f"{folder / 'dev.json'},{folder / 'other.json'}"
+    return [*fixed, *data, "--val-manifest", sets, "--global-batch", 8, *words]
+
+
+@pytest.fixture
+def shown(capfd: pytest.CaptureFixture[str]) -> Type:
+    """Type a command that is right; what it prints."""
+
+    def type_right(*words: object) -> str:
+        capfd.readouterr()
+        code = main([str(word) for word in words])
+        printed = capfd.readouterr()
+        assert code == 0, printed.err
+        return printed.out
+
+    return type_right
+
+
+@pytest.fixture
+def mistake(capfd: pytest.CaptureFixture[str]) -> Type:
+    """Type a command that is wrong; its message."""
+
+    def type_wrong(*words: object) -> str:
+        capfd.readouterr()
+        assert main([str(word) for word in words]) == 2
+        printed = capfd.readouterr().err
+        assert "Traceback" not in printed
+        return printed[printed.index("error: ") :]
+
+    return type_wrong
+
+
+# -- eval --------------------------------------------------------------------------------------------------------------
+
+
+def logged(run: Path) -> dict[str, float]:
+    """What training found of the checkpoint that is the best."""
+    best = restore.best(run / "checkpoints").checkpoint
+    assert best is not None
+    (record,) = [each for each in read(run / "metrics.jsonl", "validation") if each["step"] + 1 == best.step]
+    return {name: value for name, value in record.items() if "/" in name}
+
+
+def test_eval_gives_what_training_wrote_down(folder: Path, shown: Type) -> None:
+    run, manifests = folder / "run", f"{folder / 'dev.json'},{folder / 'other.json'}"
+    expected = logged(run)
+    assert expected["dev/cer"] < 0.5
+    for words in ((), ("--manifest", manifests)):
+        found = json.loads(shown("eval", run, "--device", "cpu", "--json", *words))
+        assert found["metrics"] == expected
+    one = json.loads(shown("eval", run, "--device", "cpu", "--json", "--manifest", f"new={folder / 'other.json'}"))
+    assert one["metrics"] == {
+        name.replace("other/", "new/"): value for name, value in expected.items() if name.startswith("other/")
+    }
+
+
+def test_eval_with_a_beam(folder: Path, shown: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[int] = []
+
+    def spied(log_probs: Any, lengths: Any, blank: int, width: int) -> list[list[int]]:
+        widths.append(width)
+        return beam_batch(log_probs, lengths, blank, width)
+
+    monkeypatch.setattr("paceline.recipes.asr.task.beam_batch", spied)
+    for words, width in (((), 16), (("--beam-width", 4), 4)):
+        widths.clear()
+        table = shown("eval", "--decoder", "beam", "--device", "cpu", *words, folder / "run")
+        _, head, *rows = table.splitlines()
+        assert head.split() == ["set", "wer", "cer", "loss"]
+        assert [row.split()[0] for row in rows] == ["dev", "other"]
+        assert set(widths) == {width}
+
+
+def test_eval_skips_bad_data_only_when_told(folder: Path, shown: Type, mistake: Type, tmp_path: Path) -> None:
+    lines = tiny.lines_of(folder / "dev.json")
+    for line in lines:
+        line["audio_filepath"] = str(folder / line["audio_filepath"])
+    bad = tiny.manifest(tmp_path / "dev.json", [*lines, "{", {**lines[0], "audio_filepath": "gone.flac"}])
+    words = ("eval", folder / "run", "--device", "cpu", "--json", "--manifest", bad)
+    said = mistake(*words)
+    assert f"{bad}:10: is not JSON" in said
+    assert f"{bad}:11: " in said
+    found = json.loads(shown(*words, "--bad-data", "skip"))["metrics"]
+    assert found == {name: value for name, value in logged(folder / "run").items() if name.startswith("dev/")}
+
+
+# -- infer -------------------------------------------------------------------------------------------------------------
+
+
+def test_infer_prints_a_line_per_recording_in_order(folder: Path, shown: Type) -> None:
+    run, dev = folder / "run", folder / "dev"
+    names = [dev / "3.flac", *(dev / f"{row}.flac" for row in range(9))]
+    words = ("infer", run, dev / "3.flac", dev, folder / "other.json", "--device", "cpu")
+    names += [folder / "other" / f"{row}.flac" for row in range(5)]
+    texts = paceline.asr.load(run, device="cpu").transcribe(names)
+    assert shown(*words).splitlines() == [f"{name}\t{text}" for name, text in zip(names, texts, strict=True)]
+    assert len(set(texts)) > 2
+    records = [json.loads(line) for line in shown(*words, "--json").splitlines()]
+    assert records == [
+        {"index": index, "name": str(name), "prediction": text}
+        for index, (name, text) in enumerate(zip(names, texts, strict=True))
+    ]
+
+
+def test_infer_with_manifests_and_with_nothing_named(folder: Path, shown: Type) -> None:
+    run = folder / "run"
+    named = shown("infer", run, "--manifest", folder / "dev.json", "--device", "cpu").splitlines()
+    validation = shown("infer", run, "--device", "cpu").splitlines()
+    assert [line.split("\t")[1] for line in named] == [line.split("\t")[1] for line in validation]
+    assert named[2].split("\t")[0] == str(folder / "dev" / "2.flac")
+    one = ("--device", "cpu", folder / "dev" / "0.flac")
+    assert shown("infer", run, *one) == named[0] + "\n"
+    beam = shown("infer", "--beam-width", 4, "--decoder", "beam", run, *one)
+    assert beam.startswith(f"{folder / 'dev' / '0.flac'}\t")
+
+
+def test_infer_says_all_that_it_cannot_read(folder: Path, mistake: Type, shown: Type, tmp_path: Path) -> None:
+    (tmp_path / "empty.wav").touch()
+    words = ("infer", folder / "run", tmp_path / "gone.flac", folder / "dev" / "0.flac", tmp_path / "empty.wav")
+    said = mistake(*words, "--device", "cpu")
+    assert "2 recordings cannot be used" in said
+    assert "gone.flac: there is no such file" in said
+    assert "empty.wav: is empty" in said
+    assert shown(*words, "--device", "cpu", "--bad-data", "skip").startswith(str(folder / "dev" / "0.flac"))
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def test_help_is_for_people(shown: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    text = shown("train", "asr", "--help")
+    assert "(default: quartznet15x5)" in text
+    assert "Manifests to train on" in text
+    assert "--bad-data {stop,skip}" in text
+    assert "filters=" not in text
+    assert len(text.splitlines()) < 500
+
+
+def test_printed_settings_load_as_they_are(folder: Path, shown: Type, tmp_path: Path) -> None:
+    perturb = ("--speed-range", 0.9, 1.1, "--text-rules", "basic", "--bad-data", "skip", "--warmup-steps", 3)
+    words = typed(folder, "--epochs", 3, "--precision", "fp64", *perturb)
+    printed = shown(*words, "--print-config")
+    (tmp_path / "printed.yaml").write_text(printed)
+    again = shown("train", "asr", "--config", tmp_path / "printed.yaml", "--print-config")
+    assert again == printed
+    values = yaml.safe_load(printed)
+    assert AsrSettings(**values).network.labels == tiny.LABELS
+    assert values["network"]["blocks"][1]["repeat"] == 2
+    assert (values["warmup_steps"], values["warmup_ratio"], values["lr"]) == (3, None, 0.01)
+
+
+def test_the_recipes_warmup_gives_way_to_any_other(folder: Path) -> None:
+    plain = {"train_manifest": [folder / "train.json"], "epochs": 1, "network": tiny.NETWORK}
+    assert AsrSettings(**plain).warmup_ratio == 0.05
+    assert AsrSettings(**plain, warmup_steps=10).warmup_ratio is None
+    assert AsrSettings(**plain, warmup_steps=0).warmup_ratio is None
+
+
+def test_mistakes_of_settings_are_explained(folder: Path, mistake: Type) -> None:
+    said = mistake("train", "asr", "--network", "quarznet15x5", "--train-manifest", "a.json", "--epochs", 1)
+    assert "quarznet15x5" in said
+    assert "did you mean quartznet15x5?" in said
+    said = mistake("train", "asr", "--epochs", 1)
+    assert "--train-manifest" in said
+    said = mistake("train", "asr", "--network", "quarznet15x5", "--lr", -1)
+    assert "--lr" in said
+    assert "did you mean quartznet15x5?" in said
+    said = mistake(*typed(folder, "--epochs", 1, "--train-manifest", folder / "trian.json"))
+    assert "trian.json: there is no such file" in said
+    assert f"did you mean {folder / 'train.json'}?" in said
+
+
+def test_a_run_without_validation_sets_says_what_to_name(folder: Path, shown: Type, mistake: Type) -> None:
+    run = folder / "unseen"
+    words = ["train", "asr", "--network", folder / "network.yaml", "--train-manifest", folder / "dev.json"]
+    shown(*words, "--epochs", 1, "--device", "cpu", "--workers", 0, "--out", run, "--loggers", "none")
+    said = mistake("eval", run, "--checkpoint", "last", "--device", "cpu")
+    assert "paceline eval RUN --manifest" in said
+    said = mistake("infer", run, "--checkpoint", "last", "--device", "cpu")
+    assert "paceline infer RUN a.flac" in said
+
+
+# -- bad data ----------------------------------------------------------------------------------------------------------
+
+
+def launched(*words: object) -> Any:
+    command = [sys.executable, "-m", "paceline", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_bad_data_stops_all_ranks_with_one_message(folder: Path, mistake: Type, tmp_path: Path) -> None:
+    lines = tiny.lines_of(folder / "train.json")
+    for line in lines:
+        line["audio_filepath"] = str(folder / line["audio_filepath"])
+    absent = [{**lines[0], "audio_filepath": f"gone-{number}.flac"} for number in range(30)]
+    bad = tiny.manifest(tmp_path / "bad.json", [*lines, "{", *absent])
+    words = typed(folder, "--epochs", 1, "--out", tmp_path / "run")
+    words[words.index("--train-manifest") + 1] = bad
+    said = mistake(*words)
+    assert said.startswith(f"error: 31 bad lines in {bad}\n")
+    assert f"{bad}:49: is not JSON" in said
+    assert f"{bad}:68: " in said
+    assert f"{bad}:69: " not in said
+    assert "... and 11 more" in said
+    assert "--bad-data skip" in said
+    two = launched(*words, "--procs", 2)
+    assert two.returncode == 2
+    assert "Traceback" not in two.stderr
+    assert two.stderr.count("31 bad lines in") == 1
+    assert two.stderr[two.stderr.index("error: ") :].strip().startswith(said.strip())
+    assert not (tmp_path / "run").exists()
+
+
+# -- packages ----------------------------------------------------------------------------------------------------------
+
+
+WITHOUT = """
+import sys
+from paceline.cli.main import main
+sys.modules["soundfile"] = None  # what `import` takes for a package that is not there
+sys.exit(main(["train", "asr", "--train-manifest", "a.json", "--epochs", "1"]))
+"""
+
+
+def test_a_missing_package_is_named_with_what_installs_it() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: the recipe 'asr' needs the package soundfile, which is not installed\n  pip install 'paceline[asr]'\n"
+    )
+
+
+def test_only_packages_of_extras_are_taken_for_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(package: str) -> Callable[[str], Any]:
+        def raises(name: str) -> Any:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+        return raises
+
+    for package, extra in {"soxr": "asr", "rapidfuzz.distance": "asr", "sklearn": "demo"}.items():
+        monkeypatch.setattr(importlib, "import_module", absent(package))
+        with pytest.raises(PackagesMissing) as caught:
+            find_task("asr")
+        assert caught.value.hint == f"pip install 'paceline[{extra}]'"
+    monkeypatch.setattr(importlib, "import_module", absent("paceline.recipes.asr.absent"))
+    with pytest.raises(ModuleNotFoundError):
+        find_task("asr")
