@@ -15,9 +15,11 @@ from pydantic.fields import FieldInfo
 
 from paceline.cli.completion import HOMES
 from paceline.cli.main import COMMANDS
+from paceline.cli.recipes import RECIPES
+from paceline.cli.tasks import find_task
 from paceline.config.aliases import ALIASES, SHORT
 from paceline.config.explain import Option, parts
-from paceline.config.settings import GroupSettings
+from paceline.config.settings import GroupSettings, TrainConfig
 from paceline.config.values import choices, is_flag, item, length, section, sequence, variants
 from paceline.config.words import dashed
 
@@ -51,7 +53,28 @@ def page() -> str:
             continue
         module, _, name = home.partition(":")
         blocks += _command(getattr(importlib.import_module(f"paceline.cli.{module}"), name), positional)
+        if command == "train":
+            blocks += [block for recipe in RECIPES for block in _recipe(recipe)]
     return "\n".join(blocks)
+
+
+def _recipe(name: str) -> Iterator[str]:
+    """The settings that a recipe has of its own, and its own defaults of those that all have."""
+    settings, common = find_task(name).Settings, TrainConfig.model_fields
+    own = {field for field in settings.model_fields if field not in common}
+    changed = [field for field in common if settings.model_fields[field].default != common[field].default]
+    if not own and not changed:
+        return
+    yield f"## paceline train {name}\n\nWhat the recipe `{name}` takes beside the options of `paceline train`.\n"
+    for part in parts(settings):
+        options = [option for option in part.options if option.name in own]
+        if options:
+            yield f"### {name}: {part.name}\n\n{part.about}\n"
+            yield _table(options, settings, ())
+    if changed:
+        yield f"### {name}: other defaults\n"
+        options = [option for part in parts(settings) for option in part.options if option.name in changed]
+        yield _table(options, settings, ())
 
 
 def _aliases() -> str:
@@ -130,7 +153,7 @@ def _one(kind: Any) -> str:
         return f"{NAMES[plain]} {_limits(metadata)}".strip()
     if sequence(kind) is not None:
         return _kind(kind)
-    return NAMES[kind]
+    return NAMES.get(kind, "text")  # a section of its own is named, or given as a file
 
 
 def _limits(metadata: Sequence[Any]) -> str:

@@ -15,25 +15,30 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from pydantic import create_model
 
 import paceline
 from paceline.cli.completion import HOMES
 from paceline.cli.main import COMMANDS, main
 from paceline.cli.options import TrainCommand, train_options
+from paceline.cli.recipes import RECIPES
 from paceline.cli.tasks import find_task
 from paceline.cli.train import take_task
+from paceline.config.aliases import ALIASES
 from paceline.config.load import load
-from paceline.config.settings import TrainConfig
+from paceline.config.settings import Section, TrainConfig
 from paceline.config.words import read_words
 from paceline.observe.journal import read
+from paceline.recipes.asr.network import NetworkSettings
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 _BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.DOTALL | re.MULTILINE)
 
 
@@ -62,6 +67,13 @@ def _blocks(language: str) -> list[Block]:
 
 
 PYTHON = _blocks("python")
+RECIPE_SETTINGS = [find_task(name).Settings for name in RECIPES]
+RECIPE_USES = [find_task(name).Use for name in RECIPES if find_task(name).Use is not Section]
+EVERY_TRAIN_OPTION: Any = create_model(
+    "EveryTrainOption",
+    __base__=TrainCommand,
+    **{name: (field.annotation, None) for settings in RECIPE_SETTINGS for name, field in settings.model_fields.items()},
+)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +164,8 @@ def _understand(words: list[str], folder: Path) -> None:
     home, positional = HOMES[command]
     module, _, model = home.partition(":")
     options = getattr(importlib.import_module(f"paceline.cli.{module}"), model)
+    if command in ("eval", "infer"):  # those of all recipes: which one it is only the run knows
+        options = create_model("Options", __base__=(options, *dict.fromkeys(RECIPE_USES)))
     load(options, rest, prog=f"paceline {command}", positional=positional)
 
 
@@ -159,7 +173,8 @@ def test_yaml_blocks_are_settings() -> None:
     blocks = _blocks("yaml")
     assert blocks
     for block in blocks:
-        assert TrainConfig(**yaml.safe_load(block.text))
+        content = yaml.safe_load(block.text)
+        assert NetworkSettings(**content) if "blocks" in content else TrainConfig(**content)
 
 
 # -- first steps, for real -----------------------------------------------------------------------------------------
@@ -264,12 +279,14 @@ OURS = [
 def test_what_is_called_ours_exists(word: str) -> None:
     """The second column of the tables "coming from": an option, a command, or a name in Python."""
     if word.startswith("-"):
-        typed = read_words(train_options(TrainConfig), shlex.split(word))
+        typed = read_words(EVERY_TRAIN_OPTION, shlex.split(word))
         # A name without its value is only incomplete.
         assert [problem for problem in typed.problems if problem.is_unknown] == []
         assert typed.given or typed.files or typed.problems
     elif word.startswith("paceline "):
-        _understand(shlex.split(word)[1:], Path())
+        words = shlex.split(word)[1:]
+        if len(words) > 1 or words[0] != "export":  # a command by its name alone
+            _understand(words if words[0] != "train" else [*words, "--epochs", "1", "--mode", "eval"], Path())
     else:
         owner, _, name = word.rpartition(".")
         homes = {"paceline": paceline, "Task": paceline.Task, "Engine": paceline.Engine, "Stage": paceline.Stage}
@@ -297,13 +314,14 @@ def test_options_named_in_running_text_exist() -> None:
     for home, _ in HOMES.values():
         module, _, model = home.partition(":")
         known |= set(getattr(importlib.import_module(f"paceline.cli.{module}"), model).model_fields)
+    known |= {*EVERY_TRAIN_OPTION.model_fields, *ALIASES}
     known |= {"config", "help", "version", "hidden", "code_optimization"}
     unknown = []
     for page in PAGES:
         if page.name.startswith("from-"):
             continue
         for text in re.findall(r"`([^`\n]+)`", _BLOCK.sub("", page.read_text(encoding="utf-8"))):
-            for option in re.findall(r"(?<!\S)--([a-z][a-z0-9-]*)", text):
+            for option in re.findall(r"(?<!\S)--([a-z][a-z0-9-]*)(?!_)\b", text):
                 if option.replace("-", "_").removeprefix("no_") not in known:
                     unknown.append(f"{page.name}: --{option}")
     # Examples of mistakes.

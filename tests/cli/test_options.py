@@ -124,7 +124,6 @@ def test_one_rank_that_is_restarted_needs_a_folder(capsys: pytest.CaptureFixture
 
 def test_what_is_typed_goes_before_the_settings_of_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--lr", "0.5", "--procs", "1", "--print-config"]) == 0
-    typed, *lines = capsys.readouterr().out.splitlines()
-    assert typed.startswith("paceline train digits --epochs 12 --global-batch 64 --grains 4 --schedule cosine")
-    assert typed.endswith("--device cpu --lr 0.5 --procs 1 --print-config")
-    assert {"lr: 0.5", "epochs: 12", "schedule: cosine"} <= set(lines)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "# paceline train asr --config THIS_FILE"
+    assert {"lr: 0.5", "device: cpu", "schedule: cosine"} <= set(lines)
