@@ -300,3 +300,14 @@ def test_lists_of_numbers_are_arrays(tmp_path: Path) -> None:
     manifest, _ = read_manifests([write(tmp_path / "a.json", GOOD, {**GOOD, "duration": 2})])
     assert manifest.durations.dtype == np.float64
     assert manifest.take([]).durations.shape == (0,)
+
+
+def test_what_is_only_listened_to_needs_no_transcript(tmp_path: Path) -> None:
+    path = tmp_path / "heard.json"
+    path.write_text(
+        '{"audio_filepath": "a.wav", "duration": 1.5}\n{"audio_filepath": "b.wav", "duration": 2.0, "text": "x"}\n'
+    )
+    with pytest.raises(BadManifest, match='"text" is missing'):
+        read_manifests([path])
+    manifest, _ = read_manifests([path], needs_text=False)
+    assert [manifest.text(row) for row in range(2)] == ["", "x"]

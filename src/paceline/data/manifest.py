@@ -57,16 +57,18 @@ def read_manifests(
     max_seconds: float | None = None,
     max_utterances: int | None = None,
     bad_data: BadData = "stop",
+    needs_text: bool = True,
 ) -> tuple[Manifest, Reading]:
     """One data set from one or several files, which a string names with commas between.
 
     Utterances outside the limits are dropped, never trimmed; `max_utterances` keeps the first ones, and what follows
     is not looked at. A line that cannot be used stops everything, with all such lines in one error, or is skipped.
+    Without `needs_text` a line may do without a transcript, and none is read from a file.
     """
     paths = manifest_paths(spec)
     for path in paths:
         _refuse_what_is_no_file(path)
-    reader = _Reader(paths, min_seconds, max_seconds, max_utterances)
+    reader = _Reader(paths, min_seconds, max_seconds, max_utterances, needs_text)
     files = []
     for number in range(len(paths)):
         files.append(reader.read(number))
@@ -152,9 +154,14 @@ class _Reader:
     """Reads file after file: sound lines go into columns, the others into an account."""
 
     def __init__(
-        self, paths: Sequence[Path], min_seconds: float, max_seconds: float | None, max_utterances: int | None
+        self,
+        paths: Sequence[Path],
+        min_seconds: float,
+        max_seconds: float | None,
+        max_utterances: int | None,
+        needs_text: bool,
     ) -> None:
-        self._paths = paths
+        self._paths, self._needs_text = paths, needs_text
         self._shortest = min_seconds
         self._longest = float("inf") if max_seconds is None else max_seconds
         self._most = float("inf") if max_utterances is None else max_utterances
@@ -174,7 +181,7 @@ class _Reader:
         folder = path.parent
         for number, raw in read_lines(path):
             try:
-                line = parse_line(raw, folder)
+                line = parse_line(raw, folder, self._needs_text)
             except LineInvalid as invalid:
                 num_bad += 1
                 self._keep_bad(path, number, str(invalid), raw)

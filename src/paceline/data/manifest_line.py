@@ -29,12 +29,12 @@ class LineInvalid(Exception):
     """What is wrong with a line."""
 
 
-def parse_line(raw: bytes, folder: Path) -> Line:
+def parse_line(raw: bytes, folder: Path, needs_text: bool = True) -> Line:
     """A line that is not blank; `folder` is that of the manifest."""
-    return line_of(parse_object(raw), folder)
+    return line_of(parse_object(raw), folder, needs_text)
 
 
-def line_of(entry: dict[str, Any], folder: Path) -> Line:
+def line_of(entry: dict[str, Any], folder: Path, needs_text: bool = True) -> Line:
     """What a line's object means."""
     seconds = entry.get("duration")
     text = entry.get("text")
@@ -43,7 +43,7 @@ def line_of(entry: dict[str, Any], folder: Path) -> Line:
         if seconds == 0.0:
             raise LineInvalid('"duration" is 0, and must be above')
     if type(text) is not str:
-        text = _text(entry, folder)
+        text = _text(entry, folder) if needs_text else ""
     offset = _NAN if entry.get("offset") is None else _seconds(entry, "offset")
     return Line(audio_of(entry).encode(), seconds, text.encode(), offset)
 

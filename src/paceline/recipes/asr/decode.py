@@ -9,6 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.recipes.asr.text import Labels
+
+
+def transcripts(log_probs: Tensor, lengths: Sequence[int], labels: Labels, beam_width: int | None) -> list[str]:
+    """The text of each utterance, by greedy decoding or, with a width, by a beam; spaces only between words."""
+    if beam_width is None:
+        found = greedy(log_probs, lengths, labels.blank)
+    else:
+        found = beam_batch(log_probs, lengths, labels.blank, beam_width)
+    return [" ".join(labels.decode(ids).split()) for ids in found]
+
 
 def greedy(log_probs: Tensor, lengths: Sequence[int] | Tensor, blank: int) -> list[list[int]]:
     """The labels of the best path of each utterance: repeats collapsed, blanks removed.

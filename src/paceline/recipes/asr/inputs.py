@@ -93,7 +93,7 @@ def _named(word: str) -> Path | list[Path]:
 
 def _of_manifest(path: Path, check_audio: bool, problems: _Problems) -> Manifest:
     try:
-        manifest, reading = read_manifests([path], min_seconds=0.0, bad_data="skip")
+        manifest, reading = read_manifests([path], needs_text=False, min_seconds=0.0, bad_data="skip")
     except BadManifest as error:
         problems.add(error.bad, error.total)
         return _of_files([], {})

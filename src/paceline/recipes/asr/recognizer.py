@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.config.errors import PacelineError
 from paceline.data.audio import read_audio
-from paceline.recipes.asr.decode import beam_batch, greedy
+from paceline.recipes.asr.decode import transcripts
 from paceline.recipes.asr.model import AcousticModel
 from paceline.recipes.asr.network import NetworkSettings, read_network
 from paceline.recipes.asr.text import Labels
@@ -110,11 +110,7 @@ class Recognizer:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             log_probs = self.model(padded["audio"].to(device), padded["lengths"].to(device))
         lengths = [self.model.output_length(number) for number in padded["num_samples"]]
-        if self.beam_width is None:
-            found = greedy(log_probs, lengths, self.labels.blank)
-        else:
-            found = beam_batch(log_probs, lengths, self.labels.blank, self.beam_width)
-        return [self.labels.decode(ids) for ids in found]
+        return transcripts(log_probs, lengths, self.labels, self.beam_width)
 
 
 def _batches(lengths: Sequence[int], most: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ from paceline.config.errors import PacelineError
 from paceline.data.grain import Grain
 from paceline.recipes.asr.corpus import Corpus, Opening, Part, list_bad, parts_of
 from paceline.recipes.asr.ctc import ctc_loss_sum
-from paceline.recipes.asr.decode import beam_batch, greedy
+from paceline.recipes.asr.decode import transcripts
 from paceline.recipes.asr.error_rate import character_errors, word_errors
 from paceline.recipes.asr.export import write_export
 from paceline.recipes.asr.inputs import open_inputs
@@ -142,9 +142,5 @@ class Asr(Task):
         return [self._labels.decode(ids[:length]) for ids, length in zip(texts, grain["num_labels"], strict=True)]
 
     def _read(self, model: nn.Module, grain: Grain, log_probs: Tensor) -> list[str]:
-        lengths, blank = self._frames(model, grain), self._labels.blank
-        if self.settings.decoder == "beam":
-            found = beam_batch(log_probs, lengths, blank, self.settings.beam_width)
-        else:
-            found = greedy(log_probs, lengths, blank)
-        return [self._labels.decode(ids) for ids in found]
+        beam_width = self.settings.beam_width if self.settings.decoder == "beam" else None
+        return transcripts(log_probs, self._frames(model, grain), self._labels, beam_width)
