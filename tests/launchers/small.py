@@ -1,0 +1,76 @@
+"""The task that every launcher runs: batch norm and dropout, 5 steps of 4 grains, and nothing to download."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+
+RANKS = 4
+STEPS = 5
+
+
+class Small(paceline.Task):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 2))
+
+    def train_data(self) -> TensorDataset:
+        random = torch.Generator().manual_seed(0)
+        return TensorDataset(torch.randn(160, 3, generator=random), torch.randint(0, 2, (160,), generator=random))
+
+    def before_stage(self, model: nn.Module, stage: int) -> None:
+        """Each rank leaves a note beside the run: who it is, and where."""
+        world = self.world
+        place = [world.launcher, world.global_rank, world.local_rank, world.size, world.nodes, socket.gethostname()]
+        assert self.settings.out is not None
+        folder = places_of(self.settings.out)
+        folder.mkdir(exist_ok=True)
+        (folder / str(world.rank)).write_text(json.dumps(place))
+
+    def loss(self, model: nn.Module, grain: paceline.Grain) -> Any:
+        return F.cross_entropy(model(grain.x), grain.y, reduction="sum"), len(grain)
+
+
+def words(out: Path, *more: str, steps: int = STEPS) -> list[str]:
+    """`paceline train` of this task, as typed behind a launcher."""
+    fixed = ["--grains", str(RANKS), "--device", "cpu", "-O0", "--loggers", "none", "--threads", "1"]
+    limits = ["--steps", str(steps), "--start-timeout-s", "60", "--timeout-s", "60"]
+    return ["train", f"{__file__}:Small", *fixed, *limits, "--out", str(out), *more]
+
+
+def command(out: Path, *more: str, steps: int = STEPS) -> list[str]:
+    return [sys.executable, "-m", "paceline", *words(out, *more, steps=steps)]
+
+
+def losses(out: Path) -> list[float]:
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if line["kind"] == "step"]
+
+
+def assert_same_losses(out: Path, expected: Sequence[float]) -> None:
+    assert losses(out) == pytest.approx(list(expected), abs=1e-6)
+    assert len(expected) >= STEPS
+
+
+def places_of(out: Path) -> Path:
+    return out.with_name(f"{out.name}-places")
+
+
+def assert_placed(out: Path, launcher: str, hosts: Sequence[str] | None = None) -> None:
+    """Each rank was once, under this launcher, on these machines (this one if not said)."""
+    names = hosts or [socket.gethostname()]
+    local_size = RANKS // len(names)
+    for rank in range(RANKS):
+        place = json.loads((places_of(out) / str(rank)).read_text())
+        assert place == [launcher, rank, rank % local_size, RANKS, len(names), names[rank // local_size]]
