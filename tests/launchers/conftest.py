@@ -6,7 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,14 @@ def run_all(commands: Sequence[Sequence[str]], env: dict[str, str] | None = None
         for process in processes:
             process.kill()
     return [(process.returncode, *text) for process, text in zip(processes, texts, strict=True)]
+
+
+def wait_until(ready: Callable[[], bool], situation: Callable[[], str]) -> None:
+    """Ask a scheduler until it says yes; what it said last is shown if it never does."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not ready():
+        assert time.monotonic() < deadline, situation()
+        time.sleep(0.2)
 
 
 def need(*programs: str, packages: str) -> None:

@@ -24,7 +24,7 @@ SlurmUser=root
 SlurmdUser=root
 SlurmdParameters=config_overrides
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -72,7 +72,7 @@ def cluster(hosts: list[Host]) -> Iterator[Slurm]:
     (folder / "state").mkdir()
     for host in hosts:
         (folder / f"spool-{host.name}").mkdir()
-    nodes = [f"NodeName={host.name} NodeAddr={host.address} CPUs=4 RealMemory=4000 State=UNKNOWN" for host in hosts]
+    nodes = [f"NodeName={host.name} NodeAddr={host.address} CPUs=2 RealMemory=4000 State=UNKNOWN" for host in hosts]
     names = ",".join(host.name for host in hosts)
     text = _CONF.format(first=hosts[0].name, folder=folder, nodes="\n".join(nodes), names=names)
     (folder / "slurm.conf").write_text(text)

@@ -23,6 +23,7 @@ HOMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "eval": ("eval:EvalOptions", ("run",)),
     "infer": ("infer:InferOptions", ("run",)),
     "launch": ("launch:LaunchOptions", ()),
+    "submit": ("submit:SubmitOptions", ("scheduler",)),
     "runs": ("runs:RunsOptions", ("folder",)),
     "diff": ("diff:DiffOptions", ("left", "right")),
     "demo": ("train:OPTIONS", ("task",)),

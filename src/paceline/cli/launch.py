@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.world.agents import Node
 
 PROG = "paceline launch"
-_RANKED = ("train", "eval", "infer")
+RANKED = ("train", "eval", "infer")
 # The launcher itself is no rank, whatever started it.
 ALONE = World(0, 0, 1, 1, 0, 1, "plain", None)
 
@@ -57,8 +57,6 @@ def run(argv: Sequence[str]) -> int:
     own, command = words[:at], words[at + 1 :]
     around = _around(os.environ)
     options = _load(own, command, around)
-    # Read when torch is imported: its lookups of peers' names warn where there is no name server.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from paceline.world.failure import fail_together
     from paceline.world.launch import launch
 
@@ -107,9 +105,9 @@ def _load(own: list[str], command: list[str], around: World) -> LaunchOptions:
         wrong = [
             Problem("COMMAND", "is missing", f"put it behind two dashes: `{PROG} --nproc-per-node 2 -- train ...`")
         ]
-    elif command[0] not in _RANKED:
+    elif command[0] not in RANKED:
         what = "does not run on ranks" if command[0] in COMMANDS else "is no command"
-        wrong = [Problem(command[0], what, f"commands that do: {', '.join(_RANKED)}")]
+        wrong = [Problem(command[0], what, f"commands that do: {', '.join(RANKED)}")]
     try:
         options = load(LaunchOptions, own, prog=PROG)
     except SettingsInvalid as invalid:

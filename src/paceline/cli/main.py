@@ -16,7 +16,8 @@ COMMANDS = {
     "train": "train a task on this machine or under any launcher",
     "eval": "measure a trained run on its validation sets or on others",
     "infer": "predict with a trained run",
-    "launch": "start a command as several ranks on this machine",
+    "launch": "start a command as several ranks, on this machine or on each of several",
+    "submit": "write a batch script for SLURM or Grid Engine, and queue it",
     "runs": "list runs: what was trained, how far, how well",
     "diff": "show how two runs differ",
     "demo": "train something small and real, and report",
@@ -54,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(name: str, words: list[str]) -> int:
     from paceline.config.errors import PacelineError
 
+    # Read when torch is imported: its store warns once per connection where a name server does not know the peer, and
+    # prints C++ frames when a peer is gone, which our own message says better.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         code: int = importlib.import_module(f"paceline.cli.{name}").run(words)
     except PacelineError as error:

@@ -1,0 +1,22 @@
+#!/bin/bash
+#$ -S /bin/bash
+#$ -N small
+#$ -V
+#$ -pe mpi 1
+#$ -notify
+#$ -j y
+#$ -o "/tmp/sge-$JOB_ID.log"
+#$ -r n
+
+cd /tmp || exit 1
+MASTER_ADDR=$(head -n 1 "$PE_HOSTFILE" | cut -d " " -f 1)
+export MASTER_ADDR
+
+set -m
+told=
+trap 'told=yes; kill -USR1 "$ranks"' USR1 USR2
+trap 'kill -TERM "$ranks"' TERM
+mpiexec -np 1 -ppn 1 paceline train digits &
+ranks=$!
+while wait "$ranks"; code=$?; kill -0 "$ranks" 2>/dev/null; do :; done
+exit "$code"

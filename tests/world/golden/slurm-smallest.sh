@@ -1,0 +1,17 @@
+#!/bin/bash
+#SBATCH --job-name=small
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --output="/tmp/slurm-%j.log"
+#SBATCH --open-mode=append
+#SBATCH --no-requeue
+
+cd /tmp || exit 1
+
+told=
+trap 'told=yes; kill -USR1 "$ranks"' USR1
+trap 'kill -TERM "$ranks"' TERM
+srun --kill-on-bad-exit=1 paceline train digits &
+ranks=$!
+while wait "$ranks"; code=$?; kill -0 "$ranks" 2>/dev/null; do :; done
+exit "$code"
