@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -65,15 +66,36 @@ class Warned(Small):
         return any((self.settings.out / "checkpoints").glob("step-*"))
 
 
+class Ends(Small):
+    """A rank that dies, or hangs, in a step or while a checkpoint is saved, as END says: `1 step killed`."""
+
+    def after_step(self, model: nn.Module, step: Any, grains: list[paceline.Grain]) -> None:
+        if step.number == 2:
+            self._end("step")
+
+    def state(self) -> dict[str, torch.Tensor]:
+        self._end("save")
+        return {}
+
+    def _end(self, where: str) -> None:
+        rank, place, how = os.environ["END"].split()
+        if [str(self.world.rank), where] == [rank, place]:
+            os.write(1, b"now\n")
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            while True:
+                time.sleep(1.0)
+
+
 def words(out: Path, *more: str, steps: int = STEPS, task: str = "Small") -> list[str]:
     """`paceline train` of a task here, as typed behind a launcher."""
     fixed = ["--grains", str(RANKS), "--device", "cpu", "-O0", "--loggers", "none", "--threads", "1"]
-    limits = ["--steps", str(steps), "--start-timeout-s", "60", "--timeout-s", "60"]
+    limits = ["--steps", str(steps), "--start-timeout-s", "60"]
     return ["train", f"{__file__}:{task}", *fixed, *limits, "--out", str(out), *more]
 
 
-def command(out: Path, *more: str, steps: int = STEPS) -> list[str]:
-    return [sys.executable, "-m", "paceline", *words(out, *more, steps=steps)]
+def command(out: Path, *more: str, steps: int = STEPS, task: str = "Small") -> list[str]:
+    return [sys.executable, "-m", "paceline", *words(out, *more, steps=steps, task=task)]
 
 
 def losses(out: Path) -> list[float]:

@@ -105,10 +105,12 @@ def beginning(job: BatchJob) -> Iterator[str]:
 
 def ranks_in_background(starter: str, job: BatchJob, pass_on: str) -> Iterator[str]:
     """Start the ranks, pass `pass_on` signals to them as USR1, and wait; `$told` and `$code` say how it ended."""
-    yield "told="
-    yield f"""trap 'told=yes; kill -USR1 "$ranks"' {pass_on}"""
+    yield "told= ranks="
+    yield f"""trap 'told=yes; [ -z "$ranks" ] || kill -USR1 "$ranks"' {pass_on}"""
     yield """trap 'kill -TERM "$ranks"' TERM"""
     yield f"{starter} {shlex.join(job.command)} &"
     yield "ranks=$!"
+    # The warning may have come between the two.
+    yield '[ -z "$told" ] || kill -USR1 "$ranks"'
     # A signal ends `wait` early; the ranks are then still there.
     yield 'while wait "$ranks"; code=$?; kill -0 "$ranks" 2>/dev/null; do :; done'

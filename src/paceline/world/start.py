@@ -47,12 +47,13 @@ def start(
         return Link(world, chosen, _set_threads(mine, [mine], threads), (mine.host,))
     _choose_interface(world, os.environ)
     common = meet(world, start_timeout_s)
-    watch = FailureWatch(world)
-    remember_meeting(world, common, watch)
+    watch = FailureWatch(world, grace_s=timeout_s / 4)
+    meeting = remember_meeting(world, common, watch, timeout_s)
     try:
         _starts[world.meeting, world.attempt] += 1
         store = PrefixStore(f"start{_starts[world.meeting, world.attempt]}", common)
         roll = roll_call(store, mine, world.size, start_timeout_s)
+        meeting.hosts = tuple(entry.host for entry in roll)
         backend = _backend(roll, share_devices)
         num_threads = _set_threads(mine, roll, threads)
         dist.init_process_group(
@@ -65,7 +66,7 @@ def start(
     except BaseException:
         watch.stop()
         raise
-    return Link(world, chosen, num_threads, tuple(entry.host for entry in roll), store, watch)
+    return Link(world, chosen, num_threads, meeting.hosts, store, watch)
 
 
 def _leave_with_the_launcher() -> None:

@@ -13,10 +13,11 @@ MASTER_ADDR=$(head -n 1 "$PE_HOSTFILE" | cut -d " " -f 1)
 export MASTER_ADDR
 
 set -m
-told=
-trap 'told=yes; kill -USR1 "$ranks"' USR1 USR2
+told= ranks=
+trap 'told=yes; [ -z "$ranks" ] || kill -USR1 "$ranks"' USR1 USR2
 trap 'kill -TERM "$ranks"' TERM
 mpiexec -np 1 -ppn 1 paceline train digits &
 ranks=$!
+[ -z "$told" ] || kill -USR1 "$ranks"
 while wait "$ranks"; code=$?; kill -0 "$ranks" 2>/dev/null; do :; done
 exit "$code"

@@ -22,11 +22,12 @@ MASTER_ADDR=$(head -n 1 "$PE_HOSTFILE" | cut -d " " -f 1)
 export MASTER_ADDR
 
 set -m
-told=
-trap 'told=yes; kill -USR1 "$ranks"' USR1 USR2
+told= ranks=
+trap 'told=yes; [ -z "$ranks" ] || kill -USR1 "$ranks"' USR1 USR2
 trap 'kill -TERM "$ranks"' TERM
 mpirun -np 32 --bind-to none -x MASTER_ADDR -x NCCL_DEBUG -x NOTE /opt/py/bin/python -m paceline train asr --out 'runs/quartz net' --resume auto &
 ranks=$!
+[ -z "$told" ] || kill -USR1 "$ranks"
 while wait "$ranks"; code=$?; kill -0 "$ranks" 2>/dev/null; do :; done
 if [ -n "$told" ] && [ "$code" -eq 0 ]; then
   exit 99

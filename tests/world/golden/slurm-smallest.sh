@@ -8,10 +8,11 @@
 
 cd /tmp || exit 1
 
-told=
-trap 'told=yes; kill -USR1 "$ranks"' USR1
+told= ranks=
+trap 'told=yes; [ -z "$ranks" ] || kill -USR1 "$ranks"' USR1
 trap 'kill -TERM "$ranks"' TERM
 srun --kill-on-bad-exit=1 paceline train digits &
 ranks=$!
+[ -z "$told" ] || kill -USR1 "$ranks"
 while wait "$ranks"; code=$?; kill -0 "$ranks" 2>/dev/null; do :; done
 exit "$code"

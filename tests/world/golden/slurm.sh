@@ -19,11 +19,12 @@ export NCCL_DEBUG=INFO
 export NOTE='two words, $HOME'
 module load cuda
 
-told=
-trap 'told=yes; kill -USR1 "$ranks"' USR1
+told= ranks=
+trap 'told=yes; [ -z "$ranks" ] || kill -USR1 "$ranks"' USR1
 trap 'kill -TERM "$ranks"' TERM
 srun --kill-on-bad-exit=1 --cpus-per-task=6 /opt/py/bin/python -m paceline train asr --out 'runs/quartz net' --resume auto &
 ranks=$!
+[ -z "$told" ] || kill -USR1 "$ranks"
 while wait "$ranks"; code=$?; kill -0 "$ranks" 2>/dev/null; do :; done
 if [ -n "$told" ] && [ "$code" -eq 0 ]; then
   scontrol requeue "$SLURM_JOB_ID"
