@@ -81,7 +81,8 @@ def test_words_and_variables_arrive_as_they_are(scheduler: str, tmp_path: Path) 
 @pytest.mark.parametrize(("scheduler", "code"), [("slurm", 0), ("sge", 99)])
 def test_a_warning_reaches_the_ranks_and_the_job_goes_back(scheduler: str, code: int, tmp_path: Path) -> None:
     """The script warns itself through its starter, as a scheduler would; the ranks leave when they are told."""
-    starter = "#!/bin/bash\ntrap 'echo told; trap \"\" USR1; exit 0' USR1\nkill -USR1 $PPID\nwhile :; do read -t 0.1 < <(:); done\n"
+    leave = "trap 'echo told; trap \"\" USR1; exit 0' USR1"
+    starter = f"#!/bin/bash\n{leave}\nkill -USR1 $PPID\nwhile :; do read -t 0.1 < <(:); done\n"
     for name, text in {"srun": starter, "mpirun": starter, "scontrol": '#!/bin/bash\necho "scontrol $*"\n'}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

@@ -24,6 +24,7 @@ HOMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "infer": ("infer:InferOptions", ("run",)),
     "launch": ("launch:LaunchOptions", ()),
     "submit": ("submit:SubmitOptions", ("scheduler",)),
+    "doctor": ("doctor:DoctorOptions", ()),
     "runs": ("runs:RunsOptions", ("folder",)),
     "diff": ("diff:DiffOptions", ("left", "right")),
     "demo": ("train:OPTIONS", ("task",)),

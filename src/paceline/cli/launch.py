@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.world.agents import Node
 
 PROG = "paceline launch"
-RANKED = ("train", "eval", "infer")
+RANKED = ("train", "eval", "infer", "doctor")
 # The launcher itself is no rank, whatever started it.
 ALONE = World(0, 0, 1, 1, 0, 1, "plain", None)
 

@@ -18,6 +18,7 @@ COMMANDS = {
     "infer": "predict with a trained run",
     "launch": "start a command as several ranks, on this machine or on each of several",
     "submit": "write a batch script for SLURM or Grid Engine, and queue it",
+    "doctor": "check a machine, or all ranks of an allocation, and say what is wrong",
     "runs": "list runs: what was trained, how far, how well",
     "diff": "show how two runs differ",
     "demo": "train something small and real, and report",
