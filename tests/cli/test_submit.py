@@ -36,13 +36,14 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_training_gets_a_folder_and_goes_on_in_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, _ = submit(capsys, "slurm", "--dry-run", "--", "train", TASK, "--epochs", "1", "--exp-name", "a b")
     assert code == 0
-    assert ranks_command(out)[-6:] == ["--exp-name", "a b", "--out", "runs/a b", "--resume", "auto"]
+    added = ["--out", "runs/a b", "--resume", "auto", "--progress", "lines"]
+    assert ranks_command(out)[-8:] == ["--exp-name", "a b", *added]
     assert "#SBATCH --job-name=a-b\n" in out
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_was_typed_is_not_added_again(capsys: pytest.CaptureFixture[str]) -> None:
-    train = ["train", TASK, "--epochs", "1", "--out", "here", "--resume", "auto"]
+    train = ["train", TASK, "--epochs", "1", "--out", "here", "--resume", "auto", "--progress", "none"]
     assert ranks_command(submit(capsys, "slurm", "--dry-run", "--", *train)[1]) == ["paceline", *train]
     other = ["eval", "runs/a", "--device", "cpu"]
     assert ranks_command(submit(capsys, "slurm", "--dry-run", "--", *other)[1]) == ["paceline", *other]

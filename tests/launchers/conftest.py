@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.launchers import grid_engine as sge
 from tests.launchers import hosts, slurm, small
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 90.0
+TIMEOUT_S = 240.0
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -97,4 +98,11 @@ def machines() -> Iterator[list[hosts.Host]]:
 def slurm_cluster(machines: list[hosts.Host]) -> Iterator[slurm.Slurm]:
     need(*slurm.NEEDED, packages=slurm.PACKAGES)
     with slurm.cluster(machines) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def grid_engine(machines: list[hosts.Host]) -> Iterator[sge.GridEngine]:
+    need(*sge.NEEDED, packages=sge.PACKAGES)
+    with sge.cluster(machines) as made:
         yield made

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-READY_S = 30.0
+READY_S = 120.0
 
 
 class Daemons:

@@ -54,7 +54,7 @@ class Slurm:
         self.hosts, self.folder = hosts, folder
         self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
 
-    def run(self, words: Sequence[str], timeout_s: float = 90.0) -> subprocess.CompletedProcess[str]:
+    def run(self, words: Sequence[str], timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self.hosts[0].command(words), env=self.env, capture_output=True, text=True, timeout=timeout_s
         )

@@ -112,9 +112,15 @@ def places_of(out: Path) -> Path:
     return out.with_name(f"{out.name}-places")
 
 
-def assert_placed(out: Path, launcher: str, hosts: Sequence[str] | None = None) -> None:
+def hosts(out: Path) -> list[str]:
+    """The machines of the ranks, in their order."""
+    notes = [json.loads((places_of(out) / str(rank)).read_text()) for rank in range(RANKS)]
+    return list(dict.fromkeys(note[-1] for note in notes))
+
+
+def assert_placed(out: Path, launcher: str, on: Sequence[str] | None = None) -> None:
     """Each rank was once, under this launcher, on these machines (this one if not said)."""
-    names = hosts or [socket.gethostname()]
+    names = on or [socket.gethostname()]
     local_size = RANKS // len(names)
     for rank in range(RANKS):
         place = json.loads((places_of(out) / str(rank)).read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.world.allocation import Allocation, HostfileUnreadable, find_allocation, parse_hostfile
 from paceline.world.discover import (
     EnvironmentContradicts,
     EnvironmentIncomplete,
@@ -78,6 +79,34 @@ SLURM = {
     "SLURM_SRUN_COMM_HOST": "10.213.7.1",
     "SLURM_LAUNCH_NODE_IPADDR": "10.213.7.1",
     "SLURMD_NODENAME": "plh2",
+}
+# Captured from Grid Engine 8.1.9, `qsub -pe mpi 4` over two hosts: the script, and what mpirun adds for rank 2, on the
+# second host, where Grid Engine knows only that host's slots and the list of hosts is not.
+GRID_ENGINE = {
+    "JOB_ID": "1",
+    "JOB_NAME": "j.sh",
+    "NHOSTS": "2",
+    "NQUEUES": "2",
+    "NSLOTS": "4",
+    "PE": "mpi",
+    "PE_HOSTFILE": "/var/spool/gridengine/execd/plh1/active_jobs/1.1/pe_hostfile",
+    "QUEUE": "all.q",
+    "RESTARTED": "0",
+    "SGE_TASK_ID": "undefined",
+}
+HOSTFILE = "plh1 2 all.q@plh1 UNDEFINED\nplh2 2 all.q@plh2 UNDEFINED\n"
+GRID_ENGINE_RANK = {
+    **GRID_ENGINE,
+    "NHOSTS": "1",
+    "NSLOTS": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_NODE_RANK": "0",
+    "OMPI_MCA_orte_hnp_uri": "632160256.0;tcp://10.213.7.1:57983",
+    "OMPI_MCA_orte_num_nodes": "2",
+    "PMIX_NAMESPACE": "632160257",
 }
 SLURM_ONE_NODE = {
     **SLURM,
@@ -246,6 +275,40 @@ def test_one_mpirun_inside_another_is_refused() -> None:
     assert discover({**OPEN_MPI, **MPICH}).launcher == "openmpi"
     with pytest.raises(EnvironmentContradicts, match=r"OMPI_COMM_WORLD_RANK.*PMI_RANK"):
         discover({**OPEN_MPI, **MPICH, "PMI_SIZE": "4"})
+
+
+def test_grid_engine_by_itself_is_one_process() -> None:
+    def read(path: str) -> str:
+        assert path == GRID_ENGINE["PE_HOSTFILE"]
+        return HOSTFILE
+
+    world = discover(GRID_ENGINE, read)
+    assert (world.launcher, world.size) == ("plain", 1)
+    assert "sge job 1 has room for 4" in world.why[1]
+    # A variable that anything may use is no job.
+    assert len(discover({"JOB_ID": "1", "NSLOTS": "4"}, read).why) == 1
+
+
+def test_ranks_of_mpirun_in_a_grid_engine_job() -> None:
+    second = discover(GRID_ENGINE_RANK, lambda path: None)
+    assert place(second) == (2, 0, 4, 2, 1, 2)
+    assert str(second.meeting).startswith("10.213.7.1:")
+    first = {**GRID_ENGINE_RANK, "OMPI_COMM_WORLD_RANK": "0", "NHOSTS": "2", "NSLOTS": "4"}
+    world = discover(first, lambda path: HOSTFILE)
+    assert str(world.meeting).startswith("plh1:")
+    # Name or address, it is the same machine, and the port is the job's.
+    assert str(world.meeting).rpartition(":")[2] == str(second.meeting).rpartition(":")[2]
+
+
+def test_grid_engine_s_list_of_hosts() -> None:
+    assert parse_hostfile("n1 4 a.q@n1 UNDEFINED\n\nn2 2 a.q@n2\nn1 1 b.q@n1 <NULL>\n") == {"n1": 5, "n2": 2}
+    for text in ("n1", "n1 four a.q"):
+        with pytest.raises(HostfileUnreadable, match="n1"):
+            parse_hostfile(text)
+    found = find_allocation(GRID_ENGINE, lambda path: HOSTFILE)
+    assert found == Allocation("sge", "1", ("plh1", "plh2"), 4)
+    assert find_allocation(SLURM) == Allocation("slurm", "1", ("plh1", "plh2"), 3)
+    assert find_allocation({}) is None
 
 
 def test_tasks_per_node() -> None:

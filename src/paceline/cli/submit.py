@@ -256,6 +256,8 @@ def _prepare(words: list[str], options: SubmitOptions) -> Command:
     more = ["--out", str(folder)] if settings.out is None else []
     if settings.resume == "no":
         more += ["--resume", "auto"]
+    if settings.progress == "auto":
+        more += ["--progress", "lines"]  # what Open MPI's ranks write to looks like a terminal, but is a log
     return Command((*words, *more), folder.name, folder / "batch")
 
 

@@ -11,7 +11,7 @@ from paceline.config.errors import PacelineError
 from paceline.world.batch import BatchJob, beginning, ranks_in_background
 
 REQUEUE_CODE = 99
-"""A script that ends with this goes back into the queue."""
+"""A script that ends with this is put back into the queue by Grid Engine itself."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,14 @@ def sge_script(job: BatchJob, site: GridEngine) -> str:
 
     Grid Engine warns by USR1 at the soft time limit and before a stop, and by USR2 before a kill (`-notify`), all
     processes of the script's group at once. The ranks know only USR1, so they get a group of their own (`set -m`).
+    The script then queues itself again. Ending with 99 would be shorter, but Grid Engine 8.1.9 keeps a job that had
+    several hosts waiting for a clean-up of the others; it is what is left where jobs may not submit jobs.
     """
     lines = ["#!/bin/bash", *(f"#$ {line}" for line in _directives(job, site)), "", *beginning(job)]
     lines += ['MASTER_ADDR=$(head -n 1 "$PE_HOSTFILE" | cut -d " " -f 1)', "export MASTER_ADDR"]
     lines += ["", "set -m", *ranks_in_background(_mpirun(job, site), job, pass_on="USR1 USR2")]
     if job.requeue:
-        lines += ['if [ -n "$told" ] && [ "$code" -eq 0 ]; then', f"  exit {REQUEUE_CODE}", "fi"]
+        lines += ['if [ -n "$told" ] && [ "$code" -eq 0 ]; then', f'  qsub "$JOB_SCRIPT" || exit {REQUEUE_CODE}', "fi"]
     return "\n".join([*lines, 'exit "$code"', ""])
 
 

@@ -30,6 +30,6 @@ ranks=$!
 [ -z "$told" ] || kill -USR1 "$ranks"
 while wait "$ranks"; code=$?; kill -0 "$ranks" 2>/dev/null; do :; done
 if [ -n "$told" ] && [ "$code" -eq 0 ]; then
-  exit 99
+  qsub "$JOB_SCRIPT" || exit 99
 fi
 exit "$code"
