@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -68,3 +69,14 @@ def test_launchers_started_by_srun_find_their_place(tmp_path: Path, slurm_cluste
     )
     assert done.returncode == 0, done.stderr
     small.assert_placed(tmp_path / "run", "procs", [host.name for host in slurm_cluster.hosts])
+
+
+def test_doctor_looks_at_the_whole_allocation(tmp_path: Path, slurm_cluster: Slurm) -> None:
+    doctor = [sys.executable, "-m", "paceline", "doctor", "--device", "cpu", "--folder", str(tmp_path), "--json"]
+    done = slurm_cluster.run(["srun", "-N2", "-n2", *doctor])
+    found = {entry["what"]: entry for entry in json.loads(done.stdout)}
+    assert done.returncode == 0, done.stdout
+    assert found["ranks"]["found"].startswith("2 on plh[1-2], by slurm")
+    assert "gloo uses that of 10.213.7." in found["interfaces"]["found"]
+    assert (found["run folder"]["verdict"], found["allocation"]["verdict"]) == ("ok", "ok")
+    assert "64 MiB" in found["all-reduce bandwidth"]["found"]

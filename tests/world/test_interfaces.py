@@ -22,6 +22,13 @@ def test_one_machine_talks_to_itself() -> None:
     assert chosen.startswith("lo")
 
 
+def test_machines_that_meet_at_loopback_are_one() -> None:
+    for host in ("127.0.0.1", "localhost"):
+        chosen = choose_interface(World(1, 0, 2, 1, 1, 2, "procs", f"{host}:1"), "n1", "127.0.1.1", HERE, "127.0.0.1")
+        assert chosen is not None
+        assert chosen.startswith("lo")
+
+
 def test_a_name_with_an_address_is_left_to_gloo() -> None:
     assert choose_interface(TWO, "n1", "10.0.0.7", HERE, "192.168.4.7") is None
 

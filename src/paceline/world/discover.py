@@ -106,7 +106,7 @@ def _from_torch(env: Environment, read: ReadText) -> World | None:
     elastic = "TORCHELASTIC_RUN_ID" in env
     launcher = "environment" if not elastic else "procs" if env["TORCHELASTIC_RUN_ID"] == OWN_RUN_ID else "torchrun"
     rank, size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
-    if size == 1 or ("LOCAL_RANK" not in env and _is_loopback(env.get("MASTER_ADDR", ""))):
+    if size == 1 or ("LOCAL_RANK" not in env and is_loopback(env.get("MASTER_ADDR", ""))):
         local_rank, local_size = _integer(env, "LOCAL_RANK", rank), _integer(env, "LOCAL_WORLD_SIZE", size)
     else:
         missing = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name not in env]
@@ -261,7 +261,7 @@ def _first_host(env: Environment, read: ReadText, why: list[str]) -> str | None:
         return allocation.hosts[0]
     # `4711.0;tcp://10.0.0.1,192.168.1.1:59197;tcp6://...`: all addresses of mpirun's machine.
     match = re.search(r"tcp://([\d.,]+):\d+", env.get("OMPI_MCA_orte_hnp_uri", ""))
-    addresses = [address for address in match[1].split(",") if not _is_loopback(address)] if match else []
+    addresses = [address for address in match[1].split(",") if not is_loopback(address)] if match else []
     if not addresses:
         return None
     why.append(f"ranks meet at {addresses[0]}, where mpirun runs: export MASTER_ADDR if rank 0 is elsewhere")
@@ -319,7 +319,7 @@ def _integer(env: Environment, name: str, default: int | None = None) -> int:
         raise EnvironmentContradicts([name], f"{env[name]!r} is not a whole number") from None
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 
 from paceline.config.errors import PacelineError
-from paceline.world.discover import World
+from paceline.world.discover import World, is_loopback
 
 
 class HostIsLoopback(PacelineError):
@@ -29,7 +29,7 @@ def choose_interface(
     That name often means loopback (Debian writes 127.0.1.1 into /etc/hosts) or nothing. Then it is the interface that
     has `own_address`, the one from which this machine reaches the meeting point.
     """
-    if world.nodes == 1:
+    if world.nodes == 1 or is_loopback(_meeting_host(world)):  # "nodes" that meet at 127.0.0.1 are one machine
         return "lo0" if sys.platform == "darwin" else "lo"
     if host_address is not None and not host_address.startswith("127."):
         return None
@@ -44,8 +44,11 @@ def find_interface(world: World) -> str | None:
     host = socket.gethostname()
     if world.nodes == 1:
         return choose_interface(world, host, None, {}, None)
-    peer = world.meeting.rpartition(":")[0] if world.meeting else ""
-    return choose_interface(world, host, address_of(host), list_interfaces(), address_towards(peer))
+    return choose_interface(world, host, address_of(host), list_interfaces(), address_towards(_meeting_host(world)))
+
+
+def _meeting_host(world: World) -> str:
+    return world.meeting.rpartition(":")[0] if world.meeting else ""
 
 
 def address_of(host: str) -> str | None:
