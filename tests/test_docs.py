@@ -146,7 +146,7 @@ def _understand(words: list[str], folder: Path) -> None:
         assert main(words) == 0
         return
     assert command in COMMANDS
-    if command == "launch":
+    if command in ("launch", "submit"):
         dashes = rest.index("--")
         _understand(rest[dashes + 1 :], folder)
         rest = rest[:dashes]

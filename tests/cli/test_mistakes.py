@@ -49,6 +49,7 @@ MISTAKES = {
     "which-run": Mistake("train digits --epochs 3 --resume auto"),
     "launch-nothing": Mistake("launch --nproc-per-node 0"),
     "launch-several-nodes": Mistake("launch --nproc-per-node 2 --nnodes 2 -- train digits --epochs 3"),
+    "launch-node-rank": Mistake("launch --nnodes 2 --node-rank 2 --master-addr a -- train digits --epochs 3"),
 }
 
 

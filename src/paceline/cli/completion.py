@@ -25,6 +25,8 @@ HOMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "manifest": ("manifest:ManifestOptions", ("action", "path")),
     "export": ("export:ExportOptions", ("run", "folder")),
     "launch": ("launch:LaunchOptions", ()),
+    "submit": ("submit:SubmitOptions", ("scheduler",)),
+    "doctor": ("doctor:DoctorOptions", ()),
     "runs": ("runs:RunsOptions", ("folder",)),
     "diff": ("diff:DiffOptions", ("left", "right")),
     "demo": ("train:OPTIONS", ("task",)),

@@ -1,22 +1,31 @@
-"""`paceline launch --nproc-per-node N -- train ...`: any command as several ranks, in torchrun's words."""
+"""`paceline launch --nproc-per-node N -- train ...`: any command as several ranks, in torchrun's words.
+
+On several machines the same command is typed on each, with its own `--node-rank`; started once per machine by srun or
+mpirun, it finds that and the meeting point by itself.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from paceline.cli.main import COMMANDS
-from paceline.config.errors import PacelineError
 from paceline.config.load import load
 from paceline.config.problems import Problem, SettingsInvalid
 from paceline.config.settings import Positive, PositiveFloat, Section
+from paceline.world.discover import MeetingPointUnknown, World, discover
+
+if TYPE_CHECKING:
+    from paceline.world.agents import Node
 
 PROG = "paceline launch"
-_RANKED = ("train", "eval", "infer")
+RANKED = ("train", "eval", "infer", "doctor")
+# The launcher itself is no rank, whatever started it.
+ALONE = World(0, 0, 1, 1, 0, 1, "plain", None)
 
 
 class LaunchOptions(Section):
@@ -25,7 +34,15 @@ class LaunchOptions(Section):
     nproc_per_node: Positive | Literal["auto"] = "auto"
     """Ranks on this machine; `auto` is one per GPU, one without."""
     nnodes: Positive = 1
-    """Machines. One, for now."""
+    """Machines; the same command is started on each of them."""
+    node_rank: Annotated[int, Field(ge=0)] | None = None
+    """Which of the machines this one is, from 0; found by itself under srun or mpirun with one process per machine."""
+    master_addr: str | None = None
+    """Name or address of machine 0, as the others reach it."""
+    master_port: Annotated[int, Field(gt=0, lt=65536)] = 29500
+    """A free port there, where the launchers and the ranks meet."""
+    start_timeout_s: PositiveFloat = 300.0
+    """Seconds to wait for the launchers of the other machines."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What the ranks compute on, as far as `auto` and the check against the number of GPUs need to know."""
     max_restarts: Annotated[int, Field(ge=0)] = 0
@@ -34,52 +51,84 @@ class LaunchOptions(Section):
     """Seconds that the ranks have to save and leave after SIGTERM."""
 
 
-class SeveralNodes(PacelineError):
-    """Starting ranks on other machines is not built yet."""
-
-    hint = "start `torchrun --nnodes ... -m paceline ...`, mpirun or srun: paceline finds its ranks under all of them"
-
-    def __init__(self, nnodes: int) -> None:
-        super().__init__(f"--nnodes {nnodes}: `paceline launch` starts ranks on one machine; several come with issue 5")
-        self.nnodes = nnodes
-
-
 def run(argv: Sequence[str]) -> int:
     words = list(argv)
     at = words.index("--") if "--" in words else len(words)
     own, command = words[:at], words[at + 1 :]
-    options = _load(own, command)
-    if options.nnodes > 1:
-        raise SeveralNodes(options.nnodes)
-    from paceline.world.discover import discover
+    around = _around(os.environ)
+    options = _load(own, command, around)
     from paceline.world.failure import fail_together
     from paceline.world.launch import launch
 
     return fail_together(
-        discover(os.environ),
+        ALONE,
         lambda: launch(
             options.nproc_per_node,
             [sys.executable, "-m", "paceline", *command],
             device=options.device,
             max_restarts=options.max_restarts,
             grace_s=options.grace_s,
+            node=place(options, around),
         ),
     )
 
 
-def _load(own: list[str], command: list[str]) -> LaunchOptions:
+def place(options: LaunchOptions, around: World) -> Node:
+    """This machine among all, as typed, or as srun or mpirun says that started this launcher once per machine."""
+    from paceline.world.agents import Node
+
+    if options.nnodes == 1:
+        return Node(timeout_s=options.start_timeout_s)
+    rank, meeting = options.node_rank, f"{options.master_addr}:{options.master_port}"
+    if _is_one_per_machine(options, around):
+        rank = around.rank if rank is None else rank
+        meeting = str(around.meeting) if options.master_addr is None else meeting
+    assert rank is not None
+    return Node(rank, options.nnodes, meeting, options.start_timeout_s)
+
+
+def _around(env: Mapping[str, str]) -> World:
+    """What started this launcher; where that does not say where to meet, the options have to."""
+    try:
+        return discover(env)
+    except MeetingPointUnknown:
+        return ALONE
+
+
+def _is_one_per_machine(options: LaunchOptions, around: World) -> bool:
+    return around.size == options.nnodes == around.nodes
+
+
+def _load(own: list[str], command: list[str], around: World) -> LaunchOptions:
     wrong = []
     if not command:
         wrong = [
             Problem("COMMAND", "is missing", f"put it behind two dashes: `{PROG} --nproc-per-node 2 -- train ...`")
         ]
-    elif command[0] not in _RANKED:
+    elif command[0] not in RANKED:
         what = "does not run on ranks" if command[0] in COMMANDS else "is no command"
-        wrong = [Problem(command[0], what, f"commands that do: {', '.join(_RANKED)}")]
+        wrong = [Problem(command[0], what, f"commands that do: {', '.join(RANKED)}")]
     try:
         options = load(LaunchOptions, own, prog=PROG)
     except SettingsInvalid as invalid:
         raise SettingsInvalid([*invalid.problems, *wrong], PROG) from None
+    wrong += _problems(options, around)
     if wrong:
         raise SettingsInvalid(wrong, PROG)
     return options
+
+
+def _problems(options: LaunchOptions, around: World) -> list[Problem]:
+    """What is wrong between the options, and with what is around them."""
+    rank, nodes = options.node_rank, options.nnodes
+    if rank is not None and rank >= nodes:
+        return [Problem("--node-rank", f"--nnodes is {nodes}, so the last one is {nodes - 1}", "", str(rank))]
+    if nodes == 1 or _is_one_per_machine(options, around):
+        return []
+    found = []
+    if rank is None:
+        hint = "count the machines from 0; the same command is typed on each, with its own number"
+        found.append(Problem("--node-rank", "is missing", hint))
+    if options.master_addr is None:
+        found.append(Problem("--master-addr", "is missing", "name machine 0, as the others reach it"))
+    return found

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.config.errors import PacelineError
 
 COMMANDS = {
     "train": "train a task on this machine or under any launcher",
@@ -13,7 +18,9 @@ COMMANDS = {
     "infer": "predict with a trained run",
     "manifest": "make, check and split manifests of speech data",
     "export": "write a trained model as files that other programs can read",
-    "launch": "start a command as several ranks on this machine",
+    "launch": "start a command as several ranks, on this machine or on each of several",
+    "submit": "write a batch script for SLURM or Grid Engine, and queue it",
+    "doctor": "check a machine, or all ranks of an allocation, and say what is wrong",
     "runs": "list runs: what was trained, how far, how well",
     "diff": "show how two runs differ",
     "demo": "train something small and real, and report",
@@ -24,6 +31,14 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 for success, 2 for a user's mistake, 1 for a crash."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0].startswith("--local"):
+        from paceline.config.errors import PacelineError
+        from paceline.world.local_rank import without_local_rank
+
+        try:
+            words = without_local_rank(words, os.environ)
+        except PacelineError as error:
+            return _mistake(error)
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(_help())
         return 0
@@ -43,17 +58,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(name: str, words: list[str]) -> int:
     from paceline.config.errors import PacelineError
 
+    # Read when torch is imported: its store warns once per connection where a name server does not know the peer, and
+    # prints C++ frames when a peer is gone, which our own message says better.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         code: int = importlib.import_module(f"paceline.cli.{name}").run(words)
     except PacelineError as error:
-        sys.stderr.write(f"error: {error}\n" + (f"  {error.hint}\n" if error.hint else ""))
-        return 2
+        return _mistake(error)
     except SystemExit as left:  # after `--help`
         return left.code if isinstance(left.code, int) else 0
     except BrokenPipeError:  # `paceline runs | head`
         sys.stderr.close()
         return 0
     return code
+
+
+def _mistake(error: PacelineError) -> int:
+    sys.stderr.write(f"error: {error}\n" + (f"  {error.hint}\n" if error.hint else ""))
+    return 2
 
 
 def _help() -> str:

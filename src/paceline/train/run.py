@@ -3,6 +3,7 @@
 run.json          settings, grains, status
 metrics.jsonl     one line per step and per validation
 checkpoints/      see restore.py
+batch/            the scripts that `paceline submit` queued and what they printed; may be there before the run
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import IO, Any
 from paceline.config.errors import PacelineError
 
 MARK = "run.json"
+_MAY_BE_FIRST = (".lock", "batch")
 
 
 class NotARun(PacelineError):
@@ -89,7 +91,7 @@ class Run:
             raise NotARun(self.folder, "it is a file")
         mark = self.folder / MARK
         if not mark.exists():
-            if any(path.name != ".lock" for path in self.folder.iterdir()):
+            if any(path.name not in _MAY_BE_FIRST for path in self.folder.iterdir()):
                 raise NotARun(self.folder, f"it has files but no {MARK}")
             return None
         try:

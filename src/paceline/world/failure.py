@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal, NoReturn
 
 from torch.distributed import DistBackendError, DistError, DistNetworkError
@@ -52,6 +52,8 @@ class Failure:
     kind: Kind
     message: str
     trace: str = ""
+    silent: str = ""
+    """Of a rank that lost others: those that say nothing any more, as `rank 2 on n1`."""
 
     @property
     def exit_code(self) -> int:
@@ -62,8 +64,8 @@ class Failure:
             return self.message
         if self.kind == "lost":
             return (
-                f"{self.trace}\nrank {self.rank} on {self.host} lost the other ranks: one of them ended without a word "
-                f"(killed? out of memory?) or is stuck\n  {self.message}"
+                f"{self.trace}\nrank {self.rank} on {self.host} lost the other ranks: {self.silent or 'one of them'} "
+                f"ended without a word (killed? out of memory?) or is stuck\n  {self.message}"
             )
         return f"{self.trace}\nrank {self.rank} on {self.host} failed first: {self.message}"
 
@@ -86,6 +88,14 @@ class FailureBoard:
         if self._store.add(f"seen/{rank}", 1) == 1:
             self._store.add("seen", 1)
 
+    def tell_alive(self, rank: int) -> None:
+        """Say that this rank runs, although it lost others."""
+        self._store.set(f"alive/{rank}", "")
+
+    def silent(self, size: int) -> list[int]:
+        """The ranks that have not said so."""
+        return [rank for rank in range(size) if not self._store.check([f"alive/{rank}"])]
+
     def all_know(self, num_ranks: int) -> bool:
         return self._store.add("seen", 0) >= num_ranks
 
@@ -96,8 +106,9 @@ class FailureWatch:
     It may be inside a GPU collective that waits for the dead, or in a long computation of its own.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, grace_s: float | None = None) -> None:
         self._world = world
+        self._grace_s = _GRACE_S if grace_s is None else min(grace_s, _GRACE_S)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-failure-watch", daemon=True)
         # A thread inside C++ code when the interpreter ends would abort the process.
@@ -135,19 +146,33 @@ class FailureWatch:
             poll(lambda: board.all_know(self._world.size), _LINGER_S)
 
     def _leave(self, code: int, message: str) -> None:
-        if not self._stopped.wait(_GRACE_S):
+        if not self._stopped.wait(self._grace_s):
             sys.stderr.write(message)
             exit_now(code)
 
 
 # The store of the last `start` in this process: also after it was closed, as a late failure still wants to be told.
-_last_meeting: tuple[World, Store, FailureWatch] | None = None
+_last_meeting: Meeting | None = None
 
 
-def remember_meeting(world: World, store: Store, watch: FailureWatch) -> None:
+@dataclass
+class Meeting:
+    """What a failing rank needs to know about the job it was in."""
+
+    world: World
+    store: Store
+    watch: FailureWatch
+    hosts: tuple[str, ...] = ()
+    """The machine of each rank, once the roll was called."""
+    look_s: float = _LOOK_S
+
+
+def remember_meeting(world: World, store: Store, watch: FailureWatch, timeout_s: float) -> Meeting:
     """Let `fail_together` find the store of this job."""
     global _last_meeting
-    _last_meeting = (world, store, watch)
+    # All is to be over within twice the time-out of a collective, also where that is short.
+    _last_meeting = Meeting(world, store, watch, look_s=min(_LOOK_S, timeout_s / 4))
+    return _last_meeting
 
 
 def fail_together(world: World, job: Callable[[], int | None]) -> int:
@@ -207,11 +232,13 @@ def _fail(world: World, error: BaseException) -> NoReturn:
         board, serves = _board(world, error)
         if board is not None:
             if mine.kind == "lost":
-                _look(board)
+                mine = _look(board, world, mine)
             first = board.post(mine)
     except (DistError, PacelineError):
         # The store went with the rank that served it. All survivors are here: let one per machine speak.
-        board = None
+        if mine.kind == "lost":
+            mine = replace(mine, silent="the launcher" if world.launcher_hosts_store else _name(0))
+        board, first = None, mine
         if mine.kind == "lost" and world.rank != 1 and world.local_rank != 0:
             exit_now(mine.exit_code)
     if first == mine and mine.kind != "interrupt":
@@ -223,6 +250,9 @@ def _fail(world: World, error: BaseException) -> NoReturn:
             if serves:
                 audience = _audience(world, first, error)
                 poll(lambda: board.all_know(audience), _LINGER_S)
+                if first.kind == "lost":
+                    # A rank that is stuck, not dead, has a watch that looks here from time to time.
+                    poll(lambda: board.all_know(world.size), _look_s())
         except DistError:
             exit_now(first.exit_code)
     exit_now(first.exit_code)
@@ -235,17 +265,29 @@ def _audience(world: World, first: Failure, error: BaseException) -> int:
     return world.size - 1 if first.kind == "lost" else world.size
 
 
-def _look(board: FailureBoard) -> None:
-    """Give the rank that really failed time to say so."""
-    poll(lambda: board.read() is not None, _LOOK_S)
+def _look(board: FailureBoard, world: World, mine: Failure) -> Failure:
+    """Give the rank that really failed time to say so; else say who is silent."""
+    board.tell_alive(world.rank)
+    if poll(lambda: board.read() is not None, _look_s()):
+        return mine
+    return replace(mine, silent=", ".join(map(_name, board.silent(world.size))))
+
+
+def _look_s() -> float:
+    return _last_meeting.look_s if _last_meeting is not None else _LOOK_S
+
+
+def _name(rank: int) -> str:
+    hosts = _last_meeting.hosts if _last_meeting is not None else ()
+    return f"rank {rank} on {hosts[rank]}" if hosts else f"rank {rank}"
 
 
 def _board(world: World, error: BaseException) -> tuple[FailureBoard | None, bool]:
     """The board of this job, and whether this process serves it; ranks that never met meet now."""
     serves = _serves(world)
-    if _last_meeting is not None and _last_meeting[0] == world:
-        _last_meeting[2].stop()
-        return FailureBoard(_last_meeting[1]), serves
+    if _last_meeting is not None and _last_meeting.world == world:
+        _last_meeting.watch.stop()
+        return FailureBoard(_last_meeting.store), serves
     if isinstance(error, (FirstRankUnreached, MeetingPointTaken)):
         return None, False
     return FailureBoard(meet(world, _LATE_MEETING_S)), serves

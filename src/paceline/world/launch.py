@@ -1,4 +1,4 @@
-"""`--procs N`: start N local ranks through torch's elastic agent, with no launcher to install or to learn.
+"""`--procs N`, `paceline launch`: start ranks through torch's elastic agent, with no launcher to install or to learn.
 
 The agent watches and restarts; this file adds what it lacks: signals reach the ranks and leave them time to save,
 one exit code, and silence, because the rank that failed has already said why.
@@ -17,19 +17,29 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from paceline.world.discover import OWN_RUN_ID
+from paceline.config.errors import PacelineError
+from paceline.world.agents import AgentMeeting, Node
 from paceline.world.failure import EXIT_CRASH, EXIT_INTERRUPT, EXIT_USER_ERROR, FailureBoard
-from paceline.world.meeting import TCPStore, attempt_store
+from paceline.world.meeting import attempt_store
 from paceline.world.resources import DeviceChoice, MoreRanksThanDevices, threads_per_rank
 
-_HOST = "127.0.0.1"
+ALONE = Node()
 # After Ctrl-C nothing is saved, so the ranks need no long time.
 _INTERRUPT_GRACE_S = 10.0
+
+
+class LauncherGone(PacelineError):
+    """The launcher that served the store ended."""
+
+    hint = "look for its own message on that machine"
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(f"node {node.rank}: the launcher of node 0 at {node.meeting} is gone")
 
 
 def count_procs(asked: int | Literal["auto"], device: DeviceChoice, num_devices: int) -> int:
@@ -50,14 +60,15 @@ def launch(
     device: DeviceChoice = "auto",
     max_restarts: int = 0,
     grace_s: float = 60.0,
+    node: Node = ALONE,
 ) -> int:
-    """Run `command` as so many ranks on this machine; returns the exit code for the user.
+    """Run `command` as so many ranks on this machine, one of `node.count` that do so; the exit code for the user.
 
     SIGTERM and SIGUSR1 go to the ranks, which may save and leave; after SIGTERM they have `grace_s` seconds.
     To be called from the main thread, as signals are.
     """
     num_procs = count_procs(procs, device, torch.cuda.device_count())
-    meeting = _LocalMeeting()
+    meeting = AgentMeeting(node, num_procs, max_restarts)
     spec = WorkerSpec(
         role="rank",
         local_world_size=num_procs,
@@ -67,23 +78,38 @@ def launch(
         rdzv_handler=meeting,
         max_restarts=max_restarts,
     )
-    agent = _Agent(spec, _Console(), grace_s)
+    agent = _Agent(spec, meeting, _Console(), grace_s)
     with _quiet_agent(), _environment(num_procs), agent.signals_forwarded():
         try:
-            result = agent.run()
+            return _judge(agent, meeting, agent.run())
         except SignalException as stopped:
             # Signals that stay the agent's own, such as SIGHUP: it has passed them on and waited.
             return 128 + int(stopped.sigval)
+        except DistError:
+            raise LauncherGone(node) from None
+        finally:
+            meeting.linger()
+
+
+def _judge(agent: _Agent, meeting: AgentMeeting, result: RunResult) -> int:
+    """The exit code for the user; what no rank could say is said here."""
     if agent.interrupted:
         return EXIT_INTERRUPT
     if not result.is_failed():
         return 0
     codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
     if agent.overdue:
-        sys.stderr.write(f"error: the ranks did not leave within {grace_s:g} s and were ended\n")
-    elif FailureBoard(attempt_store(meeting.store, agent.attempt, num_procs)).read() is None:
+        sys.stderr.write(f"error: the ranks did not leave within {agent.grace_s:g} s and were ended\n")
+    elif not _is_reported(meeting, agent.attempt):
         _name_silent_dead(codes)
     return EXIT_USER_ERROR if EXIT_USER_ERROR in codes.values() else EXIT_CRASH
+
+
+def _is_reported(meeting: AgentMeeting, attempt: int) -> bool:
+    try:
+        return FailureBoard(attempt_store(meeting.store, attempt, meeting.size)).read() is not None
+    except DistError:
+        return False  # the store is gone with the launcher of node 0
 
 
 def _name_silent_dead(codes: Mapping[int, int]) -> None:
@@ -98,12 +124,13 @@ def _name_silent_dead(codes: Mapping[int, int]) -> None:
 class _Agent(LocalElasticAgent):
     """The elastic agent, with signals that reach its ranks."""
 
-    def __init__(self, spec: WorkerSpec, console: LogsSpecs, grace_s: float) -> None:
+    def __init__(self, spec: WorkerSpec, meeting: AgentMeeting, console: LogsSpecs, grace_s: float) -> None:
         super().__init__(spec, console)
+        self._meeting = meeting
         self.interrupted = False
         self.overdue = False
         """Whether ranks had to be killed, because they did not leave in time."""
-        self._grace_s = grace_s
+        self.grace_s = grace_s
         self._pids: list[int] = []
         self._pending: list[signal.Signals] = []
         self._deadline: threading.Timer | None = None
@@ -122,6 +149,8 @@ class _Agent(LocalElasticAgent):
         return pids
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        # Also when it was another machine that had to start again: all agents count the same attempts.
+        self._remaining_restarts = worker_group.spec.max_restarts - self._meeting.rounds
         left = self._remaining_restarts
         sys.stderr.write(f"a rank ended early: starting all ranks again ({left} more restarts allowed)\n")
         self._pids = []
@@ -149,13 +178,14 @@ class _Agent(LocalElasticAgent):
         self._pending.append(received)
         if received != signal.SIGUSR1:
             # Ranks that are told to leave must not be started again.
+            self._meeting.leaving = received
             self._worker_group.spec.max_restarts -= self._remaining_restarts
             self._remaining_restarts = 0
             if received == signal.SIGINT:
                 self._end_after(0.0 if self.interrupted else _INTERRUPT_GRACE_S)
                 self.interrupted = True
             elif self._deadline is None:
-                self._end_after(self._grace_s)
+                self._end_after(self.grace_s)
         self._send(received)
 
     def _end_after(self, seconds: float) -> None:
@@ -175,38 +205,6 @@ class _Agent(LocalElasticAgent):
                 os.kill(pid, number)
             except ProcessLookupError:
                 continue
-
-
-class _LocalMeeting(RendezvousHandler):
-    """A rendezvous of one node: a store on a port the system chose, so that no two jobs ever race for one."""
-
-    def __init__(self) -> None:
-        self.store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-
-    def get_backend(self) -> str:
-        return "paceline"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(_HOST, self.store.port))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """One node never leaves a rendezvous."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return OWN_RUN_ID
-
-    def shutdown(self) -> bool:
-        return True
 
 
 class _Console(LogsSpecs):

@@ -51,12 +51,20 @@ class MeetingPointTaken(PacelineError):
         super().__init__(f"rank 0 cannot listen at {meeting}: {cause}")
 
 
+class NotReached(Exception):
+    """Nobody answers; whoever asked knows what that means."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
 def meet(world: World, timeout_s: float) -> Store:
     """The store of this job and attempt: served by rank 0, or by the launcher where it offers one."""
     assert world.meeting is not None, "a single process meets nobody"
     if world.meeting not in _stores:
         serves = world.rank == 0 and not world.launcher_hosts_store
-        _stores[world.meeting] = _serve(world.meeting, timeout_s) if serves else _connect(world, timeout_s)
+        _stores[world.meeting] = serve(world.meeting, timeout_s) if serves else _connect(world, timeout_s)
     return attempt_store(_stores[world.meeting], world.attempt, world.size)
 
 
@@ -75,7 +83,15 @@ def attempt_store(store: Store, attempt: int, size: int) -> Store:
 
 def _connect(world: World, timeout_s: float) -> Store:
     assert world.meeting is not None
-    host, port = _split(world.meeting)
+    try:
+        return connect(world.meeting, timeout_s)
+    except NotReached as error:
+        raise FirstRankUnreached(world, timeout_s, error.cause) from error
+
+
+def connect(meeting: str, timeout_s: float) -> Store:
+    """The store that another process serves at `host:port`; asks until the time is over."""
+    host, port = _split(meeting)
     cause = "no answer"
 
     def listening() -> bool:
@@ -89,13 +105,13 @@ def _connect(world: World, timeout_s: float) -> Store:
         return True
 
     if not poll(listening, timeout_s):
-        raise FirstRankUnreached(world, timeout_s, cause)
+        raise NotReached(cause)
     try:
         return TCPStore(
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(timeout_s, 10.0))
         )
     except DistNetworkError as error:
-        raise FirstRankUnreached(world, timeout_s, str(error).splitlines()[0]) from error
+        raise NotReached(str(error).splitlines()[0]) from error
 
 
 def poll(done: Callable[[], bool], timeout_s: float) -> bool:
@@ -109,7 +125,8 @@ def poll(done: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
-def _serve(meeting: str, timeout_s: float) -> Store:
+def serve(meeting: str, timeout_s: float) -> Store:
+    """A store at `host:port`, which must be this machine."""
     host, port = _split(meeting)
     try:
         return TCPStore(

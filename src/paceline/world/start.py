@@ -14,9 +14,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from paceline.config.errors import PacelineError
 from paceline.world.discover import World
 from paceline.world.failure import FailureWatch, remember_meeting
+from paceline.world.interfaces import find_interface
 from paceline.world.link import Link
 from paceline.world.meeting import PrefixStore, meet
 from paceline.world.preflight import Present, roll_call
@@ -24,16 +24,6 @@ from paceline.world.resources import DeviceChoice, MoreRanksThanDevices, device_
 
 # Starts so far at each meeting point. All ranks start equally often, so the number keeps their keys apart.
 _starts: Counter[tuple[str | None, int]] = Counter()
-
-
-class HostIsLoopback(PacelineError):
-    """gloo would tell the other nodes to reach this one at 127.0.0.1."""
-
-    hint = "export GLOO_SOCKET_IFNAME=<the network interface between the nodes>; `ip -brief address` lists them"
-
-    def __init__(self, host: str, address: str) -> None:
-        self.host, self.address = host, address
-        super().__init__(f"the name of this machine, {host}, means {address}, where other nodes cannot reach it")
 
 
 def start(
@@ -57,12 +47,13 @@ def start(
         return Link(world, chosen, _set_threads(mine, [mine], threads), (mine.host,))
     _choose_interface(world, os.environ)
     common = meet(world, start_timeout_s)
-    watch = FailureWatch(world)
-    remember_meeting(world, common, watch)
+    watch = FailureWatch(world, grace_s=timeout_s / 4)
+    meeting = remember_meeting(world, common, watch, timeout_s)
     try:
         _starts[world.meeting, world.attempt] += 1
         store = PrefixStore(f"start{_starts[world.meeting, world.attempt]}", common)
         roll = roll_call(store, mine, world.size, start_timeout_s)
+        meeting.hosts = tuple(entry.host for entry in roll)
         backend = _backend(roll, share_devices)
         num_threads = _set_threads(mine, roll, threads)
         dist.init_process_group(
@@ -75,7 +66,7 @@ def start(
     except BaseException:
         watch.stop()
         raise
-    return Link(world, chosen, num_threads, tuple(entry.host for entry in roll), store, watch)
+    return Link(world, chosen, num_threads, meeting.hosts, store, watch)
 
 
 def _leave_with_the_launcher() -> None:
@@ -128,15 +119,7 @@ def _set_threads(mine: Present, roll: list[Present], asked: int | None) -> int:
 
 def _choose_interface(world: World, env: MutableMapping[str, str]) -> None:
     """Where gloo listens. It asks for the address of the host's name, which on many machines is missing or loopback."""
-    if "GLOO_SOCKET_IFNAME" in env:
-        return
-    if world.nodes == 1:
-        env["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-        return
-    host = socket.gethostname()
-    try:
-        address = socket.gethostbyname(host)
-    except OSError:
-        address = "no address"
-    if address == "no address" or address.startswith("127."):
-        raise HostIsLoopback(host, address)
+    if "GLOO_SOCKET_IFNAME" not in env:
+        chosen = find_interface(world)
+        if chosen is not None:
+            env["GLOO_SOCKET_IFNAME"] = chosen

@@ -1,0 +1,289 @@
+"""`paceline submit slurm|sge -- train ...`: write a batch script, keep it with the run, and queue it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from paceline.cli.launch import RANKED
+from paceline.config.errors import PacelineError
+from paceline.config.folder import MARK, run_folder
+from paceline.config.load import load
+from paceline.config.problems import Problem, SettingsInvalid
+from paceline.config.settings import Positive, Section, TrainConfig
+from paceline.config.words import asks_for_help, dashed
+from paceline.world.batch import BatchJob, mebibytes, seconds
+from paceline.world.sge import GridEngine, sge_script
+from paceline.world.slurm import slurm_script
+
+PROG = "paceline submit"
+_Name = Annotated[str, Field(pattern=r"^[^\s'\"\\$#]+$")]
+
+
+class SubmitOptions(Section):
+    """Queue a paceline command: `paceline submit slurm --nodes 4 --gpus-per-node 8 --time 12h -- train TASK ...`."""
+
+    scheduler: Literal["slurm", "sge"]
+    """slurm, or sge for Grid Engine."""
+    nodes: Positive = 1
+    """Machines."""
+    gpus_per_node: Annotated[int, Field(ge=0)] = 0
+    """GPUs on each machine."""
+    procs_per_node: Positive | None = None
+    """Ranks on each machine; one per GPU if not set, one without."""
+    cpus_per_rank: Positive | None = None
+    """CPU cores for each rank."""
+    time: str | None = None
+    """How long the job may take: `90m`, `12h`, `2d` or `1-12:00:00`. Before the end the ranks save and leave."""
+    memory: str | None = None
+    """Main memory on each machine: `64G`."""
+    partition: _Name | None = None
+    """Of SLURM."""
+    queue: _Name | None = None
+    """Of Grid Engine."""
+    account: _Name | None = None
+    """Whom the time is charged to."""
+    env: str = ""
+    """Variables for the ranks, as a shell would read them: `"NCCL_DEBUG=INFO NOTE='two words'"`."""
+    setup: str = ""
+    """Shell commands before the ranks start: `"module load cuda; source ~/env.sh"`."""
+    signal_s: Positive = 120
+    """Seconds before the end of the time at which the ranks are told to save and leave."""
+    requeue: bool = True
+    """Put the job back into the queue when its time was over or it was pre-empted; the run then goes on."""
+    directives: str = ""
+    """More options for the scheduler, in its own words: `"--constraint=a100 --exclusive"`."""
+    job_name: _Name | None = None
+    """The job's name; that of the run's folder if not set."""
+    parallel_environment: _Name | None = None
+    """Of Grid Engine: what gives slots on several hosts (`qconf -spl` lists them); `mpi` if not set."""
+    mpi: Literal["openmpi", "mpich"] | None = None
+    """Whose `mpirun` starts the ranks in a Grid Engine job; `openmpi` if not set."""
+    gpu_resource: _Name | None = None
+    """Grid Engine's name for GPUs at your site; `gpu` if not set."""
+    memory_resource: _Name | None = None
+    """Grid Engine's name for memory at your site; `mem_free` if not set."""
+    script: Path | None = None
+    """Where to keep the script; `batch/` in the run's folder if not set."""
+    dry_run: bool = False
+    """Print the script; keep and queue nothing."""
+
+
+_ONLY = {
+    "slurm": {"partition": "Grid Engine's word is --queue"},
+    "sge": {
+        "queue": "SLURM's word is --partition",
+        "parallel_environment": "SLURM needs none",
+        "mpi": "SLURM starts the ranks by srun",
+        "gpu_resource": "SLURM knows GPUs by itself",
+        "memory_resource": "SLURM knows memory by itself",
+    },
+}
+"""Options that only one scheduler has, and what to say where it is the other."""
+
+
+class SchedulerMissing(PacelineError):
+    """The scheduler's command is not on this machine."""
+
+    hint = "submit on a machine of the cluster, or add --dry-run to see the script"
+
+    def __init__(self, program: str) -> None:
+        super().__init__(f"there is no `{program}` here")
+
+
+class SchedulerRefused(PacelineError):
+    """The scheduler did not take the job."""
+
+    def __init__(self, words: Sequence[str], answer: str, script: Path) -> None:
+        super().__init__(f"`{' '.join(words)}`: {answer.strip()}")
+        self.hint = f"the script is kept in {script}"
+
+
+class RunIsThere(PacelineError):
+    """A queued job goes on with its run by itself, so the first one must say that it may."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"{folder} holds a run already")
+        self.hint = "add `--resume auto` to go on with it, or choose another `--out`"
+
+
+class ResumesFromFile(PacelineError):
+    """A job that is put back into the queue would start from the same checkpoint again."""
+
+    hint = "add `--no-requeue`, or use `--init-from` for weights to begin with"
+
+    def __init__(self) -> None:
+        super().__init__("`--resume CHECKPOINT` in a job that may be put back into the queue")
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the ranks will run, and where its batch files go."""
+
+    words: tuple[str, ...]
+    name: str
+    folder: Path
+
+
+def run(argv: Sequence[str]) -> int:
+    words = list(argv)
+    at = words.index("--") if "--" in words else len(words)
+    options = _load(words[:at], words[at + 1 :])
+    command = _prepare(words[at + 1 :], options)
+    moment = time.strftime("%Y%m%d-%H%M%S")
+    path = options.script or command.folder / f"{options.scheduler}-{moment}.sh"
+    text = script(options, command, Path.cwd(), logs=path.parent.absolute())
+    if options.dry_run:
+        sys.stdout.write(text)
+        return 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    answer = _queue(["sbatch"] if options.scheduler == "slurm" else ["qsub"], path)
+    sys.stdout.write(f"{answer.strip()}\nscript {path}\n")
+    return 0
+
+
+def script(options: SubmitOptions, command: Command, here: Path, logs: Path) -> str:
+    """The batch script: settings in, text out."""
+    job = BatchJob(
+        name=_job_name(options.job_name or command.name),
+        command=(sys.executable, "-m", "paceline", *command.words),
+        folder=here,
+        logs=logs,
+        nodes=options.nodes,
+        procs_per_node=options.procs_per_node or options.gpus_per_node or 1,
+        gpus_per_node=options.gpus_per_node,
+        cpus_per_rank=options.cpus_per_rank,
+        time_s=seconds(options.time) if options.time is not None else None,
+        memory_mib=mebibytes(options.memory) if options.memory is not None else None,
+        queue=options.partition or options.queue,
+        account=options.account,
+        environment=tuple(read_env(options.env)),
+        setup=tuple(options.setup.splitlines()),
+        signal_s=options.signal_s,
+        requeue=options.requeue,
+        directives=tuple(options.directives.splitlines()),
+    )
+    if options.scheduler == "slurm":
+        return slurm_script(job)
+    given = {
+        name: getattr(options, name)
+        for name in ("parallel_environment", "mpi", "gpu_resource", "memory_resource")
+        if getattr(options, name) is not None
+    }
+    return sge_script(job, GridEngine(**given))
+
+
+def _load(own: list[str], command: list[str]) -> SubmitOptions:
+    wrong = []
+    if not command and not asks_for_help(own):
+        wrong = [Problem("COMMAND", "is missing", f"put it behind two dashes: `{PROG} slurm --nodes 2 -- train ...`")]
+    elif command and command[0] not in RANKED:
+        wrong = [Problem(command[0], "does not run on ranks", f"commands that do: {', '.join(RANKED)}")]
+    try:
+        options = load(SubmitOptions, own, prog=PROG, positional=("scheduler",))
+    except SettingsInvalid as invalid:
+        raise SettingsInvalid([*invalid.problems, *wrong], PROG) from None
+    wrong += _problems(options)
+    if wrong:
+        raise SettingsInvalid(wrong, PROG)
+    return options
+
+
+def _problems(options: SubmitOptions) -> list[Problem]:
+    found = []
+    for scheduler, names in _ONLY.items():
+        if scheduler != options.scheduler:
+            found += [
+                Problem(dashed(name), f"has no meaning for {options.scheduler}", hint)
+                for name, hint in names.items()
+                if getattr(options, name) is not None
+            ]
+    for name, read in (("time", seconds), ("memory", mebibytes)):
+        text = getattr(options, name)
+        try:
+            if text is not None:
+                read(text)
+        except PacelineError as error:
+            found.append(Problem(dashed(name), str(error), error.hint))
+    if options.time is not None and not found and seconds(options.time) <= options.signal_s:
+        found.append(Problem("--time", f"is over before the ranks are warned, {options.signal_s} s before its end"))
+    try:
+        read_env(options.env)
+    except ValueError as error:
+        found.append(Problem("--env", str(error), "type `--env \"A=1 B='two words'\"`"))
+    return found
+
+
+def read_env(text: str) -> list[tuple[str, str]]:
+    """`A=1 B='two words'` as pairs."""
+    pairs = []
+    for word in shlex.split(text):
+        match = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word, re.DOTALL | re.ASCII)
+        if match is None:
+            raise ValueError(f"{word!r} is not NAME=VALUE")
+        pairs.append((match[1], match[2]))
+    return pairs
+
+
+def _job_name(text: str) -> str:
+    """A name that both schedulers take: Grid Engine's must not begin with a digit."""
+    plain = re.sub(r"[^\w.-]+", "-", text, flags=re.ASCII).strip("-.") or "paceline"
+    return f"p{plain}" if plain[0].isdigit() else plain
+
+
+def _prepare(words: list[str], options: SubmitOptions) -> Command:
+    """Check the command as it will be run, so that mistakes do not wait in the queue; a training gets its folder."""
+    if words[0] != "train":
+        return Command(tuple(words), words[0], Path())
+    settings, task = _read_training(words[1:])
+    if settings.benchmark:
+        return Command(tuple(words), task, Path())
+    folder = run_folder(settings, task=task, moment=time.strftime("%Y%m%d-%H%M%S"), exists=Path.exists)
+    if settings.resume == "no" and (folder / MARK).exists():
+        raise RunIsThere(folder)
+    if isinstance(settings.resume, Path) and options.requeue:
+        raise ResumesFromFile
+    more = ["--out", str(folder)] if settings.out is None else []
+    if settings.resume == "no":
+        more += ["--resume", "auto"]
+    if settings.progress == "auto":
+        more += ["--progress", "lines"]  # what Open MPI's ranks write to looks like a terminal, but is a log
+    return Command((*words, *more), folder.name, folder / "batch")
+
+
+def _read_training(words: list[str]) -> tuple[TrainConfig, str]:
+    """The settings that `paceline train` would read from these words, and a short name of the task."""
+    from paceline.cli import train
+    from paceline.cli.options import POSITIONAL, task_settings, train_options
+    from paceline.cli.tasks import find_task
+
+    name, rest = train.take_task(words)
+    if name is None:
+        load(train.OPTIONS, words, prog=train.PROG, positional=POSITIONAL)  # says what is missing
+    assert name is not None
+    found = find_task(name)
+    options = load(train_options(found.Settings), [name, *rest], prog=train.PROG, positional=POSITIONAL)
+    if options.procs != 1:
+        hint = f"`{PROG} {dashed('procs_per_node')} N` says how many"
+        raise SettingsInvalid([Problem("--procs", "the scheduler starts the ranks", hint, str(options.procs))], PROG)
+    return task_settings(options, found.Settings), re.sub(r"\W+", "-", name.rpartition(":")[2] or name).strip("-")
+
+
+def _queue(words: list[str], path: Path) -> str:
+    try:
+        done = subprocess.run([*words, str(path)], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise SchedulerMissing(words[0]) from None
+    if done.returncode != 0:
+        raise SchedulerRefused([*words, str(path)], done.stderr or done.stdout, path)
+    return done.stdout
