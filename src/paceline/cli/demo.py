@@ -20,9 +20,10 @@ CORPUS = "demo-speech"
 MOST_PROCS = 4
 SETTINGS: dict[str, Any] = {
     "network": "small",
-    "epochs": 12,
+    "epochs": 4,
     "global_batch": 32,
     "grains": MOST_PROCS,
+    "lr": 0.02,
     "device": "cpu",
 }
 NUM_SHOWN = 5

@@ -77,7 +77,7 @@ class SpeakingFailed(PacelineError):
 class CorpusSettings(Section):
     """How much the demo corpus holds."""
 
-    num_train: Positive = 3000
+    num_train: Positive = 8000
     """Utterances to train on."""
     num_val_seen: Positive = 200
     """Utterances of the validation set whose voices are also in the training set."""
