@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.data.audio import AudioUnreadable, check, check_all, probe, read_audio
+from paceline.data.audio import AudioUnreadable, probe, read_audio
+from paceline.data.audio_check import check, check_all
 from paceline.data.manifest import read_manifests
 from tests.data.sounds import FORMATS, tone, write
 

@@ -15,7 +15,8 @@ import pytest
 import soundfile
 from numpy.typing import NDArray
 
-from paceline.data.audio import AudioUnreadable, check, check_all, probe, read_audio
+from paceline.data.audio import AudioUnreadable, probe, read_audio
+from paceline.data.audio_check import check, check_all
 from paceline.data.audio_check import measure
 from paceline.data.manifest import read_manifests
 from tests.data.sounds import FORMATS, LOSSLESS, tone, write

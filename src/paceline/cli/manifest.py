@@ -51,7 +51,7 @@ with warnings.catch_warnings():
         path: str
         """A manifest, or several with commas between."""
         check: bool = False
-        """Open every audio file: is it there, whole, and as long as its line says?"""
+        """Decode every audio file: is it there, sound to its end, and as long as its line says?"""
         threads: Positive | None = None
         """Files read at a time; as many as there are cores, and at least 4, if not set."""
         json: bool = False  # type: ignore[assignment]
@@ -156,7 +156,7 @@ def _stats(options: StatsOptions) -> int:
 
         with SideBar("checking", len(manifest)) as bar:
             threads = _threads(options.threads)
-            broken = check_all(manifest, range(len(manifest)), threads=threads, progress=bar.show)
+            broken = check_all(manifest, range(len(manifest)), threads=threads, progress=bar.show, whole=True)
         bad, num_bad = bad + broken, num_bad + len(broken)
     found = manifest_stats.stats(manifest)
     if options.json:

@@ -13,7 +13,6 @@ import soundfile
 import soxr
 from numpy.typing import NDArray
 
-from paceline.data.audio_check import check, check_all
 from paceline.data.audio_end import missing_end
 from paceline.data.audio_file import (
     SAMPLES_AT_ONCE,
@@ -27,7 +26,7 @@ from paceline.data.audio_file import (
     truncated,
 )
 
-__all__ = ["AudioFacts", "AudioUnreadable", "check", "check_all", "probe", "read_audio"]
+__all__ = ["AudioFacts", "AudioUnreadable", "probe", "read_audio"]
 
 _LOUDEST = 64.0
 """In full scales. Decoded sound may be a few; what is more is damage, or integers stored as floats."""

@@ -1,4 +1,4 @@
-"""Audio files against what a manifest says of them, many at a time and without decoding them whole."""
+"""Audio files against what a manifest says of them, many at a time; decoded whole only where that is asked for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from numpy.typing import ArrayLike
 
+from paceline.data.audio import read_audio
 from paceline.data.audio_end import missing_end
 from paceline.data.audio_file import (
     TOLERANCE_S,
@@ -31,13 +32,16 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
-def check(path: Path, duration_s: float, offset_s: float | None = None) -> str | None:
+def check(path: Path, duration_s: float, offset_s: float | None = None, *, whole: bool = False) -> str | None:
     """What is wrong with a file of which a line says this; None if nothing is.
 
-    With an offset the utterance must lie inside the file, without one it must be the whole file.
+    With an offset the utterance must lie inside the file, without one it must be the whole file. Damage between the
+    beginning and the end shows only if the file is decoded as training decodes it, which `whole` does.
     """
     try:
         facts = _readable_to_the_end(path)
+        if whole:
+            read_audio(path, sample_rate=facts.sample_rate, offset_s=offset_s or 0.0, duration_s=duration_s)
     except AudioUnreadable as unreadable:
         return unreadable.why
     tolerance_s = max(TOLERANCE_S, TOLERANCE_SHARE * duration_s)
@@ -59,20 +63,29 @@ def measure(path: Path) -> AudioFacts:
 
 
 def check_all(
-    manifest: Manifest, rows: ArrayLike, *, threads: int, progress: Callable[[int], None] | None = None
+    manifest: Manifest,
+    rows: ArrayLike,
+    *,
+    threads: int,
+    progress: Callable[[int], None] | None = None,
+    whole: bool = False,
 ) -> list[BadLine]:
     """The lines of these rows (numbers, or a mask) whose audio is at fault; `progress` is told how many are done."""
 
     def look(row: int) -> BadLine | None:
-        path = manifest.audio(row)
-        what = check(path, float(manifest.durations[row]), manifest.offset(row) if manifest.is_part(row) else None)
-        if what is None:
-            return None
-        what = what if str(path) in what else f"{path}: {what}"
-        return BadLine(manifest.source(row), manifest.line(row), what, _rebuilt(manifest, row), row)
+        offset_s = manifest.offset(row) if manifest.is_part(row) else None
+        what = check(manifest.audio(row), float(manifest.durations[row]), offset_s, whole=whole)
+        return None if what is None else bad_audio(manifest, row, what)
 
     answers = in_threads(look, row_numbers(rows).tolist(), threads, progress)
     return [bad for bad in answers if bad is not None]
+
+
+def bad_audio(manifest: Manifest, row: int, what: str) -> BadLine:
+    """The line of a row whose audio is at fault."""
+    path = manifest.audio(row)
+    what = what if str(path) in what else f"{path}: {what}"
+    return BadLine(manifest.source(row), manifest.line(row), what, _rebuilt(manifest, row), row)
 
 
 def in_threads(

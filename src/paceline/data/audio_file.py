@@ -33,10 +33,10 @@ _SYSTEM_ERROR, _UNKNOWN_FORMAT = 2, 1
 class AudioUnreadable(PacelineError):
     """A file that does not hold the audio it should."""
 
-    hint = "`paceline manifest stats FILE --check` finds all such files of a manifest"
+    hint = "mend the file or leave it out; `paceline manifest stats FILE --check` finds all such files of a manifest"
 
-    def __init__(self, path: Path, why: str) -> None:
-        super().__init__(f"{path}: {why}")
+    def __init__(self, path: Path, why: str, where: str = "") -> None:
+        super().__init__(f"{where}: {path}: {why}" if where else f"{path}: {why}")
         self.path, self.why = path, why
 
 

@@ -217,7 +217,9 @@ def evaluate_run(
     validation = Validation(task, engine, config, grains, task.val_data() if sets is None else sets)
     if validation.is_empty:
         raise NothingToValidate(task)
-    return validation.run()
+    metrics = validation.run()
+    task.report()
+    return metrics
 
 
 def predict_run(
@@ -267,6 +269,7 @@ def _predict(task: Task, engine: Engine, each: FixedSet, limit_batches: int | No
         if link.is_first:
             yield from sorted(pairs, key=lambda pair: int(pair[0]))
     each.loader.close()
+    task.report()
 
 
 def _predict_grain(task: Task, engine: Engine, grain: Grain, step: int) -> tuple[list[int], Any]:

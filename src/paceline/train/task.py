@@ -174,6 +174,10 @@ class Task:
     def after_stage(self, model: torch.nn.Module, stage: int) -> None:
         """After a stage's last step."""
 
+    def report(self) -> None:
+        """After an epoch and its validation, an evaluation, a prediction: the moment to `say` what was noticed in it.
+        All ranks call it."""
+
     def state(self) -> dict[str, torch.Tensor]:
         """Tensors of the task's own that belong into a checkpoint."""
         return {}

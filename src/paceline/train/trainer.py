@@ -169,6 +169,7 @@ class Trainer:
             position.epoch, position.step, position.is_epoch_over = position.epoch + 1, 0, False
         if is_cut_short or _due(position.epoch, config.val_every_epochs):
             self._validate()
+        self.task.report()
         return "early" if self._lost_patience() else "finished"
 
     def _validate(self) -> None:

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.speech(made, "dev", 9, seed=2)
     tiny.speech(made, "other", 5, seed=3)
     (made / "network.yaml").write_text(yaml.safe_dump(tiny.PLAIN))
-    learn = ("--epochs", 25, "--optimizer", "adamw", "--betas", "none", "--lr", 0.03, "--val-every-epochs", 5)
+    learn = ("--epochs", 25, "--optimizer", "adamw", "--lr", 0.03, "--val-every-epochs", 5)
     words = typed(made, *learn, "--grains", 1, "--progress", "none", "--out", made / "run")
     assert main([str(word) for word in words]) == 0
     return made
@@ -105,7 +105,7 @@ def test_eval_with_a_beam(folder: Path, shown: Type, monkeypatch: pytest.MonkeyP
         widths.append(width)
         return beam_batch(log_probs, lengths, blank, width)
 
-    monkeypatch.setattr("paceline.recipes.asr.task.beam_batch", spied)
+    monkeypatch.setattr("paceline.recipes.asr.decode.beam_batch", spied)
     for words, width in (((), 16), (("--beam-width", 4), 4)):
         widths.clear()
         table = shown("eval", "--decoder", "beam", "--device", "cpu", *words, folder / "run")
@@ -199,6 +199,17 @@ def test_the_recipes_warmup_gives_way_to_any_other(folder: Path) -> None:
     assert AsrSettings(**plain).warmup_ratio == 0.05
     assert AsrSettings(**plain, warmup_steps=10).warmup_ratio is None
     assert AsrSettings(**plain, warmup_steps=0).warmup_ratio is None
+
+
+def test_the_recipes_betas_are_those_of_its_optimizer_alone(folder: Path, shown: Type) -> None:
+    plain = {"train_manifest": [folder / "train.json"], "epochs": 1, "network": tiny.NETWORK}
+    assert AsrSettings(**plain).betas == AsrSettings(**plain, optimizer="novograd").betas == (0.95, 0.5)
+    for optimizer in ("sgd", "adam", "adamw", "lamb"):
+        assert AsrSettings(**plain, optimizer=optimizer).betas is None
+        assert AsrSettings(**plain, optimizer=optimizer, betas=(0.8, 0.9)).betas == (0.8, 0.9)
+    assert AsrSettings(**plain, betas=None).betas is None
+    for words, betas in (((), [0.95, 0.5]), (("--optimizer", "adamw"), None)):
+        assert yaml.safe_load(shown(*typed(folder, "--epochs", 1, *words, "--print-config")))["betas"] == betas
 
 
 def test_mistakes_of_settings_are_explained(folder: Path, mistake: Type) -> None:

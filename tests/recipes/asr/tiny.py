@@ -42,7 +42,6 @@ PLAIN = {
 LEARN: dict[str, Any] = {
     "network": PLAIN,
     "optimizer": "adamw",
-    "betas": None,
     "lr": 0.03,
     "epochs": 25,
     "val_every_epochs": 25,

@@ -21,6 +21,9 @@ from paceline.config.settings import (
 from paceline.recipes.asr.network import NetworkSettings, read_network
 from paceline.recipes.asr.perturb import PerturbSettings
 
+OPTIMIZER: OptimizerName = "novograd"
+BETAS = (0.95, 0.5)
+"""QuartzNet's, where NovoGrad's own are 0.95, 0.25."""
 Network = Annotated[NetworkSettings, BeforeValidator(read_network)]
 
 
@@ -56,7 +59,8 @@ class UseSettings(Section):
     beam_width: Positive = free(16)
     """Hypotheses that the beam decoder keeps."""
     bad_data: Literal["stop", "skip"] = free("stop")
-    """Whether a bad line or file ends the run before it starts, or is left out and listed."""
+    """Whether a bad line or file ends the run before it starts, or is left out and listed. Of a file whose damage shows
+    only when it is read whole: whether it ends the run then, or adds nothing to it."""
     check_audio: bool = free(True)
     """Look at every audio file before the first step: is it there, whole, and as long as the manifest says."""
 
@@ -64,9 +68,10 @@ class UseSettings(Section):
 class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
     """Settings of `paceline train asr`. The defaults are QuartzNet's recipe: NovoGrad, cosine with warm-up."""
 
-    optimizer: OptimizerName = "novograd"
+    optimizer: OptimizerName = OPTIMIZER
     lr: PositiveFloat = 0.01
-    betas: tuple[Fraction, Fraction] | None = (0.95, 0.5)
+    betas: tuple[Fraction, Fraction] | None = None
+    """Decay of the moments; if not set, 0.95, 0.5 with NovoGrad, and 0.9, 0.999 with the others."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.001
     schedule: ScheduleName = "cosine"
     warmup_ratio: Fraction | None = 0.05
@@ -79,6 +84,13 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
         if isinstance(values, dict) and "warmup_steps" in values and "warmup_ratio" not in values:
             return {**values, "warmup_ratio": None}
         return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _betas_of_novograd(cls, values: Any) -> Any:
+        """The recipe's are NovoGrad's: another optimizer has its own."""
+        is_recipe = isinstance(values, dict) and values.get("optimizer", OPTIMIZER) == OPTIMIZER
+        return {**values, "betas": BETAS} if is_recipe and "betas" not in values else values
 
     @model_validator(mode="after")
     def _has_data(self) -> AsrSettings:

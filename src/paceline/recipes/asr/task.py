@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.config.errors import PacelineError
+from paceline.data.bad_line import BadLine, shown
 from paceline.data.grain import Grain
 from paceline.recipes.asr.corpus import Corpus, Opening, Part, list_bad, parts_of
 from paceline.recipes.asr.ctc import ctc_loss_sum
@@ -48,6 +49,9 @@ class Asr(Task):
     monitor = "wer"
     _opened: dict[Part, Corpus] | None = None
 
+    def __init__(self) -> None:
+        self._unread: set[BadLine] = set()
+
     def model(self) -> AcousticModel:
         return AcousticModel(self.settings.network, spec_augment=self.settings.spec_augment)
 
@@ -56,14 +60,14 @@ class Asr(Task):
         corpus = next(corpus for part, corpus in self._corpora().items() if part.is_training)
         check_clips(settings)  # here, before workers are forked: they share what was found
         self._list_bad()
-        return Utterances(corpus.manifest, corpus.texts, settings.network.sample_rate, settings)
+        return self._utterances(corpus, settings)
 
     def val_data(self) -> Mapping[str, Any]:
         settings = self.settings
         if not settings.val_manifest and settings.mode in ("eval", "infer"):
             raise NothingNamed(settings.mode)
         return {
-            part.name: Utterances(corpus.manifest, corpus.texts, settings.network.sample_rate)
+            part.name: self._utterances(corpus)
             for part, corpus in self._corpora().items()
             if not part.is_training
         }
@@ -74,13 +78,14 @@ class Asr(Task):
 
     def metrics(self, model: nn.Module, grain: Grain) -> Mapping[str, Sums]:
         log_probs = self._listen(model, grain)
-        pairs = list(zip(self._references(grain), self._read(model, grain, log_probs), strict=True))
+        texts = zip(self._references(grain), self._read(model, grain, log_probs), grain["bad"], strict=True)
+        pairs = [(reference, hypothesis) for reference, hypothesis, bad in texts if bad is None]
         words = [word_errors(*pair) for pair in pairs]
         characters = [character_errors(*pair) for pair in pairs]
         return {
             "wer": (sum(errors for errors, _ in words), sum(weight for _, weight in words)),
             "cer": (sum(errors for errors, _ in characters), sum(weight for _, weight in characters)),
-            "loss": (self._loss(model, grain, log_probs), len(grain)),
+            "loss": (self._loss(model, grain, log_probs), len(pairs)),
         }
 
     def predict(self, model: nn.Module, grain: Grain) -> list[str]:
@@ -103,6 +108,19 @@ class Asr(Task):
     def read_weights(self, path: Path) -> Mapping[str, Tensor]:
         return read_weights(path, self.settings.network, new_decoder=self.settings.new_decoder)
 
+    def report(self) -> None:
+        """Which utterances could not be read after all; without `bad_data: skip` there are none, or no run."""
+        if self.settings.bad_data != "skip":
+            return
+        found = sorted({line for lines in self.gather(self._unread) for line in lines}, key=_place)
+        self._unread = set()
+        if found:
+            number = f"{len(found):,} utterance{'s' * (len(found) > 1)}"
+            self.say(f"{number} could not be read and added nothing:")
+            for line in shown(found, len(found)):
+                self.say(line)
+            self._list_bad(found)
+
     def export(self, folder: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         write_export(folder, self.settings.network, weights, about)
 
@@ -119,9 +137,17 @@ class Asr(Task):
             self._opened = self._opening.open(parts_of(self.settings))
         return self._opened
 
-    def _list_bad(self) -> None:
+    def _utterances(self, corpus: Corpus, perturb: AsrSettings | None = None) -> Utterances:
+        rate, skip_bad = self.settings.network.sample_rate, self.settings.bad_data == "skip"
+        return Utterances(corpus.manifest, corpus.texts, rate, perturb, skip_bad=skip_bad)
+
+    def _list_bad(self, more: Sequence[BadLine] = ()) -> None:
         """In the run's folder, which is one by the time that training asks for its data; a benchmark has none."""
         out, opening = self.settings.out, self._opening
+        new = [line for line in more if line not in opening.bad]
+        opening.bad, opening.num_bad = [*opening.bad, *new], opening.num_bad + len(new)
+        if self.settings.mode in ("eval", "infer"):
+            return  # the run is used, and stays what it is
         if opening.num_bad and self.world.rank == 0 and out is not None and (out / MARK).exists():
             list_bad(out, opening.bad, opening.num_bad)
 
@@ -133,9 +159,12 @@ class Asr(Task):
         return ctc_loss_sum(log_probs, grain["text"], self._frames(model, grain), grain["num_labels"])
 
     def _frames(self, model: nn.Module, grain: Grain) -> list[int]:
-        """Of each utterance, known without asking the device."""
+        """Of each utterance, known without asking the device; none of one that could not be read, so that it adds
+        nothing to a loss and has no text."""
         assert isinstance(model, AcousticModel)
-        return [model.output_length(samples) for samples in grain["num_samples"]]
+        self._unread.update(line for line in grain["bad"] if line is not None)
+        lengths = zip(grain["num_samples"], grain["bad"], strict=True)
+        return [model.output_length(samples) if bad is None else 0 for samples, bad in lengths]
 
     def _references(self, grain: Grain) -> list[str]:
         texts = grain["text"].tolist()
@@ -144,3 +173,7 @@ class Asr(Task):
     def _read(self, model: nn.Module, grain: Grain, log_probs: Tensor) -> list[str]:
         beam_width = self.settings.beam_width if self.settings.decoder == "beam" else None
         return transcripts(log_probs, self._frames(model, grain), self._labels, beam_width)
+
+
+def _place(line: BadLine) -> tuple[str, int]:
+    return str(line.path), line.line

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.data.audio import read_audio
+from paceline.data.audio import AudioUnreadable, read_audio
+from paceline.data.audio_check import bad_audio
+from paceline.data.bad_line import BadLine
 from paceline.data.manifest import Manifest
 from paceline.recipes.asr.perturb import PerturbSettings, max_stretch, perturb
 from paceline.recipes.asr.text import EncodedTexts
@@ -22,6 +24,8 @@ class Utterance(NamedTuple):
     text: NDArray[Any]
     key: int
     """Decides its masks, on any rank and in any batch."""
+    bad: BadLine | None = None
+    """Why its audio cannot be read: silence stands in its place, and it must not count as heard."""
 
 
 class Utterances:
@@ -35,9 +39,11 @@ class Utterances:
         texts: EncodedTexts,
         sample_rate: int,
         perturb_settings: PerturbSettings | None = None,
+        *,
+        skip_bad: bool = False,
     ) -> None:
         self._manifest, self._texts, self._sample_rate = manifest, texts, sample_rate
-        self._perturb = perturb_settings
+        self._perturb, self._skip_bad = perturb_settings, skip_bad
         stretch = 1.0 if perturb_settings is None else max_stretch(perturb_settings)
         self.lengths: NDArray[np.float64] = manifest.durations * stretch
         """Seconds, as long as a perturbation may make them."""
@@ -47,12 +53,26 @@ class Utterances:
 
     def __getitem__(self, index: int) -> Utterance:
         manifest = self._manifest
-        audio = read_audio(manifest.audio(index), sample_rate=self._sample_rate, **manifest.segment(index))
         # The loader has seeded torch with (seed, epoch, sample): one draw carries that on.
         key = int(torch.randint(2**62, ()))
+        try:
+            audio = read_audio(manifest.audio(index), sample_rate=self._sample_rate, **manifest.segment(index))
+        except AudioUnreadable as unreadable:  # damage that a look at the ends of a file does not show
+            return self._bad(index, key, unreadable)
         if self._perturb is not None:
             audio = perturb(audio, self._sample_rate, self._perturb, np.random.default_rng(key))
         return Utterance(audio, self._texts[index], key)
+
+    def _bad(self, index: int, key: int, unreadable: AudioUnreadable) -> Utterance:
+        manifest = self._manifest
+        if not self._skip_bad:
+            found = AudioUnreadable(unreadable.path, unreadable.why, manifest.where(index))
+            if manifest.source(index).is_file():
+                check = f"`paceline manifest stats {manifest.source(index)} --check` finds all such files"
+                found.hint = f"{check}, `--bad-data skip` goes on without them"
+            raise found from None
+        silence = np.zeros(max(1, round(float(manifest.durations[index]) * self._sample_rate)), np.int16)
+        return Utterance(silence, self._texts[index], key, bad_audio(manifest, index, unreadable.why))
 
     @property
     def names(self) -> Sequence[str]:
@@ -76,4 +96,5 @@ def collate(samples: list[Utterance]) -> dict[str, Any]:
         "keys": torch.tensor([sample.key for sample in samples]),
         "num_samples": num_samples,
         "num_labels": num_labels,
+        "bad": [sample.bad for sample in samples],
     }
