@@ -114,6 +114,39 @@ class StepSettings(Section):
     """Decay of an exponential moving average of the weights (0: none); validation then uses the average."""
 
 
+class ReduceSettings(Section):
+    """How the ranks come to one model."""
+
+    reduce: Literal["grad", "param"] = "grad"
+    """`grad`: gradients are summed at every step. `param`: ranks step apart and average their weights now and then."""
+    sync_step: Positive | None = None
+    """Steps between two averages (`param`); the end of an epoch is always one."""
+    sync_seconds: PositiveFloat | None = None
+    """Seconds between two averages, instead of `sync_step`; the ranks agree how many steps that is."""
+    sync_state: Literal["average", "keep", "reset"] = "average"
+    """The optimizer's state when weights are averaged: averaged too, each rank's own, or begun anew."""
+    sync_overlap: Annotated[int, Field(ge=0)] = 0
+    """Steps that go on while an average is under way, before it is applied (0: wait for it)."""
+    wire: Literal["full", "fp16", "bf16", "int8"] = "full"
+    """How numbers travel between ranks; `param` sends differences and feeds back what rounding lost."""
+    outer: Literal["plain", "momentum", "nesterov"] = "plain"
+    """What is done with an average: taken as it is, with block momentum (BMUF, SlowMo), or Nesterov's (DiLoCo)."""
+    outer_lr: PositiveFloat | None = None
+    """Step of the outer optimizer; 1 for momentum, 0.7 for Nesterov if not set."""
+    outer_momentum: Fraction | None = None
+    """Of the outer optimizer; 1 - 1/ranks for momentum, 0.9 for Nesterov if not set."""
+
+    @model_validator(mode="after")
+    def _reduction_is_whole(self) -> ReduceSettings:
+        if self.sync_step is not None and self.sync_seconds is not None:
+            raise ValueError("set `sync_step` or `sync_seconds`, not both")
+        if self.reduce == "param" and self.sync_step is None and self.sync_seconds is None:
+            raise ValueError("set `sync_step` (100, say) or `sync_seconds`: when to average with `reduce` param")
+        if self.reduce == "grad" and self.wire == "int8":
+            raise ValueError("`wire` int8 is for `reduce` param; gradients travel as full, fp16 or bf16")
+        return self
+
+
 class GroupSettings(Section):
     """Other optimizer settings for parameters whose name matches."""
 
@@ -222,7 +255,7 @@ class LoopSettings(Section):
     """How many of the best ones (by `monitor`) are kept beside them."""
 
 
-class EngineConfig(StepSettings, WorldSettings):
+class EngineConfig(StepSettings, ReduceSettings, WorldSettings):
     """What an `Engine` in a hand-written loop needs to know."""
 
 

@@ -54,9 +54,11 @@ class RunningStatistics:
     as long as that is the same for all grains of a step.
     """
 
-    def __init__(self, model: torch.nn.Module, link: Link) -> None:
+    def __init__(self, model: torch.nn.Module, link: Link, *, are_shared_out: bool = True) -> None:
+        """`are_shared_out=False`: every rank has its own, as with `reduce: param`, which averages them itself."""
         self._model = model
         self._link = link
+        self._are_shared_out = are_shared_out and link.world.size > 1
         self._is_shared = False
         self._layers: list[_BatchNorm] = []
         self._floats: list[torch.Tensor] = []
@@ -65,7 +67,7 @@ class RunningStatistics:
 
     def share(self) -> None:
         """From totals to shares; layers that are not in training mode keep their totals."""
-        if self._is_shared or self._link.world.size == 1:
+        if self._is_shared or not self._are_shared_out:
             return
         self._is_shared = True
         self._layers, self._floats = [], []

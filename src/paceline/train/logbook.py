@@ -46,10 +46,15 @@ class Logbook:
             self._num_samples += len(grain.samples)
 
     def flush(self) -> None:
-        """Read what the device has counted since the last time, in one go."""
-        if not self._pending:
+        """Read what the device has counted since the last time, in one go.
+
+        Steps of ranks that step apart (`reduce: param`) are kept until their losses are of all ranks.
+        """
+        ready = [entry for entry in self._pending if not entry[0].is_local]
+        if not ready:
             return
-        losses = _read_losses([step for step, _ in self._pending])
+        self._pending = [entry for entry in self._pending if entry[0].is_local]
+        losses = _read_losses([step for step, _ in ready])
         skipped = self._engine.skips.read(self._engine.num_steps)
         self._clock.lap("compute")  # what was waited for is the device
         self.loss = losses[-1]
@@ -57,12 +62,11 @@ class Logbook:
         if self._watchers:
             epoch = self._position.epoch
             records = [
-                {"kind": "step", "step": step.number, "epoch": epoch, "loss": loss, "lr": rate}
-                for (step, rate), loss in zip(self._pending, losses, strict=True)
+                {"kind": "step", "step": step.number, "epoch": epoch, "loss": loss, "lr": rate, **step.notes}
+                for (step, rate), loss in zip(ready, losses, strict=True)
             ]
             for watcher in self._watchers:
                 watcher.step(records)
-        self._pending.clear()
         self._progress.step(self._position.step, self.loss, self._engine.rate, skipped)
         self._clock.lap("logging")
 

@@ -131,7 +131,7 @@ class Trainer:
 
     def _train_epoch(self, feed: Feed) -> str:
         position, engine, config, clock = self.position, self.engine, self.config, self.clock
-        first = position.step
+        first, looked = position.step, engine.num_steps
         self.log.begin_epoch(summary.data_facts(feed, position.epoch), self._stage_name)
         wake = self._next_due()
         loss = partial(self.task.loss, engine.model)
@@ -147,13 +147,18 @@ class Trainer:
             stop = self._stop_asked(step)
             if engine.num_steps < wake and not stop and not feed.is_stream:
                 continue  # nothing is due at most steps
+            if not (engine.is_together or stop or self._is_done(None) or self._out_of_data(feed, step)):
+                continue  # ranks step apart (`reduce: param`): what is due waits for their next average
+            self._come_together()
+            stop = stop or self._stop_asked(step)
+            due, looked = partial(_due_since, looked, engine.num_steps), engine.num_steps
             wake = self._next_due()
             position.is_epoch_over = self._out_of_data(feed, step)
-            if _due(engine.num_steps, config.log_every):
+            if due(config.log_every):
                 self.log.flush()
-            if _due(engine.num_steps, config.val_every_steps):
+            if due(config.val_every_steps):
                 self._validate()
-            if stop or _due(engine.num_steps, config.save_every_steps) or self._found_best():
+            if stop or due(config.save_every_steps) or self._found_best():
                 self._save()
             if stop:
                 return "stopped"
@@ -162,6 +167,7 @@ class Trainer:
                 break
         if batch is None and first == 0 and not position.is_epoch_over:
             raise NothingRead(position.epoch)
+        self._come_together()
         self.log.end_epoch(position.step - first)
         # Ended by `steps` or `patience`: if the run is given more of them, it goes on from here.
         is_cut_short = batch is not None and not batch.is_last and (self._is_done(None) or self._lost_patience())
@@ -170,6 +176,11 @@ class Trainer:
         if is_cut_short or _due(position.epoch, config.val_every_epochs):
             self._validate()
         return "early" if self._lost_patience() else "finished"
+
+    def _come_together(self) -> None:
+        self.clock.lap("other")
+        self.engine.sync()
+        self.clock.lap("communication")
 
     def _validate(self) -> None:
         if self.position.is_fresh:
@@ -220,12 +231,15 @@ class Trainer:
 
     def _stop_asked(self, step: Step) -> bool:
         """Whether any rank was asked to stop, as of the same step on all. On a GPU it is read when logging anyway."""
-        if step.ranks_to_stop is None:
+        if self.link.world.size == 1:
             return self.engine.wants_stop
+        if step.ranks_to_stop is None:
+            return False  # ranks step apart, and learn of it with their next average
         on_host = step.ranks_to_stop.device.type == "cpu"
         return (on_host or _due(self.engine.num_steps, self.config.log_every)) and bool(step.ranks_to_stop)
 
     def _close(self, status: str) -> Result:
+        self.engine.sync()
         self.engine.statistics.total()
         self.keeper.close(status)
         self.clock.lap("checkpoint")
@@ -392,3 +406,8 @@ def _signature(model: torch.nn.Module) -> dict[str, tuple[torch.Size, bool]]:
 
 def _due(number: int, every: int | None) -> bool:
     return every is not None and number % every == 0
+
+
+def _due_since(before: int, now: int, every: int | None) -> bool:
+    """Whether a multiple of `every` has come since, `now` included."""
+    return every is not None and now // every > before // every
