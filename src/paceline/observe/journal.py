@@ -16,6 +16,8 @@ from typing import IO, Any
 from paceline.observe.watcher import Record, Watcher
 
 _STEP = '{"kind": "step", "step": %d, "epoch": %d, "loss": %r, "lr": %r}\n'
+NUM_STEP_FIELDS = 5
+"""Of a step with nothing beside its number, epoch, loss and rate."""
 
 
 class Journal(Watcher):
@@ -28,7 +30,14 @@ class Journal(Watcher):
 
     def step(self, records: list[Record]) -> None:
         """Written by hand because it happens at every step."""
-        text = "".join([_STEP % (record["step"], record["epoch"], record["loss"], record["lr"]) for record in records])
+        text = "".join(
+            [
+                _STEP % (record["step"], record["epoch"], record["loss"], record["lr"])
+                if len(record) == NUM_STEP_FIELDS
+                else _line(record)
+                for record in records
+            ]
+        )
         if "n," in text or "f," in text or "None" in text:  # nan, inf: JSON has no word for them
             text = "".join([_line(record) for record in records])
         self._file.write(text)

@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 renamed it and warns of the old name, which 2.11 has.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 BLOCK = 1024
 """Numbers that share one int8 scale: 4 bytes for 1024."""
 
@@ -152,6 +155,4 @@ class Exchange:
         self._arriving = torch.empty(self._size, payload.shape[1], dtype=torch.uint8, device=self._road)
         self._sending = payload
         self._is_second_hop = True
-        self._work = dist.all_gather_into_tensor(
-            self._arriving.view(-1), payload.view(-1), group=self._group, async_op=True
-        )
+        self._work = _all_gather(self._arriving.view(-1), payload.view(-1), group=self._group, async_op=True)

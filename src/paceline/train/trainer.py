@@ -149,10 +149,11 @@ class Trainer:
                 continue  # nothing is due at most steps
             if not (engine.is_together or stop or self._is_done(None) or self._out_of_data(feed, step)):
                 continue  # ranks step apart (`reduce: param`): what is due waits for their next average
-            self._come_together()
-            stop = stop or self._stop_asked(step)
             due, looked = partial(_due_since, looked, engine.num_steps), engine.num_steps
             wake = self._next_due()
+            if due(config.val_every_steps) or due(config.save_every_steps) or not engine.is_together:
+                self._come_together()
+                stop = stop or self._stop_asked(step)
             position.is_epoch_over = self._out_of_data(feed, step)
             if due(config.log_every):
                 self.log.flush()
