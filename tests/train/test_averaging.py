@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,11 @@ import torch
 
 from paceline.observe.journal import read
 from paceline.train import restore
+from paceline.train.engine import Engine
+from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import RanksFailed, ranks, run_ranks
-from tests.train.apart import NUM_SAMPLES, fit, local_steps, mean_over_ranks
+from tests.train.apart import NUM_SAMPLES, Net, WeightedTask, config, fit, local_steps, mean_over_ranks
 from tests.train.small import assert_same
 
 EPOCH = NUM_SAMPLES // 16
@@ -229,3 +234,75 @@ def test_another_number_of_ranks_goes_on_where_nothing_was_kept(tmp_path: Path) 
     done = run_ranks(2, fit, {}, {**settings, "epochs": 2, "resume": "auto"})
     assert done[0]["steps"] == 2 * EPOCH
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
+
+
+# -- stops, streams, loops of one's own --------------------------------------------------------------------------------
+
+
+class Interrupted(WeightedTask):
+    """One rank is told to stop in the middle of a step; the others learn of it with the next average."""
+
+    def loss(self, model: Any, grain: Any) -> Any:
+        if self.world.rank == 1 and len(self.seen) == 8 * 8:  # in its 9th step
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().loss(model, grain)
+
+
+def interrupted(link: Link, out: str, overlap: int) -> tuple[str, int]:
+    settings = {"epochs": 4, "reduce": "param", "sync_step": 4, "sync_overlap": overlap, "out": Path(out)}
+    result = Trainer(Interrupted(), config(**settings), link).fit()
+    return result.status, result.num_steps
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_a_stop_comes_with_an_average(tmp_path: Path, overlap: int) -> None:
+    out = str(tmp_path / "run")
+    # Averages are taken after 6, 10 and 12 steps; the one after 10 says so, and arrives 2 steps later if it flies.
+    assert run_ranks(2, interrupted, out, overlap) == [("stopped", 10 if overlap == 0 else 12)] * 2
+    settings = {"epochs": 4, "reduce": "param", "sync_step": 4, "sync_overlap": overlap}
+    whole = run_ranks(2, fit, {}, {**settings, "out": str(tmp_path / "whole")})
+    resumed = run_ranks(2, fit, {}, {**settings, "out": out, "resume": "auto"})
+    for mine, other in zip(resumed, whole, strict=True):
+        assert_same(mine["state"], other["state"])
+
+
+class Numbers(torch.utils.data.IterableDataset[Any]):
+    """Each rank has its own numbers, some more than others."""
+
+    def __init__(self, mine: range = range(0)) -> None:
+        self._mine = mine
+
+    def shard(self, rank: int, size: int) -> Numbers:
+        return Numbers(range(rank, 40 + 30 * rank, size))
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for number in self._mine:
+            yield torch.full((5,), number / 50), torch.tensor(float(number))
+
+
+def stream_loop(link: Link, every: int, overlap: int) -> tuple[list[float], list[list[float]]]:
+    """An engine in a loop of its own, two epochs of a stream that ends earlier on rank 0."""
+    torch.manual_seed(link.world.rank)  # `prepare` gives all ranks the first one's weights
+    engine = Engine(level=0, reduce="param", sync_step=every, sync_overlap=overlap, link=link, device="cpu")
+    model = Net()
+    model, _ = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.001))
+    seen: list[float] = []
+
+    def loss(grain: Any) -> Any:
+        seen.extend(grain.y.tolist())
+        return (model(grain.x) - grain.y / 50).square().sum(), len(grain)
+
+    for batch in engine.batches(Numbers(), global_batch=8, epochs=2):
+        engine.step(loss, batch)
+    with engine.evaluating():
+        looked = [parameter.flatten().tolist() for parameter in model.parameters()]
+    engine.close()
+    return seen, looked
+
+
+@pytest.mark.parametrize(("every", "overlap"), [(1, 0), (3, 0), (3, 2)])
+def test_streams_end_when_no_rank_has_more(every: int, overlap: int) -> None:
+    done = run_ranks(2, stream_loop, every, overlap)
+    for rank, (seen, looked) in enumerate(done):
+        assert seen == [float(number) for number in range(rank, 40 + 30 * rank, 2)] * 2
+        assert looked == done[0][1]

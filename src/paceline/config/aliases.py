@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-ALIASES: dict[str, str] = {"code_optimization": "level"}
+ALIASES: dict[str, str] = {
+    "code_optimization": "level",
+    "reduce_type": "reduce",
+    "param_sync_step": "sync_step",
+    "param_sync_time_diff": "sync_seconds",
+    "horovod_reduce_type": "reduce",
+    "horovod_param_sync_step": "sync_step",
+    "horovod_param_sync_time_diff": "sync_seconds",
+    "horovod_scale_lr": "scale_lr",
+    "horovod_dataset_distribution": "dataset_distribution",
+}
 """Accepted instead of the setting's own name, where the model has that setting."""
 
 SHORT: dict[str, str] = {"O": "level"}

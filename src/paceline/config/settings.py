@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -62,6 +62,8 @@ class DataSettings(Section):
 
     global_batch: Positive | None = None
     """Samples per step over all ranks. With `batch_cost` it is the cap on samples."""
+    batch_per_device: Positive | None = None
+    """Samples per step and rank, instead of `global_batch`: more ranks then make a larger batch, see `scale_lr`."""
     batch_cost: PositiveFloat | None = None
     """Total length (seconds, tokens: the unit of the lengths) per step over all ranks, padding counted."""
     grains: Positive | None = None
@@ -86,7 +88,14 @@ class DataSettings(Section):
     @property
     def max_samples(self) -> int:
         """Cap on samples per step."""
-        return self.global_batch or (2**31 - 1 if self.batch_cost else 32)
+        return self.global_batch or self.batch_per_device or (2**31 - 1 if self.batch_cost else 32)
+
+    @model_validator(mode="after")
+    def _one_batch(self) -> DataSettings:
+        if self.batch_per_device is not None and (self.global_batch is not None or self.batch_cost is not None):
+            other = "global_batch" if self.global_batch is not None else "batch_cost"
+            raise ValueError(f"set `batch_per_device` or `{other}`, not both")
+        return self
 
 
 class StepSettings(Section):
@@ -165,6 +174,8 @@ class OptimSettings(Section):
     """Rule of the update."""
     lr: PositiveFloat = 1e-3
     """Learning rate at the top of the schedule."""
+    scale_lr: Literal["none", "linear", "sqrt"] = "none"
+    """With `batch_per_device`: `lr` is for one rank, and grows with their number or its root; warm-up is advised."""
     momentum: Fraction = 0.9
     """Of SGD."""
     betas: tuple[Fraction, Fraction] | None = None
@@ -207,6 +218,12 @@ class OptimSettings(Section):
     """Width of the model (Noam)."""
     newbob_threshold: float = 0.01
     """Newbob decays when the monitored score improves by less than this, relative to itself."""
+
+    @field_validator("scale_lr", mode="before")
+    @classmethod
+    def _said_as_a_flag(cls, given: Any) -> Any:
+        """RETURNN's `horovod_scale_lr` is true or false."""
+        return {"true": "linear", "false": "none", "1": "linear", "0": "none"}.get(str(given).lower(), given)
 
 
 class ObserveSettings(Section):
@@ -268,4 +285,6 @@ class TrainConfig(LoopSettings, ObserveSettings, OptimSettings, EngineConfig, Da
             raise ValueError("set `epochs` or `steps`: how long to train")
         if self.clip_norm is not None and self.clip_value is not None:
             raise ValueError("set `clip_norm` or `clip_value`, not both")
+        if self.scale_lr != "none" and self.batch_per_device is None:
+            raise ValueError("`scale_lr` needs `batch_per_device`: with a global batch, ranks do not change the batch")
         return self

@@ -31,6 +31,7 @@ from paceline.train.contract import ForeignParameters, NoGradients, NonFiniteLos
 from paceline.train.dice import Dice
 from paceline.train.feed import Feed
 from paceline.train.position import choose_grains
+from paceline.train.scaling import for_ranks
 from paceline.train.skips import SkipCount
 from paceline.world.discover import discover
 from paceline.world.link import Link
@@ -366,7 +367,7 @@ class Engine:
 
         After a resume, the first call goes on where the interrupted one was.
         """
-        config = DataSettings(**settings)
+        config, _ = for_ranks(DataSettings(**settings), self.link.world.size)
         feed = Feed(
             dataset,
             config,

@@ -24,6 +24,7 @@ from paceline.train.feed import Feed, NothingRead
 from paceline.train.keeper import Keeper
 from paceline.train.logbook import Logbook
 from paceline.train.position import Position
+from paceline.train.scaling import for_ranks
 from paceline.train.signals import on_stop_signal
 from paceline.train.task import Stage, Task, overrides
 from paceline.train.validation import Validation
@@ -56,6 +57,7 @@ class Trainer:
 
     def __init__(self, task: Task, config: TrainConfig, link: Link, watchers: Sequence[Watcher] = ()) -> None:
         self.clock = Clock()
+        config, self._arithmetic = for_ranks(config, link.world.size)
         self.task, self.config, self.link = task, config, link
         task.world, task.settings = link.world, config
         self.progress = Progress(enabled=link.is_first, asked=config.progress)
@@ -396,7 +398,7 @@ class Trainer:
             resumed=self._resumed,
         )
         self.progress.table(summary.rows(facts))
-        for line in [*self.engine.precision.notes, *summary.idle(facts)]:
+        for line in [*filter(None, [self._arithmetic]), *self.engine.precision.notes, *summary.idle(facts)]:
             self.progress.say(line)
 
 
