@@ -170,14 +170,28 @@ class GroupSettings(Section):
 class OptimSettings(Section):
     """How weights are updated."""
 
-    optimizer: Literal["sgd", "adam", "adamw", "novograd", "lamb"] = "adamw"
+    optimizer: Literal["sgd", "adam", "adamw", "novograd", "lamb", "lars"] = "adamw"
     """Rule of the update."""
     lr: PositiveFloat = 1e-3
     """Learning rate at the top of the schedule."""
+    larc: Literal["clip", "scale"] | None = None
+    """Layer-wise adaptive rates around the optimizer: at most `lr` (clip), or as the norms say (scale)."""
+    larc_eta: PositiveFloat | None = None
+    """Step of a tensor relative to its weights; 0.002 for LARC, 0.001 for LARS if not set."""
+    larc_epsilon: Annotated[float, Field(ge=0)] = 1e-7
+    """Added to the norm of the gradient."""
+    larc_min_update: Annotated[float, Field(ge=0)] = 1e-7
+    """Least factor on a gradient."""
+    larc_decay: Literal["apart", "inside"] = "apart"
+    """Weight decay left to the optimizer (OpenSeq2Seq), or inside the norms and the scaled gradient (Apex)."""
+    larc_zero: Literal["freeze", "skip"] = "freeze"
+    """Tensors whose weights or gradients are all 0: as the formula says, all but frozen, or left alone (Apex)."""
+    larc_exclude: Literal["none", "vectors"] = "none"
+    """Which parameters keep their gradients: none, or those of one dimension (biases, norms)."""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """With `batch_per_device`: `lr` is for one rank, and grows with their number or its root; warm-up is advised."""
     momentum: Fraction = 0.9
-    """Of SGD."""
+    """Of SGD and LARS."""
     betas: tuple[Fraction, Fraction] | None = None
     """Decay of the moments; each optimizer's own default if not set (NovoGrad 0.95, 0.25; the others 0.9, 0.999)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -285,6 +299,8 @@ class TrainConfig(LoopSettings, ObserveSettings, OptimSettings, EngineConfig, Da
             raise ValueError("set `epochs` or `steps`: how long to train")
         if self.clip_norm is not None and self.clip_value is not None:
             raise ValueError("set `clip_norm` or `clip_value`, not both")
+        if self.optimizer == "lars" and self.larc is not None:
+            raise ValueError("LARS has layer-wise rates already: set `larc` with another optimizer, or leave it out")
         if self.scale_lr != "none" and self.batch_per_device is None:
             raise ValueError("`scale_lr` needs `batch_per_device`: with a global batch, ranks do not change the batch")
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,10 +20,17 @@ class Logbook:
     """Between the loop and what is seen of it: the watchers and the console. Ranks but the first have no watchers."""
 
     def __init__(
-        self, watchers: Sequence[Watcher], progress: Progress, engine: Engine, position: Position, clock: Clock
+        self,
+        watchers: Sequence[Watcher],
+        progress: Progress,
+        engine: Engine,
+        position: Position,
+        clock: Clock,
+        more: Callable[[], dict[str, float]] = dict,
     ) -> None:
+        """`more` gives numbers of the last step that are worth a look on the device, when something is logged."""
         self._watchers, self._progress, self._engine, self._position = watchers, progress, engine, position
-        self._clock = clock
+        self._clock, self._more = clock, more
         self._pending: list[tuple[Step, float | None]] = []
         self._status = "failed"  # until the run is closed
         self._is_over = False
@@ -65,6 +72,7 @@ class Logbook:
                 {"kind": "step", "step": step.number, "epoch": epoch, "loss": loss, "lr": rate, **step.notes}
                 for (step, rate), loss in zip(ready, losses, strict=True)
             ]
+            records[-1] |= self._more()
             for watcher in self._watchers:
                 watcher.step(records)
         self._progress.step(self._position.step, self.loss, self._engine.rate, skipped)

@@ -47,7 +47,7 @@ def collect(engine: Engine) -> tuple[Parts, dict[str, Any]]:
     """(tensors by part, plain values). Batch-norm statistics must be complete: see `RunningStatistics.total`."""
     model = {**dict(engine.model.named_buffers()), **engine.named_weights()}
     kept = engine.model.state_dict().keys()  # leaves out buffers that are not persistent
-    optimizer, optimizer_values = optimizer_state.pack(engine.optimizer, _names(engine))
+    optimizer, optimizer_values = optimizer_state.pack(engine.optimizer, names(engine))
     parts: Parts = {
         "model": {name: tensor.detach() for name, tensor in model.items() if name in kept},
         "optimizer": optimizer,
@@ -77,7 +77,7 @@ def collect_own(engine: Engine) -> dict[str, Tensor]:
     parts = {"averaging": engine.strategy.local_state(), "scale": engine.scale.state_dict()}
     parts["skips"] = {"state": torch.tensor(engine.skips.state())}
     if engine.config.sync_state == "keep":
-        parts["optimizer"], _ = optimizer_state.pack(engine.optimizer, _names(engine))
+        parts["optimizer"], _ = optimizer_state.pack(engine.optimizer, names(engine))
     return {f"{part}:{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
 
@@ -86,7 +86,7 @@ def restore(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]], values: M
     """The counterpart of `collect`, into a prepared engine; parts named `rank-0` and so on are from `collect_own`."""
     own, optimizer = _own_parts(engine, parts)
     restore_weights(engine, parts["model"])
-    optimizer_state.unpack(engine.optimizer, _names(engine), optimizer, values["optimizer"])
+    optimizer_state.unpack(engine.optimizer, names(engine), optimizer, values["optimizer"])
     engine.scale.load_state_dict(own.get("scale") or parts["scale"])
     if engine.average is not None:
         # A run that had no average (changed settings) begins it with the weights as they are.
@@ -147,7 +147,7 @@ def restore_weights(engine: Engine, saved: Mapping[str, Tensor]) -> None:
     engine.statistics.share()
 
 
-def _names(engine: Engine) -> dict[Tensor, str]:
+def names(engine: Engine) -> dict[Tensor, str]:
     """Which parameter each tensor of the optimizer is (a master stands for its weight)."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in engine.model.named_parameters()}
     if engine.masters is not None:

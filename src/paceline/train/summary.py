@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.config.settings import TrainConfig
+from paceline.optim import larc
 from paceline.parallel import outer
 from paceline.speed import precision
 from paceline.speed.precision import Precision
@@ -178,6 +179,10 @@ def _optimizer(config: TrainConfig, name: str) -> str:
         parts.append(f"weight decay {config.weight_decay:g}")
     if config.groups:
         parts.append(f"{len(config.groups)} parameter group{'s' * (len(config.groups) > 1)} of their own")
+    rule = larc.rule_of(config)
+    if rule is not None:
+        how = "with layer-wise rates" if config.optimizer == "lars" else f"LARC ({rule.mode})"
+        parts.append(f"{how}, eta {rule.eta:g}")
     if config.clip_norm is not None:
         parts.append(f"gradients clipped to norm {config.clip_norm:g}")
     if config.clip_value is not None:
@@ -243,8 +248,23 @@ _IDLE: list[tuple[str, tuple[str, ...], _Test]] = [
         ("monitor", "patience", "monitor_mode", "eval_batch", "val_every_steps"),
         lambda facts: not facts.validation,
     ),
-    ("unless the optimizer is sgd", ("momentum",), lambda facts: facts.config.optimizer != "sgd"),
+    (
+        "unless the optimizer is sgd or lars",
+        ("momentum",),
+        lambda facts: facts.config.optimizer not in ("sgd", "lars"),
+    ),
     ("with optimizer sgd", ("betas",), lambda facts: facts.config.optimizer == "sgd"),
+    ("with optimizer lars", ("betas",), lambda facts: facts.config.optimizer == "lars"),
+    (
+        "without `larc` or optimizer lars",
+        ("larc_eta", "larc_exclude"),
+        lambda facts: facts.config.larc is None and facts.config.optimizer != "lars",
+    ),
+    (
+        "without `larc`",
+        ("larc_epsilon", "larc_min_update", "larc_decay", "larc_zero"),
+        lambda facts: facts.config.larc is None,
+    ),
     ("with a constant schedule", ("min_lr",), lambda facts: facts.config.schedule == "constant"),
     ("unless the schedule is polynomial", ("power",), lambda facts: facts.config.schedule != "polynomial"),
     ("unless the schedule is exponential", ("decay_steps",), lambda facts: facts.config.schedule != "exponential"),

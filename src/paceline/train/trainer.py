@@ -17,7 +17,7 @@ from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.rank_log import rank_log
 from paceline.observe.watcher import RunInfo, Watcher, checked
-from paceline.optim import build, schedule
+from paceline.optim import build, larc, schedule
 from paceline.train import restore, state, summary
 from paceline.train.engine import Engine, Step
 from paceline.train.feed import Feed, NothingRead
@@ -77,7 +77,7 @@ class Trainer:
         if self.keeper.metrics_file is not None:
             done, validated = self.engine.num_steps, max(0, self.position.validated)
             watching.insert(0, Journal(self.keeper.metrics_file, next_step=done, next_validation=validated))
-        self.log = Logbook(watching, self.progress, self.engine, self.position, self.clock)
+        self.log = Logbook(watching, self.progress, self.engine, self.position, self.clock, self._layer_rates)
         self.log.start(self._info())
         self._is_introduced = False
         self.clock.lap("setup")
@@ -282,6 +282,8 @@ class Trainer:
     def _prepare(self, model: torch.nn.Module) -> None:
         model.to(self.link.device)
         optimizer = self.task.optimizer(build.groups(model, self.config), self.config, self.link.device)
+        rule = larc.rule_of(self.config)
+        self.larc = None if rule is None else larc.Larc(optimizer, rule)
         self.engine.prepare(model, optimizer)
 
     def _resume(self, found: restore.Checkpoint) -> None:
@@ -367,6 +369,13 @@ class Trainer:
         for name in missing:
             self.progress.say(f"{name} is not installed: metrics go to metrics.jsonl alone (`pip install {name}`)")
         return [*found, *checked(self.task.watchers()), *checked(given)]
+
+    def _layer_rates(self) -> dict[str, float]:
+        """Effective learning rates by parameter, where LARC sets them."""
+        if self.larc is None:
+            return {}
+        rates = self.larc.rates(state.names(self.engine))
+        return {f"larc/{name}": rate for name, rate in rates.items()}
 
     def _info(self) -> RunInfo:
         settings = self.config.model_dump(mode="json")
