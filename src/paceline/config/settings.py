@@ -145,12 +145,17 @@ class ReduceSettings(Section):
     outer_momentum: Fraction | None = None
     """Of the outer optimizer; 1 - 1/ranks for momentum, 0.9 for Nesterov if not set."""
 
+    sync_batchnorm: Literal["no", "all"] | Annotated[int, Field(ge=2)] = "no"
+    """Batch norm over the joined grains of `all` ranks, or of groups of so many; needs one grain per rank."""
+
     @model_validator(mode="after")
     def _reduction_is_whole(self) -> ReduceSettings:
         if self.sync_step is not None and self.sync_seconds is not None:
             raise ValueError("set `sync_step` or `sync_seconds`, not both")
         if self.reduce == "param" and self.sync_step is None and self.sync_seconds is None:
             raise ValueError("set `sync_step` (100, say) or `sync_seconds`: when to average with `reduce` param")
+        if self.reduce == "param" and self.sync_batchnorm != "no":
+            raise ValueError("`sync_batchnorm` needs `reduce` grad: with param, ranks do not meet in a step")
         if self.reduce == "grad" and self.wire == "int8":
             raise ValueError("`wire` int8 is for `reduce` param; gradients travel as full, fp16 or bf16")
         return self

@@ -24,6 +24,7 @@ from paceline.optim.build import zero_first_momentum
 from paceline.optim.ema import WeightAverage
 from paceline.parallel.averaging import AveragedParameters
 from paceline.parallel.gradients import SummedGradients
+from paceline.parallel.joined_norm import JoinedNorms
 from paceline.parallel.statistics import RunningStatistics
 from paceline.parallel.strategy import Alone, Strategy
 from paceline.speed import loss_scale, master, precision, recompute
@@ -114,6 +115,7 @@ class Engine:
         """
         _check_pair(model, optimizer)
         model.to(self.device)
+        self._norms = self._join_norms(model)
         if self.config.checkpoint_activations:
             recompute.recompute(model, self.config.checkpoint_activations)
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -139,9 +141,15 @@ class Engine:
         self.statistics.share()
         return model, optimizer
 
+    def _join_norms(self, model: torch.nn.Module) -> JoinedNorms | None:
+        asked, world = self.config.sync_batchnorm, self.link.world
+        if asked == "no" or world.size == 1:
+            return None
+        return JoinedNorms(model, world, world.size if asked == "all" else asked, self.config.timeout_s)
+
     def _choose_strategy(self, parameters: list[torch.nn.Parameter]) -> Strategy:
         if self._several:
-            return SummedGradients(parameters, self.link)
+            return SummedGradients(parameters, self.link, wire=self.config.wire)
         if not self.averages:
             return Alone(parameters)
         kept = self.model.state_dict().keys()  # buffers that are not persistent are constants
@@ -171,6 +179,8 @@ class Engine:
         self.sync()
         self.statistics.total()
         self.strategy.detach()
+        if self._norms is not None:
+            self._norms.detach()
         if self.masters is not None:
             self.masters.release()
             self.masters = None
@@ -238,6 +248,8 @@ class Engine:
     def _run_grains(self, loss: Loss, batch: Batch) -> Step:
         """Gradients of the sum of all grains' losses over the step's count, summed over the ranks."""
         divisor = self._divisor(batch)
+        if self._norms is not None:
+            self._norms.begin_step(batch.num_grains)
         loss_sum: Any = 0.0
         count: Any = 0
         outputs: list[Any] = []
