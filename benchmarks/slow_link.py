@@ -13,7 +13,8 @@ A step is forward, backward and an SGD update on the CPU; what is left of `--ste
 and the host were free (`--step-ms 0`: nothing is). `steps/s` is over whole intervals in steady state. `bytes` are what
 the interface of one host has sent, per step. `blocked` is what a sync costs the training thread: calls that were
 timed, or for PostLocalSGD the step with the sync over the median step. DDP is timed over few steps, because each takes
-seconds; final losses (over all data, after a last sync) are of runs of `--loss-steps` steps with the limit lifted.
+seconds; final losses (on points of their own, after a last sync) are of runs of `--loss-steps` steps with the limit
+lifted and a learning rate that falls to 0.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from paceline.world.start import start
 
 RANKS, EVERY, WARM = 4, 50, 50
 WIDTHS = (320, 1500, 1500, 1500, 10)  # 5.0 M parameters
-SAMPLES, BATCH, LR, MOMENTUM = 8192, 8, 0.02, 0.9
+SAMPLES, BATCH, LR, MOMENTUM = 4096, 8, 0.005, 0.9
 INTERFACE, NETWORK, BRIDGE = "eth0", "10.77.0", "slowlink"
 PORT = 29_417
 
@@ -56,18 +57,21 @@ PORT = 29_417
 
 
 class Data:
-    """Points, and what a random net of the same kind makes of them, with noise; each rank draws its own."""
+    """Points and noisy values of a function of them; each rank draws its own, and there are always new ones."""
 
     def __init__(self, rank: int) -> None:
         random = torch.Generator().manual_seed(1)
-        self.x = torch.randn(SAMPLES, WIDTHS[0], generator=random)
-        teacher = torch.randn(WIDTHS[0], WIDTHS[-1], generator=random) / WIDTHS[0] ** 0.5
-        self.y = torch.tanh(2 * self.x @ teacher) + 0.5 * torch.randn(SAMPLES, WIDTHS[-1], generator=random)
+        self._teacher = torch.randn(WIDTHS[0], WIDTHS[-1], generator=random) * 2 / WIDTHS[0] ** 0.5
         self._rank = rank
+        self.x, self.y = self._draw(2**40, SAMPLES)  # to judge the result by
 
-    def batch(self, step: int) -> torch.Tensor:
-        random = torch.Generator().manual_seed(1000 * step + self._rank)
-        return torch.randint(0, SAMPLES, (BATCH,), generator=random)
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._draw(RANKS * step + self._rank, BATCH)
+
+    def _draw(self, seed: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        random = torch.Generator().manual_seed(seed)
+        x = torch.randn(number, WIDTHS[0], generator=random)
+        return x, torch.tanh(x @ self._teacher) + torch.randn(number, WIDTHS[-1], generator=random)
 
 
 def make_model() -> nn.Module:
@@ -80,9 +84,6 @@ def make_model() -> nn.Module:
 
 def make_sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
-
-
-Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 class Case:
@@ -98,14 +99,16 @@ class Case:
         self.runner: nn.Module = self.model
         self.optimizer: Any = make_sgd(self.model)
 
-    def loss(self, ids: torch.Tensor) -> torch.Tensor:
-        return (self.runner(self.data.x[ids]) - self.data.y[ids]).square().sum() / (len(ids) * WIDTHS[-1])
-
     def step(self, number: int) -> None:
         self.optimizer.zero_grad()
-        self.loss(self.data.batch(number)).backward()
+        x, y = self.data.batch(number)
+        (self.runner(x) - y).square().mean().backward()
         self.optimizer.step()
         self.sync(number)
+
+    def set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
 
     def sync(self, number: int) -> None:
         """Between steps."""
@@ -185,12 +188,11 @@ class Paceline(Case):
         self.engine = Engine(
             link=self.link, level=0, reduce="param", sync_step=EVERY, sync_state="keep", device="cpu", **self.settings
         )
-        self.engine.prepare(self.model, make_sgd(self.model))
+        self.optimizer = make_sgd(self.model)
+        self.engine.prepare(self.model, self.optimizer)
 
     def step(self, number: int) -> None:
-        ids = self.data.batch(number)
-        rank = self.link.world.rank
-        grain = Grain((self.data.x[ids], self.data.y[ids]), rank, ids.numpy().astype(np.int64))
+        grain = Grain(self.data.batch(number), self.link.world.rank, np.arange(BATCH))
         batch = Batch(0, number, RANKS, RANKS * BATCH, RANKS * BATCH, [grain], own_count=BATCH)
         before = self.engine.strategy.blocked_s  # type: ignore[attr-defined]
         averages = self.engine.strategy.num_averages  # type: ignore[attr-defined]
@@ -257,12 +259,13 @@ def measure(case: Case, warm: int, timed: int, step_s: float) -> dict[str, float
         "steps/s": timed / took,
         "bytes/step": sent / timed,
         "step ms": 1e3 * statistics.median(own),
-        "blocked s": statistics.mean(blocked) if blocked else 0.0,
+        "blocked s": statistics.median(blocked) if blocked else 0.0,
     }
 
 
 def final_loss(case: Case, steps: int) -> float:
     for number in range(steps):
+        case.set_rate(LR * (1 - number / steps))
         case.step(number)
     case.finish()
     with torch.no_grad():
@@ -386,7 +389,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--intervals", type=int, default=3, help=f"timed intervals of {EVERY} steps")
     arguments.add_argument("--ddp-steps", type=int, default=4)
-    arguments.add_argument("--loss-steps", type=int, default=600)
+    arguments.add_argument("--loss-steps", type=int, default=400)
     arguments.add_argument("--step-ms", type=float, default=60.0)
     arguments.add_argument("--rank", type=int, help="(started by the script itself)")
     arguments.add_argument("--options")
