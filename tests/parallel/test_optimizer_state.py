@@ -8,7 +8,7 @@ import torch
 from paceline.config.settings import ReduceSettings
 from paceline.parallel.averaging import AveragedParameters
 from paceline.parallel.optimizer_state import reset
-from paceline.train.engine import Step
+from paceline.train.step import Step
 from paceline.world.link import Link
 from tests.ranks import ranks
 

@@ -71,7 +71,8 @@ class StateAverage:
 
     def send_steps(self, weight: float) -> list[float]:
         """Numbers for the tally: counts of steps, and whether this rank has entries that are not agreed on."""
-        self._sent = [float(self._tensor(place)) for place in self._step_places]
+        counts = [self._tensor(place).double() for place in self._step_places]
+        self._sent: list[float] = torch.stack(counts).tolist() if counts else []
         has_more = self._agreed is not None and not set(self._own()) <= self._agreed
         return [*(weight * count for count in self._sent), float(has_more)]
 
@@ -86,7 +87,8 @@ class StateAverage:
         self._should_agree = self._should_agree or more > 0
         if total:
             for place, sent, value in zip(self._step_places, self._sent, sums, strict=True):
-                self._tensor(place).add_(round(value / total) - sent)
+                if round(value / total) != sent:
+                    self._tensor(place).add_(round(value / total) - sent)
 
     def _own(self) -> list[Place]:
         found: list[Place] = []

@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,45 +21,21 @@ from paceline.data.grain import Batch, Grain
 from paceline.observe.clock import Clock
 from paceline.optim.build import zero_first_momentum
 from paceline.optim.ema import WeightAverage
-from paceline.parallel.averaging import AveragedParameters
-from paceline.parallel.gradients import SummedGradients
-from paceline.parallel.joined_norm import JoinedNorms
 from paceline.parallel.statistics import RunningStatistics
-from paceline.parallel.strategy import Alone, Strategy
 from paceline.speed import loss_scale, master, precision, recompute
+from paceline.train import reduction
 from paceline.train.contract import ForeignParameters, NoGradients, NonFiniteLoss, OutOfMemory, unpack
 from paceline.train.dice import Dice
 from paceline.train.feed import Feed
 from paceline.train.position import choose_grains
 from paceline.train.scaling import for_ranks
 from paceline.train.skips import SkipCount
+from paceline.train.step import Step
 from paceline.world.discover import discover
 from paceline.world.link import Link
 from paceline.world.start import start
 
 Loss = Callable[[Grain], Any]
-
-
-@dataclass(slots=True)
-class Step:
-    """What a step did. Tensors stay on the device until somebody reads `loss`."""
-
-    number: int
-    loss_sum: torch.Tensor
-    count: Any
-    ranks_with_data: Any = None
-    ranks_to_stop: Any = None
-    gradient_norm: torch.Tensor | None = None
-    outputs: list[Any] = field(default_factory=list)
-    is_local: bool = False
-    """With `reduce: param`, until the next average: loss and count are this rank's."""
-    notes: dict[str, float] = field(default_factory=dict)
-    """More numbers for whoever logs."""
-
-    @property
-    def loss(self) -> float:
-        """Loss per counted item over all ranks, or of this rank while `is_local` (waits for the device)."""
-        return float(self.loss_sum) / float(self.count) if self.count else math.nan
 
 
 class Engine:
@@ -115,7 +90,7 @@ class Engine:
         """
         _check_pair(model, optimizer)
         model.to(self.device)
-        self._norms = self._join_norms(model)
+        self._norms = reduction.join_norms(model, self.config, self.link)
         if self.config.checkpoint_activations:
             recompute.recompute(model, self.config.checkpoint_activations)
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -131,7 +106,9 @@ class Engine:
         self.averages = several and self.config.reduce == "param"
         self._ranks_with_data: Any = 1.0  # until a reduction says otherwise
         self._several = several and not self.averages
-        self.strategy = self._choose_strategy(parameters)
+        self.strategy = reduction.choose(
+            parameters, self.config, self.link, model, optimizer, self.average, self.masters
+        )
         self._clips = self.config.clip_norm is not None or self.config.clip_value is not None
         self._updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults.get("fused"):
@@ -140,29 +117,6 @@ class Engine:
         self.statistics = RunningStatistics(model, self.link, are_shared_out=self._several)
         self.statistics.share()
         return model, optimizer
-
-    def _join_norms(self, model: torch.nn.Module) -> JoinedNorms | None:
-        asked, world = self.config.sync_batchnorm, self.link.world
-        if asked == "no" or world.size == 1:
-            return None
-        return JoinedNorms(model, world, world.size if asked == "all" else asked, self.config.timeout_s)
-
-    def _choose_strategy(self, parameters: list[torch.nn.Parameter]) -> Strategy:
-        if self._several:
-            return SummedGradients(parameters, self.link, wire=self.config.wire)
-        if not self.averages:
-            return Alone(parameters)
-        kept = self.model.state_dict().keys()  # buffers that are not persistent are constants
-        return AveragedParameters(
-            parameters,
-            self.link,
-            self.config,
-            optimizer=self.optimizer,
-            buffers={name: buffer for name, buffer in self.model.named_buffers() if name in kept},
-            weight_average=list(self.average.tensors.values()) if self.average is not None else (),
-            timeout_s=self.config.timeout_s,
-            weights_changed=self.masters.push_weights if self.masters is not None else lambda: None,
-        )
 
     def _follow(self, before: WeightAverage | None) -> WeightAverage:
         """An average of the weights as they are now, going on from `before` where that was of the same shapes."""

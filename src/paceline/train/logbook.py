@@ -11,8 +11,9 @@ from paceline.data.grain import Batch
 from paceline.observe.clock import Clock, computing_share, elapsed
 from paceline.observe.progress import Progress, epoch_line
 from paceline.observe.watcher import RunInfo, Watcher
-from paceline.train.engine import Engine, Step
+from paceline.train.engine import Engine
 from paceline.train.position import Position
+from paceline.train.step import Step
 from paceline.train.summary import DataFacts
 
 

@@ -18,7 +18,7 @@ from paceline.optim import build
 from paceline.world.discover import World
 
 if TYPE_CHECKING:
-    from paceline.train.engine import Step
+    from paceline.train.step import Step
 
 Sums = tuple[Any, Any]
 """A metric as (sum, weight), divided once over all batches and ranks."""

@@ -19,13 +19,14 @@ from paceline.observe.rank_log import rank_log
 from paceline.observe.watcher import RunInfo, Watcher, checked
 from paceline.optim import build, larc, schedule
 from paceline.train import restore, state, summary
-from paceline.train.engine import Engine, Step
+from paceline.train.engine import Engine
 from paceline.train.feed import Feed, NothingRead
 from paceline.train.keeper import Keeper
 from paceline.train.logbook import Logbook
 from paceline.train.position import Position
 from paceline.train.scaling import for_ranks
 from paceline.train.signals import on_stop_signal
+from paceline.train.step import Step
 from paceline.train.task import Stage, Task, overrides
 from paceline.train.validation import Validation
 from paceline.world.link import Link
