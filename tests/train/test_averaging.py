@@ -168,8 +168,8 @@ def test_by_seconds_with_a_slow_rank(overlap: int) -> None:
     assert_alike(done)
     assert [each["steps"] for each in done] == [3 * EPOCH] * 2
     assert sorted(sample for each in done for sample in each["seen"]) == sorted([*range(NUM_SAMPLES)] * 3)
-    assert done[0]["averages"] == done[1]["averages"] < 3 * EPOCH
-    assert done[0]["interval"] == done[1]["interval"] <= 4  # 3 ms a step, at least
+    assert 3 <= done[0]["averages"] == done[1]["averages"] <= 3 * EPOCH
+    assert 1 <= done[0]["interval"] == done[1]["interval"] <= 3  # at least 3 ms a step, however busy the machine
 
 
 @pytest.mark.parametrize("every", [1, 5])

@@ -93,7 +93,7 @@ class AveragedParameters(Strategy):
     # -- the step ------------------------------------------------------------------------------------------------------
 
     @property
-    def is_together(self) -> bool:  # type: ignore[override]
+    def is_together(self) -> bool:
         return self._since == 0
 
     def start_step(self) -> None:
@@ -255,7 +255,8 @@ class AveragedParameters(Strategy):
     @torch.no_grad()
     def load(self, common: Mapping[str, Tensor], values: Mapping[str, Any], local: Mapping[str, Tensor] | None) -> None:
         """Go on with the model as it has just been restored; without `local` nothing was lost. All ranks must call."""
-        self.interval = int(values.get("interval", self.interval))
+        if self._settings.sync_seconds is not None:
+            self.interval = int(values.get("interval", self.interval))
         self.num_averages = int(values.get("num_averages", 0))
         if self._state is not None:
             self._state.agree(is_common=True)

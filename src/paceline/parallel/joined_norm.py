@@ -75,7 +75,7 @@ class _Join(torch.autograd.Function):
         shape = [1, -1] + [1] * (x.dim() - 2)
         num = x.numel() // x.shape[1]
         own_mean = wide.mean(dims)
-        own = torch.cat([own_mean, (wide - own_mean.view(shape)).square().sum(dims), own_mean.new_tensor([num])])
+        own = torch.cat([own_mean, (wide - own_mean.view(shape)).square().sum(dims), own_mean.new_full((1,), num)])
         everyone = [torch.empty_like(own) for _ in range(group.size())]
         dist.all_gather(everyone, own, group=group)
         channels = x.shape[1]

@@ -34,11 +34,13 @@ class StepRecord(Protocol):
 class Strategy(ABC):
     """One way of keeping the ranks' models together."""
 
-    is_together = True
-    """All ranks have the same weights, or will once `sync` returns, without one more average."""
-
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = list(parameters)
+
+    @property
+    def is_together(self) -> bool:
+        """All ranks have the same weights, or will once `sync` returns, without one more average."""
+        return True
 
     @abstractmethod
     def start_step(self) -> None:
