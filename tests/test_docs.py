@@ -25,6 +25,7 @@ from paceline.cli.main import COMMANDS, main
 from paceline.cli.options import TrainCommand, train_options
 from paceline.cli.tasks import find_task
 from paceline.cli.train import take_task
+from paceline.config.aliases import ALIASES
 from paceline.config.load import load
 from paceline.config.settings import TrainConfig
 from paceline.config.words import read_words
@@ -297,7 +298,7 @@ def test_options_named_in_running_text_exist() -> None:
     for home, _ in HOMES.values():
         module, _, model = home.partition(":")
         known |= set(getattr(importlib.import_module(f"paceline.cli.{module}"), model).model_fields)
-    known |= {"config", "help", "version", "hidden", "code_optimization"}
+    known |= {"config", "help", "version", "hidden", *ALIASES}
     unknown = []
     for page in PAGES:
         if page.name.startswith("from-"):
