@@ -1,4 +1,4 @@
-"""What one update of NovoGrad and LAMB costs, beside torch's AdamW and the same NovoGrad written tensor by tensor.
+"""What one update of NovoGrad, LAMB and LARC costs, beside torch's AdamW and the same written tensor by tensor.
 
     python benchmarks/gpu/optimizers.py [--json] [--steps 50] [--device cpu]
 
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from table import Row, parser, show
 
 from paceline.optim.lamb import Lamb
+from paceline.optim.larc import Larc, Rule
 from paceline.optim.novograd import NovoGrad
 
 
@@ -41,6 +42,27 @@ class TensorByTensor(torch.optim.Optimizer):
                     state["v"].mul_(0.25).add_(squared, alpha=0.75)
                 state["m"].mul_(0.95).add_(weight.grad / (state["v"].sqrt() + 1e-8)).add_(weight, alpha=1e-3)
                 weight.add_(state["m"], alpha=-group["lr"])
+
+
+class LarcByTensor:
+    """LARC as Apex writes it: a few kernels per tensor, and the host asks for both norms."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_step_pre_hook(self._scale)
+
+    @staticmethod
+    @torch.no_grad()
+    def _scale(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                size, steep = weight.norm(), weight.grad.norm()
+                if size != 0 and steep != 0:
+                    local = 0.02 * size / (steep + 1e-8)
+                    weight.grad.mul_(min(local / group["lr"], 1))
+
+
+def sgd(device: torch.device) -> torch.optim.SGD:
+    return torch.optim.SGD(make_weights(device), lr=1e-3, momentum=0.9, fused=True)
 
 
 def make_weights(device: torch.device) -> list[Tensor]:
@@ -83,6 +105,13 @@ def main() -> None:
         "NovoGrad": NovoGrad(make_weights(device), lr=1e-3, weight_decay=1e-3),
         "Lamb": Lamb(make_weights(device), lr=1e-3, weight_decay=1e-3),
     }
+    optimizers["SGD"] = sgd(device)
+    optimizers["SGD with LARC"] = sgd(device)
+    Larc(optimizers["SGD with LARC"])
+    optimizers["SGD with LARC, decay inside"] = sgd(device)
+    Larc(optimizers["SGD with LARC, decay inside"], Rule(decay_inside=True, zero="skip"))
+    optimizers["SGD with LARC, tensor by tensor"] = sgd(device)
+    LarcByTensor(optimizers["SGD with LARC, tensor by tensor"])
     for optimizer in optimizers.values():
         timed(optimizer, 3, device)
     rounds = [{name: timed(each, options.steps, device) for name, each in optimizers.items()} for _ in range(5)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.optim.lamb import Lamb
-from paceline.optim.novograd import OutOfRange
+from paceline.optim.layerwise import OutOfRange
 from tests.optim.reference import LambReference, follow, give, gradients, in_two_groups, weights
 
 VARIANTS: list[dict[str, Any]] = [

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.config.errors import PacelineError
 from paceline.optim import state
 from paceline.optim.lamb import Lamb
-from paceline.optim.novograd import NovoGrad, OutOfRange, SparseGradient
+from paceline.optim.layerwise import OutOfRange, SparseGradient
+from paceline.optim.novograd import NovoGrad
 from tests.optim.reference import SHAPES, give, gradients, in_two_groups, snapshot, weights
 
 CASES: dict[str, Any] = {

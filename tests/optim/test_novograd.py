@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.optim.novograd import NovoGrad, OutOfRange
+from paceline.optim.layerwise import OutOfRange
+from paceline.optim.novograd import NovoGrad
 from tests.optim.reference import NovoGradReference, follow, in_two_groups, weights
 
 VARIANTS: list[dict[str, Any]] = [

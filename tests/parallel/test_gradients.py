@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.parallel.gradients import SummedGradients
@@ -142,3 +143,32 @@ def test_detached_hooks_no_longer_reduce(link: Link) -> None:
     alone(data(link.world.rank)).sum().backward()
     for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
         assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
+
+
+@ranks(2)
+def test_half_on_the_wire_is_torchs_compression_hook(link: Link) -> None:
+    """torch's hook averages; by two, which is exact. Its bf16 hook refuses CPU tensors, so that one is by hand."""
+    x = data(link.world.rank).float()
+    theirs = DistributedDataParallel(Branches().float())
+    theirs.register_comm_hook(None, fp16_compress_hook)
+    theirs(x).square().sum().backward()
+    expected = {"fp16": [parameter.grad * 2 for parameter in theirs.module.parameters()], "bf16": []}  # type: ignore[union-attr]
+    for rank in range(2):
+        alone = Branches().float()
+        alone(data(rank).float()).square().sum().backward()
+        rounded = [parameter.grad.bfloat16() for parameter in alone.parameters()]  # type: ignore[union-attr]
+        sums = [before + now for before, now in zip(expected["bf16"], rounded, strict=True)] if rank else rounded
+        expected["bf16"] = sums
+    for wire, gradients in expected.items():
+        ours = Branches().float()
+        strategy = SummedGradients(list(ours.parameters()), link, bucket_bytes=300, wire=wire)  # type: ignore[arg-type]
+        strategy.start_step()
+        value = ours(x).square().sum()
+        strategy.arm((1.25, 100_003, True, link.is_first))
+        value.backward()
+        assert strategy.reduce().tolist() == [2.5, 200_006, 2, 1]
+        for parameter, gradient in zip(ours.parameters(), gradients, strict=True):
+            assert parameter.grad is not None
+            torch.testing.assert_close(parameter.grad, gradient.float(), rtol=1e-3, atol=1e-7)
+            assert torch.equal(parameter.grad, gradient.float()), wire
+        strategy.detach()

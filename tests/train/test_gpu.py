@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.observe.journal import read
+from paceline.optim.larc import Larc, Rule
 from paceline.train import restore
 from paceline.train.engine import Engine
 from paceline.train.task import Task
@@ -109,12 +110,15 @@ def test_the_gpu_gives_the_cpu_losses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "sgd with larc"])
 def test_no_device_sync_in_a_step(way: dict[str, Any], optimizer: str) -> None:
     engine = Engine(link=gpu(), clip_norm=1.0, ema=0.99, **way)
     model = Blobs().model().cuda()
-    kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
-    engine.prepare(model, kinds[optimizer](model.parameters(), lr=0.003, fused=True), lambda step: 0.003)
+    kind = torch.optim.AdamW if optimizer == "adamw" else torch.optim.SGD
+    made = kind(model.parameters(), lr=0.003, fused=True)
+    if optimizer == "sgd with larc":
+        Larc(made, Rule(eta=0.02, decay_inside=True, zero="skip"))
+    engine.prepare(model, made, lambda step: 0.003)
     task = Blobs()
     steps = []
     try:

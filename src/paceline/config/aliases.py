@@ -9,6 +9,14 @@ ALIASES: dict[str, str] = {
     "eval_datasets": "val_manifest",
     "min_duration": "min_seconds",
     "max_duration": "max_seconds",
+    "reduce_type": "reduce",
+    "param_sync_step": "sync_step",
+    "param_sync_time_diff": "sync_seconds",
+    "horovod_reduce_type": "reduce",
+    "horovod_param_sync_step": "sync_step",
+    "horovod_param_sync_time_diff": "sync_seconds",
+    "horovod_scale_lr": "scale_lr",
+    "horovod_dataset_distribution": "dataset_distribution",
 }
 """Accepted instead of the setting's own name, where the model has that setting."""
 

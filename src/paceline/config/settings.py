@@ -9,13 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Order = Literal["none", "random", "sorted", "laplace", "bucket"]
-OptimizerName = Literal["sgd", "adam", "adamw", "novograd", "lamb"]
+OptimizerName = Literal["sgd", "adam", "adamw", "novograd", "lamb", "lars"]
 ScheduleName = Literal[
     "constant",
     "cosine",
@@ -77,6 +77,8 @@ class DataSettings(Section):
 
     global_batch: Positive | None = None
     """Samples per step over all ranks. With `batch_cost` it is the cap on samples."""
+    batch_per_device: Positive | None = None
+    """Samples per step and rank, instead of `global_batch`: more ranks then make a larger batch, see `scale_lr`."""
     batch_cost: PositiveFloat | None = None
     """Total length (seconds, tokens: the unit of the lengths) per step over all ranks, padding counted."""
     grains: Positive | None = None
@@ -101,7 +103,14 @@ class DataSettings(Section):
     @property
     def max_samples(self) -> int:
         """Cap on samples per step."""
-        return self.global_batch or (2**31 - 1 if self.batch_cost else 32)
+        return self.global_batch or self.batch_per_device or (2**31 - 1 if self.batch_cost else 32)
+
+    @model_validator(mode="after")
+    def _one_batch(self) -> DataSettings:
+        if self.batch_per_device is not None and (self.global_batch is not None or self.batch_cost is not None):
+            other = "global_batch" if self.global_batch is not None else "batch_cost"
+            raise ValueError(f"set `batch_per_device` or `{other}`, not both")
+        return self
 
 
 class StepSettings(Section):
@@ -129,6 +138,44 @@ class StepSettings(Section):
     """Decay of an exponential moving average of the weights (0: none); validation then uses the average."""
 
 
+class ReduceSettings(Section):
+    """How the ranks come to one model."""
+
+    reduce: Literal["grad", "param"] = "grad"
+    """`grad`: gradients are summed at every step. `param`: ranks step apart and average their weights now and then."""
+    sync_step: Positive | None = None
+    """Steps between two averages (`param`); the end of an epoch is always one."""
+    sync_seconds: PositiveFloat | None = None
+    """Seconds between two averages, instead of `sync_step`; the ranks agree how many steps that is."""
+    sync_state: Literal["average", "keep", "reset"] = "average"
+    """The optimizer's state when weights are averaged: averaged too, each rank's own, or begun anew."""
+    sync_overlap: Annotated[int, Field(ge=0)] = 0
+    """Steps that go on while an average is under way, before it is applied (0: wait for it)."""
+    wire: Literal["full", "fp16", "bf16", "int8"] = "full"
+    """How numbers travel between ranks; `param` sends differences and feeds back what rounding lost."""
+    outer: Literal["plain", "momentum", "nesterov"] = "plain"
+    """What is done with an average: taken as it is, with block momentum (BMUF, SlowMo), or Nesterov's (DiLoCo)."""
+    outer_lr: PositiveFloat | None = None
+    """Step of the outer optimizer; 1 for momentum, 0.7 for Nesterov if not set."""
+    outer_momentum: Fraction | None = None
+    """Of the outer optimizer; 1 - 1/ranks for momentum, 0.9 for Nesterov if not set."""
+
+    sync_batchnorm: Literal["no", "all"] | Annotated[int, Field(ge=2)] = "no"
+    """Batch norm over the joined grains of `all` ranks, or of groups of so many; needs one grain per rank."""
+
+    @model_validator(mode="after")
+    def _reduction_is_whole(self) -> ReduceSettings:
+        if self.sync_step is not None and self.sync_seconds is not None:
+            raise ValueError("set `sync_step` or `sync_seconds`, not both")
+        if self.reduce == "param" and self.sync_step is None and self.sync_seconds is None:
+            raise ValueError("set `sync_step` (100, say) or `sync_seconds`: when to average with `reduce` param")
+        if self.reduce == "param" and self.sync_batchnorm != "no":
+            raise ValueError("`sync_batchnorm` needs `reduce` grad: with param, ranks do not meet in a step")
+        if self.reduce == "grad" and self.wire == "int8":
+            raise ValueError("`wire` int8 is for `reduce` param; gradients travel as full, fp16 or bf16")
+        return self
+
+
 class GroupSettings(Section):
     """Other optimizer settings for parameters whose name matches."""
 
@@ -147,8 +194,24 @@ class OptimSettings(Section):
     """Rule of the update."""
     lr: PositiveFloat = 1e-3
     """Learning rate at the top of the schedule."""
+    larc: Literal["clip", "scale"] | None = None
+    """Layer-wise adaptive rates around the optimizer: at most `lr` (clip), or as the norms say (scale)."""
+    larc_eta: PositiveFloat | None = None
+    """Step of a tensor relative to its weights; 0.002 for LARC, 0.001 for LARS if not set."""
+    larc_epsilon: Annotated[float, Field(ge=0)] = 1e-7
+    """Added to the norm of the gradient."""
+    larc_min_update: Annotated[float, Field(ge=0)] = 1e-7
+    """Least factor on a gradient."""
+    larc_decay: Literal["apart", "inside"] = "apart"
+    """Weight decay left to the optimizer (OpenSeq2Seq), or inside the norms and the scaled gradient (Apex)."""
+    larc_zero: Literal["freeze", "skip"] = "freeze"
+    """Tensors whose weights or gradients are all 0: as the formula says, all but frozen, or left alone (Apex)."""
+    larc_exclude: Literal["none", "vectors"] = "none"
+    """Which parameters keep their gradients: none, or those of one dimension (biases, norms)."""
+    scale_lr: Literal["none", "linear", "sqrt"] = "none"
+    """With `batch_per_device`: `lr` is for one rank, and grows with their number or its root; warm-up is advised."""
     momentum: Fraction = 0.9
-    """Of SGD."""
+    """Of SGD and LARS."""
     betas: tuple[Fraction, Fraction] | None = None
     """Decay of the moments; each optimizer's own default if not set (NovoGrad 0.95, 0.25; the others 0.9, 0.999)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -177,6 +240,12 @@ class OptimSettings(Section):
     """Width of the model (Noam)."""
     newbob_threshold: float = 0.01
     """Newbob decays when the monitored score improves by less than this, relative to itself."""
+
+    @field_validator("scale_lr", mode="before")
+    @classmethod
+    def _said_as_a_flag(cls, given: Any) -> Any:
+        """RETURNN's `horovod_scale_lr` is true or false."""
+        return {"true": "linear", "false": "none", "1": "linear", "0": "none"}.get(str(given).lower(), given)
 
 
 class ObserveSettings(Section):
@@ -225,7 +294,7 @@ class LoopSettings(Section):
     """How many of the best ones (by `monitor`) are kept beside them."""
 
 
-class EngineConfig(StepSettings, WorldSettings):
+class EngineConfig(StepSettings, ReduceSettings, WorldSettings):
     """What an `Engine` in a hand-written loop needs to know."""
 
 
@@ -238,4 +307,8 @@ class TrainConfig(LoopSettings, ObserveSettings, OptimSettings, EngineConfig, Da
             raise ValueError("set `epochs` or `steps`: how long to train")
         if self.clip_norm is not None and self.clip_value is not None:
             raise ValueError("set `clip_norm` or `clip_value`, not both")
+        if self.optimizer == "lars" and self.larc is not None:
+            raise ValueError("LARS has layer-wise rates already: set `larc` with another optimizer, or leave it out")
+        if self.scale_lr != "none" and self.batch_per_device is None:
+            raise ValueError("`scale_lr` needs `batch_per_device`: with a global batch, ranks do not change the batch")
         return self

@@ -110,3 +110,5 @@ class Batch:
     """No rank has data after this one; always False for data of unknown length on several ranks."""
     has_next: bool = True
     """This rank has data after this one."""
+    own_count: float = 0.0
+    """This rank's part of `count`, which a step of its own (`reduce: param`) is divided by."""

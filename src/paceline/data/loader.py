@@ -167,6 +167,7 @@ class Loader:
                 grains=[ahead.popleft() for _ in share.numbers],
                 is_last=is_last,
                 has_next=not is_last,
+                own_count=share.own_count,
             )
 
     def _grains(self, requests: Iterator[Request]) -> Iterator[Grain]:

@@ -82,7 +82,7 @@ class Share:
     """What one rank does in one step: its whole grains, beside the size of the whole step.
 
     `num_grains`, `num_samples` and `count` are of the global batch, known before the first backward;
-    `numbers` and `grains` are this rank's, and empty where there are fewer grains than ranks.
+    `numbers`, `grains` and `own_count` are this rank's, empty and 0 where there are fewer grains than ranks.
     """
 
     num_grains: int
@@ -90,6 +90,7 @@ class Share:
     grains: tuple[Ids, ...]
     num_samples: int
     count: int | float
+    own_count: int | float
 
 
 class Plan:
@@ -163,12 +164,13 @@ class Plan:
         span = self._span(step)
         ids = self._order[span].astype(np.int64)
         if self.max_grains == 1 and self._lengths is None:  # the common case on one rank, without the arithmetic
-            mine = rank == 0
-            return Share(1, (0,) if mine else (), (ids,) if mine else (), len(ids), self._count(span))
+            mine, count = rank == 0, self._count(span)
+            return Share(1, (0,) if mine else (), (ids,) if mine else (), len(ids), count, count if mine else 0)
         pieces = self._cut(span)
         numbers = assign(self._costs(span, pieces), size)[rank]
         grains = tuple(ids[pieces[number]] for number in numbers)
-        return Share(len(pieces), tuple(numbers), grains, len(ids), self._count(span))
+        own = sum(self._piece_count(span, pieces[number]) for number in numbers)
+        return Share(len(pieces), tuple(numbers), grains, len(ids), self._count(span), own)
 
     def padding(self) -> float:
         """Fraction of the padded cost that is padding when each grain is padded to its longest sample.
@@ -201,6 +203,12 @@ class Plan:
             return [float(len(piece)) for piece in pieces]
         lengths = self._lengths[span]
         return [len(piece) * float(lengths[piece[0]]) for piece in pieces]  # `cut` puts the longest sample first
+
+    def _piece_count(self, span: slice, piece: Ids) -> int | float:
+        if self._counts is None:
+            return len(piece)
+        found = self._counts[span][piece]
+        return float(found.sum(dtype=np.float64)) if found.dtype.kind == "f" else int(found.sum(dtype=np.int64))
 
     def _count(self, span: slice) -> int | float:
         if self._counts is None:

@@ -99,6 +99,7 @@ class Stream:
                 grains=grains,
                 is_last=not following and (self._size == 1 or not self.is_sharded),
                 has_next=bool(following),
+                own_count=float(sum(len(grain.samples) for grain in grains)),
             )
             samples = following
             step += 1

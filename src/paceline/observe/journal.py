@@ -16,6 +16,8 @@ from typing import IO, Any
 from paceline.observe.watcher import Record, Watcher
 
 _STEP = '{"kind": "step", "step": %d, "epoch": %d, "loss": %r, "lr": %r}\n'
+NUM_STEP_FIELDS = 5
+"""Of a step with nothing beside its number, epoch, loss and rate."""
 
 
 class Journal(Watcher):
@@ -27,10 +29,17 @@ class Journal(Watcher):
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
     def step(self, records: list[Record]) -> None:
-        """Written by hand because it happens at every step."""
-        text = "".join([_STEP % (record["step"], record["epoch"], record["loss"], record["lr"]) for record in records])
+        """Written by hand because it happens at every step. Numbers by layer (`larc/...`) are for the loggers."""
+        text = "".join(
+            [
+                _STEP % (record["step"], record["epoch"], record["loss"], record["lr"])
+                if len(record) == NUM_STEP_FIELDS
+                else _line(_own(record))
+                for record in records
+            ]
+        )
         if "n," in text or "f," in text or "None" in text:  # nan, inf: JSON has no word for them
-            text = "".join([_line(record) for record in records])
+            text = "".join([_line(_own(record)) for record in records])
         self._file.write(text)
         self._file.flush()
 
@@ -46,6 +55,10 @@ class Journal(Watcher):
     def _write(self, record: Record) -> None:
         self._file.write(_line(record))
         self._file.flush()
+
+
+def _own(record: Record) -> Record:
+    return {name: value for name, value in record.items() if "/" not in name}
 
 
 def _line(record: Record) -> str:

@@ -21,6 +21,8 @@ from paceline.observe.watcher import Record, RunInfo, Watcher
 
 EPOCH_NUMBERS = ("loss", "computing", "padding", "objects_per_s")
 """What of an epoch's record is drawn over time."""
+STEP_FIELDS = frozenset(("kind", "step", "epoch", "loss", "lr"))
+"""What every step's record has; all else in one (`spread`, rates of layers) is drawn under its own name."""
 
 
 class LoggerNotInstalled(PacelineError):
@@ -40,7 +42,8 @@ class PointLogger(Watcher):
 
     def step(self, records: list[Record]) -> None:
         last = records[-1]
-        self.log(_finite({"loss": last["loss"], "lr": last["lr"]}), last["step"])
+        notes = {name: value for record in records for name, value in record.items() if name not in STEP_FIELDS}
+        self.log(_finite({"loss": last["loss"], "lr": last["lr"], **notes}), last["step"])
 
     def epoch(self, record: Record) -> None:
         self.log(_finite({f"epoch/{name}": record.get(name) for name in EPOCH_NUMBERS}), record["step"])

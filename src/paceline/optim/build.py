@@ -93,7 +93,8 @@ def optimizer(settings: OptimSettings, groups: list[dict[str, Any]], device: tor
     fused = True if device.type == "cuda" else None
     betas = settings.betas or (NOVOGRAD_BETAS if settings.optimizer == "novograd" else ADAM_BETAS)
     match settings.optimizer:
-        case "sgd":
+        case "sgd" | "lars":
+            # LARS is SGD whose gradients are scaled tensor by tensor: see `larc.py`.
             sgd = torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=fused)
             if fused and settings.momentum:
                 zero_first_momentum(sgd)
@@ -110,7 +111,7 @@ def optimizer(settings: OptimSettings, groups: list[dict[str, Any]], device: tor
 
 def unused(settings: OptimSettings) -> list[str]:
     """Options that were set but have no effect on the chosen optimizer."""
-    idle = "betas" if settings.optimizer == "sgd" else "momentum"
+    idle = "betas" if settings.optimizer in ("sgd", "lars") else "momentum"
     return [idle] if getattr(settings, idle) != type(settings).model_fields[idle].default else []
 
 

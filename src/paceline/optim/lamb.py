@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.optim.novograd import Bucket, Layerwise, OutOfRange, check, norms
+from paceline.optim.layerwise import Bucket, Layerwise, OutOfRange, check, norms
 
 
 class Lamb(Layerwise):

@@ -9,12 +9,14 @@ on every rank. Compared with torch's DistributedDataParallel wrapper, on the sam
   search of the graph: what has not been sent when backward ends is sent then, and a parameter that no rank had a
   gradient for has none afterwards, as on one rank;
 - sums, not means: losses are already divided by the global count;
-- the step's loss, count and flags travel at the end of the last bucket: a step has no other collective.
+- the step's loss, count and flags travel at the end of the last bucket: a step has no other collective;
+- in half precision (`wire`), as torch's compression hooks do it, which on CPU know fp16 only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed
@@ -55,13 +57,22 @@ class _Bucket:
 class SummedGradients(Strategy):
     """`reduce: grad` on several ranks."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], link: Link, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        link: Link,
+        bucket_bytes: int = BUCKET_BYTES,
+        wire: Literal["full", "fp16", "bf16", "int8"] = "full",
+    ) -> None:
+        """`wire`: as what gradients travel, and are added up on their way."""
         super().__init__(parameters)
         self._link = link
+        self._half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(wire)
+        self._rounded: list[tuple[torch.Tensor, torch.Tensor]] = []
         extra = TALLY + len(self.parameters)  # the tally, and one mark per parameter that has a gradient
-        self._buckets = _fill(self.parameters, bucket_bytes, extra)
+        self._buckets = _fill(self.parameters, bucket_bytes, extra if self._half is None else 0)
         last = self._buckets[-1]
-        # Half-precision buckets cannot carry a count exactly: the tally then has an all-reduce of its own.
+        # What travels in half precision cannot carry a count exactly: the tally then has an all-reduce of its own.
         self._tally_rides = last.tail.numel() > 0
         self._tally = last.tail if self._tally_rides else torch.zeros(extra, device=last.flat.device)
         self._has_gradient = [False] * len(self.parameters)
@@ -97,6 +108,9 @@ class SummedGradients(Strategy):
         for work in self._works:
             work.wait()
         self._works.clear()
+        for flat, half in self._rounded:
+            flat.copy_(half)
+        self._rounded.clear()
         self._drop_unused()
         return self._tally[:TALLY].clone()
 
@@ -129,7 +143,11 @@ class SummedGradients(Strategy):
         if self._next == len(self._buckets) - 1:
             self._mark_used()
         bucket.is_sent = True
-        self._send(bucket.flat)
+        flat = bucket.flat
+        if self._half is not None and flat.element_size() > self._half.itemsize:
+            flat = bucket.flat.to(self._half)
+            self._rounded.append((bucket.flat, flat))
+        self._send(flat)
         if self._next == len(self._buckets) - 1 and not self._tally_rides:
             self._send(self._tally)
         self._next += 1

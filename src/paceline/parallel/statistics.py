@@ -14,6 +14,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.config.errors import PacelineError
+from paceline.parallel.joined_norm import JoinedBatchNorm
 from paceline.world.link import Link
 
 
@@ -39,7 +40,7 @@ class BatchNormFrozen(PacelineError):
 class SyncBatchNormRefused(PacelineError):
     """Batch norm over ranks, in a model whose unit of numerics is the grain."""
 
-    hint = "use plain BatchNorm: its statistics are per grain, the same on any number of ranks"
+    hint = "use plain BatchNorm, whose statistics are per grain; `--sync-batchnorm all` joins the ranks' grains"
 
     def __init__(self, name: str) -> None:
         super().__init__(f"{name!r} is a SyncBatchNorm, which would wait for ranks that have no grain in a step")
@@ -54,23 +55,31 @@ class RunningStatistics:
     as long as that is the same for all grains of a step.
     """
 
-    def __init__(self, model: torch.nn.Module, link: Link) -> None:
+    def __init__(self, model: torch.nn.Module, link: Link, *, are_shared_out: bool = True) -> None:
+        """`are_shared_out=False`: every rank has its own, as with `reduce: param`, which averages them itself."""
         self._model = model
         self._link = link
+        self._are_shared_out = are_shared_out and link.world.size > 1
         self._is_shared = False
         self._layers: list[_BatchNorm] = []
+        self._joined: list[torch.Tensor] = []  # running statistics that the ranks make together
+        self._joined_counters: list[torch.Tensor] = []
         self._floats: list[torch.Tensor] = []
         self._before: list[torch.Tensor] = []
         self._missed = 0
 
     def share(self) -> None:
         """From totals to shares; layers that are not in training mode keep their totals."""
-        if self._is_shared or self._link.world.size == 1:
+        if self._is_shared or not self._are_shared_out:
             return
         self._is_shared = True
-        self._layers, self._floats = [], []
+        self._layers, self._floats, self._joined, self._joined_counters = [], [], [], []
         for name, module in self._model.named_modules():
             if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
+                if isinstance(module, JoinedBatchNorm):
+                    self._joined += [module.get_buffer("running_mean"), module.get_buffer("running_var")]
+                    self._joined_counters.append(module.get_buffer("num_batches_tracked"))
+                    continue
                 if module.momentum is None:
                     raise CumulativeBatchNorm(name)
                 if isinstance(module, torch.nn.SyncBatchNorm):
@@ -93,6 +102,7 @@ class RunningStatistics:
             return
         self._is_shared = False
         self._agree_on_other_buffers()
+        self._average_joined()
         if not self._layers:
             return
         torch._foreach_mul_(self._floats, self._factors(self._decays))
@@ -108,7 +118,7 @@ class RunningStatistics:
 
     def _agree_on_other_buffers(self) -> None:
         """What a model changes in its own way (spectral norms, codebooks) has no shares: the first rank's counts."""
-        shared = {id(tensor) for tensor in [*self._floats, *self._counters()]}
+        shared = {id(tensor) for tensor in [*self._floats, *self._counters(), *self._joined, *self._joined_counters]}
         others = {name: tensor for name, tensor in self._model.named_buffers() if id(tensor) not in shared}
         prints = {name: repr(tensor.double().sum().item()) for name, tensor in others.items()}
         everyone = self._link.gather_objects(prints)
@@ -119,6 +129,17 @@ class RunningStatistics:
             logging.getLogger("paceline").warning(
                 "buffers that forward changes differ between ranks, rank 0's are used: %s", ", ".join(differ)
             )
+
+    def _average_joined(self) -> None:
+        """Statistics of several groups of ranks, or of steps in which ranks were not joined: their mean."""
+        if self._joined:
+            flat = torch.cat([tensor.reshape(-1).double() for tensor in self._joined])
+            self._link.all_reduce(flat)
+            pieces = (flat / self._link.world.size).split([tensor.numel() for tensor in self._joined])
+            for tensor, piece in zip(self._joined, pieces, strict=True):
+                tensor.copy_(piece.view_as(tensor))
+            for counter in self._joined_counters:
+                self._link.broadcast(counter)
 
     def before_grain(self, missed: int) -> None:
         """This rank's next grain, after `missed` grains of other ranks in this step.

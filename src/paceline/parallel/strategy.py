@@ -1,14 +1,16 @@
 """How ranks come to one model: the interface that gradient and parameter reduction share.
 
 A step speaks to it in a fixed order: `start_step`, then for each grain forward and backward (with `arm` before the
-rank's last backward), then `reduce`; after the optimizer `updated`. A rank without a grain in the step goes straight
-to `arm` and `reduce` and contributes zeros without calling the model.
+rank's last backward), then `reduce`; after the optimizer `stepped`. A rank without a grain in the step goes straight
+to `arm` and `reduce` and contributes zeros without calling the model. Where ranks step apart (`averages`), there is
+neither `arm` nor `reduce`: `stepped` decides whether they come together.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -17,11 +19,28 @@ TALLY = 4
 """Numbers summed over the ranks with the gradients: loss sum, loss count, ranks with more data, ranks told to stop."""
 
 
+class StepRecord(Protocol):
+    """What a step has to say; where ranks step apart, completed when they have come together."""
+
+    loss_sum: Any
+    count: Any
+    ranks_with_data: Any
+    ranks_to_stop: Any
+    is_local: bool
+    """Loss and count are of this rank alone, so far."""
+    notes: dict[str, float]
+
+
 class Strategy(ABC):
     """One way of keeping the ranks' models together."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = list(parameters)
+
+    @property
+    def is_together(self) -> bool:
+        """All ranks have the same weights, or will once `sync` returns, without one more average."""
+        return True
 
     @abstractmethod
     def start_step(self) -> None:
@@ -35,8 +54,12 @@ class Strategy(ABC):
     def reduce(self) -> torch.Tensor:
         """Gradients become sums over all ranks; returns the summed tally, (TALLY,)."""
 
-    def updated(self) -> None:  # noqa: B027
-        """Called after each optimizer update."""
+    def stepped(self, step: StepRecord, expected: float, has_next: bool, wants_stop: bool, is_last: bool) -> None:
+        """A step is done, with or without an update; `expected` is its count over all ranks."""
+        raise AssertionError("only where ranks step apart")
+
+    def sync(self) -> None:  # noqa: B027
+        """Make the ranks' models one, if they are not. All ranks must call it."""
 
     def detach(self) -> None:  # noqa: B027
         """Take any hooks off the parameters."""

@@ -158,7 +158,7 @@ def restore_for_use(task: Task, config: TrainConfig, link: Link, checkpoint: Pat
     """
     attach(task, config, link)
     found = _load(checkpoint, verify=link.is_first)
-    engine = Engine(config.model_copy(update={"ema": 0.0, "checkpoint_activations": ()}), link=link)
+    engine = Engine(config.model_copy(update={"ema": 0.0, "checkpoint_activations": (), "reduce": "grad"}), link=link)
     torch.manual_seed(config.seed)
     model = task.model().to(link.device)
     position = Position(**found.state["position"])

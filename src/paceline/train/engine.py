@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,38 +21,21 @@ from paceline.data.grain import Batch, Grain
 from paceline.observe.clock import Clock
 from paceline.optim.build import zero_first_momentum
 from paceline.optim.ema import WeightAverage
-from paceline.parallel.gradients import SummedGradients
 from paceline.parallel.statistics import RunningStatistics
-from paceline.parallel.strategy import Alone, Strategy
 from paceline.speed import loss_scale, master, precision, recompute
+from paceline.train import reduction
 from paceline.train.contract import ForeignParameters, NoGradients, NonFiniteLoss, OutOfMemory, unpack
 from paceline.train.dice import Dice
 from paceline.train.feed import Feed
 from paceline.train.position import choose_grains
+from paceline.train.scaling import for_ranks
 from paceline.train.skips import SkipCount
+from paceline.train.step import Step
 from paceline.world.discover import discover
 from paceline.world.link import Link
 from paceline.world.start import start
 
 Loss = Callable[[Grain], Any]
-
-
-@dataclass(slots=True)
-class Step:
-    """What a step did. Tensors stay on the device until somebody reads `loss`."""
-
-    number: int
-    loss_sum: torch.Tensor
-    count: Any
-    ranks_with_data: Any = None
-    ranks_to_stop: Any = None
-    gradient_norm: torch.Tensor | None = None
-    outputs: list[Any] = field(default_factory=list)
-
-    @property
-    def loss(self) -> float:
-        """Loss per counted item over all ranks (waits for the device)."""
-        return float(self.loss_sum) / float(self.count) if self.count else math.nan
 
 
 class Engine:
@@ -108,6 +90,7 @@ class Engine:
         """
         _check_pair(model, optimizer)
         model.to(self.device)
+        self._norms = reduction.join_norms(model, self.config, self.link)
         if self.config.checkpoint_activations:
             recompute.recompute(model, self.config.checkpoint_activations)
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -117,18 +100,22 @@ class Engine:
             model.compile()
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if self.config.ema:
+            self.average = self._follow(self.average)
         several = self.link.world.size > 1
-        self.strategy: Strategy = SummedGradients(parameters, self.link) if several else Alone(parameters)
-        self._several = several
+        self.averages = several and self.config.reduce == "param"
+        self._ranks_with_data: Any = 1.0  # until a reduction says otherwise
+        self._several = several and not self.averages
+        self.strategy = reduction.choose(
+            parameters, self.config, self.link, model, optimizer, self.average, self.masters
+        )
         self._clips = self.config.clip_norm is not None or self.config.clip_value is not None
         self._updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults.get("fused"):
             zero_first_momentum(optimizer)
         self._skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-        self.statistics = RunningStatistics(model, self.link)
+        self.statistics = RunningStatistics(model, self.link, are_shared_out=self._several)
         self.statistics.share()
-        if self.config.ema:
-            self.average = self._follow(self.average)
         return model, optimizer
 
     def _follow(self, before: WeightAverage | None) -> WeightAverage:
@@ -143,8 +130,11 @@ class Engine:
 
     def release(self) -> None:
         """Let go of the prepared model, so that it can be prepared again with another shape or optimizer."""
+        self.sync()
         self.statistics.total()
         self.strategy.detach()
+        if self._norms is not None:
+            self._norms.detach()
         if self.masters is not None:
             self.masters.release()
             self.masters = None
@@ -169,24 +159,51 @@ class Engine:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def step(self, loss: Loss, batch: Batch, after_backward: Callable[[], None] | None = None) -> Step:
-        """Forward and backward over this rank's grains, one reduction over the ranks, one update."""
+        """Forward and backward over this rank's grains, one reduction over the ranks, one update.
+
+        With `reduce: param` the update is this rank's own, and the reduction comes every so many steps.
+        """
         rate = self._set_learning_rate()
         self.strategy.start_step()
         done = self._run_grains(loss, batch)
-        if done.number == 0:
-            self._check_first(done, batch)
-        self._check_gradients(done, batch)
-        if after_backward is not None:
-            self._show_gradients(after_backward)
-        if self._clips:
-            self._clip(done)
-        self._update()
+        if batch.grains or not self.averages:  # a rank that steps apart and has nothing to learn from waits
+            if done.number == 0:
+                self._check_first(done, batch)
+            self._check_gradients(done, batch)
+            if after_backward is not None:
+                self._show_gradients(after_backward)
+            if self._clips:
+                self._clip(done)
+            self._update()
         self.num_steps += 1
         self.rate = rate
+        if self.averages:
+            self._come_together(done, batch)
         return done
 
+    def _come_together(self, done: Step, batch: Batch) -> None:
+        if self.clock is not None:
+            self.clock.lap("compute")
+        self.strategy.stepped(done, batch.count, batch.has_next, self.wants_stop, batch.is_last)
+        if done.ranks_with_data is not None:
+            self._ranks_with_data = done.ranks_with_data
+        if self.clock is not None:
+            self.clock.lap("communication")
+
+    def sync(self) -> None:
+        """With `reduce: param`: average now, so that all ranks have the same model. All ranks must call it."""
+        self.strategy.sync()
+
+    @property
+    def is_together(self) -> bool:
+        """Whether looking at the model now needs no average that would not have been: see `Strategy.is_together`."""
+        return self.strategy.is_together
+
     def _run_grains(self, loss: Loss, batch: Batch) -> Step:
-        """Gradients of the sum of all grains' losses over `batch.count`, summed over the ranks."""
+        """Gradients of the sum of all grains' losses over the step's count, summed over the ranks."""
+        divisor = self._divisor(batch)
+        if self._norms is not None:
+            self._norms.begin_step(batch.num_grains)
         loss_sum: Any = 0.0
         count: Any = 0
         outputs: list[Any] = []
@@ -212,7 +229,7 @@ class Engine:
                 outputs.append(extra)
                 if self._several and index == last:
                     self.strategy.arm((loss_sum, count, batch.has_next, self.wants_stop))
-                torch.autograd.backward((total,), (self.scale.seed(total, batch.count or 1),))
+                torch.autograd.backward((total,), (self.scale.seed(total, divisor),))
                 if self._several:
                     self.statistics.after_grain()
         except torch.OutOfMemoryError as error:
@@ -230,6 +247,10 @@ class Engine:
             self.clock.lap("communication")
         self._ranks_with_data = more
         return Step(self.num_steps, loss_sum, count, more, stop, outputs=outputs)
+
+    def _divisor(self, batch: Batch) -> float:
+        """What is known of the step's count before its first backward: of all ranks, or of this one if alone."""
+        return (batch.own_count if self.averages else batch.count) or 1
 
     def _forward(self, loss: Loss, grain: Grain) -> tuple[torch.Tensor, Any, Any]:
         if self.precision.autocast is None:
@@ -250,9 +271,10 @@ class Engine:
         if not self._gradients:
             raise NoGradients
         on_host = not isinstance(done.count, torch.Tensor) or done.count.device.type == "cpu"
-        if not on_host or float(done.count) != batch.count:
+        divisor = self._divisor(batch)
+        if not on_host or float(done.count) != divisor:
             # Where nothing was counted this gives inf or nan, and the step is skipped.
-            torch._foreach_mul_(self._gradients, (batch.count or 1) / torch.as_tensor(done.count).double())
+            torch._foreach_mul_(self._gradients, divisor / torch.as_tensor(done.count).double())
         self._found_inf.zero_()
         self.scale.unscale_and_check(self._gradients, self._found_inf)
 
@@ -290,8 +312,6 @@ class Engine:
             self.masters.push_weights()
         if self.average is not None:
             self.average.update()
-        if self._several:
-            self.strategy.updated()
 
     def _set_learning_rate(self) -> float | None:
         if self.schedule is None:
@@ -313,7 +333,7 @@ class Engine:
 
         After a resume, the first call goes on where the interrupted one was.
         """
-        config = DataSettings(**settings)
+        config, _ = for_ranks(DataSettings(**settings), self.link.world.size)
         feed = Feed(
             dataset,
             config,
@@ -331,7 +351,8 @@ class Engine:
             for batch in feed.batches(self.epoch, self.epoch_step):
                 self.epoch_step = batch.step + 1
                 yield batch
-                if feed.is_stream and self._several and not float(self._ranks_with_data):
+                if feed.is_stream and self.link.world.size > 1 and not float(self._ranks_with_data):
+                    self._ranks_with_data = 1.0
                     break
             self.epoch, self.epoch_step = self.epoch + 1, 0
         feed.close()
@@ -341,6 +362,7 @@ class Engine:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """The model in evaluation mode with complete statistics (and averaged weights); all ranks must enter."""
+        self.sync()
         self.statistics.total()
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
@@ -354,7 +376,11 @@ class Engine:
 
     @contextmanager
     def whole_statistics(self) -> Iterator[None]:
-        """Batch-norm statistics as one process would have them, for somebody who looks; all ranks must enter."""
+        """Batch-norm statistics as one process would have them, for somebody who looks; all ranks must enter.
+
+        With `reduce: param` the ranks are averaged first.
+        """
+        self.sync()
         self.statistics.total()
         try:
             yield
@@ -370,7 +396,9 @@ class Engine:
                 yield
 
     def close(self) -> None:
-        """Leave the other ranks."""
+        """Leave the other ranks, after a last average where they step apart."""
+        if hasattr(self, "strategy"):
+            self.sync()
         if self._owns_link:
             self.link.close()
 

@@ -9,6 +9,7 @@ from paceline.config.errors import PacelineError
 from paceline.config.record import start_record
 from paceline.config.settings import TrainConfig
 from paceline.observe.progress import Progress
+from paceline.parallel.gather import gather_tensors
 from paceline.train import restore, state
 from paceline.train.checkpoint import Checkpointer
 from paceline.train.engine import Engine
@@ -84,12 +85,15 @@ class Keeper:
         if self._run is None or moment == self._saved:
             return
         self._saved = moment
+        engine.sync()
         engine.statistics.total()
+        ranks = gather_tensors(self._link, state.collect_own(engine)) if engine.averages else []
         if self._writer is not None:
             parts, values = state.collect(engine)
-            own = task.state()
-            if own:
-                parts["task"] = own
+            parts |= {f"{state.RANK}{number}": tensors for number, tensors in enumerate(ranks)}
+            of_task = task.state()
+            if of_task:
+                parts["task"] = of_task
             record = {
                 "engine": values,
                 "position": moment,

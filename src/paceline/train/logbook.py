@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,8 +11,9 @@ from paceline.data.grain import Batch
 from paceline.observe.clock import Clock, computing_share, elapsed
 from paceline.observe.progress import Progress, epoch_line
 from paceline.observe.watcher import RunInfo, Samples, Watcher
-from paceline.train.engine import Engine, Step
+from paceline.train.engine import Engine
 from paceline.train.position import Position
+from paceline.train.step import Step
 from paceline.train.summary import DataFacts
 
 
@@ -20,10 +21,17 @@ class Logbook:
     """Between the loop and what is seen of it: the watchers and the console. Ranks but the first have no watchers."""
 
     def __init__(
-        self, watchers: Sequence[Watcher], progress: Progress, engine: Engine, position: Position, clock: Clock
+        self,
+        watchers: Sequence[Watcher],
+        progress: Progress,
+        engine: Engine,
+        position: Position,
+        clock: Clock,
+        more: Callable[[], dict[str, float]] = dict,
     ) -> None:
+        """`more` gives numbers of the last step that are worth a look on the device, when something is logged."""
         self._watchers, self._progress, self._engine, self._position = watchers, progress, engine, position
-        self._clock = clock
+        self._clock, self._more = clock, more
         self._pending: list[tuple[Step, float | None]] = []
         self._status = "failed"  # until the run is closed
         self._is_over = False
@@ -46,10 +54,15 @@ class Logbook:
             self._num_samples += len(grain.samples)
 
     def flush(self) -> None:
-        """Read what the device has counted since the last time, in one go."""
-        if not self._pending:
+        """Read what the device has counted since the last time, in one go.
+
+        Steps of ranks that step apart (`reduce: param`) are kept until their losses are of all ranks.
+        """
+        ready = [entry for entry in self._pending if not entry[0].is_local]
+        if not ready:
             return
-        losses = _read_losses([step for step, _ in self._pending])
+        self._pending = [entry for entry in self._pending if entry[0].is_local]
+        losses = _read_losses([step for step, _ in ready])
         skipped = self._engine.skips.read(self._engine.num_steps)
         self._clock.lap("compute")  # what was waited for is the device
         self.loss = losses[-1]
@@ -57,12 +70,12 @@ class Logbook:
         if self._watchers:
             epoch = self._position.epoch
             records = [
-                {"kind": "step", "step": step.number, "epoch": epoch, "loss": loss, "lr": rate}
-                for (step, rate), loss in zip(self._pending, losses, strict=True)
+                {"kind": "step", "step": step.number, "epoch": epoch, "loss": loss, "lr": rate, **step.notes}
+                for (step, rate), loss in zip(ready, losses, strict=True)
             ]
+            records[-1] |= self._more()
             for watcher in self._watchers:
                 watcher.step(records)
-        self._pending.clear()
         self._progress.step(self._position.step, self.loss, self._engine.rate, skipped)
         self._clock.lap("logging")
 

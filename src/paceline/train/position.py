@@ -10,6 +10,8 @@ from paceline.config.settings import TrainConfig
 
 NEWBOB_LOOKS_AT = ("val_every_steps", "val_every_epochs", "monitor", "monitor_mode")
 """Settings that change numerics where validation scores decide the learning rate."""
+OVERLAP_LOOKS_AT = ("val_every_steps", "save_every_steps")
+"""Settings that change numerics where an average is under way while steps go on: whoever looks waits for it."""
 
 
 @dataclass
@@ -97,7 +99,9 @@ def settings_changed(before: dict[str, Any], now: TrainConfig) -> dict[str, tupl
     for name, info in fields.items():
         extra = info.json_schema_extra
         is_free = isinstance(extra, dict) and extra.get("free")
-        if is_free and not (now.schedule == "newbob" and name in NEWBOB_LOOKS_AT):
+        matters = now.schedule == "newbob" and name in NEWBOB_LOOKS_AT
+        matters = matters or (now.reduce == "param" and now.sync_overlap > 0 and name in OVERLAP_LOOKS_AT)
+        if is_free and not matters:
             continue
         if name in ("epochs", "steps") and now.schedule == "constant":
             continue  # how long to train changes nothing of what was trained

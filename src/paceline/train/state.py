@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.config.errors import PacelineError
 from paceline.optim import state as optimizer_state
+from paceline.parallel.averaging import AveragedParameters
 from paceline.train.engine import Engine
 
 Parts = dict[str, dict[str, Tensor]]
@@ -27,11 +28,26 @@ class WeightsMisfit(PacelineError):
         self.problems = problems
 
 
+class RanksHaveTheirOwn(PacelineError):
+    """Every rank kept its own optimizer state, and there are not as many ranks as there were."""
+
+    hint = "use as many ranks, or add `--sync-state average --allow-change` (or `reset`) to go on with another number"
+
+    def __init__(self, before: int, now: int) -> None:
+        super().__init__(
+            f"the checkpoint has the optimizer states of {before} ranks (`sync_state` keep), here are {now}"
+        )
+
+
+RANK = "rank-"
+"""Parts of a checkpoint with what only that rank had (`reduce: param`)."""
+
+
 def collect(engine: Engine) -> tuple[Parts, dict[str, Any]]:
     """(tensors by part, plain values). Batch-norm statistics must be complete: see `RunningStatistics.total`."""
     model = {**dict(engine.model.named_buffers()), **engine.named_weights()}
     kept = engine.model.state_dict().keys()  # leaves out buffers that are not persistent
-    optimizer, optimizer_values = optimizer_state.pack(engine.optimizer, _names(engine))
+    optimizer, optimizer_values = optimizer_state.pack(engine.optimizer, names(engine))
     parts: Parts = {
         "model": {name: tensor.detach() for name, tensor in model.items() if name in kept},
         "optimizer": optimizer,
@@ -39,28 +55,76 @@ def collect(engine: Engine) -> tuple[Parts, dict[str, Any]]:
     }
     if engine.average is not None:
         parts["ema"] = engine.average.state_dict()
+    averaging: dict[str, Any] = {}
+    if isinstance(engine.strategy, AveragedParameters):
+        velocities, averaging = engine.strategy.common_state()
+        if velocities:
+            parts["outer"] = velocities
     values = {
         "num_steps": engine.num_steps,
         "batches": [engine.epoch, engine.epoch_step, engine.call_began],
         "skips": engine.skips.state(),
         "optimizer": optimizer_values,
+        "averaging": averaging,
     }
     return parts, values
 
 
+def collect_own(engine: Engine) -> dict[str, Tensor]:
+    """What only this rank has: nothing, unless ranks step apart (`reduce: param`). Ranks must be together."""
+    if not isinstance(engine.strategy, AveragedParameters):
+        return {}
+    parts = {"averaging": engine.strategy.local_state(), "scale": engine.scale.state_dict()}
+    parts["skips"] = {"state": torch.tensor(engine.skips.state())}
+    if engine.config.sync_state == "keep":
+        parts["optimizer"], _ = optimizer_state.pack(engine.optimizer, names(engine))
+    return {f"{part}:{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+
+
 @torch.no_grad()
 def restore(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Any]) -> None:
-    """The counterpart of `collect`, into a prepared engine."""
+    """The counterpart of `collect`, into a prepared engine; parts named `rank-0` and so on are from `collect_own`."""
+    own, optimizer = _own_parts(engine, parts)
     restore_weights(engine, parts["model"])
-    optimizer_state.unpack(engine.optimizer, _names(engine), parts["optimizer"], values["optimizer"])
-    engine.scale.load_state_dict(parts["scale"])
+    optimizer_state.unpack(engine.optimizer, names(engine), optimizer, values["optimizer"])
+    engine.scale.load_state_dict(own.get("scale") or parts["scale"])
     if engine.average is not None:
         # A run that had no average (changed settings) begins it with the weights as they are.
         engine.average.load_state_dict(parts.get("ema") or engine.named_weights())
     engine.num_steps = values["num_steps"]
     engine.epoch, engine.epoch_step, engine.call_began = values["batches"]
     engine.is_resumed = True
-    engine.skips.load(values["skips"])
+    engine.skips.load(own["skips"]["state"].tolist() if own else values["skips"])
+    if isinstance(engine.strategy, AveragedParameters):
+        engine.strategy.load(parts.get("outer", {}), values.get("averaging", {}), own.get("averaging"))
+
+
+def _own_parts(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]]) -> tuple[Parts, Mapping[str, Tensor]]:
+    """(what this rank had, the optimizer state it goes on with)."""
+    ranks: list[Parts] = []
+    for number in range(sum(part.startswith(RANK) for part in parts)):
+        split: Parts = {}
+        for key, tensor in parts[f"{RANK}{number}"].items():
+            part, _, name = key.partition(":")
+            split.setdefault(part, {})[name] = tensor
+        ranks.append(split)
+    world = engine.link.world
+    if not isinstance(engine.strategy, AveragedParameters) or not ranks:
+        return {}, parts["optimizer"]
+    is_kept = any("optimizer" in each for each in ranks)
+    own = ranks[world.rank] if len(ranks) == world.size else {}
+    if not is_kept or engine.config.sync_state == "reset":
+        return own, parts["optimizer"]
+    if engine.config.sync_state == "keep":
+        if not own:
+            raise RanksHaveTheirOwn(len(ranks), world.size)
+        return own, own.get("optimizer", {})
+    states = [each.get("optimizer", {}) for each in ranks]
+    return own, {name: _mean([each[name] for each in states if name in each]) for name in parts["optimizer"]}
+
+
+def _mean(tensors: list[Tensor]) -> Tensor:
+    return torch.stack([tensor.double() for tensor in tensors]).mean(0).to(tensors[0].dtype)
 
 
 @torch.no_grad()
@@ -83,7 +147,7 @@ def restore_weights(engine: Engine, saved: Mapping[str, Tensor]) -> None:
     engine.statistics.share()
 
 
-def _names(engine: Engine) -> dict[Tensor, str]:
+def names(engine: Engine) -> dict[Tensor, str]:
     """Which parameter each tensor of the optimizer is (a master stands for its weight)."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in engine.model.named_parameters()}
     if engine.masters is not None:

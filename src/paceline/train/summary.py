@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.config.settings import TrainConfig
+from paceline.optim import larc
+from paceline.parallel import outer
 from paceline.speed import precision
 from paceline.speed.precision import Precision
 from paceline.train.engine import Engine
@@ -86,6 +88,8 @@ def rows(facts: Facts) -> Rows:
         ("batch", batch_line(config, facts.grains, facts.world.size)),
         ("data" if facts.stage is None else f"data of {facts.stage}", data_line(facts.data)),
     ]
+    if facts.world.size > 1:
+        found.append(("reduction", _reduction(config, facts.world.size)))
     if facts.validation:
         sets = ", ".join(f"{name} {_samples(size)}" for name, size in facts.validation.items())
         found.append(("validation", sets))
@@ -134,6 +138,25 @@ def _ranks(world: World, seats: list[Seat]) -> Rows:
     return found
 
 
+def _reduction(config: TrainConfig, ranks: int) -> str:
+    wire = "" if config.wire == "full" else f", {config.wire} on the wire"
+    if config.reduce == "grad":
+        return f"gradients summed at every step{wire}"
+    when = (
+        f"every {config.sync_step:,} step{'s' * (config.sync_step > 1)}"
+        if config.sync_step is not None
+        else f"every {config.sync_seconds:g} s"
+    )
+    state = {"average": "averaged too", "keep": "kept by each rank", "reset": "begun anew"}[config.sync_state]
+    parts = [f"weights averaged {when}", f"optimizer state {state}"]
+    if config.sync_overlap:
+        parts.append(f"applied {config.sync_overlap} step{'s' * (config.sync_overlap > 1)} later")
+    chosen = outer.build(config, ranks)
+    if chosen is not None:
+        parts.append(f"outer {config.outer} with lr {chosen.lr:g}, momentum {chosen.momentum:g}")
+    return ", ".join(parts) + wire
+
+
 def _samples(number: int) -> str:
     return f"{number:,} sample{'s' * (number != 1)}"
 
@@ -156,6 +179,10 @@ def _optimizer(config: TrainConfig, name: str) -> str:
         parts.append(f"weight decay {config.weight_decay:g}")
     if config.groups:
         parts.append(f"{len(config.groups)} parameter group{'s' * (len(config.groups) > 1)} of their own")
+    rule = larc.rule_of(config)
+    if rule is not None:
+        how = "with layer-wise rates" if config.optimizer == "lars" else f"LARC ({rule.mode})"
+        parts.append(f"{how}, eta {rule.eta:g}")
     if config.clip_norm is not None:
         parts.append(f"gradients clipped to norm {config.clip_norm:g}")
     if config.clip_value is not None:
@@ -221,8 +248,23 @@ _IDLE: list[tuple[str, tuple[str, ...], _Test]] = [
         ("monitor", "patience", "monitor_mode", "eval_batch", "val_every_steps"),
         lambda facts: not facts.validation,
     ),
-    ("unless the optimizer is sgd", ("momentum",), lambda facts: facts.config.optimizer != "sgd"),
+    (
+        "unless the optimizer is sgd or lars",
+        ("momentum",),
+        lambda facts: facts.config.optimizer not in ("sgd", "lars"),
+    ),
     ("with optimizer sgd", ("betas",), lambda facts: facts.config.optimizer == "sgd"),
+    ("with optimizer lars", ("betas",), lambda facts: facts.config.optimizer == "lars"),
+    (
+        "without `larc` or optimizer lars",
+        ("larc_eta", "larc_exclude"),
+        lambda facts: facts.config.larc is None and facts.config.optimizer != "lars",
+    ),
+    (
+        "without `larc`",
+        ("larc_epsilon", "larc_min_update", "larc_decay", "larc_zero"),
+        lambda facts: facts.config.larc is None,
+    ),
     ("with a constant schedule", ("min_lr",), lambda facts: facts.config.schedule == "constant"),
     ("unless the schedule is polynomial", ("power",), lambda facts: facts.config.schedule != "polynomial"),
     ("unless the schedule is exponential", ("decay_steps",), lambda facts: facts.config.schedule != "exponential"),
@@ -244,6 +286,17 @@ _IDLE: list[tuple[str, tuple[str, ...], _Test]] = [
         ("bins",),
         lambda facts: facts.config.order not in ("laplace", "bucket"),
     ),
+    (
+        "unless `reduce` is param",
+        ("sync_step", "sync_seconds", "sync_state", "sync_overlap", "outer", "outer_lr", "outer_momentum"),
+        lambda facts: facts.config.reduce != "param",
+    ),
+    (
+        "unless `outer` is momentum or nesterov",
+        ("outer_lr", "outer_momentum"),
+        lambda facts: facts.config.reduce == "param" and facts.config.outer == "plain",
+    ),
+    ("on one rank", ("reduce", "wire"), lambda facts: facts.world.size == 1),
     ("without fp16", ("loss_scale",), lambda facts: not facts.precision.scaled),
     ("on a resumed run", ("init_from",), lambda facts: facts.resumed is not None),
     ("unless a run is resumed", ("regrain", "allow_change"), lambda facts: facts.resumed is None),

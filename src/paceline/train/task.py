@@ -20,7 +20,7 @@ from paceline.world.discover import World
 from paceline.world.link import Link
 
 if TYPE_CHECKING:
-    from paceline.train.engine import Step
+    from paceline.train.step import Step
 
 Sums = tuple[Any, Any]
 """A metric as (sum, weight), divided once over all batches and ranks."""

@@ -17,14 +17,16 @@ from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.rank_log import rank_log
 from paceline.observe.watcher import RunInfo, Watcher, checked
-from paceline.optim import build, schedule
+from paceline.optim import build, larc, schedule
 from paceline.train import restore, state, summary
-from paceline.train.engine import Engine, Step
+from paceline.train.engine import Engine
 from paceline.train.feed import Feed, NothingRead
 from paceline.train.keeper import Keeper
 from paceline.train.logbook import Logbook
 from paceline.train.position import Position
+from paceline.train.scaling import for_ranks
 from paceline.train.signals import on_stop_signal
+from paceline.train.step import Step
 from paceline.train.task import Stage, Task, attach, overrides
 from paceline.train.validation import Validation
 from paceline.world.link import Link
@@ -56,6 +58,7 @@ class Trainer:
 
     def __init__(self, task: Task, config: TrainConfig, link: Link, watchers: Sequence[Watcher] = ()) -> None:
         self.clock = Clock()
+        config, self._arithmetic = for_ranks(config, link.world.size)
         self.task, self.config, self.link = task, config, link
         self.progress = Progress(enabled=link.is_first, asked=config.progress)
         attach(task, config, link, self.progress.say)
@@ -75,7 +78,7 @@ class Trainer:
         if self.keeper.metrics_file is not None:
             done, validated = self.engine.num_steps, max(0, self.position.validated)
             watching.insert(0, Journal(self.keeper.metrics_file, next_step=done, next_validation=validated))
-        self.log = Logbook(watching, self.progress, self.engine, self.position, self.clock)
+        self.log = Logbook(watching, self.progress, self.engine, self.position, self.clock, self._layer_rates)
         self.log.start(self._info())
         self._is_introduced = False
         self.clock.lap("setup")
@@ -131,7 +134,7 @@ class Trainer:
 
     def _train_epoch(self, feed: Feed) -> str:
         position, engine, config, clock = self.position, self.engine, self.config, self.clock
-        first = position.step
+        first, looked = position.step, engine.num_steps
         self.log.begin_epoch(summary.data_facts(feed, position.epoch), self._stage_name)
         wake = self._next_due()
         loss = partial(self.task.loss, engine.model)
@@ -147,13 +150,19 @@ class Trainer:
             stop = self._stop_asked(step)
             if engine.num_steps < wake and not stop and not feed.is_stream:
                 continue  # nothing is due at most steps
+            if not (engine.is_together or stop or self._is_done(None) or self._out_of_data(feed, step)):
+                continue  # ranks step apart (`reduce: param`): what is due waits for their next average
+            due, looked = partial(_due_since, looked, engine.num_steps), engine.num_steps
             wake = self._next_due()
+            if due(config.val_every_steps) or due(config.save_every_steps) or not engine.is_together:
+                self._come_together()
+                stop = stop or self._stop_asked(step)
             position.is_epoch_over = self._out_of_data(feed, step)
-            if _due(engine.num_steps, config.log_every):
+            if due(config.log_every):
                 self.log.flush()
-            if _due(engine.num_steps, config.val_every_steps):
+            if due(config.val_every_steps):
                 self._validate()
-            if stop or _due(engine.num_steps, config.save_every_steps) or self._found_best():
+            if stop or due(config.save_every_steps) or self._found_best():
                 self._save()
             if stop:
                 return "stopped"
@@ -162,6 +171,7 @@ class Trainer:
                 break
         if batch is None and first == 0 and not position.is_epoch_over:
             raise NothingRead(position.epoch)
+        self._come_together()
         self.log.end_epoch(position.step - first)
         # Ended by `steps` or `patience`: if the run is given more of them, it goes on from here.
         is_cut_short = batch is not None and not batch.is_last and (self._is_done(None) or self._lost_patience())
@@ -171,6 +181,11 @@ class Trainer:
             self._validate()
         self.task.report()
         return "early" if self._lost_patience() else "finished"
+
+    def _come_together(self) -> None:
+        self.clock.lap("other")
+        self.engine.sync()
+        self.clock.lap("communication")
 
     def _validate(self) -> None:
         if self.position.is_fresh:
@@ -221,12 +236,15 @@ class Trainer:
 
     def _stop_asked(self, step: Step) -> bool:
         """Whether any rank was asked to stop, as of the same step on all. On a GPU it is read when logging anyway."""
-        if step.ranks_to_stop is None:
+        if self.link.world.size == 1:
             return self.engine.wants_stop
+        if step.ranks_to_stop is None:
+            return False  # ranks step apart, and learn of it with their next average
         on_host = step.ranks_to_stop.device.type == "cpu"
         return (on_host or _due(self.engine.num_steps, self.config.log_every)) and bool(step.ranks_to_stop)
 
     def _close(self, status: str) -> Result:
+        self.engine.sync()
         self.engine.statistics.total()
         self.keeper.close(status)
         self.clock.lap("checkpoint")
@@ -269,6 +287,8 @@ class Trainer:
     def _prepare(self, model: torch.nn.Module) -> None:
         model.to(self.link.device)
         optimizer = self.task.optimizer(build.groups(model, self.config), self.config, self.link.device)
+        rule = larc.rule_of(self.config)
+        self.larc = None if rule is None else larc.Larc(optimizer, rule)
         self.engine.prepare(model, optimizer)
 
     def _resume(self, found: restore.Checkpoint) -> None:
@@ -355,6 +375,13 @@ class Trainer:
             self.progress.say(f"{name} is not installed: metrics go to metrics.jsonl alone (`pip install {name}`)")
         return [*found, *checked(self.task.watchers()), *checked(given)]
 
+    def _layer_rates(self) -> dict[str, float]:
+        """Effective learning rates by parameter, where LARC sets them."""
+        if self.larc is None:
+            return {}
+        rates = self.larc.rates(state.names(self.engine))
+        return {f"larc/{name}": rate for name, rate in rates.items()}
+
     def _info(self) -> RunInfo:
         settings = self.config.model_dump(mode="json")
         return RunInfo(type(self.task).__name__, self.config.out, settings, self.engine.num_steps, self.link.world.size)
@@ -385,7 +412,7 @@ class Trainer:
             resumed=self._resumed,
         )
         self.progress.table(summary.rows(facts))
-        for line in [*self.engine.precision.notes, *summary.idle(facts)]:
+        for line in [*filter(None, [self._arithmetic]), *self.engine.precision.notes, *summary.idle(facts)]:
             self.progress.say(line)
 
 
@@ -396,3 +423,8 @@ def _signature(model: torch.nn.Module) -> dict[str, tuple[torch.Size, bool]]:
 
 def _due(number: int, every: int | None) -> bool:
     return every is not None and number % every == 0
+
+
+def _due_since(before: int, now: int, every: int | None) -> bool:
+    """Whether a multiple of `every` has come since, `now` included."""
+    return every is not None and now // every > before // every

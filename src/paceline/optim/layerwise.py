@@ -1,0 +1,202 @@
+"""What optimizers with one factor per tensor share: many tensors at once, and no word from the device to the host."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
+
+from paceline.config.errors import PacelineError
+
+
+class SparseGradient(PacelineError):
+    """A gradient without an element for every weight."""
+
+    hint = "make the layer (nn.Embedding, nn.EmbeddingBag) with `sparse=False`"
+
+    def __init__(self, optimizer: str, shape: torch.Size) -> None:
+        super().__init__(f"{optimizer} needs whole gradients, but that of a weight of shape {list(shape)} is sparse")
+        self.shape = shape
+
+
+class OutOfRange(PacelineError):
+    """A number with which the update has no meaning."""
+
+    def __init__(self, optimizer: str, name: str, value: Any, allowed: str) -> None:
+        super().__init__(f"{optimizer}: {name} is {value!r}")
+        self.hint = f"{name} must be {allowed}"
+        self.name = name
+        self.value = value
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters of one group, device and dtype that have a gradient, those of equal size side by side."""
+
+    weights: list[Tensor]
+    """What is computed on: the parameters themselves, or fp32 and contiguous copies."""
+    state: dict[str, list[Tensor]]
+    skip: Tensor
+    """1 on the device where nothing may change, else 0."""
+    flat: Tensor
+    """Room for one number per weight, to work in."""
+    views: list[Tensor]
+    """`flat`, cut into the shapes of the weights."""
+
+    def scale(self, factors: Tensor) -> None:
+        """Multiply each of the views by its own factor."""
+        scale(self.flat, [weight.numel() for weight in self.weights], factors)
+
+    def count_step(self) -> None:
+        # As a list: a single tensor would be read by the host where there is no kernel for many.
+        torch._foreach_add_(self.state["step"], [1.0 - self.skip] * len(self.weights))
+
+    def descend(
+        self,
+        lr: float | Tensor,
+        *,
+        momenta: Sequence[Tensor] = (),
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        """With d of the views: d += weight_decay * w; m = momentum * m + (1 - dampening) * d; w -= lr * m.
+
+        torch's fused SGD: the one kernel that leaves everything bitwise alone when the device says so.
+        """
+        torch._fused_sgd_(
+            self.weights,
+            self.views,
+            list(momenta),
+            weight_decay=weight_decay,
+            momentum=momentum,
+            lr=lr,
+            dampening=dampening,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,  # momenta start at 0 here
+            found_inf=self.skip,
+        )
+
+
+class Layerwise(torch.optim.Optimizer):
+    """What optimizers with one factor per tensor share: many tensors at once, and no word from the device to the host.
+
+    State is kept in at least fp32: squared fp16 gradients overflow and underflow. A step whose `found_inf` (set by an
+    engine or a GradScaler) is above 0 leaves weights and state bitwise as they are; `grad_scale` divides gradients.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        self._kept: dict[torch.dtype, Tensor] = {}
+
+    @abstractmethod
+    def _start(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
+        """State of a parameter before its first step, beside the count of its steps."""
+
+    @abstractmethod
+    def _update(self, group: dict[str, Any], bucket: Bucket, gradients: list[Tensor]) -> None:
+        """One step of the bucket's weights and state."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameters in alike(self._with_gradient(group)):
+                bucket = self._bucket(group, parameters)
+                self._update(group, bucket, [parameter.grad for parameter in parameters if parameter.grad is not None])
+                copies = [pair for pair in zip(parameters, bucket.weights, strict=True) if pair[0] is not pair[1]]
+                if copies:
+                    torch._foreach_copy_([own for own, _ in copies], [copy for _, copy in copies])
+        return loss
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, except that state keeps its dtype; torch would round it to that of the weight."""
+        super().load_state_dict(state_dict)
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in zip(saved, parameters, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                kept = value.to(parameter.device, memory_format=torch.contiguous_format, copy=True)
+                self.state[parameter][name] = kept
+
+    def _with_gradient(self, group: dict[str, Any]) -> list[Tensor]:
+        found = [parameter for parameter in group["params"] if parameter.grad is not None and parameter.numel()]
+        for parameter in found:
+            if parameter.grad.layout != torch.strided:
+                raise SparseGradient(type(self).__name__, parameter.shape)
+        return found
+
+    def _bucket(self, group: dict[str, Any], parameters: list[Tensor]) -> Bucket:
+        device, dtype = parameters[0].device, torch.promote_types(parameters[0].dtype, torch.float32)
+        # A parameter that is laid out otherwise (channels last) is computed on as a copy, too.
+        weights = [parameter.to(dtype).contiguous() for parameter in parameters]
+        for parameter, weight in zip(parameters, weights, strict=True):
+            if not self.state[parameter]:
+                count = torch.zeros((), dtype=torch.float32, device=device)
+                self.state[parameter] = {"step": count, **self._start(group, weight)}
+        entries = [self.state[parameter] for parameter in parameters]
+        state = {name: [entry[name] for entry in entries] for name in entries[0]}
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None:
+            skip = torch.zeros((), device=device)
+        else:
+            skip = (found_inf.reshape(()) > 0).to(device, torch.float32)
+        flat = self._room(sum(weight.numel() for weight in weights), dtype, device)
+        return Bucket(weights, state, skip, flat, list(_unflatten_dense_tensors(flat, weights)))
+
+    def _room(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device.type != "cpu":
+            return torch.empty(size, dtype=dtype, device=device)
+        # Kept: touching fresh memory takes longer than the update. A GPU's memory is kept by torch itself.
+        if dtype not in self._kept or self._kept[dtype].numel() < size:
+            self._kept[dtype] = torch.empty(size, dtype=dtype)
+        return self._kept[dtype][:size]
+
+
+def scale(flat: Tensor, sizes: Sequence[int], factors: Tensor) -> None:
+    """Multiply the pieces of `flat`, in place, each by its own factor: one kernel per run of equal sizes, not per
+    piece."""
+    runs = [(size, len(list(run))) for size, run in groupby(sizes)]
+    pieces = flat.split([size * count for size, count in runs])
+    for (size, count), piece, own in zip(runs, pieces, factors.split([count for _, count in runs]), strict=True):
+        piece.view(count, size).mul_(own.unsqueeze(1))
+
+
+def norms(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """The Euclidean norm of each tensor, as one vector."""
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype))
+
+
+def check(
+    optimizer: torch.optim.Optimizer, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float
+) -> None:
+    """Refuse what would train on without a meaning."""
+    name = type(optimizer).__name__
+    for index, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise OutOfRange(name, f"betas[{index}]", beta, "at least 0 and below 1")
+    # A rate that is a tensor may be on the device, and is not read.
+    for setting, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
+        if not isinstance(value, Tensor) and not value >= 0.0:
+            raise OutOfRange(name, setting, value, "at least 0")
+
+
+def alike(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """By device and dtype, as kernels over many tensors need it; by size within, as `scale` does."""
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in sorted(parameters, key=Tensor.numel):
+        found.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+    return list(found.values())

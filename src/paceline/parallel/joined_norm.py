@@ -1,0 +1,154 @@
+"""Batch norm over the grains of several ranks, for batches so small that a grain alone says little; on CPU, too.
+
+A layer's mean and variance are those of the joined grains of a group of ranks. Mean, squared deviation and count of
+each rank are gathered and put together (Chan et al. 1979), so that no digits are lost where the mean is large; backward
+adds up the two sums that the gradient needs. It works where every rank has exactly one grain in a step; in a step where
+some rank has none (the last of an epoch, say) every rank normalises its own grain, as plain batch norm does.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.config.errors import PacelineError
+from paceline.world.discover import World
+
+
+class GroupDoesNotDivide(PacelineError):
+    """The ranks cannot be dealt into groups of this size."""
+
+    def __init__(self, group: int, ranks: int) -> None:
+        super().__init__(f"`sync_batchnorm` is {group}, but {ranks} ranks are no multiple of that")
+        fitting = [str(size) for size in range(2, ranks + 1) if ranks % size == 0]
+        self.hint = f"set it to {' or '.join(fitting)}, or `all`"
+
+
+class NotOneGrainPerRank(PacelineError):
+    """Joined batch norm with ranks that run several grains in turn, or none."""
+
+    def __init__(self, grains: int, ranks: int) -> None:
+        super().__init__(f"`sync_batchnorm` joins one grain of each rank, but {ranks} ranks have {grains} in a step")
+        self.hint = f"set `--grains {ranks}`, or leave out `sync_batchnorm`"
+
+
+class JoinedBatchNorm(_BatchNorm):
+    """Takes the place of a BatchNorm1d, 2d or 3d, with its parameters and buffers."""
+
+    group: dist.ProcessGroup | None = None
+    """The ranks that are joined; None: every rank for itself."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        assert input.dim() >= 2, input.shape
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.group is None:
+            return super().forward(input)
+        join: Any = _Join.apply
+        output, mean, variance, count = join(input, self.weight, self.bias, self.eps, self.group)
+        if self.track_running_stats and self.num_batches_tracked is not None:
+            self._follow(mean, variance * (count / (count - 1)))
+        found: Tensor = output
+        return found
+
+    @torch.no_grad()
+    def _follow(self, mean: Tensor, variance: Tensor) -> None:
+        counter = self.get_buffer("num_batches_tracked")
+        counter += 1
+        share = 1.0 / counter if self.momentum is None else self.momentum
+        for buffer, value in (("running_mean", mean), ("running_var", variance)):
+            running = self.get_buffer(buffer)
+            running.add_((value.to(running.dtype) - running) * share)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Any) -> Any:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        wide = x.to(dtype)
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        num = x.numel() // x.shape[1]
+        own_mean = wide.mean(dims)
+        own = torch.cat([own_mean, (wide - own_mean.view(shape)).square().sum(dims), own_mean.new_full((1,), num)])
+        everyone = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(everyone, own, group=group)
+        channels = x.shape[1]
+        means, squares, counts = torch.stack(everyone).split([channels, channels, 1], dim=1)
+        count = counts.sum()
+        mean = (means * counts).sum(0) / count
+        variance = (squares.sum(0) + ((means - mean).square() * counts).sum(0)) / count
+        inverse = (variance + eps).rsqrt()
+        normed = (wide - mean.view(shape)) * inverse.view(shape)
+        ctx.save_for_backward(normed, inverse, weight, count)
+        ctx.group, ctx.dims, ctx.shape, ctx.dtype, ctx.has_bias = group, dims, shape, x.dtype, bias is not None
+        output = normed
+        if weight is not None:
+            output = output * weight.to(dtype).view(shape)
+        if bias is not None:
+            output = output + bias.to(dtype).view(shape)
+        ctx.mark_non_differentiable(mean, variance, count)
+        return output.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> Any:
+        normed, inverse, weight, count = ctx.saved_tensors
+        gradient = gradient.to(normed.dtype)
+        total = gradient.sum(ctx.dims)
+        along = (gradient * normed).sum(ctx.dims)
+        sums = torch.cat([total, along])
+        dist.all_reduce(sums, group=ctx.group)
+        all_total, all_along = (part.view(ctx.shape) / count for part in sums.chunk(2))
+        scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
+        back = (gradient - all_total - normed * all_along) * scale.view(ctx.shape)
+        of_weight = None if weight is None else along.to(weight.dtype)
+        of_bias = total.to(weight.dtype if weight is not None else total.dtype) if ctx.has_bias else None
+        return back.to(ctx.dtype), of_weight, of_bias, None, None
+
+
+class JoinedNorms:
+    """The batch norms of a model, joined over groups of `size` consecutive ranks; all ranks must make it."""
+
+    def __init__(self, model: nn.Module, world: World, size: int, timeout_s: float) -> None:
+        if world.size % size:
+            raise GroupDoesNotDivide(size, world.size)
+        self._world = world
+        # Of its own: backward sends buckets of gradients in between.
+        limit = timedelta(seconds=timeout_s)
+        groups = [dist.new_group(range(first, first + size), timeout=limit) for first in range(0, world.size, size)]
+        self._group = groups[world.rank // size]
+        self._is_checked = False
+        self.layers = _replace(model)
+
+    def begin_step(self, num_grains: int) -> None:
+        """Joined in this step if every rank has a grain; the same decision everywhere."""
+        if not self._is_checked and num_grains > self._world.size:
+            raise NotOneGrainPerRank(num_grains, self._world.size)
+        self._is_checked = True
+        for layer in self.layers:
+            layer.group = self._group if num_grains == self._world.size else None
+
+    def detach(self) -> None:
+        for layer in self.layers:
+            layer.group = None
+        dist.destroy_process_group(self._group)
+
+
+def _replace(model: nn.Module) -> list[JoinedBatchNorm]:
+    """Put a joined layer in the place of each batch norm; parameters, buffers and names stay the same objects."""
+    found = [module for module in model.modules() if isinstance(module, JoinedBatchNorm)]
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+                joined = JoinedBatchNorm(child.num_features, child.eps, child.momentum, affine=False)
+                joined.affine, joined.track_running_stats = child.affine, child.track_running_stats
+                joined._parameters, joined._buffers = child._parameters, child._buffers
+                joined.train(child.training)
+                setattr(parent, name, joined)
+                found.append(joined)
+    return found

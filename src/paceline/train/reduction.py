@@ -1,0 +1,49 @@
+"""From settings to the way in which ranks come to one model: gradients, parameters, or nothing to reduce."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.config.settings import EngineConfig
+from paceline.optim.ema import WeightAverage
+from paceline.parallel.averaging import AveragedParameters
+from paceline.parallel.gradients import SummedGradients
+from paceline.parallel.joined_norm import JoinedNorms
+from paceline.parallel.strategy import Alone, Strategy
+from paceline.speed.master import Masters
+from paceline.world.link import Link
+
+
+def choose(
+    parameters: list[torch.nn.Parameter],
+    config: EngineConfig,
+    link: Link,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: WeightAverage | None,
+    masters: Masters | None,
+) -> Strategy:
+    """The strategy for these ranks; all must call it."""
+    if link.world.size == 1:
+        return Alone(parameters)
+    if config.reduce == "grad":
+        return SummedGradients(parameters, link, wire=config.wire)
+    kept = model.state_dict().keys()  # buffers that are not persistent are constants
+    return AveragedParameters(
+        parameters,
+        link,
+        config,
+        optimizer=optimizer,
+        buffers={name: buffer for name, buffer in model.named_buffers() if name in kept},
+        weight_average=() if average is None else list(average.tensors.values()),
+        timeout_s=config.timeout_s,
+        weights_changed=(lambda: None) if masters is None else masters.push_weights,
+    )
+
+
+def join_norms(model: torch.nn.Module, config: EngineConfig, link: Link) -> JoinedNorms | None:
+    """Batch norm over groups of ranks, if the settings ask for it; all must call it."""
+    asked, world = config.sync_batchnorm, link.world
+    if asked == "no" or world.size == 1:
+        return None
+    return JoinedNorms(model, world, world.size if asked == "all" else asked, config.timeout_s)

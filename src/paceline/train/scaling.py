@@ -1,0 +1,39 @@
+"""A batch per device: what the global batch and the learning rate are on so many ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+from paceline.config.settings import DataSettings, OptimSettings
+
+S = TypeVar("S", bound=DataSettings)
+
+
+def for_ranks(config: S, ranks: int) -> tuple[S, str]:
+    """Settings with the global batch and the learning rate worked out, and the arithmetic in words ("" if none).
+
+    A run keeps the result, so that resuming on another number of ranks is a change that has to be allowed.
+    """
+    each = config.batch_per_device
+    if each is None:
+        return config, ""
+    changes: dict[str, Any] = {"batch_per_device": None, "global_batch": each * ranks}
+    words = f"batch: {each} per device x {ranks} rank{'s' * (ranks > 1)} = {each * ranks}"
+    if isinstance(config, OptimSettings):
+        factor = {"none": 1.0, "linear": float(ranks), "sqrt": math.sqrt(ranks)}[config.scale_lr]
+        changes |= {"scale_lr": "none", "lr": config.lr * factor}
+        words += "; learning rate: " + _rate(config, factor, ranks)
+    return config.model_copy(update=changes), words
+
+
+def _rate(config: OptimSettings, factor: float, ranks: int) -> str:
+    if config.scale_lr == "none":
+        return f"{config.lr:g}, not scaled"
+    root = "sqrt of " if config.scale_lr == "sqrt" else ""
+    words = f"{config.lr:g} x {factor:g} ({root}{ranks} ranks) = {config.lr * factor:g}"
+    if config.warmup_ratio:
+        return f"{words} after a warm-up over {100 * config.warmup_ratio:g}% of the steps"
+    if config.warmup_steps:
+        return f"{words} after a warm-up over {config.warmup_steps:,} steps"
+    return f"{words} from the first step (`--warmup-steps` lets it rise)" if ranks > 1 else words
