@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.config.errors import PacelineError
+from paceline.config.paths import near
 from paceline.data.manifest_line import resolve
 from paceline.data.strings import Strings
 
@@ -32,7 +33,7 @@ class ManifestChanged(PacelineError):
     hint = "start again, and leave the file alone meanwhile"
 
     def __init__(self, path: Path, line: int) -> None:
-        super().__init__(f"{path} has been changed since it was read: line {line} is gone")
+        super().__init__(f"{near(path)} has been changed since it was read: line {line} is gone")
         self.path, self.line = path, line
 
 
@@ -107,7 +108,7 @@ class Manifest:
 
     def where(self, row: int) -> str:
         """`train.json:418`"""
-        return f"{self.source(row)}:{self.line(row)}"
+        return f"{near(self.source(row))}:{self.line(row)}"
 
     def take(self, rows: ArrayLike) -> Manifest:
         """The utterances of these rows, in their order; rows may be numbers or a mask."""
@@ -138,6 +139,10 @@ class Manifest:
             source_of=np.concatenate(sources),
             line_of=np.concatenate([manifest._line_of for manifest in manifests]),
         )
+
+    def content(self) -> list[NDArray[Any]]:
+        """What the lines say, whatever files they stand in: names as written, offsets, durations, texts."""
+        return [self._audio.packed, self._audio.lengths, self._offsets, self.durations, self.texts.packed]
 
     @property
     def nbytes(self) -> int:

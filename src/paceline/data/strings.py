@@ -78,5 +78,10 @@ class Strings:
         return self._bytes[self._starts[0] : self._starts[-1]]
 
     @property
+    def lengths(self) -> NDArray[np.int64]:
+        """In bytes."""
+        return np.diff(self._starts)
+
+    @property
     def nbytes(self) -> int:
         return self._bytes.nbytes + self._starts.nbytes

@@ -14,6 +14,7 @@ from paceline.data.grain import Batch
 from paceline.data.loader import Loader, Seat
 from paceline.data.plan import BatchRule, Plan
 from paceline.data.stream import Stream
+from paceline.train.fingerprint import check_ranks, fingerprint
 from paceline.world.link import Link
 
 
@@ -70,6 +71,8 @@ class Feed:
     ) -> None:
         self.data = data
         self.lengths = lengths
+        self.fingerprint: str | None = None
+        """The same on all ranks; None for data of unknown length."""
         self._config = config
         self._link = link
         self._grains = grains
@@ -100,6 +103,8 @@ class Feed:
         if len(data) == 0:
             raise NoData
         self._counts = counts
+        self.fingerprint = fingerprint(data, lengths, counts)
+        check_ranks(link.gather_objects((len(data), self.fingerprint)))
         self._loader = Loader(
             data,
             collate=collate,

@@ -38,6 +38,8 @@ class Position:
     """Monitored scores since the schedule began, lower is better."""
     is_complete: bool = False
     """The last stage has ended, `after_stage` included."""
+    data: str | None = None
+    """Fingerprint of the stage's data, once it has begun."""
     is_epoch_over: bool = False
     """Data of unknown length has ended with the last step."""
 
@@ -45,6 +47,7 @@ class Position:
         """The start of another stage, whose scores are not to be compared with those before."""
         self.stage, self.epoch, self.step, self.is_epoch_over = number, 0, 0, False
         self.best, self.bad_validations = None, 0
+        self.data = None
 
     @property
     def is_fresh(self) -> bool:

@@ -21,6 +21,7 @@ from paceline.optim import build, larc, schedule
 from paceline.train import restore, state, summary
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed, NothingRead
+from paceline.train.fingerprint import DataChanged
 from paceline.train.keeper import Keeper
 from paceline.train.logbook import Logbook
 from paceline.train.position import Position
@@ -107,6 +108,9 @@ class Trainer:
         if self._began_stage != number:
             self._begin_stage(number)
         feed = self._feed(number, stage)
+        if position.data not in (None, feed.fingerprint) and not self.config.allow_change:
+            raise DataChanged
+        position.data = feed.fingerprint
         epochs = stage.epochs or self.config.epochs
         if position.is_complete and (self._is_done(epochs) or self._lost_patience()):
             self.progress.say("this run is finished: nothing is left to train")

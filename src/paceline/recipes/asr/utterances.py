@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 
+from paceline.config.paths import near
 from paceline.data.audio import AudioUnreadable, read_audio
 from paceline.data.audio_check import bad_audio
 from paceline.data.bad_line import BadLine
@@ -48,6 +51,14 @@ class Utterances:
         self.lengths: NDArray[np.float64] = manifest.durations * stretch
         """Seconds, as long as a perturbation may make them."""
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of what is read for whom: another file, another text or another order gives another one."""
+        digest = xxhash.xxh3_64()
+        for column in (*self._manifest.content(), self._texts.ids, self._texts.offsets):
+            digest.update(np.ascontiguousarray(column).view(np.uint8).data)
+        return digest.hexdigest()
+
     def __len__(self) -> int:
         return len(self._manifest)
 
@@ -68,7 +79,7 @@ class Utterances:
         if not self._skip_bad:
             found = AudioUnreadable(unreadable.path, unreadable.why, manifest.where(index))
             if manifest.source(index).is_file():
-                check = f"`paceline manifest stats {manifest.source(index)} --check` finds all such files"
+                check = f"`paceline manifest stats {near(manifest.source(index))} --check` finds all such files"
                 found.hint = f"{check}, `--bad-data skip` goes on without them"
             raise found from None
         silence = np.zeros(max(1, round(float(manifest.durations[index]) * self._sample_rate)), np.int16)
@@ -77,7 +88,7 @@ class Utterances:
     @property
     def names(self) -> Sequence[str]:
         """How each utterance is called in what is printed of it."""
-        return [str(self._manifest.audio(index)) for index in range(len(self))]
+        return [near(self._manifest.audio(index)) for index in range(len(self))]
 
 
 def collate(samples: list[Utterance]) -> dict[str, Any]:
