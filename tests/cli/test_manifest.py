@@ -355,3 +355,57 @@ def test_a_manifest_needs_no_torch(tmp_path: Path) -> None:
     words = ["manifest", "stats", "--check", str(path)]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=90)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# -- names of files ------------------------------------------------------------------------------------------------
+
+
+def test_names_that_are_no_utf8(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    """From the folder to the manifest, through it to the audio, and to what is printed."""
+    sounds(tmp_path, "a.wav", "b.wav")
+    name = os.fsdecode(b"b\xff\xe4.wav")
+    (tmp_path / "b.wav").rename(tmp_path / name)
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / os.fsdecode(b"b\xff\xe4.txt")).write_text("two")
+    assert main(["manifest", "scan", str(tmp_path)]) == 0
+    path = tmp_path / "manifest.json"
+    assert b"\\udcff\\udce4" in path.read_bytes()
+    found, _ = read_manifests([path])
+    assert [found.audio(row).name for row in range(2)] == ["a.wav", name]
+    assert main(["manifest", "stats", str(path), "--check"]) == 0
+    assert main(["manifest", "split", str(path), "--parts", "x=0.5,y=0.5", "--out", str(tmp_path / "parts")]) == 0
+    pieces, _ = read_manifests([tmp_path / "parts" / f"manifest-{part}.json" for part in "xy"])
+    assert sorted(pieces.audio(row).name for row in range(2)) == sorted(["a.wav", name])
+    (tmp_path / name).unlink()
+    capfdbinary.readouterr()
+    assert main(["manifest", "stats", str(path), "--check"]) == 1
+    assert b"b\xff\xe4.wav: there is no such file" in capfdbinary.readouterr().out
+    assert main(["manifest", "stats", str(path), "--check", "--json"]) == 1
+    assert name in json.loads(capfdbinary.readouterr().out)["bad"][0]["what"]
+    half = '{"audio_filepath": "a.wav", "duration": 0.2, "text": "\\udcff"}\n'
+    (tmp_path / "half.json").write_text(half)
+    assert main(["manifest", "stats", str(tmp_path / "half.json")]) == 2
+    assert b'"text" holds a half of a surrogate pair' in capfdbinary.readouterr().err
+
+
+def test_names_that_cannot_be(tmp_path: Path, capsys: Shown) -> None:
+    sounds(tmp_path, "a.wav")
+    path = manifest(tmp_path / "a.json", {"audio_filepath": "a.wav", "duration": 0.2, "text": "one"})
+    long = "a" * 300
+    for words in (["stats", long], ["stats", f"{tmp_path}/{long}.json"], ["split", long], ["scan", long]):
+        assert main(["manifest", *words]) == 2
+        assert ": File name too long" in capsys.readouterr().err
+    for out in (f"{tmp_path}/{long}.json", "/proc/none/a.json", f"{path}/in/a/file.json"):
+        assert main(["manifest", "scan", str(path), "--out", out]) == 2
+        assert f"error: {out} cannot be written: " in capsys.readouterr().err
+    assert main(["manifest", "split", str(path), "--parts", "x=1", "--out", "/proc/none"]) == 2
+    assert "/proc/none/a-x.json cannot be written: " in capsys.readouterr().err
+
+
+def test_manifests_that_may_not_be_read(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(self: Path, **options: object) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_dir", refuses)
+    assert main(["manifest", "stats", str(tmp_path / "a.json")]) == 2
+    assert "cannot be read: Permission denied" in capsys.readouterr().err

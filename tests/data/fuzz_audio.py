@@ -55,8 +55,9 @@ def damaged(raw: bytes, draw: random.Random) -> tuple[str, bytes]:
 
 def look(path: Path, kind: str) -> str:
     """What became of a file; whatever is neither audio nor `AudioUnreadable` ends the process."""
-    said = check(path, SECONDS)
+    said, said_of_whole = check(path, SECONDS), check(path, SECONDS, whole=True)
     assert said is None or said.isprintable()
+    assert said is None or said_of_whole is not None
     fate = "read"
     for part in ({}, {"duration_s": SECONDS}, {"offset_s": 0.25, "duration_s": 0.5}):
         for rate in (RATE, 8000):
@@ -65,6 +66,8 @@ def look(path: Path, kind: str) -> str:
             except AudioUnreadable as unreadable:
                 assert unreadable.why.isprintable()
                 fate = "refused"
+                # What training would stumble over is found by a look at the whole file, if not by one at its ends.
+                assert said_of_whole is not None or part.get("duration_s") != SECONDS, f"{path}: {unreadable.why}"
                 continue
             assert audio.dtype == np.int16
             assert audio.ndim == 1
@@ -91,13 +94,15 @@ def main(folder: Path, number: int, seed: int) -> None:
         path.write_bytes(raw)
         fates[f"{kind} {how}: {look(path, how)}"] += 1
         lines += [{"audio_filepath": name, "duration": SECONDS, "text": how} for name in (path.name, f"good.{kind}")]
-        expected.append(check(path, SECONDS) is not None)
+        expected.append(tuple(check(path, SECONDS, whole=whole) is not None for whole in (False, True)))
     for kind, path in sources.items():
         assert np.array_equal(read_audio(path, sample_rate=RATE), first[kind]), f"good.{kind} has changed"
     (folder / "all.json").write_text("\n".join(map(json.dumps, lines)))
     manifest, _ = read_manifests([folder / "all.json"])
-    bad = check_all(manifest, range(len(manifest)), threads=2)
-    assert [line.row for line in bad] == [2 * place for place, is_bad in enumerate(expected) if is_bad]
+    for whole in (False, True):
+        bad = check_all(manifest, range(len(manifest)), threads=2, whole=whole)
+        assert [line.row for line in bad] == [2 * place for place, is_bad in enumerate(expected) if is_bad[whole]]
+    assert sum(is_bad != (True, True) and is_bad[1] for is_bad in expected) > 0  # some are sound at their ends
     print(json.dumps(fates))
 
 

@@ -16,8 +16,7 @@ import soundfile
 from numpy.typing import NDArray
 
 from paceline.data.audio import AudioUnreadable, probe, read_audio
-from paceline.data.audio_check import check, check_all
-from paceline.data.audio_check import measure
+from paceline.data.audio_check import check, check_all, measure
 from paceline.data.manifest import read_manifests
 from tests.data.sounds import FORMATS, LOSSLESS, tone, write
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.cli import train
-from paceline.cli.options import train_options
-from paceline.config.words import asks_for_help, read_words
+from paceline.cli.options import TrainCommand, train_options
+from paceline.config.files import read_file
+from paceline.config.values import Given
+from paceline.config.words import asks_for_help, dashed, read_words
 from paceline.observe.journal import read
 from paceline.observe.progress import clock_time
 
 CORPUS = "demo-speech"
 """Beside the runs: kept for the next demo."""
+JOURNAL = "metrics.jsonl"
 MOST_PROCS = 4
 SETTINGS: dict[str, Any] = {
     "network": "small",
@@ -29,76 +32,116 @@ SETTINGS: dict[str, Any] = {
 NUM_SHOWN = 5
 
 
+SETS = {"unseen-voices": "voices never heard in training", "seen-voices": "voices heard"}
+"""The validation sets of the demo, and what they are."""
+
+
 def run(argv: Sequence[str]) -> int:
     """`paceline train asr` on a spoken corpus, with settings that suit it unless others are given."""
     from paceline.recipes.asr.settings import AsrSettings
 
-    given = read_words(train_options(AsrSettings), argv).given
     if asks_for_help(argv):
         return train.run(["asr", *argv])
     began = time.monotonic()
-    runs = Path(str(given["runs_dir"].raw)) if "runs_dir" in given else Path("runs")
-    out = Path(str(given["out"].raw)) if "out" in given else runs / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
-    corpus = runs / CORPUS
-    chosen = {
-        **SETTINGS,
-        "procs": min(len(os.sched_getaffinity(0)), MOST_PROCS),
-        "train_manifest": corpus / "train.json",
-        "val_manifest": f"unseen-voices={corpus / 'val-unseen.json'},seen-voices={corpus / 'val-seen.json'}",
-        "out": out,
-    }
-    words = ["asr"]
-    for name, value in chosen.items():
-        if name not in given:
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    words += argv
+    given = _given(train_options(AsrSettings), argv)
+    runs = Path(str(given.get("runs_dir", "runs")))
+    corpus, out = runs / CORPUS, run_folder(given, runs, time.strftime("%Y%m%d-%H%M%S"))
+    words = ["asr", *own_words(given, corpus, out, len(os.sched_getaffinity(0))), *argv]
     if "print_config" not in given:
-        _speak(corpus)
+        if not given.keys() >= {"train_manifest", "val_manifest"}:
+            _speak(corpus)
         sys.stdout.write(f"paceline train {' '.join(words)}\n")
         sys.stdout.flush()
     code = train.run(words)
-    if code == 0 and (out / "metrics.jsonl").exists():
+    if code == 0 and out is not None and (out / JOURNAL).exists():
         sys.stdout.write("\n".join(["", *closing(out, corpus, time.monotonic() - began), ""]))
     return code
+
+
+def _given(options: type[TrainCommand], argv: Sequence[str]) -> dict[str, Any]:
+    """What the user sets, in files or as words; mistakes in them are said when training reads them."""
+    typed = read_words(options, argv)
+    given: dict[str, Given] = {}
+    for file in typed.files:
+        given |= read_file(options, file)[0]
+    return {name: entry.raw for name, entry in (given | typed.given).items()}
+
+
+def run_folder(given: Mapping[str, Any], runs: Path, moment: str) -> Path | None:
+    """Where the run goes; None where nobody knows yet (a name may get a number), or where there is none."""
+    if given.get("out") is not None:
+        return Path(str(given["out"]))
+    return None if given.keys() & {"exp_name", "benchmark"} else runs / f"demo-{moment}"
+
+
+def own_words(given: Collection[str], corpus: Path, out: Path | None, num_cores: int) -> list[str]:
+    """The demo's own settings, but for those that the user has set."""
+    chosen = {
+        **SETTINGS,
+        "procs": min(num_cores, MOST_PROCS),
+        "train_manifest": corpus / "train.json",
+        "val_manifest": f"unseen-voices={corpus / 'val-unseen.json'},seen-voices={corpus / 'val-seen.json'}",
+        **({} if out is None else {"out": out}),
+    }
+    words = [(dashed(name), str(value)) for name, value in chosen.items() if name not in given]
+    return [word for pair in words for word in pair]
 
 
 def _speak(folder: Path) -> None:
     from paceline.observe.bars import SideBar
     from paceline.recipes.asr.speak import CorpusSettings, find_corpus, make_corpus
 
-    if find_corpus(folder, CorpusSettings()) is None:
+    spoken = find_corpus(folder, CorpusSettings())
+    again = "new" if spoken is None else "as made before"
+    if spoken is None:
         sys.stdout.write(f"espeak-ng speaks a corpus into {folder}\n")
         sys.stdout.flush()
-    with SideBar("utterances") as bar:
-        spoken = make_corpus(folder, progress=bar.show)
-    again = "as made before" if spoken.reused else "new"
+        with SideBar("utterances") as bar:
+            spoken = make_corpus(folder, progress=bar.show)
     sys.stdout.write(f"corpus: {spoken.num_utterances:,} utterances, {spoken.hours:.2f} hours, {again}\n")
 
 
 def closing(out: Path, corpus: Path, seconds: float) -> list[str]:
     """What came out, and where to look next."""
-    journal = out / "metrics.jsonl"
-    last, epochs = read(journal, "validation")[-1], read(journal, "epoch")
-    lines = [
-        f"word error rate: {100 * last['unseen-voices/wer']:.1f} % on voices never heard in training, "
-        f"{100 * last['seen-voices/wer']:.1f} % on voices heard",
-        "",
-    ]
-    for sample in last.get("samples", {}).get("unseen-voices", [])[:NUM_SHOWN]:
-        lines += [f"  said   {sample['reference']}", f"  heard  {sample['hypothesis']}"]
-    ranks = [rank for epoch in epochs for rank in epoch["seconds"]]
-    elapsed, waited = sum(sum(rank.values()) for rank in ranks), sum(rank.get("data", 0.0) for rank in ranks)
-    num_steps = sum(epoch["steps"] for epoch in epochs)
-    training_time = clock_time(elapsed / max(1, len(epochs[-1]["seconds"])))
+    validations, epochs = read(out / JOURNAL, "validation"), read(out / JOURNAL, "epoch")
+    lines = error_rates(validations[-1]) if validations else []
+    example = corpus / "val-unseen" / "00000.flac"
     return [
         *lines,
-        "",
-        f"trained {len(epochs)} epochs, {num_steps} steps in {training_time} "
-        f"({100 * (1 - waited / elapsed):.1f}% computing time); everything took {clock_time(seconds)}",
+        training_time(epochs, seconds),
         "",
         "next:",
-        f"  paceline infer {out} {corpus / 'val-unseen' / '00000.flac'}",
-        f"  paceline eval {out} --decoder beam",
+        f"  paceline infer {out} {example if example.exists() else 'FILE.flac'}",
+        *([f"  paceline eval {out} --decoder beam"] if validations else []),
         f"  tensorboard --logdir {out}",
         "  paceline train asr --help",
     ]
+
+
+def error_rates(record: Mapping[str, Any]) -> list[str]:
+    """Of all sets of a validation, and some samples of the first."""
+    rates = {name.removesuffix("/wer"): rate for name, rate in record.items() if name.endswith("/wer")}
+    shown = [
+        f"{'unknown' if rate is None else f'{100 * rate:.1f} %'} on {SETS.get(name, name)}"
+        for name, rate in rates.items()
+    ]
+    samples: list[dict[str, str]] = next(iter((record.get("samples") or {}).values()), [])[:NUM_SHOWN]
+    lines = [f"word error rate: {', '.join(shown)}", ""] if shown else []
+    for sample in samples:
+        lines += [f"  said   {sample['reference']}", f"  heard  {sample['hypothesis']}"]
+    return [*lines, ""] if samples else lines
+
+
+def training_time(epochs: Sequence[Mapping[str, Any]], seconds: float) -> str:
+    """How long training took, what part of that was computing, and how long everything took."""
+    everything = f"everything took {clock_time(seconds)}"
+    ranks = [rank for epoch in epochs for rank in epoch["seconds"]]
+    elapsed, waited = sum(sum(rank.values()) for rank in ranks), sum(rank.get("data", 0.0) for rank in ranks)
+    if not elapsed:
+        return everything
+    num_steps = sum(epoch["steps"] for epoch in epochs)
+    return (
+        f"trained {len(epochs)} epoch{'s' * (len(epochs) > 1)}, {num_steps} steps in "
+        f"{clock_time(elapsed / len(epochs[-1]['seconds']))} "
+        f"({100 * (1 - waited / elapsed):.1f}% computing time); {everything}"
+    )

@@ -64,6 +64,9 @@ def infer(options: InferOptions) -> int:
         if inputs:
             apply.attach(task, config, link)
             data = task.read_inputs(inputs)
+        elif data is None:
+            apply.attach(task, config, link)
+            data = task.infer_data()  # here, for the names that it may have
         pairs = apply.predict_run(task, config, link, options.run, options.checkpoint, data)
         line = partial(outcome.json_line if options.json else outcome.text_line, names=getattr(data, "names", None))
         number = outcome.write_predictions(pairs, link, line, options.out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 for success, 2 for a user's mistake, 1 for a crash."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # names of files that are no UTF-8 are printed as they are
     if words and words[0].startswith("--local"):
         from paceline.config.errors import PacelineError
         from paceline.world.local_rank import without_local_rank

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import sys
 import warnings
@@ -12,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from paceline.config.errors import PacelineError
+from paceline.config.json_text import json_text
 from paceline.config.load import load
+from paceline.config.paths import CannotWrite
 from paceline.config.settings import Positive, Section
 from paceline.observe.bars import SideBar
 
@@ -128,8 +129,11 @@ def _scan(options: ScanOptions) -> int:
     from paceline.data.manifest import NotAManifest
     from paceline.recipes.asr import manifest_scan as scanning
 
-    if not options.path.exists():
-        raise NotAManifest(options.path, "there is no such file or folder")
+    try:
+        if not options.path.exists():
+            raise NotAManifest(options.path, "there is no such file or folder")
+    except OSError as error:
+        raise NotAManifest(options.path, f"cannot be read: {error.strerror}") from None
     out = options.out or scanning.default_out(options.path)
     _refuse_overwriting([out], options.force)
     sources = scanning.gather(options.path, out)
@@ -161,7 +165,7 @@ def _stats(options: StatsOptions) -> int:
     found = manifest_stats.stats(manifest)
     if options.json:
         listed = [{**asdict(line), "path": str(line.path)} for line in bad]
-        sys.stdout.write(json.dumps({**found.as_json(), "num_bad": num_bad, "bad": listed}, ensure_ascii=False) + "\n")
+        sys.stdout.write(json_text({**found.as_json(), "num_bad": num_bad, "bad": listed}) + "\n")
     else:
         told = [f"bad lines: {num_bad:,}", *shown(bad, num_bad), ""] if num_bad else []
         sys.stdout.write("\n".join([*told, *manifest_stats.show(found)]) + "\n")
@@ -215,7 +219,11 @@ def _refuse_overwriting(paths: list[Path], force: bool) -> None:
     from paceline.recipes.asr.manifest_scan import WouldOverwrite
 
     for path in paths:
-        if path.exists() and not force:
+        try:
+            is_there = path.exists()
+        except OSError as error:
+            raise CannotWrite(path, error) from error
+        if is_there and not force:
             raise WouldOverwrite(path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import TypeVar
 
 from numpy.typing import ArrayLike
 
+from paceline.config.json_text import json_text
+from paceline.config.paths import near
 from paceline.data.audio import read_audio
 from paceline.data.audio_end import missing_end
 from paceline.data.audio_file import (
@@ -48,9 +49,9 @@ def check(path: Path, duration_s: float, offset_s: float | None = None, *, whole
     end_s = duration_s + (offset_s or 0.0)
     if end_s > facts.seconds + tolerance_s:
         what = f'"duration" is {duration_s:g}' + (f' and "offset" {offset_s:g}' if offset_s is not None else "")
-        return missing_end(path) or f"{what}, but {path} lasts {facts.seconds:.2f} s"
+        return missing_end(path) or f"{what}, but {near(path)} lasts {facts.seconds:.2f} s"
     if offset_s is None and duration_s < facts.seconds - tolerance_s:
-        return f'"duration" is {duration_s:g}, but {path} lasts {facts.seconds:.2f} s'
+        return f'"duration" is {duration_s:g}, but {near(path)} lasts {facts.seconds:.2f} s'
     return None
 
 
@@ -83,8 +84,8 @@ def check_all(
 
 def bad_audio(manifest: Manifest, row: int, what: str) -> BadLine:
     """The line of a row whose audio is at fault."""
-    path = manifest.audio(row)
-    what = what if str(path) in what else f"{path}: {what}"
+    name = near(manifest.audio(row))
+    what = what if name in what else f"{name}: {what}"
     return BadLine(manifest.source(row), manifest.line(row), what, _rebuilt(manifest, row), row)
 
 
@@ -126,4 +127,4 @@ def _rebuilt(manifest: Manifest, row: int) -> str:
     line = {"audio_filepath": manifest.written_audio(row), "duration": float(manifest.durations[row])}
     if manifest.is_part(row):
         line["offset"] = manifest.offset(row)
-    return beginning(json.dumps({**line, "text": manifest.text(row)}, ensure_ascii=False).encode())
+    return beginning(json_text({**line, "text": manifest.text(row)}).encode())

@@ -17,6 +17,7 @@ import soundfile
 from numpy.typing import NDArray
 
 from paceline.config.errors import PacelineError
+from paceline.config.paths import near
 
 SUFFIXES = frozenset((".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au", ".sph", ".w64", ".caf"))
 """By which audio is found in a folder."""
@@ -36,7 +37,7 @@ class AudioUnreadable(PacelineError):
     hint = "mend the file or leave it out; `paceline manifest stats FILE --check` finds all such files of a manifest"
 
     def __init__(self, path: Path, why: str, where: str = "") -> None:
-        super().__init__(f"{where}: {path}: {why}" if where else f"{path}: {why}")
+        super().__init__(f"{where}: {near(path)}: {why}" if where else f"{near(path)}: {why}")
         self.path, self.why = path, why
 
 

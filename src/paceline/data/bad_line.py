@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config.errors import PacelineError
+from paceline.config.paths import near
 
 MOST_SHOWN = 20
 """Bad lines that are shown with their text; of the others there is a count."""
@@ -28,7 +29,7 @@ class BadLine:
     """Where it is a line of a `Manifest` whose audio is at fault: its row there."""
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.what}"
+        return f"{near(self.path)}:{self.line}: {self.what}"
 
 
 class BadManifest(PacelineError):
@@ -41,7 +42,7 @@ class BadManifest(PacelineError):
         if self.total == 1:
             super().__init__("\n  ".join(filter(None, [str(bad[0]), bad[0].text])))
             return
-        files = ", ".join(dict.fromkeys(str(line.path) for line in self.bad))
+        files = ", ".join(dict.fromkeys(near(line.path) for line in self.bad))
         super().__init__("\n".join([f"{self.total:,} bad lines in {files}", *shown(self.bad, self.total)]))
 
 
@@ -65,7 +66,7 @@ def beginning(raw: bytes) -> str:
 
 
 def _hint(bad: Sequence[BadLine], total: int) -> str:
-    file = bad[0].path
+    file = near(bad[0].path)
     if total == 1 and bad[0].what.startswith('"duration"'):
         return f"add the length in seconds, or let `paceline manifest scan {file}` measure it"
     these = "it" if total == 1 else "them"

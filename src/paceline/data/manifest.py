@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from paceline.config.errors import PacelineError
+from paceline.config.paths import near
 from paceline.data.bad_line import MOST_SHOWN, BadLine, BadManifest, beginning
 from paceline.data.manifest_columns import Manifest
 from paceline.data.manifest_line import Line, LineInvalid, parse_line
@@ -35,7 +36,7 @@ class NotAManifest(PacelineError):
     """A path that holds no JSON lines."""
 
     def __init__(self, path: Path | str, what: str, hint: str = "") -> None:
-        super().__init__(f"{path}: {what}")
+        super().__init__(f"{near(path)}: {what}")
         self.path, self.hint = path, hint
 
 
@@ -45,7 +46,7 @@ class NothingKept(PacelineError):
     hint = "set other limits; `paceline manifest stats FILE` shows how long the utterances are"
 
     def __init__(self, reading: Reading) -> None:
-        files = ", ".join(str(file.path) for file in reading.files)
+        files = ", ".join(near(file.path) for file in reading.files)
         super().__init__(f"{files}: nothing is left: {reading.lines()[0]}")
         self.reading = reading
 
@@ -211,16 +212,23 @@ class _Reader:
 
 
 def _refuse_what_is_no_file(path: Path) -> None:
+    try:
+        _refuse_other_things(path)
+    except OSError as error:  # a name too long, a folder that may not be looked into
+        raise NotAManifest(path, f"cannot be read: {error.strerror}") from None
+
+
+def _refuse_other_things(path: Path) -> None:
     if path.suffix.lower() in PACKED:
         # The place where data packed by `paceline pack` will be opened.
         raise NotAManifest(path, "packed data cannot be read yet", "give the JSON-lines manifest it was made from")
     if path.is_dir():
-        hint = f"name a file in it, or make one with `paceline manifest scan {path}`"
+        hint = f"name a file in it, or make one with `paceline manifest scan {near(path)}`"
         raise NotAManifest(path, "is a folder, not a manifest", hint)
     if not path.exists():
         others = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, others, n=1)
-        raise NotAManifest(path, "there is no such file", f"did you mean {path.with_name(near[0])}?" if near else "")
+        meant = [near(path.with_name(name)) for name in difflib.get_close_matches(path.name, others, n=1)]
+        raise NotAManifest(path, "there is no such file", f"did you mean {meant[0]}?" if meant else "")
 
 
 def _refuse_other_formats(path: Path, raw: bytes) -> None:
@@ -228,7 +236,7 @@ def _refuse_other_formats(path: Path, raw: bytes) -> None:
     if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise NotAManifest(path, "is UTF-16", "save it as UTF-8")
     if raw.startswith(b"\x1f\x8b"):
-        raise NotAManifest(path, "is compressed", f"unpack it: `gunzip {path}`")
+        raise NotAManifest(path, "is compressed", f"unpack it: `gunzip {near(path)}`")
     if raw.startswith(b"\x89HDF"):
         raise NotAManifest(path, "is HDF5, not JSON lines", "give the manifest it was made from")
 
@@ -237,5 +245,5 @@ def _refuse_array(path: Path, raw: bytes) -> None:
     begin = raw.strip()[:200]
     if begin.startswith(b"[") and begin[1:].lstrip()[:1] in (b"", b"{"):
         python = "import json,sys; [print(json.dumps(x)) for x in json.load(sys.stdin)]"
-        hint = f"write one object per line: `python -c '{python}' < {path} > lines.json`"
+        hint = f"write one object per line: `python -c '{python}' < {near(path)} > lines.json`"
         raise NotAManifest(path, "is one JSON array, not one JSON object per line", hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -13,6 +14,8 @@ AUDIO_KEYS = ("audio_filepath", "audio_filename")
 MOST_SECONDS = 1e7
 """Nearly four months; what claims more is no length in seconds."""
 _NAN = float("nan")
+_ESCAPED_BYTE = re.compile(rb"\\udc[89a-f][0-9a-f]", re.IGNORECASE)
+"""As Python has a byte of a file's name that is no UTF-8."""
 
 
 class Line(NamedTuple):
@@ -45,7 +48,7 @@ def line_of(entry: dict[str, Any], folder: Path, needs_text: bool = True) -> Lin
     if type(text) is not str:
         text = _text(entry, folder) if needs_text else ""
     offset = _NAN if entry.get("offset") is None else _seconds(entry, "offset")
-    return Line(audio_of(entry).encode(), seconds, text.encode(), offset)
+    return Line(_bytes(audio_of(entry), AUDIO_KEYS[0], "surrogateescape"), seconds, _bytes(text, "text"), offset)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
@@ -53,7 +56,9 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     try:
         entry = from_json(raw)
     except ValueError as error:
-        raise LineInvalid(_why_not_json(raw)) from error
+        entry = _with_bytes(raw)
+        if entry is None:
+            raise LineInvalid(_why_not_json(raw)) from error
     if type(entry) is not dict:
         raise LineInvalid(f"is {_kind(entry)}, not a JSON object")
     return entry
@@ -73,6 +78,21 @@ def audio_of(entry: dict[str, Any]) -> str:
 def resolve(folder: Path, written: str) -> Path:
     """Where a path of a manifest in `folder` leads."""
     return folder / os.path.expanduser(written)
+
+
+def _with_bytes(raw: bytes) -> Any:
+    """A line that names a file by bytes which are no UTF-8, as `json_text` writes it; None where it is none."""
+    try:
+        return json.loads(raw) if _ESCAPED_BYTE.search(raw) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _bytes(text: str, key: str, errors: str = "strict") -> bytes:
+    try:
+        return text.encode("utf-8", errors)
+    except UnicodeEncodeError:
+        raise LineInvalid(f'"{key}" holds a half of a surrogate pair, which is no character') from None
 
 
 def _seconds(entry: dict[str, Any], key: str) -> float:

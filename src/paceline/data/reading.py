@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from paceline.config.paths import near
 from paceline.data.bad_line import BadLine, shown
 
 
@@ -66,7 +67,7 @@ class Reading:
         told = [self._words(self.kept, self.too_short, self.too_long, self.num_bad)]
         if len(self.files) > 1:
             told += [
-                f"  {file.path}: {self._words(file.kept, file.too_short, file.too_long, file.num_bad)}"
+                f"  {near(file.path)}: {self._words(file.kept, file.too_short, file.too_long, file.num_bad)}"
                 for file in self.files
             ]
         return told + shown(self.bad, self.num_bad)

@@ -26,7 +26,7 @@ class Strings:
 
     @classmethod
     def pack(cls, values: Iterable[bytes]) -> Strings:
-        """From strings in UTF-8."""
+        """From strings in UTF-8; of names of files also from bytes that are none, which come out as Python has them."""
         parts = list(values)
         starts = np.zeros(len(parts) + 1, dtype=np.int64)
         np.cumsum(np.fromiter(map(len, parts), dtype=np.int64, count=len(parts)), out=starts[1:])
@@ -47,7 +47,7 @@ class Strings:
         return len(self._starts) - 1
 
     def __getitem__(self, row: int) -> str:
-        return self.raw(row).decode("utf-8")
+        return self.raw(row).decode("utf-8", "surrogateescape")
 
     def raw(self, row: int) -> bytes:
         """One string as it is packed."""

@@ -99,6 +99,7 @@ class Keeper:
                 "position": moment,
                 "precision": engine.precision.name,
                 "world_size": self._link.world.size,
+                "about": task.about(),
             }
             self._writer.save(engine.num_steps, parts, record, score)
         engine.statistics.share()

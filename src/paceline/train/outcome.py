@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import sys
@@ -15,17 +14,9 @@ import numpy as np
 import torch
 
 from paceline.config.errors import PacelineError
+from paceline.config.json_text import json_text
+from paceline.config.paths import CannotWrite
 from paceline.world.link import Link
-
-
-class CannotWrite(PacelineError):
-    """The file for the predictions cannot be made."""
-
-    hint = "choose another file for the predictions, in a folder that exists"
-
-    def __init__(self, path: Path, error: OSError) -> None:
-        super().__init__(f"{path}: {error.strerror or error}")
-        self.path, self.error = path, error
 
 
 class NotPlain(PacelineError):
@@ -67,7 +58,7 @@ def write_predictions(
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        file = aside.open("w", encoding="utf-8")
+        file = aside.open("w", encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise CannotWrite(path, error) from error
     try:
@@ -82,13 +73,13 @@ def write_predictions(
 def json_line(index: int, prediction: Any, names: Sequence[str] | None = None) -> str:
     """One sample as a line of JSON; what is not a number (JSON has no word for it) becomes null."""
     name = {} if names is None else {"name": names[index]}
-    return json.dumps({"index": index, **name, "prediction": plain(prediction)}, ensure_ascii=False) + "\n"
+    return json_text({"index": index, **name, "prediction": plain(prediction)}) + "\n"
 
 
 def text_line(index: int, prediction: Any, names: Sequence[str] | None = None) -> str:
     """One sample as `index<TAB>prediction` (or its name), always one line: text as it is, everything else as JSON."""
     is_line = isinstance(prediction, str) and prediction.isprintable()
-    shown = prediction if is_line else json.dumps(plain(prediction), ensure_ascii=False)
+    shown = prediction if is_line else json_text(plain(prediction))
     return f"{index if names is None else names[index]}\t{shown}\n"
 
 

@@ -129,6 +129,10 @@ class Task:
         """Write a model of these weights for programs that know nothing of Paceline; `about` says where it is from."""
         raise NoExport(self)
 
+    def about(self) -> dict[str, Any]:
+        """What a model of this task must be known by wherever its checkpoint goes: plain values, kept in each one."""
+        return {}
+
     def infer_data(self) -> Any:
         """What inference predicts if no other data is named: the first validation set. None: there is nothing."""
         return next(iter(self.val_data().values()), None)

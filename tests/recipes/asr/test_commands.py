@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -128,6 +130,19 @@ def test_eval_skips_bad_data_only_when_told(folder: Path, shown: Type, mistake: 
     assert found == {name: value for name, value in logged(folder / "run").items() if name.startswith("dev/")}
 
 
+def test_a_run_is_used_and_goes_on_from_another_folder(
+    folder: Path, shown: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    words = typed(Path(), "--out", tmp_path / "run", "--progress", "none")
+    shown(*words, "--epochs", 1)
+    monkeypatch.chdir(tmp_path)
+    assert set(json.loads(shown("eval", "run", "--device", "cpu", "--json"))["metrics"]) > {"dev/wer", "other/wer"}
+    monkeypatch.chdir(folder.parent)
+    again = typed(Path(folder.name), "--out", tmp_path / "run", "--resume", "auto")
+    assert "this run is finished" in shown(*again, "--epochs", 1)  # its settings are not other ones
+
+
 # -- infer -------------------------------------------------------------------------------------------------------------
 
 
@@ -150,12 +165,37 @@ def test_infer_with_manifests_and_with_nothing_named(folder: Path, shown: Type) 
     run = folder / "run"
     named = shown("infer", run, "--manifest", folder / "dev.json", "--device", "cpu").splitlines()
     validation = shown("infer", run, "--device", "cpu").splitlines()
-    assert [line.split("\t")[1] for line in named] == [line.split("\t")[1] for line in validation]
+    assert named == validation
     assert named[2].split("\t")[0] == str(folder / "dev" / "2.flac")
     one = ("--device", "cpu", folder / "dev" / "0.flac")
     assert shown("infer", run, *one) == named[0] + "\n"
     beam = shown("infer", "--beam-width", 4, "--decoder", "beam", run, *one)
     assert beam.startswith(f"{folder / 'dev' / '0.flac'}\t")
+
+
+def test_names_that_are_no_utf8_and_names_that_are_too_long(
+    folder: Path, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    name = os.fsencode(tmp_path) + b"/\xff.flac"
+    shutil.copy(folder / "dev" / "0.flac", os.fsdecode(name))
+    words = ["infer", str(folder / "run"), "--device", "cpu"]
+    assert main([*words, os.fsdecode(name)]) == 0
+    printed = capfdbinary.readouterr().out
+    assert printed.startswith(name + b"\t")
+    assert main([*words, os.fsdecode(name), "--out", str(tmp_path / "out.txt")]) == 0
+    assert (tmp_path / "out.txt").read_bytes() == printed
+    capfdbinary.readouterr()
+    assert main([*words, os.fsdecode(name), "--json"]) == 0
+    assert json.loads(capfdbinary.readouterr().out)["name"] == os.fsdecode(name)
+    for words in (["infer", str(folder / "run")], ["eval", str(folder / "run"), "--manifest"]):
+        assert main([*words, "a" * 300 + ".json", "--device", "cpu"]) == 2
+        assert b"cannot be read: File name too long" in capfdbinary.readouterr().err
+    assert main(["infer", str(folder / "run"), "a" * 300 + ".wav", "--device", "cpu"]) == 2
+    assert b"cannot be opened: File name too long" in capfdbinary.readouterr().err
+    assert main(["export", str(folder / "run"), "/proc/none/model"]) == 2
+    assert b"cannot export to /proc/none/model: " in capfdbinary.readouterr().err
+    assert main(["export", str(folder / "run"), "a" * 300]) == 2
+    assert b"File name too long" in capfdbinary.readouterr().err
 
 
 def test_infer_says_all_that_it_cannot_read(folder: Path, mistake: Type, shown: Type, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import soundfile
 
 from paceline.data.bad_line import BadManifest
 from paceline.data.plan import BatchRule, Plan
-from paceline.recipes.asr.corpus import BAD_DATA, Corpus, NamedTwice, Opening, Part, name_sets, parts_of
+from paceline.recipes.asr.corpus import BAD_DATA, Corpus, Opening, Part, parts_of
+from paceline.recipes.asr.sets import NamedTwice, absolute_set, name_sets
 from paceline.recipes.asr.utterances import Utterances
 from paceline.world.link import Link
 from tests.ranks import ranks, run_ranks
@@ -23,9 +24,10 @@ from tests.recipes.asr import tiny
 
 
 def test_sets_are_named_by_their_files_and_apart() -> None:
-    assert name_sets(["a/dev.json", "b/test.json"]) == {"dev": Path("a/dev.json"), "test": Path("b/test.json")}
+    assert name_sets(["a/dev.json", "b/test.json"]) == {"dev": (Path("a/dev.json"),), "test": (Path("b/test.json"),)}
     assert list(name_sets(["a/dev.json", "b/dev.json", "c/test.json"])) == ["a-dev", "b-dev", "test"]
-    assert name_sets(["clean=a/dev.json", "b/dev.json"]) == {"clean": Path("a/dev.json"), "dev": Path("b/dev.json")}
+    one, other = (Path("a/dev.json"),), (Path("b/dev.json"),)
+    assert name_sets(["clean=a/dev.json", "b/dev.json"]) == {"clean": one, "dev": other}
     with pytest.raises(NamedTwice, match="two validation sets are called 'dev'") as caught:
         name_sets(["a/dev.json", "dev=b/other.json"])
     assert "first=a/test.json" in caught.value.hint
@@ -34,7 +36,41 @@ def test_sets_are_named_by_their_files_and_apart() -> None:
 def test_a_file_whose_name_has_an_equals_sign_is_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("snr=5.json").touch()
-    assert name_sets(["snr=5.json"]) == {"snr=5": Path("snr=5.json")}
+    assert name_sets(["snr=5.json"]) == {"snr=5": (Path("snr=5.json"),)}
+    assert absolute_set("snr=5.json") == str(tmp_path / "snr=5.json")
+    assert name_sets([absolute_set("snr=5.json")]) == {"snr=5": (tmp_path / "snr=5.json",)}
+
+
+def test_a_set_may_be_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert name_sets(["dev=a.json+b.jsonl+c.json"]) == {"dev": (Path("a.json"), Path("b.jsonl"), Path("c.json"))}
+    assert name_sets(["dev=c++/a.json"]) == {"dev": (Path("c++/a.json"),)}
+    monkeypatch.chdir(tmp_path)
+    assert absolute_set("dev=a.json+/b.json") == f"dev={tmp_path}/a.json+/b.json"
+    tiny.speech(tmp_path, "train", 3, seed=1)
+    tiny.speech(tmp_path, "dev", 2, seed=2)
+    tiny.speech(tmp_path, "more", 4, seed=3)
+    trained = tiny.train(tiny.settings(tmp_path, val_manifest=("both=dev.json+more.json",), global_batch=3))
+    assert trained.validation.sizes == {"both": 6}
+
+
+def test_files_are_kept_in_full_and_named_as_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a run goes on from another folder; who is in theirs reads the name that they typed."""
+    tiny.speech(tmp_path, "train", 3, seed=1)
+    tiny.manifest(tmp_path / "dev.json", ["{"])
+    monkeypatch.chdir(tmp_path)
+    relative = {"train_manifest": ("train.json",), "val_manifest": ("d=dev.json",), "noise_from": "noise"}
+    config = tiny.settings(tmp_path, **relative, impulse_from="rooms/small")
+    assert config.train_manifest == (tmp_path / "train.json",)
+    assert config.val_manifest == (f"d={tmp_path / 'dev.json'}",)
+    assert (config.noise_from, config.impulse_from) == (tmp_path / "noise", tmp_path / "rooms" / "small")
+    with pytest.raises(BadManifest, match=r"^dev.json:1: is not JSON"):
+        open_all(tmp_path, **relative)
+    (tmp_path / "train" / "1.flac").unlink()
+    with pytest.raises(BadManifest, match=r"\n  train.json:2: train/1.flac: there is no such file\n"):
+        open_all(tmp_path, **relative)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert tiny.settings(tmp_path, **config.model_dump()) == config
 
 
 def test_each_mode_opens_what_it_uses(tmp_path: Path) -> None:

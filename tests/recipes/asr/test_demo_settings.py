@@ -1,4 +1,4 @@
-"""The networks of the demo and of the digits' recipe leave room for what their corpora say."""
+"""The demo: its settings give way to the user's, what it says at the end; its network has room for what is said."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import json
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from paceline.cli import demo
+from paceline.cli.options import POSITIONAL, train_options
 from paceline.config.load import load
+from paceline.recipes.asr import speak
 from paceline.recipes.asr.network import NetworkSettings, read_network
 from paceline.recipes.asr.settings import AsrSettings
 from paceline.recipes.asr.speak import SAMPLE_RATE, CorpusSettings, make_corpus
@@ -45,3 +49,89 @@ def test_the_digits_recipe_has_frames_and_labels_for_all_letters() -> None:
     assert settings.network.sample_rate == 8000
     assert settings.speed_range is not None
     assert least_room(settings.network, [manifest], fastest=settings.speed_range[1]) > 1.05
+
+
+# -- what is typed -----------------------------------------------------------------------------------------------------
+
+
+def typed_by(monkeypatch: pytest.MonkeyPatch, *words: object) -> dict[str, Any]:
+    """The settings that the demo trains with, without training and without a corpus."""
+    seen: list[list[str]] = []
+    monkeypatch.setattr(demo, "_speak", lambda folder: None)
+    monkeypatch.setattr(demo.train, "run", lambda given: seen.append(given) or 1)
+    assert demo.run([str(word) for word in words]) == 1
+    options = load(train_options(AsrSettings), seen[0], prog="paceline train", positional=POSITIONAL)
+    return options.model_dump()
+
+
+def test_the_demos_settings_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plain = typed_by(monkeypatch)
+    assert (plain["epochs"], plain["global_batch"], plain["lr"]) == (4, 32, 0.02)
+    assert plain["train_manifest"] == (tmp_path / "runs" / "demo-speech" / "train.json",)
+    assert plain["out"].parent == Path("runs")
+    (tmp_path / "demo.yaml").write_text(
+        "epochs: 3\nnetwork: quartznet5x5\nruns_dir: elsewhere\nval-manifest: [a.json]\n"
+    )
+    filed = typed_by(monkeypatch, "--config", "demo.yaml", "--lr", 0.5)
+    assert (filed["epochs"], filed["global_batch"], filed["lr"]) == (3, 32, 0.5)
+    assert len(filed["network"]["blocks"]) > 5
+    assert filed["train_manifest"] == (tmp_path / "elsewhere" / "demo-speech" / "train.json",)
+    assert filed["val_manifest"] == (str(tmp_path / "a.json"),)
+    assert filed["out"].parent == Path("elsewhere")
+    assert typed_by(monkeypatch, "--exp-name", "mine")["out"] is None
+    assert typed_by(monkeypatch, "--benchmark")["out"] is None
+    assert typed_by(monkeypatch, "--config", "demo.yaml", "--epochs", 9)["epochs"] == 9
+
+
+def test_own_words_leave_out_what_is_set() -> None:
+    words = demo.own_words({"lr", "val_manifest"}, Path("c"), Path("o"), num_cores=16)
+    assert words[: words.index("--procs")] == [
+        *("--network", "small", "--epochs", "4", "--global-batch", "32", "--grains", "4", "--device", "cpu"),
+    ]
+    assert words[words.index("--procs") :] == ["--procs", "4", "--train-manifest", "c/train.json", "--out", "o"]
+    assert demo.own_words({}, Path("c"), None, num_cores=2)[-1].startswith("unseen-voices=c/val-unseen.json,")
+
+
+# -- what is said at the end -------------------------------------------------------------------------------------------
+
+EPOCH = {"kind": "epoch", "step": 1, "steps": 10, "seconds": [{"compute": 8.0, "data": 2.0}] * 2}
+SAMPLES = [{"reference": "a b", "hypothesis": "a"}]
+
+
+def closed(folder: Path, *records: dict[str, Any]) -> list[str]:
+    (folder / demo.JOURNAL).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return demo.closing(folder, folder / "corpus", 70.0)
+
+
+def test_the_end_of_a_demo(tmp_path: Path) -> None:
+    rates = {"unseen-voices/wer": 0.25, "unseen-voices/cer": 0.1, "seen-voices/wer": 0.125}
+    record = {"kind": "validation", "step": 9, **rates, "samples": {"unseen-voices": SAMPLES, "seen-voices": []}}
+    lines = closed(tmp_path, EPOCH, record, EPOCH)
+    assert lines[0] == "word error rate: 25.0 % on voices never heard in training, 12.5 % on voices heard"
+    assert lines[2:4] == ["  said   a b", "  heard  a"]
+    assert "trained 2 epochs, 20 steps in 0:00:20 (80.0% computing time); everything took 0:01:10" in lines
+    assert f"  paceline infer {tmp_path} FILE.flac" in lines
+
+
+def test_the_end_of_a_demo_that_was_told_otherwise(tmp_path: Path) -> None:
+    other = {"kind": "validation", "step": 9, "mine/wer": None, "yours/wer": 1.0, "mine/loss": 2.0}
+    assert closed(tmp_path, EPOCH, other)[0] == "word error rate: unknown on mine, 100.0 % on yours"
+    without = closed(tmp_path, EPOCH)  # --mode train
+    assert without[0].startswith("trained 1 epoch, 10 steps")
+    assert not any("paceline eval" in line for line in without)
+    assert closed(tmp_path)[0] == "everything took 0:01:10"
+
+
+def test_a_corpus_that_is_there_is_looked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = CorpusSettings(num_train=4, num_val_seen=2, num_val_unseen=2)
+    make_corpus(tmp_path / "corpus", few)
+    monkeypatch.setattr(speak, "CorpusSettings", lambda: few)
+    looked: list[Path] = []
+    digest = speak._digest
+    monkeypatch.setattr(speak, "_digest", lambda folder, settings: looked.append(folder) or digest(folder, settings))
+    demo._speak(tmp_path / "corpus")
+    assert len(looked) == 1
+    assert "corpus: 8 utterances" in capsys.readouterr().out

@@ -13,13 +13,17 @@ import torch
 import torch.nn.functional as F
 
 from paceline.config.keys import key
+from paceline.data.audio import AudioUnreadable
+from paceline.data.audio_check import check
 from paceline.data.grain import Grain
 from paceline.data.plan import BatchRule, Plan
+from paceline.recipes.asr.corpus import BAD_DATA
 from paceline.recipes.asr.model import AcousticModel
 from paceline.recipes.asr.network import read_network
 from paceline.train import restore
 from paceline.train.position import SettingsChanged
 from paceline.train.task import attach
+from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.recipes.asr import tiny
@@ -200,6 +204,83 @@ def test_an_utterance_too_short_for_its_transcript_adds_nothing_but_its_count(tm
     assert sums["poisoned"] == pytest.approx(sums["train"], rel=1e-6)
     for key_, gradient in gradients["train"].items():
         assert torch.allclose(gradients["poisoned"][key_], gradient, rtol=1e-4, atol=1e-5), key_
+
+
+def summed(folder: Path, name: str, **changes: Any) -> tuple[float, int, dict[str, Any], dict[str, Any]]:
+    """Loss, count, gradients and metrics of a whole manifest as one grain, batch norm in eval."""
+    config = tiny.settings(folder, train_manifest=(folder / f"{name}.json",), mode="train", **changes)
+    task = tiny.task()
+    attach(task, config, alone(), lambda text: None)
+    data = task.train_data()
+    torch.manual_seed(0)
+    model = task.model().eval()
+    grain = Grain(task.collate([data[index] for index in range(len(data))]), 0, np.arange(len(data)))
+    total, count = task.loss(model, grain)
+    total.backward()
+    metrics = task.metrics(model, grain)
+    return (
+        total.item(),
+        count,
+        {key: each.grad for key, each in model.named_parameters()},
+        {name: (float(torch.as_tensor(total).detach()), weight) for name, (total, weight) in metrics.items()},
+    )
+
+
+@pytest.fixture
+def unsound(tmp_path: Path) -> Path:
+    """Training data with one file whose damage a look at its ends does not show."""
+    tiny.speech(tmp_path, "train", 5, seed=6)
+    lines = tiny.lines_of(tmp_path / "train.json")
+    bad = tiny.damaged(tmp_path / "mid.flac")
+    assert check(tmp_path / "mid.flac", bad["duration"]) is None
+    tiny.manifest(tmp_path / "unsound.json", [*lines[:3], bad, *lines[3:]])
+    return tmp_path
+
+
+def test_damage_found_in_training_is_said_with_its_line(unsound: Path) -> None:
+    for workers in (0, 1):
+        with pytest.raises(AudioUnreadable, match=r"unsound.json:4: .*mid.flac: ") as caught:
+            tiny.train(tiny.settings(unsound, train_manifest=(unsound / "unsound.json",), workers=workers))
+        assert f"paceline manifest stats {unsound / 'unsound.json'} --check" in caught.value.hint
+        assert "--bad-data skip" in caught.value.hint
+
+
+def test_what_cannot_be_read_adds_nothing_but_its_count(unsound: Path) -> None:
+    loss, count, gradients, metrics = summed(unsound, "train")
+    skipped_loss, skipped_count, skipped_gradients, skipped_metrics = summed(unsound, "unsound", bad_data="skip")
+    assert (count, skipped_count) == (5, 6)
+    assert skipped_loss == pytest.approx(loss, rel=1e-6)
+    for name, gradient in gradients.items():
+        assert torch.allclose(skipped_gradients[name], gradient, rtol=1e-4, atol=1e-5), name
+    for name, sums in metrics.items():
+        assert skipped_metrics[name] == pytest.approx(sums, rel=1e-6), name
+
+
+def train_unsound(link: Link, folder: Path) -> list[str]:
+    """What is said while it is trained; ranks beside the first say it to nobody."""
+    sets = {"train_manifest": (folder / "unsound.json",), "val_manifest": (str(folder / "unsound.json"),)}
+    out = folder / f"run-{link.world.size}"
+    task, said = tiny.task(), list[str]()
+    config = tiny.settings(folder, out=out, bad_data="skip", precision="fp64", epochs=2, **sets)
+    trainer = Trainer(task, config, link)
+    task.say = said.append
+    trainer.fit()
+    return said
+
+
+def test_a_run_goes_on_without_what_cannot_be_read_and_lists_it(unsound: Path) -> None:
+    for size in (1, 2):
+        for said in run_ranks(size, train_unsound, unsound, timeout_s=TIMEOUT_S):
+            assert said[::3] == ["1 utterance could not be read and added nothing:"] * 2  # once an epoch
+            assert f"{unsound / 'unsound.json'}:4: " in said[1]
+        (listed,) = (unsound / f"run-{size}" / BAD_DATA).read_text().splitlines()
+        assert listed.startswith(f"{unsound / 'unsound.json'}:4: {unsound / 'mid.flac'}: ")
+    losses = tiny.losses_of(unsound / "run-1")
+    assert np.isfinite(losses).all()
+    assert tiny.losses_of(unsound / "run-2") == pytest.approx(losses, rel=1e-12)
+    assert tiny.validations_of(unsound / "run-2") == [
+        pytest.approx(found, rel=1e-12) for found in tiny.validations_of(unsound / "run-1")
+    ]
 
 
 def test_a_run_with_such_an_utterance_in_every_batch_stays_finite(tmp_path: Path) -> None:

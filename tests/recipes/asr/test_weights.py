@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ from torch import Tensor
 
 from paceline.recipes.asr.export import LabelsDiffer, WeightsDiffer, write_export
 from paceline.recipes.asr.network import read_network
-from paceline.recipes.asr.weights import NoWeights, read_model
+from paceline.recipes.asr.weights import NoWeights, RatesDiffer, read_model, read_weights
+from paceline.train import restore
+from paceline.train.snapshot import digest_of
 from paceline.train.trainer import Trainer
 from tests.recipes.asr import test_nemo as theirs
 from tests.recipes.asr import tiny
@@ -42,8 +46,6 @@ def checkpoint(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def weights(checkpoint: Path) -> dict[str, Tensor]:
-    from paceline.train import restore
-
     return restore.load(checkpoint, ["model"]).parts["model"]
 
 
@@ -96,6 +98,60 @@ def test_other_labels_are_refused_with_both_sets(folder: Path, tmp_path: Path, c
         assert (caught.value.ours, caught.value.theirs) == (tuple(OTHER["labels"]), labels)
         assert f"{path} is a model for other labels" in str(caught.value)
         assert "wanted      (4) space c b a" in str(caught.value)
+
+
+def test_a_checkpoint_that_was_moved_knows_its_labels(folder: Path, tmp_path: Path, checkpoint: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "moved")
+    with pytest.raises(LabelsDiffer) as caught:
+        started(folder, network=OTHER, init_from=tmp_path / "moved")
+    assert caught.value.theirs == tiny.LABELS
+    assert "--new-decoder" in caught.value.hint
+
+
+def without_about(checkpoint: Path, to: Path) -> Path:
+    """A checkpoint as it was saved before it said anything of its task."""
+    record = json.loads((checkpoint / restore.STATE).read_text())
+    del record["state"]["about"]
+    shutil.copytree(checkpoint, to)
+    (to / restore.STATE).write_text(json.dumps(record))
+    digests = json.loads((to / restore.DIGESTS).read_text())
+    digest = digest_of(to / restore.STATE)
+    digests[restore.STATE] = {"bytes": digest.num_bytes, "xxh3_128": digest.xxh3_128}
+    (to / restore.DIGESTS).write_text(json.dumps(digests))
+    return to
+
+
+def test_an_older_checkpoint_is_known_by_its_run_or_not_at_all(
+    folder: Path, tmp_path: Path, checkpoint: Path, weights: dict[str, Tensor]
+) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    old = without_about(checkpoint, tmp_path / "run" / "checkpoints" / checkpoint.name)
+    said: list[str] = []
+    network = read_network(OTHER)
+    assert_taken(read_weights(old, network, new_decoder=False, say=said.append), weights)
+    assert said == [f"{old} does not say which labels it is for: whether they are this network's could not be checked"]
+    shutil.copy(folder / "run" / "run.json", tmp_path / "run")
+    with pytest.raises(LabelsDiffer):
+        read_weights(old, network, new_decoder=False, say=said.append)
+    assert len(said) == 1
+
+
+def test_another_sample_rate_is_refused(folder: Path, tmp_path: Path, checkpoint: Path) -> None:
+    write_export(tmp_path / "model", read_network(tiny.NETWORK), started(folder), {})
+    for path in (checkpoint, tmp_path / "model"):
+        for new_decoder in (False, True):
+            with pytest.raises(RatesDiffer, match="is a model for 8000 Hz, and the network is for 4000 Hz") as caught:
+                started(folder, network={**tiny.NETWORK, "sample_rate": 4000}, init_from=path, new_decoder=new_decoder)
+            assert "sample_rate: 8000" in caught.value.hint
+
+
+def test_the_average_of_weights_is_taken_where_there_is_one(folder: Path, tmp_path: Path) -> None:
+    tiny.train(tiny.settings(folder, out=tmp_path / "run", global_batch=4, epochs=3, ema=0.5))
+    saved = restore.load(tmp_path / "run" / "checkpoints" / "step-00000003", ["model", "ema"]).parts
+    ours = started(folder, init_from=tmp_path / "run" / "checkpoints" / "step-00000003")
+    name = "decoder.conv.weight"
+    assert torch.equal(ours[name], saved["ema"][name])
+    assert not torch.equal(ours[name], saved["model"][name])
 
 
 def test_the_encoder_alone_goes_with_any_labels(

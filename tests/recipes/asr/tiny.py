@@ -78,6 +78,16 @@ def manifest(path: Path, lines: list[Any]) -> Path:
     return path
 
 
+def damaged(path: Path, seconds: float = 6.0) -> dict[str, Any]:
+    """A FLAC that is sound at its ends and not between, and what a line says of it."""
+    noise = np.random.default_rng(0).integers(-8000, 8000, round(seconds * RATE)).astype(np.int16)
+    soundfile.write(path, noise, RATE)
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2 : len(raw) // 2 + 3000] = bytes(3000)
+    path.write_bytes(raw)
+    return {"audio_filepath": str(path), "duration": seconds, "text": "abc"}
+
+
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,7 +59,7 @@ def find_clips(source: Path) -> tuple[Clip, ...]:
     from paceline.data.audio import AudioUnreadable, probe
 
     clips, problems = [], []
-    for path, offset_s, duration_s in _in_folder(source) if source.is_dir() else _in_manifest(source):
+    for path, offset_s, duration_s in _in_folder(source) if os.path.isdir(source) else _in_manifest(source):
         try:
             there_s = probe(path).seconds - offset_s
         except AudioUnreadable as unreadable:

@@ -6,7 +6,6 @@ What is wrong is found before training begins, all of it; it ends the run, or is
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config.errors import PacelineError
 from paceline.data.audio_check import check_all
 from paceline.data.bad_line import BadLine, BadManifest, shown
 from paceline.data.manifest import read_manifests
@@ -25,6 +23,7 @@ from paceline.data.reading import Reading
 from paceline.observe.bars import SideBar
 from paceline.recipes.asr.features import LogMel
 from paceline.recipes.asr.network import NetworkSettings
+from paceline.recipes.asr.sets import name_sets
 from paceline.recipes.asr.settings import AsrSettings
 from paceline.recipes.asr.text import EncodedTexts, Labels, TextReport, encode_all, required_frames
 
@@ -64,40 +63,13 @@ class _Look:
     num_bad: int
 
 
-class NamedTwice(PacelineError):
-    """Two validation sets that would have one name."""
-
-    hint = "name them yourself: `--val-manifest first=a/test.json,second=b/test.json`"
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"two validation sets are called {name!r}")
-
-
-def name_sets(words: Sequence[str]) -> dict[str, Path]:
-    """Validation sets by name: as `name=file.json` says, else by the file, with its folder where that is not enough."""
-    named = [_name(word) for word in words]
-    stems = [path.stem for name, path in named if name is None]
-    sets: dict[str, Path] = {}
-    for given, path in named:
-        name = given or (path.stem if stems.count(path.stem) == 1 else f"{path.parent.name}-{path.stem}")
-        if name in sets:
-            raise NamedTwice(name)
-        sets[name] = path
-    return sets
-
-
-def _name(word: str) -> tuple[str | None, Path]:
-    match = re.fullmatch(r"([\w.-]+)=(.+)", word)
-    return (None, Path(word)) if match is None or Path(word).exists() else (match[1], Path(match[2]))
-
-
 def parts_of(settings: AsrSettings) -> list[Part]:
     """The data sets that a run with these settings uses."""
     parts = []
     if settings.mode in ("train", "train_eval"):
         parts.append(Part(TRAINING, settings.train_manifest, is_training=True))
     if settings.mode != "train":
-        parts += [Part(name, (path,)) for name, path in name_sets(settings.val_manifest).items()]
+        parts += [Part(name, paths) for name, paths in name_sets(settings.val_manifest).items()]
     return parts
 
 
@@ -182,7 +154,8 @@ class Opening:
 def list_bad(folder: Path, bad: Sequence[BadLine], num_bad: int) -> None:
     """Write down in a run's folder what was left out of it."""
     more = [f"... and {num_bad - len(bad):,} more"] if num_bad > len(bad) else []
-    (folder / BAD_DATA).write_text("".join(f"{line}\n" for line in [*bad, *more]), encoding="utf-8")
+    text = "".join(f"{line}\n" for line in [*bad, *more])
+    (folder / BAD_DATA).write_text(text, encoding="utf-8", errors="surrogateescape")
 
 
 def _texts(manifest: Manifest) -> Any:

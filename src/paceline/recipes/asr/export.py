@@ -57,7 +57,7 @@ class WeightsDiffer(PacelineError):
 class LabelsDiffer(PacelineError):
     """A model that writes other labels than are wanted; its classes mean something else."""
 
-    hint = "use a network with the model's labels"
+    hint = "use a network with the model's labels, or take only its encoder with `--new-decoder`"
 
     def __init__(self, ours: Sequence[str], theirs: Sequence[str], where: str | Path) -> None:
         self.ours, self.theirs = tuple(ours), tuple(theirs)
@@ -106,9 +106,9 @@ def write_export(
     `weights` are named as in the whole model (`encoder.`, `decoder.`); `about` becomes a comment for people.
     """
     check_weights(network, weights, folder)
-    if folder.exists() and not is_export(folder) and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ExportFailed(folder, "it exists and is no export", "choose a folder that does not exist yet")
     try:
+        if folder.exists() and not is_export(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+            raise ExportFailed(folder, "it exists and is no export", "choose a folder that does not exist yet")
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
@@ -122,8 +122,9 @@ def write_export(
             _put(written, folder, aside / "replaced")
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-    except OSError as error:
-        raise ExportFailed(folder, str(error.strerror or error), "free some space or choose another folder") from error
+    except (OSError, SafetensorError) as error:
+        why = str(getattr(error, "strerror", None) or error)
+        raise ExportFailed(folder, why, "free some space or choose another folder") from error
 
 
 def read_export(folder: Path) -> tuple[NetworkSettings, dict[str, Tensor]]:

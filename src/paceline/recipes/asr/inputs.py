@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +76,7 @@ def open_inputs(
         say(f"skipped {problem}")
     manifest = Manifest.concat(parts)
     nothing = EncodedTexts(np.zeros(0, np.uint8), np.zeros(len(manifest) + 1, np.int64))
-    return Utterances(manifest, nothing, sample_rate)
+    return Utterances(manifest, nothing, sample_rate, skip_bad=skip_bad)
 
 
 def _named(word: str) -> Path | list[Path]:
@@ -83,7 +84,7 @@ def _named(word: str) -> Path | list[Path]:
     path = Path(word)
     if path.suffix.lower() in (".json", ".jsonl"):
         return path
-    if not path.is_dir():
+    if not os.path.isdir(path):  # also where a name is too long to be one
         return [path]
     files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     if not files:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.config.errors import PacelineError
+from paceline.config.json_text import json_text
+from paceline.config.paths import CannotWrite
 from paceline.data.audio_check import in_threads, measure
 from paceline.data.audio_file import AudioUnreadable
 from paceline.data.bad_line import MOST_SHOWN
@@ -124,21 +125,23 @@ def scan(sources: Sources, out: Path, *, threads: int, progress: Callable[[int],
 
 def write_lines(out: Path, lines: Iterable[bytes]) -> None:
     """Whole or not at all: what is at `out` is replaced when all is written."""
-    out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(f".{out.name}.{os.getpid()}.writing")
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         with aside.open("wb") as file:
             file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, out)
+    except OSError as error:
+        raise CannotWrite(out, error) from error
     finally:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             aside.unlink()
 
 
 def as_line(entry: dict[str, Any]) -> bytes:
-    return json.dumps(entry, ensure_ascii=False).encode() + b"\n"
+    return json_text(entry).encode() + b"\n"
 
 
 def path_from(out: Path, audio: Path) -> str:

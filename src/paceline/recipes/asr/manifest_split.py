@@ -92,7 +92,7 @@ def sizes(names: Sequence[str], seconds: Sequence[float]) -> dict[str, float]:
 
 
 def _order(seed: int, group: str) -> bytes:
-    return hashlib.blake2b(group.encode(), digest_size=8, key=str(seed).encode()).digest()
+    return hashlib.blake2b(group.encode("utf-8", "surrogateescape"), digest_size=8, key=str(seed).encode()).digest()
 
 
 def moved_lines(manifest: Manifest, out: Path) -> Iterator[bytes]:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, Field, model_validator
 
+from paceline.config.paths import AbsolutePath
 from paceline.config.settings import Section
 from paceline.recipes.asr.clips import Clip, find_clips
 
@@ -47,7 +48,7 @@ class PerturbSettings(Section):
     """Play at one of these speeds, such as 0.9,1.0,1.1, instead of one out of a range."""
     speed_prob: Probability = 1.0
     """Share of utterances whose speed is changed."""
-    impulse_from: Path | None = None
+    impulse_from: AbsolutePath | None = None
     """Folder or manifest of impulse responses: utterances sound as if in these rooms, as loud as before."""
     impulse_prob: Probability = 1.0
     """Share of utterances put into a room."""
@@ -59,7 +60,7 @@ class PerturbSettings(Section):
     """Louder by so many decibels (or softer, below 0), such as -10,10; what is too loud is cut at full scale."""
     gain_prob: Probability = 1.0
     """Share of utterances made louder or softer."""
-    noise_from: Path | None = None
+    noise_from: AbsolutePath | None = None
     """Folder or manifest of noises to add, from a random place on and repeated where they are too short."""
     noise_snr_db: DecibelRange = (10.0, 40.0)
     """Decibels by which the utterance is louder than the noise."""

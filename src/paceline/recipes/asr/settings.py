@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from paceline.config.paths import AbsolutePath
 from paceline.config.settings import (
     Fraction,
     OptimizerName,
@@ -20,6 +20,7 @@ from paceline.config.settings import (
 )
 from paceline.recipes.asr.network import NetworkSettings, read_network
 from paceline.recipes.asr.perturb import PerturbSettings
+from paceline.recipes.asr.sets import SetWord
 
 OPTIMIZER: OptimizerName = "novograd"
 BETAS = (0.95, 0.5)
@@ -35,10 +36,11 @@ class SpeechSettings(Section):
     file, NeMo's too."""
     spec_augment: bool = True
     """Mask parts of the spectrogram in training, as the network's file says."""
-    train_manifest: tuple[Path, ...] = ()
+    train_manifest: tuple[AbsolutePath, ...] = ()
     """Manifests to train on, with commas between them: together one data set."""
-    val_manifest: tuple[str, ...] = ()
-    """Manifests to validate on, each a set of its own, named by its file or as `name=file.json`."""
+    val_manifest: tuple[SetWord, ...] = ()
+    """Manifests to validate on, each a set of its own, named by its file or as `name=file.json`; several files of one
+    set are `name=a.json+b.json`."""
     min_seconds: Annotated[float, Field(ge=0)] = 0.1
     """Shorter training utterances are dropped."""
     max_seconds: PositiveFloat | None = 16.7

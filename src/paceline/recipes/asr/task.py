@@ -66,11 +66,7 @@ class Asr(Task):
         settings = self.settings
         if not settings.val_manifest and settings.mode in ("eval", "infer"):
             raise NothingNamed(settings.mode)
-        return {
-            part.name: self._utterances(corpus)
-            for part, corpus in self._corpora().items()
-            if not part.is_training
-        }
+        return {part.name: self._utterances(corpus) for part, corpus in self._corpora().items() if not part.is_training}
 
     def loss(self, model: nn.Module, grain: Grain) -> tuple[Tensor, int]:
         """Summed over utterances and, later, divided by how many there are on all ranks."""
@@ -92,8 +88,8 @@ class Asr(Task):
         return self._read(model, grain, self._listen(model, grain))
 
     def samples(self, model: nn.Module, grain: Grain) -> Sequence[Mapping[str, str]]:
-        pairs = zip(self._references(grain), self.predict(model, grain), strict=True)
-        return [{"reference": reference, "hypothesis": hypothesis} for reference, hypothesis in pairs]
+        texts = zip(self._references(grain), self.predict(model, grain), grain["bad"], strict=True)
+        return [{"reference": said, "hypothesis": heard} for said, heard, bad in texts if bad is None]
 
     def read_inputs(self, words: Sequence[str]) -> Utterances:
         settings = self.settings
@@ -106,7 +102,11 @@ class Asr(Task):
         )
 
     def read_weights(self, path: Path) -> Mapping[str, Tensor]:
-        return read_weights(path, self.settings.network, new_decoder=self.settings.new_decoder)
+        return read_weights(path, self.settings.network, new_decoder=self.settings.new_decoder, say=self.say)
+
+    def about(self) -> dict[str, Any]:
+        network = self.settings.network
+        return {"labels": list(network.labels), "sample_rate": network.sample_rate}
 
     def report(self) -> None:
         """Which utterances could not be read after all; without `bad_data: skip` there are none, or no run."""
@@ -143,11 +143,11 @@ class Asr(Task):
 
     def _list_bad(self, more: Sequence[BadLine] = ()) -> None:
         """In the run's folder, which is one by the time that training asks for its data; a benchmark has none."""
+        if self.settings.mode in ("eval", "infer"):
+            return  # the run is used, and stays what it is
         out, opening = self.settings.out, self._opening
         new = [line for line in more if line not in opening.bad]
         opening.bad, opening.num_bad = [*opening.bad, *new], opening.num_bad + len(new)
-        if self.settings.mode in ("eval", "infer"):
-            return  # the run is used, and stays what it is
         if opening.num_bad and self.world.rank == 0 and out is not None and (out / MARK).exists():
             list_bad(out, opening.bad, opening.num_bad)
 
