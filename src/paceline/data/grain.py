@@ -110,3 +110,5 @@ class Batch:
     """No rank has data after this one; always False for data of unknown length on several ranks."""
     has_next: bool = True
     """This rank has data after this one."""
+    samples: NDArray[np.int64] | None = None
+    """Ids of the whole global batch, grain after grain where no lengths decide; None for data of unknown length."""

@@ -143,6 +143,7 @@ class Loader:
                 grains=[ahead.popleft() for _ in share.numbers],
                 is_last=is_last,
                 has_next=not is_last,
+                samples=share.samples,
             )
 
     def _grains(self, requests: Iterator[Request]) -> Iterator[Grain]:

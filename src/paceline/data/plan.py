@@ -90,6 +90,8 @@ class Share:
     grains: tuple[Ids, ...]
     num_samples: int
     count: int | float
+    samples: Ids
+    """Of the global batch."""
 
 
 class Plan:
@@ -164,11 +166,11 @@ class Plan:
         ids = self._order[span].astype(np.int64)
         if self.max_grains == 1 and self._lengths is None:  # the common case on one rank, without the arithmetic
             mine = rank == 0
-            return Share(1, (0,) if mine else (), (ids,) if mine else (), len(ids), self._count(span))
+            return Share(1, (0,) if mine else (), (ids,) if mine else (), len(ids), self._count(span), ids)
         pieces = self._cut(span)
         numbers = assign(self._costs(span, pieces), size)[rank]
         grains = tuple(ids[pieces[number]] for number in numbers)
-        return Share(len(pieces), tuple(numbers), grains, len(ids), self._count(span))
+        return Share(len(pieces), tuple(numbers), grains, len(ids), self._count(span), ids)
 
     def padding(self) -> float:
         """Fraction of the padded cost that is padding when each grain is padded to its longest sample.

@@ -85,9 +85,9 @@ class Keeper:
             return
         self._saved = moment
         engine.statistics.total()
+        own = task.state()  # on all ranks: what a task has may be spread over them
         if self._writer is not None:
             parts, values = state.collect(engine)
-            own = task.state()
             if own:
                 parts["task"] = own
             record = {
