@@ -2,4 +2,7 @@
 
 from __future__ import annotations
 
-RECIPES = {"digits": "paceline.recipes.digits:Digits"}
+RECIPES = {
+    "digits": "paceline.recipes.digits:Digits",
+    "continual": "paceline.recipes.continual.task:Continual",
+}

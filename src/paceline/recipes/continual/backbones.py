@@ -5,25 +5,14 @@ A network may have `features(x)`, what its last layer sees; herding then goes by
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.config.errors import PacelineError
-
-
-class NoSuchClass(PacelineError):
-    """A user's file without the class that was named."""
-
-    def __init__(self, what: str, spec: str, found: list[str]) -> None:
-        super().__init__(f"there is no {what} {spec}")
-        self.hint = f"classes there: {', '.join(found)}" if found else "give it as path/to/file.py:ClassName"
+from paceline.recipes.continual.own import class_from_file
 
 
 class BackboneFails(PacelineError):
@@ -115,31 +104,13 @@ def build(name: str, shape: tuple[int, ...], num_classes: int) -> nn.Module:
     return made
 
 
-def class_from_file(what: str, spec: str, base: type) -> Any:
-    """The class that `path/to/file.py:Name` means."""
-    path, _, name = spec.rpartition(":")
-    file = Path(path)
-    if not file.is_file():
-        raise NoSuchClass(what, spec, [])
-    module_name = f"paceline_{what}_{file.stem}"
-    found = importlib.util.spec_from_file_location(module_name, file)
-    if found is None or found.loader is None:
-        raise NoSuchClass(what, spec, [])
-    module = importlib.util.module_from_spec(found)
-    sys.modules[module_name] = module
-    found.loader.exec_module(module)
-    classes = {key: value for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)}
-    if name not in classes:
-        raise NoSuchClass(what, spec, sorted(key for key in classes if key != base.__name__))
-    return classes[name]
-
-
 def features_of(model: nn.Module, x: Tensor) -> Tensor:
     """What herding compares."""
     own = getattr(model, "features", None)
-    found: Tensor = own(x) if callable(own) else model(x)
-    return found.flatten(1)
-
-
-def dtype_of(model: nn.Module) -> torch.dtype:
-    return next(model.parameters()).dtype
+    if not callable(own):
+        found: Tensor = model(x)
+        return found.flatten(1)
+    # The call that casts inputs to the network's dtype is the network's own.
+    dtype = next(model.parameters()).dtype
+    seen: Tensor = own(x.to(dtype) if x.is_floating_point() and dtype == torch.float64 else x)
+    return seen.flatten(1)

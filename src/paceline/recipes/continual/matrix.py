@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,3 +76,12 @@ class Results:
                 found[f"{name}_backward"] = 100 * backward_transfer(part)
                 found[f"{name}_forward"] = 100 * forward_transfer(part, untrained)
         return found
+
+    def as_json(self) -> dict[str, Any]:
+        """The numbers and the matrices, for a file."""
+        matrices = {"class_il_matrix": self.class_il, "task_il_matrix": self.task_il}
+        plain = {
+            name: [[None if np.isnan(value) else float(value) for value in row] for row in matrix]
+            for name, matrix in matrices.items()
+        }
+        return {**self.summary(), **plain}

@@ -51,9 +51,9 @@ STREAMS: dict[str, Kind] = {
 class Stream:
     """A sequence of experiences over one set of classes."""
 
-    def __init__(self, kind: Kind, experiences: list[Experience], scenario: Scenario, shape: tuple[int, ...]) -> None:
-        self.experiences, self.scenario, self.shape = experiences, scenario, shape
-        self.kind = kind
+    def __init__(self, kind: Kind, experiences: list[Experience], scenario: Scenario, example: Tensor) -> None:
+        self.kind, self.experiences, self.scenario = kind, experiences, scenario
+        self.shape, self.dtype = tuple(example.shape), example.dtype
         self.num_classes = 1 + max(max(experience.classes) for experience in experiences)
         task_of = torch.zeros(self.num_classes, dtype=torch.int64)
         masks = torch.zeros(len(experiences), self.num_classes, dtype=torch.bool)
@@ -80,11 +80,11 @@ def build(
     kind = STREAMS[name]
     split = kind.read(root)
     number = num_tasks or kind.num_tasks
-    shape = tuple(split[0].x.shape[1:])
+    example = split[0].x[0]
     if kind.views is not None:
-        return Stream(kind, domain_incremental(split, kind.views(number, seed)), "domain", shape)
+        return Stream(kind, domain_incremental(split, kind.views(number, seed)), "domain", example)
     order = None
     if permute_classes:
         num_classes = 1 + int(split[0].y.max())
         order = np.random.Generator(np.random.Philox(key(seed, 0x636C))).permutation(num_classes).tolist()
-    return Stream(kind, class_incremental(split, number, order), scenario or kind.scenario, shape)
+    return Stream(kind, class_incremental(split, number, order), scenario or kind.scenario, example)
