@@ -270,7 +270,8 @@ class Continual(Task):
         if self.method.keeps_logits:
             found["logits"] = []
         with self.evaluating():
-            for part in self.share_of(data, EVAL_BATCH):
+            nothing = data.select(torch.zeros(0, dtype=torch.int64))  # of a rank without a part, but of the right shapes
+            for part in [nothing, *self.share_of(data, EVAL_BATCH)]:
                 view = self.view(part.x, augment=False)
                 own = {"x": part.x, "y": part.y, "features": backbones.features_of(model, view)}
                 for name, tensors in found.items():
