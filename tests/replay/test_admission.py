@@ -10,7 +10,7 @@ from scipy.stats import chi2
 
 from paceline.replay import admission
 from paceline.replay.chance import ADMISSION, VICTIM, uniform
-from paceline.replay.draw import draw
+from paceline.replay.draw import draw, draws
 
 
 def chance(seed: int, stream: int, index: int) -> float:
@@ -164,7 +164,8 @@ def test_draws_are_different_slots_in_range(seed: int, step: int, stored: int, s
     assert len(slots) == min(stored, size) == len(set(slots.tolist()))
     assert slots.min() >= 0
     assert slots.max() < stored
-    assert slots.tolist() == draw(seed, step, 0, stored, size).tolist()
+    together = draws(seed, range(step, step + 5), 0, stored, size)
+    assert together.tolist() == [draw(seed, step + k, 0, stored, size).tolist() for k in range(5)]
 
 
 @pytest.mark.parametrize(("stored", "size"), [(20, 5), (20, 13), (200, 6)])

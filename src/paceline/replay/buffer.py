@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.replay import admission, digest
-from paceline.replay.draw import draw
+from paceline.replay.draw import draws
 from paceline.replay.errors import BufferDiverged, BufferTooSmall, StateMisfit
 from paceline.replay.exchange import Arrival, numbers_of_all, to_all, to_each, words_of_all
 from paceline.replay.layout import Field, Layout
@@ -32,6 +32,8 @@ Items = dict[str, torch.Tensor]
 
 CHECK_EVERY = 100
 """Steps between two comparisons of the ranks' buffers."""
+DRAWN_AHEAD = 64
+"""Steps whose draws are made at once."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class ReplayBuffer:
         self._landing: tuple[Integers, Integers, Integers, Arrival] | None = None
         self._ahead: tuple[Request, Arrival] | None = None
         self._drawn: tuple[Integers, Cut] | None = None
+        self._drawn_ahead: dict[int, tuple[tuple[int, int], int, Integers]] = {}
 
     @property
     def num_stored(self) -> int:
@@ -107,6 +110,8 @@ class ReplayBuffer:
                 ahead[1].wait()  # the step came with other pieces than foreseen
             rows = self._fetch(request)
         sizes = self._cut(request.size, request.pieces).sizes
+        if len(sizes) * draws == 1:
+            return [[self.layout.unpack(rows)]]
         each = [self.layout.unpack(part) for part in rows.split(sizes * draws)] if sizes else []
         return [each[number * len(sizes) : (number + 1) * len(sizes)] for number in range(draws)]
 
@@ -128,11 +133,21 @@ class ReplayBuffer:
         return stored if stored >= len(pieces) else 0
 
     def _slots_of(self, request: Request) -> Integers:
-        drawn = [
-            draw(self.seed, request.step, number, self.num_stored, request.size) for number in range(request.draws)
-        ]
+        drawn = [self._draw(request.step, number, request.size) for number in range(request.draws)]
         self._drawn = (drawn[0], self._cut(request.size, request.pieces))
         return drawn[0] if request.draws == 1 else np.concatenate(drawn)
+
+    def _draw(self, step: int, number: int, size: int) -> Integers:
+        """One draw; while the number of stored items does not change, those of the next steps are drawn with it."""
+        asked, first, drawn = self._drawn_ahead.get(number, ((0, 0), 0, np.zeros((0, 0), np.int64)))
+        if asked != (self.num_stored, size) or not first <= step < first + len(drawn):
+            is_full = self.num_stored == self.capacity and self.strategy != "herding"
+            steps = range(step, step + (DRAWN_AHEAD if is_full else 1))
+            asked, first = (self.num_stored, size), step
+            drawn = draws(self.seed, steps, number, self.num_stored, size)
+            self._drawn_ahead[number] = (asked, first, drawn)
+        found: Integers = drawn[step - first]
+        return found
 
     def _fetch(self, request: Request) -> torch.Tensor:
         """This rank's rows of a request, now."""
@@ -191,8 +206,8 @@ class ReplayBuffer:
         if self.strategy == "loss-aware" and scores is not None:
             all_scores = self._gather_scores(here, scores, replayed)
         slots = self._admission.slots(first, num_items, self.slots, labels, all_scores)
-        kept = admission.last_of_each(slots) if slots.max(initial=NOWHERE) != NOWHERE else slots[:0]
-        if len(kept):
+        kept = None if slots is None else admission.last_of_each(slots)
+        if slots is not None and kept is not None and len(kept):
             self._keep(
                 items,
                 here,

@@ -23,9 +23,12 @@ Words = NDArray[np.uint64]
 
 def bits(numbers: tuple[int, ...], counters: NDArray[np.int64]) -> Words:
     """64 random bits for each counter, of the stream that `numbers` name (splitmix64, arithmetic modulo 2**64)."""
-    start = np.uint64(key(*numbers))
-    mixed = (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN + start
-    return scramble(mixed)
+    return from_start(np.array([key(*numbers)], np.uint64), counters)
+
+
+def from_start(starts: Words, counters: NDArray[np.int64]) -> Words:
+    """The same, for streams that begin at these words; shapes are broadcast."""
+    return scramble((counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN + starts)
 
 
 def scramble(words: Words) -> Words:

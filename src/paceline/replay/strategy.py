@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Literal
 
 import numpy as np
@@ -25,11 +26,12 @@ class Admission:
         self.strategy, self._seed, self._capacity = strategy, seed, capacity
         self.counts = admission.ClassCounts.none()
         self._decided = (0, 0, np.zeros(0, np.int64))  # of a reservoir: from, to, slots
+        self._admitted: list[int] = []  # of those, the global indices that are admitted
 
     def slots(
         self, first: int, count: int, table: SlotTable, labels: Integers | None, scores: NDArray[np.float64] | None
-    ) -> Integers:
-        """A slot for each of `count` items from global index `first` on, or -1."""
+    ) -> Integers | None:
+        """A slot for each of `count` items from global index `first` on, or -1; None if none is admitted."""
         match self.strategy:
             case "reservoir":
                 return self._reservoir(first, count)
@@ -47,12 +49,16 @@ class Admission:
                 held_scores = table.score[: table.num_stored]
                 return admission.loss_aware(self._seed, first, scores, held_scores, self._capacity)
             case "herding":  # decides between stages
-                return np.full(count, NOWHERE)
+                return None
 
-    def _reservoir(self, first: int, count: int) -> Integers:
+    def _reservoir(self, first: int, count: int) -> Integers | None:
         begin, end, slots = self._decided
         if first < begin or first + count > end:
             begin, end = first, first + max(AHEAD, count)
             slots = admission.reservoir(self._seed, begin, end - begin, self._capacity)
             self._decided = (begin, end, slots)
+            self._admitted = (begin + np.flatnonzero(slots != NOWHERE)).tolist()
+        place = bisect_left(self._admitted, first)
+        if place == len(self._admitted) or self._admitted[place] >= first + count:
+            return None
         return slots[first - begin : first - begin + count]

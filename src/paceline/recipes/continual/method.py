@@ -78,6 +78,8 @@ class Method:
     """Independent draws from the buffer in each step; 0: there is no buffer."""
     is_joint: bool = False
     """Whether its one stage has all tasks."""
+    counts_replayed: bool = False
+    """Whether `Answer.count` counts replayed examples too: then the step's divisor is known before it."""
     keeps_logits: bool = False
     """Whether the buffer keeps the outputs that examples had when they were new."""
 

@@ -168,6 +168,8 @@ class Continual(Task):
             raise ReplayTooThin(size, batch.num_grains)
         stored = min(size, self.buffer.num_stored)
         self.num_replayed = stored if stored >= batch.num_grains else 0
+        if self.method.counts_replayed:
+            batch.count += self.num_replayed
         self._drawn = self.buffer.draw(size, self._pieces, self.method.draws)
         if not batch.grains:  # where others have computed theirs, before anything is reduced
             self._observe()
@@ -270,7 +272,9 @@ class Continual(Task):
         if self.method.keeps_logits:
             found["logits"] = []
         with self.evaluating():
-            nothing = data.select(torch.zeros(0, dtype=torch.int64))  # of a rank without a part, but of the right shapes
+            nothing = data.select(
+                torch.zeros(0, dtype=torch.int64)
+            )  # of a rank without a part, but of the right shapes
             for part in [nothing, *self.share_of(data, EVAL_BATCH)]:
                 view = self.view(part.x, augment=False)
                 own = {"x": part.x, "y": part.y, "features": backbones.features_of(model, view)}

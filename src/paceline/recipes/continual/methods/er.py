@@ -15,6 +15,7 @@ from paceline.recipes.continual.method import Answer, Incoming, Method, Net, Rep
 class ER(Method):
     exact = True
     draws = 1
+    counts_replayed = True
 
     def loss(self, net: Net, now: Incoming, replay: Sequence[Replayed]) -> Answer:
         if not replay:
