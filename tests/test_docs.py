@@ -29,6 +29,7 @@ from paceline.config.load import load
 from paceline.config.settings import TrainConfig
 from paceline.config.words import read_words
 from paceline.observe.journal import read
+from paceline.recipes.continual.settings import ContinualSettings
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -264,7 +265,7 @@ OURS = [
 def test_what_is_called_ours_exists(word: str) -> None:
     """The second column of the tables "coming from": an option, a command, or a name in Python."""
     if word.startswith("-"):
-        typed = read_words(train_options(TrainConfig), shlex.split(word))
+        typed = read_words(train_options(ContinualSettings), shlex.split(word))
         # A name without its value is only incomplete.
         assert [problem for problem in typed.problems if problem.is_unknown] == []
         assert typed.given or typed.files or typed.problems
@@ -297,6 +298,7 @@ def test_options_named_in_running_text_exist() -> None:
     for home, _ in HOMES.values():
         module, _, model = home.partition(":")
         known |= set(getattr(importlib.import_module(f"paceline.cli.{module}"), model).model_fields)
+    known |= set(ContinualSettings.model_fields)
     known |= {"config", "help", "version", "hidden", "code_optimization"}
     unknown = []
     for page in PAGES:

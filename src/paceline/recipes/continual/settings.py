@@ -79,6 +79,7 @@ class ContinualSettings(TrainConfig, ContinualMethod, ContinualData):
     momentum: Fraction = 0.0
     lr: PositiveFloat = 0.03
     level: Literal["auto", 0, 1, 2, 3] = 0
+    eval_batch: Positive | None = 256
     val_every_epochs: Positive | None = free(None)
 
     @model_validator(mode="before")
@@ -113,10 +114,9 @@ class ContinualSettings(TrainConfig, ContinualMethod, ContinualData):
     @model_validator(mode="after")
     def _fits(self) -> ContinualSettings:
         if self.replay_size > self.buffer_size and self.method not in ("finetune", "joint", "lwf", "ewc_on", "gdumb"):
-            which = "`minibatch_size`" if self.minibatch_size else "`global_batch`, as `minibatch_size` is not set,"
+            which = "" if self.minibatch_size else ": as many as `global_batch`, because `minibatch_size` is not set"
             raise ValueError(
-                f"`buffer_size` is {self.buffer_size}, smaller than a replay batch of {self.replay_size} ({which}): it"
-                " could never be filled"
+                f"`buffer_size` is {self.buffer_size}, smaller than a replay batch of {self.replay_size}{which}"
             )
         if self.dataset_distribution != "shard":
             raise ValueError("`dataset_distribution` must be shard: a stream has one order, which all ranks share")

@@ -33,7 +33,8 @@ from paceline.replay.pieces import cut
 from paceline.train.evaluate import evaluate, evaluation_plan
 from paceline.train.task import Stage, Sums, Task
 
-EVAL_BATCH = 256
+PART = 256
+"""Examples looked at together between tasks."""
 RESULTS, PICTURE = "continual.json", "matrix-{}.svg"
 """In the run folder."""
 
@@ -275,13 +276,13 @@ class Continual(Task):
             nothing = data.select(
                 torch.zeros(0, dtype=torch.int64)
             )  # of a rank without a part, but of the right shapes
-            for part in [nothing, *self.share_of(data, EVAL_BATCH)]:
+            for part in [nothing, *self.share_of(data, PART)]:
                 view = self.view(part.x, augment=False)
                 own = {"x": part.x, "y": part.y, "features": backbones.features_of(model, view)}
                 for name, tensors in found.items():
                     tensors.append(own[name] if name in own else model(view))
         items = {name: torch.cat(tensors) for name, tensors in found.items()}
-        pieces = self._even_pieces(len(data), EVAL_BATCH)
+        pieces = self._even_pieces(len(data), PART)
         self.buffer.choose(items, items.pop("features"), len(data), pieces, data.y.numpy())
 
     # -- measuring -----------------------------------------------------------------------------------------------
@@ -313,7 +314,7 @@ class Continual(Task):
             for task in tasks:
                 data = self.stream.experiences[task].test()
                 loader = Loader(TensorDataset(data.x, data.y), device=self.link.device, workers=0)
-                plan = evaluation_plan(len(data), BatchRule(self.settings.eval_batch or EVAL_BATCH))
+                plan = evaluation_plan(len(data), BatchRule(self.settings.eval_batch or PART))
                 found.append(evaluate(partial(self.metrics, model), loader, plan, self.link))
                 loader.close()
         return [each["class_il"] for each in found], [each["task_il"] for each in found]
