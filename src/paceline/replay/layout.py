@@ -51,9 +51,8 @@ class Layout:
             self._spans[name] = slice(end, end + field.num_bytes)
             end += -(-field.num_bytes // WORD) * WORD
         self.row_bytes = max(end, WORD)
-        # Each field as it is read from a row: where, as what, and its shape if it is not one number or a vector.
-        self._views = [
-            (name, self._spans[name], field.dtype, field.shape if len(field.shape) > 1 else None, len(field.shape) == 0)
+        self._strides = [
+            (name, field.dtype, field.shape, _strides(field.shape), self._spans[name].start // field.dtype.itemsize)
             for name, field in self.fields.items()
         ]
 
@@ -62,17 +61,12 @@ class Layout:
         return torch.zeros((num_rows, self.row_bytes), dtype=torch.uint8, device=device)
 
     def unpack(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The fields of rows, as views of them."""
-        found = {}
-        for name, span, dtype, shape, is_number in self._views:
-            field = rows[:, span]
-            if dtype is not torch.uint8:
-                field = field.view(dtype)
-            if is_number:
-                field = field[:, 0]
-            elif shape is not None:
-                field = field.unflatten(1, shape)
-            found[name] = field
+        """The fields of rows (whole and one after the other in memory), as views of them."""
+        found, num_rows, begin = {}, len(rows), rows.storage_offset()
+        for name, dtype, shape, strides, offset in self._strides:
+            same = rows if dtype is torch.uint8 else rows.view(dtype)
+            row, start = self.row_bytes // dtype.itemsize, begin // dtype.itemsize
+            found[name] = same.as_strided((num_rows, *shape), (row, *strides), start + offset)
         return found
 
     def pack(self, items: Mapping[str, torch.Tensor], chosen: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -99,3 +93,8 @@ class Layout:
             if self.fields[name].is_exact or not exact_only:
                 counted[span.start // WORD : -(-span.stop // WORD)] = True
         return counted
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a whole tensor of this shape."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
