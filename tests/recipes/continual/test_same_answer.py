@@ -112,11 +112,11 @@ def test_killed_and_resumed_on_other_ranks(tmp_path: Path, method: str, strategy
     settings = {"method": method, "strategy": strategy, "num_tasks": 3, "buffer_mode": mode}
     live(alone(), str(tmp_path / "whole"), settings, None)
     deaths = 0
-    for size, die_at in ((4, 7), (1, 20), (2, 9), (4, None)):
+    for size, die_at in ((4, 7), (2, 9), (1, None)):
         codes = run_until_death(size, live, str(tmp_path / "broken"), settings, die_at)
         deaths += KILLED in codes
-    assert codes == [0] * 4
-    assert deaths >= 2
+    assert codes == [0]
+    assert deaths == 2
     whole, broken = (restore.newest(tmp_path / name / "checkpoints").checkpoint for name in ("whole", "broken"))
     assert whole is not None
     assert broken is not None
