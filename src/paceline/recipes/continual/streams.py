@@ -16,6 +16,7 @@ from paceline.recipes.continual import files, pixels
 from paceline.recipes.continual.files import Split
 from paceline.recipes.continual.incremental import Experience, Scenario, class_incremental, domain_incremental
 
+NUM_CIFAR = 50_000
 CIFAR_MEAN, CIFAR_DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2615)
 
 
@@ -54,6 +55,8 @@ class Stream:
     def __init__(self, kind: Kind, experiences: list[Experience], scenario: Scenario, example: Tensor) -> None:
         self.kind, self.experiences, self.scenario = kind, experiences, scenario
         self.shape, self.dtype = tuple(example.shape), example.dtype
+        self.note = ""
+        """What a user should know of the data."""
         self.num_classes = 1 + max(max(experience.classes) for experience in experiences)
         task_of = torch.zeros(self.num_classes, dtype=torch.int64)
         masks = torch.zeros(len(experiences), self.num_classes, dtype=torch.bool)
@@ -87,4 +90,9 @@ def build(
     if permute_classes:
         num_classes = 1 + int(split[0].y.max())
         order = np.random.Generator(np.random.Philox(key(seed, 0x636C))).permutation(num_classes).tolist()
-    return Stream(kind, class_incremental(split, number, order), scenario or kind.scenario, example)
+    stream = Stream(kind, class_incremental(split, number, order), scenario or kind.scenario, example)
+    if "cifar" in name and len(split[0]) != NUM_CIFAR:
+        stream.note = (
+            f"{name} from a subset of {len(split[0])} of {NUM_CIFAR} pictures: not comparable with published results"
+        )
+    return stream

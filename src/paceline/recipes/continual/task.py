@@ -121,6 +121,8 @@ class Continual(Task):
         return backbones.build(name, self.stream.shape, self.stream.num_classes)
 
     def stages(self) -> Sequence[Stage]:
+        if self.stream.note:
+            self.say(self.stream.note)
         return self.method.stages()
 
     def default_stages(self) -> list[Stage]:
