@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
-RECIPES = {"asr": "paceline.recipes.asr.task:Asr", "digits": "paceline.recipes.digits:Digits"}
+RECIPES = {
+    "asr": "paceline.recipes.asr.task:Asr",
+    "continual": "paceline.recipes.continual.task:Continual",
+    "digits": "paceline.recipes.digits:Digits",
+}
 EXTRAS = {"soundfile": "asr", "soxr": "asr", "rapidfuzz": "asr", "sklearn": "demo"}
 """From a package that recipes import to the extra of ours that installs it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -55,6 +56,17 @@ def assign(costs: Sequence[float], size: int) -> list[list[int]]:
     for held in ranks:
         held.sort()
     return ranks
+
+
+@lru_cache(maxsize=64)
+def seats(num_samples: int, num_grains: int, size: int) -> tuple[int, ...]:
+    """The rank of each grain of a batch that was cut without lengths, so that everyone knows who has which sample."""
+    costs = [float(len(piece)) for piece in cut(None, num_samples, num_grains)]
+    ranks = [0] * len(costs)
+    for rank, numbers in enumerate(assign(costs, size)):
+        for number in numbers:
+            ranks[number] = rank
+    return tuple(ranks)
 
 
 def _even_ends(start: int, stop: int, num_pieces: int) -> list[int]:

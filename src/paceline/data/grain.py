@@ -112,3 +112,5 @@ class Batch:
     """This rank has data after this one."""
     own_count: float = 0.0
     """This rank's part of `count`, which a step of its own (`reduce: param`) is divided by."""
+    samples: NDArray[np.int64] | None = None
+    """Ids of the whole global batch, grain after grain where no lengths decide; None for data of unknown length."""

@@ -168,6 +168,7 @@ class Loader:
                 is_last=is_last,
                 has_next=not is_last,
                 own_count=share.own_count,
+                samples=share.samples,
             )
 
     def _grains(self, requests: Iterator[Request]) -> Iterator[Grain]:

@@ -91,6 +91,8 @@ class Share:
     num_samples: int
     count: int | float
     own_count: int | float
+    samples: Ids
+    """Of the global batch."""
 
 
 class Plan:
@@ -165,12 +167,12 @@ class Plan:
         ids = self._order[span].astype(np.int64)
         if self.max_grains == 1 and self._lengths is None:  # the common case on one rank, without the arithmetic
             mine, count = rank == 0, self._count(span)
-            return Share(1, (0,) if mine else (), (ids,) if mine else (), len(ids), count, count if mine else 0)
+            return Share(1, (0,) if mine else (), (ids,) if mine else (), len(ids), count, count if mine else 0, ids)
         pieces = self._cut(span)
         numbers = assign(self._costs(span, pieces), size)[rank]
         grains = tuple(ids[pieces[number]] for number in numbers)
         own = sum(self._piece_count(span, pieces[number]) for number in numbers)
-        return Share(len(pieces), tuple(numbers), grains, len(ids), self._count(span), own)
+        return Share(len(pieces), tuple(numbers), grains, len(ids), self._count(span), own, ids)
 
     def padding(self) -> float:
         """Fraction of the padded cost that is padding when each grain is padded to its longest sample.

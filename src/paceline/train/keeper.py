@@ -88,12 +88,12 @@ class Keeper:
         engine.sync()
         engine.statistics.total()
         ranks = gather_tensors(self._link, state.collect_own(engine)) if engine.averages else []
+        own = task.state()  # on all ranks: what a task has may be spread over them
         if self._writer is not None:
             parts, values = state.collect(engine)
             parts |= {f"{state.RANK}{number}": tensors for number, tensors in enumerate(ranks)}
-            of_task = task.state()
-            if of_task:
-                parts["task"] = of_task
+            if own:
+                parts["task"] = own
             record = {
                 "engine": values,
                 "position": moment,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.config.errors import PacelineError
 from paceline.config.settings import OptimSettings, Section, TrainConfig
-from paceline.data.grain import Grain
+from paceline.data.grain import Batch, Grain
 from paceline.observe.watcher import Watcher
 from paceline.optim import build
 from paceline.world.discover import World
@@ -84,11 +85,17 @@ class Task:
     """Tells the user something, once for all ranks."""
     gather: Callable[[Any], list[Any]]
     """Everyone's value, by rank; all ranks must call it."""
+    link: Link
+    """The ranks themselves, for a task whose own tensors travel."""
+    evaluating: Callable[[], AbstractContextManager[None]]
+    """`with self.evaluating():` the model is as validation sees it; while training only, and all ranks must enter."""
     collate: Callable[[list[Any]], Any] | None = None
     """Samples of one grain into a batch; stacking if None."""
 
     monitor: str = "loss"
     """The metric of the first validation set that names the best checkpoint, unless the setting `monitor` does."""
+    eval_cost: float | None = None
+    """Padded length of a validation batch at most, in the unit of `lengths`, where no setting says how large it is."""
     length_unit: str = ""
     """What `lengths` count, for people: `seconds` (shown as hours), `tokens`, `frames`."""
 
@@ -169,6 +176,9 @@ class Task:
         """Before a stage's first step. On resume it is called again for all stages up to the current one, in order,
         so that a model that grows has its shape before its weights are loaded."""
 
+    def before_step(self, model: torch.nn.Module, batch: Batch) -> None:
+        """Before a step's first forward, on all ranks, also on those that have no grain of this batch."""
+
     def after_backward(self, model: torch.nn.Module) -> None:
         """Gradients are complete (reduced, unscaled), not yet clipped or used."""
 
@@ -183,7 +193,7 @@ class Task:
         All ranks call it."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Tensors of the task's own that belong into a checkpoint."""
+        """Tensors of the task's own that belong into a checkpoint. All ranks call it, the first one's are saved."""
         return {}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
@@ -193,6 +203,7 @@ class Task:
 def attach(task: Task, settings: TrainConfig, link: Link, say: Callable[[str], None]) -> None:
     """Put a task to work on a rank: what it may know of the run, before any of it is asked for."""
     task.settings, task.world, task.gather, task.say = settings, link.world, link.gather_objects, say
+    task.link = link
 
 
 def overrides(task: Task, hook: str) -> bool:

@@ -66,6 +66,7 @@ class Trainer:
         self.keeper = Keeper(config, link, self.progress, task.spec or type(task).__name__)
         self.engine = Engine(config, link=link)
         self.engine.clock = self.clock
+        task.evaluating = self.engine.evaluating
         self.position = Position()
         self.stages = list(task.stages())
         self._began_stage = -1
@@ -145,6 +146,8 @@ class Trainer:
         batch = None  # a run that was saved at the very end of an epoch goes on with none
         for batch in () if position.is_epoch_over else feed.batches(position.epoch, first):
             clock.lap("data")
+            if self._before_step is not None:
+                self._before_step(engine.model, batch)
             step = engine.step(loss, batch, self._after_backward)
             if self._after_step is not None:
                 self._after_step(engine.model, step, batch.grains)
@@ -286,6 +289,7 @@ class Trainer:
         self._after_backward: Callable[[], None] | None = None
         if overrides(self.task, "after_backward"):
             self._after_backward = lambda: self.task.after_backward(self.engine.model)
+        self._before_step = self.task.before_step if overrides(self.task, "before_step") else None
         self._after_step = self.task.after_step if overrides(self.task, "after_step") else None
 
     def _prepare(self, model: torch.nn.Module) -> None:

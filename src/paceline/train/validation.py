@@ -61,9 +61,11 @@ def fixed_set(
         raise NotASet(what, f"is a {type(data).__name__}, of which nobody knows the length")
     if len(data) == 0:
         raise NotASet(what, "is empty")
+    lengths = task.lengths(data)
+    cost = (None if lengths is None else task.eval_cost) if config.batch_cost is None else config.batch_cost / grains
     rule = BatchRule(
         max_samples=config.eval_batch or max(1, config.max_samples // grains),
-        max_cost=None if config.batch_cost is None or config.eval_batch else config.batch_cost / grains,
+        max_cost=None if config.eval_batch else cost,
     )
     loader = Loader(
         data,
@@ -73,7 +75,7 @@ def fixed_set(
         workers=config.workers,
         local_size=engine.link.world.local_size,
     )
-    return FixedSet(loader, evaluation_plan(len(data), rule, task.lengths(data), in_order=in_order))
+    return FixedSet(loader, evaluation_plan(len(data), rule, lengths, in_order=in_order))
 
 
 class Validation:

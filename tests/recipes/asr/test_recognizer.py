@@ -11,9 +11,11 @@ import soundfile
 import torch
 
 import paceline.asr
+import paceline.recipes.asr.recognizer as recognizer_module
 from paceline.config.errors import PacelineError
 from paceline.recipes.asr.export import write_export
-from paceline.recipes.asr.recognizer import NotAudio, NotSpeech, Recognizer, _batches
+from paceline.recipes.asr.inputs import InputsUnreadable
+from paceline.recipes.asr.recognizer import NoSuchChoice, NotAudio, NotSpeech, Recognizer, _batches
 from paceline.train import apply
 from tests.recipes.asr import tiny
 from tests.train.small import SmallTask, alone, trainer
@@ -82,6 +84,51 @@ def test_other_arrays_are_refused(recognizer: Recognizer, array: Any) -> None:
     with pytest.raises(NotAudio) as caught:
         recognizer.transcribe([array])
     assert str(array.dtype) in str(caught.value)
+
+
+def test_all_that_cannot_be_read_is_said_before_anything_is_transcribed(
+    folder: Path, tmp_path: Path, recognizer: Recognizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty.wav").touch()
+    monkeypatch.setattr(recognizer.model, "forward", None)
+    with pytest.raises(InputsUnreadable) as caught:
+        recognizer.transcribe([folder / "dev" / "0.flac", tmp_path / "empty.wav", str(tmp_path / "gone.flac")])
+    assert str(caught.value).startswith("2 recordings cannot be used\n")
+    assert "empty.wav: is empty" in str(caught.value)
+    assert "gone.flac: there is no such file" in str(caught.value)
+    assert "--bad-data" not in caught.value.hint
+
+
+def test_no_more_than_a_batch_is_in_memory(
+    folder: Path, recognizer: Recognizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    transcribe = recognizer._transcribe
+    monkeypatch.setattr(recognizer_module, "BATCH_SECONDS", 0.01)  # each recording is a batch of its own
+    read = recognizer_module.read_audio
+    monkeypatch.setattr(recognizer_module, "read_audio", lambda *a, **b: order.append("read") or read(*a, **b))
+    monkeypatch.setattr(recognizer, "_transcribe", lambda audio: order.append("heard") or transcribe(audio))
+    recognizer.transcribe(paths(folder))
+    assert order == ["read", "heard"] * 9
+
+
+@pytest.mark.parametrize(
+    ("given", "what", "hint"),
+    [
+        ({"decoder": "beem"}, "`decoder` is 'beem'", "greedy, beam"),
+        ({"decoder": "beam", "beam_width": 0}, "`beam_width` is 0", "1 or more"),
+        ({"device": "gpu"}, "`device` is 'gpu'", "auto, cpu, cuda"),
+        ({"device": "cuda"}, "`device` is 'cuda', but torch finds no GPU", "cpu"),
+    ],
+)
+def test_choices_that_cannot_be(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], what: str, hint: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(NoSuchChoice) as caught:
+        paceline.asr.load(folder / "run", **given)
+    assert str(caught.value).startswith(what)
+    assert hint in caught.value.hint
 
 
 def test_beam(folder: Path) -> None:

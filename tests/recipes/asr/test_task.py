@@ -294,6 +294,24 @@ def test_a_run_with_such_an_utterance_in_every_batch_stays_finite(tmp_path: Path
     assert np.isfinite(losses).all()
 
 
+def test_batches_of_long_recordings_are_small_unless_told_otherwise(data: Path) -> None:
+    """Twenty minutes with the padding, whatever a training batch is."""
+    hours = Hours([3600.0, 500.0, 500.0, 500.0, *[10.0] * 40])
+    for changes, expected in (
+        ({}, {1200.0, 1000.0, 3600.0}),
+        ({"eval_batch": 2}, {7200.0}),
+        ({"batch_cost": 4 * 600.0}, {600.0, 3600.0}),
+    ):
+        trainer = Trainer(tiny.task(), tiny.settings(data, **{"global_batch": 4000, **changes}), alone())
+        each = fixed_set(trainer.task, trainer.engine, trainer.config, 4, "hours", hours)
+        batches = [hours.lengths[each.plan.batch(step)] for step in range(each.plan.num_steps)]
+        costs = [len(batch) * max(batch) for batch in batches]
+        assert sum(map(len, batches)) == 44
+        for batch, cost in zip(batches, costs, strict=True):
+            assert len(batch) == 1 or cost <= max(expected)
+        assert max(costs) in expected
+
+
 # -- what a run was made with ------------------------------------------------------------------------------------------
 
 

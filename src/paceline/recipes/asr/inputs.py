@@ -20,6 +20,7 @@ from paceline.recipes.asr.text import EncodedTexts
 from paceline.recipes.asr.utterances import Utterances
 
 THREADS = 8
+SKIP_HINT = "mend them, leave them out, or add `--bad-data skip`"
 
 
 class NothingToHear(PacelineError):
@@ -34,9 +35,8 @@ class NothingToHear(PacelineError):
 class InputsUnreadable(PacelineError):
     """Recordings that cannot be transcribed, all of them."""
 
-    hint = "mend them, leave them out, or add `--bad-data skip`"
-
-    def __init__(self, problems: Sequence[str], total: int) -> None:
+    def __init__(self, problems: Sequence[str], total: int, hint: str) -> None:
+        self.hint = hint
         lines = [f"  {problem}" for problem in problems[:MOST_SHOWN]]
         more = [f"  ... and {total - MOST_SHOWN:,} more"] if total > MOST_SHOWN else []
         number = f"{total:,} recordings" if total > 1 else "1 recording"
@@ -62,7 +62,7 @@ def open_inputs(
     problems = _Problems()
     named = [_named(word) for word in words]
     loose = list(dict.fromkeys(file for files in named if isinstance(files, list) for file in files))
-    measured = dict(zip(loose, in_threads(_measure, loose, THREADS), strict=True))
+    measured = measure_all(loose)
     bad = [found for found in measured.values() if isinstance(found, AudioUnreadable)]
     problems.add(bad, len(bad))
     parts = [
@@ -71,12 +71,17 @@ def open_inputs(
     ]
     parts = [part for part in parts if len(part)]
     if problems.total and (not skip_bad or not parts):
-        raise InputsUnreadable(problems.listed, problems.total)
+        raise InputsUnreadable(problems.listed, problems.total, SKIP_HINT)
     for problem in problems.listed:
         say(f"skipped {problem}")
     manifest = Manifest.concat(parts)
     nothing = EncodedTexts(np.zeros(0, np.uint8), np.zeros(len(manifest) + 1, np.int64))
     return Utterances(manifest, nothing, sample_rate, skip_bad=skip_bad)
+
+
+def measure_all(files: Sequence[Path]) -> dict[Path, AudioFacts | AudioUnreadable]:
+    """How long each file is, or why it cannot be read."""
+    return dict(zip(files, in_threads(_measure, files, THREADS), strict=True))
 
 
 def _named(word: str) -> Path | list[Path]:

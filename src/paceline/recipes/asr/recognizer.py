@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.config.errors import PacelineError
-from paceline.data.audio import read_audio
+from paceline.data.audio import AudioFacts, AudioUnreadable, read_audio
 from paceline.recipes.asr.decode import transcripts
+from paceline.recipes.asr.inputs import InputsUnreadable, measure_all
 from paceline.recipes.asr.model import AcousticModel
 from paceline.recipes.asr.network import NetworkSettings, read_network
 from paceline.recipes.asr.text import Labels
@@ -45,6 +46,19 @@ class NotAudio(PacelineError):
         super().__init__(f"an array of {array.dtype} with shape {array.shape} {why}")
 
 
+class NoSuchChoice(PacelineError):
+    """An argument of `load` that cannot be."""
+
+    def __init__(self, what: str, hint: str) -> None:
+        super().__init__(what)
+        self.hint = hint
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise NoSuchChoice(f"`{name}` is {value!r}", f"choose one of {', '.join(choices)}")
+
+
 def load(
     path: str | Path,
     *,
@@ -54,6 +68,12 @@ def load(
     beam_width: int = 16,
 ) -> Recognizer:
     """A recogniser from a run's folder (`checkpoint` as in `paceline eval`), an exported folder or a NeMo archive."""
+    _check_choice("device", device, ("auto", "cpu", "cuda"))
+    _check_choice("decoder", decoder, ("greedy", "beam"))
+    if beam_width < 1:
+        raise NoSuchChoice(f"`beam_width` is {beam_width}", "give a number of hypotheses, 1 or more")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise NoSuchChoice("`device` is 'cuda', but torch finds no GPU here", 'leave it out, or give `device="cpu"`')
     path = Path(path)
     network, weights = read_model(path) or _read_run(path, checkpoint)
     model = AcousticModel(network)
@@ -83,23 +103,31 @@ class Recognizer:
     @torch.inference_mode()
     def transcribe(self, audio: Audio | Sequence[Audio]) -> list[str]:
         """The text of each file or array (of the model's sample rate); always a list."""
-        given = [audio] if isinstance(audio, str | Path | np.ndarray) else list(audio)
-        read = [self._samples(each) for each in given]
-        texts = [""] * len(read)
-        for batch in _batches([len(samples) for samples in read], int(BATCH_SECONDS * self.sample_rate)):
-            for place, text in zip(batch, self._transcribe([read[place] for place in batch]), strict=True):
+        given = [each if isinstance(each, np.ndarray) else Path(each) for each in _listed(audio)]
+        texts = [""] * len(given)
+        for batch in _batches(self._lengths(given), int(BATCH_SECONDS * self.sample_rate)):
+            heard = self._transcribe([self._samples(given[place]) for place in batch])
+            for place, text in zip(batch, heard, strict=True):
                 texts[place] = text
         return texts
 
-    def _samples(self, audio: Audio) -> NDArray[np.int16]:
-        if not isinstance(audio, np.ndarray):
-            return read_audio(Path(audio), sample_rate=self.sample_rate)
-        if audio.ndim != 1 or (audio.dtype != np.int16 and audio.dtype.kind != "f"):
-            raise NotAudio(audio)
+    def _lengths(self, given: Sequence[Path | NDArray[Any]]) -> list[int]:
+        """In samples; what cannot be used is said here, all of it, and before anything is transcribed."""
+        measured = measure_all(list(dict.fromkeys(each for each in given if isinstance(each, Path))))
+        bad = [str(found) for found in measured.values() if isinstance(found, AudioUnreadable)]
+        if bad:
+            raise InputsUnreadable(bad, len(bad), "mend them or leave them out")
+        seconds = {path: found.seconds for path, found in measured.items() if isinstance(found, AudioFacts)}
+        for each in given:
+            if isinstance(each, np.ndarray):
+                _check_array(each)
+        return [round(seconds[each] * self.sample_rate) if isinstance(each, Path) else len(each) for each in given]
+
+    def _samples(self, audio: Path | NDArray[Any]) -> NDArray[np.int16]:
+        if isinstance(audio, Path):
+            return read_audio(audio, sample_rate=self.sample_rate)
         if audio.dtype == np.int16:
             return audio
-        if not np.isfinite(audio).all():
-            raise NotAudio(audio, "holds values that are no numbers")
         # In double precision: in half precision full scale has no number.
         return np.clip(np.rint(audio.astype(np.float64) * 32768.0), -32768, 32767).astype(np.int16)
 
@@ -111,6 +139,17 @@ class Recognizer:
             log_probs = self.model(padded["audio"].to(device), padded["lengths"].to(device))
         lengths = [self.model.output_length(number) for number in padded["num_samples"]]
         return transcripts(log_probs, lengths, self.labels, self.beam_width)
+
+
+def _listed(audio: Audio | Sequence[Audio]) -> list[Audio]:
+    return [audio] if isinstance(audio, str | Path | np.ndarray) else list(audio)
+
+
+def _check_array(array: NDArray[Any]) -> None:
+    if array.ndim != 1 or (array.dtype != np.int16 and array.dtype.kind != "f"):
+        raise NotAudio(array)
+    if array.dtype != np.int16 and not np.isfinite(array).all():
+        raise NotAudio(array, "holds values that are no numbers")
 
 
 def _batches(lengths: Sequence[int], most: int) -> list[list[int]]:

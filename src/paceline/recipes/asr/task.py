@@ -46,6 +46,7 @@ class Asr(Task):
     settings: AsrSettings
     collate = staticmethod(collate)
     length_unit = "seconds"
+    eval_cost = 1200.0  # training has `max_seconds`, validation takes recordings of any length
     monitor = "wer"
     _opened: dict[Part, Corpus] | None = None
 

@@ -1,0 +1,83 @@
+"""Any labelled data set as a stream of experiences: new classes, new tasks or new domains, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.config.errors import PacelineError
+from paceline.recipes.continual.files import Labelled, Split
+
+Scenario = Literal["class", "task", "domain"]
+"""What changes, and what is known: new classes; new classes, and whoever asks says of which task; new inputs."""
+
+
+class TooManyTasks(PacelineError):
+    """Fewer classes than tasks to share them."""
+
+    def __init__(self, num_tasks: int, num_classes: int) -> None:
+        super().__init__(f"{num_tasks} tasks cannot share {num_classes} classes: each needs at least one")
+        self.hint = f"set `--num-tasks` to {num_classes} or less"
+
+
+@dataclass(frozen=True)
+class Experience:
+    """One part of a stream. Data is made when it is asked for."""
+
+    name: str
+    classes: tuple[int, ...]
+    """What its labels can be."""
+    train: Callable[[], Labelled]
+    test: Callable[[], Labelled]
+
+
+def labelled(data: Any) -> Labelled:
+    """A map-style data set of (example, label) as tensors; examples that are not tensors or arrays are refused."""
+    if isinstance(data, Labelled):
+        return data
+    pairs = [data[number] for number in range(len(data))]
+    x = torch.stack([torch.as_tensor(np.asarray(example)) for example, _ in pairs])
+    return Labelled(x, torch.tensor([int(label) for _, label in pairs]))
+
+
+def class_incremental(split: Split, num_tasks: int, order: Sequence[int] | None = None) -> list[Experience]:
+    """Each experience brings new classes, in `order` (ascending if not given), as evenly as they can be shared."""
+    train, test = (labelled(part) for part in split)
+    classes = torch.unique(torch.cat([train.y, test.y])).tolist() if order is None else list(order)
+    if num_tasks > len(classes):
+        raise TooManyTasks(num_tasks, len(classes))
+    parts = [tuple(int(name) for name in part) for part in np.array_split(np.array(classes), num_tasks)]
+    return [
+        Experience(f"task{number + 1}", part, partial(_of_classes, train, part), partial(_of_classes, test, part))
+        for number, part in enumerate(parts)
+    ]
+
+
+def task_incremental(split: Split, num_tasks: int, order: Sequence[int] | None = None) -> list[Experience]:
+    """The same experiences; in the scenario `task` a loss and a prediction choose among the classes of the example's
+    task alone."""
+    return class_incremental(split, num_tasks, order)
+
+
+def domain_incremental(split: Split, views: Sequence[Callable[[Tensor], Tensor]]) -> list[Experience]:
+    """Each experience has all classes and all examples, seen through one of the `views` (batch in, batch out)."""
+    train, test = (labelled(part) for part in split)
+    classes = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
+    return [
+        Experience(f"task{number + 1}", classes, partial(_seen_as, train, view), partial(_seen_as, test, view))
+        for number, view in enumerate(views)
+    ]
+
+
+def _of_classes(data: Labelled, classes: tuple[int, ...]) -> Labelled:
+    return data.select(torch.isin(data.y, torch.tensor(classes)).nonzero().squeeze(1))
+
+
+def _seen_as(data: Labelled, view: Callable[[Tensor], Tensor]) -> Labelled:
+    return Labelled(view(data.x), data.y)
