@@ -14,9 +14,12 @@ import argparse
 import os
 import shlex
 import sys
+from pathlib import Path
 
 from paceline.cli.main import main
 from paceline.config.errors import PacelineError
+from paceline.recipes.asr.nemo_yaml import max_seconds
+from paceline.recipes.asr.network import read_document
 from paceline.world.discover import discover
 
 SCHEDULES = {
@@ -69,7 +72,9 @@ def parser() -> argparse.ArgumentParser:
 
 def translate(args: argparse.Namespace, num_ranks: int, has_gpu: bool) -> list[str]:
     """The words of `paceline train asr` that mean the same."""
-    validation = [args.val_manifest1, args.val_manifest2, args.val_manifest3, *args.eval_datasets]
+    validation = [_one_set(f"val_manifest{number}", getattr(args, f"val_manifest{number}")) for number in (1, 2, 3)] + [
+        _one_set(f"eval_dataset{number}", files) for number, files in enumerate(args.eval_datasets, 1)
+    ]
     grains = num_ranks * args.batch_per_step
     words = ["asr", "--network", args.model_config, "--train-manifest", args.train_manifest]
     if any(validation):
@@ -97,6 +102,19 @@ def translate(args: argparse.Namespace, num_ranks: int, has_gpu: bool) -> list[s
     return words
 
 
+def _one_set(name: str, files: str) -> str:
+    """Files with commas between them are one set there."""
+    return f"{name}={files.replace(',', '+')}" if "," in files else files
+
+
+def longest(model_config: str) -> float | None:
+    """The `max_duration` of training utterances that NeMo's file asks for."""
+    if not Path(model_config).is_file():
+        return None  # the name of a shipped network
+    value = read_document(Path(model_config)).value
+    return max_seconds(value) if isinstance(value, dict) else None
+
+
 def run() -> int:
     """Translate and train."""
     import torch
@@ -114,6 +132,15 @@ def run() -> int:
     has_gpu = torch.cuda.is_available()
     if args.amp_opt_level != "O0" and not args.disable_mixed_precision and not has_gpu and world.rank == 0:
         print(f"--amp_opt_level {args.amp_opt_level}: no GPU here, training in fp32")
+    try:
+        limit_s = None if any(word.startswith("--max-seconds") for word in others) else longest(args.model_config)
+    except PacelineError as error:
+        print(f"error: {error}\n  {error.hint}", file=sys.stderr)
+        return 2
+    if limit_s is not None:
+        others += ["--max-seconds", str(limit_s)]
+        if world.rank == 0:
+            print(f"max_duration {limit_s:g} of {args.model_config}: longer training utterances are dropped")
     words = translate(args, num_ranks, has_gpu) + others
     if world.launcher == "plain" and num_ranks > 1:
         words += ["--procs", str(num_ranks)]

@@ -17,6 +17,7 @@ from paceline.cli.main import main
 from paceline.data.manifest import read_manifests
 from paceline.recipes.asr.manifest_split import BadParts, TooFewGroups, assign, parse_parts
 from tests.data.sounds import tone, write
+from tests.recipes.asr.tiny import damaged
 
 Shown = pytest.CaptureFixture[str]
 
@@ -246,6 +247,14 @@ def test_stats_say_what_is_wrong(tmp_path: Path, capsys: Shown) -> None:
     assert found["bad"][1]["what"] == f"{tmp_path}/b.wav: there is no such file"
     assert main(["manifest", "stats", str(tmp_path / "none.json")]) == 2
     assert "there is no such file" in capsys.readouterr().err
+
+
+def test_stats_decode_what_they_check(tmp_path: Path, capsys: Shown) -> None:
+    """Damage between sound ends, which a look before training does not see."""
+    path = manifest(tmp_path / "train.json", damaged(tmp_path / "mid.flac"))
+    assert main(["manifest", "stats", str(path)]) == 0
+    assert main(["manifest", "stats", str(path), "--check"]) == 1
+    assert f"{path}:1: {tmp_path / 'mid.flac'}: is truncated or damaged" in capsys.readouterr().out
 
 
 # -- split ---------------------------------------------------------------------------------------------------------

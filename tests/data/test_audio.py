@@ -156,6 +156,34 @@ def test_a_truncated_file_is_an_error(kind: str, share: float, tmp_path: Path) -
         measure(path)
 
 
+def page_crc(page: bytes) -> int:
+    """Of an Ogg page with zeros in the place of its own: polynomial 0x04c11db7, nothing reflected, starting at 0."""
+    crc = 0
+    for byte in page:
+        crc ^= byte << 24
+        for _ in range(8):
+            crc = (crc << 1) ^ (0x04C11DB7 if crc & 0x80000000 else 0)
+            crc &= 0xFFFFFFFF
+    return crc
+
+
+def test_an_ogg_whose_last_page_is_not_marked_is_whole(tmp_path: Path) -> None:
+    """As programs leave it that do not know, when they write a page, that it is the last. Opus is refused by libsndfile
+    itself (1.2.2) without the mark."""
+    path = write(tmp_path / "a.ogg", tone(2.0))
+    expected = read_audio(path, sample_rate=RATE)
+    raw = bytearray(path.read_bytes())
+    page = raw.rfind(b"OggS")
+    assert raw[page + 5] & 4
+    raw[page + 5] &= ~4
+    raw[page + 22 : page + 26] = bytes(4)
+    raw[page + 22 : page + 26] = struct.pack("<I", page_crc(raw[page:]))
+    path.write_bytes(raw)
+    assert check(path, 2.0, whole=True) is None
+    assert measure(path).seconds == pytest.approx(2.0, abs=0.1)
+    assert len(read_audio(path, sample_rate=RATE)) == pytest.approx(len(expected), abs=0.1 * RATE)
+
+
 def test_what_is_no_audio(tmp_path: Path) -> None:
     (tmp_path / "empty.wav").touch()
     (tmp_path / "text.wav").write_text("seven\n" * 100)

@@ -284,7 +284,7 @@ def test_files_that_are_no_manifests(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "windows.json": ("is UTF-16", "UTF-8"),
         "train.json.gz": ("is compressed", "gunzip"),
         "data.bin": ("is HDF5", ""),
-        "train.h5": ("packed data cannot be read yet", "manifest it was made from"),
+        "train.h5": ("is HDF5, not JSON lines", "manifest it was made from"),
     }
     for name, (what, hint) in mistakes.items():
         with pytest.raises(NotAManifest, match=what) as caught:

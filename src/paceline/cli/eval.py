@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from pydantic import ValidationError, create_model
 
 from paceline.config.errors import PacelineError
+from paceline.config.folder import MARK
 from paceline.config.load import load
 from paceline.config.settings import Positive, Section, TrainConfig
 from paceline.config.words import Typed, read_words
@@ -55,8 +56,6 @@ class EvalOptions(UseOptions):
 
 
 OPTIONS, POSITIONAL = EvalOptions, ("run",)
-RECORD = "run.json"
-"""In a run's folder: its task and settings."""
 Options = TypeVar("Options", bound=UseOptions)
 
 
@@ -152,7 +151,7 @@ def with_task_options(model: type[Options], typed: Typed, argv: Sequence[str]) -
 
 def _record(run: Path) -> dict[str, Any] | None:
     try:
-        record = json.loads((run / RECORD).read_text(encoding="utf-8"))
+        record = json.loads((run / MARK).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) else None

@@ -56,6 +56,13 @@ class SettingsInvalid(PacelineError):
         self.hint = help_line
 
 
+def first_lines(lines: Sequence[object], most: int, total: int | None = None, margin: str = "  ") -> list[str]:
+    """The first of many things, a line each, and how many there are beside; `total` where not all are listed."""
+    total = len(lines) if total is None else total
+    more = [f"{margin}... and {total - most:,} more"] if total > most else []
+    return [*(f"{margin}{line}" for line in lines[:most]), *more]
+
+
 def nearest(wrong: str, right: Iterable[str]) -> str | None:
     """The name that was probably meant."""
     names = list(right)

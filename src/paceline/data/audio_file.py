@@ -41,6 +41,11 @@ class AudioUnreadable(PacelineError):
         self.path, self.why = path, why
 
 
+def audio_below(folder: Path) -> list[Path]:
+    """The audio files in a folder and in those in it, by name."""
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+
+
 class AudioFacts(NamedTuple):
     """What a file says of itself."""
 

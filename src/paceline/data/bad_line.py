@@ -35,10 +35,11 @@ class BadLine:
 class BadManifest(PacelineError):
     """Lines that cannot be used, where none may be left out."""
 
-    def __init__(self, bad: Sequence[BadLine], total: int | None = None) -> None:
+    def __init__(self, bad: Sequence[BadLine], total: int | None = None, *, is_all: bool = False) -> None:
+        """`is_all`: without them nothing would be left."""
         self.bad = tuple(bad[:MOST_SHOWN])
         self.total = len(bad) if total is None else total
-        self.hint = _hint(self.bad, self.total)
+        self.hint = _hint(self.bad, self.total, is_all)
         if self.total == 1:
             super().__init__("\n  ".join(filter(None, [str(bad[0]), bad[0].text])))
             return
@@ -65,11 +66,13 @@ def beginning(raw: bytes) -> str:
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."
 
 
-def _hint(bad: Sequence[BadLine], total: int) -> str:
+def _hint(bad: Sequence[BadLine], total: int, is_all: bool) -> str:
     file = near(bad[0].path)
     if total == 1 and bad[0].what.startswith('"duration"'):
         return f"add the length in seconds, or let `paceline manifest scan {file}` measure it"
     these = "it" if total == 1 else "them"
+    if is_all:
+        return f"mend {these}: without {these} nothing is left"
     return (
         f"mend {these}, let `paceline manifest scan {file}` write a manifest of what is sound, "
         f"or go on without {these} with `--bad-data skip`"

@@ -78,7 +78,7 @@ def read_manifests(
     reading = Reading(tuple(files), tuple(reader.bad), min_seconds, max_seconds)
     are_all_bad = reading.num_bad == sum(file.num_lines for file in files)
     if reading.num_bad and (bad_data == "stop" or are_all_bad):
-        raise BadManifest(reading.bad, reading.num_bad)
+        raise BadManifest(reading.bad, reading.num_bad, is_all=are_all_bad)
     if not reading.kept.number:
         raise NothingKept(reading)
     return reader.columns.finish(paths), reading
@@ -220,8 +220,7 @@ def _refuse_what_is_no_file(path: Path) -> None:
 
 def _refuse_other_things(path: Path) -> None:
     if path.suffix.lower() in PACKED:
-        # The place where data packed by `paceline pack` will be opened.
-        raise NotAManifest(path, "packed data cannot be read yet", "give the JSON-lines manifest it was made from")
+        raise NotAManifest(path, "is HDF5, not JSON lines", "give the JSON-lines manifest it was made from")
     if path.is_dir():
         hint = f"name a file in it, or make one with `paceline manifest scan {near(path)}`"
         raise NotAManifest(path, "is a folder, not a manifest", hint)

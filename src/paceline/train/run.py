@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.config.errors import PacelineError
+from paceline.config.folder import MARK as MARK
 
-MARK = "run.json"
 _MAY_BE_FIRST = (".lock", "batch")
 
 

@@ -229,7 +229,10 @@ def data_facts(feed: Feed, epoch: int, length_unit: str = "") -> DataFacts:
     plan, lengths = feed.plan(epoch), feed.lengths
     if lengths is None:
         return DataFacts(len(feed.data), num_steps)
-    return DataFacts(len(feed.data), num_steps, float(lengths.sum(dtype=float)), length_unit, plan.padding())
+    # Lengths are what batches are made by; of data that may become longer on its way, only it knows how long it is.
+    total = getattr(feed.data, "total_length", None)
+    total = float(lengths.sum(dtype=float)) if total is None else float(total)
+    return DataFacts(len(feed.data), num_steps, total, length_unit, plan.padding())
 
 
 def model_facts(engine: Engine) -> ModelFacts:

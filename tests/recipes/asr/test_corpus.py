@@ -231,8 +231,10 @@ def test_a_set_of_which_nothing_is_left_stops_the_run_whatever_is_skipped(bad: P
     absent = {"audio_filepath": "absent.flac", "duration": 1.0, "text": "a"}
     for lines in (["{", "[]"], [absent, absent], ["{", absent]):
         tiny.manifest(bad / f"{name}.json", lines)
-        with pytest.raises(BadManifest, match=f"2 bad lines in .*{name}.json"):
+        with pytest.raises(BadManifest, match=f"2 bad lines in .*{name}.json") as caught:
             open_all(bad, bad_data="skip")
+        assert "without them nothing is left" in caught.value.hint
+        assert "--bad-data" not in caught.value.hint
 
 
 def train_without_bad(link: Link, folder: Path) -> None:

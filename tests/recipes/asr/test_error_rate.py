@@ -6,9 +6,8 @@ import random
 
 import jiwer
 import pytest
-from rich.text import Text
 
-from paceline.recipes.asr.error_rate import Aligned, alignment, character_errors, marked, word_errors
+from paceline.recipes.asr.error_rate import character_errors, word_errors
 
 
 def pairs() -> list[tuple[str, str]]:
@@ -59,34 +58,3 @@ def test_a_reference_without_words_has_no_weight() -> None:
     assert word_errors("", "two words") == (2, 0)
     assert word_errors("  ", "") == (0, 0)
     assert character_errors("", "ab c") == (4, 0)
-
-
-def test_words_side_by_side() -> None:
-    """Both texts can be read off, and the differences are as many as are counted."""
-    for reference, hypothesis in [*pairs()[:200], ("", "a b"), ("a", "")]:
-        rows = alignment(reference, hypothesis)
-        assert [row.reference for row in rows if row.operation != "insert"] == reference.split()
-        assert [row.hypothesis for row in rows if row.operation != "delete"] == hypothesis.split()
-        assert sum(row.operation != "equal" for row in rows) == word_errors(reference, hypothesis)[0]
-        for operation, left, right in rows:
-            assert (left == right) == (operation == "equal")
-    assert alignment("turn on the big light now", "turn the pig light right now") == [
-        Aligned("equal", "turn", "turn"),
-        Aligned("delete", "on", ""),
-        Aligned("equal", "the", "the"),
-        Aligned("substitute", "big", "pig"),
-        Aligned("equal", "light", "light"),
-        Aligned("insert", "", "right"),
-        Aligned("equal", "now", "now"),
-    ]
-
-
-def test_errors_in_colour() -> None:
-    """Words that look like markup are shown as they are."""
-    shown = Text.from_markup(marked(alignment("set [red] timer now", "a set lamp timer")))
-    assert shown.plain == "a set lamp ([red]) timer now"
-    assert {str(span.style): shown.plain[span.start : span.end] for span in shown.spans[1:]} == {
-        "red": "lamp",
-        "green": "([red])",
-        "strike": "now",
-    }

@@ -80,8 +80,9 @@ def test_everything_that_cannot_be_used_is_said_at_once(folder: Path) -> None:
 
 
 def test_nothing_left_is_an_error_whatever_is_skipped(folder: Path) -> None:
-    with pytest.raises(InputsUnreadable, match="1 recording cannot be used"):
+    with pytest.raises(InputsUnreadable, match="1 recording cannot be used") as caught:
         opened(folder / "absent.flac", skip_bad=True)
+    assert "--bad-data" not in caught.value.hint
     with pytest.raises(InputsUnreadable, match="only.json:1"):
         opened(tiny.manifest(folder / "only.json", ["{"]), skip_bad=True)
 

@@ -15,8 +15,10 @@ import yaml
 
 from paceline.cli.options import POSITIONAL, task_settings, train_options
 from paceline.config.load import load
+from paceline.recipes.asr.sets import name_sets
 from paceline.recipes.asr.settings import AsrSettings
 from tests.recipes.asr import tiny
+from tests.recipes.asr.test_network import nemo_0
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "asr" / "jasper.py"
 SEED = (
@@ -79,6 +81,38 @@ def test_manifests_with_commas_are_one_data_set(jasper: ModuleType) -> None:
     ]
 
 
+def test_validation_files_with_commas_are_one_set(jasper: ModuleType) -> None:
+    flags = (
+        "--train_manifest=/t.json --model_config quartznet5x5 --val_manifest1=/a.json,/b.json --val_manifest2=/c.json"
+    )
+    settings = meant(jasper, f"{flags} --eval_datasets /d.json,/e.json /f.json")
+    assert name_sets(settings.val_manifest) == {
+        "val_manifest1": (Path("/a.json"), Path("/b.json")),
+        "c": (Path("/c.json"),),
+        "eval_dataset1": (Path("/d.json"), Path("/e.json")),
+        "f": (Path("/f.json"),),
+    }
+
+
+def test_the_longest_utterance_is_that_of_their_file(
+    jasper: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(yaml.safe_dump(nemo_0()))
+    for flags, expected in (
+        (f"--model_config={theirs}", "--max-seconds 16.7"),
+        (f"--model_config={theirs} --max-seconds 3", "--max-seconds 3"),
+        ("--model_config=quartznet5x5", ""),
+    ):
+        words = [*shlex.split(SEED.replace("--model_config=jasper15x5SEP.yaml", flags)), "--print_command"]
+        monkeypatch.setattr(sys, "argv", ["jasper.py", *words])
+        assert jasper.run() == 0
+        *said, command = capsys.readouterr().out.splitlines()
+        assert command.count("--max-seconds") == bool(expected)
+        assert expected in command
+        assert any("max_duration 16.7" in line for line in said) == (expected == "--max-seconds 16.7")
+
+
 def test_the_second_seed_leaves_the_number_of_gpus_to_the_launcher(jasper: ModuleType) -> None:
     settings = meant(jasper, SEED.replace("--num_gpus=8 ", ""), num_ranks=4)
     assert (settings.global_batch, settings.grains) == (256, 4)
@@ -110,7 +144,11 @@ def test_flags_of_the_later_script_and_of_ours(jasper: ModuleType) -> None:
         " --eval_batch_size 3 --work_dir w --eval_freq 5 --checkpoint_save_freq 6 --speed-range 0.9 1.1 --seed 3",
         num_ranks=2,
     )
-    assert (settings.train_manifest, settings.val_manifest) == ((Path("a.json"),), ("b.json", "c.json"))
+    here = Path.cwd()
+    assert (settings.train_manifest, settings.val_manifest) == (
+        (here / "a.json",),
+        (f"{here}/b.json", f"{here}/c.json"),
+    )
     assert (settings.epochs, settings.steps, settings.global_batch, settings.grains) == (None, 70, 16, 4)
     assert (settings.schedule, settings.optimizer, settings.betas) == ("square", "adamw", (0.95, 0.98))
     assert (settings.eval_batch, settings.val_every_steps, settings.save_every_steps) == (3, 5, 6)

@@ -11,6 +11,7 @@ import pytest
 import soundfile
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from paceline.config.keys import key
 from paceline.data.audio import AudioUnreadable
@@ -22,8 +23,10 @@ from paceline.recipes.asr.model import AcousticModel
 from paceline.recipes.asr.network import read_network
 from paceline.train import restore
 from paceline.train.position import SettingsChanged
+from paceline.train.summary import data_facts
 from paceline.train.task import attach
 from paceline.train.trainer import Trainer
+from paceline.train.validation import fixed_set
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.recipes.asr import tiny
@@ -294,22 +297,38 @@ def test_a_run_with_such_an_utterance_in_every_batch_stays_finite(tmp_path: Path
     assert np.isfinite(losses).all()
 
 
+class Lengths(list[float]):
+    """Recordings of which only the lengths are asked for."""
+
+    @property
+    def lengths(self) -> NDArray[np.float64]:
+        return np.array(self)
+
+
+def test_hours_are_those_of_the_manifest_whatever_the_speed(data: Path) -> None:
+    hours = sum(line["duration"] for line in tiny.lines_of(data / "train.json")) / 3600
+    for changes in ({}, {"speed_range": (0.5, 1.5)}):
+        trainer = Trainer(tiny.task(), tiny.settings(data, **changes), alone())
+        feed = trainer._feed(0, trainer.stages[0])
+        facts = data_facts(feed, 0, "seconds")
+        assert facts.total_length == pytest.approx(3600 * hours)
+        assert float(feed.lengths.sum()) == pytest.approx(3600 * hours * (2 if changes else 1))
+
+
 def test_batches_of_long_recordings_are_small_unless_told_otherwise(data: Path) -> None:
-    """Twenty minutes with the padding, whatever a training batch is."""
-    hours = Hours([3600.0, 500.0, 500.0, 500.0, *[10.0] * 40])
-    for changes, expected in (
-        ({}, {1200.0, 1000.0, 3600.0}),
-        ({"eval_batch": 2}, {7200.0}),
-        ({"batch_cost": 4 * 600.0}, {600.0, 3600.0}),
-    ):
-        trainer = Trainer(tiny.task(), tiny.settings(data, **{"global_batch": 4000, **changes}), alone())
-        each = fixed_set(trainer.task, trainer.engine, trainer.config, 4, "hours", hours)
-        batches = [hours.lengths[each.plan.batch(step)] for step in range(each.plan.num_steps)]
-        costs = [len(batch) * max(batch) for batch in batches]
-        assert sum(map(len, batches)) == 44
-        for batch, cost in zip(batches, costs, strict=True):
-            assert len(batch) == 1 or cost <= max(expected)
-        assert max(costs) in expected
+    """Twenty minutes with the padding, whatever the size of a training batch."""
+    recordings = Lengths([3600.0, 500.0, 500.0, 500.0, *[10.0] * 200])
+    padded = {}
+    for name, value in (("global_batch", 4000), ("eval_batch", 150), ("batch_cost", 2400.0)):
+        config = tiny.settings(data, **{"global_batch": 4000, name: value})
+        trainer = Trainer(tiny.task(), config, alone())
+        plan = fixed_set(trainer.task, trainer.engine, config, 4, "recordings", recordings).plan
+        batches = [recordings.lengths[plan.batch(step)] for step in range(plan.num_steps)]
+        assert sum(map(len, batches)) == 204
+        padded[name] = max(len(batch) * max(batch) for batch in batches if len(batch) > 1)
+    assert padded["global_batch"] <= 1200.0
+    assert padded["eval_batch"] > 3600.0
+    assert padded["batch_cost"] <= 600.0
 
 
 # -- what a run was made with ------------------------------------------------------------------------------------------
@@ -322,6 +341,16 @@ def test_going_on_with_another_network_or_labels_is_refused(tmp_path: Path, data
         with pytest.raises(SettingsChanged, match="network"):
             tiny.train(tiny.settings(data, out=tmp_path / "run", resume="auto", epochs=2, network=other))
     assert len(restore.listed(tmp_path / "run" / "checkpoints")) == 1
+
+
+def test_labels_are_looked_at_once(data: Path) -> None:
+    task = tiny.task()
+    attach(task, tiny.settings(data), alone(), lambda text: None)
+    assert task._labels is task._labels
+    attach(
+        task, tiny.settings(data, network={**tiny.NETWORK, "labels": [" ", "c", "b", "a"]}), alone(), lambda text: None
+    )
+    assert task._labels.symbols == (" ", "c", "b", "a")
 
 
 def test_samples_are_shown_of_every_set(tmp_path: Path, data: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.config.errors import PacelineError
-from paceline.data.audio_file import SUFFIXES
+from paceline.config.problems import first_lines
+from paceline.data.audio_file import SUFFIXES, audio_below
 from paceline.data.bad_line import MOST_SHOWN, BadLine, BadManifest, beginning
 from paceline.data.manifest import read_lines
 from paceline.data.manifest_line import LineInvalid, audio_of, parse_object, resolve
@@ -31,23 +32,15 @@ class NoClips(PacelineError):
         self.folder = folder
         self.hint = f"name a folder with files that end in {', '.join(sorted(SUFFIXES))}, or a manifest of such files"
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a worker process hands it to the one that trains
-        return NoClips, (self.folder,)
-
 
 class ClipsUnreadable(PacelineError):
     """Files that cannot be mixed in, all of them."""
 
     def __init__(self, source: Path, problems: Sequence[str]) -> None:
-        shown = [f"  {problem}" for problem in problems[:MOST_SHOWN]]
-        more = [f"  ... and {len(problems) - MOST_SHOWN:,} more"] if len(problems) > MOST_SHOWN else []
         count = f"{len(problems):,} files" if len(problems) > 1 else "1 file"
-        super().__init__("\n".join([f"{source}: {count} cannot be mixed in", *shown, *more]))
+        super().__init__("\n".join([f"{source}: {count} cannot be mixed in", *first_lines(problems, MOST_SHOWN)]))
         self.source, self.problems = source, tuple(problems)
         self.hint = f"mend or remove them in {source}"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ClipsUnreadable, (self.source, self.problems)
 
 
 @functools.lru_cache(maxsize=16)
@@ -76,7 +69,7 @@ def find_clips(source: Path) -> tuple[Clip, ...]:
 
 
 def _in_folder(folder: Path) -> Iterator[tuple[Path, float, None]]:
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    paths = audio_below(folder)
     if not paths:
         raise NoClips(folder)
     return ((path, 0.0, None) for path in paths)

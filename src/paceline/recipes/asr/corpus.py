@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.config.problems import first_lines
 from paceline.data.audio_check import check_all
 from paceline.data.bad_line import BadLine, BadManifest, shown
 from paceline.data.manifest import read_manifests
@@ -95,7 +96,8 @@ class Opening:
         refused = [look for look in looks.values() if look.num_bad and (is_stopped or look.manifest is None)]
         if refused:
             bad = [line for look in refused for line in look.bad]
-            raise BadManifest(bad, sum(look.num_bad for look in refused))
+            is_all = any(look.manifest is None for look in refused)
+            raise BadManifest(bad, sum(look.num_bad for look in refused), is_all=is_all)
         self.bad = [line for look in looks.values() for line in look.bad]
         self.num_bad = sum(look.num_bad for look in looks.values())
         return {part: self._finish(part, look) for part, look in looks.items()}
@@ -153,8 +155,7 @@ class Opening:
 
 def list_bad(folder: Path, bad: Sequence[BadLine], num_bad: int) -> None:
     """Write down in a run's folder what was left out of it."""
-    more = [f"... and {num_bad - len(bad):,} more"] if num_bad > len(bad) else []
-    text = "".join(f"{line}\n" for line in [*bad, *more])
+    text = "".join(f"{line}\n" for line in first_lines(bad, len(bad), num_bad, margin=""))
     (folder / BAD_DATA).write_text(text, encoding="utf-8", errors="surrogateescape")
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.config.errors import PacelineError
+from paceline.config.problems import first_lines
 from paceline.recipes.asr.encoder import weight_shapes
 from paceline.recipes.asr.network import ENGLISH, BlockSettings, NetworkSettings, read_network
 
@@ -48,9 +49,8 @@ class WeightsDiffer(PacelineError):
     hint = "these weights were made with another network"
 
     def __init__(self, where: str | Path, mistakes: Sequence[str]) -> None:
-        more = [f"... and {len(mistakes) - MAX_SHOWN} more"] if len(mistakes) > MAX_SHOWN else []
-        lines = [f"{where}: the weights do not fit the network", *mistakes[:MAX_SHOWN], *more]
-        super().__init__("\n  ".join(lines))
+        lines = [f"{where}: the weights do not fit the network", *first_lines(mistakes, MAX_SHOWN)]
+        super().__init__("\n".join(lines))
         self.mistakes = tuple(mistakes)
 
 

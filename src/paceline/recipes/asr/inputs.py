@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from paceline.config.errors import PacelineError
+from paceline.config.problems import first_lines
 from paceline.data.audio_check import check_all, in_threads, measure
-from paceline.data.audio_file import SUFFIXES, AudioFacts, AudioUnreadable
+from paceline.data.audio_file import AudioFacts, AudioUnreadable, audio_below
 from paceline.data.bad_line import MOST_SHOWN, BadManifest
 from paceline.data.manifest import read_manifests
 from paceline.data.manifest_columns import Manifest
@@ -37,10 +38,8 @@ class InputsUnreadable(PacelineError):
 
     def __init__(self, problems: Sequence[str], total: int, hint: str) -> None:
         self.hint = hint
-        lines = [f"  {problem}" for problem in problems[:MOST_SHOWN]]
-        more = [f"  ... and {total - MOST_SHOWN:,} more"] if total > MOST_SHOWN else []
         number = f"{total:,} recordings" if total > 1 else "1 recording"
-        super().__init__("\n".join([f"{number} cannot be used", *lines, *more]))
+        super().__init__("\n".join([f"{number} cannot be used", *first_lines(problems, MOST_SHOWN, total)]))
 
 
 @dataclass
@@ -71,7 +70,7 @@ def open_inputs(
     ]
     parts = [part for part in parts if len(part)]
     if problems.total and (not skip_bad or not parts):
-        raise InputsUnreadable(problems.listed, problems.total, SKIP_HINT)
+        raise InputsUnreadable(problems.listed, problems.total, SKIP_HINT if parts else "without them nothing is left")
     for problem in problems.listed:
         say(f"skipped {problem}")
     manifest = Manifest.concat(parts)
@@ -91,7 +90,7 @@ def _named(word: str) -> Path | list[Path]:
         return path
     if not os.path.isdir(path):  # also where a name is too long to be one
         return [path]
-    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    files = audio_below(path)
     if not files:
         raise NothingToHear(word, "there is no audio in this folder")
     return files

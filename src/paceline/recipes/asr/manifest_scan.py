@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from paceline.config.errors import PacelineError
 from paceline.config.json_text import json_text
 from paceline.config.paths import CannotWrite
+from paceline.config.problems import first_lines
 from paceline.data.audio_check import in_threads, measure
 from paceline.data.audio_file import AudioUnreadable
 from paceline.data.bad_line import MOST_SHOWN
@@ -83,8 +84,7 @@ class Scan:
         for why, names in self.left_out.items():
             if names:
                 told.append(f"{why}: {len(names):,}")
-                told += [f"  {name}" for name in names[:MOST_SHOWN]]
-                told += [f"  ... and {len(names) - MOST_SHOWN:,} more"] if len(names) > MOST_SHOWN else []
+                told += first_lines(names, MOST_SHOWN)
         return told
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -146,7 +147,7 @@ class NetworkSettings(Section):
         if long:
             shown = ", ".join(repr(label) for label in long[:5])
             raise ValueError(f"must be single characters; {len(long)} are not: {shown}")
-        twice = sorted({label for label in labels if labels.count(label) > 1})
+        twice = sorted(label for label, count in Counter(labels).items() if count > 1)
         if twice or not labels:
             raise ValueError(f"hold {', '.join(map(repr, twice))} more than once" if twice else "are empty")
         return labels

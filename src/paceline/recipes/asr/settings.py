@@ -21,6 +21,7 @@ from paceline.config.settings import (
 from paceline.recipes.asr.network import NetworkSettings, read_network
 from paceline.recipes.asr.perturb import PerturbSettings
 from paceline.recipes.asr.sets import SetWord
+from paceline.recipes.asr.text import TextMode
 
 OPTIMIZER: OptimizerName = "novograd"
 BETAS = (0.95, 0.5)
@@ -49,7 +50,7 @@ class SpeechSettings(Section):
     """Train on the first so many only."""
     new_decoder: bool = False
     """With `init_from`: take the encoder only and start with a new last layer, for other labels."""
-    text_rules: Literal["en", "basic", "none"] = "en"
+    text_rules: TextMode = "en"
     """How transcripts are brought to the labels: English (numbers as words), spelling only, or not at all."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ class Asr(Task):
 
     @property
     def _labels(self) -> Labels:
-        return Labels(self.settings.network.labels)
+        return _labels(self.settings.network.labels)
 
     def _corpora(self) -> dict[Part, Corpus]:
         """All data sets of the run, opened together when the first is asked for."""
@@ -174,6 +175,12 @@ class Asr(Task):
     def _read(self, model: nn.Module, grain: Grain, log_probs: Tensor) -> list[str]:
         beam_width = self.settings.beam_width if self.settings.decoder == "beam" else None
         return transcripts(log_probs, self._frames(model, grain), self._labels, beam_width)
+
+
+@functools.lru_cache(maxsize=4)
+def _labels(symbols: tuple[str, ...]) -> Labels:
+    """Checked once, not for every utterance."""
+    return Labels(symbols)
 
 
 def _place(line: BadLine) -> tuple[str, int]:

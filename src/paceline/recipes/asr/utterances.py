@@ -50,6 +50,8 @@ class Utterances:
         stretch = 1.0 if perturb_settings is None else max_stretch(perturb_settings)
         self.lengths: NDArray[np.float64] = manifest.durations * stretch
         """Seconds, as long as a perturbation may make them."""
+        self.total_length = float(manifest.durations.sum())
+        """Seconds, as they were recorded."""
 
     @cached_property
     def fingerprint(self) -> str:
