@@ -88,7 +88,7 @@ def count_towers(params: Mapping[str, Any]) -> int:
 
 def _check_kinds(params: Mapping[str, Any]) -> None:
     for name, value in params.items():
-        if name.endswith("_params") and not isinstance(value, dict):
+        if name.endswith("_params") and not isinstance(value, (dict, type(None))):
             raise ParameterRefused(f"`{name}` is {value!r}, not a dictionary")
         if name in COUNTS and value is not None and (type(value) is not int or value < 1):
             raise ParameterRefused(f"`{name}` is {value!r}, not a number from 1 on")

@@ -7,14 +7,18 @@ from typing import Any
 from openseq2seq_config import ParameterRefused, check_known, plain
 
 Values = dict[str, Any]
+DECAY = {"begin_decay_at": "", "decay_steps": ""}
 WHERE = "lr_policy_params/"
 
 POLICIES: dict[str, tuple[str, dict[str, str]]] = {
     "fixed_lr": ("constant", {}),
     "piecewise_constant": ("piecewise", {"boundaries": "", "decay_rates": "", "steps_per_epoch": ""}),
-    "exp_decay": ("exponential", {"decay_rate": "decay", "decay_steps": "decay_steps", "min_lr": "min_lr"}),
-    "poly_decay": ("polynomial", {"power": "power", "warmup_steps": "warmup_steps", "min_lr": "min_lr"}),
-    "cosine_decay": ("cosine", {"warmup_steps": "warmup_steps", "min_lr": ""}),
+    "exp_decay": (
+        "exponential",
+        {**DECAY, "decay_rate": "decay", "decay_steps": "decay_steps", "min_lr": "min_lr", "use_staircase_decay": ""},
+    ),
+    "poly_decay": ("polynomial", {**DECAY, "power": "power", "warmup_steps": "warmup_steps", "min_lr": "min_lr"}),
+    "cosine_decay": ("cosine", {**DECAY, "warmup_steps": "warmup_steps", "min_lr": ""}),
     "transformer_policy": ("noam", {"d_model": "model_size", "warmup_steps": "warmup_steps", "coefficient": ""}),
 }
 """Our schedule, and our names of their parameters; those without one are worked out."""
@@ -26,21 +30,21 @@ def schedule(given: Values) -> Values:
     params = {name: value for name, value in given.get("lr_policy_params", {}).items() if value is not None}
     if policy not in POLICIES:
         raise ParameterRefused(f"`lr_policy` {policy} is not translated", f"translated are {', '.join(POLICIES)}")
+    schedule_name, ours = POLICIES[policy]
+    check_known(WHERE, params, ["learning_rate", *ours])
     for name, value in params.items():
         if not isinstance(value, (list, tuple) if name in ("boundaries", "decay_rates") else (int, float)):
             raise ParameterRefused(f"`{WHERE}{name}` is {value!r}, which is of the wrong kind")
-    name, ours = POLICIES[policy]
     if policy == "transformer_policy":
         params.setdefault("learning_rate", 1.0)
     lr = params.get("learning_rate", given.get("optimizer_params", {}).get("learning_rate"))
     if lr is None:
         raise ParameterRefused(f"`{WHERE}learning_rate` is missing")
-    values = {"schedule": name, "lr": lr * params.get("coefficient", 1.0)}
+    values = {"schedule": schedule_name, "lr": lr * params.get("coefficient", 1.0)}
     values |= {ours[theirs]: value for theirs, value in params.items() if ours.get(theirs)}
-    begin = _begin(given, policy, params)
-    check_known(WHERE, params, ["learning_rate", *ours])
-    if begin:
-        values["hold_steps"] = begin
+    held = _held(given, policy, params)
+    if held:
+        values["hold_steps"] = held
     if policy == "cosine_decay" and "min_lr" in params:
         values["min_lr"] = params["min_lr"] * lr  # there it is a share of the rate
     if policy == "piecewise_constant":
@@ -48,23 +52,17 @@ def schedule(given: Values) -> Values:
     return values
 
 
-def _begin(given: Values, policy: str, params: Values) -> int:
-    """Steps at the highest rate after the warm-up; takes what says so out of the parameters."""
+def _held(given: Values, policy: str, params: Values) -> int:
+    """Steps at the highest rate after the warm-up."""
     warmup: int = params.get("warmup_steps", 0)
-    begin: int = max(params.pop("begin_decay_at", 0), warmup)
-    if policy in ("poly_decay", "cosine_decay"):
-        end = params.pop("decay_steps", None)
-        if end is not None and end + begin != given.get("max_steps"):
-            raise ParameterRefused(
-                f"`{WHERE}decay_steps` {end}: here rates fall until the end of the run", "leave it out"
-            )
-    if begin > warmup and policy not in ("poly_decay", "exp_decay"):
-        raise ParameterRefused(f"`{WHERE}begin_decay_at` is for poly_decay and exp_decay here", "leave it out")
+    begin: int = max(params.get("begin_decay_at", 0), warmup)
+    end = params.get("decay_steps")
+    if policy != "exp_decay" and end is not None and end + begin != given.get("max_steps"):
+        raise ParameterRefused(f"`{WHERE}decay_steps` {end}: here rates fall until the end of the run", "leave it out")
+    if policy == "cosine_decay" and begin > warmup:
+        raise ParameterRefused(f"`{WHERE}begin_decay_at`: here a cosine falls at once", "poly_decay can wait")
     if params.get("use_staircase_decay"):
-        raise ParameterRefused(
-            f"`{WHERE}use_staircase_decay`: here the rate falls smoothly", "piecewise_constant has steps"
-        )
-    params.pop("use_staircase_decay", None)
+        raise ParameterRefused(f"`{WHERE}use_staircase_decay`: here rates fall smoothly", "see piecewise_constant")
     return begin - warmup
 
 

@@ -58,8 +58,8 @@ def translate(config: Mapping[str, Any], ranks: int, has_gpu: bool) -> tuple[Val
         values["log_every"] = 1
     if "num_workers" in given.get("torch_dataloader_opts", {}):
         values["workers"] = given["torch_dataloader_opts"]["num_workers"]
-    values |= _batch(given, ranks) | _order(given.get("train")) | update(given) | precision(given, has_gpu, words)
-    values |= reduction(given, words) | _keeping(given)
+    values |= _batch(given, ranks) | _order(given.get("train")) | update(given, words)
+    values |= precision(given, has_gpu, words) | reduction(given, words) | _keeping(given)
     if given.get("use_horovod") and given.get("horovod_scale_lr"):
         words.append(f"learning rate: {values['lr']:g} x {ranks} ranks (`horovod_scale_lr`) = {values['lr'] * ranks:g}")
         values["lr"] *= ranks

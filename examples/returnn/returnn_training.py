@@ -47,12 +47,13 @@ def _torch_distributed(options: Any, words: list[str]) -> Values:
     return values | ({"timeout_s": options["timeout_sec"]} if "timeout_sec" in options else {})
 
 
-def update(given: Values) -> Values:
+def update(given: Values, words: list[str]) -> Values:
     """Optimizer, clipping and learning rate."""
     options = given.get("optimizer", {"class": "adam" if given.get("adam") else "sgd"})
     if not isinstance(options, dict):
         raise OptionRefused(f"`optimizer` is {options!r}, not a dictionary", 'optimizer = {"class": "adamw"}')
     check_known("optimizer/", set(options) - {"epsilon"}, OPTIMIZER_OPTIONS)
+    words += ["`optimizer/epsilon` has no effect here"] if "epsilon" in options else []
     name = choose("optimizer/class", str(options.get("class", "sgd")).lower(), OPTIMIZERS)
     values: Values = {"optimizer": name, "lr": real(given, "learning_rate", 1.0)}
     if name == "sgd":
