@@ -85,9 +85,13 @@ def command(argv: Sequence[str], num_ranks: int | None, has_gpu: bool) -> tuple[
         values |= {"mode": "train", "benchmark": True, "bench_steps": args.bench_steps, "bench_start": args.bench_start}
     elif args.continue_learning or args.no_dir_check:
         folder = Path(values.get("out", ""))
-        if not args.no_dir_check and not (folder / "run.json").exists():
+        is_there = (folder / "run.json").exists()
+        if not args.no_dir_check and not is_there:
             raise ParameterRefused(f"--continue_learning: there is no run in {folder}", "--no_dir_check begins one")
         values["resume"] = "auto"
+        if is_there:
+            values["allow_change"] = True
+            words.append(f"if there is a checkpoint in {folder}, its run goes on with these settings, changed or not")
     return ["train", task_name(config.get("base_model")), *as_words(values), *procs], words
 
 

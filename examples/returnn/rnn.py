@@ -90,6 +90,11 @@ def command(argv: Sequence[str], num_ranks: int, has_gpu: bool) -> tuple[list[st
     path, over = read_words(argv)
     config = read_config(path)
     values, words = translate({**config, **over}, num_ranks, has_gpu)
+    if values.get("resume") == "auto" and (Path(values["out"]) / "run.json").exists():
+        values["allow_change"] = True
+        words.append(
+            f"if there is a checkpoint in {values['out']}, its run goes on with these settings, changed or not"
+        )
     if num_ranks > 1 and "reduce" not in values:
         words.append(f"`use_horovod` is off, but the launcher has started {num_ranks} ranks: they train together")
     return ["train", task_name(config, path), *as_words(values)], [*misspelt(config), *words]
@@ -97,6 +102,8 @@ def command(argv: Sequence[str], num_ranks: int, has_gpu: bool) -> tuple[list[st
 
 def as_words(values: Mapping[str, Any]) -> list[str]:
     def text(value: Any) -> str:
+        if isinstance(value, bool):
+            return str(value).lower()
         return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
     return [f"--{name.replace('_', '-')}={text(value)}" for name, value in values.items()]

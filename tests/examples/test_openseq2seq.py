@@ -113,9 +113,11 @@ def test_going_on_needs_a_run(tmp_path: Path) -> None:
     there = f"--logdir={tmp_path}"
     with pytest.raises(Refused, match="there is no run in"):
         run.command([*SEED, there, "--continue_learning"], 2, False)
-    assert "--resume=auto" in run.command([*SEED, there, "--continue_learning", "--no_dir_check"], 2, False)[0]
+    settings = scripts.settings(run.command([*SEED, there, "--continue_learning", "--no_dir_check"], 2, False)[0])
+    assert (settings.resume, settings.allow_change) == ("auto", False)
     (tmp_path / "run.json").touch()
-    assert "--resume=auto" in run.command([*SEED, there, "--continue_learning"], 2, False)[0]
+    settings = scripts.settings(run.command([*SEED, there, "--continue_learning"], 2, False)[0])
+    assert (settings.resume, settings.allow_change) == ("auto", True)
 
 
 # -- parameters --------------------------------------------------------------------------------------------------------

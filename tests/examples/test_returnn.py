@@ -61,6 +61,17 @@ def test_words_go_before_the_config() -> None:
     assert (settings.out, settings.resume, settings.log_every) == (Path("a/b"), "no", 1)
 
 
+def test_more_epochs_for_a_run_that_is_there(tmp_path: Path) -> None:
+    words = [*SEED, "++model", str(tmp_path), "++num_epochs", "9"]
+    settings = scripts.settings(rnn.command(words, 2, False)[0])
+    assert (settings.resume, settings.allow_change) == ("auto", False)
+    (tmp_path / "run.json").touch()
+    translated, said = rnn.command(words, 2, False)
+    settings = scripts.settings(translated)
+    assert (settings.resume, settings.allow_change, settings.epochs) == ("auto", True, 9)
+    assert said[-1].endswith("its run goes on with these settings, changed or not")
+
+
 def test_ranks_without_a_reduction_are_said() -> None:
     words, said = rnn.command([str(CONFIG)], 2, False)
     assert not any(word.startswith("--reduce") for word in words)
