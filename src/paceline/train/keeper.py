@@ -88,8 +88,9 @@ class Keeper:
         engine.sync()
         engine.statistics.total()
         ranks = gather_tensors(self._link, state.collect_own(engine)) if engine.averages else []
-        if self._writer is not None:
-            parts, values = state.collect(engine)
+        collected = state.collect(engine) if self._writer is not None or engine.shards is not None else None
+        if self._writer is not None and collected is not None:
+            parts, values = collected
             parts |= {f"{state.RANK}{number}": tensors for number, tensors in enumerate(ranks)}
             of_task = task.state()
             if of_task:
