@@ -17,6 +17,8 @@ ALIASES: dict[str, str] = {
     "horovod_param_sync_time_diff": "sync_seconds",
     "horovod_scale_lr": "scale_lr",
     "horovod_dataset_distribution": "dataset_distribution",
+    "fsdp": "shard",
+    "fully_shard": "shard",
 }
 """Accepted instead of the setting's own name, where the model has that setting."""
 
@@ -53,5 +55,6 @@ MEANT: dict[str, str] = {
     "max_grad_norm": "clip_norm",
     "accumulate_grad_batches": "grains",
     "early_stopping": "patience",
+    "strategy": "shard",
 }
 """What people type who come from elsewhere. Not accepted, because the meaning may differ: the answer names ours."""

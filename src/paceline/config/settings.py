@@ -143,6 +143,10 @@ class ReduceSettings(Section):
 
     reduce: Literal["grad", "param"] = "grad"
     """`grad`: gradients are summed at every step. `param`: ranks step apart and average their weights now and then."""
+    shard: Literal["none", "full"] = free("none")
+    """`full` (FSDP2): each rank keeps its piece of weights, gradients and optimizer state; for large models."""
+    shard_modules: tuple[str, ...] = free(())
+    """Name patterns of modules that are gathered one at a time; large children of Sequential, ModuleList if not set."""
     sync_step: Positive | None = None
     """Steps between two averages (`param`); the end of an epoch is always one."""
     sync_seconds: PositiveFloat | None = None
@@ -163,6 +167,14 @@ class ReduceSettings(Section):
     sync_batchnorm: Literal["no", "all"] | Annotated[int, Field(ge=2)] = "no"
     """Batch norm over the joined grains of `all` ranks, or of groups of so many; needs one grain per rank."""
 
+    @field_validator("shard", mode="before")
+    @classmethod
+    def _said_otherwise(cls, given: Any) -> Any:
+        """torch's and DeepSpeed's names, and yes or no."""
+        full, none = ("fsdp", "fsdp2", "full_shard", "zero3", "true", "1"), ("no", "false", "0")
+        word = str(given).lower()
+        return "full" if word in full else "none" if word in none else given
+
     @model_validator(mode="after")
     def _reduction_is_whole(self) -> ReduceSettings:
         if self.sync_step is not None and self.sync_seconds is not None:
@@ -173,6 +185,12 @@ class ReduceSettings(Section):
             raise ValueError("`sync_batchnorm` needs `reduce` grad: with param, ranks do not meet in a step")
         if self.reduce == "grad" and self.wire == "int8":
             raise ValueError("`wire` int8 is for `reduce` param; gradients travel as full, fp16 or bf16")
+        if self.shard == "full":
+            if self.reduce == "param":
+                raise ValueError("`shard` full needs `reduce` grad: with param, every rank has a whole model")
+            if self.sync_batchnorm != "no" or self.wire != "full":
+                other = "wire" if self.wire != "full" else "sync_batchnorm"
+                raise ValueError(f"`{other}` does not go with `shard` full yet: leave out one of them")
         return self
 
 
@@ -297,6 +315,17 @@ class LoopSettings(Section):
 class EngineConfig(StepSettings, ReduceSettings, WorldSettings):
     """What an `Engine` in a hand-written loop needs to know."""
 
+    @model_validator(mode="after")
+    def _can_be_sharded(self) -> EngineConfig:
+        if self.shard == "full":
+            if self.precision in ("fp16-master", "fp16-pure"):
+                raise ValueError(f"`precision` {self.precision} does not go with `shard` full: use fp16 or level 2")
+            if self.loss_scale == "logmax":
+                raise ValueError("`loss_scale` logmax does not go with `shard` full: use backoff or a number")
+            if self.level == 3:
+                raise ValueError("`level` 3 compiles the whole model, which does not go with `shard` full: use level 2")
+        return self
+
 
 class TrainConfig(LoopSettings, ObserveSettings, OptimSettings, EngineConfig, DataSettings, RunSettings):
     """All settings of a training run."""
@@ -309,6 +338,9 @@ class TrainConfig(LoopSettings, ObserveSettings, OptimSettings, EngineConfig, Da
             raise ValueError("set `clip_norm` or `clip_value`, not both")
         if self.optimizer == "lars" and self.larc is not None:
             raise ValueError("LARS has layer-wise rates already: set `larc` with another optimizer, or leave it out")
+        if self.shard == "full" and (self.optimizer in ("novograd", "lamb", "lars") or self.larc is not None):
+            name = "larc" if self.larc is not None else self.optimizer
+            raise ValueError(f"{name} needs norms of whole tensors, of which a rank has a piece with `shard` full")
         if self.scale_lr != "none" and self.batch_per_device is None:
             raise ValueError("`scale_lr` needs `batch_per_device`: with a global batch, ranks do not change the batch")
         return self

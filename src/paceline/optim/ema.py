@@ -41,9 +41,9 @@ class WeightAverage:
         torch._foreach_lerp_(self._averages, sources, 1.0 - self.decay)
 
     @contextlib.contextmanager
-    def swapped(self, model: nn.Module) -> Iterator[None]:
+    def swapped(self, model: nn.Module | Mapping[str, Tensor]) -> Iterator[None]:
         """The model with the average as its weights, inside the `with`; then its own weights again, bitwise."""
-        parameters = dict(model.named_parameters())
+        parameters = dict(model.named_parameters()) if isinstance(model, nn.Module) else model
         targets = [parameters[name].detach() for name in self.tensors]
         kept = [target.clone() for target in targets]
         try:

@@ -62,6 +62,8 @@ class Larc:
     The optimizer stays what it is: its class, state and checkpoints know nothing of it. Nothing is read by the host.
     """
 
+    needs_whole_tensors = True
+
     def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule | None = None) -> None:
         self.rule = rule or Rule()
         self._decays: list[float] = []

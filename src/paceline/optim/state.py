@@ -62,6 +62,11 @@ def pack(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> tuple
     return tensors, {"groups": groups, "values": plain}
 
 
+def parameter_of(key: str) -> str:
+    """The parameter that an entry of the tensors belongs to."""
+    return key.rsplit(SEPARATOR, 1)[0]
+
+
 def unpack(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tensors: Mapping[str, Tensor], plain: dict[str, Any]
 ) -> None:

@@ -3,13 +3,15 @@
 A step speaks to it in a fixed order: `start_step`, then for each grain forward and backward (with `arm` before the
 rank's last backward), then `reduce`; after the optimizer `stepped`. A rank without a grain in the step goes straight
 to `arm` and `reduce` and contributes zeros without calling the model. Where ranks step apart (`averages`), there is
-neither `arm` nor `reduce`: `stepped` decides whether they come together.
+neither `arm` nor `reduce`: `stepped` decides whether they come together. Where weights are sharded, the model itself
+communicates: `make_up` says what a rank runs so that all call it equally often.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +55,24 @@ class Strategy(ABC):
     @abstractmethod
     def reduce(self) -> torch.Tensor:
         """Gradients become sums over all ranks; returns the summed tally, (TALLY,)."""
+
+    def make_up(self, grains: Sequence[Any]) -> list[Any]:
+        """Grains to run beside the rank's own, for nothing, where all ranks must call the model equally often."""
+        return []
+
+    def pull_gradients(self) -> None:  # noqa: B027
+        """Take over what became of the model's gradients, where the optimizer holds other tensors."""
+
+    def total_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The norm of all gradients; `gradients` are those of the optimizer's tensors."""
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def agree(self, flag: torch.Tensor) -> None:  # noqa: B027
+        """What any rank has found in its gradients (1.0), all have, where each has other gradients."""
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """The model in a form that a rank may call on its own; all ranks must enter."""
+        return nullcontext()
 
     def stepped(self, step: StepRecord, expected: float, has_next: bool, wants_stop: bool, is_last: bool) -> None:
         """A step is done, with or without an update; `expected` is its count over all ranks."""

@@ -158,7 +158,8 @@ def restore_for_use(task: Task, config: TrainConfig, link: Link, checkpoint: Pat
     """
     attach(task, config, link)
     found = _load(checkpoint, verify=link.is_first)
-    engine = Engine(config.model_copy(update={"ema": 0.0, "checkpoint_activations": (), "reduce": "grad"}), link=link)
+    plain = {"ema": 0.0, "checkpoint_activations": (), "reduce": "grad", "shard": "none"}
+    engine = Engine(config.model_copy(update=plain), link=link)
     torch.manual_seed(config.seed)
     model = task.model().to(link.device)
     position = Position(**found.state["position"])

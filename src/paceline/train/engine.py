@@ -21,7 +21,9 @@ from paceline.data.grain import Batch, Grain
 from paceline.observe.clock import Clock
 from paceline.optim.build import zero_first_momentum
 from paceline.optim.ema import WeightAverage
+from paceline.parallel.sharding import Shards, called_whole
 from paceline.parallel.statistics import RunningStatistics
+from paceline.parallel.strategy import Tally
 from paceline.speed import loss_scale, master, precision, recompute
 from paceline.train import reduction
 from paceline.train.contract import ForeignParameters, NoGradients, NonFiniteLoss, OutOfMemory, unpack
@@ -73,6 +75,7 @@ class Engine:
         self.schedule: Callable[[int], float] | None = None
         self.average: WeightAverage | None = None
         self.masters: master.Masters | None = None
+        self.shards: Shards | None = None
         self._input_cast: RemovableHandle | None = None
 
     # -- setting up ----------------------------------------------------------------------------------------------
@@ -86,18 +89,20 @@ class Engine:
         """Put a model and its optimizer to work here. Both are changed in place and keep their names.
 
         The order matters: where (device), what is kept (recomputation), equal on all ranks, in which dtype, compiled,
-        reduced.
+        cut up, reduced.
         """
         _check_pair(model, optimizer)
         model.to(self.device)
         self._norms = reduction.join_norms(model, self.config, self.link)
         if self.config.checkpoint_activations:
             recompute.recompute(model, self.config.checkpoint_activations)
-        for tensor in [*model.parameters(), *model.buffers()]:
+        # Shards are pieces of one model already.
+        for tensor in [*([] if self.shards is not None else model.parameters()), *model.buffers()]:
             self.link.broadcast(tensor.data)
         self._cast(model, optimizer)
         if self.precision.compile:
             model.compile()
+        self.shards = reduction.shard_model(model, optimizer, self.config, self.link)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.config.ema:
@@ -107,7 +112,7 @@ class Engine:
         self._ranks_with_data: Any = 1.0  # until a reduction says otherwise
         self._several = several and not self.averages
         self.strategy = reduction.choose(
-            parameters, self.config, self.link, model, optimizer, self.average, self.masters
+            parameters, self.config, self.link, model, optimizer, self.average, self.masters, self.shards
         )
         self._clips = self.config.clip_norm is not None or self.config.clip_value is not None
         self._updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -150,10 +155,12 @@ class Engine:
             self._input_cast = master.cast_inputs(model, self.precision.weights)
 
     def named_weights(self) -> dict[str, torch.Tensor]:
-        """The weights by name, in the dtype the optimizer updates (fp32 masters where there are some)."""
+        """The weights by name, as the optimizer has them: fp32 masters or this rank's shards, where there are some."""
         weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         if self.masters is not None:
             weights.update(self.masters.tensors)
+        if self.shards is not None:
+            weights.update(self.shards.tensors)
         return weights
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -209,7 +216,8 @@ class Engine:
         outputs: list[Any] = []
         grain: Grain | None = None
         position = 0  # first grain number whose batch-norm update this rank has not accounted for
-        last = len(batch.grains) - 1
+        missing = self.strategy.make_up(batch.grains)
+        last = -1 if missing else len(batch.grains) - 1
         seed, dice_are_due = self.config.seed, self._dice.are_due(self.num_steps)
         try:
             for index, grain in enumerate(batch.grains):
@@ -232,12 +240,15 @@ class Engine:
                 torch.autograd.backward((total,), (self.scale.seed(total, divisor),))
                 if self._several:
                     self.statistics.after_grain()
+            if missing:
+                grain = missing[0]
+                self._take_part(loss, missing, (loss_sum, count, batch.has_next, self.wants_stop))
         except torch.OutOfMemoryError as error:
             assert grain is not None
             raise OutOfMemory(grain.shapes(), len(grain), batch.num_grains, str(error)) from error
         if not self._several:
             return Step(self.num_steps, loss_sum, count, outputs=outputs)
-        if not batch.grains:
+        if not batch.grains and not missing:
             self.strategy.arm((loss_sum, count, batch.has_next, self.wants_stop))
         self.statistics.end_step(missed=batch.num_grains - position)
         if self.clock is not None:
@@ -248,14 +259,26 @@ class Engine:
         self._ranks_with_data = more
         return Step(self.num_steps, loss_sum, count, more, stop, outputs=outputs)
 
+    def _take_part(self, loss: Loss, grains: list[Grain], tally: Tally) -> None:
+        """Run grains that other ranks have counted, so that all call the model equally often; nothing comes of it."""
+        buffers = list(self.model.buffers())
+        kept = [buffer.clone() for buffer in buffers]
+        for number, grain in enumerate(grains, 1):
+            total, _, _ = self._forward(loss, grain)
+            if number == len(grains):
+                self.strategy.arm(tally)
+            torch.autograd.backward((total,), (torch.zeros_like(total),))
+        for buffer, before in zip(buffers, kept, strict=True):
+            buffer.copy_(before)
+
     def _divisor(self, batch: Batch) -> float:
         """What is known of the step's count before its first backward: of all ranks, or of this one if alone."""
         return (batch.own_count if self.averages else batch.count) or 1
 
     def _forward(self, loss: Loss, grain: Grain) -> tuple[torch.Tensor, Any, Any]:
-        if self.precision.autocast is None:
+        if self.precision.autocast is None and self.shards is None:
             return unpack(loss(grain))
-        with self._autocast():
+        with self._autocast(), called_whole(self.shards):
             return unpack(loss(grain))
 
     def _check_first(self, done: Step, batch: Batch) -> None:
@@ -277,6 +300,7 @@ class Engine:
             torch._foreach_mul_(self._gradients, divisor / torch.as_tensor(done.count).double())
         self._found_inf.zero_()
         self.scale.unscale_and_check(self._gradients, self._found_inf)
+        self.strategy.agree(self._found_inf)
 
     def _show_gradients(self, after_backward: Callable[[], None]) -> None:
         """Let a task look at the model's gradients, and change them."""
@@ -285,11 +309,12 @@ class Engine:
         after_backward()
         if self.masters is not None:
             self.masters.pull_changes()
+        self.strategy.pull_gradients()
         self._gradients = [parameter.grad for parameter in self._updated if parameter.grad is not None]
 
     def _clip(self, done: Step) -> None:
         if self.config.clip_norm is not None:
-            done.gradient_norm = torch.nn.utils.get_total_norm(self._gradients)
+            done.gradient_norm = self.strategy.total_norm(self._gradients)
             torch.nn.utils.clip_grads_with_norm_(self._updated, self.config.clip_norm, done.gradient_norm)
         elif self.config.clip_value is not None:
             torch.nn.utils.clip_grad_value_(self._updated, self.config.clip_value)
@@ -367,7 +392,7 @@ class Engine:
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
-            with torch.no_grad(), self._autocast(), self._averaged():
+            with torch.no_grad(), self._autocast(), self._averaged(), self.strategy.whole_weights():
                 yield
         finally:
             for module in training:
@@ -392,7 +417,7 @@ class Engine:
         if self.average is None:
             yield
         else:
-            with self.average.swapped(self.model):
+            with self.average.swapped(self.model if self.shards is None else self.shards.tensors):
                 yield
 
     def close(self) -> None:

@@ -89,8 +89,9 @@ class Keeper:
         engine.statistics.total()
         ranks = gather_tensors(self._link, state.collect_own(engine)) if engine.averages else []
         own = task.state()  # on all ranks: what a task has may be spread over them
-        if self._writer is not None:
-            parts, values = state.collect(engine)
+        collected = state.collect(engine) if self._writer is not None or engine.shards is not None else None
+        if self._writer is not None and collected is not None:
+            parts, values = collected
             parts |= {f"{state.RANK}{number}": tensors for number, tensors in enumerate(ranks)}
             if own:
                 parts["task"] = own

@@ -9,6 +9,8 @@ from paceline.optim.ema import WeightAverage
 from paceline.parallel.averaging import AveragedParameters
 from paceline.parallel.gradients import SummedGradients
 from paceline.parallel.joined_norm import JoinedNorms
+from paceline.parallel.sharded import ShardedGradients
+from paceline.parallel.sharding import Shards, shard
 from paceline.parallel.strategy import Alone, Strategy
 from paceline.speed.master import Masters
 from paceline.world.link import Link
@@ -22,10 +24,13 @@ def choose(
     optimizer: torch.optim.Optimizer,
     average: WeightAverage | None,
     masters: Masters | None,
+    shards: Shards | None,
 ) -> Strategy:
     """The strategy for these ranks; all must call it."""
     if link.world.size == 1:
         return Alone(parameters)
+    if shards is not None:
+        return ShardedGradients(parameters, link, shards)
     if config.reduce == "grad":
         return SummedGradients(parameters, link, wire=config.wire)
     kept = model.state_dict().keys()  # buffers that are not persistent are constants
@@ -47,3 +52,12 @@ def join_norms(model: torch.nn.Module, config: EngineConfig, link: Link) -> Join
     if asked == "no" or world.size == 1:
         return None
     return JoinedNorms(model, world, world.size if asked == "all" else asked, config.timeout_s)
+
+
+def shard_model(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: EngineConfig, link: Link
+) -> Shards | None:
+    """The model cut up over the ranks, if the settings ask for it and there are several; all must call it."""
+    if config.shard == "none" or link.world.size == 1:
+        return None
+    return shard(model, optimizer, link, config.shard_modules)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -43,8 +43,15 @@ RANK = "rank-"
 """Parts of a checkpoint with what only that rank had (`reduce: param`)."""
 
 
+SHARDED: dict[str, Callable[[str], str]] = {"model": str, "optimizer": optimizer_state.parameter_of, "ema": str}
+"""Parts of which a rank has only its shards (`shard: full`), and of which parameter an entry is."""
+
+
 def collect(engine: Engine) -> tuple[Parts, dict[str, Any]]:
-    """(tensors by part, plain values). Batch-norm statistics must be complete: see `RunningStatistics.total`."""
+    """(tensors by part, plain values). Batch-norm statistics must be complete: see `RunningStatistics.total`.
+
+    With `shard: full` all ranks must call it, and only the first gets everything.
+    """
     model = {**dict(engine.model.named_buffers()), **engine.named_weights()}
     kept = engine.model.state_dict().keys()  # leaves out buffers that are not persistent
     optimizer, optimizer_values = optimizer_state.pack(engine.optimizer, names(engine))
@@ -55,6 +62,8 @@ def collect(engine: Engine) -> tuple[Parts, dict[str, Any]]:
     }
     if engine.average is not None:
         parts["ema"] = engine.average.state_dict()
+    if engine.shards is not None:
+        parts |= {part: engine.shards.whole(parts[part], of) for part, of in SHARDED.items() if part in parts}
     averaging: dict[str, Any] = {}
     if isinstance(engine.strategy, AveragedParameters):
         velocities, averaging = engine.strategy.common_state()
@@ -86,11 +95,15 @@ def restore(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]], values: M
     """The counterpart of `collect`, into a prepared engine; parts named `rank-0` and so on are from `collect_own`."""
     own, optimizer = _own_parts(engine, parts)
     restore_weights(engine, parts["model"])
+    average = parts.get("ema")
+    if engine.shards is not None:
+        optimizer = engine.shards.pieces(optimizer, SHARDED["optimizer"])
+        average = average and engine.shards.pieces(average)
     optimizer_state.unpack(engine.optimizer, names(engine), optimizer, values["optimizer"])
     engine.scale.load_state_dict(own.get("scale") or parts["scale"])
     if engine.average is not None:
         # A run that had no average (changed settings) begins it with the weights as they are.
-        engine.average.load_state_dict(parts.get("ema") or engine.named_weights())
+        engine.average.load_state_dict(average or engine.named_weights())
     engine.num_steps = values["num_steps"]
     engine.epoch, engine.epoch_step, engine.call_began = values["batches"]
     engine.is_resumed = True
@@ -135,12 +148,15 @@ def restore_weights(engine: Engine, saved: Mapping[str, Tensor]) -> None:
     kept = engine.model.state_dict().keys()
     problems = [f"{name}: not in the checkpoint" for name in kept if name in own and name not in saved]
     problems += [f"{name}: not in the model" for name in saved if name not in own]
+    shapes = {name: tensor.shape for name, tensor in own.items()}
+    if engine.shards is not None:
+        shapes |= engine.shards.shapes()
     for name in own.keys() & saved.keys():
-        if own[name].shape != saved[name].shape:
-            problems.append(f"{name}: {list(saved[name].shape)} there, {list(own[name].shape)} here")
+        if shapes[name] != saved[name].shape:
+            problems.append(f"{name}: {list(saved[name].shape)} there, {list(shapes[name])} here")
     if problems:
         raise WeightsMisfit(sorted(problems))
-    for name, tensor in saved.items():
+    for name, tensor in (saved if engine.shards is None else engine.shards.pieces(saved)).items():
         own[name].copy_(tensor)
     if engine.masters is not None:
         engine.masters.push_weights()
@@ -148,8 +164,10 @@ def restore_weights(engine: Engine, saved: Mapping[str, Tensor]) -> None:
 
 
 def names(engine: Engine) -> dict[Tensor, str]:
-    """Which parameter each tensor of the optimizer is (a master stands for its weight)."""
+    """Which parameter each tensor of the optimizer is (a master or a shard stands for its weight)."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in engine.model.named_parameters()}
     if engine.masters is not None:
         names.update({tensor: name for name, tensor in engine.masters.tensors.items()})
+    if engine.shards is not None:
+        names.update({tensor: name for name, tensor in engine.shards.tensors.items()})
     return {parameter: names[parameter] for group in engine.optimizer.param_groups for parameter in group["params"]}

@@ -140,6 +140,8 @@ def _ranks(world: World, seats: list[Seat]) -> Rows:
 
 def _reduction(config: TrainConfig, ranks: int) -> str:
     wire = "" if config.wire == "full" else f", {config.wire} on the wire"
+    if config.shard == "full" and ranks > 1:
+        return "gradients summed at every step, weights, gradients and optimizer state sharded"
     if config.reduce == "grad":
         return f"gradients summed at every step{wire}"
     when = (
@@ -299,7 +301,8 @@ _IDLE: list[tuple[str, tuple[str, ...], _Test]] = [
         ("outer_lr", "outer_momentum"),
         lambda facts: facts.config.reduce == "param" and facts.config.outer == "plain",
     ),
-    ("on one rank", ("reduce", "wire"), lambda facts: facts.world.size == 1),
+    ("unless `shard` is full", ("shard_modules",), lambda facts: facts.config.shard == "none"),
+    ("on one rank", ("reduce", "wire", "shard"), lambda facts: facts.world.size == 1),
     ("without fp16", ("loss_scale",), lambda facts: not facts.precision.scaled),
     ("on a resumed run", ("init_from",), lambda facts: facts.resumed is not None),
     ("unless a run is resumed", ("regrain", "allow_change"), lambda facts: facts.resumed is None),
