@@ -321,3 +321,16 @@ def test_layers_that_no_rank_uses_are_left_alone(link: Link) -> None:
     after = engine.named_weights()
     assert torch.equal(after["b.weight"], before["b.weight"])
     assert link.world.rank == 1 or not torch.equal(after["a.weight"], before["a.weight"])
+
+
+@ranks(2)
+def test_all_ranks_skip_a_step_whose_gradient_overflowed_on_one(link: Link) -> None:
+    """Only row 0 overflows, which the first rank has."""
+    engine = Engine(link=link, level=0, shard="full")
+    model = nn.Linear(5, 4)
+    engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number, batch in enumerate(engine.batches(points(12, seed=1), global_batch=4)):
+        before = engine.named_weights()["weight"].clone()
+        weights = torch.tensor([float("inf") if number == 1 else 1.0, 1.0, 1.0, 1.0])
+        engine.step(lambda grain, weights=weights: ((model(grain.x) * weights).sum(), len(grain)), batch)
+        assert torch.equal(engine.named_weights()["weight"], before) == (number == 1)
