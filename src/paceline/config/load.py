@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from paceline.config import wording
 from paceline.config.explain import parts
 from paceline.config.files import read_file
-from paceline.config.problems import Problem, SettingsInvalid
+from paceline.config.problems import WORDS, Problem, SettingsInvalid
 from paceline.config.settings import Section
 from paceline.config.values import Given, convert
 from paceline.config.words import asks_for_help, read_words
@@ -60,7 +60,10 @@ def as_yaml(settings: Section) -> str:
 
 
 def _check(model: type[S], given: Mapping[str, Given], tried: set[str]) -> tuple[S | None, list[Problem]]:
-    values = {name: convert(model.model_fields[name].annotation, entry.raw) for name, entry in given.items()}
+    values = {
+        name: convert(model.model_fields[name].annotation, entry.raw, is_typed=entry.place[0] == WORDS)
+        for name, entry in given.items()
+    }
     try:
         return model.model_validate(values), []
     except ValidationError as error:

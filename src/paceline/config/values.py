@@ -76,13 +76,17 @@ def section(annotation: Any) -> type[BaseModel] | None:
     return models[0] if models else None
 
 
-def convert(annotation: Any, raw: Any) -> Any:
-    """What `raw` means for a field of this type; text that means nothing is left for the model to refuse."""
+def convert(annotation: Any, raw: Any, *, is_typed: bool = False) -> Any:
+    """What `raw` means for a field of this type; text that means nothing is left for the model to refuse.
+
+    Where text is wanted, "none" means nothing only on the command line: a file has a word of its own for it.
+    """
     if isinstance(raw, str):
         for value in choices(annotation):
             if str(value) == raw:
                 return value
-        if raw.lower() in ("none", "null") and may_be_none(annotation):
+        may_mean_none = may_be_none(annotation) and (is_typed or str not in variants(annotation))
+        if raw.lower() in ("none", "null") and may_mean_none:
             return None
         if sequence(annotation) is not None:
             raw = expand(annotation, [raw])

@@ -201,7 +201,8 @@ class AveragedParameters(Strategy):
         self.spread = [float(sum(values, start=torch.zeros(()))) for values in zip(*distances, strict=True)]
         self.num_averages += 1
         waited = time.perf_counter() - began
-        self._waited_s += waited
+        if self._began_s is not None:  # else it was between two intervals, and is not in the time of either
+            self._waited_s += waited
         self.blocked_s += waited
 
     def _tell(self, found: dict[str, list[float]]) -> None:
