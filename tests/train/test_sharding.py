@@ -207,9 +207,9 @@ Way = tuple[int, str]
     ],
     ids=str,
 )
-@pytest.mark.parametrize("stop", [6, 5])
-def test_a_checkpoint_goes_on_in_any_form(tmp_path: Path, before: Way, after: Way, stop: int) -> None:
-    """From the end of an epoch, and from before a step in which ranks have nothing of their own."""
+def test_a_checkpoint_goes_on_in_any_form(tmp_path: Path, before: Way, after: Way) -> None:
+    """From before a step in which ranks have nothing of their own."""
+    stop = 5
     (tmp_path / "whole").mkdir()
     common = {"ema": 0.9, "save_every_steps": stop, "keep_last": 9}
     run(2, tmp_path / "whole" / "run", **common)
