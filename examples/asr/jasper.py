@@ -31,6 +31,14 @@ SCHEDULES = {
     "PolynomialDecayAnnealing": "polynomial",
 }
 OPTIMIZERS = {"adam_w": "adamw", "fused_adam": "adam", "fused_novograd": "novograd", "fused_lamb": "lamb"}
+IGNORED = {
+    "create_tb_writer": "TensorBoard is written anyway",
+    "tensorboard_dir": "it is in the run's folder",
+    "checkpoint_dir": "checkpoints are in the run's folder",
+    "cudnn_benchmark": "it would make runs differ",
+    "project": "name the run with --exp_name",
+}
+"""Flags that mean nothing here, and why."""
 PRECISIONS = {"O1": "fp16", "O2": "fp16-master", "O3": "fp16-pure"}
 
 
@@ -66,6 +74,10 @@ def parser() -> argparse.ArgumentParser:
     add("--load_dir", help="weights to start from")
     add("--eval_freq", type=int, default=1000, help="steps")
     add("--save_freq", "--checkpoint_save_freq", type=int, default=1000, help="steps")
+    add("--synced_bn", action="store_true", help="batch norm over all ranks")
+    add("--synced_bn_groupsize", type=int, default=0, help="or over so many")
+    for name in IGNORED:
+        add(f"--{name}", nargs="?", const="", help=argparse.SUPPRESS)
     add("--print_command", action="store_true")
     return flags
 
@@ -95,8 +107,11 @@ def translate(args: argparse.Namespace, num_ranks: int, has_gpu: bool) -> list[s
     words += ["--optimizer", optimizer, "--lr", str(args.lr), "--weight-decay", str(args.weight_decay)]
     if optimizer != "sgd":
         words += ["--betas", f"{args.beta1},{args.beta2}"]
+    if args.synced_bn:
+        words += ["--sync-batchnorm", str(args.synced_bn_groupsize or "all")]
     words += ["--schedule", SCHEDULES[args.lr_policy], "--val-every-steps", str(args.eval_freq)]
     words += ["--save-every-steps", str(args.save_freq), "--exp-name", args.exp_name, "--runs-dir", args.work_dir]
+    words += ["--resume", "auto"]  # as there: a run of this name goes on
     is_mixed = args.amp_opt_level in PRECISIONS and not args.disable_mixed_precision and has_gpu
     words += ["--precision", PRECISIONS[args.amp_opt_level]] if is_mixed else ["--level", "0"]
     return words
@@ -126,6 +141,9 @@ def run() -> int:
     except PacelineError as error:
         print(f"error: {error}\n  {error.hint}", file=sys.stderr)
         return 2
+    for name, why in IGNORED.items():
+        if getattr(args, name) is not None and world.rank == 0:
+            print(f"--{name} has no effect here: {why}")
     num_ranks = world.size if world.launcher != "plain" else args.num_gpus or 1
     if world.launcher != "plain" and args.num_gpus not in (None, world.size) and world.rank == 0:
         print(f"--num_gpus is {args.num_gpus}, but the launcher has started {world.size}: that is what counts")

@@ -168,6 +168,8 @@ def _stats(options: StatsOptions) -> int:
         sys.stdout.write(json_text({**found.as_json(), "num_bad": num_bad, "bad": listed}) + "\n")
     else:
         told = [f"bad lines: {num_bad:,}", *shown(bad, num_bad), ""] if num_bad else []
+        if options.check and not num_bad:
+            told = [f"all {len(manifest):,} files were decoded and are sound", ""]
         sys.stdout.write("\n".join([*told, *manifest_stats.show(found)]) + "\n")
     return 1 if num_bad else 0
 
