@@ -24,8 +24,12 @@ $(VENV)/.bench: pyproject.toml constraints.txt
 demo: $(VENV)/.demo
 	$(BIN)/paceline demo
 
+# Tests of real launchers wait most of their time: they run beside the others, and their account comes last.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest tests/launchers > $(VENV)/launchers.log 2>&1 & launchers=$$!; \
+	$(BIN)/python -m pytest --ignore tests/launchers; others=$$?; \
+	wait $$launchers; found=$$?; echo "tests/launchers:"; cat $(VENV)/launchers.log; \
+	test $$others -eq 0 -a $$found -eq 0
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .
