@@ -151,7 +151,8 @@ def test_the_epoch_record_is_of_all_ranks_and_all_time_has_a_name(link: Link, fo
     ours = trainer(task, folder / "run", link, epochs=3, grains=2, order="random", log_every=2)
     result = ours.fit()
     wall_s = time.perf_counter() - began
-    assert sum(result.seconds.values()) == pytest.approx(wall_s, rel=0.01)
+    # A busy machine may take this process off its core between the last lap and the line above.
+    assert sum(result.seconds.values()) == pytest.approx(wall_s, rel=0.01, abs=0.1)
     assert tuple(result.seconds) == PHASES
     assert bool(task.diary.told) == link.is_first, "only the first rank has watchers"
     if not link.is_first:
