@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from paceline.observe.watcher import Watcher as Watcher
     from paceline.train.engine import Engine as Engine
     from paceline.train.fit import fit as fit
+    from paceline.train.result import Result as Result
     from paceline.train.task import Stage as Stage
     from paceline.train.task import Task as Task
-    from paceline.train.trainer import Result as Result
     from paceline.world.discover import World as World
 
 __version__ = "0.1.0"
@@ -35,7 +35,7 @@ _HOMES = {
     "fit": "paceline.train.fit",
     "Stage": "paceline.train.task",
     "Task": "paceline.train.task",
-    "Result": "paceline.train.trainer",
+    "Result": "paceline.train.result",
     "World": "paceline.world.discover",
 }
 __all__ = sorted(_HOMES)

@@ -72,7 +72,7 @@ def _hint(bad: Sequence[BadLine], total: int, is_all: bool) -> str:
         return f"add the length in seconds, or let `paceline manifest scan {file}` measure it"
     these = "it" if total == 1 else "them"
     if is_all:
-        return f"mend {these}: without {these} nothing is left"
+        return f"mend {these} (`paceline manifest scan {file}` measures durations): without {these} nothing is left"
     return (
         f"mend {these}, let `paceline manifest scan {file}` write a manifest of what is sound, "
         f"or go on without {these} with `--bad-data skip`"

@@ -152,5 +152,6 @@ def _why_not_json(raw: bytes) -> str:
         return f"is not UTF-8 at byte {error.start + 1}"
     except ValueError as error:
         why = re.sub(r" at line \d+ column", " at column", str(error))
+        why = re.sub(r"^expected ident", "expected value", why)  # a word like `nothing`, which begins as `null` does
         return "is not JSON: " + re.sub(r"^EOF while parsing", "the line ends within", why)
     return "is not JSON"

@@ -97,3 +97,14 @@ def unpack(result: Any) -> tuple[torch.Tensor, Any, Any]:
     if not total.requires_grad:
         raise NoGradients
     return total, count, result[2] if len(result) == 3 else None
+
+
+def check_pair(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer must update what the ranks keep equal: trainable parameters of this model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    num_foreign = sum(id(parameter) not in own for parameter in updated)
+    if num_foreign:
+        raise ForeignParameters(num_foreign)
+    if not any(parameter.requires_grad for parameter in updated):
+        raise NoGradients

@@ -26,7 +26,7 @@ from paceline.parallel.statistics import RunningStatistics
 from paceline.parallel.strategy import Tally
 from paceline.speed import loss_scale, master, precision, recompute
 from paceline.train import reduction
-from paceline.train.contract import ForeignParameters, NoGradients, NonFiniteLoss, OutOfMemory, unpack
+from paceline.train.contract import NoGradients, NonFiniteLoss, OutOfMemory, check_pair, unpack
 from paceline.train.dice import Dice
 from paceline.train.feed import Feed
 from paceline.train.position import choose_grains
@@ -91,7 +91,7 @@ class Engine:
         The order matters: where (device), what is kept (recomputation), equal on all ranks, in which dtype, compiled,
         cut up, reduced.
         """
-        _check_pair(model, optimizer)
+        check_pair(model, optimizer)
         model.to(self.device)
         self._norms = reduction.join_norms(model, self.config, self.link)
         if self.config.checkpoint_activations:
@@ -426,14 +426,3 @@ class Engine:
             self.sync()
         if self._owns_link:
             self.link.close()
-
-
-def _check_pair(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer must update what the ranks keep equal: trainable parameters of this model."""
-    own = {id(parameter) for parameter in model.parameters()}
-    updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    num_foreign = sum(id(parameter) not in own for parameter in updated)
-    if num_foreign:
-        raise ForeignParameters(num_foreign)
-    if not any(parameter.requires_grad for parameter in updated):
-        raise NoGradients

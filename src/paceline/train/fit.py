@@ -14,9 +14,10 @@ from paceline.config.settings import TrainConfig
 from paceline.observe.watcher import Watcher
 from paceline.train import apply, outcome, restore
 from paceline.train.benchmark import benchmark
+from paceline.train.result import Result
 from paceline.train.run import MARK
 from paceline.train.task import Task
-from paceline.train.trainer import Result, Trainer
+from paceline.train.trainer import Trainer
 from paceline.world.discover import discover
 from paceline.world.link import Link
 from paceline.world.start import start

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -19,39 +17,20 @@ from paceline.observe.rank_log import rank_log
 from paceline.observe.watcher import RunInfo, Watcher, checked
 from paceline.optim import build, larc, schedule
 from paceline.train import restore, state, summary
+from paceline.train.due import due_since, is_due, next_due
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed, NothingRead
 from paceline.train.fingerprint import DataChanged
 from paceline.train.keeper import Keeper
 from paceline.train.logbook import Logbook
 from paceline.train.position import Position
+from paceline.train.result import Result
 from paceline.train.scaling import for_ranks
 from paceline.train.signals import on_stop_signal
 from paceline.train.step import Step
 from paceline.train.task import Stage, Task, attach, overrides
 from paceline.train.validation import Validation
 from paceline.world.link import Link
-
-
-@dataclass(frozen=True)
-class Result:
-    """What came out of a run."""
-
-    status: str
-    """`finished`, `early` (patience ran out) or `stopped` (a signal asked for it; `--resume auto` goes on); of the
-    other modes `evaluated`, `predicted` or `measured`."""
-    num_steps: int
-    loss: float
-    """Of the last step."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Of the last validation, as `set/metric`."""
-    best: float | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Where the time went, by phase."""
-    mode: str = "train_eval"
-    """As in the settings, or `benchmark`."""
-    predictions: Path | None = None
-    """The file that mode `infer` wrote."""
 
 
 class Trainer:
@@ -124,7 +103,7 @@ class Trainer:
         while status == "finished" and not self._is_done(epochs):
             status = self._train_epoch(feed)
             going_on = status == "finished" and not self._is_done(epochs)
-            if going_on and (_due(position.epoch, self.config.save_every_epochs) or self._found_best()):
+            if going_on and (is_due(position.epoch, self.config.save_every_epochs) or self._found_best()):
                 self._save()
         feed.close()
         if status != "stopped":
@@ -159,7 +138,7 @@ class Trainer:
                 continue  # nothing is due at most steps
             if not (engine.is_together or stop or self._is_done(None) or self._out_of_data(feed, step)):
                 continue  # ranks step apart (`reduce: param`): what is due waits for their next average
-            due, looked = partial(_due_since, looked, engine.num_steps), engine.num_steps
+            due, looked = partial(due_since, looked, engine.num_steps), engine.num_steps
             wake = self._next_due()
             if due(config.val_every_steps) or due(config.save_every_steps) or not engine.is_together:
                 self._come_together()
@@ -184,7 +163,7 @@ class Trainer:
         is_cut_short = batch is not None and not batch.is_last and (self._is_done(None) or self._lost_patience())
         if not is_cut_short:
             position.epoch, position.step, position.is_epoch_over = position.epoch + 1, 0, False
-        if is_cut_short or _due(position.epoch, config.val_every_epochs):
+        if is_cut_short or is_due(position.epoch, config.val_every_epochs):
             self._validate()
         self.task.report()
         return "early" if self._lost_patience() else "finished"
@@ -220,11 +199,7 @@ class Trainer:
         return epochs is not None and self.position.epoch >= epochs
 
     def _next_due(self) -> int:
-        """The first number of steps from here at which something is logged, validated, saved or ended."""
-        config, now = self.config, self.engine.num_steps
-        intervals = (config.log_every, config.val_every_steps, config.save_every_steps)
-        due = [now - now % every + every for every in intervals if every is not None]
-        return min(due if config.steps is None else [*due, self.position.stage_began + config.steps])
+        return next_due(self.config, self.engine.num_steps, self.position.stage_began)
 
     def _lost_patience(self) -> bool:
         return self.config.patience is not None and self.position.bad_validations >= self.config.patience
@@ -248,7 +223,7 @@ class Trainer:
         if step.ranks_to_stop is None:
             return False  # ranks step apart, and learn of it with their next average
         on_host = step.ranks_to_stop.device.type == "cpu"
-        return (on_host or _due(self.engine.num_steps, self.config.log_every)) and bool(step.ranks_to_stop)
+        return (on_host or is_due(self.engine.num_steps, self.config.log_every)) and bool(step.ranks_to_stop)
 
     def _close(self, status: str) -> Result:
         self.engine.sync()
@@ -427,12 +402,3 @@ class Trainer:
 def _signature(model: torch.nn.Module) -> dict[str, tuple[torch.Size, bool]]:
     """What an optimizer and a reduction are made for: which parameters of which shapes are trained."""
     return {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()}
-
-
-def _due(number: int, every: int | None) -> bool:
-    return every is not None and number % every == 0
-
-
-def _due_since(before: int, now: int, every: int | None) -> bool:
-    """Whether a multiple of `every` has come since, `now` included."""
-    return every is not None and now // every > before // every
