@@ -43,15 +43,21 @@ class Net(nn.Module):
 class WeightedTask(Task):
     """Samples are weighed where `is_even` is False, so ranks have unequal counts."""
 
-    def __init__(self, is_even: bool = True, has_norm: bool = False, slow_rank: int | None = None) -> None:
-        self._is_even, self._has_norm, self._slow_rank = is_even, has_norm, slow_rank
+    def __init__(
+        self,
+        is_even: bool = True,
+        has_norm: bool = False,
+        slow_rank: int | None = None,
+        num_samples: int = NUM_SAMPLES,
+    ) -> None:
+        self._is_even, self._has_norm, self._slow_rank, self._num_samples = is_even, has_norm, slow_rank, num_samples
         self.seen: list[int] = []
 
     def model(self) -> nn.Module:
         return Net(self._has_norm)
 
     def train_data(self) -> TensorDataset:
-        return points()
+        return points(self._num_samples)
 
     def val_data(self) -> Mapping[str, Any]:
         return {"dev": points(24, seed=2)}
@@ -95,15 +101,21 @@ def fit(link: Link, task: dict[str, Any], settings: dict[str, Any]) -> dict[str,
 Combine = Callable[[list[torch.Tensor]], None]
 
 
-def local_steps(link: Link, num_steps: int, momentum: float, after: Callable[[int, nn.Module, Any], None]) -> nn.Module:
+def local_steps(
+    link: Link,
+    num_steps: int,
+    momentum: float,
+    after: Callable[[int, nn.Module, Any], None],
+    num_samples: int = NUM_SAMPLES,
+) -> nn.Module:
     """Plain PyTorch: this rank's slice of every batch, its own optimizer; `after(step, model, optimizer)`."""
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum)
-    x, y, _ = points().tensors
+    x, y, _ = points(num_samples).tensors
     per_rank = BATCH // link.world.size
     for step in range(num_steps):
-        begin = (step * BATCH) % NUM_SAMPLES + link.world.rank * per_rank
+        begin = (step * BATCH) % num_samples + link.world.rank * per_rank
         mine = slice(begin, begin + per_rank)
         optimizer.zero_grad()
         ((model(x[mine]) - y[mine]).square().sum() / per_rank).backward()

@@ -18,10 +18,10 @@ from paceline.train.engine import Engine
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import RanksFailed, ranks, run_ranks
-from tests.train.apart import NUM_SAMPLES, Net, WeightedTask, config, fit, local_steps, mean_over_ranks
+from tests.train.apart import BATCH, NUM_SAMPLES, Net, WeightedTask, config, fit, local_steps, mean_over_ranks
 from tests.train.small import assert_same
 
-EPOCH = NUM_SAMPLES // 16
+EPOCH = NUM_SAMPLES // BATCH
 
 
 def assert_alike(states: list[dict[str, Any]]) -> None:
@@ -54,7 +54,9 @@ def test_one_step_between_averages_is_gradient_reduction(
 # -- the same as a loop by hand ----------------------------------------------------------------------------------------
 
 
-def by_hand(link: Link, num_steps: int, every: int, momentum: float, state: str) -> dict[str, torch.Tensor]:
+def by_hand(
+    link: Link, num_steps: int, every: int, momentum: float, state: str, epoch: int = EPOCH
+) -> dict[str, torch.Tensor]:
     """Local SGD; epochs end with an average, too."""
     since = 0
 
@@ -62,7 +64,7 @@ def by_hand(link: Link, num_steps: int, every: int, momentum: float, state: str)
     def after(step: int, model: Any, optimizer: Any) -> None:
         nonlocal since
         since += 1
-        if since == every or (step + 1) % EPOCH == 0 or step + 1 == num_steps:
+        if since == every or (step + 1) % epoch == 0 or step + 1 == num_steps:
             since = 0
             mean_over_ranks([parameter.data for parameter in model.parameters()])
             buffers = [entry["momentum_buffer"] for entry in optimizer.state.values() if momentum]
@@ -72,7 +74,8 @@ def by_hand(link: Link, num_steps: int, every: int, momentum: float, state: str)
                 for buffer in buffers:
                     buffer.zero_()
 
-    return {name: tensor.clone() for name, tensor in local_steps(link, num_steps, momentum, after).state_dict().items()}
+    model = local_steps(link, num_steps, momentum, after, epoch * BATCH)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -89,7 +92,23 @@ def test_bitwise_local_sgd(size: int, momentum: float, state: str, every: int) -
     assert_alike(ours)
 
 
-def overlapped_by_hand(link: Link, num_steps: int, every: int, overlap: int) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("momentum", "state"), [(0.0, "average"), (0.9, "average"), (0.9, "keep")])
+def test_bitwise_local_sgd_over_whole_intervals(size: int, momentum: float, state: str) -> None:
+    """Averages after 8 and 16 steps, at the end of the epoch (20), after 28, and at the end."""
+    steps, epoch = 36, 20
+    settings = {"steps": steps, "momentum": momentum, "reduce": "param", "sync_step": 8, "sync_state": state}
+    ours = run_ranks(size, fit, {"num_samples": epoch * BATCH}, settings)
+    theirs = run_ranks(size, by_hand, steps, 8, momentum, state, epoch)
+    assert ours[0]["averages"] == 5
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same(mine["state"], other)
+    assert_alike(ours)
+
+
+def overlapped_by_hand(
+    link: Link, num_steps: int, every: int, overlap: int, epoch: int = EPOCH
+) -> dict[str, torch.Tensor]:
     """The definition: the average of the weights at t reaches each rank at t + overlap, as a correction."""
     since, flying, sent, average = 0, -1, [], []
 
@@ -109,7 +128,7 @@ def overlapped_by_hand(link: Link, num_steps: int, every: int, overlap: int) -> 
         flying += flying >= 0
         if flying >= overlap:
             land()
-        is_last = (step + 1) % EPOCH == 0 or step + 1 == num_steps
+        is_last = (step + 1) % epoch == 0 or step + 1 == num_steps
         if since == every or is_last:
             land()
             sent = [weight.clone() for weight in weights]
@@ -119,7 +138,20 @@ def overlapped_by_hand(link: Link, num_steps: int, every: int, overlap: int) -> 
         if is_last:  # an epoch ends with all ranks together
             land()
 
-    return {name: tensor.clone() for name, tensor in local_steps(link, num_steps, 0.0, after).state_dict().items()}
+    model = local_steps(link, num_steps, 0.0, after, epoch * BATCH)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("overlap", [1, 3, 8])
+def test_overlapped_is_its_definition_over_whole_intervals(size: int, overlap: int) -> None:
+    steps, epoch = 36, 20
+    settings = {"steps": steps, "momentum": 0.0, "reduce": "param", "sync_step": 8, "sync_overlap": overlap}
+    ours = run_ranks(size, fit, {"num_samples": epoch * BATCH}, settings)
+    theirs = run_ranks(size, overlapped_by_hand, steps, 8, overlap, epoch)
+    assert ours[0]["averages"] == 5
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same(mine["state"], other)
 
 
 @pytest.mark.parametrize(("every", "overlap"), [(2, 1), (3, 3), (2, 9)])
