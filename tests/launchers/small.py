@@ -67,7 +67,11 @@ class Warned(Small):
 
 
 class Ends(Small):
-    """A rank that dies, or hangs, in a step or while a checkpoint is saved, as END says: `1 step killed`."""
+    """A rank that dies, hangs or is stopped, at the start, in a step or in a save, as END says: `1 step killed`."""
+
+    def model(self) -> nn.Module:
+        self._end("start")
+        return super().model()
 
     def after_step(self, model: nn.Module, step: Any, grains: list[paceline.Grain]) -> None:
         if step.number == 2:
@@ -83,6 +87,8 @@ class Ends(Small):
             os.write(1, b"now\n")
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if how == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
             while True:
                 time.sleep(1.0)
 

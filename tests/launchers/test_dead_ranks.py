@@ -1,11 +1,13 @@
 """A rank that dies or hangs: within twice the time-out the others have said who it was and ended, all with an error.
 
-No launcher helps: the ranks are started by hand. Ranks that never come are in tests/world/test_failure.py.
+The message names the rank, its machine, the step and the collective; the stacks of the others are in their logs. No
+launcher helps where ranks are started by hand. Ranks that never come are in tests/world/test_failure.py.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import time
@@ -19,33 +21,71 @@ from tests.world.test_failure import free_port
 
 COLLECTIVE_S = 8.0
 RANKS = 3
+HOST = socket.gethostname()
 
 
-@pytest.mark.parametrize("end", ["1 step killed", "2 step stuck", "0 save killed"])
+def start(words: list[str], stack: ExitStack, **env: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(words, env={**os.environ, **env}, stdout=pipe, stderr=pipe, text=True)
+    stack.enter_context(process)
+    stack.callback(process.kill)
+    return process
+
+
+def errors_in_time(processes: list[subprocess.Popen[str]], speaker: subprocess.Popen[str]) -> str:
+    """What all have said on stderr. Who has not ended within twice the time-out of the bad moment fails the test."""
+    assert speaker.stdout is not None
+    assert any(line == "now\n" for line in speaker.stdout)
+    deadline = time.monotonic() + 2 * COLLECTIVE_S
+    return "".join(process.communicate(timeout=max(deadline - time.monotonic(), 0.1))[1] for process in processes)
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    return small.command(folder, "--timeout-s", str(COLLECTIVE_S), *more, steps=10, task="Ends")
+
+
+# Where the others find themselves when they notice.
+PLACES = {
+    "start": r"starting, before the first step, collective \d+ \(broadcast of \d+ float32\)",
+    "step": r"training, step 3, collective \d+ \(all_reduce of \d+ float32\)",
+    "save": r"saving, step 9, collective \d+ \(",
+}
+
+
+@pytest.mark.parametrize("end", ["2 start killed", "1 step killed", "2 step stuck", "0 save killed", "1 save stuck"])
 def test_it_is_named_and_all_end_in_time(end: str, tmp_path: Path) -> None:
-    command = small.command(tmp_path / "run", "--timeout-s", str(COLLECTIVE_S), steps=10, task="Ends")
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    env = {**os.environ, **meeting, "END": end, "WORLD_SIZE": str(RANKS)}
-    bad = int(end.split()[0])
+    bad, place, how = end.split()
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS), "END": end}
     with ExitStack() as stack:
-        processes = [
-            stack.enter_context(
-                subprocess.Popen(
-                    command, env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-                )
-            )
-            for rank in range(RANKS)
-        ]
-        for process in processes:
-            stack.callback(process.kill)
-        stdout = processes[bad].stdout
-        assert stdout is not None
-        assert any(line == "now\n" for line in stdout)
-        # From here on the time counts: whoever has not ended when it is over fails the test.
-        deadline = time.monotonic() + 2 * COLLECTIVE_S
-        errors = [process.communicate(timeout=max(deadline - time.monotonic(), 0.1))[1] for process in processes]
+        processes = [start(command(tmp_path / "run"), stack, **meeting, RANK=str(rank)) for rank in range(RANKS)]
+        text = errors_in_time(processes, processes[int(bad)])
     codes = [process.returncode for process in processes]
-    assert codes[bad] == (-9 if "killed" in end else 1)
-    assert [code for rank, code in enumerate(codes) if rank != bad] == [1] * (RANKS - 1)
-    text = "".join(errors)
-    assert f"lost the other ranks: rank {bad} on {socket.gethostname()} ended without a word" in text
+    assert codes.pop(int(bad)) == (-9 if how == "killed" else 1)
+    assert codes == [1] * (RANKS - 1)
+    fate = "ended without a word" if how == "killed" else r"(runs, but did not come|ended without a word)"
+    assert re.search(rf"lost the other ranks: rank {bad} on {HOST} {fate}", text), text
+    assert re.search(rf"\n  rank [^{bad}]: {PLACES[place]}", text), text
+    assert text.count("Traceback") == 1
+    if how == "stuck":
+        last = {"step": "training, step 2", "save": "saving, step 9"}[place]
+        assert re.search(rf"\n  rank {bad}: last seen {last}, collective \d+ \(", text), text
+    if place != "start":  # the run, and so the logs, are there
+        logs = [(tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text() for rank in range(RANKS)]
+        if how == "stuck":
+            assert re.search(r"all threads were here:\n(.|\n)*small\.py\", line \d+ in _end", logs[int(bad)])
+        del logs[int(bad)]
+        for log in logs:
+            assert re.search(r' ERROR (.|\n)*File ".*src/paceline/train/trainer.py", line \d+', log), log
+
+
+def test_a_stopped_rank_under_our_own_launcher(tmp_path: Path) -> None:
+    """The launcher lets it go on, so that it ends like the others, and says where it was."""
+    with ExitStack() as stack:
+        words = command(tmp_path / "run", "--procs", str(RANKS))
+        launcher = start(words, stack, END="1 step stopped")
+        text = errors_in_time([launcher], launcher)
+    assert launcher.returncode == 1
+    assert f"lost the other ranks: rank 1 on {HOST} ended without a word (killed? out of memory?) or is stopped" in text
+    assert re.search(rf"\n  rank [02]: {PLACES['step']}", text), text
+    assert text.count("Traceback") == 1
+    assert re.search(r"small\.py\", line \d+ in _end", (tmp_path / "run" / "logs" / "rank-1.log").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def test_equals_the_joined_batch(link: Link) -> None:
             for options in ({}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}):
                 ours, theirs = make(kind, **options), make(kind, **options)
                 before = list(ours.parameters())
-                norms = JoinedNorms(ours, link.world, group, timeout_s=30.0)
+                norms = JoinedNorms(ours, link.world, group, timeout=timedelta(seconds=30))
                 assert [a is b for a, b in zip(ours.parameters(), before, strict=True)] == [True] * len(before)
                 norms.begin_step(size)
                 members = range(rank // group * group, rank // group * group + group)
@@ -86,7 +87,7 @@ def close(ours: Any, theirs: Any) -> None:
 @ranks(2)
 def test_without_a_grain_for_every_rank_each_is_alone(link: Link) -> None:
     ours, theirs = make(nn.BatchNorm1d), make(nn.BatchNorm1d)
-    norms = JoinedNorms(ours, link.world, 2, timeout_s=30.0)
+    norms = JoinedNorms(ours, link.world, 2, timeout=timedelta(seconds=30))
     norms.begin_step(1)
     if link.is_first:  # the other has no grain; nobody waits
         close(ours(grain(0, ())), theirs(grain(0, ())))
@@ -101,7 +102,7 @@ def test_without_a_grain_for_every_rank_each_is_alone(link: Link) -> None:
 @ranks(4)
 def test_groups_must_divide_the_ranks(link: Link) -> None:
     with pytest.raises(GroupDoesNotDivide, match="is 3, but 4 ranks") as raised:
-        JoinedNorms(make(nn.BatchNorm1d), link.world, 3, timeout_s=30.0)
+        JoinedNorms(make(nn.BatchNorm1d), link.world, 3, timeout=timedelta(seconds=30))
     assert raised.value.hint == "set it to 2 or 4, or `all`"
 
 

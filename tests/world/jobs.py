@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from paceline.config.errors import PacelineError
-from paceline.world import failure
+from paceline.world import watch
 from paceline.world.discover import World, discover
+from paceline.world.failure import fail_together
 from paceline.world.link import Link
 from paceline.world.start import start
 
@@ -51,7 +52,7 @@ def one_crashes(world: World) -> None:
 
 
 def one_crashes_while_others_compute(world: World) -> None:
-    failure._GRACE_S = 0.1
+    watch._GRACE_S = 0.1
     with meet(world):
         if world.rank == 1:
             raise RuntimeError("rank one has a bug")
@@ -60,7 +61,7 @@ def one_crashes_while_others_compute(world: World) -> None:
 
 
 def compute_forever(world: World) -> None:
-    failure._GRACE_S, failure._MOST_UNANSWERED = 0.1, 2
+    watch._GRACE_S, watch._MOST_UNANSWERED = 0.1, 2
     with meet(world) as link:
         link.barrier()
         say("ready")
@@ -106,6 +107,23 @@ def save_when_told(world: World) -> None:
         say(f"rank {world.rank} saved")
 
 
+def one_is_stuck_on_a_device(world: World) -> None:
+    """As with NCCL: the collective itself ends nothing in time; rank 1 does something else."""
+    watch._GRACE_S = 0.1
+    with meet(world) as link:
+        assert link._watch is not None
+        link._watch.overdue_s = 3.0
+        link.barrier()
+        if world.rank == 1:
+            signal.pause()
+        link.barrier()
+
+
+def come_or_not(world: World) -> None:
+    say("here")
+    add_up(world)
+
+
 def wait_for_interrupt(world: World) -> None:
     with meet(world) as link:
         link.barrier()
@@ -119,4 +137,4 @@ def show_arguments(world: World) -> None:
 
 if __name__ == "__main__":
     here = discover(os.environ)
-    sys.exit(failure.fail_together(here, lambda: globals()[sys.argv[1]](here)))
+    sys.exit(fail_together(here, lambda: globals()[sys.argv[1]](here)))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
+import time
+from contextlib import ExitStack
 
 import pytest
 from torch.distributed import HashStore
 
 from paceline.config.errors import PacelineError
+from paceline.world.board import Failure, FailureBoard
 from paceline.world.discover import World
-from paceline.world.failure import Failure, FailureBoard, fail_together
+from paceline.world.failure import fail_together
 
 TIMEOUT_S = 60
 
@@ -58,6 +62,38 @@ def test_a_missing_rank_is_named_on_all_ranks_and_printed_once() -> None:
     assert "Traceback" not in err
 
 
+def test_ranks_that_wait_in_vain_end_within_twice_the_time_out() -> None:
+    """At start-up; tests/launchers/test_dead_ranks.py has the rest."""
+    start_s = 4.0
+    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "START_S": str(start_s)}
+    pipe = subprocess.PIPE
+    words = [sys.executable, "-m", "tests.world.jobs", "come_or_not"]
+    with ExitStack() as stack:
+        processes = []
+        for rank in (0, 2):
+            env = {**os.environ, **common, "RANK": str(rank)}
+            processes.append(stack.enter_context(subprocess.Popen(words, env=env, stdout=pipe, stderr=pipe, text=True)))
+            stack.callback(processes[-1].kill)
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "here\n"
+        deadline = time.monotonic() + 2 * start_s
+        errors = [process.communicate(timeout=max(deadline - time.monotonic(), 0.1))[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert "".join(errors).count("1 of 3 ranks did not arrive in 4 s: rank 1") == 1
+
+
+def test_who_did_not_come_is_named_where_no_collective_ends() -> None:
+    """The watch itself compares how many collectives the ranks have begun."""
+    codes, _, err = run_by_hand("one_is_stuck_on_a_device", [0, 1, 2], 3)
+    assert codes == [1, 1, 1]
+    host = socket.gethostname()
+    assert err.count(f"lost the other ranks: rank 1 on {host} runs, but did not come") == 1
+    assert "\n  rank 1: last seen starting, before the first step, collective 1 (barrier)\n" in err
+    assert re.search(r"\n  rank [02]: starting, before the first step, collective 2 \(barrier\)\n", err)
+    assert "no word from them for 3 s" in err
+
+
 def test_the_first_rank_missing() -> None:
     codes, _, err = run_by_hand("add_up", [1], 2, START_S="1")
     assert codes == [2]
@@ -92,7 +128,8 @@ def test_a_mistake_is_printed_once_without_traceback(job: str) -> None:
 def test_a_rank_that_dies_without_a_word() -> None:
     codes, _, err = run_by_hand("one_is_killed", [0, 1, 2], 3)
     assert codes == [1, -9, 1]
-    assert err.count("lost the other ranks") == 1
+    assert err.count(f"lost the other ranks: rank 1 on {socket.gethostname()} ended without a word") == 1
+    assert re.search(r"\n  rank [02]: starting, before the first step, collective 2 \(barrier\)\n", err)
 
 
 def test_the_first_report_wins() -> None:

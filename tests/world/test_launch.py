@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +55,8 @@ def test_a_crash_is_printed_once() -> None:
     assert code == 1
     assert err.count("Traceback") == 1
     assert "ChildFailedError" not in err
-    assert err.rstrip().endswith("RuntimeError: rank one has a bug")
+    assert err.splitlines()[-2].endswith("RuntimeError: rank one has a bug")
+    assert err.splitlines()[-1] == "  rank 1: starting, before the first step, collective 1 (barrier)"
 
 
 def test_a_mistake_gives_exit_code_2() -> None:
@@ -68,7 +70,9 @@ def test_a_mistake_gives_exit_code_2() -> None:
 def test_a_killed_rank_is_named() -> None:
     code, _, err = run("one_is_killed")
     assert code == 1
-    assert err == "error: rank 1 was ended by SIGKILL (out of memory? see `dmesg`)\n"
+    first, second = err.splitlines()
+    assert first == f"error: rank 1 on {socket.gethostname()} was ended by SIGKILL (out of memory? see `dmesg`)"
+    assert second.startswith("  last seen starting, before the first step, ")
 
 
 def test_a_killed_rank_is_restarted_over_gloo() -> None:
@@ -96,7 +100,8 @@ def test_ranks_do_not_outlive_a_killed_launcher() -> None:
     # The ranks hold the other ends of these pipes: they close when the last rank has ended. Linux sends them SIGTERM,
     # of which this job dies; elsewhere their watch notices.
     _, _, err = finish(process)
-    assert set(err.splitlines()) <= {f"rank {rank}: the launcher is gone, leaving" for rank in range(2)}
+    where = "  starting, before the first step, collective 1 (barrier)"
+    assert set(err.splitlines()) <= {where, *(f"rank {rank}: the launcher is gone, leaving" for rank in range(2))}
 
 
 def test_control_c() -> None:

@@ -32,6 +32,7 @@ from paceline.parallel.interval import first_interval, next_interval
 from paceline.parallel.optimizer_state import StateAverage, reset
 from paceline.parallel.strategy import StepRecord, Strategy, Tally
 from paceline.world.link import Link
+from paceline.world.trail import trail
 
 
 class AveragedParameters(Strategy):
@@ -46,7 +47,7 @@ class AveragedParameters(Strategy):
         optimizer: torch.optim.Optimizer,
         buffers: Mapping[str, Tensor],
         weight_average: Sequence[Tensor] = (),
-        timeout_s: float = 1800.0,
+        timeout: timedelta = timedelta(seconds=1800),
         weights_changed: Callable[[], None] = lambda: None,
     ) -> None:
         """`weights_changed` is called when the optimizer's weights (masters) have another value."""
@@ -55,7 +56,7 @@ class AveragedParameters(Strategy):
         self._size = link.world.size
         self._weights_changed = weights_changed
         # Of its own, so that it does not matter what else ranks say to each other while an average is under way.
-        self._group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=timeout_s))
+        self._group: dist.ProcessGroup = dist.new_group(timeout=timeout)
         weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         format_ = wire.build(settings.wire)
 
@@ -288,6 +289,7 @@ class _Tally:
         self._lengths = {name: len(values) for name, values in numbers.items()}
         flat = [value for values in numbers.values() for value in values]
         self._flat = torch.tensor(flat, dtype=torch.float64)
+        trail.note("all_reduce of an average's tally", self._flat)
         self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
 
     def finish(self) -> dict[str, list[float]]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.parallel.outer import Outer
 from paceline.parallel.wire import Exchange, Wire
+from paceline.world.trail import trail
 
 
 class FlatAverage:
@@ -66,6 +67,7 @@ class FlatAverage:
         else:
             torch.sub(self._sent, self.anchor, out=self._sum)
             self._sum.mul_(weight)
+        trail.note("average", self._sum)
         if self.exchange is None:
             self._work = dist.all_reduce(self._sum, group=self._group, async_op=True)
         else:

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.config.errors import PacelineError
 from paceline.world.discover import World
+from paceline.world.trail import trail
 
 
 class GroupDoesNotDivide(PacelineError):
@@ -77,6 +78,7 @@ class _Join(torch.autograd.Function):
         own_mean = wide.mean(dims)
         own = torch.cat([own_mean, (wide - own_mean.view(shape)).square().sum(dims), own_mean.new_full((1,), num)])
         everyone = [torch.empty_like(own) for _ in range(group.size())]
+        trail.note("all_gather of batch statistics", own)
         dist.all_gather(everyone, own, group=group)
         channels = x.shape[1]
         means, squares, counts = torch.stack(everyone).split([channels, channels, 1], dim=1)
@@ -102,6 +104,7 @@ class _Join(torch.autograd.Function):
         total = gradient.sum(ctx.dims)
         along = (gradient * normed).sum(ctx.dims)
         sums = torch.cat([total, along])
+        trail.note("all_reduce of batch statistics", sums)
         dist.all_reduce(sums, group=ctx.group)
         all_total, all_along = (part.view(ctx.shape) / count for part in sums.chunk(2))
         scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
@@ -114,13 +117,12 @@ class _Join(torch.autograd.Function):
 class JoinedNorms:
     """The batch norms of a model, joined over groups of `size` consecutive ranks; all ranks must make it."""
 
-    def __init__(self, model: nn.Module, world: World, size: int, timeout_s: float) -> None:
+    def __init__(self, model: nn.Module, world: World, size: int, timeout: timedelta) -> None:
         if world.size % size:
             raise GroupDoesNotDivide(size, world.size)
         self._world = world
         # Of its own: backward sends buckets of gradients in between.
-        limit = timedelta(seconds=timeout_s)
-        groups = [dist.new_group(range(first, first + size), timeout=limit) for first in range(0, world.size, size)]
+        groups = [dist.new_group(range(first, first + size), timeout=timeout) for first in range(0, world.size, size)]
         self._group = groups[world.rank // size]
         self._is_checked = False
         self.layers = _replace(model)

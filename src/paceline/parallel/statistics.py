@@ -59,7 +59,7 @@ class RunningStatistics:
         """`are_shared_out=False`: every rank has its own, as with `reduce: param`, which averages them itself."""
         self._model = model
         self._link = link
-        self._are_shared_out = are_shared_out and link.world.size > 1
+        self._are_shared_out = are_shared_out and link.has_group
         self._is_shared = False
         self._layers: list[_BatchNorm] = []
         self._joined: list[torch.Tensor] = []  # running statistics that the ranks make together

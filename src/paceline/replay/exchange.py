@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.world.link import Link
+from paceline.world.trail import trail
 
 
 class Arrival:
@@ -35,6 +36,7 @@ def to_all(link: Link, rows: torch.Tensor, counts: Sequence[int]) -> Arrival:
         sent[: len(rows)] = rows
     received = rows.new_empty((link.world.size, most, rows.shape[1]))
     # By this name in every torch; the one that takes a single tensor was renamed in 2.13.
+    trail.note("all_gather of samples", sent)
     work = dist.all_gather(list(received.unbind()), sent, async_op=True)
     return Arrival(received, sent, work)
 
@@ -42,6 +44,7 @@ def to_all(link: Link, rows: torch.Tensor, counts: Sequence[int]) -> Arrival:
 def to_each(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], order: torch.Tensor) -> Arrival:
     """`send[r]` of these rows, one after the other, to rank r; `receive[r]` come from rank r, and are put in order."""
     received = rows.new_empty((sum(receive), rows.shape[1]))
+    trail.note("exchange of samples")
     work = dist.all_to_all_single(received, rows, list(receive), list(send), async_op=True)
     return Arrival(received, rows, work, order)
 
@@ -62,5 +65,6 @@ def words_of_all(link: Link, word: int) -> list[int]:
         return [word]
     mine = torch.tensor([word - 2**64 if word >= 2**63 else word])
     everyone = torch.empty(link.world.size, dtype=torch.int64)
+    trail.note("all_gather", mine)
     dist.all_gather(list(everyone.split(1)), mine)
     return [value % 2**64 for value in everyone.tolist()]

@@ -36,6 +36,7 @@ from paceline.train.step import Step
 from paceline.world.discover import discover
 from paceline.world.link import Link
 from paceline.world.start import start
+from paceline.world.trail import trail
 
 Loss = Callable[[Grain], Any]
 
@@ -107,7 +108,7 @@ class Engine:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.config.ema:
             self.average = self._follow(self.average)
-        several = self.link.world.size > 1
+        several = self.link.has_group
         self.averages = several and self.config.reduce == "param"
         self._ranks_with_data: Any = 1.0  # until a reduction says otherwise
         self._several = several and not self.averages
@@ -170,6 +171,7 @@ class Engine:
 
         With `reduce: param` the update is this rank's own, and the reduction comes every so many steps.
         """
+        trail.doing, trail.step = "training", self.num_steps
         rate = self._set_learning_rate()
         self.strategy.start_step()
         done = self._run_grains(loss, batch)

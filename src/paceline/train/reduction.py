@@ -14,6 +14,7 @@ from paceline.parallel.sharding import Shards, shard
 from paceline.parallel.strategy import Alone, Strategy
 from paceline.speed.master import Masters
 from paceline.world.link import Link
+from paceline.world.start import patience
 
 
 def choose(
@@ -27,7 +28,7 @@ def choose(
     shards: Shards | None,
 ) -> Strategy:
     """The strategy for these ranks; all must call it."""
-    if link.world.size == 1:
+    if not link.has_group:
         return Alone(parameters)
     if shards is not None:
         return ShardedGradients(parameters, link, shards)
@@ -41,7 +42,7 @@ def choose(
         optimizer=optimizer,
         buffers={name: buffer for name, buffer in model.named_buffers() if name in kept},
         weight_average=() if average is None else list(average.tensors.values()),
-        timeout_s=config.timeout_s,
+        timeout=patience(config.timeout_s, link.device),
         weights_changed=(lambda: None) if masters is None else masters.push_weights,
     )
 
@@ -49,15 +50,15 @@ def choose(
 def join_norms(model: torch.nn.Module, config: EngineConfig, link: Link) -> JoinedNorms | None:
     """Batch norm over groups of ranks, if the settings ask for it; all must call it."""
     asked, world = config.sync_batchnorm, link.world
-    if asked == "no" or world.size == 1:
+    if asked == "no" or not link.has_group:
         return None
-    return JoinedNorms(model, world, world.size if asked == "all" else asked, config.timeout_s)
+    return JoinedNorms(model, world, world.size if asked == "all" else asked, patience(config.timeout_s, link.device))
 
 
 def shard_model(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: EngineConfig, link: Link
 ) -> Shards | None:
     """The model cut up over the ranks, if the settings ask for it and there are several; all must call it."""
-    if config.shard == "none" or link.world.size == 1:
+    if config.shard == "none" or not link.has_group:
         return None
     return shard(model, optimizer, link, config.shard_modules)

@@ -3,6 +3,7 @@
 run.json          settings, grains, status
 metrics.jsonl     one line per step and per validation
 checkpoints/      see restore.py
+logs/             one file per rank, where there are several; one that failed early may have left some
 batch/            the scripts that `paceline submit` queued and what they printed; may be there before the run
 """
 
@@ -18,7 +19,7 @@ from typing import IO, Any
 from paceline.config.errors import PacelineError
 from paceline.config.folder import MARK as MARK
 
-_MAY_BE_FIRST = (".lock", "batch")
+_MAY_BE_FIRST = (".lock", "batch", "logs")
 
 
 class NotARun(PacelineError):

@@ -30,7 +30,9 @@ from paceline.train.signals import on_stop_signal
 from paceline.train.step import Step
 from paceline.train.task import Stage, Task, attach, overrides
 from paceline.train.validation import Validation
+from paceline.world import stacks
 from paceline.world.link import Link
+from paceline.world.trail import trail
 
 
 class Trainer:
@@ -43,6 +45,7 @@ class Trainer:
         self.progress = Progress(enabled=link.is_first, asked=config.progress)
         attach(task, config, link, self.progress.say)
         self.keeper = Keeper(config, link, self.progress, task.spec or type(task).__name__)
+        stacks.send_to(self.keeper.rank_log_file)
         self.engine = Engine(config, link=link)
         self.engine.clock = self.clock
         task.evaluating = self.engine.evaluating
@@ -177,6 +180,7 @@ class Trainer:
         if self.position.is_fresh:
             return  # due by steps and by epochs: one look at the same weights is enough
         self.clock.lap("other")
+        trail.doing = "validating"
         self.log.flush()
         metrics = self.validation.run()
         if metrics:
@@ -186,6 +190,7 @@ class Trainer:
 
     def _save(self) -> None:
         self.clock.lap("other")
+        trail.doing = "saving"
         self.log.flush()  # a step is written down before a checkpoint that contains it
         self.keeper.save(self.engine, self.position, self.task, self.position.score if self.position.is_fresh else None)
         self.clock.lap("checkpoint")

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 
 from paceline.config.errors import PacelineError
 from paceline.world.agents import AgentMeeting, Node
-from paceline.world.failure import EXIT_CRASH, EXIT_INTERRUPT, EXIT_USER_ERROR, FailureBoard
+from paceline.world.board import EXIT_CRASH, EXIT_INTERRUPT, EXIT_USER_ERROR, FailureBoard, Seen
 from paceline.world.meeting import attempt_store
 from paceline.world.resources import DeviceChoice, MoreRanksThanDevices, threads_per_rank
 
@@ -100,25 +100,32 @@ def _judge(agent: _Agent, meeting: AgentMeeting, result: RunResult) -> int:
     codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
     if agent.overdue:
         sys.stderr.write(f"error: the ranks did not leave within {agent.grace_s:g} s and were ended\n")
-    elif not _is_reported(meeting, agent.attempt):
-        _name_silent_dead(codes)
+    else:
+        is_reported, places = _read_board(meeting, agent.attempt, list(codes))
+        if not is_reported:
+            _name_silent_dead(codes, places)
     return EXIT_USER_ERROR if EXIT_USER_ERROR in codes.values() else EXIT_CRASH
 
 
-def _is_reported(meeting: AgentMeeting, attempt: int) -> bool:
+def _read_board(meeting: AgentMeeting, attempt: int, ranks: list[int]) -> tuple[bool, dict[int, Seen | None]]:
+    """Whether a rank has reported a failure, and where these ranks were last."""
     try:
-        return FailureBoard(attempt_store(meeting.store, attempt, meeting.size)).read() is not None
+        board = FailureBoard(attempt_store(meeting.store, attempt, meeting.size))
+        return board.read() is not None, {rank: board.last_seen(rank) for rank in ranks}
     except DistError:
-        return False  # the store is gone with the launcher of node 0
+        return False, {}  # the store is gone with the launcher of node 0
 
 
-def _name_silent_dead(codes: Mapping[int, int]) -> None:
+def _name_silent_dead(codes: Mapping[int, int], places: Mapping[int, Seen | None]) -> None:
     """Say which ranks were ended by a signal, where no rank could report anything itself."""
     # The agent ends the remaining ranks with SIGTERM; these are consequences, not causes.
     dead = {rank: -code for rank, code in codes.items() if code < 0 and -code != signal.SIGTERM}
     for rank, number in sorted(dead.items()):
         cause = " (out of memory? see `dmesg`)" if number == signal.SIGKILL else ""
-        sys.stderr.write(f"error: rank {rank} was ended by {signal.Signals(number).name}{cause}\n")
+        seen = places.get(rank)
+        name = f"rank {rank}" + (f" on {seen.host}" if seen is not None else "")
+        where = f"\n  last seen {seen.where}" if seen is not None else ""
+        sys.stderr.write(f"error: {name} was ended by {signal.Signals(number).name}{cause}{where}\n")
 
 
 class _Agent(LocalElasticAgent):
@@ -144,6 +151,15 @@ class _Agent(LocalElasticAgent):
         # Starting processes installs the agent's own handlers, which would end all ranks at once.
         self._install()
         self._pids = list(pids.values())
+        assert self._pcontext is not None
+        end = self._pcontext.close
+
+        def wake_and_end(*args: Any, **named: Any) -> None:
+            # A rank that somebody has stopped goes on, and ends as the others do, with its stacks in its log.
+            self._send(signal.SIGCONT)
+            end(*args, **named)
+
+        setattr(self._pcontext, "close", wake_and_end)  # noqa: B010  the context closes itself when a rank has ended
         for number in self._pending:
             self._send(number)
         return pids

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.world.discover import World
-from paceline.world.failure import FailureWatch
 from paceline.world.meeting import Store, poll
+from paceline.world.trail import trail
+from paceline.world.watch import FailureWatch
 
 Reduction = Literal["sum", "max", "min"]
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -42,8 +43,10 @@ class Link:
         self.hosts = hosts
         """The machine of each rank."""
         self.store = store
-        """Keys shared by all ranks, before and beside the process group; None at one rank."""
+        """Keys shared by all ranks, before and beside the process group; None where there is no group."""
         self._watch = watch
+        self.has_group = store is not None
+        """Whether there is a process group: with several ranks always, with one only where it was asked for."""
 
     @property
     def is_first(self) -> bool:
@@ -51,14 +54,16 @@ class Link:
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum", async_op: bool = False) -> dist.Work | None:
         """Reduce `tensor` over all ranks, in place. With `async_op`, wait on what is returned (None: already done)."""
-        if self.world.size == 1:
+        if not self.has_group:
             return None
+        trail.note("all_reduce", tensor)
         work: dist.Work | None = dist.all_reduce(tensor, op=_OPERATIONS[op], async_op=async_op)
         return work
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
         """Overwrite `tensor` on all ranks with that of rank `src`."""
-        if self.world.size > 1:
+        if self.has_group:
+            trail.note("broadcast", tensor)
             # Bytes in order: gloo knows few dtypes, and no strides.
             flat = tensor.detach().reshape(-1).contiguous()
             dist.broadcast(flat.view(torch.uint8), src=src)
@@ -67,20 +72,23 @@ class Link:
     def gather_objects(self, value: Any) -> list[Any]:
         """Everyone's small Python value, by rank, on every rank."""
         values = [value] * self.world.size
-        if self.world.size > 1:
+        if self.has_group:
+            trail.note("gather of values")
             dist.all_gather_object(values, value)
         return values
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         """The small Python value of rank `src`, on every rank."""
         values = [value]
-        if self.world.size > 1:
+        if self.has_group:
+            trail.note("broadcast of a value")
             dist.broadcast_object_list(values, src=src)
         return values[0]
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        if self.world.size > 1:
+        if self.has_group:
+            trail.note("barrier")
             # A CPU tensor goes through gloo, so that no GPU is waited for.
             dist.all_reduce(torch.zeros(1))
 

@@ -15,10 +15,12 @@ from paceline.world.discover import World
 
 if TYPE_CHECKING:
     # torch.distributed has these classes, but its types are only declared here.
+    from torch._C._distributed_c10d import HashStore as HashStore
     from torch._C._distributed_c10d import PrefixStore as PrefixStore
     from torch._C._distributed_c10d import Store as Store
     from torch._C._distributed_c10d import TCPStore as TCPStore
 else:
+    from torch.distributed import HashStore as HashStore
     from torch.distributed import PrefixStore, Store, TCPStore
 
 # One store per meeting point for the life of the process: what rank 0 serves, others may still be reading when it

@@ -14,13 +14,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from paceline.world import stacks
+from paceline.world.board import FailureBoard, Seen
 from paceline.world.discover import World
-from paceline.world.failure import FailureWatch, remember_meeting
+from paceline.world.failure import remember_meeting
 from paceline.world.interfaces import find_interface
 from paceline.world.link import Link
-from paceline.world.meeting import PrefixStore, meet
+from paceline.world.meeting import HashStore, PrefixStore, Store, meet
 from paceline.world.preflight import Present, roll_call
 from paceline.world.resources import DeviceChoice, MoreRanksThanDevices, device_name, threads_per_rank
+from paceline.world.trail import trail
+from paceline.world.watch import FailureWatch
 
 # Starts so far at each meeting point. All ranks start equally often, so the number keeps their keys apart.
 _starts: Counter[tuple[str | None, int]] = Counter()
@@ -34,17 +38,22 @@ def start(
     start_timeout_s: float = 300.0,
     timeout_s: float = 1800.0,
     share_devices: bool = False,
+    group_of_one: bool = False,
 ) -> Link:
     """Join the other ranks. Missing ranks are named after `start_timeout_s`; a collective waits for `timeout_s`.
 
-    `share_devices` lets several ranks use one GPU, through gloo instead of NCCL: right, but slow.
+    `share_devices` lets several ranks use one GPU, through gloo instead of NCCL: right, but slow. `group_of_one` gives
+    a single process the group, and so the code and the collectives, that several have: to try NCCL on one GPU.
     """
+    trail.reset()
+    stacks.send_to(None)
     if world.launcher == "procs":
         _leave_with_the_launcher()
     chosen = _choose_device(world, device, share_devices)
     mine = _introduce(world, chosen)
     if world.size == 1:
-        return Link(world, chosen, _set_threads(mine, [mine], threads), (mine.host,))
+        alone = _join_alone(_backend([mine], share_devices), timeout_s) if group_of_one else None
+        return Link(world, chosen, _set_threads(mine, [mine], threads), (mine.host,), alone)
     _choose_interface(world, os.environ)
     common = meet(world, start_timeout_s)
     watch = FailureWatch(world, grace_s=timeout_s / 4)
@@ -52,6 +61,7 @@ def start(
     try:
         _starts[world.meeting, world.attempt] += 1
         store = PrefixStore(f"start{_starts[world.meeting, world.attempt]}", common)
+        FailureBoard(common).tell_place(world.rank, Seen(mine.host, 0, 0, str(trail)))
         roll = roll_call(store, mine, world.size, start_timeout_s)
         meeting.hosts = tuple(entry.host for entry in roll)
         backend = _backend(roll, share_devices)
@@ -61,12 +71,25 @@ def start(
             store=PrefixStore("group", store),
             rank=world.rank,
             world_size=world.size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=patience(timeout_s, chosen),
         )
+        if "cuda" in backend:
+            watch.overdue_s = timeout_s
     except BaseException:
         watch.stop()
         raise
     return Link(world, chosen, num_threads, meeting.hosts, store, watch)
+
+
+def patience(timeout_s: float, device: torch.device) -> timedelta:
+    """The time-out of a process group. NCCL ends the process at its own: the watch, which knows more, comes first."""
+    return timedelta(seconds=timeout_s * (1.5 if device.type == "cuda" else 1.0))
+
+
+def _join_alone(backend: str, timeout_s: float) -> Store:
+    store = HashStore()
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=timeout_s))
+    return store
 
 
 def _leave_with_the_launcher() -> None:
