@@ -306,6 +306,8 @@ class LoopSettings(Section):
     """Steps of a benchmark."""
     bench_start: Annotated[int, Field(ge=0)] = free(10)
     """First step of a benchmark that is timed."""
+    checkpoint_form: Literal["full", "sharded"] = free("full")
+    """With `shard` full: gathered and written by the first rank, or by every rank its own pieces; either is resumed."""
     keep_last: Positive = free(2)
     """How many of the newest checkpoints are kept."""
     keep_best: Annotated[int, Field(ge=0)] = free(1)
@@ -338,9 +340,6 @@ class TrainConfig(LoopSettings, ObserveSettings, OptimSettings, EngineConfig, Da
             raise ValueError("set `clip_norm` or `clip_value`, not both")
         if self.optimizer == "lars" and self.larc is not None:
             raise ValueError("LARS has layer-wise rates already: set `larc` with another optimizer, or leave it out")
-        if self.shard == "full" and (self.optimizer in ("novograd", "lamb", "lars") or self.larc is not None):
-            name = "larc" if self.larc is not None else self.optimizer
-            raise ValueError(f"{name} needs norms of whole tensors, of which a rank has a piece with `shard` full")
         if self.scale_lr != "none" and self.batch_per_device is None:
             raise ValueError("`scale_lr` needs `batch_per_device`: with a global batch, ranks do not change the batch")
         return self

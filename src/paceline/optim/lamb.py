@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.optim.layerwise import Bucket, Layerwise, OutOfRange, check, norms
+from paceline.optim.layerwise import Bucket, Layerwise, OutOfRange, check
 
 
 class Lamb(Layerwise):
@@ -72,7 +72,7 @@ class Lamb(Layerwise):
         if weight_decay:
             torch._foreach_add_(updates, weights, alpha=weight_decay)
         if weight_decay or group["adapt_undecayed"]:
-            bucket.scale(self._ratios(group, norms(weights), norms(updates)))
+            bucket.scale(self._ratios(group, self._norms(weights), self._norms(updates)))
         bucket.descend(group["lr"])
 
     def _ratios(self, group: dict[str, Any], weights: Tensor, updates: Tensor) -> Tensor:

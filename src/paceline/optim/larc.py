@@ -26,10 +26,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._utils import _unflatten_dense_tensors
 
 from paceline.config.settings import OptimSettings
-from paceline.optim.layerwise import OutOfRange, SparseGradient, alike, norms, scale
+from paceline.optim.layerwise import JoinNorms, OutOfRange, SparseGradient, alike, norms, scale, unflatten
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,8 @@ class Larc:
     The optimizer stays what it is: its class, state and checkpoints know nothing of it. Nothing is read by the host.
     """
 
-    needs_whole_tensors = True
+    join_norms: JoinNorms | None = None
+    """Set where parameters are pieces of tensors: see `Layerwise`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule | None = None) -> None:
         self.rule = rule or Rule()
@@ -91,11 +91,13 @@ class Larc:
         self._decays = [group.get("weight_decay", 0.0) for group in optimizer.param_groups]
         for group, decay in zip(optimizer.param_groups, self._decays, strict=True):
             with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
-            chosen = [parameter for parameter in with_gradient if parameter.numel() and self._is_scaled(parameter)]
+            chosen = [parameter for parameter in with_gradient if self._is_scaled(parameter)]
+            if self.join_norms is None:
+                chosen = [parameter for parameter in chosen if parameter.numel()]
             for parameter in chosen:
                 if parameter.grad.layout != torch.strided:
                     raise SparseGradient("LARC", parameter.shape)
-            for parameters in alike(chosen):
+            for parameters in alike(chosen, in_order=self.join_norms is not None):
                 ratios = self._scale(parameters, group["lr"], decay)
                 self._ratios.append((parameters, ratios, group["lr"]))
             if self.rule.decay_inside and decay:
@@ -117,14 +119,16 @@ class Larc:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         dtype = torch.promote_types(parameters[0].dtype, torch.float32)
         weight_norms, gradient_norms = norms(parameters, dtype), norms(gradients, dtype)
+        if self.join_norms is not None:
+            weight_norms, gradient_norms = self.join_norms(torch.stack([weight_norms, gradient_norms])).unbind()
         ratios = self._ratio(weight_norms, gradient_norms, lr, decay)
         sizes = [parameter.numel() for parameter in parameters]
         flat = torch.empty(sum(sizes), dtype=dtype, device=parameters[0].device)
-        views = list(_unflatten_dense_tensors(flat, parameters))
+        views = unflatten(flat, parameters)
         torch._foreach_copy_(views, gradients)
         if self.rule.decay_inside and decay:
             pull = torch.empty_like(flat)
-            torch._foreach_copy_(list(_unflatten_dense_tensors(pull, parameters)), parameters)
+            torch._foreach_copy_(unflatten(pull, parameters), parameters)
             is_pulled = (self.rule.zero == "freeze") | ((weight_norms > 0) & (gradient_norms > 0))
             scale(pull, sizes, decay * is_pulled.to(dtype))
             flat.add_(pull)
@@ -134,7 +138,7 @@ class Larc:
                 parameter.grad = view
         else:
             limit = torch.finfo(parameters[0].dtype).max
-            torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(flat.clamp_(-limit, limit), parameters)))
+            torch._foreach_copy_(gradients, unflatten(flat.clamp_(-limit, limit), parameters))
         return ratios
 
     def _ratio(self, weights: Tensor, gradients: Tensor, lr: float | Tensor, decay: float) -> Tensor:

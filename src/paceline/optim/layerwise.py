@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _unflatten_dense_tensors
 
 from paceline.config.errors import PacelineError
+
+JoinNorms = Callable[[Tensor], Tensor]
 
 
 class SparseGradient(PacelineError):
@@ -93,6 +94,8 @@ class Layerwise(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    join_norms: JoinNorms | None = None
+    """Set where parameters are pieces of tensors (`shard: full`): from the pieces' norms to those of the whole."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
@@ -113,7 +116,7 @@ class Layerwise(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for parameters in alike(self._with_gradient(group)):
+            for parameters in alike(self._with_gradient(group), in_order=self.join_norms is not None):
                 bucket = self._bucket(group, parameters)
                 self._update(group, bucket, [parameter.grad for parameter in parameters if parameter.grad is not None])
                 copies = [pair for pair in zip(parameters, bucket.weights, strict=True) if pair[0] is not pair[1]]
@@ -132,8 +135,15 @@ class Layerwise(torch.optim.Optimizer):
                 kept = value.to(parameter.device, memory_format=torch.contiguous_format, copy=True)
                 self.state[parameter][name] = kept
 
+    def _norms(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The norm of each of a bucket's tensors, of the whole tensor where this rank has a piece."""
+        own = norms(tensors)
+        return own if self.join_norms is None else self.join_norms(own)
+
     def _with_gradient(self, group: dict[str, Any]) -> list[Tensor]:
-        found = [parameter for parameter in group["params"] if parameter.grad is not None and parameter.numel()]
+        found = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if self.join_norms is None:  # else this rank may have no piece where others have one, and all must join
+            found = [parameter for parameter in found if parameter.numel()]
         for parameter in found:
             if parameter.grad.layout != torch.strided:
                 raise SparseGradient(type(self).__name__, parameter.shape)
@@ -155,7 +165,7 @@ class Layerwise(torch.optim.Optimizer):
         else:
             skip = (found_inf.reshape(()) > 0).to(device, torch.float32)
         flat = self._room(sum(weight.numel() for weight in weights), dtype, device)
-        return Bucket(weights, state, skip, flat, list(_unflatten_dense_tensors(flat, weights)))
+        return Bucket(weights, state, skip, flat, unflatten(flat, weights))
 
     def _room(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type != "cpu":
@@ -173,6 +183,12 @@ def scale(flat: Tensor, sizes: Sequence[int], factors: Tensor) -> None:
     pieces = flat.split([size * count for size, count in runs])
     for (size, count), piece, own in zip(runs, pieces, factors.split([count for _, count in runs]), strict=True):
         piece.view(count, size).mul_(own.unsqueeze(1))
+
+
+def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """`flat`, cut into these shapes, which may be of no elements."""
+    pieces = flat.split([tensor.numel() for tensor in like])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
 def norms(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
@@ -194,9 +210,12 @@ def check(
             raise OutOfRange(name, setting, value, "at least 0")
 
 
-def alike(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """By device and dtype, as kernels over many tensors need it; by size within, as `scale` does."""
+def alike(parameters: list[Tensor], in_order: bool = False) -> list[list[Tensor]]:
+    """By device and dtype, as kernels over many tensors need it; by size within, as `scale` does.
+
+    `in_order` leaves them as they are: sizes of pieces differ from rank to rank, their order must not.
+    """
     found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for parameter in sorted(parameters, key=Tensor.numel):
+    for parameter in parameters if in_order else sorted(parameters, key=Tensor.numel):
         found.setdefault((parameter.device, parameter.dtype), []).append(parameter)
     return list(found.values())

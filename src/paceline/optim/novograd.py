@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.optim.layerwise import Bucket, Layerwise, OutOfRange, check, norms
+from paceline.optim.layerwise import Bucket, Layerwise, OutOfRange, check
 
 
 class NovoGrad(Layerwise):
@@ -72,7 +72,7 @@ class NovoGrad(Layerwise):
             weight_decay=group["weight_decay"],
         )
         if group["luc"]:
-            trust = group["luc_trust"] * norms(bucket.weights) / (norms(momenta) + group["luc_eps"])
+            trust = group["luc_trust"] * self._norms(bucket.weights) / (self._norms(momenta) + group["luc_eps"])
             torch._foreach_copy_(bucket.views, momenta)
             bucket.scale(trust.clamp(max=group["lr"]))
             bucket.descend(1.0)
@@ -80,7 +80,7 @@ class NovoGrad(Layerwise):
 
     def _second_moments(self, group: dict[str, Any], bucket: Bucket) -> Tensor:
         """What to divide the squares of the gradients in the views by, one number per tensor; state is moved on."""
-        before, now = torch.stack(bucket.state["exp_avg_sq"]), norms(bucket.views).square()
+        before, now = torch.stack(bucket.state["exp_avg_sq"]), self._norms(bucket.views).square()
         beta2 = group["betas"][1]
         # 0 until a gradient was seen: the first step, and those before it whose gradient was 0.
         after = torch.where(before == 0, now, beta2 * before + (1.0 - beta2) * now)

@@ -107,13 +107,10 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, names: Iterable[st
     """Say what cannot be sharded before anything is changed."""
     kind = type(optimizer)
     is_torchs = kind.__module__.startswith("torch.") and kind.__name__ in ELEMENTWISE
-    if not is_torchs and not getattr(kind, "is_elementwise", False):
+    if not is_torchs and not getattr(kind, "is_elementwise", False) and not hasattr(kind, "join_norms"):
         why = f"{kind.__name__} may need whole tensors, of which a rank has a piece"
-        hint = "use sgd, adam or adamw; if it treats every element alone, give its class `is_elementwise = True`"
-        raise CannotShard(why, hint)
-    hooks = optimizer._optimizer_step_pre_hooks.values()
-    if any(getattr(getattr(hook, "__self__", None), "needs_whole_tensors", False) for hook in hooks):
-        raise CannotShard("LARC needs norms of whole tensors, of which a rank has a piece", "leave out LARC")
+        hint = "use an optimizer of ours, sgd, adam or adamw; if it treats every element alone, give its class "
+        raise CannotShard(why, hint + "`is_elementwise = True`")
     if optimizer.state:
         raise CannotShard("the optimizer has made steps already", "prepare it before its first step")
     parameters = dict(model.named_parameters())
@@ -144,6 +141,7 @@ def shard(model: nn.Module, optimizer: torch.optim.Optimizer, link: Link, patter
         if new:
             raise CannotShard(f"a stage changed the model: {new[0]!r} is new")
         check(model, optimizer, ())
+        _join_norms(optimizer, link)
         mesh = next(parameter.device_mesh for parameter in named.values() if isinstance(parameter, DTensor))
         return Shards(model, mesh, optimizer, named)
     names = blocks(model, patterns)
@@ -154,12 +152,30 @@ def shard(model: nn.Module, optimizer: torch.optim.Optimizer, link: Link, patter
         module.register_forward_hook(_without_views)  # before the hooks of `fully_shard`, so that it comes before them
         fully_shard(module, mesh=mesh, reshard_after_forward=True if name else None)
     assert isinstance(model, FSDPModule)
+    _join_norms(optimizer, link)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Losses are divided by the count over all ranks already: gradients are sums.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return Shards(model, mesh, optimizer, named)
+
+
+def _join_norms(optimizer: torch.optim.Optimizer, link: Link) -> None:
+    """Give optimizers, and hooks around them (LARC), that scale by norms of tensors the norms of whole ones.
+
+    A tensor's squared norm is the sum of its pieces': one all-reduce of one number per tensor, in float64.
+    """
+
+    def whole(norms: Tensor) -> Tensor:
+        squares = norms.double().square()
+        link.all_reduce(squares)
+        return squares.sqrt().to(norms.dtype)
+
+    hooks = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
+    for owner in (optimizer, *hooks):
+        if hasattr(type(owner), "join_norms"):
+            owner.join_norms = whole  # type: ignore[union-attr]
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
@@ -239,7 +255,8 @@ class Shards:
         for key, tensor in tensors.items():
             if name_of(key) in self._parameters and tensor.ndim > 0:
                 parts = tensor.chunk(size)
-                found[key] = parts[rank] if rank < len(parts) else tensor[:0]
+                # Copied, so that what was read of the others' pieces is let go.
+                found[key] = (parts[rank] if rank < len(parts) else tensor[:0]).clone()
             else:
                 found[key] = tensor
         return found

@@ -37,6 +37,7 @@ from paceline.train.restore import (
     step_of,
 )
 from paceline.train.snapshot import Snapshot, refill, write_file
+from paceline.world.meeting import poll
 
 
 class CheckpointFailed(PacelineError):
@@ -47,6 +48,17 @@ class CheckpointFailed(PacelineError):
     def __init__(self, path: Path, what: str, error: OSError) -> None:
         super().__init__(f"{path}: {what}: {error}")
         self.path, self.what, self.error = path, what, error
+
+
+class PiecesMissing(PacelineError):
+    """Ranks did not write their pieces of a checkpoint; those before it are untouched."""
+
+    hint = "look into the logs of these ranks; all ranks must write to the same run folder"
+
+    def __init__(self, path: Path, ranks: list[int], waited_s: float) -> None:
+        names = ", ".join(map(str, ranks))
+        super().__init__(f"{path}: no pieces from rank {names} in {waited_s:g} s, so the checkpoint was not written")
+        self.path, self.ranks = path, ranks
 
 
 class StateNotPlain(PacelineError):
@@ -62,26 +74,40 @@ class StateNotPlain(PacelineError):
 class Checkpointer:
     """Writes the checkpoints of one run, in the background, and keeps the last and the best.
 
-    One process per run may have one. Steps only grow: folders of a later step than the one saved are what a resumption
+    One process per run may have one, or every rank where checkpoints are written in pieces: then each writes its files
+    into the same folder, and the first, when all are there, gives it its name. Nobody may save before the save before
+    is over on the first rank. Steps only grow: folders of a later step than the one saved are what a resumption
     from an earlier point left behind; they are put aside as `left-step-...` and neither found nor deleted.
     """
 
     def __init__(
-        self, folder: Path, *, keep_last: int = 2, keep_best: int = 1, mode: Mode = "min", background: bool = True
+        self,
+        folder: Path,
+        *,
+        keep_last: int = 2,
+        keep_best: int = 1,
+        mode: Mode = "min",
+        background: bool = True,
+        rank: int = 0,
+        num_writers: int = 1,
+        timeout_s: float = 1800.0,
     ) -> None:
+        """`timeout_s` is how long the first of several writers waits for the others."""
         assert keep_last >= 1, keep_last
         assert mode in ("min", "max"), mode
         self.folder, self.keep_last, self.keep_best, self.mode = folder, keep_last, keep_best, mode
         self.stall_s = 0.0
         """Seconds that callers have been blocked so far."""
         self._background = background
+        self._rank, self._num_writers, self._timeout_s = rank, num_writers, timeout_s
         self._kept: dict[str, Snapshot] = {}
         self._pending: Future[None] | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _sync_folder(folder.parent)
-            _clean(folder)
+            if rank == 0:
+                _clean(folder)
         except OSError as error:
             raise CheckpointFailed(folder, "checkpoints cannot be kept here", error) from error
 
@@ -137,14 +163,19 @@ class Checkpointer:
         final = self.folder / f"step-{step:08d}"
         aside = self.folder / (WRITING + final.name)
         try:
-            aside.mkdir()
+            aside.mkdir(exist_ok=self._num_writers > 1)
             digests = {
                 part + TENSORS: snapshot.write(aside / (part + TENSORS)) for part, snapshot in self._kept.items()
             }
-            digests[STATE] = write_file(aside / STATE, state)
+            if self._rank == 0:
+                digests[STATE] = write_file(aside / STATE, state)
             entries = {
                 file: {"bytes": digest.num_bytes, "xxh3_128": digest.xxh3_128} for file, digest in digests.items()
             }
+            if self._rank > 0:
+                self._hand_in(aside, entries)
+                return
+            entries |= self._collect(aside, final)
             write_file(aside / DIGESTS, json.dumps(entries, indent=1).encode())
             _sync_folder(aside)
             if final.exists():
@@ -152,12 +183,31 @@ class Checkpointer:
             aside.rename(final)
             _sync_folder(self.folder)
         except OSError as error:
-            shutil.rmtree(aside, ignore_errors=True)  # the space it holds is what the next attempt needs
+            if self._rank == 0:  # the others' pieces are not this rank's to remove
+                shutil.rmtree(aside, ignore_errors=True)  # the space it holds is what the next attempt needs
             raise CheckpointFailed(final, "the checkpoint was not written", error) from error
         try:
             self._retain(step)
         except OSError as error:
             raise CheckpointFailed(self.folder, "older checkpoints cannot be removed", error) from error
+
+    def _hand_in(self, aside: Path, entries: dict[str, Any]) -> None:
+        """Tell the first rank that the files are on disk, by one that is whole or not there."""
+        unnamed = aside / f".{_handed_in(self._rank)}"
+        write_file(unnamed, json.dumps(entries).encode())
+        _sync_folder(aside)
+        unnamed.rename(aside / _handed_in(self._rank))
+
+    def _collect(self, aside: Path, final: Path) -> dict[str, Any]:
+        """Wait for the others' files, and take over what they say about them."""
+        notes = {rank: aside / _handed_in(rank) for rank in range(1, self._num_writers)}
+        if not poll(lambda: all(note.exists() for note in notes.values()), self._timeout_s):
+            raise PiecesMissing(final, [rank for rank, note in notes.items() if not note.exists()], self._timeout_s)
+        entries: dict[str, Any] = {}
+        for note in notes.values():
+            entries |= json.loads(note.read_bytes())
+            note.unlink()
+        return entries
 
     def _retain(self, step: int) -> None:
         """Remove what is neither among the last nor the best; the one just written is always among the last."""
@@ -169,6 +219,10 @@ class Checkpointer:
             if path not in keep:
                 path.rename(_unused(self.folder / (REMOVING + path.name)))
         _clean(self.folder)
+
+
+def _handed_in(rank: int) -> str:
+    return f"rank-{rank}.json"
 
 
 def _check_plain(value: object, where: str) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from paceline.config.errors import PacelineError
 from paceline.config.record import start_record
 from paceline.config.settings import TrainConfig
 from paceline.observe.progress import Progress
 from paceline.parallel.gather import gather_tensors
-from paceline.train import restore, state
+from paceline.train import pieces, restore, state
 from paceline.train.checkpoint import Checkpointer
 from paceline.train.engine import Engine
 from paceline.train.position import Position, SettingsChanged, choose_grains, settings_changed
@@ -71,12 +75,15 @@ class Keeper:
             self._run.lock()
             self._starts.append(start_record())
         self._write("running")
-        if self._run is not None and self._link.is_first:
+        if self._run is not None and (self._link.is_first or self._in_pieces):
             self._writer = Checkpointer(
                 self._run.checkpoints,
                 keep_last=self._config.keep_last,
                 keep_best=self._config.keep_best,
                 mode=self._config.monitor_mode,
+                rank=self._link.world.rank,
+                num_writers=self._link.world.size if self._in_pieces else 1,
+                timeout_s=self._config.timeout_s,
             )
 
     def save(self, engine: Engine, position: Position, task: Task, score: float | None) -> None:
@@ -89,9 +96,11 @@ class Keeper:
         engine.statistics.total()
         ranks = gather_tensors(self._link, state.collect_own(engine)) if engine.averages else []
         own = task.state()  # on all ranks: what a task has may be spread over them
-        collected = state.collect(engine) if self._writer is not None or engine.shards is not None else None
+        wanted = self._writer is not None or engine.shards is not None
+        collected = state.collect(engine, self._in_pieces) if wanted else None
         if self._writer is not None and collected is not None:
-            parts, values = collected
+            whole, values = collected
+            parts: dict[str, Mapping[str, Tensor]] = dict(whole)
             parts |= {f"{state.RANK}{number}": tensors for number, tensors in enumerate(ranks)}
             if own:
                 parts["task"] = own
@@ -102,12 +111,22 @@ class Keeper:
                 "world_size": self._link.world.size,
                 "about": task.about(),
             }
+            if self._in_pieces:
+                self._writer.wait()
+                self._link.barrier()  # the folder of the save before has its name
+                world = self._link.world
+                parts = pieces.own_share(parts, world.rank, world.size, partial(state.is_piece, engine))
             self._writer.save(engine.num_steps, parts, record, score)
         engine.statistics.share()
 
+    @property
+    def _in_pieces(self) -> bool:
+        """Whether every rank writes its own pieces of a checkpoint."""
+        return self._link.has_group and self._config.shard == "full" and self._config.checkpoint_form == "sharded"
+
     def mark_failed(self) -> None:
         """The run ended with an error; its checkpoints stay what they are."""
-        if self._writer is not None and self._run is not None:
+        if self._link.is_first and self._writer is not None and self._run is not None:
             self._write("failed")
             self._run.unlock()
 

@@ -2,6 +2,7 @@
 
     <run>/checkpoints/step-00000120/
         model.safetensors, optimizer.safetensors, ...   one file per part, a part being a dict of named tensors
+        model.shard-0-of-4.safetensors, ...             or one per part and rank: see pieces.py
         state.json                                      plain values: positions, counters, settings
         digests.json                                    size and xxh3_128 of every file above, written last
 
@@ -23,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from paceline.config.errors import PacelineError
+from paceline.train import pieces
 from paceline.train.snapshot import Digest, digest_of
 
 FORMAT = 1
@@ -67,7 +69,7 @@ class Checkpoint:
     """What `load` read."""
 
     step: int
-    parts: dict[str, dict[str, Tensor]]
+    parts: dict[str, Mapping[str, Tensor]]
     """Memory-mapped: pages are read when touched, and changing a tensor does not change the file."""
     state: dict[str, Any]
     score: float | None
@@ -107,11 +109,14 @@ def load(path: Path, parts: Sequence[str] | None = None, verify: bool = True) ->
             digests[file] = Digest(int(entry["bytes"]), str(entry["xxh3_128"]))
         except (TypeError, KeyError, ValueError):
             raise CheckpointBroken(path, DIGESTS, f"has no size and digest for {file}") from None
-    have = [file.removesuffix(TENSORS) for file in digests if file.endswith(TENSORS)]
-    wanted = have if parts is None else parts
-    for part in wanted:
+    files = [file.removesuffix(TENSORS) for file in digests if file.endswith(TENSORS)]
+    for name in pieces.missing(files):
+        raise CheckpointBroken(path, DIGESTS, f"has no size and digest for {name}{TENSORS}")
+    have = list(dict.fromkeys(map(pieces.whole_name, files)))
+    for part in parts or ():
         if part not in have:
             raise PartMissing(path, part, have)
+    wanted = [file for file in files if parts is None or pieces.whole_name(file) in parts]
     if STATE not in digests:
         raise CheckpointBroken(path, DIGESTS, f"has no size and digest for {STATE}")
     for file in (STATE, *(part + TENSORS for part in wanted)):
@@ -122,7 +127,7 @@ def load(path: Path, parts: Sequence[str] | None = None, verify: bool = True) ->
     if missing := {"step", "score", "state"} - document.keys():
         raise CheckpointBroken(path, STATE, f"lacks {', '.join(sorted(missing))}")
     tensors = {part: _read_tensors(path, part + TENSORS) for part in wanted}
-    return Checkpoint(document["step"], tensors, document["state"], document["score"], path)
+    return Checkpoint(document["step"], pieces.join(tensors), document["state"], document["score"], path)
 
 
 def newest(folder: Path, parts: Sequence[str] | None = None) -> Found:

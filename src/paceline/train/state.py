@@ -47,10 +47,11 @@ SHARDED: dict[str, Callable[[str], str]] = {"model": str, "optimizer": optimizer
 """Parts of which a rank has only its shards (`shard: full`), and of which parameter an entry is."""
 
 
-def collect(engine: Engine) -> tuple[Parts, dict[str, Any]]:
+def collect(engine: Engine, in_pieces: bool = False) -> tuple[Parts, dict[str, Any]]:
     """(tensors by part, plain values). Batch-norm statistics must be complete: see `RunningStatistics.total`.
 
-    With `shard: full` all ranks must call it, and only the first gets everything.
+    With `shard: full` all ranks must call it, and only the first gets everything; `in_pieces` leaves every rank its
+    own pieces, and nobody needs room for more.
     """
     model = {**dict(engine.model.named_buffers()), **engine.named_weights()}
     kept = engine.model.state_dict().keys()  # leaves out buffers that are not persistent
@@ -62,7 +63,7 @@ def collect(engine: Engine) -> tuple[Parts, dict[str, Any]]:
     }
     if engine.average is not None:
         parts["ema"] = engine.average.state_dict()
-    if engine.shards is not None:
+    if engine.shards is not None and not in_pieces:
         parts |= {part: engine.shards.whole(parts[part], of) for part, of in SHARDED.items() if part in parts}
     averaging: dict[str, Any] = {}
     if isinstance(engine.strategy, AveragedParameters):
@@ -77,6 +78,12 @@ def collect(engine: Engine) -> tuple[Parts, dict[str, Any]]:
         "averaging": averaging,
     }
     return parts, values
+
+
+def is_piece(engine: Engine, part: str, name: str, tensor: Tensor) -> bool:
+    """Whether an entry of a part is this rank's piece of a tensor, as `Shards.whole` would join it."""
+    of = SHARDED.get(part)
+    return engine.shards is not None and of is not None and tensor.ndim > 0 and of(name) in engine.shards.tensors
 
 
 def collect_own(engine: Engine) -> dict[str, Tensor]:

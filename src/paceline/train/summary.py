@@ -301,14 +301,14 @@ _IDLE: list[tuple[str, tuple[str, ...], _Test]] = [
         ("outer_lr", "outer_momentum"),
         lambda facts: facts.config.reduce == "param" and facts.config.outer == "plain",
     ),
-    ("unless `shard` is full", ("shard_modules",), lambda facts: facts.config.shard == "none"),
-    ("on one rank", ("reduce", "wire", "shard"), lambda facts: facts.world.size == 1),
+    ("unless `shard` is full", ("shard_modules", "checkpoint_form"), lambda facts: facts.config.shard == "none"),
+    ("on one rank", ("reduce", "wire", "shard", "checkpoint_form"), lambda facts: facts.world.size == 1),
     ("without fp16", ("loss_scale",), lambda facts: not facts.precision.scaled),
     ("on a resumed run", ("init_from",), lambda facts: facts.resumed is not None),
     ("unless a run is resumed", ("regrain", "allow_change"), lambda facts: facts.resumed is None),
     (
         "without a run folder",
-        ("save_every_steps", "keep_last", "keep_best"),
+        ("save_every_steps", "checkpoint_form", "keep_last", "keep_best"),
         lambda facts: facts.folder is None,
     ),
 ]
