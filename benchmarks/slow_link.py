@@ -346,6 +346,8 @@ def limit(rate: str) -> None:
 
 def remove_network() -> None:
     for rank in range(RANKS):
+        # A namespace takes its interfaces with it only some time later: the link first, so that it can be made again.
+        subprocess.run(["ip", "link", "del", host(rank)], capture_output=True)
         subprocess.run(["ip", "netns", "del", host(rank)], capture_output=True)
     subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
 
@@ -411,6 +413,7 @@ def main() -> None:
             name = message["case"]
             if "loss" in message:
                 losses[name] = message["loss"]
+                print(f"final loss: {name}: {losses[name]:.5f}", file=sys.stderr)
                 continue
             for metric in message["ranks"][0]:
                 found[name][metric].append(statistics.mean(rank[metric] for rank in message["ranks"]))
