@@ -120,4 +120,5 @@ def test_a_crash_is_printed_once_and_ends_both() -> None:
     assert [code for code, _, _ in done] == [1, 1]
     errors = "".join(err for _, _, err in done)
     assert errors.count("Traceback") == 1
-    assert errors.rstrip().endswith("RuntimeError: rank one has a bug")
+    assert errors.splitlines()[-2].endswith("RuntimeError: rank one has a bug")
+    assert errors.splitlines()[-1] == "  rank 1: starting, before the first step, collective 1 (barrier)"
