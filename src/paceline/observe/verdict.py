@@ -1,0 +1,260 @@
+"""What held an epoch back, and what to type next: a pure function of the epoch's record in `metrics.jsonl`.
+
+Keys of a record of kind `epoch`, beside step, epoch, (stage,) steps, loss and skipped:
+
+    seconds          by rank: seconds by phase (`clock.PHASES`); on a GPU the phases of a step are as its events say
+    between          by rank: the same of the time since the last epoch's record: its validation and checkpoint, mostly
+    hosts            by rank: the machine
+    computing        share of all ranks' time in which they did not wait for data
+    samples, objects_per_s, padding (None where lengths are not known)
+    rates            speeds by name, over all ranks: `utterances_per_s`, `audio_hours_per_hour`, `tokens_per_s`, ...
+    flops_per_s      over all ranks, where the task knows its FLOPs; mfu: of the devices' peak, where that is known
+    memory           by rank: host_bytes (of the process), device_bytes (None on a CPU), the most so far
+    meetings         of several ranks: exchange and waiting (shares of their time: moving numbers, and waiting for one
+                     that is late), last (by rank: share of the meetings to which it came last)
+    device           of GPUs: name, sampled_steps, ms (by rank: ms of a step by phase), caught_up (by rank: share of the
+                     steps whose work was done before the host had launched it all)
+    compile          where the model is compiled: recompiles, seconds
+    way              the settings and facts that findings depend on
+    findings         by weight: kind, text, advice, rank, host, share
+
+A record of kind `validation` has `seconds`, its own time on the first rank.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from paceline.config.settings import StepSettings
+
+Kind = Literal["data", "communication", "padding", "straggler", "recompiles", "launches", "precision"]
+
+LEAST_SECONDS, LEAST_STEPS = 1.0, 10
+"""Less than this says nothing about a run."""
+DATA_SHARE = 0.10
+"""RETURNN's rule: below 90 % computing time, data is the bottleneck."""
+EXCHANGE_SHARE = 0.15
+WAITING_SHARE = 0.10
+LAST_SHARE = 0.75
+"""A straggler is last nearly always; two equal ranks are last in turns."""
+PADDING_SHARE = 0.15
+RECOMPILES = 3
+"""Fewer are usual: the first change of a shape makes the compiler take it as dynamic."""
+CAUGHT_UP_SHARE = 0.5
+SLOW_BF16_DEPTHWISE = ("H200",)
+"""Where the library's bf16 depthwise convolution was measured to be slower than fp16 (2.4 times, QuartzNet)."""
+HIGHEST_LEVEL = max(level for level in get_args(StepSettings.model_fields["level"].annotation) if level != "auto")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that held the run back."""
+
+    kind: Kind
+    text: str
+    """What was seen, with its number."""
+    advice: str
+    """What to type."""
+    rank: int | None = None
+    host: str | None = None
+    share: float = 0.0
+    """Of the time (of the work, for padding) that it costs, as far as is known."""
+
+    @property
+    def line(self) -> str:
+        return f"{self.text}: {self.advice}"
+
+    def as_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def verdict(record: Mapping[str, Any]) -> list[Finding]:
+    """What held the epoch of this record back, the costliest first; nothing, if nothing did or too little was seen."""
+    seconds = record.get("seconds") or [{}]
+    if record.get("steps", 0) < LEAST_STEPS or max(sum(rank.values()) for rank in seconds) < LEAST_SECONDS:
+        return []
+    found = [
+        *_data(record),
+        *_communication(record),
+        *_straggler(record),
+        *_padding(record),
+        *_recompiles(record),
+        *_launches(record),
+        *_precision(record),
+    ]
+    return sorted(found, key=lambda finding: -finding.share)
+
+
+def news(told: Mapping[tuple[Kind, int | None], float], found: Sequence[Finding], change: float = 0.1) -> list[Finding]:
+    """Of these findings, those worth saying: not told yet, or by now another matter in size."""
+    return [
+        finding
+        for finding in found
+        if (finding.kind, finding.rank) not in told
+        or abs(finding.share - told[finding.kind, finding.rank]) >= change
+    ]
+
+
+# -- one function for each thing that can hold a run back --------------------------------------------------------------
+
+
+def _data(record: Mapping[str, Any]) -> Iterator[Finding]:
+    shares = _shares(record, "data")
+    rank = max(range(len(shares)), key=shares.__getitem__)
+    share = shares[rank]
+    if share < DATA_SHARE:
+        return
+    way = record.get("way", {})
+    workers = enough_workers(share, int(way.get("workers") or 0))
+    most = max(1, int(way.get("cores", 1)) // int(way.get("local_size", 1)))
+    pack = "`paceline pack`"
+    if way.get("is_stream"):
+        advice = "an iterable is read by the training process itself: give a data set with `__getitem__` and `__len__`"
+    elif int(way.get("workers") or 0) < min(workers, most):
+        advice = f"`--workers {min(workers, most)}`, or {pack}"
+    else:
+        advice = pack
+    yield Finding("data", f"data wait {_percent(share)}{_on(record, rank)}", advice, **_place(record, rank), share=share)
+
+
+def enough_workers(share: float, workers: int) -> int:
+    """Workers that would read as fast as the rest of a step goes, where so many leave `share` of the time waiting."""
+    rest = max(1.0 - share, 1e-3)
+    # Without workers reading takes `share` of the time; with some, they read all the time and are still too slow.
+    return max(1, math.ceil(share / rest)) if workers == 0 else math.ceil(workers / rest)
+
+
+def _communication(record: Mapping[str, Any]) -> Iterator[Finding]:
+    share = record.get("meetings", {}).get("exchange", 0.0)
+    if share < EXCHANGE_SHARE:
+        return
+    way = record.get("way", {})
+    what = "sums of gradients" if way.get("reduce") == "grad" else "averages of weights"
+    yield Finding("communication", f"{what} take {_percent(share)} of the time", _lighter(way), share=share)
+
+
+def _lighter(way: Mapping[str, Any]) -> str:
+    """How ranks would have less to say to each other."""
+    if way.get("shard") == "full":
+        return "`--shard none`, if the model fits, sends less; or a larger `--global-batch` with more `--grains`"
+    if way.get("reduce") == "grad":
+        seldom = "`--reduce param --sync-step 100` meets once in 100 steps"
+        return f"`--wire bf16` sends half of it; {seldom}" if way.get("wire") == "full" else seldom
+    if not way.get("sync_overlap"):
+        return "`--sync-overlap 10` goes on stepping meanwhile" + ("" if way["wire"] == "int8" else "; `--wire int8`")
+    if way.get("wire") != "int8":
+        return "`--wire int8` sends a quarter of it"
+    return f"`--sync-step {2 * way['sync_step']}`" if way.get("sync_step") else "a larger `--sync-seconds`"
+
+
+def _straggler(record: Mapping[str, Any]) -> Iterator[Finding]:
+    """The rank that others wait for is the one that waits least: it comes last to nearly every meeting."""
+    meetings = record.get("meetings", {})
+    last, share = meetings.get("last", []), meetings.get("waiting", 0.0)
+    if len(last) < 2 or share < WAITING_SHARE or max(last) < LAST_SHARE:
+        return
+    rank = max(range(len(last)), key=last.__getitem__)
+    phase = _slow_phase(record["seconds"], rank)
+    if phase == "data" and _shares(record, "data")[rank] >= DATA_SHARE:
+        return  # that it waits for data has been said, with what to do about it
+    host = record["hosts"][rank]
+    name = {"compute": "forward and backward", "data": "data wait"}.get(phase, phase)
+    text = f"rank {rank} on {host} is late: others wait {_percent(share)} of the time for it (longer in {name})"
+    advice = f"see what else runs on {host}, or whether its device is slower: `paceline doctor` on all ranks"
+    yield Finding("straggler", text, advice, rank, host, share)
+
+
+def _slow_phase(seconds: Sequence[Mapping[str, float]], rank: int) -> str:
+    """Where a rank spends more time than the others do."""
+    others = [each for number, each in enumerate(seconds) if number != rank]
+    more = {
+        phase: own - statistics.median(each.get(phase, 0.0) for each in others)
+        for phase, own in seconds[rank].items()
+        if phase != "communication"
+    }
+    return max(more, key=more.__getitem__)
+
+
+def _padding(record: Mapping[str, Any]) -> Iterator[Finding]:
+    share, way = record.get("padding") or 0.0, record.get("way", {})
+    order = way.get("order")
+    if share < PADDING_SHARE or order == "sorted":  # nothing pads less than sorted
+        return
+    advice = "`--order bucket` puts samples of like length together"
+    if order == "bucket":
+        advice = f"`--bins {2 * int(way.get('bins') or 16)}` makes lengths of a batch more alike"
+    yield Finding("padding", f"{_percent(share)} of what is computed is padding", advice, share=share)
+
+
+def _recompiles(record: Mapping[str, Any]) -> Iterator[Finding]:
+    number = record.get("compile", {}).get("recompiles", 0)
+    if number < RECOMPILES:
+        return
+    share = min(1.0, record["compile"]["seconds"] / max(sum(rank.values()) for rank in record["seconds"]))
+    text = f"the model was compiled again {number} times in this epoch, {_percent(share)} of its time"
+    advice = "`TORCH_LOGS=recompiles` in front of the command says why; `-O2` does not compile"
+    yield Finding("recompiles", text, advice, share=share)
+
+
+def _launches(record: Mapping[str, Any]) -> Iterator[Finding]:
+    device, way = record.get("device", {}), record.get("way", {})
+    caught_up = device.get("caught_up", [])
+    if not device.get("sampled_steps") or max(caught_up) < CAUGHT_UP_SHARE:
+        return
+    rank = max(range(len(caught_up)), key=caught_up.__getitem__)
+    text = f"in {_percent(caught_up[rank])} of the steps{_on(record, rank)} the GPU waited for the host to launch kernels"
+    level, ways = int(way.get("level", 0)), []
+    if HIGHEST_LEVEL >= 4 > level:
+        ways.append("`-O4` launches a step as one graph")
+    elif level < 3:
+        ways.append("`-O3` joins small kernels")
+    if int(way.get("grains_per_rank", 1)) > 1:
+        ways.append("fewer `--grains` makes each larger")
+    ways.append("a larger `--global-batch`, or no `.item()` in the loss")
+    yield Finding("launches", text, "; ".join(ways), **_place(record, rank), share=_launch_share(record, rank))
+
+
+def _launch_share(record: Mapping[str, Any], rank: int) -> float:
+    """At most what computing takes: how long its kernels alone would is not known."""
+    return _shares(record, "compute")[rank]
+
+
+def _precision(record: Mapping[str, Any]) -> Iterator[Finding]:
+    way = record.get("way", {})
+    name = record.get("device", {}).get("name", "")
+    if not name:
+        return
+    if way.get("level") == 0 and way.get("precision") is None and way.get("has_bf16"):
+        yield Finding("precision", f"-O0 computes in strict fp32, and {name} has bf16", "`-O2`, or `-O1` for TF32")
+    is_bf16 = way.get("precision") is None and way.get("level") in (2, 3)
+    if is_bf16 and way.get("depthwise") and any(known in name for known in SLOW_BF16_DEPTHWISE):
+        best = "`-O4` has its own kernels for them, and " if HIGHEST_LEVEL >= 4 else ""
+        text = f"depthwise convolutions in bf16 are slow on {name}"
+        yield Finding("precision", text, f"{best}`--precision fp16` was 2.4 times as fast for QuartzNet")
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def _shares(record: Mapping[str, Any], phase: str) -> list[float]:
+    """By rank, the share of its time."""
+    return [rank.get(phase, 0.0) / (sum(rank.values()) or 1.0) for rank in record["seconds"]]
+
+
+def _on(record: Mapping[str, Any], rank: int) -> str:
+    hosts = record.get("hosts", [])
+    if len(record["seconds"]) == 1:
+        return ""
+    return f" on rank {rank}" + (f" ({hosts[rank]})" if len(set(hosts)) > 1 else "")
+
+
+def _place(record: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    return {"rank": rank, "host": record.get("hosts", [None] * (rank + 1))[rank]}
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
