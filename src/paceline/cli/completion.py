@@ -29,6 +29,7 @@ HOMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "doctor": ("doctor:DoctorOptions", ()),
     "runs": ("runs:RunsOptions", ("folder",)),
     "diff": ("diff:DiffOptions", ("left", "right")),
+    "report": ("report:ReportOptions", ("runs",)),
     "demo": ("train:OPTIONS", ("task",)),
     "completion": ("completion:CompletionOptions", ("shell",)),
 }
