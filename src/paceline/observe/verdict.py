@@ -32,6 +32,8 @@ from typing import Any, Literal, get_args
 from paceline.config.settings import StepSettings
 
 Kind = Literal["data", "communication", "padding", "straggler", "recompiles", "launches", "precision"]
+Matter = tuple[Kind, int | None]
+"""What a finding is about: its kind, and the rank where one is named."""
 
 LEAST_SECONDS, LEAST_STEPS = 1.0, 10
 """Less than this says nothing about a run."""
@@ -65,6 +67,10 @@ class Finding:
     """Of the time (of the work, for padding) that it costs, as far as is known."""
 
     @property
+    def matter(self) -> Matter:
+        return self.kind, self.rank
+
+    @property
     def line(self) -> str:
         return f"{self.text}: {self.advice}"
 
@@ -89,13 +95,12 @@ def verdict(record: Mapping[str, Any]) -> list[Finding]:
     return sorted(found, key=lambda finding: -finding.share)
 
 
-def news(told: Mapping[tuple[Kind, int | None], float], found: Sequence[Finding], change: float = 0.1) -> list[Finding]:
+def news(told: Mapping[Matter, float], found: Sequence[Finding], change: float = 0.1) -> list[Finding]:
     """Of these findings, those worth saying: not told yet, or by now another matter in size."""
     return [
         finding
         for finding in found
-        if (finding.kind, finding.rank) not in told
-        or abs(finding.share - told[finding.kind, finding.rank]) >= change
+        if finding.matter not in told or abs(finding.share - told[finding.matter]) >= change
     ]
 
 
@@ -118,7 +123,9 @@ def _data(record: Mapping[str, Any]) -> Iterator[Finding]:
         advice = f"`--workers {min(workers, most)}`, or {pack}"
     else:
         advice = pack
-    yield Finding("data", f"data wait {_percent(share)}{_on(record, rank)}", advice, **_place(record, rank), share=share)
+    yield Finding(
+        "data", f"data wait {_percent(share)}{_on(record, rank)}", advice, **_place(record, rank), share=share
+    )
 
 
 def enough_workers(share: float, workers: int) -> int:
@@ -206,7 +213,9 @@ def _launches(record: Mapping[str, Any]) -> Iterator[Finding]:
     if not device.get("sampled_steps") or max(caught_up) < CAUGHT_UP_SHARE:
         return
     rank = max(range(len(caught_up)), key=caught_up.__getitem__)
-    text = f"in {_percent(caught_up[rank])} of the steps{_on(record, rank)} the GPU waited for the host to launch kernels"
+    text = (
+        f"in {_percent(caught_up[rank])} of the steps{_on(record, rank)} the GPU waited for the host to launch kernels"
+    )
     level, ways = int(way.get("level", 0)), []
     if HIGHEST_LEVEL >= 4 > level:
         ways.append("`-O4` launches a step as one graph")

@@ -10,7 +10,6 @@ import torch
 from paceline.config.keys import key
 from paceline.config.settings import TrainConfig
 from paceline.observe import loggers
-from paceline.observe.clock import Clock
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.rank_log import rank_log
@@ -23,6 +22,7 @@ from paceline.train.feed import Feed, NothingRead
 from paceline.train.fingerprint import DataChanged
 from paceline.train.keeper import Keeper
 from paceline.train.logbook import Logbook
+from paceline.train.meter import Meter, make_clock
 from paceline.train.position import Position
 from paceline.train.result import Result
 from paceline.train.scaling import for_ranks
@@ -37,7 +37,7 @@ class Trainer:
     """Trains a task on the ranks of a link, from the beginning or from where the run was."""
 
     def __init__(self, task: Task, config: TrainConfig, link: Link, watchers: Sequence[Watcher] = ()) -> None:
-        self.clock = Clock()
+        self.clock = make_clock(link.device)
         config, self._arithmetic = for_ranks(config, link.world.size)
         self.task, self.config, self.link = task, config, link
         self.progress = Progress(enabled=link.is_first, asked=config.progress)
@@ -59,7 +59,8 @@ class Trainer:
         if self.keeper.metrics_file is not None:
             done, validated = self.engine.num_steps, max(0, self.position.validated)
             watching.insert(0, Journal(self.keeper.metrics_file, next_step=done, next_validation=validated))
-        self.log = Logbook(watching, self.progress, self.engine, self.position, self.clock, self._layer_rates)
+        meter = Meter(self.clock, self.engine, task, config)
+        self.log = Logbook(watching, self.progress, self.engine, self.position, meter, self._layer_rates)
         self.log.start(self._info())
         self._is_introduced = False
         self.clock.lap("setup")
@@ -119,12 +120,12 @@ class Trainer:
     def _train_epoch(self, feed: Feed) -> str:
         position, engine, config, clock = self.position, self.engine, self.config, self.clock
         first, looked = position.step, engine.num_steps
-        self.log.begin_epoch(summary.data_facts(feed, position.epoch), self._stage_name)
+        self.log.begin_epoch(feed, summary.data_facts(feed, position.epoch), self._stage_name)
         wake = self._next_due()
         loss = partial(self.task.loss, engine.model)
         batch = None  # a run that was saved at the very end of an epoch goes on with none
         for batch in () if position.is_epoch_over else feed.batches(position.epoch, first):
-            clock.lap("data")
+            clock.begin_step()
             if self._before_step is not None:
                 self._before_step(engine.model, batch)
             step = engine.step(loss, batch, self._after_backward)
@@ -181,7 +182,7 @@ class Trainer:
         metrics = self.validation.run()
         if metrics:
             self.validation.judge(self.position)
-            self.log.validation(metrics, self.validation.samples)
+            self.log.validation(metrics, self.validation.samples, self.validation.seconds)
         self.clock.lap("validation")
 
     def _save(self) -> None:
@@ -243,6 +244,7 @@ class Trainer:
             dict(self.validation.metrics),
             self.position.best,
             self.clock.read(),
+            self.log.findings,
             self.config.mode,
         )
 
@@ -321,6 +323,7 @@ class Trainer:
             collate=self.task.collate,
             lengths=self.task.lengths(data),
             counts=self.task.counts(data),
+            clock=self.clock,
         )
         if not feed.is_stream and config.batch_cost is None and len(data) < config.max_samples:
             self.progress.say(f"the batch of {config.max_samples} is larger than the data: one step of {len(data)}")

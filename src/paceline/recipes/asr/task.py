@@ -17,6 +17,7 @@ from paceline.recipes.asr.ctc import ctc_loss_sum
 from paceline.recipes.asr.decode import transcripts
 from paceline.recipes.asr.error_rate import character_errors, word_errors
 from paceline.recipes.asr.export import write_export
+from paceline.recipes.asr.flops import training_flops
 from paceline.recipes.asr.inputs import open_inputs
 from paceline.recipes.asr.model import AcousticModel
 from paceline.recipes.asr.perturb import check_clips
@@ -47,6 +48,7 @@ class Asr(Task):
     settings: AsrSettings
     collate = staticmethod(collate)
     length_unit = "seconds"
+    sample_unit = "utterances"
     eval_cost = 1200.0  # training has `max_seconds`, validation takes recordings of any length
     monitor = "wer"
     _opened: dict[Part, Corpus] | None = None
@@ -105,6 +107,9 @@ class Asr(Task):
 
     def read_weights(self, path: Path) -> Mapping[str, Tensor]:
         return read_weights(path, self.settings.network, new_decoder=self.settings.new_decoder, say=self.say)
+
+    def flops(self, model: nn.Module) -> float:
+        return training_flops(self.settings.network)
 
     def about(self) -> dict[str, Any]:
         network = self.settings.network
