@@ -25,6 +25,7 @@ from paceline.data.audio_file import (
     truncated,
 )
 from paceline.data.bad_line import BadLine, beginning
+from paceline.data.hdf_verify import damaged_rows, packed_rows
 from paceline.data.manifest_columns import Manifest, row_numbers
 
 _FILES_AT_ONCE = 32
@@ -73,12 +74,19 @@ def check_all(
 ) -> list[BadLine]:
     """The lines of these rows (numbers, or a mask) whose audio is at fault; `progress` is told how many are done."""
 
+    chosen = row_numbers(rows)
+    packed = packed_rows(manifest, chosen)
+    damaged = {} if not len(packed) else damaged_rows(manifest, packed, whole=whole)
+
     def look(row: int) -> BadLine | None:
+        if row in unread:
+            return bad_audio(manifest, row, damaged[row]) if row in damaged else None
         offset_s = manifest.offset(row) if manifest.is_part(row) else None
         what = check(manifest.audio(row), float(manifest.durations[row]), offset_s, whole=whole)
         return None if what is None else bad_audio(manifest, row, what)
 
-    answers = in_threads(look, row_numbers(rows).tolist(), threads, progress)
+    unread = frozenset(packed.tolist())
+    answers = in_threads(look, chosen.tolist(), threads, progress)
     return [bad for bad in answers if bad is not None]
 
 

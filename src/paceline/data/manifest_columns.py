@@ -102,6 +102,16 @@ class Manifest:
         number: int = self._source_of[row]
         return self.sources[number]
 
+    @property
+    def source_numbers(self) -> NDArray[np.int32]:
+        """Which of `sources` each row is from."""
+        return self._source_of
+
+    @property
+    def lines(self) -> NDArray[np.int32]:
+        """The number of each row's line, counted from 1."""
+        return self._line_of
+
     def line(self, row: int) -> int:
         """The number of the line, counted from 1."""
         return int(self._line_of[row])

@@ -12,10 +12,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from paceline.config.paths import near
-from paceline.data.audio import AudioUnreadable, read_audio
+from paceline.data.audio import AudioUnreadable
 from paceline.data.audio_check import bad_audio
 from paceline.data.bad_line import BadLine
 from paceline.data.manifest import Manifest
+from paceline.data.recordings import Recordings
 from paceline.recipes.asr.perturb import PerturbSettings, max_stretch, perturb
 from paceline.recipes.asr.text import EncodedTexts
 
@@ -47,6 +48,7 @@ class Utterances:
     ) -> None:
         self._manifest, self._texts, self._sample_rate = manifest, texts, sample_rate
         self._perturb, self._skip_bad = perturb_settings, skip_bad
+        self._recordings = Recordings(manifest, sample_rate)
         stretch = 1.0 if perturb_settings is None else max_stretch(perturb_settings)
         self.lengths: NDArray[np.float64] = manifest.durations * stretch
         """Seconds, as long as a perturbation may make them."""
@@ -65,11 +67,10 @@ class Utterances:
         return len(self._manifest)
 
     def __getitem__(self, index: int) -> Utterance:
-        manifest = self._manifest
         # The loader has seeded torch with (seed, epoch, sample): one draw carries that on.
         key = int(torch.randint(2**62, ()))
         try:
-            audio = read_audio(manifest.audio(index), sample_rate=self._sample_rate, **manifest.segment(index))
+            audio = self._recordings.read(index)
         except AudioUnreadable as unreadable:  # damage that a look at the ends of a file does not show
             return self._bad(index, key, unreadable)
         if self._perturb is not None:

@@ -1,0 +1,54 @@
+"""The audio of a manifest's rows, wherever it lies: in audio files, or packed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.audio import converted, read_audio
+from paceline.data.hdf import Packed, Stream, open_packed
+from paceline.data.hdf_errors import PackedMisfit, is_packed
+from paceline.data.manifest_columns import Manifest
+
+
+class Recordings:
+    """Random access by row; nothing is kept open, and packed audio is mapped by each process for itself."""
+
+    def __init__(self, manifest: Manifest, sample_rate: int) -> None:
+        self._manifest, self._sample_rate = manifest, sample_rate
+        self._packed = {
+            number: _audio_of(open_packed(path), sample_rate)
+            for number, path in enumerate(manifest.sources)
+            if is_packed(path)
+        }
+
+    def read(self, row: int) -> NDArray[np.int16]:
+        """16-bit mono at the rate that was asked for. Packed audio of that rate is not copied, and cannot be changed."""
+        manifest = self._manifest
+        packed = self._packed.get(int(manifest.source_numbers[row])) if self._packed else None
+        if packed is None:
+            return read_audio(manifest.audio(row), sample_rate=self._sample_rate, **manifest.segment(row))
+        stream, rate = packed
+        samples = stream.view(manifest.line(row) - 1)
+        if rate == self._sample_rate and samples.dtype == np.int16:
+            return samples
+        return converted(manifest.audio(row), samples, rate, self._sample_rate)
+
+
+def _audio_of(packed: Packed, sample_rate: int) -> tuple[Stream, int]:
+    stream, rate = packed.of_kind("audio"), packed.sample_rate
+    if stream is None or rate is None:
+        raise no_audio(packed.path, packed)
+    return stream, rate
+
+
+def no_audio(path: Path, packed: Packed) -> PackedMisfit:
+    """The mistake of taking other packed data for audio."""
+    there = ", ".join(f"{name} ({packed.stream(name).kind})" for name in packed.names)
+    hint = "pack the manifest: `paceline pack train.json train.h5`"
+    return PackedMisfit(path, f"holds no audio of a known sample rate, but {there}", hint)
+
+
