@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 
 from paceline.config.keys import key
 from paceline.config.settings import TrainConfig
-from paceline.observe import loggers
+from paceline.data.grain import Batch
+from paceline.observe import loggers, timeline
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.rank_log import rank_log
@@ -54,13 +55,14 @@ class Trainer:
         if self.keeper.found is not None:
             self._resume(self.keeper.found)
         self.validation = Validation(task, self.engine, config, self.keeper.grains)
+        self.timeline = timeline.build(config, config.out, link, self.clock, self.engine.num_steps, self.progress.say)
         watching = self._watchers(watchers)
         self.keeper.open()
         if self.keeper.metrics_file is not None:
             done, validated = self.engine.num_steps, max(0, self.position.validated)
             watching.insert(0, Journal(self.keeper.metrics_file, next_step=done, next_validation=validated))
         meter = Meter(self.clock, self.engine, task, config)
-        self.log = Logbook(watching, self.progress, self.engine, self.position, meter, self._layer_rates)
+        self.log = Logbook(watching, self.progress, self.engine, self.position, meter, self._more)
         self.log.start(self._info())
         self._is_introduced = False
         self.clock.lap("setup")
@@ -124,7 +126,7 @@ class Trainer:
         wake = self._next_due()
         loss = partial(self.task.loss, engine.model)
         batch = None  # a run that was saved at the very end of an epoch goes on with none
-        for batch in () if position.is_epoch_over else feed.batches(position.epoch, first):
+        for batch in () if position.is_epoch_over else self._batches(feed, first):
             clock.begin_step()
             if self._before_step is not None:
                 self._before_step(engine.model, batch)
@@ -168,6 +170,10 @@ class Trainer:
             self._validate()
         self.task.report()
         return "early" if self._lost_patience() else "finished"
+
+    def _batches(self, feed: Feed, first: int) -> Iterator[Batch]:
+        batches = feed.batches(self.position.epoch, first)
+        return batches if self.timeline is None else self.timeline.follow(batches, lambda: self.engine.num_steps)
 
     def _come_together(self) -> None:
         self.clock.lap("other")
@@ -231,6 +237,8 @@ class Trainer:
         self.engine.statistics.total()
         self.keeper.close(status)
         self.clock.lap("checkpoint")
+        if self.timeline is not None:
+            self.timeline.close()
         self.log.close(status)
         self.clock.lap("logging")
         if status == "stopped":
@@ -361,12 +369,11 @@ class Trainer:
             self.progress.say(f"{name} is not installed: metrics go to metrics.jsonl alone (`pip install {name}`)")
         return [*found, *checked(self.task.watchers()), *checked(given)]
 
-    def _layer_rates(self) -> dict[str, float]:
-        """Effective learning rates by parameter, where LARC sets them."""
-        if self.larc is None:
-            return {}
-        rates = self.larc.rates(state.names(self.engine))
-        return {f"larc/{name}": rate for name, rate in rates.items()}
+    def _more(self) -> dict[str, float]:
+        """The loss scale, where there is one, and effective learning rates by parameter, where LARC sets them."""
+        scale = {"loss_scale": self.engine.scale.current()} if self.engine.precision.scaled else {}
+        rates = {} if self.larc is None else self.larc.rates(state.names(self.engine))
+        return {**scale, **{f"larc/{name}": rate for name, rate in rates.items()}}
 
     def _info(self) -> RunInfo:
         settings = self.config.model_dump(mode="json")
