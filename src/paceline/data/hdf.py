@@ -1,7 +1,7 @@
 """Packed data: random access to rows of streams that lie in memory-mapped files.
 
-A file is opened with h5py once, to learn where its data lies; after that a read is a copy from the page cache, which all
-workers and ranks of a machine share. Nothing is open that a fork could break, and only arrays are pickled.
+A file is opened with h5py once, to learn where its data lies; after that a read is a copy from the page cache, which
+all workers and ranks of a machine share. Nothing is open that a fork could break, and only arrays are pickled.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ class Packed:
         self.path, self.files = path, tuple(files)
         self.about = files[0].about
         self.tags = Strings.concat([file.tags for file in files])
-        self.columns = {
-            name: np.concatenate([file.columns[name] for file in files]) for name in files[0].columns
-        }
+        self.columns = {name: np.concatenate([file.columns[name] for file in files]) for name in files[0].columns}
         self._streams = {name: Stream(files, name) for name in files[0].streams}
 
     def __len__(self) -> int:
@@ -173,7 +171,9 @@ def _place(file: PackedFile, first: PackedFile, name: str) -> StreamPlace:
     """The same stream in another file, which must be like it."""
     place, model = file.streams.get(name), first.streams[name]
     if place is None or (place.dtype, place.shape, place.kind) != (model.dtype, model.shape, model.kind):
-        raise PackedUnreadable(file.path, f"is not a shard of the same data as {first.path.name}: stream {name!r} differs")
+        raise PackedUnreadable(
+            file.path, f"is not a shard of the same data as {first.path.name}: stream {name!r} differs"
+        )
     return place
 
 

@@ -94,12 +94,18 @@ def stamp_of(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def read_layout(path: Path) -> PackedFile | Shards:
-    """What is in a file; raises `PackedUnreadable` for one that is cut short, damaged, or something else."""
+def h5py_or_error() -> Any:
+    """h5py, which is not installed with Paceline itself."""
     try:
         import h5py
     except ModuleNotFoundError:
         raise PackageMissing from None
+    return h5py
+
+
+def read_layout(path: Path) -> PackedFile | Shards:
+    """What is in a file; raises `PackedUnreadable` for one that is cut short, damaged, or something else."""
+    h5py = h5py_or_error()
     _refuse_other_things(path)
     try:
         stamp = stamp_of(path)

@@ -1,7 +1,7 @@
 """RETURNN's HDF files, read as its `HDFDataset` reads them: `inputs`, `targets/data/*`, `seqLengths`, `seqTags`.
 
-Its `hdf_dump` writes contiguous data sets, which are mapped into memory like our own; its `SimpleHDFWriter` writes chunks,
-which only h5py can read.
+Its `hdf_dump` writes contiguous data sets, which are mapped into memory like our own; its `SimpleHDFWriter` writes
+chunks, which only h5py can read.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read_returnn(path: Path, stamp: tuple[int, int], file: Any) -> PackedFile:
 
 def _labels(file: Any) -> dict[str, list[str]]:
     """What the numbers of sparse streams stand for."""
-    groups = file["targets/labels"] if "targets/labels" in file else {}
+    groups = file.get("targets/labels", {})
     found = {name: [_bytes(label).decode() for label in groups[name][...].tolist()] for name in groups}
     if "labels" in file and len(file["labels"]):
         found.setdefault(INPUT, [_bytes(label).decode() for label in file["labels"][...].tolist()])

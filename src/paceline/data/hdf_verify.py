@@ -1,4 +1,4 @@
-"""Whether packed data is still what was written: digests of its blocks, of some for a quick look, of all for certainty."""
+"""Whether packed data is still what was written: digests of its blocks, some of them for a quick look, or all."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def packed_rows(manifest: Manifest, rows: NDArray[np.int64]) -> NDArray[np.int64
 
 def damaged_rows(manifest: Manifest, rows: NDArray[np.int64], *, whole: bool) -> dict[int, str]:
     """What is wrong with packed rows of a manifest, by row; the others are sound as far as was looked."""
-    found = {}
+    found: dict[int, str] = {}
     for number in np.unique(manifest.source_numbers[rows]).tolist():
         mine = rows[manifest.source_numbers[rows] == number]
         damages, _ = verify(open_packed(manifest.sources[number]), most_bytes=None if whole else LOOK_BYTES)

@@ -209,7 +209,9 @@ def _seal(path: Path, content: Content, wanted: Mapping[str, int], offsets: Mapp
             starts, blocks = content.starts[spec.name], ours[f"blocks/{spec.name}"][...]
             shape = (int(starts[-1]), *spec.shape)
             is_empty = int(starts[-1]) * _step_bytes(spec) == 0
-            values = np.empty(shape, spec.dtype) if is_empty else np.memmap(path, spec.dtype, "r", offsets[spec.name], shape)
+            values = (
+                np.empty(shape, spec.dtype) if is_empty else np.memmap(path, spec.dtype, "r", offsets[spec.name], shape)
+            )
             if _digest(values) != wanted[spec.name]:
                 raise PackedUnreadable(path, f"stream {spec.name!r} is not what was written: is the disk sound?")
             digests = block_digests(values, starts, blocks)

@@ -1,7 +1,7 @@
 """Packing: rows read by several processes, piece by piece, and written as one packed file or as shards.
 
-A piece that is done is a file beside the packed one, in `OUT.h5.parts`: after a kill the same command goes on with those
-that are missing. Shards are written as soon as their pieces are there. The file that users name comes last.
+A piece that is done is a file beside the packed one, in `OUT.h5.parts`: after a kill the same command goes on with
+those that are missing. Shards are written as soon as their pieces are there. The file that users name comes last.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def cuts(self) -> Sequence[range]:
-        """The rows of each piece, in order."""
+    def cuts(self, most_bytes: int | None) -> Sequence[range]:
+        """The rows of each piece, in order; not much more than so many bytes each."""
 
     def read(self, rows: range) -> Piece:
         """Called in a process of its own, after a fork."""
@@ -153,7 +153,7 @@ class _Work:
     ) -> None:
         self._source, self._out, self._parts, self._identity = source, out, parts, identity
         self._layout, self._shard_bytes = layout, shard_bytes
-        self._cuts = list(source.cuts())
+        self._cuts = list(source.cuts(shard_bytes))
         self._done = Packing()
         self._rows_of: list[int] = []
         """Of each shard."""
@@ -178,7 +178,7 @@ class _Work:
         return self._done
 
     def _take(self, at: int, ready: Collection[int]) -> int:
-        """Take the pieces that are ready from `at` on, and write the shards that they fill; the next one to wait for."""
+        """Take the pieces that are ready from `at` on, and write the shards that they fill; the next to wait for."""
         while at in ready:
             self._waiting.append(at)
             self._waiting_bytes += self._piece(at).stat().st_size
@@ -225,7 +225,9 @@ class _Work:
 
     def _write(self, path: Path) -> bool:
         """What is waiting; false where nothing of it could be read."""
-        pieces = [_must(read_piece(self._piece(number), with_values=False), self._piece(number)) for number in self._waiting]
+        pieces = [
+            _must(read_piece(self._piece(number), with_values=False), self._piece(number)) for number in self._waiting
+        ]
         skipped = [line for piece in pieces for line in piece.skipped]
         kept = [piece for piece in pieces if len(piece)]
         for piece in kept:

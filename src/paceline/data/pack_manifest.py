@@ -78,12 +78,13 @@ class ManifestSource:
     def __len__(self) -> int:
         return len(self._manifest)
 
-    def cuts(self) -> list[range]:
+    def cuts(self, most_bytes: int | None) -> list[range]:
+        seconds = PIECE_S if most_bytes is None else min(PIECE_S, most_bytes / (2 * self._rate))
         ends = np.cumsum(self._manifest.durations)
         cuts, first = [], 0
         while first < len(ends):
             begin = ends[first - 1] if first else 0.0
-            last = max(first + 1, int(np.searchsorted(ends, begin + PIECE_S, side="right")))
+            last = max(first + 1, int(np.searchsorted(ends, begin + seconds, side="right")))
             cuts.append(range(first, last))
             first = last
         return cuts

@@ -114,7 +114,7 @@ def write_piece(path: Path, piece: Piece) -> None:
     unfinished = path.with_suffix(f".{os.getpid()}")
     try:
         with unfinished.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+            np.savez(file, allow_pickle=False, **arrays)
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)

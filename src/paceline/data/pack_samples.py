@@ -54,6 +54,8 @@ class SampleSource:
         for each in self._streams:
             if each not in there:
                 raise NoSuchStream(each, there)
+        self._row_bytes = 1 + sum(_stream(each, parts[each], rows[0])[1].nbytes for each in self._streams)
+        """Of the first one, for want of a better guess."""
         self._columns = {
             column: np.asarray(values)[rows.start : rows.stop]
             for column in ("lengths", "counts")
@@ -68,8 +70,9 @@ class SampleSource:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def cuts(self) -> list[range]:
-        return [range(first, min(first + ROWS_AT_ONCE, len(self))) for first in range(0, len(self), ROWS_AT_ONCE)]
+    def cuts(self, most_bytes: int | None) -> list[range]:
+        number = ROWS_AT_ONCE if most_bytes is None else max(1, min(ROWS_AT_ONCE, most_bytes // self._row_bytes))
+        return [range(first, min(first + number, len(self))) for first in range(0, len(self), number)]
 
     def read(self, rows: range) -> Piece:
         maker = PieceMaker()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +25,7 @@ class Recordings:
         }
 
     def read(self, row: int) -> NDArray[np.int16]:
-        """16-bit mono at the rate that was asked for. Packed audio of that rate is not copied, and cannot be changed."""
+        """16-bit mono at the rate that was asked for. Packed audio of that rate is not copied: it is read-only."""
         manifest = self._manifest
         packed = self._packed.get(int(manifest.source_numbers[row])) if self._packed else None
         if packed is None:
@@ -50,5 +49,3 @@ def no_audio(path: Path, packed: Packed) -> PackedMisfit:
     there = ", ".join(f"{name} ({packed.stream(name).kind})" for name in packed.names)
     hint = "pack the manifest: `paceline pack train.json train.h5`"
     return PackedMisfit(path, f"holds no audio of a known sample rate, but {there}", hint)
-
-
