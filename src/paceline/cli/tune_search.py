@@ -1,0 +1,224 @@
+"""The edge of `paceline tune`: starts trials, shows how far it is, prints the table and writes the file."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from paceline.cli.tune import TuneCommand
+from paceline.config.errors import PacelineError
+from paceline.config.settings import TrainConfig
+from paceline.observe.bars import SideBar
+from paceline.train import tune_report, tune_space
+from paceline.train.tune import Changes, Failure, Found, Speed, Trial, make_fit, search
+from paceline.train.tune_process import Spec, run_trial
+from paceline.world.launch import count_procs
+
+TRIALS_IN_BUDGET = 40
+"""A trial is timed for this part of the budget, within limits; starting and warming up comes on top."""
+LEAST_MEASURE_S, MOST_MEASURE_S = 1.0, 10.0
+ENOUGH_TRIALS = 20
+"""That many trials are enough for a search in most cases."""
+COMMAND = (sys.executable, "-m", "paceline.cli.trial")
+INTERRUPTED = 130
+
+
+class FileExists(PacelineError):
+    """A file that something else has written is not overwritten."""
+
+    hint = "choose another with `--write FILE`, or take this one away"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"{path} exists and was not written by `paceline tune`")
+        self.path = path
+
+
+class CannotWrite(PacelineError):
+    """The file for the settings cannot be made."""
+
+    hint = "choose another with `--write FILE`"
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path} cannot be written: {why}")
+        self.path = path
+
+
+class DefaultFails(PacelineError):
+    """The settings as given cannot be measured: there is nothing to compare with."""
+
+    def __init__(self, failure: Failure, budget_s: float) -> None:
+        super().__init__(f"the settings as given cannot be measured: {failure.what}")
+        self.failure = failure
+        hints = {
+            "time": f"set a larger `--budget`, {4 * budget_s:.0f} say",
+            "memory": "a smaller `--global-batch`, or recompute with `--checkpoint-activations`",
+            "killed": "a smaller `--global-batch`, or recompute with `--checkpoint-activations`",
+        }
+        self.hint = hints.get(failure.kind, "")
+
+
+def tune(options: TuneCommand, settings: TrainConfig, *, is_length_ours: bool) -> int:
+    """Search, and say what was found."""
+    check_target(options.write)
+    procs = count_procs(options.procs, settings.device, torch.cuda.device_count())
+    tuner = _Tuner(options, settings, procs)
+    try:
+        found = tuner.search()
+    except KeyboardInterrupt:
+        _print(tune_report.table(tune_report.rows(tuner.trials, {}, {})) if tuner.trials else [])
+        _print(["interrupted: nothing is written"])
+        return INTERRUPTED
+    finally:
+        tuner.close()
+    lines = report(found, tuner.left_out)
+    _print(lines)
+    given = settings.model_dump(mode="json", exclude_unset=True)
+    if is_length_ours:
+        del given["epochs"]
+    if procs > 1:
+        given["procs"] = procs
+    options.write.write_text(tune_report.file_text(options.task, given, found, lines), encoding="utf-8")
+    length = " --epochs N" if is_length_ours else ""
+    _print([f"{options.write} is written: `paceline train {options.task} --config {options.write}{length}`"])
+    return 0
+
+
+def report(found: Found, left_out: list[str]) -> list[str]:
+    """The table, who won, and what that means."""
+    lines = tune_report.table(tune_report.rows(found.trials, found.base, found.winner))
+    lines += [f"not tried: {reason}" for reason in left_out]
+    if found.untried:
+        wall_s = max(trial.wall_s for trial in found.trials)
+        lines.append(
+            f"not tried: {', '.join(found.untried)}: no time left; `--budget {ENOUGH_TRIALS * wall_s:.0f}` has it"
+        )
+    lines.append(tune_report.sentence(found))
+    changed = tune_report.numerics(found.winner)
+    if changed:
+        lines.append(
+            f"results change with {changed}: train anew with it, and look at the losses (`--keep-numerics` avoids it)"
+        )
+    return lines
+
+
+def check_target(path: Path) -> None:
+    """Before anything is measured: may the file be written?"""
+    if path.is_dir():
+        raise CannotWrite(path, "it is a folder")
+    if not path.resolve().parent.is_dir():
+        raise CannotWrite(path, "there is no such folder")
+    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(tune_report.HEAD):
+        raise FileExists(path)
+
+
+class _Tuner:
+    """A search under way."""
+
+    def __init__(self, options: TuneCommand, settings: TrainConfig, procs: int) -> None:
+        self._options, self._settings, self._procs = options, settings, procs
+        self._given = settings.model_dump(mode="json", exclude_unset=True)
+        self._measure_s = min(MOST_MEASURE_S, max(LEAST_MEASURE_S, options.budget / TRIALS_IN_BUDGET))
+        self._folder = Path(tempfile.mkdtemp(prefix="paceline-tune-"))
+        self._began = time.monotonic()
+        self._facts: tune_space.Facts | None = None
+        self.trials: list[Trial] = []
+        self.left_out: list[str] = []
+
+    def search(self) -> Found:
+        default = self.measure({}, self._left_s())
+        tried = [default]
+        if isinstance(default.outcome, Failure):
+            fitting, tried = self._make_fit(default)
+            if fitting is None:
+                raise DefaultFails(
+                    tried[-1].outcome if isinstance(tried[-1].outcome, Failure) else default.outcome,
+                    self._options.budget,
+                )
+            default = fitting
+        assert self._facts is not None
+        assert isinstance(default.outcome, Speed)
+        config = self._config(default.changes)
+        assert isinstance(config, TrainConfig)
+        knobs, self.left_out = tune_space.knobs(
+            self._facts, default.outcome, config, self._options.knobs, keep_numerics=self._options.keep_numerics
+        )
+        found = search(default, knobs, self.measure, self._left_s)
+        earlier = tuple(tried[:-1]) if default.changes else ()
+        return Found((*earlier, *found.trials), found.base, found.winner, found.rounds, found.rival, found.untried)
+
+    def measure(self, changes: Changes, limit_s: float) -> Trial:
+        """One trial, in processes of its own."""
+        name, began = tune_report.label(changes), time.monotonic()
+        config = self._config(changes)
+        outcome: Speed | Failure
+        if isinstance(config, str):
+            outcome = Failure("refused", config)
+        else:
+            spec = Spec(
+                self._options.task, config.model_dump(mode="json", exclude_unset=True), self._procs, self._measure_s
+            )
+            with SideBar(f"trying {name}", round(self._options.budget)) as bar:
+                outcome, facts = run_trial(
+                    COMMAND,
+                    self._folder / str(len(self.trials)),
+                    spec,
+                    limit_s,
+                    lambda: bar.show(round(self._spent_s())),
+                )
+            # The first says how the settings as given are; what others have is their own.
+            self._facts = self._facts or facts
+        trial = Trial(changes, outcome, time.monotonic() - began)
+        self.trials.append(trial)
+        self._tell(name, trial)
+        return trial
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _make_fit(self, default: Trial) -> tuple[Trial | None, list[Trial]]:
+        assert isinstance(default.outcome, Failure)
+        if (
+            not default.outcome.is_memory
+            or self._facts is None
+            or "grains" not in self._options.knobs
+            or self._options.keep_numerics
+        ):
+            return None, [default]
+        return make_fit(default, tune_space.finer(self._facts, self._settings), self.measure, self._left_s)
+
+    def _config(self, changes: Changes) -> TrainConfig | str:
+        """The settings of a trial, or why they do not go together."""
+        values: dict[str, Any] = {**self._given, **changes}
+        try:
+            return type(self._settings)(**values)
+        except ValidationError as error:
+            return "; ".join(str(detail["msg"]) for detail in error.errors(include_url=False))
+
+    def _spent_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def _left_s(self) -> float:
+        return self._options.budget - self._spent_s()
+
+    def _tell(self, name: str, trial: Trial) -> None:
+        if self._settings.progress == "none":
+            return
+        outcome = trial.outcome
+        if isinstance(outcome, Speed):
+            what = f"{outcome.samples_per_s:.4g} samples/s"
+        else:
+            lines = outcome.what.strip().splitlines() or [outcome.kind]
+            what = f"{outcome.kind}: {lines[-1 if outcome.kind == 'failed' else 0]}"
+        _print([f"{self._spent_s():5.0f} s  {name}: {what}"])
+
+
+def _print(lines: list[str]) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()

@@ -1,0 +1,118 @@
+"""What `paceline tune` found, in words: a table, a sentence, and a file for `paceline train --config`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from paceline.train.tune import LEAST_ROUNDS, Changes, Failure, Found, Speed, Trial, speed_of
+from paceline.train.tune_space import is_free
+
+HEAD = "# Written by `paceline tune`"
+"""How a file of ours is known."""
+COLUMNS = ("setting", "samples/s", "vs default", "memory", "spread", "results")
+_FAILURES = {
+    "memory": "out of memory",
+    "killed": "killed (out of memory?)",
+    "time": "not in time",
+    "refused": "not possible",
+    "failed": "failed",
+}
+
+
+def label(changes: Changes) -> str:
+    """`level 2, workers 4`"""
+    return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in changes.items()) or "default"
+
+
+def numerics(changes: Changes) -> str:
+    """Which of the changed settings change results."""
+    return ", ".join(name.replace("_", "-") for name in changes if not is_free(name))
+
+
+def rows(trials: Sequence[Trial], base: Changes, winner: Changes) -> list[tuple[str, ...]]:
+    """One row per setting, in the order they were first tried."""
+    by_label: dict[str, list[Trial]] = {}
+    for trial in trials:
+        by_label.setdefault(label(trial.changes), []).append(trial)
+    compared = speed_of(by_label[label(base)])
+    found = []
+    for name, each in by_label.items():
+        outcome = speed_of(each)
+        mark = " *" if name == label(winner) else ""
+        if isinstance(outcome, Failure):
+            found.append((name, "-", _FAILURES[outcome.kind], "-", "-", _results(each[0].changes)))
+            continue
+        ratio = f"{outcome.samples_per_s / compared.samples_per_s:.2f}x" if isinstance(compared, Speed) else "-"
+        found.append(
+            (
+                name + mark,
+                f"{outcome.samples_per_s:.4g}",
+                ratio,
+                size(outcome.memory_bytes),
+                f"±{100 * outcome.spread:.1f}%",
+                _results(each[0].changes),
+            )
+        )
+    return found
+
+
+def table(found: Sequence[tuple[str, ...]]) -> list[str]:
+    """Columns below their names; all but the first and the last to the right."""
+    every = [COLUMNS, *found]
+    widths = [max(len(row[column]) for row in every) for column in range(len(COLUMNS))]
+    last = len(COLUMNS) - 1
+    lines = []
+    for row in every:
+        cells = [
+            cell.ljust(width) if column in (0, last) else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines
+
+
+def size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def sentence(found: Found) -> str:
+    """Who won, and how surely."""
+    ratios = ", ".join(f"{ratio:.3f}" for ratio in found.rounds)
+    base = "the default" if not found.base else f"`{label(found.base)}`"
+    if not found.default_wins:
+        gain = statistics.median(found.rounds)
+        return (
+            f"`{label(found.winner)}` is {gain:.2f}x as fast as {base}: ahead in all {len(found.rounds)} rounds "
+            f"one after the other ({ratios})"
+        )
+    if not found.rival:
+        return f"{base} wins: nothing that was tried is faster"
+    if len(found.rounds) < LEAST_ROUNDS:
+        return f"{base} stays: there was no time to race `{label(found.rival)}` against it (set a larger `--budget`)"
+    ahead = sum(ratio > 1 for ratio in found.rounds)
+    return (
+        f"{base} wins: `{label(found.rival)}` seemed faster at first, but was ahead in only {ahead} of "
+        f"{len(found.rounds)} rounds ({ratios})"
+    )
+
+
+def file_text(task: str, given: Mapping[str, Any], found: Found, lines: Sequence[str]) -> str:
+    """Settings for `--config`: as they were given, and as they were chosen."""
+    head = [f"{HEAD}: paceline train {task} --config THIS_FILE", *(f"# {line}".rstrip() for line in lines)]
+    as_given = {name: value for name, value in given.items() if name not in found.winner}
+    parts = [("as given", as_given), ("as chosen", dict(found.winner))]
+    blocks = [f"# {title}\n{_yaml(values)}" for title, values in parts if values]
+    return "\n".join(head) + "\n\n" + "\n".join(blocks)
+
+
+def _yaml(values: Mapping[str, Any]) -> str:
+    return str(yaml.safe_dump(dict(values), sort_keys=False, width=120, allow_unicode=True))
+
+
+def _results(changes: Changes) -> str:
+    changed = numerics(changes)
+    return f"changed by {changed}" if changed else "the same"

@@ -1,0 +1,239 @@
+"""One trial of `paceline tune`, inside its own processes: the training loop, warmed up, then timed in parts."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import torch
+
+from paceline.config.errors import PacelineError
+from paceline.config.settings import TrainConfig
+from paceline.data.grain import Grain
+from paceline.observe.clock import computing_share, elapsed
+from paceline.speed import precision
+from paceline.train import summary
+from paceline.train.benchmark import unkept
+from paceline.train.feed import Feed
+from paceline.train.step import Step
+from paceline.train.task import Stage, Task
+from paceline.train.trainer import Trainer
+from paceline.train.tune import Speed
+from paceline.train.tune_space import Facts, LevelFacts
+from paceline.world.link import Link
+
+NUM_PARTS = 5
+LEAST_STEPS_PER_PART = 2
+LEAST_WARM, MOST_WARM = 5, 20
+"""Steps of warm-up."""
+UNSETTLED = 3.0
+"""A step so many times longer than others is still part of the warm-up: it compiled, or allocated."""
+_FOREVER = 1_000_000
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank saw of one part of the timed steps."""
+
+    seconds: float
+    num_samples: int
+    length: float | None
+
+
+def trial(
+    task: Task, config: TrainConfig, link: Link, measure_s: float, tell: Callable[[Facts], None] = lambda facts: None
+) -> Speed:
+    """Train for about `measure_s` seconds after a warm-up and say how fast it went; nothing is kept.
+
+    All ranks get the same answer. `tell` is told what is known before the first step, on the first rank.
+    """
+    running = _Trial(task, config, link, measure_s, tell)
+    running.fit()
+    if not running.is_over:
+        raise TrialStopped
+    mine = (running.parts, running.memory_bytes(), running.seconds)
+    ranks = link.gather_objects(mine)
+    rates = join([parts for parts, _, _ in ranks], running.mean_length)
+    return Speed(
+        samples_per_s=total_rate([parts for parts, _, _ in ranks], running.mean_length),
+        spread=statistics.stdev(rates) / statistics.fmean(rates),
+        memory_bytes=max(memory for _, memory, _ in ranks),
+        data_share=1.0 - computing_share(*(seconds for _, _, seconds in ranks)),
+        workers=running.workers,
+    )
+
+
+class TrialStopped(PacelineError):
+    """A signal ended a trial before it was over."""
+
+    hint = "type the command again"
+
+    def __init__(self) -> None:
+        super().__init__("a trial was asked to stop: nothing was measured")
+
+
+def join(ranks: Sequence[Sequence[Part]], mean_length: float | None) -> list[float]:
+    """Samples per second of each part over all ranks, each part in the time of its slowest rank.
+
+    Where samples have lengths, a second of work is worth as many samples as an average one is long: what a trial
+    happened to see of long and short ones does not make it slow or fast.
+    """
+    return [_rate(parts, mean_length) for parts in zip(*ranks, strict=True)]
+
+
+def total_rate(ranks: Sequence[Sequence[Part]], mean_length: float | None) -> float:
+    """The same over all parts together."""
+    return _rate([_sum(parts) for parts in ranks], mean_length)
+
+
+def _sum(parts: Sequence[Part]) -> Part:
+    lengths = [part.length for part in parts if part.length is not None]
+    return Part(
+        math.fsum(part.seconds for part in parts),
+        sum(part.num_samples for part in parts),
+        math.fsum(lengths) if len(lengths) == len(parts) else None,
+    )
+
+
+def _rate(parts: Sequence[Part], mean_length: float | None) -> float:
+    whole = _sum(parts)
+    seconds = max(part.seconds for part in parts)
+    if whole.length is None or not mean_length:
+        return whole.num_samples / seconds
+    return whole.length / mean_length / seconds
+
+
+def is_settled(step_s: Sequence[float]) -> bool:
+    """Whether the last steps were about as long as the others."""
+    if len(step_s) < LEAST_WARM:
+        return False
+    return len(step_s) >= MOST_WARM or max(step_s[-3:]) <= UNSETTLED * statistics.median(step_s)
+
+
+def steps_per_part(step_s: float, measure_s: float) -> int:
+    return max(LEAST_STEPS_PER_PART, math.ceil(measure_s / max(step_s, 1e-9) / NUM_PARTS))
+
+
+class _Trial(Trainer):
+    """The training loop over the first stage, until its last part is timed."""
+
+    def __init__(
+        self, task: Task, config: TrainConfig, link: Link, measure_s: float, tell: Callable[[Facts], None]
+    ) -> None:
+        super().__init__(task, unkept(config, _FOREVER), link)
+        self.stages: list[Stage] = [replace(self.stages[0], epochs=None)]
+        self.is_over = False
+        self.parts: list[Part] = []
+        self.mean_length: float | None = None
+        self.workers = 0
+        self.seconds: dict[str, float] = {}
+        self._measure_s, self._tell = measure_s, tell
+        self._own_after_step, self._after_step = self._after_step, self._watch
+        self._warm: list[float] = []
+        self._left = 0  # steps of this part that are to come
+        self._per_part = 0
+        self._lengths: Any = None
+        self._num_samples, self._length = 0, 0.0
+        self._began = time.perf_counter()
+        self._before: dict[str, float] = {}
+
+    def memory_bytes(self) -> int:
+        if self.link.device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self.link.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def _feed(self, number: int, stage: Stage) -> Feed:
+        self._data = feed = super()._feed(number, stage)
+        if not feed.is_stream and feed.lengths is not None:
+            self._lengths, self.mean_length = feed.lengths, float(feed.lengths.mean())
+        return feed
+
+    def _introduce(self, feed: Feed) -> None:
+        super()._introduce(feed)
+        data = summary.data_facts(feed, 0)
+        if self.link.is_first:
+            self._tell(_facts(self, data))
+        self._began = time.perf_counter()
+
+    def _watch(self, model: torch.nn.Module, step: Step, grains: list[Grain]) -> None:
+        if self._own_after_step is not None:
+            self._own_after_step(model, step, grains)
+        if not self._per_part:
+            self._warm_up()
+            return
+        self._num_samples += sum(len(grain) for grain in grains)
+        if self._lengths is not None:
+            self._length += sum(float(self._lengths[grain.samples].sum()) for grain in grains)
+        self._left -= 1
+        if self._left == 0 and not self.is_over:
+            self._end_part()
+
+    def _warm_up(self) -> None:
+        """Until all ranks' steps are of the same length; then agree how many of them make a part."""
+        self._warm.append(self._lap())
+        ranks = self.link.gather_objects((is_settled(self._warm), self._warm[-1]))
+        if all(settled for settled, _ in ranks):
+            slowest = max(self.link.gather_objects(statistics.fmean(self._warm[-3:])))
+            self._per_part = self._left = steps_per_part(slowest, self._measure_s)
+            self._before = self.clock.read()
+            self._lap()
+
+    def _end_part(self) -> None:
+        length = self._length if self._lengths is not None else None
+        self.parts.append(Part(self._lap(), self._num_samples, length))
+        self._num_samples, self._length, self._left = 0, 0.0, self._per_part
+        if len(self.parts) == NUM_PARTS:
+            self.is_over = True
+            self.clock.lap("compute")
+            self.seconds, self.workers = elapsed(self._before, self.clock.read()), self._data.workers
+
+    def _lap(self) -> float:
+        """Seconds since the last lap, the device's work included."""
+        if self.link.device.type == "cuda":
+            torch.cuda.synchronize(self.link.device)
+        began, self._began = self._began, time.perf_counter()
+        return self._began - began
+
+    def _stop_asked(self, step: Step) -> bool:
+        return self.is_over or super()._stop_asked(step)
+
+
+def _facts(trainer: _Trial, data: summary.DataFacts) -> Facts:
+    link, config = trainer.link, trainer.config
+    able = precision.capabilities(link.device)
+    now = trainer.engine.precision
+    levels = []
+    for level in get_args(TrainConfig.model_fields["level"].annotation):
+        if level == "auto":
+            continue
+        try:
+            found = precision.resolve(level, config.precision, able)
+        except (precision.LevelUnsupported, precision.LevelConflict):
+            continue
+        levels.append(LevelFacts(level, _computes(found), found.compile))
+    return Facts(
+        device=able.device,
+        device_name=able.name,
+        ranks=link.world.size,
+        cores=len(os.sched_getaffinity(0)),
+        threads=link.threads,
+        grains=trainer.keeper.grains,
+        levels=tuple(levels),
+        computes=_computes(now),
+        compiles=now.compile,
+        num_samples=data.num_samples,
+        has_lengths=trainer.mean_length is not None,
+        padding=data.padding,
+        is_stream=data.num_samples is None,
+    )
+
+
+def _computes(found: precision.Precision) -> str:
+    """The same for levels that differ in name alone."""
+    return repr(replace(found, level=0, name="", notes=()))
