@@ -10,6 +10,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -26,7 +27,7 @@ import xxhash
 from paceline.config.errors import PacelineError
 from paceline.config.paths import CannotWrite, near
 from paceline.data.hdf_errors import PackedUnreadable
-from paceline.data.hdf_layout import Layout, PackedFile, read_layout
+from paceline.data.hdf_layout import Layout, PackedFile, Shards, read_layout
 from paceline.data.hdf_write import agree_on_sizes, content_of, write_file, write_shards
 from paceline.data.pack_piece import Piece, StreamsDiffer, read_piece, write_piece
 
@@ -117,9 +118,12 @@ def pack(
         raise PackExists(out)
     parts = out.with_name(f"{out.name}.parts")
     try:
-        _prepare(parts, identity, force)
-        work = _Work(source, out, parts, identity, layout, shard_bytes)
+        before = _shards_of(out)
+        name = _prepare(parts, identity, force)
+        work = _Work(source, out, parts, name, layout, shard_bytes)
         found = work.run(processes, progress or (lambda done: None))
+        for path in set(before) - set(found.files):
+            path.unlink(missing_ok=True)
         shutil.rmtree(parts)
     except OSError as error:
         raise CannotWrite(out, error) from error
@@ -131,27 +135,38 @@ def shard_name(out: Path, number: int) -> Path:
     return out.with_name(f"{out.stem}-{number:05d}{out.suffix}")
 
 
-def _prepare(parts: Path, identity: str, force: bool) -> None:
-    """A folder for pieces of this packing, and of no other."""
+def _shards_of(out: Path) -> Sequence[Path]:
+    """Of the packed file that is to be replaced."""
+    try:
+        found = read_layout(out) if out.exists() else None
+    except PackedUnreadable:
+        return ()
+    return found.files if isinstance(found, Shards) else ()
+
+
+def _prepare(parts: Path, identity: str, force: bool) -> str:
+    """A folder for pieces of this packing, and of no other; the packing's name, which its shards bear."""
     plan = parts / _PLAN
     if parts.exists():
         known = plan.read_text() if plan.exists() else ""
-        if known == identity:
-            return
+        if known.startswith(identity):
+            return known
         if known and not force:
             raise OtherParts(parts)
         shutil.rmtree(parts)
     parts.mkdir(parents=True)
-    plan.write_text(identity)
+    name = f"{identity}-{secrets.token_hex(4)}"  # packed again, data may be other than it was
+    plan.write_text(name)
+    return name
 
 
 class _Work:
     """One packing."""
 
     def __init__(
-        self, source: Source, out: Path, parts: Path, identity: str, layout: Layout, shard_bytes: int | None
+        self, source: Source, out: Path, parts: Path, name: str, layout: Layout, shard_bytes: int | None
     ) -> None:
-        self._source, self._out, self._parts, self._identity = source, out, parts, identity
+        self._source, self._out, self._parts, self._name = source, out, parts, name
         self._layout, self._shard_bytes = layout, shard_bytes
         self._cuts = list(source.cuts(shard_bytes))
         self._done = Packing()
@@ -204,7 +219,7 @@ class _Work:
                 found = read_layout(path)
             except PackedUnreadable:
                 break
-            if not isinstance(found, PackedFile) or found.about.get("pack") != self._identity:
+            if not isinstance(found, PackedFile) or found.about.get("pack") != self._name:
                 break
             self._count(path, found)
             first = int(found.about["pieces"][1])
@@ -237,7 +252,7 @@ class _Work:
             self._done.skipped += skipped
             return False
         numbers = [self._waiting[0], self._waiting[-1] + 1]
-        about = {**self._source.about, "pack": self._identity, "pieces": numbers, "skipped": skipped}
+        about = {**self._source.about, "pack": self._name, "pieces": numbers, "skipped": skipped}
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, self._layout, content_of(pieces, about), self._values)
         found = read_layout(path)
@@ -259,7 +274,7 @@ class _Work:
         if self._layout == "returnn":
             agree_on_sizes(self._done.files)
         names = [path.name for path in self._done.files]
-        write_shards(self._out, list(zip(names, self._rows_of, strict=True)), self._identity)
+        write_shards(self._out, list(zip(names, self._rows_of, strict=True)), self._name)
 
 
 def _must(piece: Piece | None, path: Path) -> Piece:
