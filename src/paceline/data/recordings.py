@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,17 +15,18 @@ from paceline.data.manifest_columns import Manifest
 
 
 class Recordings:
-    """Random access by row; nothing is kept open, and packed audio is mapped by each process for itself."""
+    """Random access by row; nothing is kept open, and packed audio is mapped by each process for itself.
+
+    A packed file may hold features instead of audio: then a row is (frames, features), as it was packed.
+    """
 
     def __init__(self, manifest: Manifest, sample_rate: int) -> None:
         self._manifest, self._sample_rate = manifest, sample_rate
         self._packed = {
-            number: _audio_of(open_packed(path), sample_rate)
-            for number, path in enumerate(manifest.sources)
-            if is_packed(path)
+            number: _sound_of(open_packed(path)) for number, path in enumerate(manifest.sources) if is_packed(path)
         }
 
-    def read(self, row: int) -> NDArray[np.int16]:
+    def read(self, row: int) -> NDArray[Any]:
         """16-bit mono at the rate that was asked for. Packed audio of that rate is not copied: it is read-only."""
         manifest = self._manifest
         packed = self._packed.get(int(manifest.source_numbers[row])) if self._packed else None
@@ -32,13 +34,26 @@ class Recordings:
             return read_audio(manifest.audio(row), sample_rate=self._sample_rate, **manifest.segment(row))
         stream, rate = packed
         samples = stream.view(manifest.line(row) - 1)
-        if rate == self._sample_rate and samples.dtype == np.int16:
+        if stream.kind == "features" or (rate == self._sample_rate and samples.dtype == np.int16):
             return samples
         return converted(manifest.audio(row), samples, rate, self._sample_rate)
 
 
-def _audio_of(packed: Packed, sample_rate: int) -> tuple[Stream, int]:
-    stream, rate = packed.of_kind("audio"), packed.sample_rate
+def read_packed_audio(
+    path: Path, row: int, sample_rate: int, *, offset_s: float, duration_s: float
+) -> NDArray[np.int16]:
+    """A part of a packed recording, as `read_audio` reads a part of a file."""
+    packed = open_packed(path)
+    audio, rate = packed.of_kind("audio"), packed.sample_rate
+    if audio is None or rate is None:
+        raise no_audio(path, packed)
+    begin = round(offset_s * rate)
+    samples = audio.view(row)[begin : begin + round(duration_s * rate)]
+    return samples if rate == sample_rate else converted(path, samples, rate, sample_rate)
+
+
+def _sound_of(packed: Packed) -> tuple[Stream, int]:
+    stream, rate = packed.of_kind("features") or packed.of_kind("audio"), packed.sample_rate
     if stream is None or rate is None:
         raise no_audio(packed.path, packed)
     return stream, rate

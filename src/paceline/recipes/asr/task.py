@@ -20,6 +20,7 @@ from paceline.recipes.asr.export import write_export
 from paceline.recipes.asr.flops import training_flops
 from paceline.recipes.asr.inputs import open_inputs
 from paceline.recipes.asr.model import AcousticModel
+from paceline.recipes.asr.packing import check_packed
 from paceline.recipes.asr.perturb import check_clips
 from paceline.recipes.asr.settings import AsrSettings, UseSettings
 from paceline.recipes.asr.text import Labels
@@ -97,6 +98,7 @@ class Asr(Task):
 
     def read_inputs(self, words: Sequence[str]) -> Utterances:
         settings = self.settings
+        check_packed([Path(word) for word in words], settings.network, is_perturbed=False)
         return open_inputs(
             words,
             settings.network.sample_rate,
@@ -171,7 +173,8 @@ class Asr(Task):
         assert isinstance(model, AcousticModel)
         self._unread.update(line for line in grain["bad"] if line is not None)
         lengths = zip(grain["num_samples"], grain["bad"], strict=True)
-        return [model.output_length(samples) if bad is None else 0 for samples, bad in lengths]
+        output_length = model.output_frames if grain["audio"].dim() == 3 else model.output_length
+        return [output_length(length) if bad is None else 0 for length, bad in lengths]
 
     def _references(self, grain: Grain) -> list[str]:
         texts = grain["text"].tolist()

@@ -17,14 +17,15 @@ from paceline.data.audio_check import bad_audio
 from paceline.data.bad_line import BadLine
 from paceline.data.manifest import Manifest
 from paceline.data.recordings import Recordings
-from paceline.recipes.asr.perturb import PerturbSettings, max_stretch, perturb
+from paceline.recipes.asr.perturb import PerturbSettings, is_active, max_stretch, perturb
 from paceline.recipes.asr.text import EncodedTexts
 
 
 class Utterance(NamedTuple):
     """One sample, before it is padded."""
 
-    audio: NDArray[np.int16]
+    audio: NDArray[Any]
+    """(samples) int16, or (frames, features) float32 where features were packed."""
     text: NDArray[Any]
     key: int
     """Decides its masks, on any rank and in any batch."""
@@ -47,7 +48,8 @@ class Utterances:
         skip_bad: bool = False,
     ) -> None:
         self._manifest, self._texts, self._sample_rate = manifest, texts, sample_rate
-        self._perturb, self._skip_bad = perturb_settings, skip_bad
+        is_perturbed = perturb_settings is not None and is_active(perturb_settings)
+        self._perturb, self._skip_bad = perturb_settings if is_perturbed else None, skip_bad
         self._recordings = Recordings(manifest, sample_rate)
         stretch = 1.0 if perturb_settings is None else max_stretch(perturb_settings)
         self.lengths: NDArray[np.float64] = manifest.durations * stretch
@@ -98,7 +100,8 @@ def collate(samples: list[Utterance]) -> dict[str, Any]:
     """Pad audio and texts of a grain. Lengths are there twice: for the device, and for the host, which must not ask."""
     num_samples = [len(sample.audio) for sample in samples]
     num_labels = [len(sample.text) for sample in samples]
-    audio = np.zeros((len(samples), max(num_samples)), np.int16)
+    first = samples[0].audio
+    audio = np.zeros((len(samples), max(num_samples), *first.shape[1:]), first.dtype)
     text = np.zeros((len(samples), max(1, *num_labels)), np.int64)
     for row, sample in enumerate(samples):
         audio[row, : num_samples[row]] = sample.audio
