@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import sys
 import tempfile
@@ -128,6 +129,8 @@ class _Tuner:
         self._folder = Path(tempfile.mkdtemp(prefix="paceline-tune-"))
         self._began = time.monotonic()
         self._facts: tune_space.Facts | None = None
+        self._hopeless: dict[str, Failure] = {}
+        """What does not fit will not fit the next time."""
         self.trials: list[Trial] = []
         self.left_out: list[str] = []
 
@@ -146,8 +149,9 @@ class _Tuner:
         assert isinstance(default.outcome, Speed)
         config = self._config(default.changes)
         assert isinstance(config, TrainConfig)
+        facts = dataclasses.replace(self._facts, grains=default.changes.get("grains", self._facts.grains))
         knobs, self.left_out = tune_space.knobs(
-            self._facts, default.outcome, config, self._options.knobs, keep_numerics=self._options.keep_numerics
+            facts, default.outcome, config, self._options.knobs, keep_numerics=self._options.keep_numerics
         )
         found = search(default, knobs, self.measure, self._left_s)
         earlier = tuple(tried[:-1]) if default.changes else ()
@@ -160,6 +164,8 @@ class _Tuner:
         outcome: Speed | Failure
         if isinstance(config, str):
             outcome = Failure("refused", config)
+        elif name in self._hopeless:
+            return Trial(changes, self._hopeless[name], 0.0)
         else:
             spec = Spec(
                 self._options.task, config.model_dump(mode="json", exclude_unset=True), self._procs, self._measure_s
@@ -174,6 +180,8 @@ class _Tuner:
                 )
             # The first says how the settings as given are; what others have is their own.
             self._facts = self._facts or facts
+        if isinstance(outcome, Failure) and outcome.is_memory:
+            self._hopeless[name] = outcome
         trial = Trial(changes, outcome, time.monotonic() - began)
         self.trials.append(trial)
         self._tell(name, trial)

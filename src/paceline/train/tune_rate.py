@@ -49,7 +49,7 @@ class Suggestion:
 
 def rate_at(step: int, steps: int, first: float, last: float) -> float:
     """Exponential from `first` at step 0 to `last` at the last one."""
-    return first * (last / first) ** (step / max(1, steps - 1))
+    return first * math.exp(math.log(last / first) * step / max(1, steps - 1))
 
 
 def smooth(losses: Sequence[float]) -> list[float]:

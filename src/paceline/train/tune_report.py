@@ -39,7 +39,7 @@ def rows(trials: Sequence[Trial], base: Changes, winner: Changes) -> list[tuple[
     for trial in trials:
         by_label.setdefault(label(trial.changes), []).append(trial)
     compared = speed_of(by_label[label(base)])
-    found = []
+    found: list[tuple[str, ...]] = []
     for name, each in by_label.items():
         outcome = speed_of(each)
         mark = " *" if name == label(winner) else ""

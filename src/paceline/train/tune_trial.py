@@ -28,7 +28,9 @@ from paceline.train.tune import Speed
 from paceline.train.tune_space import Facts, LevelFacts
 from paceline.world.link import Link
 
-NUM_PARTS = 5
+LEAST_PARTS, NUM_PARTS = 3, 7
+PATIENCE = 3.0
+"""A trial that takes so many times longer than planned, because the machine is busy, makes do with fewer parts."""
 LEAST_STEPS_PER_PART = 2
 LEAST_WARM, MOST_WARM = 5, 20
 """Steps of warm-up."""
@@ -61,7 +63,8 @@ def trial(
     ranks = link.gather_objects(mine)
     rates = join([parts for parts, _, _ in ranks], running.mean_length)
     return Speed(
-        samples_per_s=total_rate([parts for parts, _, _ in ranks], running.mean_length),
+        # Of what else happens on this machine, the median hears least.
+        samples_per_s=statistics.median(rates),
         spread=statistics.stdev(rates) / statistics.fmean(rates),
         memory_bytes=max(memory for _, memory, _ in ranks),
         data_share=1.0 - computing_share(*(seconds for _, _, seconds in ranks)),
@@ -84,29 +87,15 @@ def join(ranks: Sequence[Sequence[Part]], mean_length: float | None) -> list[flo
     Where samples have lengths, a second of work is worth as many samples as an average one is long: what a trial
     happened to see of long and short ones does not make it slow or fast.
     """
-    return [_rate(parts, mean_length) for parts in zip(*ranks, strict=True)]
-
-
-def total_rate(ranks: Sequence[Sequence[Part]], mean_length: float | None) -> float:
-    """The same over all parts together."""
-    return _rate([_sum(parts) for parts in ranks], mean_length)
-
-
-def _sum(parts: Sequence[Part]) -> Part:
-    lengths = [part.length for part in parts if part.length is not None]
-    return Part(
-        math.fsum(part.seconds for part in parts),
-        sum(part.num_samples for part in parts),
-        math.fsum(lengths) if len(lengths) == len(parts) else None,
-    )
-
-
-def _rate(parts: Sequence[Part], mean_length: float | None) -> float:
-    whole = _sum(parts)
-    seconds = max(part.seconds for part in parts)
-    if whole.length is None or not mean_length:
-        return whole.num_samples / seconds
-    return whole.length / mean_length / seconds
+    rates = []
+    for parts in zip(*ranks, strict=True):
+        seconds = max(part.seconds for part in parts)
+        lengths = [part.length for part in parts if part.length is not None]
+        samples: float = sum(part.num_samples for part in parts)
+        if mean_length and len(lengths) == len(parts):
+            samples = math.fsum(lengths) / mean_length
+        rates.append(samples / seconds)
+    return rates
 
 
 def is_settled(step_s: Sequence[float]) -> bool:
@@ -188,10 +177,13 @@ class _Trial(Trainer):
         length = self._length if self._lengths is not None else None
         self.parts.append(Part(self._lap(), self._num_samples, length))
         self._num_samples, self._length, self._left = 0, 0.0, self._per_part
-        if len(self.parts) == NUM_PARTS:
+        taken_s = max(self.link.gather_objects(math.fsum(part.seconds for part in self.parts)))
+        is_slow = len(self.parts) >= LEAST_PARTS and taken_s > PATIENCE * self._measure_s
+        if len(self.parts) == NUM_PARTS or is_slow:
             self.is_over = True
             self.clock.lap("compute")
             self.seconds, self.workers = elapsed(self._before, self.clock.read()), self._data.workers
+        self._lap()
 
     def _lap(self) -> float:
         """Seconds since the last lap, the device's work included."""
