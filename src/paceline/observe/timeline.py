@@ -134,10 +134,12 @@ class Timeline:
             self._profiler = profile(activities=kinds, profile_memory=self._with_memory)
             self._profiler.start()
             self._marks = [_mark() for _ in range(4)]  # the first one pays for what the others find ready
+        self._link.barrier()  # starting takes ranks unequally long, which is not what a user wants to see
         self._clock.lap("logging")
         self._tape = trace.Tape()
-        self._first, self._step, self._step_began = step, step, perf_counter_ns()
-        self._note_memory(self._step_began)
+        self._first = self._step = step
+        self._began = self._step_began = perf_counter_ns()
+        self._note_memory(self._began)
         self._clock.follower = self._note_lap
 
     def _note_lap(self, phase: str, began_ns: int, ended_ns: int) -> None:
@@ -153,7 +155,8 @@ class Timeline:
         assert self._tape is not None
         self._clock.lap("other")
         now = perf_counter_ns()
-        self._tape.steps.append((self._step, self._step_began, now))
+        if num_steps > self._step:  # else an epoch was over: what was between belongs to no step
+            self._tape.steps.append((self._step, self._step_began, now))
         self._step, self._step_began = num_steps, now
 
     def _end(self) -> None:
@@ -169,7 +172,8 @@ class Timeline:
         name = f"steps-{self._first}-{self._step - 1}"
         path = self._folder / f"{name}.json.gz"
         offset = time_axis.measure(self._link)
-        origin_ns = self._link.broadcast_object(tape.steps[0][1] if tape.steps else 0)
+        began_ns = min([self._began, *(began for _, began, _ in tape.laps[:1])]) + offset.ns
+        origin_ns = min(self._link.gather_objects(began_ns))
         part = Part(self._events(tape, offset.ns - origin_ns), offset.uncertainty_ns, snapshot)
         parts = in_turn(self._link, part)
         if self._link.is_first:

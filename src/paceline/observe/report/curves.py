@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from paceline.observe.report.figure import Figure, Trace, axis, color, line
+from paceline.observe.report.figure import DASHES, Figure, Trace, axis, color, line
 from paceline.observe.report.runs import RunRecord
 from paceline.observe.report.series import short, smooth, thin
 from paceline.observe.watcher import Record
@@ -19,6 +20,8 @@ NOTES = {
     "spread": ("Spread of the ranks", "How far apart the ranks' weights were when they were averaged."),
 }
 """Titles of what steps note; anything else goes by its own name."""
+ERROR_RATES = ("wer", "cer")
+"""Shown in percent."""
 _KNOWN = ("kind", "step", "epoch", "loss")
 
 
@@ -38,13 +41,13 @@ def loss(runs: Sequence[RunRecord]) -> Figure:
             traces.append(_curve(steps, values, run.name, number))
             continue
         traces.append(_curve(steps, values, run.name, number, is_faint=True))
-        traces.append(_curve(steps, smooth(values, len(values) / 100), run.name, number))
+        traces.append(_curve(steps, smooth(values, max(3, len(values) / 50)), run.name, number))
     about = "Each step's loss over all ranks, faint; smoothed, strong."
     if lost:
         about += f" {lost} of them {'was' if lost == 1 else 'were'} not finite: a gap."
     kind = "log" if spans_magnitudes([value for trace in traces for value in trace["y"]]) else "linear"
-    layout = {"xaxis": axis("step"), "yaxis": axis("loss", type=kind), "showlegend": len(runs) > 1}
-    return Figure("loss", "Training loss", traces, layout, about, is_wide=True, may_be_log=True)
+    layout = {"xaxis": _steps(), "yaxis": axis("loss", type=kind), "showlegend": len(runs) > 1}
+    return Figure("loss", "Training loss", traces, layout, about, size="wide", may_be_log=True)
 
 
 def spans_magnitudes(values: Sequence[float | None], times: float = 100.0) -> bool:
@@ -59,14 +62,18 @@ def metrics(runs: Sequence[RunRecord]) -> list[Figure]:
     figures = []
     for metric in dict.fromkeys(name.rpartition("/")[2] for name in names):
         traces: list[Trace] = []
-        for name in names:
-            dataset, _, of = name.rpartition("/")
-            for run in runs if of == metric else ():
+        of_metric = [name for name in names if name.rpartition("/")[2] == metric]
+        for number, run in enumerate(runs):
+            for place, name in enumerate(of_metric):
                 steps, values = _points(run.validations, name)
-                label = dataset if len(runs) == 1 else f"{run.name}: {dataset}"
-                if steps:
-                    traces.append(_curve(steps, values, label, len(traces)))
-        layout = {"xaxis": axis("step"), "yaxis": axis(metric)}
+                dataset = name.rpartition("/")[0]
+                if steps and len(runs) == 1:
+                    traces.append(_curve(steps, values, dataset, place))
+                elif steps:
+                    dash = DASHES[place % len(DASHES)]
+                    traces.append(_curve(steps, values, f"{run.name}: {dataset}", number, dash=dash))
+        form = {"tickformat": ".3~%"} if metric in ERROR_RATES else {}
+        layout = {"xaxis": _steps(), "yaxis": axis(metric, **form)}
         title = f"Validation: {metric}"
         figures.append(Figure(f"metric-{metric}", title, traces, layout, may_be_log=metric == "loss"))
     return figures
@@ -84,9 +91,13 @@ def notes(runs: Sequence[RunRecord]) -> list[Figure]:
                 traces.append(_curve(steps, values, run.name, number))
         if traces:
             title, about = NOTES.get(note, (note.replace("_", " ").capitalize(), ""))
-            layout = {"xaxis": axis("step"), "yaxis": axis(note.replace("_", " ")), "showlegend": len(runs) > 1}
+            layout = {"xaxis": _steps(), "yaxis": axis(note.replace("_", " ")), "showlegend": len(runs) > 1}
             figures.append(Figure(f"note-{note}", title, traces, layout, about, may_be_log=True))
     return figures
+
+
+def _steps() -> dict[str, Any]:
+    return axis("step", rangemode="nonnegative")
 
 
 def _points(records: Sequence[Record], name: str) -> tuple[list[int], list[float | None]]:
@@ -95,8 +106,15 @@ def _points(records: Sequence[Record], name: str) -> tuple[list[int], list[float
 
 
 def _curve(
-    steps: Sequence[int], values: Sequence[float | None], name: str, number: int, *, is_faint: bool = False
+    steps: Sequence[int],
+    values: Sequence[float | None],
+    name: str,
+    number: int,
+    *,
+    is_faint: bool = False,
+    dash: str = "solid",
 ) -> Trace:
     kept = thin(values)
     x, y = [steps[place] for place in kept], [short(values[place]) for place in kept]
-    return line(x, y, name, color(number), is_faint=is_faint, dots=not is_faint and len(x) <= DOTS_UP_TO)
+    has_dots = not is_faint and len(x) <= DOTS_UP_TO
+    return line(x, y, name, color(number), dash=dash, is_faint=is_faint, dots=has_dots)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 Trace = dict[str, Any]
 
 COLORS = ("#3d7bfd", "#f0883e", "#1fae84", "#c957b1", "#8d6ff0", "#e0566b", "#3aa6c2", "#a89034")
 """Of runs, sets and metrics; told apart on white and on black."""
+DASHES = ("solid", "dash", "dot", "dashdot")
+"""Of the sets of several runs, whose colour is the run's."""
 PHASE_COLORS = {
     "data": "#f0883e",
     "transfer": "#e8c547",
@@ -22,7 +24,7 @@ PHASE_COLORS = {
     "setup": "#a89034",
     "other": "#8b949e",
 }
-HEIGHT = 320
+HEIGHT, SMALL_HEIGHT = 320, 210
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,17 @@ class Figure:
     layout: dict[str, Any] = field(default_factory=dict)
     about: str = ""
     """One sentence below the title."""
-    is_wide: bool = False
+    size: Literal["small", "half", "wide"] = "half"
+    """Of the page's width: a third, a half or all of it; on a phone always all."""
     may_be_log: bool = False
     """Whether a button for a logarithmic axis makes sense."""
 
+    @property
+    def height(self) -> int:
+        return int(self.layout.get("height", SMALL_HEIGHT if self.size == "small" else HEIGHT))
+
     def as_json(self) -> dict[str, Any]:
-        return {"name": self.name, "data": self.traces, "layout": {"height": HEIGHT, **self.layout}}
+        return {"name": self.name, "data": self.traces, "layout": {**self.layout, "height": self.height}}
 
 
 def color(number: int) -> str:
@@ -49,7 +56,14 @@ def color(number: int) -> str:
 
 
 def line(
-    x: Sequence[Any], y: Sequence[float | None], name: str, tint: str, *, is_faint: bool = False, dots: bool = False
+    x: Sequence[Any],
+    y: Sequence[float | None],
+    name: str,
+    tint: str,
+    *,
+    dash: str = "solid",
+    is_faint: bool = False,
+    dots: bool = False,
 ) -> Trace:
     """A curve. Where it has few points they are marked, so that one alone can be seen."""
     trace: Trace = {
@@ -58,7 +72,7 @@ def line(
         "x": list(x),
         "y": list(y),
         "name": name,
-        "line": {"color": tint, "width": 1 if is_faint else 2},
+        "line": {"color": tint, "width": 1 if is_faint else 2, "dash": dash},
     }
     if is_faint:
         trace |= {"opacity": 0.35, "showlegend": False, "hoverinfo": "skip"}

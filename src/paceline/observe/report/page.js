@@ -32,7 +32,7 @@
     };
   }
 
-  const config = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+  const config = { displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
 
   function draw() {
     return Promise.all(figures.map((figure) => Plotly.react(figure.name, figure.data, layoutOf(figure), config)));
@@ -56,6 +56,7 @@
     const script = document.createElement("script");
     script.textContent = await new Response(plain).text();
     document.head.append(script);
+    script.remove(); // it has run; nobody needs its text twice
   }
 
   setTheme(dark.matches);
@@ -78,6 +79,9 @@
     .then(draw)
     .then(() => {
       isDrawn = true;
+      // A plot follows its card, whatever made that wider or narrower.
+      const follow = new ResizeObserver((seen) => seen.forEach((each) => Plotly.Plots.resize(each.target)));
+      figures.forEach((figure) => follow.observe(document.getElementById(figure.name)));
       root.dataset.drawn = String(figures.length);
     })
     .catch((error) => {

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
 from importlib.util import find_spec
+from itertools import groupby
 from string import Template
 
 from paceline.config.errors import PacelineError
@@ -89,8 +90,8 @@ def packed(text: str) -> str:
 
 
 def _section(part: Part) -> str:
-    plots = "".join(_plot(figure) for figure in part.figures)
-    plots = f'<div class="plots">{plots}</div>' if plots else ""
+    grids = [list(alike) for _, alike in groupby(part.figures, key=lambda figure: figure.size == "small")]
+    plots = "".join(f'<div class="plots">{"".join(_plot(figure) for figure in grid)}</div>' for grid in grids)
     return f'<section id="{part.name}"><h2>{texts.escape(part.title)}</h2>{part.text}{plots}</section>'
 
 
@@ -99,9 +100,9 @@ def _plot(figure: Figure) -> str:
     button = f'<button class="log{on}" data-for="{texts.escape(figure.name)}">log</button>' if figure.may_be_log else ""
     about = f'<p class="more">{texts.escape(figure.about)}</p>' if figure.about else ""
     return (
-        f'<figure class="card{" wide" if figure.is_wide else ""}"><figcaption><h3>{texts.escape(figure.title)}</h3>'
+        f'<figure class="card {figure.size}"><figcaption><h3>{texts.escape(figure.title)}</h3>'
         f'{button}</figcaption>{about}<div class="plot" id="{texts.escape(figure.name)}" '
-        f'style="min-height:{figure.as_json()["layout"]["height"]}px"></div></figure>'
+        f'style="min-height:{figure.height}px"></div></figure>'
     )
 
 

@@ -46,6 +46,6 @@ def smooth(values: Sequence[float | None], half_life: float) -> list[float | Non
     return smoothed
 
 
-def short(value: float | None) -> float | None:
+def short(value: float | None, digits: int = 5) -> float | None:
     """Five digits, which no eye can tell from more; JSON has no word for what is not finite."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")

@@ -68,7 +68,9 @@ def _speed(run: RunRecord) -> list[Fact]:
     speeds = [epoch["objects_per_s"] for epoch in run.epochs if epoch.get("objects_per_s")]
     if speeds:
         note = f"first epoch {number(speeds[0])}" if len(speeds) > 1 else ""
-        found.append(Fact("samples/s, last epoch", number(speeds[-1]), note))
+        rates = run.epochs[-1].get("rates") or {}
+        unit = next((name.removesuffix("_per_s") for name, rate in rates.items() if rate == speeds[-1]), "samples")
+        found.append(Fact(f"{unit}/s, last epoch", number(speeds[-1]), note))
     share = computing(run)
     if share is not None:
         found.append(Fact("computing time", f"{100 * share:.1f} %", "the rest waited for data"))

@@ -52,9 +52,9 @@ def verdicts(runs: Sequence[RunRecord]) -> str:
         if lines:
             blocks.append(f'{_heading(run, runs)}<ul class="plain">{"".join(lines)}</ul>')
         elif run.epochs:
-            blocks.append(f'<p class="good">{_named(run, runs)}nothing that is known to hold runs back was seen.</p>')
+            blocks.append(f'<p class="good">{_named(run, runs)}Nothing that is known to hold runs back was seen.</p>')
         else:
-            blocks.append(f"<p>{_named(run, runs)}no epoch has ended: nothing can be said yet.</p>")
+            blocks.append(f"<p>{_named(run, runs)}No epoch has ended: nothing can be said yet.</p>")
     return "".join(blocks)
 
 
@@ -105,10 +105,18 @@ def continual_numbers(runs: Sequence[RunRecord]) -> str:
     }
     names = list(dict.fromkeys(name for numbers in found.values() for name in numbers))
     rows = [
-        [name.replace("_", " "), *(f"{numbers[name]:.2f} %" if name in numbers else "" for numbers in found.values())]
+        [_continual_name(name), *(f"{numbers[name]:.2f} %" if name in numbers else "" for numbers in found.values())]
         for name in names
     ]
     return table(["", *found], rows, first_is_head=True) if rows else ""
+
+
+def _continual_name(name: str) -> str:
+    """`class_il_forgetting` as `class-IL forgetting`; without anything behind it, it is the accuracy at the end."""
+    kind, _, what = name.replace("_il", "-IL", 1).partition("_")
+    return f"{kind} {what or 'accuracy'}".replace("forward", "forward transfer").replace(
+        "backward", "backward transfer"
+    )
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, first_is_head: bool = False) -> str:

@@ -11,6 +11,7 @@ from paceline.observe.report.series import short
 from paceline.observe.watcher import Record
 
 DOTS_UP_TO = 40
+BARS_IN_HALF = 8
 MOST_BARS = 60
 """Epochs times ranks that are drawn one by one; beyond it, the mean over the ranks."""
 NUMBERS = {
@@ -80,7 +81,7 @@ def _by_epoch(run: RunRecord, epochs: Sequence[Record], number: int, num_runs: i
         traces,
         {"barmode": "stack", "xaxis": axis("" if is_each else "epoch", type=None if not is_each else "multicategory")},
         f"Seconds of each epoch, {who}, with what came just before it: the last one's validation and checkpoint.",
-        is_wide=is_each,
+        size="wide" if len(bars) > BARS_IN_HALF else "half",
     )
 
 
@@ -109,9 +110,11 @@ def numbers(runs: Sequence[RunRecord]) -> list[Figure]:
     """Every number that epochs have: speed, padding, and what else the clock found."""
     every = [[numbers_of(epoch) for epoch in run.epochs] for run in runs]
     found = dict.fromkeys(name for epochs in every for epoch in epochs for name in epoch)
+    if all(epoch.get("objects_per_s") in (epoch.get("rates") or {}).values() for run in runs for epoch in run.epochs):
+        found.pop("objects_per_s", None)  # samples have a better name
     figures = []
     for name in [*(name for name in NUMBERS if name in found), *(name for name in found if name not in NUMBERS)]:
-        title, about, unit, factor = NUMBERS.get(name, (name.replace("_", " ").capitalize(), "", "", 1.0))
+        title, about, unit, factor = NUMBERS.get(name, (_title(name), "", "", 1.0))
         traces: list[Trace] = []
         for number, (run, epochs) in enumerate(zip(runs, every, strict=True)):
             points = [(place, short(factor * epoch[name])) for place, epoch in enumerate(epochs, 1) if name in epoch]
@@ -120,10 +123,10 @@ def numbers(runs: Sequence[RunRecord]) -> list[Figure]:
                 traces.append(line(x, y, run.name, color(number), dots=len(points) <= DOTS_UP_TO))
         layout = {
             "xaxis": axis("epoch", dtick=max(1, round(max(len(epochs) for epochs in every) / 10))),
-            "yaxis": axis(unit or name.replace("_", " "), rangemode="tozero"),
+            "yaxis": axis(unit, rangemode="tozero"),
             "showlegend": len(runs) > 1,
         }
-        figures.append(Figure(f"number-{name}", title, traces, layout, about))
+        figures.append(Figure(f"number-{name}", title, traces, layout, about, size="small"))
     return figures
 
 
@@ -137,6 +140,12 @@ def _bar(phase: str, at: Any, values: Sequence[float | None], shown: str, *, is_
         "marker": {"color": PHASE_COLORS.get(phase, "#8b949e")},
         "hovertemplate": f"{phase} {shown}<extra></extra>",
     }
+
+
+def _title(name: str) -> str:
+    """`tokens_per_s` as `Tokens per second`."""
+    words = name.replace("_", " ").capitalize()
+    return words.removesuffix(" s") + " second" if words.endswith(" per s") else words
 
 
 def _of(run: RunRecord, num_runs: int) -> str:
