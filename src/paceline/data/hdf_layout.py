@@ -7,6 +7,7 @@ is read as RETURNN's `HDFDataset` would read it (`hdf_returnn.py`). A file of sh
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from paceline.config.paths import near
 from paceline.data.hdf_errors import PackageMissing, PackedUnreadable
 from paceline.data.strings import Strings
 
@@ -206,7 +208,10 @@ def _refuse_other_things(path: Path) -> None:
         with path.open("rb") as file:
             begin = file.read(len(_MAGIC))
     except FileNotFoundError:
-        raise PackedUnreadable(path, "there is no such file", "check the name") from None
+        others = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+        meant = [near(path.with_name(name)) for name in difflib.get_close_matches(path.name, others, n=1)]
+        hint = f"did you mean {meant[0]}?" if meant else "`paceline pack IN... OUT.h5` makes packed files"
+        raise PackedUnreadable(path, "there is no such file", hint) from None
     except OSError as error:
         raise PackedUnreadable(path, f"cannot be read: {error.strerror}", "") from None
     if begin != _MAGIC:

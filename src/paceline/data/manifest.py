@@ -272,7 +272,8 @@ def _refuse_other_formats(path: Path, raw: bytes) -> None:
     if raw.startswith(b"\x1f\x8b"):
         raise NotAManifest(path, "is compressed", f"unpack it: `gunzip {near(path)}`")
     if raw.startswith(b"\x89HDF"):
-        raise NotAManifest(path, "is HDF5, not JSON lines", "give the manifest it was made from")
+        hint = "packed data is known by its name: let it end in .h5"
+        raise NotAManifest(path, "is HDF5, not JSON lines", hint)
 
 
 def _refuse_array(path: Path, raw: bytes) -> None:

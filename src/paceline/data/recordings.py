@@ -38,6 +38,18 @@ class Recordings:
             return samples
         return converted(manifest.audio(row), samples, rate, self._sample_rate)
 
+    def packed(self, rows: NDArray[np.int64]) -> tuple[Stream, NDArray[np.int64]] | None:
+        """(the stream, the rows in it), where all of these rows lie in one packed file as they are asked for."""
+        if not self._packed:
+            return None
+        numbers = self._manifest.source_numbers[rows]
+        found = self._packed.get(int(numbers[0]))
+        if found is None or np.any(numbers != numbers[0]):
+            return None
+        stream, rate = found
+        is_ready = stream.kind == "features" or (rate == self._sample_rate and stream.dtype == np.int16)
+        return (stream, self._manifest.lines[rows].astype(np.int64) - 1) if is_ready else None
+
 
 def read_packed_audio(
     path: Path, row: int, sample_rate: int, *, offset_s: float, duration_s: float

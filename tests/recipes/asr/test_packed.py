@@ -82,7 +82,7 @@ def test_a_run_goes_on_with_packed_data(folder: Path, tmp_path: Path) -> None:
 
 def test_eval_and_infer(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
-    trained(folder, run, "train.h5", "dev.h5")
+    trained(folder, run, "train.h5", "dev.h5", threads=1)
     shown = []
     for first, second in (("dev.json", "train.h5"), ("dev.h5", "train.json")):
         capsys.readouterr()
