@@ -209,6 +209,7 @@ def test_mistakes_are_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert "did you mean --budget?" in shown
     assert "--lr-from must be below --lr-to" in shown
     assert "--write FILE" in printed(capsys, GOOD, "--write", "absent/tuned.yaml", code=2)
+    assert "there is no such folder" in printed(capsys, GOOD, "--lr", "--csv", "absent/sweep.csv", code=2)
     assert "it is a folder" in printed(capsys, GOOD, "--write", str(tmp_path), code=2)
     shown = printed(capsys, GOOD, "--knobs", "levle", code=2)
     assert "level" in shown

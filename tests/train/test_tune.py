@@ -168,6 +168,15 @@ def test_memory_ends_a_way_and_the_search_goes_on() -> None:
     assert rows["workers 4, grains 8 *"][2] == "1.76x"
 
 
+def test_a_second_look_that_fails_changes_nothing() -> None:
+    # default, level 2 (faster), level 3 (slower); once more: 2 is not in time; workers 1 is faster, 2 not; again; final
+    script = iter([100, 150, 90, 0, 100, 130, 130, 131, 100, 100, 130, 130, 100, 100, 130])
+    machine = Machine(lambda changes, number: float(next(script)) or Failure("time"))
+    found = machine.search(LEVEL, knob("workers", (1, 2)))
+    assert dict(found.winner) == {"workers": 1}
+    assert found.rounds == pytest.approx([1.3] * MOST_ROUNDS)
+
+
 def test_a_default_that_does_not_fit_is_cut_finer() -> None:
     machine = Machine(lambda changes, number: 50.0 if changes.get("grains", 1) >= 4 else Failure("killed"))
     default = machine.measure({}, 1e9)

@@ -9,6 +9,7 @@ import torch
 
 from paceline.cli.tasks import make_task
 from paceline.cli.tune import TuneCommand
+from paceline.cli.tune_search import check_folder, write_text
 from paceline.config.settings import TrainConfig
 from paceline.observe.bars import SideBar
 from paceline.train.task import Task
@@ -27,6 +28,8 @@ def range_test(
     world: World, found: type[Task], options: TuneCommand, settings: TrainConfig, words: Sequence[str]
 ) -> int:
     """As one process, as one of many, or as the launcher of `--procs`."""
+    if options.csv is not None:
+        check_folder(options.csv)
     procs = count_procs(options.procs, settings.device, torch.cuda.device_count()) if world.launcher == "plain" else 1
     if procs > 1:
         return launch(procs, [sys.executable, "-m", "paceline", "tune", *words], device=settings.device)
@@ -55,7 +58,7 @@ def _run(world: World, found: type[Task], options: TuneCommand, settings: TrainC
         if link.is_first:
             sys.stdout.write("".join(f"{line}\n" for line in report(points)))
             if options.csv is not None:
-                options.csv.write_text(csv_text(points), encoding="utf-8")
+                write_text(options.csv, csv_text(points))
     return 0
 
 

@@ -42,9 +42,9 @@ class FileExists(PacelineError):
 
 
 class CannotWrite(PacelineError):
-    """The file for the settings cannot be made."""
+    """A file for results cannot be made."""
 
-    hint = "choose another with `--write FILE`"
+    hint = "choose another name (`--write FILE`, `--csv FILE`)"
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{path} cannot be written: {why}")
@@ -55,7 +55,8 @@ class DefaultFails(PacelineError):
     """The settings as given cannot be measured: there is nothing to compare with."""
 
     def __init__(self, failure: Failure, budget_s: float) -> None:
-        super().__init__(f"the settings as given cannot be measured: {failure.what}")
+        gap = "\n" if "\n" in failure.what else " "
+        super().__init__(f"the settings as given cannot be measured:{gap}{failure.what}")
         self.failure = failure
         hints = {
             "time": f"set a larger `--budget`, {4 * budget_s:.0f} say",
@@ -85,7 +86,7 @@ def tune(options: TuneCommand, settings: TrainConfig, *, is_length_ours: bool) -
         del given["epochs"]
     if procs > 1:
         given["procs"] = procs
-    options.write.write_text(tune_report.file_text(options.task, given, found, lines), encoding="utf-8")
+    write_text(options.write, tune_report.file_text(options.task, given, found, lines))
     length = " --epochs N" if is_length_ours else ""
     _print([f"{options.write} is written: `paceline train {options.task} --config {options.write}{length}`"])
     return 0
@@ -111,12 +112,23 @@ def report(found: Found, left_out: list[str]) -> list[str]:
 
 def check_target(path: Path) -> None:
     """Before anything is measured: may the file be written?"""
+    check_folder(path)
+    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(tune_report.HEAD):
+        raise FileExists(path)
+
+
+def check_folder(path: Path) -> None:
     if path.is_dir():
         raise CannotWrite(path, "it is a folder")
     if not path.resolve().parent.is_dir():
         raise CannotWrite(path, "there is no such folder")
-    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(tune_report.HEAD):
-        raise FileExists(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CannotWrite(path, str(error.strerror)) from None
 
 
 class _Tuner:

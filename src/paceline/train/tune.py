@@ -164,6 +164,8 @@ class _Climb:
     def _confirmed(self, here: Trial, best: Trial) -> Trial:
         """Both again, the other way round than before: what was first is now second."""
         again, before = self._try(best.changes), self._try(here.changes)
+        if not (again.samples_per_s and before.samples_per_s):
+            return here
         return again if again.samples_per_s > before.samples_per_s * (1 + MARGIN) else before
 
     def finish(self, untried: tuple[str, ...]) -> Found:
@@ -175,7 +177,7 @@ class _Climb:
             if self._left_s() < self._base.wall_s + self.best.wall_s:
                 break
             pair = {name: self._try(changes) for name, changes in _order(number, base, rival)}
-            if not pair["base"].samples_per_s:
+            if not all(trial.samples_per_s for trial in pair.values()):
                 break
             ratios.append(pair["rival"].samples_per_s / pair["base"].samples_per_s)
         wins = len(ratios) >= LEAST_ROUNDS and min(ratios) > 1

@@ -156,7 +156,8 @@ def judge(folder: Path, code: int, procs: int) -> Speed | Failure:
     kinds: tuple[FailureKind, ...] = ("memory", "killed", "failed", "refused")
     for kind in kinds:
         if kind in by_kind:
-            return Failure(kind, by_kind[kind])
+            # Of a bug, what was printed has the traceback.
+            return Failure(kind, (kind == "failed" and tail(folder)) or by_kind[kind])
     silent = [rank for rank, path in enumerate(ranks) if not path.exists()]
     if procs > 1 and silent and code != 0:
         return _silent(silent, folder)
@@ -175,7 +176,7 @@ def _silent(silent: Sequence[int], folder: Path) -> Failure:
     return Failure("failed", text or "the ranks did not start")
 
 
-def tail(folder: Path, lines: int = 20) -> str:
+def tail(folder: Path, lines: int = 40) -> str:
     """The end of what a trial printed."""
     text = (folder / LOG).read_text(encoding="utf-8", errors="replace") if (folder / LOG).exists() else ""
     return "\n".join(text.rstrip().splitlines()[-lines:])
