@@ -25,6 +25,10 @@ class RankEpoch:
     """What its losses were divided by."""
     length: float | None = None
     """Of its samples together, without padding; None where lengths are not known."""
+    work: float = 0.0
+    """What it computed: its lengths with their padding, or its samples."""
+    core_wait_s: float | None = None
+    """In which it could have gone on, but had no core; None where the system does not say."""
     host_bytes: int = 0
     device_bytes: int | None = None
     waits: list[float] = field(default_factory=list)
@@ -58,6 +62,8 @@ def epoch_numbers(
     found: Record = {
         "samples": num_samples,
         "objects_per_s": num_samples / longest,
+        "core_wait": [rank.core_wait_s for rank in ranks],
+        "work": [rank.work for rank in ranks],
         "computing": computing_share(*seconds),
         "seconds": [_rounded(rank) for rank in seconds],
         "between": [_rounded(rank.between) for rank in ranks],

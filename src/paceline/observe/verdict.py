@@ -7,9 +7,11 @@ Keys of a record of kind `epoch`, beside step, epoch, (stage,) steps, loss and s
     hosts            by rank: the machine
     computing        share of all ranks' time in which they did not wait for data
     samples, objects_per_s, padding (None where lengths are not known)
+    work             by rank: what it computed, in lengths with their padding, or in samples
     rates            speeds by name, over all ranks: `utterances_per_s`, `audio_hours_per_hour`, `tokens_per_s`, ...
     flops_per_s      over all ranks, where the task knows its FLOPs; mfu: of the devices' peak, where that is known
     memory           by rank: host_bytes (of the process), device_bytes (None on a CPU), the most so far
+    core_wait        by rank: seconds in which it could have gone on, but had no core (None where that is not known)
     meetings         of several ranks: exchange and waiting (shares of their time: moving numbers, and waiting for one
                      that is late), last (by rank: share of the meetings to which it came last)
     device           of GPUs: name, sampled_steps, ms (by rank: ms of a step by phase), caught_up (by rank: share of the
@@ -31,7 +33,9 @@ from typing import Any, Literal, get_args
 
 from paceline.config.settings import StepSettings
 
-Kind = Literal["data", "communication", "padding", "straggler", "recompiles", "launches", "precision"]
+Kind = Literal[
+    "data", "cores", "communication", "padding", "balance", "straggler", "recompiles", "launches", "precision"
+]
 Matter = tuple[Kind, int | None]
 """What a finding is about: its kind, and the rank where one is named."""
 
@@ -39,10 +43,13 @@ LEAST_SECONDS, LEAST_STEPS = 1.0, 10
 """Less than this says nothing about a run."""
 DATA_SHARE = 0.10
 """RETURNN's rule: below 90 % computing time, data is the bottleneck."""
+CORE_WAIT_SHARE = 0.20
 EXCHANGE_SHARE = 0.15
 WAITING_SHARE = 0.10
 LAST_SHARE = 0.75
 """A straggler is last nearly always; two equal ranks are last in turns."""
+MORE_WORK = 0.1
+"""A rank with so much more to compute than the others is late for that reason."""
 PADDING_SHARE = 0.15
 RECOMPILES = 3
 """Fewer are usual: the first change of a shape makes the compiler take it as dynamic."""
@@ -85,6 +92,7 @@ def verdict(record: Mapping[str, Any]) -> list[Finding]:
         return []
     found = [
         *_data(record),
+        *_cores(record),
         *_communication(record),
         *_straggler(record),
         *_padding(record),
@@ -132,12 +140,30 @@ def enough_workers(share: float, workers: int) -> int:
     """Workers that would read as fast as the rest of a step goes, where so many leave `share` of the time waiting."""
     rest = max(1.0 - share, 1e-3)
     # Without workers reading takes `share` of the time; with some, they read all the time and are still too slow.
-    return max(1, math.ceil(share / rest)) if workers == 0 else math.ceil(workers / rest)
+    needed = share / rest if workers == 0 else workers / rest
+    return max(1, math.ceil(needed - 1e-9))
+
+
+def _cores(record: Mapping[str, Any]) -> Iterator[Finding]:
+    """Others on the machine take the time that the clock shows as computing, or as waiting for a rank."""
+    shares = _core_wait_shares(record)
+    if max(shares) < CORE_WAIT_SHARE:
+        return
+    rank = max(range(len(shares)), key=shares.__getitem__)
+    way, place = record.get("way", {}), _place(record, rank)
+    text = f"no core was free for {_percent(shares[rank])} of the time{_on(record, rank)}"
+    own = int(way.get("local_size", 1)) * (1 + int(way.get("workers") or 0))
+    cores = int(way.get("cores", 1))
+    advice = f"more runs on {place['host'] or 'this machine'} than its {cores} cores: see `top`"
+    if own > cores:
+        advice = f"{own} processes of this run share {cores} cores: fewer `--workers`, or fewer `--procs`"
+    yield Finding("cores", text, advice, **place, share=shares[rank])
 
 
 def _communication(record: Mapping[str, Any]) -> Iterator[Finding]:
     share = record.get("meetings", {}).get("exchange", 0.0)
-    if share < EXCHANGE_SHARE:
+    # Without a core nothing moves either: so much of it may be no fault of the link.
+    if share - max(_core_wait_shares(record)) < EXCHANGE_SHARE:
         return
     way = record.get("way", {})
     what = "sums of gradients" if way.get("reduce") == "grad" else "averages of weights"
@@ -169,10 +195,27 @@ def _straggler(record: Mapping[str, Any]) -> Iterator[Finding]:
     if phase == "data" and _shares(record, "data")[rank] >= DATA_SHARE:
         return  # that it waits for data has been said, with what to do about it
     host = record["hosts"][rank]
-    name = {"compute": "forward and backward", "data": "data wait"}.get(phase, phase)
-    text = f"rank {rank} on {host} is late: others wait {_percent(share)} of the time for it (longer in {name})"
+    more = _beyond_others(record.get("work", []), rank)
+    slower = _beyond_others([each.get("compute", 0.0) for each in record["seconds"]], rank)
+    if phase == "compute" and more >= MORE_WORK and slower < 2 * more:
+        text = f"rank {rank} has {_percent(more)} more to compute: others wait {_percent(share)} of the time for it"
+        advice = f"`--grains {4 * len(last)}` can be shared out more evenly"
+        yield Finding("balance", text, advice, rank, host, share)
+        return
+    why = {"compute": "slower in forward and backward", "data": "longer data wait"}.get(phase, f"longer in {phase}")
+    waits = _core_wait_shares(record)
+    others_wait = share * len(last) / (len(last) - 1)  # `share` is of all ranks' time, its own too
+    if waits[rank] - statistics.median(waits[:rank] + waits[rank + 1 :]) >= 0.7 * others_wait:
+        why = "it had no free core"
+    text = f"rank {rank} on {host} is late: others wait {_percent(share)} of the time for it ({why})"
     advice = f"see what else runs on {host}, or whether its device is slower: `paceline doctor` on all ranks"
     yield Finding("straggler", text, advice, rank, host, share)
+
+
+def _beyond_others(values: Sequence[float], rank: int) -> float:
+    """How much more a rank has than the others, relative to them."""
+    others = [value for number, value in enumerate(values) if number != rank]
+    return values[rank] / (statistics.median(others) or math.inf) - 1 if others else 0.0
 
 
 def _slow_phase(seconds: Sequence[Mapping[str, float]], rank: int) -> str:
@@ -252,6 +295,12 @@ def _precision(record: Mapping[str, Any]) -> Iterator[Finding]:
 def _shares(record: Mapping[str, Any], phase: str) -> list[float]:
     """By rank, the share of its time."""
     return [rank.get(phase, 0.0) / (sum(rank.values()) or 1.0) for rank in record["seconds"]]
+
+
+def _core_wait_shares(record: Mapping[str, Any]) -> list[float]:
+    """By rank, the share of its time in which it had no core; 0 where that is not known."""
+    waited = record.get("core_wait") or [None] * len(record["seconds"])
+    return [(wait or 0.0) / (sum(rank.values()) or 1.0) for wait, rank in zip(waited, record["seconds"], strict=True)]
 
 
 def _on(record: Mapping[str, Any], rank: int) -> str:

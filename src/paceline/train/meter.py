@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ class Meter:
         self._compiled = recompiles.read()
         self._device = None if engine.device.type == "cpu" else precision.capabilities(engine.device)
         self._feed: Feed | None = None
+        self._core_wait_s: float | None = None
         self._lengths: NDArray[Any] | None = None
 
     def begin_epoch(self, feed: Feed) -> None:
@@ -48,8 +50,8 @@ class Meter:
         if isinstance(clock, DeviceClock):
             clock.meets_on_host = self._engine.averages
         clock.begin_epoch()
-        self._before = clock.read()
-        self._num_samples, self._count, self._length, self._grains = 0, 0.0, 0.0, 0
+        self._before, self._core_wait_s = clock.read(), core_wait_s()
+        self._num_samples, self._count, self._length, self._work, self._grains = 0, 0.0, 0.0, 0.0, 0
         self._unread: list[NDArray[np.int64]] = []
         if feed is self._feed:
             return
@@ -75,8 +77,10 @@ class Meter:
         """The device has just been waited for: what it has counted is read, and what was put off is done."""
         self.clock.collect()
         if self._unread and self._lengths is not None:
-            samples = np.concatenate(self._unread)
-            self._length += float(self._lengths[samples].sum(dtype=np.float64)) * self._stretch
+            for samples in self._unread:
+                lengths = self._lengths[samples]
+                self._length += float(lengths.sum(dtype=np.float64)) * self._stretch
+                self._work += len(lengths) * float(lengths.max())
             self._unread = []
 
     def end_epoch(self) -> Record:
@@ -91,6 +95,8 @@ class Meter:
             self._num_samples,
             self._count,
             None if self._lengths is None else self._length,
+            self._num_samples if self._lengths is None else self._work,
+            None if self._core_wait_s is None else (core_wait_s() or 0.0) - self._core_wait_s,
             _host_bytes(),
             None if self._device is None else torch.cuda.max_memory_allocated(self._engine.device),
             self.clock.waits.kept,
@@ -139,6 +145,14 @@ def has_depthwise(model: nn.Module) -> bool:
         and max(module.kernel_size) > 1
         for module in model.modules()
     )
+
+
+def core_wait_s() -> float | None:
+    """Seconds in which this thread could have run and another had its core, so far; None where nobody counts them."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) * 1e-9
+    except (OSError, IndexError):
+        return None
 
 
 def _host_bytes() -> int:
