@@ -286,12 +286,14 @@ class ObserveSettings(Section):
     profile_memory: bool = free(False)
     """Memory in the timeline too; on a GPU also the history of its memory, as a snapshot."""
 
-    @field_validator("profile")
+    @field_validator("profile", mode="before")
     @classmethod
-    def _are_steps(cls, given: str) -> str:
-        if given not in ("no", "auto"):
-            StepRange.parse(given)
-        return given
+    def _are_steps(cls, given: Any) -> str:
+        """Yes and no, or a range."""
+        word = {"true": "auto", "yes": "auto", "false": "no"}.get(str(given).lower(), str(given))
+        if word not in ("no", "auto"):
+            StepRange.parse(word)
+        return word
 
 
 class LoopSettings(Section):
