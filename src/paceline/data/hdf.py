@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.hdf_errors import NoSuchStream, PackedUnreadable
-from paceline.data.hdf_layout import Kind, PackedFile, Shards, StreamPlace, once, read_layout, stamp_of
+from paceline.data.hdf_layout import Kind, PackedFile, Shards, StreamPlace, read_layout, stamp_of
 from paceline.data.strings import Strings
 
 
@@ -53,9 +53,12 @@ class Packed:
 
 
 def open_packed(path: Path) -> Packed:
-    """What a packed file holds; the same object for the same file."""
-    found: Packed = _opened(path)
-    return found
+    """What a packed file holds; the same object as long as its files stay as they are."""
+    name = os.path.abspath(path)
+    known = _known.get(name)
+    if known is None or not _is_fresh(path, *known):
+        known = _known[name] = (_stamp(path), _open(path))
+    return known[1]
 
 
 class Stream:
@@ -177,7 +180,18 @@ def _place(file: PackedFile, first: PackedFile, name: str) -> StreamPlace:
     return place
 
 
-def _open(path: Path, stamp: tuple[int, int]) -> Packed:
+def _is_fresh(path: Path, stamp: tuple[int, int] | None, packed: Packed) -> bool:
+    return _stamp(path) == stamp and all(_stamp(file.path) == file.stamp for file in packed.files)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        return stamp_of(path)
+    except OSError:
+        return None
+
+
+def _open(path: Path) -> Packed:
     found = read_layout(path)
     if isinstance(found, PackedFile):
         return Packed(path, [found])
@@ -194,4 +208,4 @@ def _shard(whole: Shards, number: int) -> PackedFile:
     return found
 
 
-_opened = once(_open)
+_known: dict[str, tuple[tuple[int, int] | None, Packed]] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -224,19 +224,3 @@ def _why(what: str) -> str:
     if "truncated" in what:
         return "is truncated: its end is missing"
     return f"is damaged, or no packed data: {what}"
-
-
-def once(make: Callable[[Path, tuple[int, int]], Any]) -> Callable[[Path], Any]:
-    """A file is looked at once, as long as it stays as it is."""
-    known: dict[tuple[str, tuple[int, int]], Any] = {}
-
-    def get(path: Path) -> Any:
-        try:
-            identity = (os.path.abspath(path), stamp_of(path))
-        except OSError:
-            return make(path, (0, 0))
-        if identity not in known:
-            known[identity] = make(path, identity[1])
-        return known[identity]
-
-    return get

@@ -125,7 +125,7 @@ def write_piece(path: Path, piece: Piece) -> None:
 def read_piece(path: Path, *, with_values: bool = True) -> Piece | None:
     """What `write_piece` wrote; None where it is not there, or not whole."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             about = json.loads(arrays["about"].tobytes())
             specs = [StreamSpec(**{**each, "shape": tuple(each["shape"])}) for each in about["specs"]]
             ends = np.cumsum(arrays["tag_lengths"]).tolist()
