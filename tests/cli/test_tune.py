@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from paceline.cli import tune_search
 from paceline.cli.main import main
 from paceline.cli.tune import OPTIONS, TuneCommand, range_test_words, with_length
 from paceline.config.settings import TrainConfig
-from paceline.train.tune import Failure, Speed
+from paceline.train.tune import RACE_ROUNDS, Failure, Speed, Trial
 from paceline.train.tune_process import Spec
 from paceline.train.tune_space import Facts, LevelFacts
 
@@ -80,7 +81,7 @@ def test_the_winner_is_printed_and_written_for_train(
     )
     shown = printed(capsys, GOOD, "--global-batch", "16", "--lr", "0.25", "--groups", "match=*.bias,lr_scale=2")
     assert "level 2, threads 1 *" in shown
-    assert "`level 2, threads 1` is 3.00x as fast as the default: ahead in all 3 rounds" in shown
+    assert "`level 2, threads 1` is 3.00x as fast as the default: ahead in 3 of 3 rounds" in shown
     assert "results change with level" in shown
     assert "tuned.yaml is written: `paceline train" in shown
     assert tried[0] == {"global_batch": 16, "lr": 0.25, "epochs": 1, "groups": tried[0]["groups"]}
@@ -166,6 +167,33 @@ def test_memory_is_survived_on_several_ranks() -> None:
     assert isinstance(fits, Speed), fits
     assert fits.samples_per_s > 0
     assert fits.memory_bytes > 1 << 24
+
+
+def test_two_settings_race_where_memory_has_room_for_both() -> None:
+    def tried(num_bytes: int) -> Trial:
+        return Trial({}, Speed(1.0, memory_bytes=num_bytes), 1.0)
+
+    known = dataclasses.replace(FACTS, memory_bytes=1000)
+    assert tune_search.has_room(tried(300), tried(400), known)
+    assert not tune_search.has_room(tried(301), tried(400), known)
+    assert not tune_search.has_room(Trial({}, Failure("memory"), 1.0), tried(1), known)
+    assert not tune_search.has_room(tried(1), tried(1), None)
+
+
+def test_a_race_on_two_ranks_each() -> None:
+    """For real: two trials of two processes each stay alive and take turns."""
+    options = OPTIONS(task=GOOD, epochs=1, procs=2, budget=40.0)
+    settings = TrainConfig(epochs=1, global_batch=16, device="cpu", threads=1, level=0, workers=0, progress="none")
+    tuner = tune_search._Tuner(options, settings, 2)
+    tuner._facts = dataclasses.replace(FACTS, memory_bytes=1000)
+    try:
+        one, other = [Trial({"grains": grains}, Speed(1.0, memory_bytes=100), 1.0) for grains in (2, 4)]
+        pairs = tuner.race(one, other, 200.0)
+    finally:
+        tuner.close()
+    assert len(pairs) == RACE_ROUNDS
+    assert all(first.changes == {"grains": 2} and second.changes == {"grains": 4} for first, second in pairs)
+    assert all(trial.samples_per_s > 0 for pair in pairs for trial in pair)
 
 
 # -- the learning rate -------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from paceline.train import tune_trial
 from paceline.train.contract import LossContract, OutOfMemory
 from paceline.train.tune import Failure, Speed
 from paceline.train.tune_process import SPEED, Spec, judge, kind_of, run_trial, write_end
+from paceline.train.tune_race import FilePace, race
 from paceline.train.tune_space import Facts
 from paceline.train.tune_trial import LEAST_PARTS, NUM_PARTS, Part, is_settled, join, steps_per_part, trial
 from paceline.world.link import Link
@@ -102,6 +103,72 @@ def test_a_busy_machine_makes_do_with_fewer_parts(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tune_trial._Trial, "_end_part", watched)
     trial(SmallTask(), config(global_batch=4, grains=1), alone(), 0.01)
     assert ended[-1] == LEAST_PARTS
+
+
+# -- two side by side --------------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """Wants three parts."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def may_go(self, number: int) -> bool:
+        assert number == len(self.rates)
+        return number < 3
+
+    def passed(self, number: int, samples_per_s: float) -> None:
+        self.rates.append(samples_per_s)
+
+
+def test_a_trial_keeps_the_pace_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(tune_trial, "time", SimpleNamespace(perf_counter=lambda: 0.25 * next(ticks)))
+    pace = Counted()
+    speed = trial(SmallTask(), config(global_batch=4, grains=1), alone(), 3.5, pace=pace)
+    assert pace.rates == pytest.approx([32.0] * 3)
+    assert speed.samples_per_s == pytest.approx(32.0)
+
+
+RUNNER = """
+import pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+(folder / "ready-0").touch()
+for number in range(100):
+    while not (folder / f"go-{number}").exists():
+        if (folder / "enough").exists():
+            sys.exit(0)
+        time.sleep(0.001)
+    if folder.name == "dies" and number == 3:
+        sys.exit(1)
+    with (folder.parent / "order").open("a") as order:
+        order.write(folder.name[0])
+    (folder / "aside").write_text(str(number + 10 * (folder.name[0] == "b")))
+    (folder / "aside").rename(folder / f"part-{number}")
+"""
+
+
+def test_runners_take_turns(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RUNNER]
+    found = race(command, [(tmp_path / "a", SPEC), (tmp_path / "b", SPEC)], 4, 60.0, lambda: None)
+    assert found == [(0.0, 10.0), (1.0, 11.0), (2.0, 12.0), (3.0, 13.0)]
+    assert (tmp_path / "order").read_text() == "abbaabba"
+    found = race(command, [(tmp_path / "c", SPEC), (tmp_path / "dies", SPEC)], 9, 60.0, lambda: None)
+    assert len(found) == 3  # what was done before one died
+    silent = [sys.executable, "-c", "import time; time.sleep(600)"]
+    assert race(silent, [(tmp_path / "e", SPEC), (tmp_path / "f", SPEC)], 4, 0.5, lambda: None) == []
+
+
+def test_the_word_to_go_is_a_file(tmp_path: Path) -> None:
+    pace = FilePace(tmp_path)
+    (tmp_path / "go-0").touch()
+    assert pace.may_go(0)
+    pace.passed(0, 12.5)
+    assert json.loads((tmp_path / "part-0").read_text()) == 12.5
+    (tmp_path / "enough").touch()
+    assert not pace.may_go(1)
+    assert (tmp_path / "ready-1").exists()
 
 
 # -- what ends badly -------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paceline.cli.tasks import find_task, make_task
 from paceline.train.tune_process import LEAVE_S, die_with_parent, read_spec, write_end, write_facts, write_speed
+from paceline.train.tune_race import FilePace
 from paceline.train.tune_trial import trial
 from paceline.world.discover import World, discover
 from paceline.world.failure import fail_together
@@ -39,7 +40,12 @@ def _measure(world: World, folder: Path) -> int:
         )
         with link:
             speed = trial(
-                make_task(found, spec.task), config, link, spec.measure_s, lambda facts: write_facts(folder, facts)
+                make_task(found, spec.task),
+                config,
+                link,
+                spec.measure_s,
+                tell=lambda facts: write_facts(folder, facts),
+                pace=FilePace(folder) if spec.is_paced else None,
             )
             if link.is_first:
                 write_speed(folder, speed)

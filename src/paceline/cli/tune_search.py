@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -18,13 +19,16 @@ from paceline.config.errors import PacelineError
 from paceline.config.settings import TrainConfig
 from paceline.observe.bars import SideBar
 from paceline.train import tune_report, tune_space
-from paceline.train.tune import Changes, Failure, Found, Speed, Trial, make_fit, search
+from paceline.train.tune import RACE_ROUNDS, Changes, Failure, Found, Speed, Trial, make_fit, ratios_of, search
 from paceline.train.tune_process import Spec, run_trial
+from paceline.train.tune_race import race
 from paceline.world.launch import count_procs
 
 TRIALS_IN_BUDGET = 40
 """A trial is timed for this part of the budget, within limits; starting and warming up comes on top."""
 LEAST_MEASURE_S, MOST_MEASURE_S = 1.0, 10.0
+ROOM = 0.7
+"""Share of the memory that two trials side by side may take."""
 ENOUGH_TRIALS = 20
 """That many trials are enough for a search in most cases."""
 COMMAND = (sys.executable, "-m", "paceline.cli.trial")
@@ -141,6 +145,7 @@ class _Tuner:
         self._folder = Path(tempfile.mkdtemp(prefix="paceline-tune-"))
         self._began = time.monotonic()
         self._facts: tune_space.Facts | None = None
+        self._num_races = 0
         self._hopeless: dict[str, Failure] = {}
         """What does not fit will not fit the next time."""
         self.trials: list[Trial] = []
@@ -165,7 +170,7 @@ class _Tuner:
         knobs, self.left_out = tune_space.knobs(
             facts, default.outcome, config, self._options.knobs, keep_numerics=self._options.keep_numerics
         )
-        found = search(default, knobs, self.measure, self._left_s)
+        found = search(default, knobs, self.measure, self._left_s, self.race)
         earlier = tuple(tried[:-1]) if default.changes else ()
         return Found((*earlier, *found.trials), found.base, found.winner, found.rounds, found.rival, found.untried)
 
@@ -179,9 +184,7 @@ class _Tuner:
         elif name in self._hopeless:
             return Trial(changes, self._hopeless[name], 0.0)
         else:
-            spec = Spec(
-                self._options.task, config.model_dump(mode="json", exclude_unset=True), self._procs, self._measure_s
-            )
+            spec = self._spec(config)
             with SideBar(f"trying {name}", round(self._options.budget)) as bar:
                 outcome, facts = run_trial(
                     COMMAND,
@@ -198,6 +201,25 @@ class _Tuner:
         self.trials.append(trial)
         self._tell(name, trial)
         return trial
+
+    def race(self, first: Trial, second: Trial, limit_s: float) -> list[tuple[Trial, Trial]]:
+        """Two settings side by side; nothing where memory has no room for both."""
+        if not has_room(first, second, self._facts):
+            return []
+        entries = []
+        for trial in (first, second):
+            config = self._config(trial.changes)
+            assert isinstance(config, TrainConfig)
+            self._num_races += 1
+            entries.append((self._folder / f"race-{self._num_races}", self._spec(config, is_paced=True)))
+        names = [tune_report.label(trial.changes) for trial in (first, second)]
+        with SideBar(f"racing {names[0]} and {names[1]}", round(self._options.budget)) as bar:
+            rates = race(COMMAND, entries, RACE_ROUNDS, limit_s, lambda: bar.show(round(self._spent_s())))
+        pairs = [(_with_rate(first, rate), _with_rate(second, other)) for rate, other in rates]
+        if pairs:
+            middle = statistics.median(ratios_of(pairs))
+            self._say(f"{names[1]} against {names[0]}: {middle:.2f}x as fast in {len(pairs)} rounds in turns")
+        return pairs
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -221,6 +243,10 @@ class _Tuner:
         except ValidationError as error:
             return "; ".join(str(detail["msg"]) for detail in error.errors(include_url=False))
 
+    def _spec(self, config: TrainConfig, *, is_paced: bool = False) -> Spec:
+        values = config.model_dump(mode="json", exclude_unset=True)
+        return Spec(self._options.task, values, self._procs, self._measure_s, is_paced)
+
     def _spent_s(self) -> float:
         return time.monotonic() - self._began
 
@@ -228,15 +254,28 @@ class _Tuner:
         return self._options.budget - self._spent_s()
 
     def _tell(self, name: str, trial: Trial) -> None:
-        if self._settings.progress == "none":
-            return
         outcome = trial.outcome
         if isinstance(outcome, Speed):
             what = f"{outcome.samples_per_s:.4g} samples/s"
         else:
             lines = outcome.what.strip().splitlines() or [outcome.kind]
             what = f"{outcome.kind}: {lines[-1 if outcome.kind == 'failed' else 0]}"
-        _print([f"{self._spent_s():5.0f} s  {name}: {what}"])
+        self._say(f"{name}: {what}")
+
+    def _say(self, what: str) -> None:
+        if self._settings.progress != "none":
+            _print([f"{self._spent_s():5.0f} s  {what}"])
+
+
+def has_room(first: Trial, second: Trial, facts: tune_space.Facts | None) -> bool:
+    """Whether two trials fit beside each other, with some memory to spare."""
+    needs = [trial.outcome.memory_bytes for trial in (first, second) if isinstance(trial.outcome, Speed)]
+    return facts is not None and len(needs) == 2 and sum(needs) <= ROOM * facts.memory_bytes
+
+
+def _with_rate(trial: Trial, samples_per_s: float) -> Trial:
+    assert isinstance(trial.outcome, Speed)
+    return dataclasses.replace(trial, outcome=dataclasses.replace(trial.outcome, samples_per_s=samples_per_s))
 
 
 def _print(lines: list[str]) -> None:

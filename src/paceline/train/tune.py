@@ -1,13 +1,17 @@
 """The search of `paceline tune`: from measurements to the fastest settings, one knob after the other.
 
-It decides only; `measure` runs a trial and `left_s` says how much of the budget is left. Noise must not pick:
+It decides only; `measure` runs a trial, `race` runs two side by side, and `left_s` says how much of the budget is left.
+Noise must not pick:
 
-- a value that looks faster is measured once more, next to what it would replace, and must be faster both times;
-- the winner then races the default, back and forth, and must be ahead in every round. Else the default wins.
+- a value that looks faster races what it would replace, in turns, and must be ahead more often than luck explains;
+- what was found then races the default in the same way. Else the default wins.
+
+Where two trials do not fit into memory side by side, they are run one after the other, and all rounds must be won.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +19,15 @@ from typing import Any, Literal
 
 MARGIN = 0.02
 """A gain below this share is not worth a setting."""
-MOST_ROUNDS = 3
-LEAST_ROUNDS = 2
-"""Rounds against the default that a winner needs."""
+RACE_ROUNDS = 15
+MOST_ROUNDS, LEAST_ROUNDS = 3, 2
+"""Rounds of trials one after the other."""
+LUCK = 0.05
+"""A setting that is as fast as the other looks faster in so many races at most."""
+FEW = 5
+"""Of fewer rounds, all must be won."""
 FINAL_SHARE = 0.4
-"""Of the time left after the default was measured: what is kept for these rounds at most."""
+"""Of the time left after the default was measured: what is kept for the race against it."""
 
 Changes = Mapping[str, Any]
 """Settings that differ from the default."""
@@ -76,8 +84,6 @@ class Knob:
     """Each way leads on from the default, value by value, and is left where a value is no better than the last."""
     gain: float
     """Share of the time that it may save, as far as the default's measurement tells. Larger ones come first."""
-    applies: Callable[[Changes], bool] = lambda changes: True
-    """Whether it has an effect beside what was chosen so far."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +110,40 @@ Measure = Callable[[Changes, float], Trial]
 """Try settings, for so many seconds at most."""
 
 
-def search(default: Trial, knobs: Sequence[Knob], measure: Measure, left_s: Callable[[], float]) -> Found:
+Pairs = Sequence[tuple[Trial, Trial]]
+"""Rounds of two settings."""
+Race = Callable[[Trial, Trial, float], Pairs]
+"""Run two settings side by side, for so many seconds at most; nothing where that is not possible."""
+
+
+def wins_needed(rounds: int) -> int:
+    """Rounds to be won: all of a few, else so many that two equals do it by luck in at most 5 % of races."""
+    if rounds < FEW:
+        return rounds
+    ways, wins = 0, rounds + 1
+    while ways + math.comb(rounds, wins - 1) <= LUCK * 2**rounds:
+        wins -= 1
+        ways += math.comb(rounds, wins)
+    return wins
+
+
+def ratios_of(pairs: Pairs) -> list[float]:
+    return [second.samples_per_s / first.samples_per_s for first, second in pairs]
+
+
+def is_ahead(ratios: Sequence[float]) -> bool:
+    """Whether the second of a pair is faster, and that is no luck."""
+    return bool(ratios) and sum(ratio > 1 for ratio in ratios) >= wins_needed(len(ratios))
+
+
+def search(
+    default: Trial, knobs: Sequence[Knob], measure: Measure, left_s: Callable[[], float], race: Race | None = None
+) -> Found:
     """Coordinate by coordinate from `default`, which was measured and fits, then the final."""
-    climb = _Climb(default, measure, left_s)
+    climb = _Climb(default, measure, left_s, race)
     untried = []
     for knob in sorted(knobs, key=lambda knob: -knob.gain):
-        if knob.applies(climb.best.changes) and not climb.turn(knob):
+        if not climb.turn(knob):
             untried.append(knob.name)
     return climb.finish(tuple(untried))
 
@@ -134,9 +168,9 @@ def make_fit(
 class _Climb:
     """Where a search is: the best so far, and its newest measurement."""
 
-    def __init__(self, default: Trial, measure: Measure, left_s: Callable[[], float]) -> None:
+    def __init__(self, default: Trial, measure: Measure, left_s: Callable[[], float], race: Race | None) -> None:
         assert isinstance(default.outcome, Speed)
-        self._base, self._measure, self._left_s = default, measure, left_s
+        self._base, self._measure, self._left_s, self._race = default, measure, left_s, race
         round_s = 2 * default.wall_s
         self._final_s = min(MOST_ROUNDS * round_s, max(LEAST_ROUNDS * round_s, FINAL_SHARE * left_s()))
         self.best = default
@@ -162,43 +196,56 @@ class _Climb:
         return has_tried
 
     def _confirmed(self, here: Trial, best: Trial) -> Trial:
-        """Both again, the other way round than before: what was first is now second."""
-        again, before = self._try(best.changes), self._try(here.changes)
-        if not (again.samples_per_s and before.samples_per_s):
-            return here
-        return again if again.samples_per_s > before.samples_per_s * (1 + MARGIN) else before
+        """Whichever is faster when both are measured again."""
+        pairs = self._contest(here, best, rounds=1)
+        ratios = ratios_of(pairs)
+        if is_ahead(ratios) and statistics.median(ratios) > 1 + MARGIN:
+            return _middle([second for _, second in pairs])
+        return _middle([first for first, _ in pairs]) if pairs else here
 
     def finish(self, untried: tuple[str, ...]) -> Found:
-        base, rival = self._base.changes, self.best.changes
-        if rival == base:
-            return Found(tuple(self.trials), base, base, untried=untried)
-        ratios: list[float] = []
-        for number in range(MOST_ROUNDS):
-            if self._left_s() < self._base.wall_s + self.best.wall_s:
+        base, rival = self._base, self.best
+        if rival.changes == base.changes:
+            return Found(tuple(self.trials), base.changes, base.changes, untried=untried)
+        ratios = ratios_of(self._contest(base, rival, rounds=MOST_ROUNDS))
+        wins = len(ratios) >= LEAST_ROUNDS and is_ahead(ratios)
+        winner = rival.changes if wins else base.changes
+        return Found(tuple(self.trials), base.changes, winner, tuple(ratios), rival.changes, untried)
+
+    def _contest(self, first: Trial, second: Trial, rounds: int) -> list[tuple[Trial, Trial]]:
+        """Both again, side by side; or in turns, the second first: what was last before is now first."""
+        pairs = [] if self._race is None else list(self._race(first, second, self._limit_s()))
+        if len(pairs) >= FEW:
+            self.trials += [_middle([pair[index] for pair in pairs]) for index in (0, 1)]
+            return pairs
+        pairs = []
+        for number in range(rounds):
+            if self._left_s() < first.wall_s + second.wall_s:
                 break
-            pair = {name: self._try(changes) for name, changes in _order(number, base, rival)}
-            if not all(trial.samples_per_s for trial in pair.values()):
+            turns = (second, first) if number % 2 == 0 else (first, second)
+            tried = {id(each): self._try(each.changes) for each in turns}
+            if not all(trial.samples_per_s for trial in tried.values()):
                 break
-            ratios.append(pair["rival"].samples_per_s / pair["base"].samples_per_s)
-        wins = len(ratios) >= LEAST_ROUNDS and min(ratios) > 1
-        return Found(tuple(self.trials), base, rival if wins else base, tuple(ratios), rival, untried)
+            pairs.append((tried[id(first)], tried[id(second)]))
+        return pairs
 
     def _has_time(self, *trials: Trial) -> bool:
         return self._left_s() - self._final_s >= sum(trial.wall_s for trial in trials)
 
-    def _try(self, changes: Changes) -> Trial:
+    def _limit_s(self) -> float:
+        """A first compilation may take long, but not all the time that the others need."""
         left = max(0.0, self._left_s())
-        # A first compilation may take long, but not all the time that the others need.
-        limit_s = min(left, max(3 * self._base.wall_s, (left - self._final_s) / 2))
-        trial = self._measure(changes, limit_s)
+        return min(left, max(3 * self._base.wall_s, (left - self._final_s) / 2))
+
+    def _try(self, changes: Changes) -> Trial:
+        trial = self._measure(changes, self._limit_s())
         self.trials.append(trial)
         return trial
 
 
-def _order(number: int, base: Changes, rival: Changes) -> list[tuple[str, Changes]]:
-    """The default first, then the rival first, and so on: who drifts with the machine gains nothing."""
-    pair = [("base", base), ("rival", rival)]
-    return pair if number % 2 == 0 else pair[::-1]
+def _middle(trials: Sequence[Trial]) -> Trial:
+    """Rounds of one setting as one trial."""
+    return Trial(trials[0].changes, speed_of(trials), trials[0].wall_s)
 
 
 def speed_of(trials: Sequence[Trial]) -> Speed | Failure:

@@ -14,7 +14,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ class Spec:
     settings: dict[str, Any]
     procs: int
     measure_s: float
+    is_paced: bool = False
+    """It waits for a word before each part: see tune_race.py."""
 
 
 # -- inside a trial ----------------------------------------------------------------------------------------------------
@@ -59,7 +62,7 @@ def die_with_parent() -> None:
     """A trial must not outlive the search, and if memory runs out, it is the one to go."""
     if sys.platform == "linux":
         death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(death_signal, signal.SIGTERM, 0, 0, 0)
+        ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL, 0, 0, 0)
     try:
         Path("/proc/self/oom_score_adj").write_text("1000")
     except OSError:
@@ -113,25 +116,32 @@ def run_trial(
     command: Sequence[str], folder: Path, spec: Spec, limit_s: float, tick: Callable[[], None]
 ) -> tuple[Speed | Failure, Facts | None]:
     """Run `command FOLDER` as a trial; what came of it, and what it said of the task. It calls `tick` meanwhile."""
-    folder.mkdir(parents=True)
-    _write(folder / SPEC, dataclasses.asdict(spec))
     deadline = time.monotonic() + limit_s
-    with (folder / LOG).open("wb") as log:
-        process = subprocess.Popen(
-            [*command, str(folder)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
-        try:
-            while process.poll() is None and time.monotonic() < deadline:
-                tick()
-                time.sleep(POLL_S)
-            is_late = process.poll() is None
-        finally:
-            end(process)
+    with started(command, folder, spec) as process:
+        while process.poll() is None and time.monotonic() < deadline:
+            tick()
+            time.sleep(POLL_S)
+        is_late = process.poll() is None
     outcome = judge(folder, process.returncode, spec.procs)
     if is_late and not isinstance(outcome, Speed):
         outcome = Failure("time", f"not measured within {limit_s:.0f} s")
     facts = folder / FACTS
     return outcome, Facts.read(json.loads(facts.read_text(encoding="utf-8"))) if facts.exists() else None
+
+
+@contextmanager
+def started(command: Sequence[str], folder: Path, spec: Spec) -> Iterator[subprocess.Popen[bytes]]:
+    """The processes of a trial; they are gone when this is left."""
+    folder.mkdir(parents=True)
+    _write(folder / SPEC, dataclasses.asdict(spec))
+    with (folder / LOG).open("wb") as log:
+        process = subprocess.Popen(
+            [*command, str(folder)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            yield process
+        finally:
+            end(process)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from paceline.train.tune import LEAST_ROUNDS, Changes, Failure, Found, Speed, Trial, speed_of
+from paceline.train.tune import LEAST_ROUNDS, Changes, Failure, Found, Speed, Trial, speed_of, wins_needed
 from paceline.train.tune_space import is_free
 
 HEAD = "# Written by `paceline tune`"
@@ -81,23 +81,26 @@ def size(num_bytes: int) -> str:
 
 def sentence(found: Found) -> str:
     """Who won, and how surely."""
-    ratios = ", ".join(f"{ratio:.3f}" for ratio in found.rounds)
     base = "the default" if not found.base else f"`{label(found.base)}`"
     if not found.default_wins:
-        gain = statistics.median(found.rounds)
-        return (
-            f"`{label(found.winner)}` is {gain:.2f}x as fast as {base}: ahead in all {len(found.rounds)} rounds "
-            f"one after the other ({ratios})"
-        )
+        won = f"{statistics.median(found.rounds):.2f}x as fast as {base}"
+        return f"`{label(found.winner)}` is {won}: ahead in {_rounds(found)}"
     if not found.rival:
         return f"{base} wins: nothing that was tried is faster"
     if len(found.rounds) < LEAST_ROUNDS:
         return f"{base} stays: there was no time to race `{label(found.rival)}` against it (set a larger `--budget`)"
-    ahead = sum(ratio > 1 for ratio in found.rounds)
+    needed = wins_needed(len(found.rounds))
     return (
-        f"{base} wins: `{label(found.rival)}` seemed faster at first, but was ahead in only {ahead} of "
-        f"{len(found.rounds)} rounds ({ratios})"
+        f"{base} wins: `{label(found.rival)}` seemed faster at first, but was ahead in only {_rounds(found)}; "
+        f"less than {needed} may be luck"
     )
+
+
+def _rounds(found: Found) -> str:
+    """`14 of 15 rounds against it (0.98x to 1.31x)`"""
+    ahead = sum(ratio > 1 for ratio in found.rounds)
+    span = f"{min(found.rounds):.2f}x to {max(found.rounds):.2f}x"
+    return f"{ahead} of {len(found.rounds)} rounds in turns ({span})"
 
 
 def file_text(task: str, given: Mapping[str, Any], found: Found, lines: Sequence[str]) -> str:

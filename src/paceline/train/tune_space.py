@@ -13,7 +13,7 @@ from paceline.train.tune import MARGIN, Changes, Knob, Speed
 KnobName = Literal["level", "compile", "grains", "workers", "order", "threads"]
 SETTINGS: dict[str, tuple[str, ...]] = {
     "level": ("level",),
-    "compile": ("compile_mode",),
+    "compile": ("level", "compile_mode"),
     "grains": ("grains",),
     "workers": ("workers",),
     "order": ("order", "bins"),
@@ -21,9 +21,10 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 """The settings that each knob turns."""
 MOST_WORKERS = 16
-GPU_GAINS = {"level": 0.5, "grains": 0.3, "compile": 0.05, "threads": 0.0}
-CPU_GAINS = {"level": 0.3, "grains": 0.1, "compile": 0.05, "threads": 0.2}
-"""What a knob saves where it saves something, roughly; of the others the default's measurement says more."""
+GPU_GAINS = {"level": 0.5, "compile": 0.4, "grains": 0.3, "threads": 0.0}
+CPU_GAINS = {"level": 0.3, "threads": 0.2, "grains": 0.1, "compile": 0.05}
+"""What a knob saves where it saves something, roughly; of the others the default's measurement says more. Compiling
+comes last on a CPU, where it takes longest."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Facts:
     has_lengths: bool
     padding: float | None
     is_stream: bool
+    memory_bytes: int = 0
+    """That a rank could have: of its device, or its share of the machine's."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Facts:
@@ -78,7 +81,7 @@ def knobs(
     wait = speed.data_share
     found = [
         Knob("level", _levels(facts), gains["level"]),
-        Knob("compile", _compile(facts, config), gains["compile"], applies=lambda changes: _compiles(facts, changes)),
+        Knob("compile", _compile(facts, config), gains["compile"]),
         Knob("grains", (_fewer(facts), tuple(finer(facts, config))), gains["grains"]),
         Knob("workers", _workers(facts, speed), wait),
         Knob("order", _orders(facts, config), padding),
@@ -86,7 +89,7 @@ def knobs(
     ]
     kept, left_out = [], []
     for knob in found:
-        knob = Knob(knob.name, tuple(way for way in knob.ways if way), knob.gain, knob.applies)
+        knob = Knob(knob.name, tuple(way for way in knob.ways if way), knob.gain)
         if knob.name not in chosen or not knob.ways:
             continue
         if keep_numerics and not all(map(is_free, SETTINGS[knob.name])):
@@ -120,24 +123,21 @@ def _fewer(facts: Facts) -> tuple[Changes, ...]:
     return tuple(halves)
 
 
-def _levels(facts: Facts) -> tuple[tuple[Changes, ...], ...]:
-    """Each level that computes in another way than the default and than a higher level."""
+def _levels(facts: Facts, *, compiling: bool = False) -> tuple[tuple[Changes, ...], ...]:
+    """Each level that computes in another way than the default and than a higher level, with or without compiling."""
     seen, ways = {facts.computes}, []
     for level in sorted(facts.levels, key=lambda level: -level.level):
-        if level.computes not in seen:
+        if level.computes not in seen and level.compiles == compiling:
             seen.add(level.computes)
             ways.append(({"level": level.level},))
     return tuple(ways)
 
 
-def _compiles(facts: Facts, changes: Changes) -> bool:
-    by_level = {level.level: level.compiles for level in facts.levels}
-    return by_level.get(changes.get("level", -1), facts.compiles)
-
-
 def _compile(facts: Facts, config: TrainConfig) -> tuple[tuple[Changes, ...], ...]:
-    others = [mode for mode in ("max-autotune", "default") if mode != config.compile_mode]
-    return tuple(({"compile_mode": mode},) for mode in others)
+    """The levels that compile; where one is faster, or the default compiles, also the compiler's other mode."""
+    mode = {"compile_mode": "max-autotune" if config.compile_mode == "default" else "default"}
+    ways: list[tuple[Changes, ...]] = [(level, {**level, **mode}) for (level,) in _levels(facts, compiling=True)]
+    return (*ways, (mode,)) if facts.compiles else tuple(ways)
 
 
 def _workers(facts: Facts, speed: Speed) -> tuple[tuple[Changes, ...], ...]:

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 
@@ -48,16 +48,32 @@ class Part:
     length: float | None
 
 
+class Pace(Protocol):
+    """Who lets a trial go on, part by part, and hears of each; asked on the first rank."""
+
+    def may_go(self, number: int) -> bool:
+        """Whether another part is wanted; may take its time."""
+        ...
+
+    def passed(self, number: int, samples_per_s: float) -> None: ...
+
+
 def trial(
-    task: Task, config: TrainConfig, link: Link, measure_s: float, tell: Callable[[Facts], None] = lambda facts: None
+    task: Task,
+    config: TrainConfig,
+    link: Link,
+    measure_s: float,
+    tell: Callable[[Facts], None] = lambda facts: None,
+    pace: Pace | None = None,
 ) -> Speed:
     """Train for about `measure_s` seconds after a warm-up and say how fast it went; nothing is kept.
 
-    All ranks get the same answer. `tell` is told what is known before the first step, on the first rank.
+    All ranks get the same answer. `tell` is told what is known before the first step, on the first rank. With a
+    `pace`, it takes as many parts as that wants.
     """
-    running = _Trial(task, config, link, measure_s, tell)
+    running = _Trial(task, config, link, measure_s, tell, pace)
     running.fit()
-    if not running.is_over:
+    if not running.is_over or not running.parts:
         raise TrialStopped
     mine = (running.parts, running.memory_bytes(), running.seconds)
     ranks = link.gather_objects(mine)
@@ -65,7 +81,7 @@ def trial(
     return Speed(
         # Of what else happens on this machine, the median hears least.
         samples_per_s=statistics.median(rates),
-        spread=statistics.stdev(rates) / statistics.fmean(rates),
+        spread=statistics.stdev(rates) / statistics.fmean(rates) if len(rates) > 1 else 0.0,
         memory_bytes=max(memory for _, memory, _ in ranks),
         data_share=1.0 - computing_share(*(seconds for _, _, seconds in ranks)),
         workers=running.workers,
@@ -113,7 +129,13 @@ class _Trial(Trainer):
     """The training loop over the first stage, until its last part is timed."""
 
     def __init__(
-        self, task: Task, config: TrainConfig, link: Link, measure_s: float, tell: Callable[[Facts], None]
+        self,
+        task: Task,
+        config: TrainConfig,
+        link: Link,
+        measure_s: float,
+        tell: Callable[[Facts], None],
+        pace: Pace | None,
     ) -> None:
         super().__init__(task, unkept(config, _FOREVER), link)
         self.stages: list[Stage] = [replace(self.stages[0], epochs=None)]
@@ -122,11 +144,11 @@ class _Trial(Trainer):
         self.mean_length: float | None = None
         self.workers = 0
         self.seconds: dict[str, float] = {}
-        self._measure_s, self._tell = measure_s, tell
+        self._measure_s, self._tell, self._pace = measure_s, tell, pace
         self._own_after_step, self._after_step = self._after_step, self._watch
         self._warm: list[float] = []
         self._left = 0  # steps of this part that are to come
-        self._per_part = 0
+        self._per_part, self._is_slow = 0, False
         self._lengths: Any = None
         self._num_samples, self._length = 0, 0.0
         self._began = time.perf_counter()
@@ -171,15 +193,26 @@ class _Trial(Trainer):
             slowest = max(self.link.gather_objects(statistics.fmean(self._warm[-3:])))
             self._per_part = self._left = steps_per_part(slowest, self._measure_s)
             self._before = self.clock.read()
-            self._lap()
+            self._go_on()
 
     def _end_part(self) -> None:
         length = self._length if self._lengths is not None else None
         self.parts.append(Part(self._lap(), self._num_samples, length))
         self._num_samples, self._length, self._left = 0, 0.0, self._per_part
-        taken_s = max(self.link.gather_objects(math.fsum(part.seconds for part in self.parts)))
-        is_slow = len(self.parts) >= LEAST_PARTS and taken_s > PATIENCE * self._measure_s
-        if len(self.parts) == NUM_PARTS or is_slow:
+        ranks = self.link.gather_objects(self.parts)
+        if self._pace is not None and self.link.is_first:
+            self._pace.passed(len(self.parts) - 1, join([parts[-1:] for parts in ranks], self.mean_length)[0])
+        taken_s = max(math.fsum(part.seconds for part in parts) for parts in ranks)
+        self._is_slow = len(self.parts) >= LEAST_PARTS and taken_s > PATIENCE * self._measure_s
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Begin another part, or end; all ranks do the same."""
+        if self._pace is None:
+            may_go = len(self.parts) < NUM_PARTS and not self._is_slow
+        else:
+            may_go = self.link.broadcast_object(self._pace.may_go(len(self.parts)) if self.link.is_first else None)
+        if not may_go:
             self.is_over = True
             self.clock.lap("compute")
             self.seconds, self.workers = elapsed(self._before, self.clock.read()), self._data.workers
@@ -223,7 +256,14 @@ def _facts(trainer: _Trial, data: summary.DataFacts) -> Facts:
         has_lengths=trainer.mean_length is not None,
         padding=data.padding,
         is_stream=data.num_samples is None,
+        memory_bytes=_memory_bytes(link),
     )
+
+
+def _memory_bytes(link: Link) -> int:
+    if link.device.type == "cuda":
+        return torch.cuda.mem_get_info(link.device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // link.world.local_size
 
 
 def _computes(found: precision.Precision) -> str:
