@@ -21,6 +21,7 @@ from paceline.observe.bars import SideBar
 if TYPE_CHECKING:
     from paceline.data.pack import Source
 
+INTERRUPTED = 130
 _UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -103,7 +104,13 @@ def run(argv: Sequence[str]) -> int:
         return _info(options)
     if options.verify:
         return _verify(options)
-    return _extract(options) if options.extract else _pack(options)
+    if options.extract:
+        return _extract(options)
+    try:
+        return _pack(options)
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped; the same command goes on where it was\n")
+        return INTERRUPTED
 
 
 def _pack(options: PackOptions) -> int:

@@ -12,6 +12,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from paceline.data.hdf import Packed, Stream, open_packed
+from paceline.data.hdf_layout import Layout
 
 
 class PackedDataset:
@@ -35,6 +36,18 @@ class PackedDataset:
         """What a sample costs: as the packed data set said, else the steps of its first stream."""
         if "counts" in columns:
             self.counts = columns["counts"]
+
+    @classmethod
+    def write(
+        cls, path: Path | str, data: Any, *, layout: Layout = "paceline", processes: int = 1, force: bool = False
+    ) -> PackedDataset:
+        """Pack a map-style data set, as `paceline pack` does, and open it."""
+        from paceline.data.pack import pack
+        from paceline.data.pack_samples import SampleSource
+
+        source = SampleSource(data, range(len(data)), name=type(data).__name__)
+        pack(source, Path(path), layout=layout, processes=processes, force=force)
+        return cls(path)
 
     def __len__(self) -> int:
         return len(self._packed)

@@ -316,9 +316,8 @@ def _in_processes(
 
 def _begin() -> None:
     """In each process: one thread, and an end with the process that began it, even if that is killed."""
-    import torch
-
-    torch.set_num_threads(1)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         parent_death_signal = 1
