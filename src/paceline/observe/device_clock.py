@@ -74,8 +74,8 @@ class DeviceClock(Clock):
             self._marks = None
         if self._num_steps == 0:
             self.device.entry_s = (self._ns["data"] - self._began_ns) * 1e-9
-        # Not the first step, which compiles and fills caches.
-        if self._num_steps % self._every == self._every // 2:
+        # Not the first steps, which compile and fill caches.
+        if self._num_steps % self._every == self._every // 3:
             self._marks, self._is_caught_up = [], False
             self._mark("")
         self._num_steps += 1
