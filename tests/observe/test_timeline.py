@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +17,9 @@ from paceline.config.steps import StepRange
 from paceline.observe import time_axis, trace
 from paceline.observe.time_axis import NUM_TRIES, Offset, Try, offset
 from paceline.observe.timeline import AUTO_AFTER, AUTO_STEPS, NoSuchRank, window
+from paceline.world.discover import discover
 from paceline.world.link import Link
+from paceline.world.start import start
 from tests.ranks import ranks, run_ranks
 from tests.train.small import SmallTask, alone, assert_same, trainer, weights
 
@@ -141,6 +145,23 @@ def test_memory_is_a_curve(two_ranks: Path) -> None:
     assert min(resident) > 10_000_000, "a process with torch in it"
 
 
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same while ranks step apart, with averages under way when the recording begins and ends."""
+    out = tmp_path_factory.mktemp("apart")
+    common = {"grains": 2, "reduce": "param", "sync_step": 2, "sync_overlap": 1}
+    with_it = run_ranks(2, profiled, out / "with", {**common, "profile": "2:5", "profile_ranks": (1,)})
+    assert with_it == run_ranks(2, profiled, out / "without", common)
+    return out / "with" / "profile" / "steps-2-4.json.gz"
+
+
+def test_ranks_that_step_apart_are_recorded_too(apart: Path) -> None:
+    events = trace.read(apart)["traceEvents"]
+    for rank in range(2):
+        assert [step["name"] for step in _of(events, rank, trace.STEP)] == ["step 2", "step 3", "step 4"]
+    assert {trace.rank_of(event) for event in events if event.get("cat") == "cpu_op"} == {1}, "as `profile_ranks` says"
+
+
 # -- what a user may ask for ---------------------------------------------------------------------------------------
 
 
@@ -215,3 +236,21 @@ def test_the_model_is_the_same_whether_or_not_it_is_looked_at(tmp_path: Path) ->
     looked.fit()
     other.fit()
     assert_same(weights(looked), weights(other))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore")
+def test_kernels_lie_where_our_steps_are_and_memory_has_a_history(tmp_path: Path) -> None:
+    link = start(discover({}), device="cuda")
+    profiled(link, tmp_path / "a", {"profile": "2:5", "profile_memory": True})
+    events = trace.read(tmp_path / "a" / "profile" / "steps-2-4.json.gz")["traceEvents"]
+    steps = _of(events, 0, trace.STEP)
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    assert kernels
+    assert {event["pid"] for event in kernels}.isdisjoint({step["pid"] for step in steps})
+    inside = [steps[0]["ts"] - SLACK_US <= kernel["ts"] <= steps[-1]["ts"] + 1e6 for kernel in kernels]
+    assert all(inside)
+    with (tmp_path / "a" / "profile" / "steps-2-4-memory-rank-0.pickle").open("rb") as file:
+        history = pickle.load(file)
+    assert history["device_traces"][0], "allocations were seen"

@@ -24,6 +24,7 @@ from paceline.train.fingerprint import DataChanged
 from paceline.train.keeper import Keeper
 from paceline.train.logbook import Logbook
 from paceline.train.meter import Meter, make_clock
+from paceline.train.notes import notes
 from paceline.train.position import Position
 from paceline.train.result import Result
 from paceline.train.scaling import for_ranks
@@ -62,7 +63,9 @@ class Trainer:
             done, validated = self.engine.num_steps, max(0, self.position.validated)
             watching.insert(0, Journal(self.keeper.metrics_file, next_step=done, next_validation=validated))
         meter = Meter(self.clock, self.engine, task, config)
-        self.log = Logbook(watching, self.progress, self.engine, self.position, meter, self._more)
+        self.log = Logbook(
+            watching, self.progress, self.engine, self.position, meter, lambda: notes(self.engine, self.larc)
+        )
         self.log.start(self._info())
         self._is_introduced = False
         self.clock.lap("setup")
@@ -266,10 +269,7 @@ class Trainer:
             weights = self.task.read_weights(self.config.init_from)
             if weights is None:
                 weights = restore.load(self.config.init_from, ["model"]).parts["model"]
-            loaded = restore.load_by_name(model, weights)
-            new = [*loaded.missing, *loaded.mismatched]
-            names = ": " + ", ".join(new[:5]) + (", ..." if len(new) > 5 else "") if new else ""
-            self.progress.say(f"{len(loaded.loaded)} weights from {self.config.init_from}, {len(new)} new{names}")
+            self.progress.say(restore.load_by_name(model, weights).line(self.config.init_from))
         self._prepare(model)
         self._after_backward: Callable[[], None] | None = None
         if overrides(self.task, "after_backward"):
@@ -302,10 +302,10 @@ class Trainer:
         """Optimizer and schedule start anew where the stage says so; a model that changed shape is prepared again."""
         stage, model = self.stages[number], self.engine.model
         torch.manual_seed(key(self.config.seed, number))  # for layers that a task adds
-        before = _signature(model)
+        before = build.signature(model)
         with self.engine.whole_statistics():
             self.task.before_stage(model, number)
-        changed = before != _signature(model)
+        changed = before != build.signature(model)
         if changed or (stage.restart_optimizer and number > 0):
             self.engine.release()
             self._prepare(model)
@@ -369,12 +369,6 @@ class Trainer:
             self.progress.say(f"{name} is not installed: metrics go to metrics.jsonl alone (`pip install {name}`)")
         return [*found, *checked(self.task.watchers()), *checked(given)]
 
-    def _more(self) -> dict[str, float]:
-        """The loss scale, where there is one, and effective learning rates by parameter, where LARC sets them."""
-        scale = {"loss_scale": self.engine.scale.current()} if self.engine.precision.scaled else {}
-        rates = {} if self.larc is None else self.larc.rates(state.names(self.engine))
-        return {**scale, **{f"larc/{name}": rate for name, rate in rates.items()}}
-
     def _info(self) -> RunInfo:
         settings = self.config.model_dump(mode="json")
         return RunInfo(type(self.task).__name__, self.config.out, settings, self.engine.num_steps, self.link.world.size)
@@ -407,8 +401,3 @@ class Trainer:
         self.progress.table(summary.rows(facts))
         for line in [*filter(None, [self._arithmetic]), *self.engine.precision.notes, *summary.idle(facts)]:
             self.progress.say(line)
-
-
-def _signature(model: torch.nn.Module) -> dict[str, tuple[torch.Size, bool]]:
-    """What an optimizer and a reduction are made for: which parameters of which shapes are trained."""
-    return {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()}
