@@ -83,6 +83,16 @@ def test_an_epoch_is_measured_on_all_ranks(link: Link, folder: Path) -> None:
     assert sum(values[0][1] for name, values in drawn.items() if name.startswith("time/")) == pytest.approx(1.0)
 
 
+@ranks(2)
+def test_ranks_that_step_apart_meet_at_their_averages(link: Link, folder: Path) -> None:
+    run = trainer(SmallTask(), folder / "run", link, epochs=1, grains=2, reduce="param", sync_step=2, global_batch=4)
+    run.fit()
+    assert len(run.clock.waits.kept) == 3, "5 steps: two averages on the way and one at the end"
+    if link.is_first:
+        (record,) = read(folder / "run" / "metrics.jsonl", "epoch")
+        assert sum(record["meetings"]["last"]) == pytest.approx(1.0)
+
+
 def test_validation_and_checkpoints_are_between_two_epochs(tmp_path: Path) -> None:
     trainer(SmallTask(), tmp_path / "run", epochs=2).fit()
     first, second = read(tmp_path / "run" / "metrics.jsonl", "epoch")
