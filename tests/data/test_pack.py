@@ -27,9 +27,10 @@ from paceline.data.hdf_dataset import PackedDataset
 from paceline.data.hdf_errors import NoSuchStream, PackedUnreadable
 from paceline.data.hdf_verify import verify
 from paceline.data.manifest import read_manifests
-from paceline.data.pack import NothingToPack, OtherParts, PackExists, WorkerDied, pack
+from paceline.data.pack import NothingToPack, OtherParts, PackExists, pack
 from paceline.data.pack_manifest import AudioBroken, ManifestSource, RatesDiffer
 from paceline.data.pack_piece import Piece, StreamsDiffer, read_piece
+from paceline.data.pack_processes import WorkerDied
 from paceline.data.pack_samples import NotPackable
 from tests.crash import KILLED
 from tests.data.packing import NUMBER, Sentences, assert_same, packed

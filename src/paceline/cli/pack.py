@@ -116,7 +116,8 @@ def run(argv: Sequence[str]) -> int:
 def _pack(options: PackOptions) -> int:
     from paceline.data.bad_line import MOST_SHOWN
     from paceline.data.hdf_layout import h5py_or_error
-    from paceline.data.pack import default_processes, pack
+    from paceline.data.pack import pack
+    from paceline.data.pack_processes import default_processes
 
     h5py_or_error()
     *words, last = options.paths

@@ -92,16 +92,11 @@ class Stream:
         lengths = self.lengths[rows]
         longest = int(lengths.max(initial=0))
         padded = np.empty((len(rows), longest, *self.shape), self.dtype) if out is None else out
-        begins = self._begins[rows]
-        arrays = [values.array for values in self._values] if len(self._values) == 1 else None
-        numbers = self._file_of[rows].tolist() if arrays is None else []
-        source = arrays[0] if arrays is not None else None
         width = padded.shape[1]
-        for place, (begin, length) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
-            if arrays is None:
-                source = self._values[numbers[place]].array
-            row = padded[place]
-            row[:length] = source[begin : begin + length]  # type: ignore[index]
+        sources = [self._values[number].array for number in self._file_of[rows].tolist()]
+        places = zip(padded, sources, self._begins[rows].tolist(), lengths.tolist(), strict=True)
+        for row, source, begin, length in places:
+            row[:length] = source[begin : begin + length]
             if length < width:
                 row[length:] = 0
         return padded, lengths

@@ -6,19 +6,11 @@ those that are missing. Shards are written as soon as their pieces are there. Th
 
 from __future__ import annotations
 
-import ctypes
 import json
-import multiprocessing
-import os
 import secrets
 import shutil
-import signal
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +22,7 @@ from paceline.data.hdf_errors import PackedUnreadable
 from paceline.data.hdf_layout import Layout, PackedFile, Shards, read_layout
 from paceline.data.hdf_write import agree_on_sizes, content_of, write_file, write_shards
 from paceline.data.pack_piece import Piece, StreamsDiffer, read_piece, write_piece
+from paceline.data.pack_processes import in_processes
 
 _PLAN = "plan.json"
 
@@ -68,15 +61,6 @@ class OtherParts(PacelineError):
         super().__init__(f"{near(folder)} holds parts of a packing that was not finished, of other data or options")
         self.folder = folder
         self.hint = "give the same inputs and options to go on with it; `--force` begins anew"
-
-
-class WorkerDied(PacelineError):
-    """A process that read rows was killed, most likely for lack of memory."""
-
-    hint = "type the same command to go on; fewer `--processes` need less memory"
-
-    def __init__(self) -> None:
-        super().__init__("a process that read data was killed")
 
 
 class NothingToPack(PacelineError):
@@ -184,7 +168,7 @@ class _Work:
         progress(self._done.num_kept)
         missing = [number for number in all_others if number not in ready]
         num_done, at = self._done.num_kept, self._take(first, ready)
-        for number in _in_processes(self._source, self._cuts, missing, self._piece, processes):
+        for number in in_processes(self._make, missing, processes):
             ready.add(number)
             num_done += len(self._cuts[number])
             progress(num_done)
@@ -204,6 +188,9 @@ class _Work:
 
     def _num_rows(self, pieces: Iterable[int]) -> int:
         return sum(len(self._cuts[number]) for number in pieces)
+
+    def _make(self, number: int) -> None:
+        write_piece(self._piece(number), self._source.read(self._cuts[number]))
 
     def _piece(self, number: int) -> Path:
         return self._parts / f"{number:06d}.npz"
@@ -281,55 +268,3 @@ def _must(piece: Piece | None, path: Path) -> Piece:
     if piece is None:
         raise PackedUnreadable(path, "is damaged", "remove it, and type the same command again")
     return piece
-
-
-_shared: tuple[Source, Callable[[int], Path], list[range]] | None = None
-"""What forked processes read from: a data set need not be one that can be pickled."""
-
-
-def _in_processes(
-    source: Source, cuts: list[range], missing: list[int], path: Callable[[int], Path], processes: int
-) -> Iterator[int]:
-    """Make the pieces that are missing; their numbers, as they are done."""
-    global _shared
-    if not missing:
-        return
-    _shared = (source, path, cuts)
-    pool = ProcessPoolExecutor(min(processes, len(missing)), multiprocessing.get_context("fork"), _begin)
-    waiting: set[Future[int]] = set()
-    todo = iter(missing)
-    try:
-        # Not all at once: who stops at the first error must not wait for thousands of others.
-        while True:
-            waiting |= {pool.submit(_make, number) for number in islice(todo, 2 * processes - len(waiting))}
-            if not waiting:
-                return
-            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            for future in done:
-                yield future.result()
-    except BrokenProcessPool:
-        raise WorkerDied from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-        _shared = None
-
-
-def _begin() -> None:
-    """In each process: one thread, and an end with the process that began it, even if that is killed."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        parent_death_signal = 1
-        ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL, 0, 0, 0)
-
-
-def _make(number: int) -> int:
-    assert _shared is not None
-    source, path, cuts = _shared
-    write_piece(path(number), source.read(cuts[number]))
-    return number
-
-
-def default_processes() -> int:
-    return len(os.sched_getaffinity(0))
