@@ -36,6 +36,11 @@ class Own(paceline.Task):
     def val_data(self):
         return {"dev": [{"x": torch.tensor([1.5])}]}
 
+def squares():
+    return [torch.tensor([row * row]) for row in range(5)]
+
+CUBES = [{"cube": row ** 3} for row in range(4)]
+
 class Endless(paceline.Task):
     def train_data(self):
         return iter(())
@@ -141,6 +146,13 @@ def test_a_task(folder: Path, capsys: Shown) -> None:
         np.testing.assert_array_equal(arrays["0"], np.full((3, 2), 2))
 
 
+def test_a_data_set(folder: Path, capsys: Shown) -> None:
+    shown(capsys, "own.py:squares", "squares.h5")
+    assert [value.item() for value in PackedDataset("squares.h5")] == [0, 1, 4, 9, 16]
+    shown(capsys, "own.py:CUBES", "cubes.h5", "--end-seq", "2")
+    assert list(PackedDataset("cubes.h5")) == [{"cube": 0}, {"cube": 1}, {"cube": 8}]
+
+
 @pytest.mark.parametrize(
     ("words", "what", "hint"),
     [
@@ -150,6 +162,7 @@ def test_a_task(folder: Path, capsys: Shown) -> None:
         (["trian.json", "a.h5"], "trian.json: there is no such file", "did you mean train.json?"),
         (["train.json", "own.py:Own", "a.h5"], "own.py:Own is a task", "by itself"),
         (["own.py:Own", "a.h5", "--part", "tset"], "has no data 'tset'", "there are: train, dev"),
+        (["own.py:Onw", "a.h5"], "own.py has no task class 'Onw'", "Own"),
         (["own.py:Endless", "a.h5"], "can only be iterated", "__getitem__"),
         (["asr", "a.h5"], "is packed from its manifests", "train.json"),
         (["train.json", "a.h5", "--streams", "txt"], "there is no stream 'txt'", "there are: audio, text"),

@@ -44,7 +44,8 @@ class PackOptions(Section):
 
     paths: tuple[str, ...] = ()
     """What to pack and, last, the file to write: manifests, packed files, or a task (a recipe's name or
-    `path/to/file.py:ClassName`). With `--info` and `--verify` packed files, with `--extract` one, and a folder."""
+    `path/to/file.py:ClassName`; also a function there that returns a data set). With `--info` and `--verify` packed
+    files, with `--extract` one, and a folder."""
     info: bool = False
     """Show what packed files hold."""
     verify: bool = False
@@ -154,7 +155,7 @@ def _source(options: PackOptions, words: Sequence[str]) -> Source:
     if tasks and len(words) > 1:
         raise PackUsage(f"{tasks[0]} is a task, and {len(words) - 1} more inputs are given", "pack a task by itself")
     if tasks:
-        return _samples(options, _task_data(options, tasks[0]), f"{tasks[0]}:{options.part}")
+        return _samples(options, _data(options, tasks[0]), f"{tasks[0]}:{options.part}")
     if all(map(is_packed, words)) and not all(map(_is_speech, words)):
         if len(words) > 1:
             raise PackUsage("several packed files that are not speech", "pack them one by one")
@@ -195,6 +196,18 @@ def _samples(options: PackOptions, data: Any, name: str) -> Source:
         raise PackUsage(f"{name}: its data can only be iterated", "give it `__getitem__` and `__len__`")
     rows = _rows(options, len(data))
     return SampleSource(data, rows, name=name, seed=options.seed, epoch=options.epoch - 1, streams=options.streams)
+
+
+def _data(options: PackOptions, name: str) -> Any:
+    """What `file.py:name` is: a data set, a function that returns one, or else a task."""
+    from paceline.cli import tasks
+    from paceline.train.task import Task
+
+    path, _, member = name.rpartition(":")
+    found = getattr(tasks.import_file(Path(path)), member, None) if path else None
+    if found is None or (isinstance(found, type) and issubclass(found, Task)):
+        return _task_data(options, name)
+    return tasks.guarded(Path(path), f"{member}() is called", found) if callable(found) else found
 
 
 def _task_data(options: PackOptions, name: str) -> Any:
