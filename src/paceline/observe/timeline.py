@@ -85,6 +85,7 @@ class Timeline:
         self.steps = window("auto" if settings.profile == "no" else settings.profile, now)
         self._with_torch = link.world.rank in (ranks or range(MOST_RANKS))
         self._with_memory = settings.profile_memory
+        self._with_history = settings.profile_memory and self._with_torch and link.device.type == "cuda"
         self._link, self._clock, self._folder, self._say = link, clock, folder / FOLDER, say
         self._tape: trace.Tape | None = None
         self._is_over = False
@@ -127,7 +128,7 @@ class Timeline:
     def _begin(self, step: int) -> None:
         self._clock.lap("other")
         self._profiler: profile | None = None
-        if self._with_memory and self._link.device.type == "cuda":
+        if self._with_history:
             torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
         if self._with_torch:
             kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._link.device.type == "cuda" else [])]
@@ -206,11 +207,11 @@ class Timeline:
             yield part.events
 
     def _device_memory(self) -> bytes | None:
-        if not self._with_memory or self._link.device.type != "cuda":
+        if not self._with_history:
             return None
-        history = torch.cuda.memory._snapshot() if self._with_torch else None
+        history = zlib.compress(pickle.dumps(torch.cuda.memory._snapshot()), 1)
         torch.cuda.memory._record_memory_history(enabled=None)
-        return None if history is None else zlib.compress(pickle.dumps(history), 1)
+        return history
 
     def _about(self) -> dict[str, Any]:
         return {"made by": "paceline", "ranks": self._link.world.size, "torch": torch.__version__}

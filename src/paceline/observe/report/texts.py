@@ -28,7 +28,9 @@ def with_code(text: str) -> str:
 def summary(runs: Sequence[RunRecord]) -> str:
     """Cards for one run, a table for several; what is not finished is said."""
     notes = [
-        f'<p class="note">{_named(run, runs)}{with_code(run.standing)}</p>' for run in runs if run.status != "finished"
+        f'<p class="note">{_named(run, runs)}{with_code(run.standing[:1].upper() + run.standing[1:])}.</p>'
+        for run in runs
+        if run.status != "finished"
     ]
     if len(runs) > 1:
         return "".join(notes) + table(*comparison(runs), first_is_head=True)

@@ -113,7 +113,8 @@ def numbers(runs: Sequence[RunRecord]) -> list[Figure]:
     if all(epoch.get("objects_per_s") in (epoch.get("rates") or {}).values() for run in runs for epoch in run.epochs):
         found.pop("objects_per_s", None)  # samples have a better name
     figures = []
-    for name in [*(name for name in NUMBERS if name in found), *(name for name in found if name not in NUMBERS)]:
+    rates = [name for run in runs for epoch in run.epochs for name in epoch.get("rates") or {}]
+    for name in dict.fromkeys([*(name for name in [*rates, *NUMBERS] if name in found), *found]):
         title, about, unit, factor = NUMBERS.get(name, (_title(name), "", "", 1.0))
         traces: list[Trace] = []
         for number, (run, epochs) in enumerate(zip(runs, every, strict=True)):
