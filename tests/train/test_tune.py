@@ -20,7 +20,9 @@ from paceline.train.tune import (
     Knob,
     Speed,
     Trial,
+    is_decided,
     make_fit,
+    ratios_of,
     search,
     speed_of,
     wins_needed,
@@ -36,6 +38,7 @@ class Machine:
     def __init__(self, speed: Callable[[Mapping[str, Any], int], float | Failure], budget_s: float = 1e4) -> None:
         self._speed, self.spent_s, self._budget_s = speed, 0.0, budget_s
         self.log: list[dict[str, Any]] = []
+        self.num_races = 0
 
     def measure(self, changes: Changes, limit_s: float) -> Trial:
         self.log.append(dict(changes))
@@ -51,8 +54,10 @@ class Machine:
     def race(self, first: Trial, second: Trial, limit_s: float) -> list[tuple[Trial, Trial]]:
         """Side by side: the machine is as slow for one as for the other."""
         self.spent_s += min(2 * TRIAL_S, limit_s)
-        pairs = []
-        for number in range(RACE_ROUNDS):
+        pairs: list[tuple[Trial, Trial]] = []
+        self.num_races += 1
+        while len(pairs) < RACE_ROUNDS and not is_decided(ratios_of(pairs)):
+            number = len(pairs)
             speeds = [self._speed(trial.changes, number) for trial in (first, second)]
             one, other = [
                 Trial(trial.changes, Speed(speed), TRIAL_S)
@@ -151,7 +156,7 @@ def test_a_race_finds_through_heavy_noise() -> None:
             lambda changes, number, chance=chance: max(1.0, formula(changes, number) * chance.gauss(1.0, 0.2))
         )
         found = machine.search(LEVEL, WORKERS, side_by_side=True)
-        found_it += formula(found.winner, 0) >= 1.4 * formula({}, 0) and len(found.rounds) == RACE_ROUNDS
+        found_it += formula(found.winner, 0) >= 1.4 * formula({}, 0) and len(found.rounds) >= 12
     assert found_it >= 45
 
 
@@ -163,6 +168,29 @@ def test_a_race_does_not_pick_by_noise() -> None:
         picked += not machine.search(GRAINS, WORKERS, LEVEL, side_by_side=True).default_wins
     # A setting must be lucky in two races of 1.8 %, with several settings to be lucky with.
     assert picked <= 4
+
+
+def test_a_race_ends_when_it_is_decided_and_is_not_run_twice() -> None:
+    machine = Machine(formula)
+    found = machine.search(LEVEL, side_by_side=True)
+    assert found.rounds == pytest.approx([1.7] * wins_needed(RACE_ROUNDS))
+    assert machine.num_races == 1  # the only knob has just raced the default
+    machine = Machine(formula)
+    assert dict(machine.search(LEVEL, WORKERS, side_by_side=True).winner) == {"level": 3, "workers": 4}
+    assert machine.num_races == 3
+    assert not is_decided([2.0] * 11 + [0.5] * 3)
+    assert is_decided([2.0] * 11 + [0.5] * 4)
+    assert is_decided([2.0] * 12)
+    assert not is_decided([])
+
+
+def test_time_is_kept_for_a_last_race_as_long_as_the_first() -> None:
+    for budget_s in range(20, 200, 7):
+        machine = Machine(formula, float(budget_s))
+        found = machine.search(LEVEL, WORKERS, GRAINS, side_by_side=True)
+        assert machine.spent_s <= budget_s
+        if found.rival:
+            assert not found.default_wins, budget_s
 
 
 def test_without_room_for_two_the_rounds_come_one_after_the_other() -> None:

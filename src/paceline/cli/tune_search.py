@@ -19,7 +19,18 @@ from paceline.config.errors import PacelineError
 from paceline.config.settings import TrainConfig
 from paceline.observe.bars import SideBar
 from paceline.train import tune_report, tune_space
-from paceline.train.tune import RACE_ROUNDS, Changes, Failure, Found, Speed, Trial, make_fit, ratios_of, search
+from paceline.train.tune import (
+    RACE_ROUNDS,
+    Changes,
+    Failure,
+    Found,
+    Speed,
+    Trial,
+    is_decided,
+    make_fit,
+    ratios_of,
+    search,
+)
 from paceline.train.tune_process import Spec, run_trial
 from paceline.train.tune_race import race
 from paceline.world.launch import count_procs
@@ -214,7 +225,14 @@ class _Tuner:
             entries.append((self._folder / f"race-{self._num_races}", self._spec(config, is_paced=True)))
         names = [tune_report.label(trial.changes) for trial in (first, second)]
         with SideBar(f"racing {names[0]} and {names[1]}", round(self._options.budget)) as bar:
-            rates = race(COMMAND, entries, RACE_ROUNDS, limit_s, lambda: bar.show(round(self._spent_s())))
+            rates = race(
+                COMMAND,
+                entries,
+                RACE_ROUNDS,
+                limit_s,
+                lambda: bar.show(round(self._spent_s())),
+                lambda found: is_decided([other / rate for rate, other in found]),
+            )
         pairs = [(_with_rate(first, rate), _with_rate(second, other)) for rate, other in rates]
         if pairs:
             middle = statistics.median(ratios_of(pairs))

@@ -136,6 +136,13 @@ def is_ahead(ratios: Sequence[float]) -> bool:
     return bool(ratios) and sum(ratio > 1 for ratio in ratios) >= wins_needed(len(ratios))
 
 
+def is_decided(ratios: Sequence[float]) -> bool:
+    """Whether the rounds that are left of a race cannot change who wins."""
+    needed = wins_needed(RACE_ROUNDS)
+    won = sum(ratio > 1 for ratio in ratios)
+    return won >= needed or len(ratios) - won > RACE_ROUNDS - needed
+
+
 def search(
     default: Trial, knobs: Sequence[Knob], measure: Measure, left_s: Callable[[], float], race: Race | None = None
 ) -> Found:
@@ -173,6 +180,8 @@ class _Climb:
         self._base, self._measure, self._left_s, self._race = default, measure, left_s, race
         round_s = 2 * default.wall_s
         self._final_s = min(MOST_ROUNDS * round_s, max(LEAST_ROUNDS * round_s, FINAL_SHARE * left_s()))
+        self._raced: tuple[Changes, Changes, Pairs] | None = None
+        """The last race, of which settings."""
         self.best = default
         self.trials = [default]
 
@@ -197,7 +206,7 @@ class _Climb:
 
     def _confirmed(self, here: Trial, best: Trial) -> Trial:
         """Whichever is faster when both are measured again."""
-        pairs = self._contest(here, best, rounds=1)
+        pairs = self._contest(here, best, self._limit_s(), rounds=1)
         ratios = ratios_of(pairs)
         if is_ahead(ratios) and statistics.median(ratios) > 1 + MARGIN:
             return _middle([second for _, second in pairs])
@@ -207,15 +216,22 @@ class _Climb:
         base, rival = self._base, self.best
         if rival.changes == base.changes:
             return Found(tuple(self.trials), base.changes, base.changes, untried=untried)
-        ratios = ratios_of(self._contest(base, rival, rounds=MOST_ROUNDS))
+        if self._raced is not None and self._raced[:2] == (base.changes, rival.changes):
+            pairs = self._raced[2]  # only one knob was worth turning: this race has been
+        else:
+            pairs = self._contest(base, rival, self._left_s(), rounds=MOST_ROUNDS)
+        ratios = ratios_of(pairs)
         wins = len(ratios) >= LEAST_ROUNDS and is_ahead(ratios)
         winner = rival.changes if wins else base.changes
         return Found(tuple(self.trials), base.changes, winner, tuple(ratios), rival.changes, untried)
 
-    def _contest(self, first: Trial, second: Trial, rounds: int) -> list[tuple[Trial, Trial]]:
+    def _contest(self, first: Trial, second: Trial, limit_s: float, rounds: int) -> Pairs:
         """Both again, side by side; or in turns, the second first: what was last before is now first."""
-        pairs = [] if self._race is None else list(self._race(first, second, self._limit_s()))
-        if len(pairs) >= FEW:
+        before_s = self._left_s()
+        pairs = [] if self._race is None else list(self._race(first, second, limit_s))
+        if len(pairs) >= FEW or is_decided(ratios_of(pairs)):
+            self._raced = (first.changes, second.changes, pairs)
+            self._final_s = max(self._final_s, before_s - self._left_s())  # a race to come takes as long
             self.trials += [_middle([pair[index] for pair in pairs]) for index in (0, 1)]
             return pairs
         pairs = []

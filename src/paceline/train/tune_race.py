@@ -47,8 +47,9 @@ def race(
     rounds: int,
     limit_s: float,
     tick: Callable[[], None],
+    is_decided: Callable[[Sequence[tuple[float, float]]], bool] = lambda found: False,
 ) -> list[tuple[float, float]]:
-    """Samples per second of both, round by round; as many as there was time for, none where one of them failed."""
+    """Samples per second of both, round by round, until it is decided; fewer where time is over or one of them died."""
     deadline = time.monotonic() + limit_s
     found: list[tuple[float, float]] = []
     with ExitStack() as stack:
@@ -67,6 +68,8 @@ def race(
                     return found
                 rates[index] = float(json.loads((folder / f"part-{number}").read_text(encoding="utf-8")))
             found.append((rates[0], rates[1]))
+            if is_decided(found):
+                break
         for _, folder in runners:
             (folder / ENOUGH).touch()
     return found
