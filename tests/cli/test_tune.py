@@ -144,6 +144,23 @@ def test_a_default_that_does_not_fit_is_cut_finer_or_refused(
     assert "--checkpoint-activations" in shown
 
 
+def test_an_interrupted_search_shows_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def rule(settings: dict[str, Any]) -> float | Failure:
+        if "threads" in settings:
+            raise KeyboardInterrupt
+        return 100.0
+
+    measured_by(monkeypatch, rule)
+    assert main(["tune", GOOD]) == 130
+    shown = capsys.readouterr().out
+    assert "interrupted: nothing is written" in shown
+    assert "*" not in shown
+    assert [line.split()[0] for line in shown.splitlines() if "1.00x" in line] == ["default", "level"]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_bug_in_the_task_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

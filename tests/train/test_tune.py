@@ -248,7 +248,7 @@ def test_memory_ends_a_way_and_the_search_goes_on() -> None:
     assert dict(found.winner) == {"workers": 4, "grains": 8}
     assert [log.get("grains") for log in machine.log].count(2) == 1
     assert not [log for log in machine.log if log.get("grains") == 1]
-    rows = {row[0]: row for row in tune_report.rows(found.trials, found.base, found.winner)}
+    rows = {row[0]: row for row in tune_report.rows(found)}
     assert rows["workers 4, grains 2"][2] == "out of memory"
     assert rows["workers 4, grains 8 *"][2] == "1.76x"
 
@@ -357,7 +357,7 @@ def test_numerics_can_be_kept() -> None:
 
 def test_the_table_marks_the_winner_and_what_changes_results() -> None:
     found = Machine(formula).search(WORKERS, LEVEL)
-    lines = tune_report.table(tune_report.rows(found.trials, found.base, found.winner))
+    lines = tune_report.table(found)
     assert lines[0].split() == ["setting", "samples/s", "vs", "default", "memory", "spread", "results"]
     assert lines[1].split() == ["default", "100", "1.00x", "1.0", "GiB", "±1.0%", "the", "same"]
     (won,) = [line for line in lines if "*" in line]

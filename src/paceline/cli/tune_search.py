@@ -89,7 +89,8 @@ def tune(options: TuneCommand, settings: TrainConfig, *, is_length_ours: bool) -
     try:
         found = tuner.search()
     except KeyboardInterrupt:
-        _print(tune_report.table(tune_report.rows(tuner.trials, {}, {})) if tuner.trials else [])
+        nobody = {"": ""}
+        _print(tune_report.table(Found(tuple(tuner.trials), {}, nobody)) if tuner.trials else [])
         _print(["interrupted: nothing is written"])
         return INTERRUPTED
     finally:
@@ -109,7 +110,7 @@ def tune(options: TuneCommand, settings: TrainConfig, *, is_length_ours: bool) -
 
 def report(found: Found, left_out: list[str]) -> list[str]:
     """The table, who won, and what that means."""
-    lines = tune_report.table(tune_report.rows(found.trials, found.base, found.winner))
+    lines = tune_report.table(found)
     lines += [f"not tried: {reason}" for reason in left_out]
     if found.untried:
         wall_s = max(trial.wall_s for trial in found.trials)

@@ -33,21 +33,25 @@ def numerics(changes: Changes) -> str:
     return ", ".join(name.replace("_", "-") for name in changes if not is_free(name))
 
 
-def rows(trials: Sequence[Trial], base: Changes, winner: Changes) -> list[tuple[str, ...]]:
-    """One row per setting, in the order they were first tried."""
+def rows(found: Found) -> list[tuple[str, ...]]:
+    """One row per setting, in the order they were first tried. What raced the default has the ratio of that race."""
     by_label: dict[str, list[Trial]] = {}
-    for trial in trials:
+    for trial in found.trials:
         by_label.setdefault(label(trial.changes), []).append(trial)
-    compared = speed_of(by_label[label(base)])
-    found: list[tuple[str, ...]] = []
+    compared = speed_of(by_label[label(found.base)])
+    lines: list[tuple[str, ...]] = []
     for name, each in by_label.items():
         outcome = speed_of(each)
-        mark = " *" if name == label(winner) else ""
+        mark = " *" if name == label(found.winner) else ""
         if isinstance(outcome, Failure):
-            found.append((name, "-", _FAILURES[outcome.kind], "-", "-", _results(each[0].changes)))
+            lines.append((name, "-", _FAILURES[outcome.kind], "-", "-", _results(each[0].changes)))
             continue
-        ratio = f"{outcome.samples_per_s / compared.samples_per_s:.2f}x" if isinstance(compared, Speed) else "-"
-        found.append(
+        ratio = "-"
+        if found.rounds and name == label(found.rival):
+            ratio = f"{statistics.median(found.rounds):.2f}x"
+        elif isinstance(compared, Speed):
+            ratio = f"{outcome.samples_per_s / compared.samples_per_s:.2f}x"
+        lines.append(
             (
                 name + mark,
                 f"{outcome.samples_per_s:.4g}",
@@ -57,12 +61,12 @@ def rows(trials: Sequence[Trial], base: Changes, winner: Changes) -> list[tuple[
                 _results(each[0].changes),
             )
         )
-    return found
+    return lines
 
 
-def table(found: Sequence[tuple[str, ...]]) -> list[str]:
+def table(found: Found) -> list[str]:
     """Columns below their names; all but the first and the last to the right."""
-    every = [COLUMNS, *found]
+    every = [COLUMNS, *rows(found)]
     widths = [max(len(row[column]) for row in every) for column in range(len(COLUMNS))]
     last = len(COLUMNS) - 1
     lines = []
