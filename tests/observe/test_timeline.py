@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from paceline.config.settings import TrainConfig
 from paceline.config.steps import StepRange
 from paceline.observe import time_axis, trace
 from paceline.observe.time_axis import NUM_TRIES, Offset, Try, offset
-from paceline.observe.timeline import AUTO_AFTER, AUTO_STEPS, NoSuchRank, window
+from paceline.observe.timeline import AUTO_AFTER, AUTO_STEPS, NoSuchRank, Off, Timeline, window
 from paceline.world.discover import discover
 from paceline.world.link import Link
 from paceline.world.start import start
@@ -169,8 +171,8 @@ def fit_said(out: Path, **settings: Any) -> list[str]:
     said: list[str] = []
     trained = trainer(SmallTask(), out, epochs=2, progress="none", loggers=(), **settings)
     trained.progress.say = said.append  # type: ignore[method-assign]
-    if trained.timeline is not None:
-        trained.timeline._say = said.append
+    assert isinstance(trained.timeline, Timeline)
+    trained.timeline._say = said.append
     trained.fit()
     return said
 
@@ -190,6 +192,36 @@ def test_a_window_that_the_run_cuts_short_is_written(tmp_path: Path) -> None:
     assert [event["name"] for event in _of(trace.read(file)["traceEvents"], 0, trace.STEP)] == ["step 4", "step 5"]
 
 
+class Unlucky(SmallTask):
+    def after_step(self, model: Any, step: Any, grains: Any) -> None:
+        if step.number == 3:
+            raise RuntimeError("out of luck")
+
+
+def test_after_a_failure_the_next_run_can_be_recorded(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="out of luck"):
+        trainer(Unlucky(), tmp_path / "a", epochs=2, profile="2:5", progress="none", loggers=()).fit()
+    assert not (tmp_path / "a" / "profile").exists()
+    fit_said(tmp_path / "b", profile="2:5")
+    assert (tmp_path / "b" / "profile" / "steps-2-4.json.gz").exists()
+
+
+class Stopped(SmallTask):
+    def after_step(self, model: Any, step: Any, grains: Any) -> None:
+        if step.number == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_that_is_stopped_keeps_what_was_recorded(tmp_path: Path) -> None:
+    assert (
+        trainer(Stopped(), tmp_path / "a", epochs=2, profile="2:6", progress="none", loggers=()).fit().status
+        == "stopped"
+    )
+    (file,) = (tmp_path / "a" / "profile").iterdir()
+    assert file.name == "steps-2-3.json.gz"
+    assert [event["name"] for event in _of(trace.read(file)["traceEvents"], 0, trace.STEP)] == ["step 2", "step 3"]
+
+
 def test_a_resumed_run_says_that_the_steps_are_past(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer(SmallTask(), tmp_path / "a", epochs=1, progress="none", loggers=()).fit()
     more = {"epochs": 2, "resume": "auto", "allow_change": True, "progress": "none", "loggers": ()}
@@ -201,7 +233,7 @@ def test_a_resumed_run_says_that_the_steps_are_past(tmp_path: Path, capsys: pyte
 
 def test_without_a_run_folder_it_has_no_effect_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     trained = trainer(SmallTask(), None, epochs=1, profile="0:2", profile_ranks=(0,), loggers=())
-    assert trained.timeline is None
+    assert isinstance(trained.timeline, Off)
     trained.fit()
     assert "`profile` has no effect without a run folder" in capsys.readouterr().out
 
@@ -210,6 +242,11 @@ def test_a_rank_that_is_not_there_is_refused_before_anything_is_made(tmp_path: P
     with pytest.raises(NoSuchRank, match="ranks of this run are 0 to 0"):
         trainer(SmallTask(), tmp_path / "a", epochs=1, profile="0:2", profile_ranks=(3,))
     assert not (tmp_path / "a").exists()
+
+
+def test_off_leaves_the_batches_alone() -> None:
+    batches = iter([1, 2])
+    assert Off().follow(batches) is batches
 
 
 def test_events_of_ranks_do_not_mix() -> None:

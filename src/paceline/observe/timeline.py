@@ -1,6 +1,6 @@
 """`--profile`: the chosen steps as a timeline of all ranks, our phases and torch's own events on one time axis.
 
-Where it is off there is no object of this class: the loop runs over its batches as it would without this file.
+Where it is off, the loop runs over its batches as it would without this file.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ AUTO_AFTER, AUTO_STEPS = 10, 5
 MOST_RANKS = 8
 """Ranks of which torch's events are recorded if the user names none: the first ones."""
 MOST_ALLOCATIONS = 500_000
+MANY_STEPS = 50
+"""Beyond it a timeline is large: a warning."""
 _MARK = "paceline: one moment on both clocks"
 _STATM = Path("/proc/self/statm")
 
@@ -64,21 +66,45 @@ def window(asked: str, now: int) -> range:
 
 
 def build(
-    settings: ObserveSettings, run: Path | None, link: Link, clock: Clock, now: int, say: Callable[[str], None]
-) -> Timeline | None:
-    """What the settings ask for; nothing without a run folder to write to."""
+    settings: ObserveSettings,
+    run: Path | None,
+    link: Link,
+    clock: Clock,
+    num_steps: Callable[[], int],
+    say: Callable[[str], None],
+) -> Timeline | Off:
+    """What the settings ask for; nothing without a run folder to write to. `num_steps` says how many are done."""
     if run is None or (settings.profile == "no" and not settings.profile_memory):
-        return None
-    return Timeline(settings, link, clock, run, now, say)
+        return Off()
+    return Timeline(settings, link, clock, run, num_steps, say)
+
+
+class Off:
+    """Nothing is recorded, and nothing stands between the loop and its batches."""
+
+    def follow(self, batches: Iterator[T]) -> Iterator[T]:
+        return batches
+
+    def close(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
 
 
 class Timeline:
     """Records a window of steps on this rank and writes one file of all ranks when it is over."""
 
     def __init__(
-        self, settings: ObserveSettings, link: Link, clock: Clock, folder: Path, now: int, say: Callable[[str], None]
+        self,
+        settings: ObserveSettings,
+        link: Link,
+        clock: Clock,
+        folder: Path,
+        num_steps: Callable[[], int],
+        say: Callable[[str], None],
     ) -> None:
-        ranks = settings.profile_ranks
+        ranks, now = settings.profile_ranks, num_steps()
         for rank in ranks:
             if rank >= link.world.size:
                 raise NoSuchRank(rank, link.world.size)
@@ -87,19 +113,23 @@ class Timeline:
         self._with_memory = settings.profile_memory
         self._with_history = settings.profile_memory and self._with_torch and link.device.type == "cuda"
         self._link, self._clock, self._folder, self._say = link, clock, folder / FOLDER, say
+        self._num_steps = num_steps
+        self._profiler: profile | None = None
         self._tape: trace.Tape | None = None
         self._is_over = False
         self._uncertainty_ns = 0
         if self.steps.stop <= now:
             self._is_over = True
             say(f"`profile`: steps {_shown(self.steps)} are done already, nothing is recorded: `--profile auto`")
+        elif len(self.steps) > MANY_STEPS:
+            say(f"`profile`: torch's events of {len(self.steps)} steps are kept in memory until the last is done")
 
     # -- along the run -------------------------------------------------------------------------------------------
 
-    def follow(self, batches: Iterator[T], num_steps: Callable[[], int]) -> Iterator[T]:
+    def follow(self, batches: Iterator[T]) -> Iterator[T]:
         """The same batches; what lies between asking for one and asking for the next is a step."""
         while True:
-            self._between(num_steps())
+            self._between(self._num_steps())
             batch = next(batches, None)
             if batch is None:
                 return
@@ -108,10 +138,20 @@ class Timeline:
     def close(self) -> None:
         """The run is over, whether or not the steps were reached. All ranks must call it."""
         if self._tape is not None:
+            self._note_step(self._num_steps())
             self._end()
         elif not self._is_over:
             short = f"the run ended before step {self.steps.start}"
             self._say(f"`profile`: {short}, nothing is recorded: `--profile 0:{AUTO_STEPS}`")
+
+    def abandon(self) -> None:
+        """The run has failed: nothing is written, and whoever records next may."""
+        self._clock.follower = None
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+        if self._tape is not None and self._with_history:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
     def _between(self, num_steps: int) -> None:
         if self._is_over:
@@ -127,7 +167,6 @@ class Timeline:
 
     def _begin(self, step: int) -> None:
         self._clock.lap("other")
-        self._profiler: profile | None = None
         if self._with_history:
             torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
         if self._with_torch:
@@ -170,7 +209,7 @@ class Timeline:
         if self._profiler is not None:
             self._profiler.stop()
         snapshot = self._device_memory()
-        name = f"steps-{self._first}-{self._step - 1}"
+        name = f"steps-{self._first}-{max(self._first, self._step - 1)}"
         path = self._folder / f"{name}.json.gz"
         offset = time_axis.measure(self._link)
         began_ns = min([self._began, *(began for _, began, _ in tape.laps[:1])]) + offset.ns

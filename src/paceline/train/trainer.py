@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from paceline.config.keys import key
 from paceline.config.settings import TrainConfig
-from paceline.data.grain import Batch
 from paceline.observe import loggers, timeline
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
@@ -56,7 +55,9 @@ class Trainer:
         if self.keeper.found is not None:
             self._resume(self.keeper.found)
         self.validation = Validation(task, self.engine, config, self.keeper.grains)
-        self.timeline = timeline.build(config, config.out, link, self.clock, self.engine.num_steps, self.progress.say)
+        self.timeline = timeline.build(
+            config, config.out, link, self.clock, lambda: self.engine.num_steps, self.progress.say
+        )
         watching = self._watchers(watchers)
         self.keeper.open()
         if self.keeper.metrics_file is not None:
@@ -85,6 +86,7 @@ class Trainer:
                 return self._close(status)
         except BaseException:
             self.keeper.mark_failed()
+            self.timeline.abandon()
             raise
         finally:
             self.log.end()  # whatever happens, the terminal is given back
@@ -129,7 +131,7 @@ class Trainer:
         wake = self._next_due()
         loss = partial(self.task.loss, engine.model)
         batch = None  # a run that was saved at the very end of an epoch goes on with none
-        for batch in () if position.is_epoch_over else self._batches(feed, first):
+        for batch in () if position.is_epoch_over else self.timeline.follow(feed.batches(position.epoch, first)):
             clock.begin_step()
             if self._before_step is not None:
                 self._before_step(engine.model, batch)
@@ -173,10 +175,6 @@ class Trainer:
             self._validate()
         self.task.report()
         return "early" if self._lost_patience() else "finished"
-
-    def _batches(self, feed: Feed, first: int) -> Iterator[Batch]:
-        batches = feed.batches(self.position.epoch, first)
-        return batches if self.timeline is None else self.timeline.follow(batches, lambda: self.engine.num_steps)
 
     def _come_together(self) -> None:
         self.clock.lap("other")
@@ -240,8 +238,7 @@ class Trainer:
         self.engine.statistics.total()
         self.keeper.close(status)
         self.clock.lap("checkpoint")
-        if self.timeline is not None:
-            self.timeline.close()
+        self.timeline.close()
         self.log.close(status)
         self.clock.lap("logging")
         if status == "stopped":

@@ -162,6 +162,15 @@ def test_time_is_split_by_epoch_and_rank_with_what_was_between(tmp_path: Path) -
     assert sum(share[0] for share in shares.values()) == pytest.approx(100, abs=0.01)
 
 
+def test_many_epochs_are_drawn_as_some(tmp_path: Path) -> None:
+    every = [step(0, 1.0), *(epoch(number, [{"compute": float(number)}], padding=0.1) for number in range(700))]
+    by_epoch, padding = spent([made(tmp_path, every)])
+    assert by_epoch.traces[0]["x"][:3] == ["1", "4", "7"]
+    assert by_epoch.traces[0]["y"][:3] == [0.0, 3.0, 6.0]
+    assert "one epoch in 3" in by_epoch.about
+    assert len(padding.traces[0]["x"]) == 700
+
+
 def test_samples_have_one_name_only(tmp_path: Path) -> None:
     both = [step(0, 1.0), epoch(0, [{"compute": 1.0}], objects_per_s=7.0, rates={"utterances_per_s": 7.0})]
     assert [figure.title for figure in numbers([made(tmp_path, both)])] == ["Utterances per second"]

@@ -6,9 +6,12 @@ import difflib
 import html
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from paceline.observe.report.runs import RunRecord
 
+T = TypeVar("T")
+MOST_BEFORE = 12
 REFERENCE, HYPOTHESIS = "reference", "hypothesis"
 
 
@@ -30,8 +33,15 @@ def samples_of(run: RunRecord) -> dict[str, list[Sample]]:
         found[name] = []
         for place, sample in enumerate(last):
             before = [(step, of[name][place]) for step, of in seen[:-1] if len(of.get(name, [])) > place]
-            found[name].append(Sample(sample, before))
+            found[name].append(Sample(sample, _spread(before)))
     return found
+
+
+def _spread(before: list[T], most: int = MOST_BEFORE) -> list[T]:
+    """So many at most, from the first to the last."""
+    if len(before) <= most:
+        return before
+    return [before[round(place * (len(before) - 1) / (most - 1))] for place in range(most)]
 
 
 def marked(sample: Mapping[str, str]) -> dict[str, str]:

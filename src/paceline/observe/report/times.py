@@ -7,11 +7,13 @@ from typing import Any
 
 from paceline.observe.report.figure import PHASE_COLORS, Figure, Trace, axis, color, line
 from paceline.observe.report.runs import RunRecord
-from paceline.observe.report.series import short
+from paceline.observe.report.series import short, thin
 from paceline.observe.watcher import Record
 
 DOTS_UP_TO = 40
 BARS_IN_HALF = 8
+MOST_EPOCHS = 300
+"""That are drawn as bars; of more, every n-th."""
 MOST_BARS = 60
 """Epochs times ranks that are drawn one by one; beyond it, the mean over the ranks."""
 NUMBERS = {
@@ -62,7 +64,8 @@ def _by_epoch(run: RunRecord, epochs: Sequence[Record], number: int, num_runs: i
     num_ranks = max(len(epoch["seconds"]) for epoch in epochs)
     is_each = num_ranks > 1 and len(epochs) * num_ranks <= MOST_BARS
     bars: list[tuple[str, str, Mapping[str, float]]] = []
-    for epoch in epochs:
+    stride = -(-len(epochs) // MOST_EPOCHS)
+    for epoch in epochs[::stride]:
         label = f"epoch {epoch['epoch'] + 1}" if "stage" not in epoch else f"{epoch['stage']}, {epoch['epoch'] + 1}"
         label = label if is_each or "stage" in epoch else str(epoch["epoch"] + 1)
         if is_each:
@@ -74,13 +77,14 @@ def _by_epoch(run: RunRecord, epochs: Sequence[Record], number: int, num_runs: i
         _bar(phase, x, [short(seconds.get(phase, 0.0)) for _, _, seconds in bars], "%{y:.3g} s")
         for phase in phases([seconds for _, _, seconds in bars])
     ]
+    which = "each epoch" if stride == 1 else f"one epoch in {stride}"
     who = "on each rank" if is_each else "mean over the ranks" if num_ranks > 1 else "on one rank"
     return Figure(
         f"time-epochs-{number}",
         f"Time by epoch{_of(run, num_runs)}",
         traces,
         {"barmode": "stack", "xaxis": axis("" if is_each else "epoch", type=None if not is_each else "multicategory")},
-        f"Seconds of each epoch, {who}, with what came just before it: the last one's validation and checkpoint.",
+        f"Seconds of {which}, {who}, with what came just before it: the last one's validation and checkpoint.",
         size="wide" if len(bars) > BARS_IN_HALF else "half",
     )
 
@@ -119,7 +123,8 @@ def numbers(runs: Sequence[RunRecord]) -> list[Figure]:
         traces: list[Trace] = []
         for number, (run, epochs) in enumerate(zip(runs, every, strict=True)):
             points = [(place, short(factor * epoch[name])) for place, epoch in enumerate(epochs, 1) if name in epoch]
-            x, y = [place for place, _ in points], [value for _, value in points]
+            kept = [points[place] for place in thin([value for _, value in points])]
+            x, y = [place for place, _ in kept], [value for _, value in kept]
             if points:
                 traces.append(line(x, y, run.name, color(number), dots=len(points) <= DOTS_UP_TO))
         layout = {
