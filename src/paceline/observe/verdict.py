@@ -162,8 +162,9 @@ def _cores(record: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _communication(record: Mapping[str, Any]) -> Iterator[Finding]:
     share = record.get("meetings", {}).get("exchange", 0.0)
-    # Without a core nothing moves either: so much of it may be no fault of the link.
-    if share - max(_core_wait_shares(record)) < EXCHANGE_SHARE:
+    # Without a core nothing moves either: as much of it as of the whole time is no fault of the link.
+    share *= 1 - max(_core_wait_shares(record))
+    if share < EXCHANGE_SHARE:
         return
     way = record.get("way", {})
     what = "sums of gradients" if way.get("reduce") == "grad" else "averages of weights"
