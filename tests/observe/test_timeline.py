@@ -206,6 +206,20 @@ def test_after_a_failure_the_next_run_can_be_recorded(tmp_path: Path) -> None:
     assert (tmp_path / "b" / "profile" / "steps-2-4.json.gz").exists()
 
 
+def test_a_timeline_that_cannot_be_written_is_said_and_training_goes_on(tmp_path: Path) -> None:
+    class Full(SmallTask):
+        def after_step(self, model: Any, step: Any, grains: Any) -> None:
+            (tmp_path / "a" / "profile").touch()  # where the folder should be
+
+    said: list[str] = []
+    trained = trainer(Full(), tmp_path / "a", epochs=2, profile="2:5", progress="none", loggers=())
+    assert isinstance(trained.timeline, Timeline)
+    trained.timeline._say = said.append
+    assert trained.fit().status == "finished"
+    (line,) = said
+    assert line.startswith("the timeline could not be written: ")
+
+
 class Stopped(SmallTask):
     def after_step(self, model: Any, step: Any, grains: Any) -> None:
         if step.number == 3:

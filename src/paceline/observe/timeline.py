@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -53,7 +53,6 @@ class Part:
     """What one rank hands over."""
 
     events: bytes
-    uncertainty_ns: int
     snapshot: bytes | None = None
     """Its history of device memory."""
 
@@ -117,7 +116,6 @@ class Timeline:
         self._profiler: profile | None = None
         self._tape: trace.Tape | None = None
         self._is_over = False
-        self._uncertainty_ns = 0
         if self.steps.stop <= now:
             self._is_over = True
             say(f"`profile`: steps {_shown(self.steps)} are done already, nothing is recorded: `--profile auto`")
@@ -201,45 +199,51 @@ class Timeline:
 
     def _end(self) -> None:
         """Stop, bring the ranks together, and let the first one write."""
-        self._clock.follower = None
         tape, self._tape, self._is_over = self._tape, None, True
+        profiler, self._profiler = self._profiler, None
         assert tape is not None
+        self._clock.follower = None
         if self._link.device.type == "cuda":
             torch.cuda.synchronize(self._link.device)  # what was launched in the window belongs to it
-        if self._profiler is not None:
-            self._profiler.stop()
+        if profiler is not None:
+            profiler.stop()
         snapshot = self._device_memory()
-        name = f"steps-{self._first}-{max(self._first, self._step - 1)}"
-        path = self._folder / f"{name}.json.gz"
         offset = time_axis.measure(self._link)
         began_ns = min([self._began, *(began for _, began, _ in tape.laps[:1])]) + offset.ns
-        origin_ns = min(self._link.gather_objects(began_ns))
-        part = Part(self._events(tape, offset.ns - origin_ns), offset.uncertainty_ns, snapshot)
-        parts = in_turn(self._link, part)
-        if self._link.is_first:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            trace.write(path, self._unpack(parts, name), self._about())
-        else:
-            for _ in parts:
-                pass
-        self._tell(path)
+        everyone = self._link.gather_objects((began_ns, offset.uncertainty_ns))
+        origin_ns, uncertainty_ns = min(began for began, _ in everyone), max(unsure for _, unsure in everyone)
+        part = Part(self._events(tape, profiler, offset.ns - origin_ns), snapshot)
+        self._write(in_turn(self._link, part), uncertainty_ns)
         self._clock.lap("logging")
 
-    def _events(self, tape: trace.Tape, shift_ns: int) -> bytes:
+    def _events(self, tape: trace.Tape, profiler: profile | None, shift_ns: int) -> bytes:
         rank, host = self._link.world.rank, self._link.hosts[self._link.world.rank]
         events = trace.rank_events(rank, f"{host}, {self._link.device}", tape, shift_ns)
-        if self._profiler is not None:
-            seen = exported(self._profiler)
+        if profiler is not None:
+            seen = exported(profiler)
             shift_us = shift_ns / 1e3 + _clock_difference_us(seen, self._marks)
             kept = [event for event in seen if event.get("name") != _MARK]
             events += trace.torch_events(rank, kept, shift_us, os.getpid())
-            self._profiler = None
         return trace.pack(events)
+
+    def _write(self, parts: Iterator[Part], uncertainty_ns: int) -> None:
+        """On the first rank. A disk that is full does not end a training run: it is said."""
+        name = f"steps-{self._first}-{max(self._first, self._step - 1)}"
+        path = self._folder / f"{name}.json.gz"
+        if self._link.is_first:
+            about = {"ranks": self._link.world.size, "clocks_agree_to_us": uncertainty_ns / 1e3, "made_by": "paceline"}
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                trace.write(path, self._unpack(parts, name), about)
+                self._tell(path, uncertainty_ns)
+            except OSError as error:
+                self._say(f"the timeline could not be written: {error}")
+        for _ in parts:  # what nobody has taken, so that no rank waits for it
+            pass
 
     def _unpack(self, parts: Iterator[Part], name: str) -> Iterator[bytes]:
         """Events to the timeline, histories of memory to files of their own."""
         for rank, part in enumerate(parts):
-            self._uncertainty_ns = max(self._uncertainty_ns, part.uncertainty_ns)
             if part.snapshot is not None:
                 file = self._folder / f"{name}-memory-rank-{rank}.pickle"
                 file.write_bytes(zlib.decompress(part.snapshot))
@@ -252,16 +256,11 @@ class Timeline:
         torch.cuda.memory._record_memory_history(enabled=None)
         return history
 
-    def _about(self) -> dict[str, Any]:
-        return {"made by": "paceline", "ranks": self._link.world.size, "torch": torch.__version__}
-
-    def _tell(self, path: Path) -> None:
-        if not self._link.is_first:
-            return
+    def _tell(self, path: Path, uncertainty_ns: int) -> None:
         ranks = self._link.world.size
         how = "of 1 rank" if ranks == 1 else f"of {ranks} ranks on one time axis"
-        if self._uncertainty_ns:
-            how += f" (to {self._uncertainty_ns / 1e3:.0f} us)"
+        if uncertainty_ns:
+            how += f" (to {uncertainty_ns / 1e3:.0f} us)"
         self._say(f"timeline {how} in {path}: open it in https://ui.perfetto.dev or chrome://tracing")
         if self._with_memory and self._link.device.type == "cuda":
             self._say("histories of device memory beside it: open them in https://pytorch.org/memory_viz")

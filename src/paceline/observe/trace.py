@@ -97,14 +97,15 @@ def pack(events: Sequence[Event]) -> bytes:
 def write(path: Path, parts: Iterable[bytes], about: dict[str, Any]) -> None:
     """One file of all ranks' events, which has its name only when it is complete."""
     aside = path.with_name(f".{path.name}.writing")
-    with gzip.open(aside, "wb", compresslevel=6) as file:
-        file.write(b'{"displayTimeUnit":"ms","otherData":' + json.dumps(about).encode() + b',"traceEvents":[\n')
-        is_first = True
-        for part in parts:
-            file.write((b"" if is_first else b",\n") + zlib.decompress(part))
-            is_first = False
-        file.write(b"\n]}\n")
-    os.replace(aside, path)
+    try:
+        with gzip.open(aside, "wb", compresslevel=6) as file:
+            file.write(b'{"displayTimeUnit":"ms","otherData":' + json.dumps(about).encode() + b',"traceEvents":[\n')
+            for number, part in enumerate(parts):
+                file.write((b",\n" if number else b"") + zlib.decompress(part))
+            file.write(b"\n]}\n")
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def read(path: Path) -> dict[str, Any]:
