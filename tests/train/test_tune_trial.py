@@ -131,6 +131,19 @@ def test_a_trial_keeps_the_pace_it_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     assert speed.samples_per_s == pytest.approx(32.0)
 
 
+def paced(link: Link) -> tuple[Speed, list[float]]:
+    pace = Counted()
+    return trial(RaggedTask(), config(), link, 0.02, pace=pace), pace.rates
+
+
+def test_ranks_keep_the_pace_of_the_first() -> None:
+    (first, rates), (second, nothing) = run_ranks(2, paced)
+    assert first == second
+    assert len(rates) == 3
+    assert first.samples_per_s == sorted(rates)[1]
+    assert nothing == []
+
+
 RUNNER = """
 import pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
