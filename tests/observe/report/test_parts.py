@@ -149,6 +149,14 @@ def test_the_summary_has_the_numbers_of_the_journal(tmp_path: Path) -> None:
     assert shown["ranks"] == "2"
 
 
+def test_a_continual_run_says_what_it_knows_at_the_end(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "c", usual())
+    (folder / "continual.json").write_text(json.dumps({"class_il": 28.857, "class_il_forgetting": 12.25, "tasks": []}))
+    shown = {fact.name: (fact.value, fact.note) for fact in facts(read_run(folder))}
+    assert shown["class-IL accuracy"] == ("28.86 %", "12.2 % forgotten")
+    assert "task-IL accuracy" not in shown
+
+
 def test_time_is_split_by_epoch_and_rank_with_what_was_between(tmp_path: Path) -> None:
     between = [{"validation": 3.0}, {"validation": 4.0}]
     run = made(tmp_path, [*usual(), epoch(2, [{"compute": 5.0}, {"compute": 6.0}], between=between)])

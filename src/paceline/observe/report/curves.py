@@ -15,7 +15,7 @@ DOTS_UP_TO = 40
 SMOOTH_FROM = 50
 """Steps from which the loss is also shown smoothed."""
 NOTES = {
-    "lr": ("Learning rate", "At the top of all parameter groups."),
+    "lr": ("Learning rate", "As scheduled; parameter groups may have a factor on it."),
     "loss_scale": ("Loss scale", "What fp16 losses are multiplied with."),
     "spread": ("Spread of the ranks", "How far apart the ranks' weights were when they were averaged."),
 }
@@ -42,7 +42,8 @@ def loss(runs: Sequence[RunRecord]) -> Figure:
             continue
         traces.append(_curve(steps, values, run.name, number, is_faint=True))
         traces.append(_curve(steps, smooth(values, max(3, len(values) / 50)), run.name, number))
-    about = "Each step's loss over all ranks, faint; smoothed, strong."
+    is_smoothed = any(len(run.steps) >= SMOOTH_FROM for run in runs)
+    about = "Each step's loss over all ranks" + (", faint; smoothed, strong." if is_smoothed else ".")
     if lost:
         about += f" {lost} of them {'was' if lost == 1 else 'were'} not finite: a gap."
     kind = "log" if spans_magnitudes([value for trace in traces for value in trace["y"]]) else "linear"
@@ -91,7 +92,8 @@ def notes(runs: Sequence[RunRecord]) -> list[Figure]:
                 traces.append(_curve(steps, values, run.name, number))
         if traces:
             title, about = NOTES.get(note, (note.replace("_", " ").capitalize(), ""))
-            layout = {"xaxis": _steps(), "yaxis": axis(note.replace("_", " ")), "showlegend": len(runs) > 1}
+            y = axis(note.replace("_", " "), rangemode="tozero")
+            layout = {"xaxis": _steps(), "yaxis": y, "showlegend": len(runs) > 1}
             figures.append(Figure(f"note-{note}", title, traces, layout, about, may_be_log=True))
     return figures
 

@@ -21,7 +21,7 @@ class Fact:
 
 def facts(run: RunRecord) -> list[Fact]:
     """A run in a few numbers; what it does not know is left out."""
-    return [*_goal(run), _loss(run), _length(run), *_speed(run), *_machine(run)]
+    return [*_goal(run), *_continual(run), _loss(run), _length(run), *_speed(run), *_machine(run)]
 
 
 def best(run: RunRecord) -> tuple[float, int] | None:
@@ -46,6 +46,18 @@ def _goal(run: RunRecord) -> list[Fact]:
     last = [record[monitor] for record in run.validations if _has(record, monitor)][-1]
     note = f"after step {step + 1:,}" + ("" if last == value else f"; {score(monitor, last)} at the end")
     return [Fact(f"best {monitor}", score(monitor, value), note)]
+
+
+def _continual(run: RunRecord) -> list[Fact]:
+    """Mean accuracy over the tasks at the end, in percent, and how much of it was forgotten."""
+    found = run.continual or {}
+    facts = []
+    for kind, name in (("class_il", "class-IL accuracy"), ("task_il", "task-IL accuracy")):
+        forgotten = found.get(f"{kind}_forgetting")
+        if isinstance(found.get(kind), int | float):
+            note = "" if forgotten is None else f"{forgotten:.1f} % forgotten"
+            facts.append(Fact(name, f"{found[kind]:.2f} %", note))
+    return facts
 
 
 def _loss(run: RunRecord) -> Fact:
