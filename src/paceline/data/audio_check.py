@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from paceline.config.json_text import json_text
@@ -76,18 +77,17 @@ def check_all(
 
     chosen = row_numbers(rows)
     packed = packed_rows(manifest, chosen)
-    damaged = {} if not len(packed) else damaged_rows(manifest, packed, whole=whole)
+    damaged = damaged_rows(manifest, packed, whole=whole) if len(packed) else {}
+    found = [bad_audio(manifest, row, what) for row, what in damaged.items()]
 
     def look(row: int) -> BadLine | None:
-        if row in unread:
-            return bad_audio(manifest, row, damaged[row]) if row in damaged else None
         offset_s = manifest.offset(row) if manifest.is_part(row) else None
         what = check(manifest.audio(row), float(manifest.durations[row]), offset_s, whole=whole)
         return None if what is None else bad_audio(manifest, row, what)
 
-    unread = frozenset(packed.tolist())
-    answers = in_threads(look, chosen.tolist(), threads, progress)
-    return [bad for bad in answers if bad is not None]
+    files = np.setdiff1d(chosen, packed) if len(packed) else chosen
+    found += [bad for bad in in_threads(look, files.tolist(), threads, progress) if bad is not None]
+    return sorted(found, key=lambda bad: bad.row)
 
 
 def bad_audio(manifest: Manifest, row: int, what: str) -> BadLine:
