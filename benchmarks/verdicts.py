@@ -5,8 +5,8 @@
 For each case: what its epoch's record says was wrong, which must be what was done to it, and nothing in the healthy run
 (unless other processes kept it from a core, which is then what it says). Where the advice is a setting, the same run
 with that setting typed, in samples per second. A rank has one thread, and the second of two epochs counts. `recompiles`
-(one rank, one epoch) needs a C++ compiler and takes a minute; `launches` and `precision` need a GPU, and without one are
-left out.
+(one rank, one epoch) needs a C++ compiler, begins without a cache and takes a minute; `launches` and `precision` need a
+GPU, and without one are left out.
 
     healthy          a small network on data in memory
     data             reading a sample takes milliseconds on rank 1 (a slow disk), reading by the training process
@@ -27,6 +27,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -256,6 +257,12 @@ def provoke(link: Link, case: Case, **more: Any) -> Record | None:
 
 
 def rank_main(rank: int, size: int, port: int, names: list[str], pipe: Any) -> None:
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        _rank_main(rank, size, port, names, pipe)
+
+
+def _rank_main(rank: int, size: int, port: int, names: list[str], pipe: Any) -> None:
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     meeting = f"127.0.0.1:{port}" if size > 1 else None
     device: Any = "cuda" if CASES[names[0]].needs_gpu else "cpu"

@@ -218,7 +218,7 @@ def test_padding_bound_says_which_order() -> None:
 
 def test_recompiles() -> None:
     found = only(epoch(compile={"recompiles": 7, "seconds": 40.0}, way={"level": 3}))
-    assert found.text == "the model was compiled again 7 times in this epoch, 40 % of its time"
+    assert found.text == "the model was compiled again 7 times in this epoch, and compiling took 40 % of it"
     assert "`-O2`" in found.advice
     assert verdict(epoch(compile={"recompiles": 2, "seconds": 40.0}, way={"level": 3})) == []
 

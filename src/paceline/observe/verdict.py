@@ -246,7 +246,7 @@ def _recompiles(record: Mapping[str, Any]) -> Iterator[Finding]:
     if number < RECOMPILES:
         return
     share = min(1.0, record["compile"]["seconds"] / max(sum(rank.values()) for rank in record["seconds"]))
-    text = f"the model was compiled again {number} times in this epoch, {_percent(share)} of its time"
+    text = f"the model was compiled again {number} times in this epoch, and compiling took {_percent(share)} of it"
     advice = "`TORCH_LOGS=recompiles` in front of the command says why; `-O2` does not compile"
     yield Finding("recompiles", text, advice, share=share)
 
