@@ -88,6 +88,12 @@ def test_data_bound_names_the_rank_and_what_to_type() -> None:
     assert (found.rank, found.host, found.share) == (3, "beta", pytest.approx(0.31))
 
 
+def test_ranks_that_all_wait_are_not_named() -> None:
+    found = only(epoch(*[seconds(compute=70.0, data=30.0), seconds(compute=67.0, data=33.0)], way={"local_size": 2}))
+    assert found.text == "data wait 33 % on all ranks"
+    assert (found.rank, found.host) == (None, None)
+
+
 def test_one_rank_needs_no_name() -> None:
     assert only(epoch(seconds(compute=70.0, data=30.0))).text == "data wait 30 %"
     assert verdict(epoch(seconds(compute=90.1, data=9.9))) == []
@@ -274,7 +280,7 @@ def everything_wrong() -> list[Finding]:
 
 def test_the_costliest_comes_first() -> None:
     found = everything_wrong()
-    kinds: list[Kind] = ["padding", "data", "launches", "communication", "straggler", "recompiles", "precision"]
+    kinds: list[Kind] = ["launches", "padding", "data", "communication", "straggler", "recompiles", "precision"]
     assert [finding.kind for finding in found] == kinds
     shares = [finding.share for finding in found]
     assert shares == sorted(shares, reverse=True)

@@ -43,6 +43,8 @@ LEAST_SECONDS, LEAST_STEPS = 1.0, 10
 """Less than this says nothing about a run."""
 DATA_SHARE = 0.10
 """RETURNN's rule: below 90 % computing time, data is the bottleneck."""
+NAMED_FROM = 0.05
+"""A rank is named when its share is so far above that of the others."""
 CORE_WAIT_SHARE = 0.20
 EXCHANGE_SHARE = 0.15
 WAITING_SHARE = 0.10
@@ -116,9 +118,7 @@ def news(told: Mapping[Matter, float], found: Sequence[Finding], change: float =
 
 
 def _data(record: Mapping[str, Any]) -> Iterator[Finding]:
-    shares = _shares(record, "data")
-    rank = max(range(len(shares)), key=shares.__getitem__)
-    share = shares[rank]
+    rank, share = _worst(_shares(record, "data"))
     if share < DATA_SHARE:
         return
     way = record.get("way", {})
@@ -146,18 +146,17 @@ def enough_workers(share: float, workers: int) -> int:
 
 def _cores(record: Mapping[str, Any]) -> Iterator[Finding]:
     """Others on the machine take the time that the clock shows as computing, or as waiting for a rank."""
-    shares = _core_wait_shares(record)
-    if max(shares) < CORE_WAIT_SHARE:
+    rank, share = _worst(_core_wait_shares(record))
+    if share < CORE_WAIT_SHARE:
         return
-    rank = max(range(len(shares)), key=shares.__getitem__)
     way, place = record.get("way", {}), _place(record, rank)
-    text = f"no core was free for {_percent(shares[rank])} of the time{_on(record, rank)}"
+    text = f"no core was free for {_percent(share)} of the time{_on(record, rank)}"
     own = int(way.get("local_size", 1)) * (1 + int(way.get("workers") or 0))
     cores = int(way.get("cores", 1))
-    advice = f"more runs on {place['host'] or 'this machine'} than its {cores} cores: see `top`"
+    advice = f"more runs on {place['host'] or 'each machine'} than its {cores} cores: see `top`"
     if own > cores:
         advice = f"{own} processes of this run share {cores} cores: fewer `--workers`, or fewer `--procs`"
-    yield Finding("cores", text, advice, **place, share=shares[rank])
+    yield Finding("cores", text, advice, **place, share=share)
 
 
 def _communication(record: Mapping[str, Any]) -> Iterator[Finding]:
@@ -253,13 +252,10 @@ def _recompiles(record: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _launches(record: Mapping[str, Any]) -> Iterator[Finding]:
     device, way = record.get("device", {}), record.get("way", {})
-    caught_up = device.get("caught_up", [])
-    if not device.get("sampled_steps") or max(caught_up) < CAUGHT_UP_SHARE:
+    rank, caught_up = _worst(device.get("caught_up") or [0.0])
+    if not device.get("sampled_steps") or caught_up < CAUGHT_UP_SHARE:
         return
-    rank = max(range(len(caught_up)), key=caught_up.__getitem__)
-    text = (
-        f"in {_percent(caught_up[rank])} of the steps{_on(record, rank)} the GPU waited for the host to launch kernels"
-    )
+    text = f"in {_percent(caught_up)} of the steps{_on(record, rank)} the GPU waited for the host to launch kernels"
     level, ways = int(way.get("level", 0)), []
     if HIGHEST_LEVEL >= 4 > level:
         ways.append("`-O4` launches a step as one graph")
@@ -268,12 +264,8 @@ def _launches(record: Mapping[str, Any]) -> Iterator[Finding]:
     if int(way.get("grains_per_rank", 1)) > 1:
         ways.append("fewer `--grains` makes each larger")
     ways.append("a larger `--global-batch`, or no `.item()` in the loss")
-    yield Finding("launches", text, "; ".join(ways), **_place(record, rank), share=_launch_share(record, rank))
-
-
-def _launch_share(record: Mapping[str, Any], rank: int) -> float:
-    """At most what computing takes: how long its kernels alone would is not known."""
-    return _shares(record, "compute")[rank]
+    # At most what computing takes: how long its kernels alone would is not known.
+    yield Finding("launches", text, "; ".join(ways), **_place(record, rank), share=max(_shares(record, "compute")))
 
 
 def _precision(record: Mapping[str, Any]) -> Iterator[Finding]:
@@ -304,15 +296,25 @@ def _core_wait_shares(record: Mapping[str, Any]) -> list[float]:
     return [(wait or 0.0) / (sum(rank.values()) or 1.0) for wait, rank in zip(waited, record["seconds"], strict=True)]
 
 
-def _on(record: Mapping[str, Any], rank: int) -> str:
+def _worst(shares: Sequence[float]) -> tuple[int | None, float]:
+    """The largest share, and whose it is, if it stands out from the others."""
+    rank = max(range(len(shares)), key=shares.__getitem__)
+    others = [share for number, share in enumerate(shares) if number != rank]
+    stands_out = not others or shares[rank] - statistics.median(others) >= NAMED_FROM
+    return rank if stands_out else None, shares[rank]
+
+
+def _on(record: Mapping[str, Any], rank: int | None) -> str:
     hosts = record.get("hosts", [])
     if len(record["seconds"]) == 1:
         return ""
+    if rank is None:
+        return " on all ranks"
     return f" on rank {rank}" + (f" ({hosts[rank]})" if len(set(hosts)) > 1 else "")
 
 
-def _place(record: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    return {"rank": rank, "host": record.get("hosts", [None] * (rank + 1))[rank]}
+def _place(record: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
+    return {"rank": rank, "host": None if rank is None or "hosts" not in record else record["hosts"][rank]}
 
 
 def _percent(share: float) -> str:
