@@ -27,6 +27,7 @@ from paceline.config.errors import PacelineError
 from paceline.data.fetch import Fetch, Request, same
 from paceline.data.grain import Batch, Grain, map_tensors
 from paceline.data.plan import Plan, Share
+from paceline.observe.clock import Clock
 
 CHEAP_READ_S = 0.002
 """A grain read faster than this is read by the training process itself: a worker's hand-over would cost as much."""
@@ -92,7 +93,9 @@ class Loader:
         device: torch.device | None = None,
         workers: int | Literal["auto"] = "auto",
         local_size: int = 1,
+        clock: Clock | None = None,
     ) -> None:
+        self._clock = clock or Clock()
         self._fetch = Fetch(dataset, collate, seed)
         self._device = device or torch.device("cpu")
         if self._device.type == "cuda":
@@ -116,7 +119,7 @@ class Loader:
         """
         steps = range(plan.num_steps) if steps is None else steps
         batches = self._in_bursts(self._batches(plan, steps, epoch, seat or Seat()))
-        return batches if self._device.type == "cpu" else prefetch(batches, self._device)
+        return batches if self._device.type == "cpu" else prefetch(batches, self._device, self._clock)
 
     def close(self) -> None:
         """Stop the workers."""
@@ -248,7 +251,7 @@ class _Turns:
         return self.requests
 
 
-def prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+def prefetch(batches: Iterator[Batch], device: torch.device, clock: Clock) -> Iterator[Batch]:
     """Copy each batch on a stream of its own, one batch ahead of the step that uses it."""
     stream = torch.cuda.Stream(device)
 
@@ -266,9 +269,12 @@ def prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
 
     waiting: Batch | None = None
     for batch in batches:
+        clock.lap("data")
         uploaded = upload(batch)
-        if waiting is not None:
-            yield hand_over(waiting)
+        handed = None if waiting is None else hand_over(waiting)
+        clock.lap("transfer")
+        if handed is not None:
+            yield handed
         waiting = uploaded
     if waiting is not None:
         yield hand_over(waiting)

@@ -25,6 +25,7 @@ from paceline.parallel.sharding import Shards, called_whole
 from paceline.parallel.statistics import RunningStatistics
 from paceline.parallel.strategy import Tally
 from paceline.speed import loss_scale, master, precision, recompute
+from paceline.speed.compile import compile_in_place
 from paceline.train import reduction
 from paceline.train.contract import NoGradients, NonFiniteLoss, OutOfMemory, check_pair, unpack
 from paceline.train.dice import Dice
@@ -102,7 +103,7 @@ class Engine:
             self.link.broadcast(tensor.data)
         self._cast(model, optimizer)
         if self.precision.compile:
-            model.compile()
+            compile_in_place(model, self.config.compile_mode)
         self.shards = reduction.shard_model(model, optimizer, self.config, self.link)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -175,6 +176,7 @@ class Engine:
         rate = self._set_learning_rate()
         self.strategy.start_step()
         done = self._run_grains(loss, batch)
+        self._lap("compute")
         if batch.grains or not self.averages:  # a rank that steps apart and has nothing to learn from waits
             if done.number == 0:
                 self._check_first(done, batch)
@@ -184,6 +186,7 @@ class Engine:
             if self._clips:
                 self._clip(done)
             self._update()
+            self._lap("optimizer")
         self.num_steps += 1
         self.rate = rate
         if self.averages:
@@ -191,13 +194,16 @@ class Engine:
         return done
 
     def _come_together(self, done: Step, batch: Batch) -> None:
-        if self.clock is not None:
-            self.clock.lap("compute")
         self.strategy.stepped(done, batch.count, batch.has_next, self.wants_stop, batch.is_last)
         if done.ranks_with_data is not None:
             self._ranks_with_data = done.ranks_with_data
+        if self.clock is not None and self.strategy.is_together:
+            self.clock.meet()
+        self._lap("communication")
+
+    def _lap(self, phase: str) -> None:
         if self.clock is not None:
-            self.clock.lap("communication")
+            self.clock.lap(phase)
 
     def sync(self) -> None:
         """With `reduce: param`: average now, so that all ranks have the same model. All ranks must call it."""
@@ -253,11 +259,10 @@ class Engine:
         if not batch.grains and not missing:
             self.strategy.arm((loss_sum, count, batch.has_next, self.wants_stop))
         self.statistics.end_step(missed=batch.num_grains - position)
-        if self.clock is not None:
-            self.clock.lap("compute")
+        self._lap("compute")
         loss_sum, count, more, stop = self.strategy.reduce().unbind()
         if self.clock is not None:
-            self.clock.lap("communication")
+            self.clock.meet()
         self._ranks_with_data = more
         return Step(self.num_steps, loss_sum, count, more, stop, outputs=outputs)
 
@@ -308,7 +313,9 @@ class Engine:
         """Let a task look at the model's gradients, and change them."""
         if self.masters is not None:
             self.masters.push_gradients()
+        self._lap("optimizer")
         after_backward()
+        self._lap("compute")
         if self.masters is not None:
             self.masters.pull_changes()
         self.strategy.pull_gradients()

@@ -14,6 +14,7 @@ from paceline.data.grain import Batch
 from paceline.data.loader import Loader, Seat
 from paceline.data.plan import BatchRule, Plan
 from paceline.data.stream import Stream
+from paceline.observe.clock import Clock
 from paceline.train.fingerprint import check_ranks, fingerprint
 from paceline.world.link import Link
 
@@ -68,6 +69,7 @@ class Feed:
         collate: Callable[[list[Any]], Any] | None = None,
         lengths: NDArray[Any] | None = None,
         counts: NDArray[Any] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.data = data
         self.lengths = lengths
@@ -96,6 +98,7 @@ class Feed:
                 device=link.device,
                 rank=world.rank,
                 size=world.size,
+                clock=clock,
             )
             return
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
@@ -112,6 +115,7 @@ class Feed:
             device=link.device,
             workers=config.workers,
             local_size=world.local_size,
+            clock=clock,
         )
 
     def plan(self, epoch: int) -> Plan:
@@ -137,6 +141,11 @@ class Feed:
             )
             self._plan = (epoch, plan)
         return self._plan[1]
+
+    @property
+    def workers(self) -> int:
+        """Loader processes of this rank; `auto` is known once a batch was read."""
+        return 0 if self._stream is not None else self._loader.workers or 0
 
     def num_steps(self, epoch: int) -> int | None:
         """Steps of an epoch, the same on all ranks; None if unknown. With `random_seed_offset` all ranks must ask."""

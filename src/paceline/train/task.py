@@ -98,6 +98,10 @@ class Task:
     """Padded length of a validation batch at most, in the unit of `lengths`, where no setting says how large it is."""
     length_unit: str = ""
     """What `lengths` count, for people: `seconds` (shown as hours), `tokens`, `frames`."""
+    sample_unit: str = "samples"
+    """What samples are, for people: `utterances`, `images`."""
+    count_unit: str = ""
+    """What `counts` count, for people, if its speed is worth showing: `tokens`."""
 
     # -- what to train -------------------------------------------------------------------------------------------
 
@@ -165,6 +169,11 @@ class Task:
         """What each sample adds to the loss count, if not 1: the data set's own `counts`, if it has some."""
         counts = getattr(data, "counts", None)
         return None if counts is None else np.asarray(counts)
+
+    def flops(self, model: torch.nn.Module) -> float | None:
+        """Floating-point operations of training (forward and backward) on one unit of `lengths`, or on one sample where
+        there are none; the epoch line then says what share of the device's peak that is. None: not known."""
+        return None
 
     def watchers(self) -> Sequence[Watcher]:
         """Callbacks and loggers of the task's own; only the first rank is asked for them."""

@@ -9,8 +9,7 @@ import torch
 
 from paceline.config.keys import key
 from paceline.config.settings import TrainConfig
-from paceline.observe import loggers
-from paceline.observe.clock import Clock
+from paceline.observe import loggers, timeline
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.rank_log import rank_log
@@ -23,6 +22,8 @@ from paceline.train.feed import Feed, NothingRead
 from paceline.train.fingerprint import DataChanged
 from paceline.train.keeper import Keeper
 from paceline.train.logbook import Logbook
+from paceline.train.meter import Meter, make_clock
+from paceline.train.notes import notes
 from paceline.train.position import Position
 from paceline.train.result import Result
 from paceline.train.scaling import for_ranks
@@ -39,7 +40,7 @@ class Trainer:
     """Trains a task on the ranks of a link, from the beginning or from where the run was."""
 
     def __init__(self, task: Task, config: TrainConfig, link: Link, watchers: Sequence[Watcher] = ()) -> None:
-        self.clock = Clock()
+        self.clock = make_clock(link.device)
         config, self._arithmetic = for_ranks(config, link.world.size)
         self.task, self.config, self.link = task, config, link
         self.progress = Progress(enabled=link.is_first, asked=config.progress)
@@ -57,12 +58,18 @@ class Trainer:
         if self.keeper.found is not None:
             self._resume(self.keeper.found)
         self.validation = Validation(task, self.engine, config, self.keeper.grains)
+        self.timeline = timeline.build(
+            config, config.out, link, self.clock, lambda: self.engine.num_steps, self.progress.say
+        )
         watching = self._watchers(watchers)
         self.keeper.open()
         if self.keeper.metrics_file is not None:
             done, validated = self.engine.num_steps, max(0, self.position.validated)
             watching.insert(0, Journal(self.keeper.metrics_file, next_step=done, next_validation=validated))
-        self.log = Logbook(watching, self.progress, self.engine, self.position, self.clock, self._layer_rates)
+        meter = Meter(self.clock, self.engine, task, config)
+        self.log = Logbook(
+            watching, self.progress, self.engine, self.position, meter, lambda: notes(self.engine, self.larc)
+        )
         self.log.start(self._info())
         self._is_introduced = False
         self.clock.lap("setup")
@@ -82,6 +89,7 @@ class Trainer:
                 return self._close(status)
         except BaseException:
             self.keeper.mark_failed()
+            self.timeline.abandon()
             raise
         finally:
             self.log.end()  # whatever happens, the terminal is given back
@@ -122,12 +130,12 @@ class Trainer:
     def _train_epoch(self, feed: Feed) -> str:
         position, engine, config, clock = self.position, self.engine, self.config, self.clock
         first, looked = position.step, engine.num_steps
-        self.log.begin_epoch(summary.data_facts(feed, position.epoch), self._stage_name)
+        self.log.begin_epoch(feed, summary.data_facts(feed, position.epoch), self._stage_name)
         wake = self._next_due()
         loss = partial(self.task.loss, engine.model)
         batch = None  # a run that was saved at the very end of an epoch goes on with none
-        for batch in () if position.is_epoch_over else feed.batches(position.epoch, first):
-            clock.lap("data")
+        for batch in () if position.is_epoch_over else self.timeline.follow(feed.batches(position.epoch, first)):
+            clock.begin_step()
             if self._before_step is not None:
                 self._before_step(engine.model, batch)
             step = engine.step(loss, batch, self._after_backward)
@@ -185,7 +193,7 @@ class Trainer:
         metrics = self.validation.run()
         if metrics:
             self.validation.judge(self.position)
-            self.log.validation(metrics, self.validation.samples)
+            self.log.validation(metrics, self.validation.samples, self.validation.seconds)
         self.clock.lap("validation")
 
     def _save(self) -> None:
@@ -235,6 +243,7 @@ class Trainer:
         self.engine.statistics.total()
         self.keeper.close(status)
         self.clock.lap("checkpoint")
+        self.timeline.close()
         self.log.close(status)
         self.clock.lap("logging")
         if status == "stopped":
@@ -248,6 +257,7 @@ class Trainer:
             dict(self.validation.metrics),
             self.position.best,
             self.clock.read(),
+            self.log.findings,
             self.config.mode,
         )
 
@@ -261,10 +271,7 @@ class Trainer:
             weights = self.task.read_weights(self.config.init_from)
             if weights is None:
                 weights = restore.load(self.config.init_from, ["model"]).parts["model"]
-            loaded = restore.load_by_name(model, weights)
-            new = [*loaded.missing, *loaded.mismatched]
-            names = ": " + ", ".join(new[:5]) + (", ..." if len(new) > 5 else "") if new else ""
-            self.progress.say(f"{len(loaded.loaded)} weights from {self.config.init_from}, {len(new)} new{names}")
+            self.progress.say(restore.load_by_name(model, weights).line(self.config.init_from))
         self._prepare(model)
         self._after_backward: Callable[[], None] | None = None
         if overrides(self.task, "after_backward"):
@@ -297,10 +304,10 @@ class Trainer:
         """Optimizer and schedule start anew where the stage says so; a model that changed shape is prepared again."""
         stage, model = self.stages[number], self.engine.model
         torch.manual_seed(key(self.config.seed, number))  # for layers that a task adds
-        before = _signature(model)
+        before = build.signature(model)
         with self.engine.whole_statistics():
             self.task.before_stage(model, number)
-        changed = before != _signature(model)
+        changed = before != build.signature(model)
         if changed or (stage.restart_optimizer and number > 0):
             self.engine.release()
             self._prepare(model)
@@ -326,6 +333,7 @@ class Trainer:
             collate=self.task.collate,
             lengths=self.task.lengths(data),
             counts=self.task.counts(data),
+            clock=self.clock,
         )
         if not feed.is_stream and config.batch_cost is None and len(data) < config.max_samples:
             self.progress.say(f"the batch of {config.max_samples} is larger than the data: one step of {len(data)}")
@@ -363,13 +371,6 @@ class Trainer:
             self.progress.say(f"{name} is not installed: metrics go to metrics.jsonl alone (`pip install {name}`)")
         return [*found, *checked(self.task.watchers()), *checked(given)]
 
-    def _layer_rates(self) -> dict[str, float]:
-        """Effective learning rates by parameter, where LARC sets them."""
-        if self.larc is None:
-            return {}
-        rates = self.larc.rates(state.names(self.engine))
-        return {f"larc/{name}": rate for name, rate in rates.items()}
-
     def _info(self) -> RunInfo:
         settings = self.config.model_dump(mode="json")
         return RunInfo(type(self.task).__name__, self.config.out, settings, self.engine.num_steps, self.link.world.size)
@@ -402,8 +403,3 @@ class Trainer:
         self.progress.table(summary.rows(facts))
         for line in [*filter(None, [self._arithmetic]), *self.engine.precision.notes, *summary.idle(facts)]:
             self.progress.say(line)
-
-
-def _signature(model: torch.nn.Module) -> dict[str, tuple[torch.Size, bool]]:
-    """What an optimizer and a reduction are made for: which parameters of which shapes are trained."""
-    return {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()}

@@ -17,8 +17,10 @@ from paceline.recipes.asr.ctc import ctc_loss_sum
 from paceline.recipes.asr.decode import transcripts
 from paceline.recipes.asr.error_rate import character_errors, word_errors
 from paceline.recipes.asr.export import write_export
+from paceline.recipes.asr.flops import training_flops
 from paceline.recipes.asr.inputs import open_inputs
 from paceline.recipes.asr.model import AcousticModel
+from paceline.recipes.asr.packing import check_packed
 from paceline.recipes.asr.perturb import check_clips
 from paceline.recipes.asr.settings import AsrSettings, UseSettings
 from paceline.recipes.asr.text import Labels
@@ -47,6 +49,7 @@ class Asr(Task):
     settings: AsrSettings
     collate = staticmethod(collate)
     length_unit = "seconds"
+    sample_unit = "utterances"
     eval_cost = 1200.0  # training has `max_seconds`, validation takes recordings of any length
     monitor = "wer"
     _opened: dict[Part, Corpus] | None = None
@@ -95,6 +98,7 @@ class Asr(Task):
 
     def read_inputs(self, words: Sequence[str]) -> Utterances:
         settings = self.settings
+        check_packed([Path(word) for word in words], settings.network, is_perturbed=False)
         return open_inputs(
             words,
             settings.network.sample_rate,
@@ -105,6 +109,9 @@ class Asr(Task):
 
     def read_weights(self, path: Path) -> Mapping[str, Tensor]:
         return read_weights(path, self.settings.network, new_decoder=self.settings.new_decoder, say=self.say)
+
+    def flops(self, model: nn.Module) -> float:
+        return training_flops(self.settings.network)
 
     def about(self) -> dict[str, Any]:
         network = self.settings.network
@@ -166,7 +173,8 @@ class Asr(Task):
         assert isinstance(model, AcousticModel)
         self._unread.update(line for line in grain["bad"] if line is not None)
         lengths = zip(grain["num_samples"], grain["bad"], strict=True)
-        return [model.output_length(samples) if bad is None else 0 for samples, bad in lengths]
+        output_length = model.output_frames if grain["audio"].dim() == 3 else model.output_length
+        return [output_length(length) if bad is None else 0 for length, bad in lengths]
 
     def _references(self, grain: Grain) -> list[str]:
         texts = grain["text"].tolist()
