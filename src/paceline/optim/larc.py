@@ -30,6 +30,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from paceline.config.settings import OptimSettings
 from paceline.optim.layerwise import OutOfRange, SparseGradient, alike, norms, scale
+from paceline.optim.pointers import Tables, fit, has_kernels
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,15 @@ class Larc:
     """Scales the gradients of an optimizer at each of its steps; gradients must be unscaled by then.
 
     The optimizer stays what it is: its class, state and checkpoints know nothing of it. Nothing is read by the host.
+    `fused`: None is by kernels of our own on CUDA (`has_kernels`), False by torch's.
     """
 
     needs_whole_tensors = True
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule | None = None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule | None = None, fused: bool | None = None) -> None:
         self.rule = rule or Rule()
+        self.fused = fused
+        self._tables = Tables()
         self._decays: list[float] = []
         self._ratios: list[tuple[list[Tensor], Tensor, Any]] = []
         self._handles = [
@@ -115,6 +119,11 @@ class Larc:
 
     def _scale(self, parameters: list[Tensor], lr: float | Tensor, decay: float) -> Tensor:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if self._may_fuse(parameters, gradients):
+            from paceline.optim import fused  # Triton may be missing where this is not reached
+
+            table = self._tables.of([parameters, gradients], fused.CHUNK)
+            return fused.larc(table, parameters[0].dtype, self.rule, lr, decay)
         dtype = torch.promote_types(parameters[0].dtype, torch.float32)
         weight_norms, gradient_norms = norms(parameters, dtype), norms(gradients, dtype)
         ratios = self._ratio(weight_norms, gradient_norms, lr, decay)
@@ -136,6 +145,11 @@ class Larc:
             limit = torch.finfo(parameters[0].dtype).max
             torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(flat.clamp_(-limit, limit), parameters)))
         return ratios
+
+    def _may_fuse(self, parameters: list[Tensor], gradients: list[Tensor]) -> bool:
+        dtype, device = parameters[0].dtype, parameters[0].device
+        can_be = has_kernels(dtype, device, self.fused)
+        return can_be and fit(parameters, dtype, device) and fit(gradients, dtype, device)
 
     def _ratio(self, weights: Tensor, gradients: Tensor, lr: float | Tensor, decay: float) -> Tensor:
         rule = self.rule

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
 from paceline.config.errors import PacelineError
+from paceline.optim.pointers import Tables, fit, has_kernels
 
 
 class SparseGradient(PacelineError):
@@ -90,13 +91,27 @@ class Layerwise(torch.optim.Optimizer):
 
     State is kept in at least fp32: squared fp16 gradients overflow and underflow. A step whose `found_inf` (set by an
     engine or a GradScaler) is above 0 leaves weights and state bitwise as they are; `grad_scale` divides gradients.
+
+    `fused`: None is by kernels of our own on CUDA (`has_kernels`), False by torch's. State is the same for both.
     """
 
     _step_supports_amp_scaling = True
+    _has_kernels = False
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], fused: bool | None = None) -> None:
+        self.fused = fused
         super().__init__(params, defaults)
         self._kept: dict[torch.dtype, Tensor] = {}
+        self._tables = Tables()
+
+    @property
+    def way(self) -> str:
+        """By whose kernels the weights are updated; a group of another dtype or layout may go through torch's."""
+        first = self.param_groups[0]["params"][0]
+        return "Triton" if self._may_fuse(first.dtype, first.device) else "torch foreach"
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\nkernels: {self.way}"
 
     @abstractmethod
     def _start(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
@@ -114,8 +129,11 @@ class Layerwise(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for parameters in alike(self._with_gradient(group)):
+                gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+                if self._update_fused(group, parameters, gradients):
+                    continue
                 bucket = self._bucket(group, parameters)
-                self._update(group, bucket, [parameter.grad for parameter in parameters if parameter.grad is not None])
+                self._update(group, bucket, gradients)
                 copies = [pair for pair in zip(parameters, bucket.weights, strict=True) if pair[0] is not pair[1]]
                 if copies:
                     torch._foreach_copy_([own for own, _ in copies], [copy for _, copy in copies])
@@ -143,12 +161,7 @@ class Layerwise(torch.optim.Optimizer):
         device, dtype = parameters[0].device, torch.promote_types(parameters[0].dtype, torch.float32)
         # A parameter that is laid out otherwise (channels last) is computed on as a copy, too.
         weights = [parameter.to(dtype).contiguous() for parameter in parameters]
-        for parameter, weight in zip(parameters, weights, strict=True):
-            if not self.state[parameter]:
-                count = torch.zeros((), dtype=torch.float32, device=device)
-                self.state[parameter] = {"step": count, **self._start(group, weight)}
-        entries = [self.state[parameter] for parameter in parameters]
-        state = {name: [entry[name] for entry in entries] for name in entries[0]}
+        state = self._state_of(group, parameters)
         found_inf = getattr(self, "found_inf", None)
         if found_inf is None:
             skip = torch.zeros((), device=device)
@@ -156,6 +169,44 @@ class Layerwise(torch.optim.Optimizer):
             skip = (found_inf.reshape(()) > 0).to(device, torch.float32)
         flat = self._room(sum(weight.numel() for weight in weights), dtype, device)
         return Bucket(weights, state, skip, flat, list(_unflatten_dense_tensors(flat, weights)))
+
+    def _state_of(self, group: dict[str, Any], parameters: list[Tensor]) -> dict[str, list[Tensor]]:
+        """By name of the entry, in the order of the parameters; begun where there is none."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                count = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                like = parameter.to(torch.promote_types(parameter.dtype, torch.float32)).contiguous()
+                self.state[parameter] = {"step": count, **self._start(group, like)}
+        entries = [self.state[parameter] for parameter in parameters]
+        return {name: [entry[name] for entry in entries] for name in entries[0]}
+
+    def _update_fused(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> bool:
+        """One step by kernels of our own; False, and nothing done, where that is not possible."""
+        dtype, device = parameters[0].dtype, parameters[0].device
+        if not self._may_fuse(dtype, device) or not fit(parameters, dtype, device) or not fit(gradients, dtype, device):
+            return False
+        state = self._state_of(group, parameters)
+        if not all(fit(column, torch.float32, device) for column in state.values()):
+            return False
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None:
+            found_inf = self._room(1, torch.float32, device).zero_()
+        self._launch(group, parameters, gradients, state, found_inf)
+        return True
+
+    def _may_fuse(self, dtype: torch.dtype, device: torch.device) -> bool:
+        return self._has_kernels and has_kernels(dtype, device, self.fused)
+
+    def _launch(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        state: dict[str, list[Tensor]],
+        found_inf: Tensor,
+    ) -> None:
+        """The kernels of a step, for optimizers that have them."""
+        raise NotImplementedError
 
     def _room(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type != "cpu":

@@ -23,6 +23,8 @@ class NovoGrad(Layerwise):
     min(lr, luc_trust * |w| / (|m| + luc_eps)) as the rate of a tensor.
     """
 
+    _has_kernels = True
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -35,6 +37,7 @@ class NovoGrad(Layerwise):
         luc: bool = False,
         luc_trust: float = 1e-3,
         luc_eps: float = 1e-8,
+        fused: bool | None = None,
     ) -> None:
         check(self, lr, betas, eps, weight_decay)
         if luc and betas[0] == 0:
@@ -50,11 +53,27 @@ class NovoGrad(Layerwise):
             "luc_trust": luc_trust,
             "luc_eps": luc_eps,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, fused)
 
     def _start(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
         names = ["exp_avg_sq", "max_exp_avg_sq"] if group["amsgrad"] else ["exp_avg_sq"]
         return {"exp_avg": torch.zeros_like(weight), **{name: weight.new_zeros(()) for name in names}}
+
+    def _launch(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        state: dict[str, list[Tensor]],
+        found_inf: Tensor,
+    ) -> None:
+        from paceline.optim import fused  # Triton may be missing where this is not called
+
+        columns = [parameters, gradients, state["exp_avg"], state["exp_avg_sq"], state["step"]]
+        if group["amsgrad"]:
+            columns.append(state["max_exp_avg_sq"])
+        table = self._tables.of(columns, fused.CHUNK)
+        fused.novograd(table, parameters[0].dtype, group, found_inf, getattr(self, "grad_scale", None))
 
     def _update(self, group: dict[str, Any], bucket: Bucket, gradients: list[Tensor]) -> None:
         torch._foreach_copy_(bucket.views, gradients)
