@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +26,10 @@ from paceline.parallel.sharding import Shards, called_whole
 from paceline.parallel.statistics import RunningStatistics
 from paceline.parallel.strategy import Tally
 from paceline.speed import loss_scale, master, precision, recompute
-from paceline.train import reduction
+from paceline.train import own_loop, reduction
 from paceline.train.contract import NoGradients, NonFiniteLoss, OutOfMemory, check_pair, unpack
 from paceline.train.dice import Dice
-from paceline.train.feed import Feed
-from paceline.train.position import choose_grains
-from paceline.train.scaling import for_ranks
+from paceline.train.recorded import RecordedGrains
 from paceline.train.skips import SkipCount
 from paceline.train.step import Step
 from paceline.world.discover import discover
@@ -54,12 +53,8 @@ class Engine:
             timeout_s=self.config.timeout_s,
         )
         self.device = self.link.device
-        self.precision = precision.resolve(
-            self.config.level, self.config.precision, precision.capabilities(self.device)
-        )
-        precision.apply(self.precision)
-        self._autocast = precision.autocast(self.precision, self.device)
-        self.scale = loss_scale.build(self.config.loss_scale, self.precision, self.device)
+        capabilities = precision.capabilities(self.device)
+        self.settle(precision.resolve(self.config.level, self.config.precision, capabilities))
         self._dice = Dice()
         self._generators = [torch.default_generator]
         if self.device.type == "cuda":
@@ -76,7 +71,16 @@ class Engine:
         self.average: WeightAverage | None = None
         self.masters: master.Masters | None = None
         self.shards: Shards | None = None
+        self.recorded: RecordedGrains | None = None
+        """CUDA graphs of grains, where `-O4` has chosen them."""
         self._input_cast: RemovableHandle | None = None
+
+    def settle(self, chosen: precision.Precision) -> None:
+        """Compute in this from now on; a model that is prepared already must be prepared again."""
+        self.precision = chosen
+        precision.apply(chosen)
+        self._autocast = precision.autocast(chosen, self.device)
+        self.scale = loss_scale.build(self.config.loss_scale, chosen, self.device)
 
     # -- setting up ----------------------------------------------------------------------------------------------
 
@@ -138,6 +142,7 @@ class Engine:
         self.sync()
         self.statistics.total()
         self.strategy.detach()
+        self.recorded = None
         if self._norms is not None:
             self._norms.detach()
         if self.masters is not None:
@@ -172,6 +177,8 @@ class Engine:
         """
         rate = self._set_learning_rate()
         self.strategy.start_step()
+        if self.recorded is not None:
+            self.recorded.start_step()
         done = self._run_grains(loss, batch)
         if batch.grains or not self.averages:  # a rank that steps apart and has nothing to learn from waits
             if done.number == 0:
@@ -229,7 +236,10 @@ class Engine:
                 if self._several:
                     self.statistics.before_grain(missed=grain.number - position)
                     position = grain.number + 1
-                total, weight, extra = self._forward(loss, grain)
+                if self.recorded is not None:
+                    total, weight, extra = self.recorded.run(loss, grain, partial(self.scale.seed, count=divisor))
+                else:
+                    total, weight, extra = self.forward(loss, grain)
                 if dice_are_due:
                     self._dice.look(self.num_steps)
                 loss_sum = total.detach() if index == 0 else loss_sum + total.detach()
@@ -237,7 +247,8 @@ class Engine:
                 outputs.append(extra)
                 if self._several and index == last:
                     self.strategy.arm((loss_sum, count, batch.has_next, self.wants_stop))
-                torch.autograd.backward((total,), (self.scale.seed(total, divisor),))
+                if self.recorded is None:  # else it has run backward, too
+                    torch.autograd.backward((total,), (self.scale.seed(total, divisor),))
                 if self._several:
                     self.statistics.after_grain()
             if missing:
@@ -264,7 +275,7 @@ class Engine:
         buffers = list(self.model.buffers())
         kept = [buffer.clone() for buffer in buffers]
         for number, grain in enumerate(grains, 1):
-            total, _, _ = self._forward(loss, grain)
+            total, _, _ = self.forward(loss, grain)
             if number == len(grains):
                 self.strategy.arm(tally)
             torch.autograd.backward((total,), (torch.zeros_like(total),))
@@ -275,7 +286,8 @@ class Engine:
         """What is known of the step's count before its first backward: of all ranks, or of this one if alone."""
         return (batch.own_count if self.averages else batch.count) or 1
 
-    def _forward(self, loss: Loss, grain: Grain) -> tuple[torch.Tensor, Any, Any]:
+    def forward(self, loss: Loss, grain: Grain) -> tuple[torch.Tensor, Any, Any]:
+        """(sum, count, outputs) of a grain, computed in what the level says."""
         if self.precision.autocast is None and self.shards is None:
             return unpack(loss(grain))
         with self._autocast(), called_whole(self.shards):
@@ -358,29 +370,14 @@ class Engine:
 
         After a resume, the first call goes on where the interrupted one was.
         """
-        config, _ = for_ranks(DataSettings(**settings), self.link.world.size)
-        feed = Feed(
-            dataset,
-            config,
-            self.link,
-            grains=choose_grains(config.grains, None, self.link.world.size, config.regrain),
-            seed=self.config.seed,
-            collate=collate,
-            lengths=getattr(dataset, "lengths", None),
-            counts=getattr(dataset, "counts", None),
-        )
-        if not self.is_resumed:
-            self.call_began = self.epoch
-        self.is_resumed = False
-        while self.epoch < self.call_began + epochs:
-            for batch in feed.batches(self.epoch, self.epoch_step):
-                self.epoch_step = batch.step + 1
-                yield batch
-                if feed.is_stream and self.link.world.size > 1 and not float(self._ranks_with_data):
-                    self._ranks_with_data = 1.0
-                    break
-            self.epoch, self.epoch_step = self.epoch + 1, 0
-        feed.close()
+        return own_loop.batches(self, dataset, epochs, collate, DataSettings(**settings))
+
+    def is_out_of_data(self) -> bool:
+        """Of data of unknown length on several ranks: whether no rank has more, as the last reduction said."""
+        if self.link.world.size == 1 or float(self._ranks_with_data):
+            return False
+        self._ranks_with_data = 1.0
+        return True
 
     # -- between steps -------------------------------------------------------------------------------------------
 

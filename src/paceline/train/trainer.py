@@ -19,6 +19,7 @@ from paceline.optim import build, larc, schedule
 from paceline.train import restore, state, summary
 from paceline.train.due import due_since, is_due, next_due
 from paceline.train.engine import Engine
+from paceline.train.fastest import Fastest
 from paceline.train.feed import Feed, NothingRead
 from paceline.train.fingerprint import DataChanged
 from paceline.train.keeper import Keeper
@@ -45,6 +46,9 @@ class Trainer:
         self.keeper = Keeper(config, link, self.progress, task.spec or type(task).__name__)
         self.engine = Engine(config, link=link)
         self.engine.clock = self.clock
+        self.fastest = Fastest(task, config, self.engine, self.progress) if config.level == 4 else None
+        if self.fastest is not None and self.keeper.found is not None:
+            self.fastest.recall(self.keeper.found.state.get("choice"))
         task.evaluating = self.engine.evaluating
         self.position = Position()
         self.stages = list(task.stages())
@@ -96,10 +100,12 @@ class Trainer:
             self.progress.say("this run is finished: nothing is left to train")
             return "early" if self._lost_patience() else "finished"
         position.is_complete = False  # or it goes on: a finished run was given more epochs, steps or patience
+        self._make_fast(feed)
         self.engine.schedule = self._schedule(feed, epochs)
         self._introduce(feed)
         self.clock.lap("setup")
         status = "finished"
+        feed.end_epoch = epochs
         while status == "finished" and not self._is_done(epochs):
             status = self._train_epoch(feed)
             going_on = status == "finished" and not self._is_done(epochs)
@@ -115,6 +121,12 @@ class Trainer:
                 position.begin_stage(number + 1)
             self._save()
         return status
+
+    def _make_fast(self, feed: Feed) -> None:
+        """With `-O4`: find out what is fastest here, if that is not known, and set it up for a stage."""
+        if self.fastest is not None:
+            self.fastest.begin_stage(feed, self._prepare)
+            self.keeper.choice = None if self.fastest.choice is None else self.fastest.choice.record()
 
     def _train_epoch(self, feed: Feed) -> str:
         position, engine, config, clock = self.position, self.engine, self.config, self.clock
@@ -232,6 +244,8 @@ class Trainer:
         self.clock.lap("checkpoint")
         self.log.close(status)
         self.clock.lap("logging")
+        for line in [] if self.fastest is None else self.fastest.lines():
+            self.progress.say(line)
         if status == "stopped":
             self.progress.say(f"asked to stop: saved after step {self.position.num_steps}; `--resume auto` goes on")
         self.link.barrier()
@@ -269,6 +283,8 @@ class Trainer:
 
     def _prepare(self, model: torch.nn.Module) -> None:
         model.to(self.link.device)
+        if self.fastest is not None:
+            self.fastest.accelerate(model)
         optimizer = self.task.optimizer(build.groups(model, self.config), self.config, self.link.device)
         rule = larc.rule_of(self.config)
         self.larc = None if rule is None else larc.Larc(optimizer, rule)
@@ -318,7 +334,7 @@ class Trainer:
             self.link,
             grains=self.keeper.grains,
             seed=config.seed if number == 0 else key(config.seed, number),
-            collate=self.task.collate,
+            collate=self.task.train_collate(data),
             lengths=self.task.lengths(data),
             counts=self.task.counts(data),
         )

@@ -88,17 +88,23 @@ class Utterances:
         return Utterance(silence, self._texts[index], key, bad_audio(manifest, index, unreadable.why))
 
     @property
+    def most_labels(self) -> int:
+        """Of the longest text."""
+        return int(self._texts.lengths.max(initial=0))
+
+    @property
     def names(self) -> Sequence[str]:
         """How each utterance is called in what is printed of it."""
         return [near(self._manifest.audio(index)) for index in range(len(self))]
 
 
-def collate(samples: list[Utterance]) -> dict[str, Any]:
-    """Pad audio and texts of a grain. Lengths are there twice: for the device, and for the host, which must not ask."""
+def collate(samples: list[Utterance], audio_multiple: int = 1, text_width: int = 1) -> dict[str, Any]:
+    """Pad audio (to a multiple) and texts (to a width at least) of a grain. Lengths are there twice: for the device,
+    and for the host, which must not ask."""
     num_samples = [len(sample.audio) for sample in samples]
     num_labels = [len(sample.text) for sample in samples]
-    audio = np.zeros((len(samples), max(num_samples)), np.int16)
-    text = np.zeros((len(samples), max(1, *num_labels)), np.int64)
+    audio = np.zeros((len(samples), -(-max(num_samples) // audio_multiple) * audio_multiple), np.int16)
+    text = np.zeros((len(samples), max(text_width, *num_labels)), np.int64)
     for row, sample in enumerate(samples):
         audio[row, : num_samples[row]] = sample.audio
         text[row, : num_labels[row]] = sample.text
