@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from paceline.optim.clip import ClipNorm
 from paceline.optim.larc import Larc, Rule
 from paceline.optim.novograd import NovoGrad
 from paceline.optim.pointers import KEPT, Tables, layout
@@ -181,3 +182,23 @@ def test_tables_are_made_anew_only_where_a_tensor_moved() -> None:
     assert tables.of([tensors], 4) is not first  # the one not used for longest was given up
     smaller = [tensors[0][:2], tensors[1]]
     assert tables.of([smaller], 4).sizes.tolist() == [2, 5]  # another tensor at the same place
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, of inf * 0 in the interpreter
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clipping_is_torchs(max_norm: float) -> None:
+    """Bitwise nothing where the norm is small enough; inf and nan as in torch."""
+    clip = ClipNorm(max_norm, fused=True)
+    for spoil in (1.0, torch.inf, torch.nan):
+        ours = [torch.randn(shape) for shape in [(5000,), (3, 4), (0,), (1,)]]
+        ours[1][0, 0] *= spoil
+        theirs = [torch.nn.Parameter(torch.zeros_like(each)) for each in ours]
+        for parameter, each in zip(theirs, ours, strict=True):
+            parameter.grad = each.clone()
+        before, expected = [each.clone() for each in ours], torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+        norm = clip.norm(ours)
+        torch.testing.assert_close(norm, expected, equal_nan=True)
+        clip.scale(ours, norm)
+        for mine, parameter, old in zip(ours, theirs, before, strict=True):
+            torch.testing.assert_close(mine, parameter.grad, equal_nan=True)
+            assert max_norm == 0.5 or spoil != 1.0 or torch.equal(mine, old)

@@ -1,4 +1,4 @@
-"""NovoGrad and LARC by a handful of Triton kernels over all tensors of one dtype: what is launched, in which order.
+"""NovoGrad, LARC and clipping by a handful of Triton kernels over all tensors of one dtype: what is launched when.
 
 The formulas are in `novograd.py` and `larc.py`, whose way through torch's own kernels is for everything else. Nothing
 is read by the host and no memory is asked for, so that an update can be captured in a CUDA graph.
@@ -119,6 +119,27 @@ def larc(table: Table, dtype: torch.dtype, rule: Rule, lr: float | Tensor, decay
         *places, *table.columns.unbind(), ratios, pulls, limit, PULLS=decay != 0.0, **layout
     )
     return ratios
+
+
+def norm(table: Table, dtype: torch.dtype) -> Tensor:
+    """The norm of all tensors of the one column together."""
+    found = torch.empty((), dtype=torch.float32, device=table.room.device)
+    layout = {"DTYPE": DTYPES[dtype], "ALIGNED": table.is_aligned, "CHUNK": CHUNK, "num_warps": WARPS}
+    kernels.squares_kernel[(table.num_chunks, 1)](
+        *(table.owners, table.numbers, table.sizes, table.columns, table.partials(0), table.num_tensors),
+        found,
+        HAS_SCALE=False,
+        **layout,
+    )
+    kernels.norm_kernel[(1,)](table.partials(0), found, table.num_chunks, STAGE=1024)
+    return found
+
+
+def clip(table: Table, dtype: torch.dtype, norm: Tensor, max_norm: float) -> None:
+    """Scale the tensors of the one column, in place, so that their norm, which is `norm`, becomes at most this."""
+    layout = {"DTYPE": DTYPES[dtype], "ALIGNED": table.is_aligned, "CHUNK": CHUNK, "num_warps": WARPS}
+    places = (table.owners, table.numbers, table.sizes, table.columns)
+    kernels.clip_kernel[(table.num_chunks,)](*places, norm, float(max_norm), **layout)
 
 
 def _rate(lr: float | Tensor, device: torch.device) -> float | Tensor:

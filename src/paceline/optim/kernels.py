@@ -45,11 +45,7 @@ def _write(pointer, offsets, size, is_whole, values):  # type: ignore[no-untyped
 @triton.jit
 def _number(value, IS_TENSOR: tl.constexpr):  # type: ignore[no-untyped-def]
     """A number that the host knows, or one that only the device does."""
-    if IS_TENSOR:
-        found = tl.load(value).to(tl.float32)
-    else:
-        found = value
-    return found
+    return tl.load(value).to(tl.float32) if IS_TENSOR else value
 
 
 @triton.jit
@@ -276,6 +272,35 @@ def scale_kernel(  # type: ignore[no-untyped-def]
         weight = _read(_pointer(weights, tensor, DTYPE, ALIGNED), offsets, size, is_whole)
         values += tl.load(pulls + tensor) * weight
     values = values * tl.load(ratios + tensor)
-    if DTYPE != tl.float32:
+    if tl.float32 != DTYPE:
         values = tl.where(values > limit, limit, tl.where(values < -limit, -limit, values))
     _write(gradient, offsets, size, is_whole, values.to(DTYPE))
+
+
+@triton.jit
+def norm_kernel(partials, norm, num_chunks, STAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The norm of all tensors together."""
+    place = tl.arange(0, STAGE)
+    sums = tl.zeros([STAGE], tl.float32)
+    first = 0
+    while first < num_chunks:
+        sums += tl.load(partials + first + place, mask=first + place < num_chunks, other=0.0)
+        first += STAGE
+    tl.store(norm, tl.sqrt_rn(tl.sum(sums, 0)))
+
+
+@triton.jit
+def clip_kernel(  # type: ignore[no-untyped-def]
+    owners, numbers, sizes, gradients, norm, max_norm, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr
+):
+    """g *= min(max_norm / (norm + 1e-6), 1), as torch clips."""
+    factor = max_norm / (tl.load(norm).to(tl.float32) + 1e-6)
+    if factor >= 1.0:
+        return
+    chunk = tl.program_id(0)
+    tensor, number = tl.load(owners + chunk), tl.load(numbers + chunk)
+    size = tl.load(sizes + tensor)
+    offsets = number * CHUNK + tl.arange(0, CHUNK)
+    is_whole = (number + 1) * CHUNK <= size
+    gradient = _pointer(gradients, tensor, DTYPE, ALIGNED)
+    _write(gradient, offsets, size, is_whole, (factor * _read(gradient, offsets, size, is_whole)).to(DTYPE))
