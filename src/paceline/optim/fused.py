@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 STAGE = 128
 """Chunks of a tensor that are added up side by side."""
-WARPS = 8
+WARPS = 4
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 

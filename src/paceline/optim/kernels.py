@@ -11,12 +11,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CHUNK = 4096
+CHUNK = 2048
 """Weights per program."""
 
 
 @triton.jit
-def _pointer(addresses, index, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pointer(addresses, index, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Where a tensor of the table begins."""
     pointer = tl.load(addresses + index).to(tl.pointer_type(DTYPE))
     if ALIGNED:
@@ -25,7 +25,7 @@ def _pointer(addresses, index, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):  # t
 
 
 @triton.jit
-def _read(pointer, offsets, size, is_whole):  # type: ignore[no-untyped-def]
+def _read(pointer, offsets, size, is_whole):
     """A chunk as float32; without a mask where it is a whole one, so that loads are wide."""
     if is_whole:
         values = tl.load(pointer + offsets).to(tl.float32)
@@ -35,7 +35,7 @@ def _read(pointer, offsets, size, is_whole):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _write(pointer, offsets, size, is_whole, values):  # type: ignore[no-untyped-def]
+def _write(pointer, offsets, size, is_whole, values):
     if is_whole:
         tl.store(pointer + offsets, values)
     else:
@@ -43,13 +43,13 @@ def _write(pointer, offsets, size, is_whole, values):  # type: ignore[no-untyped
 
 
 @triton.jit
-def _number(value, IS_TENSOR: tl.constexpr):  # type: ignore[no-untyped-def]
+def _number(value, IS_TENSOR: tl.constexpr):
     """A number that the host knows, or one that only the device does."""
     return tl.load(value).to(tl.float32) if IS_TENSOR else value
 
 
 @triton.jit
-def _total(partials, firsts, tensor, STAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _total(partials, firsts, tensor, STAGE: tl.constexpr):
     """The sum of what the chunks of a tensor have found, in one order."""
     place, end = tl.load(firsts + tensor), tl.load(firsts + tensor + 1)
     sums = tl.zeros([STAGE], tl.float32)
@@ -61,7 +61,7 @@ def _total(partials, firsts, tensor, STAGE: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit
-def squares_kernel(  # type: ignore[no-untyped-def]
+def squares_kernel(
     owners,  # (chunks,) int64: the tensor of a chunk
     numbers,  # (chunks,) int64: which chunk of it this is
     sizes,  # (tensors,) int64
@@ -87,7 +87,7 @@ def squares_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def moments_kernel(  # type: ignore[no-untyped-def]
+def moments_kernel(
     firsts,  # (tensors + 1,) int64: the first chunk of each tensor
     partials,  # (chunks,)
     seconds,  # (tensors,) addresses of the second moments
@@ -119,7 +119,7 @@ def moments_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def novograd_kernel(  # type: ignore[no-untyped-def]
+def novograd_kernel(
     owners,
     numbers,
     sizes,
@@ -165,7 +165,7 @@ def novograd_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def control_kernel(  # type: ignore[no-untyped-def]
+def control_kernel(
     firsts,
     weight_partials,
     momentum_partials,
@@ -184,7 +184,7 @@ def control_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def descend_kernel(  # type: ignore[no-untyped-def]
+def descend_kernel(
     owners,
     numbers,
     sizes,
@@ -211,7 +211,7 @@ def descend_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def ratio_kernel(  # type: ignore[no-untyped-def]
+def ratio_kernel(
     firsts,
     weight_partials,
     gradient_partials,
@@ -246,7 +246,7 @@ def ratio_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def scale_kernel(  # type: ignore[no-untyped-def]
+def scale_kernel(
     owners,
     numbers,
     sizes,
@@ -278,7 +278,7 @@ def scale_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def norm_kernel(partials, norm, num_chunks, STAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+def norm_kernel(partials, norm, num_chunks, STAGE: tl.constexpr):
     """The norm of all tensors together."""
     place = tl.arange(0, STAGE)
     sums = tl.zeros([STAGE], tl.float32)
@@ -290,7 +290,7 @@ def norm_kernel(partials, norm, num_chunks, STAGE: tl.constexpr):  # type: ignor
 
 
 @triton.jit
-def clip_kernel(  # type: ignore[no-untyped-def]
+def clip_kernel(
     owners, numbers, sizes, gradients, norm, max_norm, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr
 ):
     """g *= min(max_norm / (norm + 1e-6), 1), as torch clips."""

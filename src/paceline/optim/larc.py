@@ -120,9 +120,9 @@ class Larc:
     def _scale(self, parameters: list[Tensor], lr: float | Tensor, decay: float) -> Tensor:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if self._may_fuse(parameters, gradients):
-            from paceline.optim import fused  # Triton may be missing where this is not reached
+            from paceline.optim import fused, kernels  # Triton may be missing where this is not reached
 
-            table = self._tables.of([parameters, gradients], fused.CHUNK)
+            table = self._tables.of([parameters, gradients], kernels.CHUNK)
             return fused.larc(table, parameters[0].dtype, self.rule, lr, decay)
         dtype = torch.promote_types(parameters[0].dtype, torch.float32)
         weight_norms, gradient_norms = norms(parameters, dtype), norms(gradients, dtype)

@@ -67,12 +67,12 @@ class NovoGrad(Layerwise):
         state: dict[str, list[Tensor]],
         found_inf: Tensor,
     ) -> None:
-        from paceline.optim import fused  # Triton may be missing where this is not called
+        from paceline.optim import fused, kernels  # Triton may be missing where this is not called
 
         columns = [parameters, gradients, state["exp_avg"], state["exp_avg_sq"], state["step"]]
         if group["amsgrad"]:
             columns.append(state["max_exp_avg_sq"])
-        table = self._tables.of(columns, fused.CHUNK)
+        table = self._tables.of(columns, kernels.CHUNK)
         fused.novograd(table, parameters[0].dtype, group, found_inf, getattr(self, "grad_scale", None))
 
     def _update(self, group: dict[str, Any], bucket: Bucket, gradients: list[Tensor]) -> None:

@@ -27,18 +27,18 @@ LEAST = tl.constexpr(-262144.0)
 """A log2 of a probability below this counts as 0."""
 MOST = tl.constexpr(1048576.0)
 """Nothing above is a log-probability: the loss becomes nan."""
-FRAMES, CLASSES, LABELS = 16, 32, 64
+FRAMES, CLASSES, LABELS = 16, 32, 32
 """The tile of a program that collects gradients."""
 
 
 @triton.jit
-def _power_of_two(exponent):  # type: ignore[no-untyped-def]
+def _power_of_two(exponent):
     """2 ** exponent up to 127; 0 where it is -127 or less."""
     return ((tl.maximum(exponent, -127) + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _probability(log_probs):  # type: ignore[no-untyped-def]
+def _probability(log_probs):
     """(mantissa, exponent) of exp(log_probs); the mantissa is 0 for one that is too small to be kept."""
     log2 = log_probs * 1.4426950408889634
     is_kept = (log2 > LEAST) & (log2 < MOST)
@@ -49,7 +49,7 @@ def _probability(log_probs):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _normalised(value, exponent):  # type: ignore[no-untyped-def]
+def _normalised(value, exponent):
     """The same number with a mantissa from 1 to 2."""
     bits = value.to(tl.int32, bitcast=True)
     mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
@@ -59,7 +59,7 @@ def _normalised(value, exponent):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def walk_kernel(  # type: ignore[no-untyped-def]
+def walk_kernel(
     log_probs,  # (batch, frames, classes)
     targets,  # (batch, labels)
     frames,  # (batch,)
@@ -159,7 +159,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def collect_kernel(  # type: ignore[no-untyped-def]
+def collect_kernel(
     log_probs,
     targets,
     frames,
