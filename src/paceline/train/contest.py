@@ -61,7 +61,7 @@ def step_seconds(
         return _timed(_prepared(way, task, config, link, copy.deepcopy(model), grains), link.device, limit_s)
     except (torch.OutOfMemoryError, OutOfMemory) as error:
         raise CannotRun("out of memory") from error
-    except PacelineError:
+    except (PacelineError, CannotRun):
         raise
     except Exception as error:
         if is_plain:

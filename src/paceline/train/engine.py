@@ -372,6 +372,15 @@ class Engine:
         """
         return own_loop.batches(self, dataset, epochs, collate, DataSettings(**settings))
 
+    def counters(self) -> dict[str, Any]:
+        """What was compiled and recorded so far, for the journal; nothing where neither is done."""
+        found: dict[str, Any] = {}
+        if self.precision.compile:
+            found["compiled"] = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        if self.recorded is not None:
+            found["graphs"] = self.recorded.graphs.numbers()
+        return found
+
     def is_out_of_data(self) -> bool:
         """Of data of unknown length on several ranks: whether no rank has more, as the last reduction said."""
         if self.link.world.size == 1 or float(self._ranks_with_data):

@@ -124,6 +124,7 @@ class Logbook:
             "objects_per_s": speed,
             "padding": self._padding,
             "computing": computing,
+            **self._engine.counters(),
             "seconds": [{phase: round(value, 6) for phase, value in rank.items()} for rank in seconds],
         }
         for watcher in self._watchers:

@@ -154,7 +154,8 @@ class Task:
 
     def accelerate(self, model: torch.nn.Module) -> Sequence[str]:
         """Let kernels of the task's own stand in for modules of the model, which keeps its weights and their names; it
-        is on its device and in training (`-O4`). Returns which parts stay as they were, and why."""
+        is on its device and in training (`-O4`). Returns which parts stay as they were, and why; raises `CannotRun`
+        where that is all of them."""
         return []
 
     def recordable(self, grain: Grain) -> Any:
