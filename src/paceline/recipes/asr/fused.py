@@ -116,17 +116,20 @@ def is_autocast_to_bfloat16(device: torch.device) -> bool:
 
 
 def _through(block: Block, signal: Signal, seen: Seen) -> Signal:
+    shortcut = block.residuals[0] if block.residuals else None
     residual = None
-    if block.residuals:
-        signal = signal.activated()
-        shortcut = block.residuals[0]
-        residual = _across(signal, shortcut.get_submodule("conv"), shortcut.get_submodule("norm"), seen)
     for layer in block.layers:
         if isinstance(layer, SeparableConv):
-            signal = _separable(signal, layer, seen)
+            # The residual starts where the first sub-block does, so that both gradients meet in one kernel.
+            signal, found = _separable(signal, layer, shortcut, seen)
+            residual = found or residual
         else:
             assert isinstance(layer, PlainConv)
-            signal = _across(signal.activated(), layer.conv, layer.norm, seen)
+            signal = signal.activated()
+            if shortcut is not None:
+                residual = _across(signal, shortcut.get_submodule("conv"), shortcut.get_submodule("norm"), seen)
+            signal = _across(signal, layer.conv, layer.norm, seen)
+        shortcut = None
     if residual is None:
         return signal
     assert signal.affine is not None
@@ -137,10 +140,20 @@ def _through(block: Block, signal: Signal, seen: Seen) -> Signal:
     return Signal(joined, None, None, signal.lengths, signal.frames)
 
 
-def _separable(signal: Signal, layer: SeparableConv, seen: Seen) -> Signal:
+def _separable(
+    signal: Signal, layer: SeparableConv, shortcut: nn.Module | None, seen: Seen
+) -> tuple[Signal, Signal | None]:
     stride, dilation = layer.depthwise.stride[0], layer.depthwise.dilation[0]
-    frames, lengths = strided_length(signal.frames, stride), strided_length(signal.lengths, stride)
-    y, affine, moments, _ = ops.separable(
+    frames, lengths = signal.frames, signal.lengths
+    if stride > 1:
+        frames, lengths = strided_length(frames, stride), strided_length(lengths, stride)
+    of_shortcut: tuple[Tensor | None, ...] = (None, None, None)
+    if shortcut is not None:
+        signal = signal.activated()
+        conv, norm = shortcut.get_submodule("conv"), shortcut.get_submodule("norm")
+        assert isinstance(norm, nn.BatchNorm1d)
+        of_shortcut = (conv.get_parameter("weight"), norm.weight, norm.bias)
+    y, affine, moments, _, other, other_affine, other_moments = ops.separable(
         signal.values,
         signal.affine,
         signal.moments,
@@ -150,13 +163,17 @@ def _separable(signal: Signal, layer: SeparableConv, seen: Seen) -> Signal:
         layer.pointwise.weight,
         layer.norm.weight,
         layer.norm.bias,
+        *of_shortcut,
         frames,
         stride,
         dilation,
         layer.norm.eps,
     )
     seen.append((layer.norm, moments))
-    return Signal(y, affine, moments, lengths, frames)
+    if shortcut is None:
+        return Signal(y, affine, moments, lengths, frames), None
+    seen.append((norm, other_moments))
+    return Signal(y, affine, moments, lengths, frames), Signal(other, other_affine, other_moments, lengths, frames)
 
 
 def _across(signal: Signal, conv: nn.Module, norm: nn.Module, seen: Seen) -> Signal:

@@ -19,6 +19,40 @@ from paceline.speed.kernels import tiles
 
 
 @triton.jit
+def _seen_product(
+    source,
+    start,
+    length,
+    scale,
+    shift,
+    filters,
+    CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    HAS_AFFINE: tl.constexpr,
+    IS_INSIDE: tl.constexpr,
+):
+    """The windows of a block of rows, activated, times the filter. `IS_INSIDE`: no window has a frame to be masked."""
+    total = tl.zeros([ROWS, TILE], tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        t = start[:, None] + (chunk * CHUNK + tl.arange(0, CHUNK))[None, :]
+        if IS_INSIDE:
+            values = tl.load(source[:, None] + t)
+        else:
+            # Rounded down to the 8 frames of one load, so that the mask does not split it.
+            values = tl.load(source[:, None] + t, mask=(t >= 0) & ((t // 8) * 8 < length[:, None]), other=0.0)
+        values = values.to(tl.float32)
+        if HAS_AFFINE:
+            values = tl.maximum(values * scale + shift, 0.0)
+        if not IS_INSIDE:
+            values = tl.where((t >= 0) & (t < length[:, None]), values, 0.0)
+        total = tl.dot(values.to(tl.bfloat16).to(PRODUCT), filters[chunk], total)
+    return total
+
+
+@triton.jit
 def _forward(
     x,
     affine,
@@ -42,6 +76,7 @@ def _forward(
     CHUNK: tl.constexpr,
     PRODUCTS: tl.constexpr,
     PRODUCT: tl.constexpr,
+    BY_TIME: tl.constexpr,
     HAS_AFFINE: tl.constexpr,
 ):
     channel = tl.program_id(1)
@@ -54,28 +89,41 @@ def _forward(
         inside = (place >= 0) & (place <= (KERNEL - 1) * DILATION) & (place % DILATION == 0)
         taps = tl.load(weight + channel * KERNEL + place // DILATION, mask=inside, other=0.0)
         filters = filters + (taps.to(tl.bfloat16).to(PRODUCT),)  # noqa: RUF005 (Triton knows no unpacking)
+    scale = 1.0
+    shift = 0.0
     if HAS_AFFINE:
         scale = tl.load(affine + channel)
         shift = tl.load(affine + channels + channel)
     for product in range(PRODUCTS):
         row = (tl.program_id(0) * PRODUCTS + product) * ROWS + tl.arange(0, ROWS)
-        utterance = row // tiles_per_row
-        tile = row - utterance * tiles_per_row
         is_row = row < batch * tiles_per_row
+        if BY_TIME:
+            # Rows of one time, so that most products have nothing to mask.
+            tile = row // batch
+            utterance = row - tile * batch
+        else:
+            utterance = row // tiles_per_row
+            tile = row - utterance * tiles_per_row
         length_in = tl.load(lengths_in + utterance, mask=is_row, other=0)
         length_out = tl.load(lengths_out + utterance, mask=is_row, other=0)
         start = tile * (TILE * STRIDE) - LEFT
         source = x + (channel * batch + utterance) * row_in
-        total = tl.zeros([ROWS, TILE], tl.float32)
-        for chunk in tl.static_range(CHUNKS):
-            t = start[:, None] + (chunk * CHUNK + j)[None, :]
-            # Rounded down to the 8 frames of one load, so that the mask does not split it.
-            values = tl.load(source[:, None] + t, mask=(t >= 0) & ((t // 8) * 8 < length_in[:, None]), other=0.0)
-            values = values.to(tl.float32)
-            if HAS_AFFINE:
-                values = tl.maximum(values * scale + shift, 0.0)
-            values = tl.where((t >= 0) & (t < length_in[:, None]), values, 0.0)
-            total = tl.dot(values.to(tl.bfloat16).to(PRODUCT), filters[chunk], total)
+        if BY_TIME:
+            if (tl.min(start, 0) >= 0) & (tl.min(length_in - start, 0) >= CHUNKS * CHUNK):
+                total = _seen_product(
+                    source, start, length_in, scale, shift, filters,
+                    CHUNKS, ROWS, TILE, CHUNK, PRODUCT, HAS_AFFINE, True,
+                )
+            else:
+                total = _seen_product(
+                    source, start, length_in, scale, shift, filters,
+                    CHUNKS, ROWS, TILE, CHUNK, PRODUCT, HAS_AFFINE, False,
+                )
+        else:
+            total = _seen_product(
+                source, start, length_in, scale, shift, filters,
+                CHUNKS, ROWS, TILE, CHUNK, PRODUCT, HAS_AFFINE, False,
+            )
         t_out = (tile * TILE)[:, None] + n[None, :]
         total = tl.where(t_out < length_out[:, None], total, 0.0)
         target = out + ((channel * batch + utterance) * row_out)[:, None] + t_out
@@ -113,6 +161,7 @@ def _backward(
     PRODUCTS: tl.constexpr,
     PRODUCT: tl.constexpr,
     HAS_AFFINE: tl.constexpr,
+    BY_TIME: tl.constexpr,
     HAS_ADDED: tl.constexpr,
     NEEDS_DATA: tl.constexpr,
 ):
@@ -125,9 +174,9 @@ def _backward(
     for chunk in tl.static_range(CHUNKS):
         # Input n of a tile was seen by output `chunk * CHUNK + j` of its window through this place of the filter.
         place = PAD + n[None, :] - STRIDE * (j[:, None] + chunk * CHUNK - LEFT)
-        inside = (place >= 0) & (place <= (KERNEL - 1) * DILATION) & (place % DILATION == 0)
+        in_filter = (place >= 0) & (place <= (KERNEL - 1) * DILATION) & (place % DILATION == 0)
         if NEEDS_DATA:
-            taps = tl.load(weight + channel * KERNEL + place // DILATION, mask=inside, other=0.0)
+            taps = tl.load(weight + channel * KERNEL + place // DILATION, mask=in_filter, other=0.0)
             filters = filters + (taps.to(tl.bfloat16).to(PRODUCT),)  # noqa: RUF005
         products = products + (tl.zeros([TILE, CHUNK], tl.float32),)  # noqa: RUF005
     scale = 1.0
@@ -141,9 +190,13 @@ def _backward(
     sum_hy = tl.zeros([ROWS], tl.float32)
     for product in range(PRODUCTS):
         row = (part * PRODUCTS + product) * ROWS + tl.arange(0, ROWS)
-        utterance = row // tiles_per_row
-        tile = row - utterance * tiles_per_row
         is_row = row < batch * tiles_per_row
+        if BY_TIME:
+            tile = row // batch
+            utterance = row - tile * batch
+        else:
+            utterance = row // tiles_per_row
+            tile = row - utterance * tiles_per_row
         length_in = tl.load(lengths_in + utterance, mask=is_row, other=0)
         length_out = tl.load(lengths_out + utterance, mask=is_row, other=0)
         t = (tile * TILE)[:, None] + n[None, :]
@@ -179,15 +232,32 @@ def _backward(
                 sum_hy += tl.sum(total * (values - mean), 1)
             tl.store(h + at, total.to(tl.bfloat16), mask=is_frame)
     # The gradient of a place of the filter is the sum of a diagonal of the products.
-    k = tl.arange(0, KERNEL_2)
-    gradient = tl.zeros([KERNEL_2], tl.float32)
-    for chunk in tl.static_range(CHUNKS):
-        ahead = PAD + n[:, None] - DILATION * k[None, :]
-        column = ahead // STRIDE - chunk * CHUNK + LEFT
-        inside = (ahead % STRIDE == 0) & (column >= 0) & (column < CHUNK)
-        picked = tl.gather(products[chunk], tl.where(inside, column, 0), 1)
-        gradient += tl.sum(tl.where(inside, picked, 0.0), 0)
-    tl.store(weight_parts + (part * channels + channel) * KERNEL + k, gradient, mask=k < KERNEL)
+    gradient = weight_parts + (part * channels + channel) * KERNEL
+    if STRIDE == 1:
+        # Column e of the sheared product holds the diagonals e, e - CHUNK, e - 2 CHUNK ...: apart by where they wrap.
+        WRAPS: tl.constexpr = (TILE + CHUNK - 2) // CHUNK + 1
+        column = n[:, None] + j[None, :]
+        sheared = ()
+        for chunk in tl.static_range(CHUNKS):
+            sheared = sheared + (tl.gather(products[chunk], column % CHUNK, 1),)  # noqa: RUF005
+        for number in tl.static_range(CHUNKS + WRAPS - 1):
+            diagonals = tl.zeros([TILE, CHUNK], tl.float32)
+            for wrap in tl.static_range(WRAPS):
+                if number + wrap >= WRAPS - 1 and number + wrap < CHUNKS + WRAPS - 1:
+                    diagonals += tl.where(column // CHUNK == wrap, sheared[number + wrap - WRAPS + 1], 0.0)
+            place = PAD + LEFT - CHUNK * (number - WRAPS + 1) - j
+            inside = (place >= 0) & (place <= (KERNEL - 1) * DILATION) & (place % DILATION == 0)
+            tl.store(gradient + place // DILATION, tl.sum(diagonals, 0), mask=inside)
+    else:
+        k = tl.arange(0, KERNEL_2)
+        summed_up = tl.zeros([KERNEL_2], tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            ahead = PAD + n[:, None] - DILATION * k[None, :]
+            seen_at = ahead // STRIDE - chunk * CHUNK + LEFT
+            inside = (ahead % STRIDE == 0) & (seen_at >= 0) & (seen_at < CHUNK)
+            picked = tl.gather(products[chunk], tl.where(inside, seen_at, 0), 1)
+            summed_up += tl.sum(tl.where(inside, picked, 0.0), 0)
+        tl.store(gradient + k, summed_up, mask=k < KERNEL)
     if NEEDS_DATA and HAS_AFFINE:
         tl.store(sum_parts + (part * 2) * channels + channel, tl.sum(sum_hy, 0))
         tl.store(sum_parts + (part * 2 + 1) * channels + channel, tl.sum(sum_h, 0))
@@ -212,7 +282,7 @@ def forward(
     """(channel, batch, row in) bfloat16 -> (channel, batch, row out); `weight` (channel, 1, kernel) float32."""
     channels, batch, row_in = x.shape
     kernel = weight.shape[-1]
-    tiling = tiling or tiles.forward_tiling(kernel, stride, dilation)
+    tiling = tiling or tiles.forward_tiling(kernel, stride, dilation, batch * triton.cdiv(row_out, 64))
     window = tiles.forward_window(kernel, stride, dilation, tiling)
     tiles_per_row = triton.cdiv(row_out, tiling.tile)
     out = x.new_empty(channels, batch, row_out)
@@ -240,9 +310,11 @@ def forward(
         CHUNK=tiling.chunk,
         PRODUCTS=tiling.products,
         PRODUCT=_product_dtype(),
+        BY_TIME=tiling.by_time,
         HAS_AFFINE=affine is not None,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
+        maxnreg=tiling.registers,
     )
     return out
 
@@ -270,7 +342,7 @@ def backward(
     """
     channels, batch, row_in = x.shape
     kernel = weight.shape[-1]
-    tiling = tiling or tiles.backward_tiling(kernel, stride, dilation)
+    tiling = tiling or tiles.backward_tiling(kernel, stride, dilation, batch * triton.cdiv(row_in, 64))
     window = tiles.backward_window(kernel, stride, dilation, tiling)
     tiles_per_row = triton.cdiv(row_in, tiling.tile)
     parts = triton.cdiv(batch * tiles_per_row, tiling.rows * tiling.products)
@@ -306,10 +378,12 @@ def backward(
         CHUNK=tiling.chunk,
         PRODUCTS=tiling.products,
         PRODUCT=_product_dtype(),
+        BY_TIME=tiling.by_time,
         HAS_AFFINE=affine is not None,
         HAS_ADDED=added is not None,
         NEEDS_DATA=needs_data,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
+        maxnreg=tiling.registers,
     )
     return h, weight_parts, sum_parts

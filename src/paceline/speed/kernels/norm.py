@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-UTTERANCES, FRAMES = 32, 128
-"""The tile that one program reads of a channel."""
+TILE = 4096
+"""Frames of a channel that one program reads."""
 
 
 class Statistics(NamedTuple):
@@ -187,10 +187,11 @@ def _join(
 @triton.jit
 def _join_backward(
     g,
-    out,
     y,
+    affine,
     moments,
     other,
+    other_affine,
     other_moments,
     lengths,
     h,
@@ -208,15 +209,20 @@ def _join_backward(
     offset, exists, may_hold, holds = _tile(lengths, batch, row, tiles_of_time, UTTERANCES, FRAMES)
     offset += channel * batch * row
     gradient = tl.load(g + offset, mask=may_hold, other=0.0).to(tl.float32)
-    active = tl.load(out + offset, mask=may_hold, other=0.0).to(tl.float32)
-    gradient = tl.where(holds & (active > 0), gradient, 0.0)
+    values = tl.load(y + offset, mask=may_hold, other=0.0).to(tl.float32)
+    total = values * tl.load(affine + channel) + tl.load(affine + channels + channel)
+    more = values
+    if HAS_OTHER:
+        more = tl.load(other + offset, mask=may_hold, other=0.0).to(tl.float32)
+        total += more * tl.load(other_affine + channel) + tl.load(other_affine + channels + channel)
+    gradient = tl.where(holds & (total > 0.0), gradient, 0.0)
     tl.store(h + offset, gradient.to(tl.bfloat16), mask=exists)
-    values = tl.load(y + offset, mask=may_hold, other=0.0).to(tl.float32) - tl.load(moments + channel)
-    tl.store(parts + (group * 3) * channels + channel, tl.sum(tl.sum(gradient * values, 1), 0))
+    away = gradient * (values - tl.load(moments + channel))
+    tl.store(parts + (group * 3) * channels + channel, tl.sum(tl.sum(away, 1), 0))
     tl.store(parts + (group * 3 + 1) * channels + channel, tl.sum(tl.sum(gradient, 1), 0))
     if HAS_OTHER:
-        more = tl.load(other + offset, mask=may_hold, other=0.0).to(tl.float32) - tl.load(other_moments + channel)
-        tl.store(parts + (group * 3 + 2) * channels + channel, tl.sum(tl.sum(gradient * more, 1), 0))
+        away = gradient * (more - tl.load(other_moments + channel))
+        tl.store(parts + (group * 3 + 2) * channels + channel, tl.sum(tl.sum(away, 1), 0))
 
 
 def statistics(
@@ -229,10 +235,10 @@ def statistics(
 ) -> Statistics:
     """Of raw values that are zero behind each length."""
     channels, batch, row = y.shape
-    groups, tiles_of_time = _groups(y)
+    groups, tiles_of_time, shape = _cut(y, 1024)
     parts = torch.empty(groups, 2, channels, device=y.device)
     _tile_moments[(groups, channels)](
-        y, lengths, parts, channels, batch, row, tiles_of_time, UTTERANCES=UTTERANCES, FRAMES=FRAMES
+        y, lengths, parts, channels, batch, row, tiles_of_time, **shape
     )
     affine = torch.empty(2, channels, device=y.device)
     moments = torch.empty(3, channels, device=y.device)
@@ -249,8 +255,7 @@ def statistics(
         frames,
         tiles_of_time,
         eps,
-        UTTERANCES=UTTERANCES,
-        FRAMES=FRAMES,
+        **shape,
         GROUPS=32,
         BLOCKS=triton.cdiv(groups, 32),
         CHANNELS=32,
@@ -266,7 +271,7 @@ def apply_backward(
     `h` is the gradient for its output, `sums` (2, channel) those of `h` times (y - mean), and of `h`.
     """
     channels, batch, row = y.shape
-    groups, tiles_of_time = _groups(y)
+    groups, tiles_of_time, shape = _cut(y, 256)
     g = torch.empty_like(y)
     weight_gradient, bias_gradient = (torch.empty(channels, device=y.device) for _ in range(2))
     _apply_backward[(groups, channels)](
@@ -284,8 +289,7 @@ def apply_backward(
         row,
         frames,
         tiles_of_time,
-        UTTERANCES=UTTERANCES,
-        FRAMES=FRAMES,
+        **shape,
     )
     return g, weight_gradient, bias_gradient
 
@@ -293,7 +297,7 @@ def apply_backward(
 def join(y: Tensor, affine: Tensor, other: Tensor | None, other_affine: Tensor | None, lengths: Tensor) -> Tensor:
     """ReLU of batch-normed values, or of the sum of two such."""
     channels, batch, row = y.shape
-    groups, tiles_of_time = _groups(y)
+    groups, tiles_of_time, shape = _cut(y, 256)
     out = torch.empty_like(y)
     _join[(groups, channels)](
         y,
@@ -306,27 +310,34 @@ def join(y: Tensor, affine: Tensor, other: Tensor | None, other_affine: Tensor |
         batch,
         row,
         tiles_of_time,
-        UTTERANCES=UTTERANCES,
-        FRAMES=FRAMES,
+        **shape,
         HAS_OTHER=other is not None,
     )
     return out
 
 
 def join_backward(
-    g: Tensor, out: Tensor, y: Tensor, moments: Tensor, other: Tensor | None, other_moments: Tensor | None, lengths: Tensor
+    g: Tensor,
+    y: Tensor,
+    affine: Tensor,
+    moments: Tensor,
+    other: Tensor | None,
+    other_affine: Tensor | None,
+    other_moments: Tensor | None,
+    lengths: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient before the ReLU, the same for both, and the sums for either batch norm."""
     channels, batch, row = y.shape
-    groups, tiles_of_time = _groups(y)
+    groups, tiles_of_time, shape = _cut(y, 256)
     h = torch.empty_like(y)
     parts = (torch.empty if other is not None else torch.zeros)(groups, 3, channels, device=y.device)
     _join_backward[(groups, channels)](
         g,
-        out,
         y,
+        affine,
         moments,
         y if other is None else other,
+        affine if other_affine is None else other_affine,
         moments if other_moments is None else other_moments,
         lengths,
         h,
@@ -335,14 +346,25 @@ def join_backward(
         batch,
         row,
         tiles_of_time,
-        UTTERANCES=UTTERANCES,
-        FRAMES=FRAMES,
+        **shape,
         HAS_OTHER=other is not None,
     )
     totals = parts.sum(0)
     return h, totals[:2], totals.flip(0)[:2]
 
 
-def _groups(y: Tensor) -> tuple[int, int]:
-    tiles_of_time = triton.cdiv(y.shape[2], FRAMES)
-    return triton.cdiv(y.shape[1], UTTERANCES) * tiles_of_time, tiles_of_time
+class Cut(NamedTuple):
+    """How the frames of a channel are dealt out to programs."""
+
+    groups: int
+    tiles_of_time: int
+    shape: dict[str, int]
+
+
+def _cut(y: Tensor, longest: int) -> Cut:
+    """Tiles of `TILE` frames, of at most so many frames of one utterance."""
+    frames = max(16, min(longest, triton.next_power_of_2(y.shape[2])))
+    utterances = TILE // frames
+    tiles_of_time = triton.cdiv(y.shape[2], frames)
+    groups = triton.cdiv(y.shape[1], utterances) * tiles_of_time
+    return Cut(groups, tiles_of_time, {"UTTERANCES": utterances, "FRAMES": frames})

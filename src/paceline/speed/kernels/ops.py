@@ -31,14 +31,18 @@ def separable(
     pointwise: Tensor,
     weight: Tensor,
     bias: Tensor,
+    shortcut: Optional[Tensor],
+    shortcut_weight: Optional[Tensor],
+    shortcut_bias: Optional[Tensor],
     frames: int,
     stride: int,
     dilation: int,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(channel, batch, row) -> `y` (filter, batch, row after the stride), `affine`, `moments`, and what lies between.
 
-    `frames` are those of the output; its row is padded. `lengths` of inputs and outputs are int32.
+    `frames` are those of the output; its row is padded. `lengths` of inputs and outputs are int32. With a `shortcut`, the
+    residual that starts at `x` (then without `affine`): its `y`, `affine` and `moments` as well, else three empty tensors.
     """
     row = padded_frames(frames)
     if x.is_cuda:
@@ -48,11 +52,11 @@ def separable(
     else:
         between = reference.depthwise_forward(x, affine, lengths, lengths_out, depthwise, row, stride, dilation)
     y = _product(pointwise.to(x.dtype).squeeze(2), between)
-    return (
-        y,
-        *_statistics(y, lengths_out, frames, weight, bias, eps),
-        between,
-    )
+    found = (y, *_statistics(y, lengths_out, frames, weight, bias, eps), between)
+    if shortcut is None:
+        return (*found, x.new_empty(0), weight.new_empty(0), weight.new_empty(0))
+    other = _product(shortcut.to(x.dtype).squeeze(2), x)
+    return (*found, other, *_statistics(other, lengths_out, frames, shortcut_weight, shortcut_bias, eps))
 
 
 @separable.register_fake
@@ -66,25 +70,37 @@ def _(
     pointwise: Tensor,
     weight: Tensor,
     bias: Tensor,
+    shortcut: Optional[Tensor],
+    shortcut_weight: Optional[Tensor],
+    shortcut_bias: Optional[Tensor],
     frames: int,
     stride: int,
     dilation: int,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     channels, batch, _ = x.shape
     filters, row = pointwise.shape[0], padded_frames(frames)
-    y, between = x.new_empty(filters, batch, row), x.new_empty(channels, batch, row)
-    return y, weight.new_empty(2, filters), weight.new_empty(3, filters), between
+    wide = [x.new_empty(filters if k else 0, batch, row) for k in (True, shortcut is not None)]
+    small = [weight.new_empty(rows, filters) for rows in (2, 3)]
+    between = x.new_empty(channels, batch, row)
+    if shortcut is None:
+        return wide[0], *small, between, x.new_empty(0), weight.new_empty(0), weight.new_empty(0)
+    return wide[0], *small, between, wide[1], *(weight.new_empty(rows, filters) for rows in (2, 3))
 
 
 @torch.library.custom_op("paceline::separable_backward", mutates_args=())
 def separable_backward(
     h: Tensor,
     sums: Tensor,
+    other_h: Optional[Tensor],
+    other_sums: Optional[Tensor],
     y: Tensor,
     affine_out: Tensor,
     moments_out: Tensor,
     between: Tensor,
+    other: Tensor,
+    other_affine: Tensor,
+    other_moments: Tensor,
     x: Tensor,
     affine: Optional[Tensor],
     moments: Optional[Tensor],
@@ -92,12 +108,22 @@ def separable_backward(
     lengths_out: Tensor,
     depthwise: Tensor,
     pointwise: Tensor,
+    shortcut: Optional[Tensor],
     frames: int,
     stride: int,
     dilation: int,
     needs_data: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, affine, depthwise, pointwise, weight, bias; the first two empty if not `needs_data`."""
+) -> list[Tensor]:
+    """Gradients of x, affine, depthwise, pointwise, weight, bias, and of the shortcut's three if there is one.
+
+    Those of x and affine are empty if not `needs_data`.
+    """
+    of_shortcut: list[Tensor] = []
+    added = None
+    if shortcut is not None:
+        g, *of_norm = _norm_backward(other_h, other_sums, other, other_affine, other_moments, lengths_out, frames)
+        of_shortcut = [_weight_gradient(g, x).unsqueeze(2), *of_norm]
+        added = _product(shortcut.to(x.dtype).squeeze(2).t(), g)
     g, weight_gradient, bias_gradient = _norm_backward(h, sums, y, affine_out, moments_out, lengths_out, frames)
     pointwise_gradient = _weight_gradient(g, between).unsqueeze(2)
     g = _product(pointwise.to(x.dtype).squeeze(2).t(), g)
@@ -108,21 +134,26 @@ def separable_backward(
     else:
         found = reference.depthwise_backward
     data, depthwise_parts, sum_parts = found(
-        g, x, affine, moments, None, lengths, lengths_out, depthwise, stride, dilation, needs_data=needs_data
+        g, x, affine, moments, added, lengths, lengths_out, depthwise, stride, dilation, needs_data=needs_data
     )
     depthwise_gradient = depthwise_parts.sum(0).view_as(depthwise)
     sums_in = sum_parts.sum(0) if needs_data and affine is not None else sums.new_empty(0)
-    return data, sums_in, depthwise_gradient, pointwise_gradient, weight_gradient, bias_gradient
+    return [data, sums_in, depthwise_gradient, pointwise_gradient, weight_gradient, bias_gradient, *of_shortcut]
 
 
 @separable_backward.register_fake
 def _(
     h: Tensor,
     sums: Tensor,
+    other_h: Optional[Tensor],
+    other_sums: Optional[Tensor],
     y: Tensor,
     affine_out: Tensor,
     moments_out: Tensor,
     between: Tensor,
+    other: Tensor,
+    other_affine: Tensor,
+    other_moments: Tensor,
     x: Tensor,
     affine: Optional[Tensor],
     moments: Optional[Tensor],
@@ -130,47 +161,42 @@ def _(
     lengths_out: Tensor,
     depthwise: Tensor,
     pointwise: Tensor,
+    shortcut: Optional[Tensor],
     frames: int,
     stride: int,
     dilation: int,
     needs_data: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     data = torch.empty_like(x) if needs_data else x.new_empty(0)
     sums_in = torch.empty_like(affine) if needs_data and affine is not None else sums.new_empty(0)
     filters = pointwise.shape[0]
-    return (
-        data,
-        sums_in,
-        torch.empty_like(depthwise),
-        torch.empty_like(pointwise),
-        sums.new_empty(filters),
-        sums.new_empty(filters),
-    )
+    of_norm = [sums.new_empty(filters) for _ in range(4)]
+    found = [data, sums_in, torch.empty_like(depthwise), torch.empty_like(pointwise), *of_norm[:2]]
+    return found if shortcut is None else [*found, torch.empty_like(shortcut), *of_norm[2:]]
 
 
 def _save_separable(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, affine, moments, lengths, lengths_out, depthwise, pointwise, *_ = inputs
-    ctx.save_for_backward(*output, x, affine, moments, lengths, lengths_out, depthwise, pointwise)
-    ctx.frames, ctx.stride, ctx.dilation = inputs[9:12]
+    x, affine, moments, lengths, lengths_out, depthwise, pointwise, _, _, shortcut, *_ = inputs
+    ctx.save_for_backward(*output, x, affine, moments, lengths, lengths_out, depthwise, pointwise, shortcut)
+    ctx.frames, ctx.stride, ctx.dilation = inputs[12:15]
+    ctx.set_materialize_grads(False)  # the gradients of what is only kept for backward would be filled with zeros
 
 
-def _separable_gradients(ctx: Any, h: Tensor, sums: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _separable_gradients(
+    ctx: Any, h: Tensor, sums: Tensor, _0: None, _1: None, other_h: Tensor | None, other_sums: Tensor | None, _2: None
+) -> tuple[Tensor | None, ...]:
     needs_data = ctx.needs_input_grad[0]
-    affine = ctx.saved_tensors[5]
-    data, sums_in, depthwise, pointwise, weight, bias = separable_backward(
-        h.contiguous(), sums, *ctx.saved_tensors, ctx.frames, ctx.stride, ctx.dilation, needs_data
+    affine = ctx.saved_tensors[8]
+    other_h = None if other_h is None else other_h.contiguous()
+    data, sums_in, *found = separable_backward(
+        h.contiguous(), sums, other_h, other_sums, *ctx.saved_tensors, ctx.frames, ctx.stride, ctx.dilation, needs_data
     )
     return (
         data if needs_data else None,
         sums_in if needs_data and affine is not None else None,
-        None,
-        None,
-        None,
-        depthwise,
-        pointwise,
-        weight,
-        bias,
-        *(None for _ in range(4)),
+        *(None, None, None),
+        *found,
+        *(None for _ in range(11 - len(found))),
     )
 
 
@@ -243,6 +269,7 @@ def _(
 def _save_pointwise(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output, *inputs[:3])
     ctx.frames = inputs[5]
+    ctx.set_materialize_grads(False)
 
 
 def _pointwise_gradients(ctx: Any, h: Tensor, sums: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -287,10 +314,11 @@ def _(
 @torch.library.custom_op("paceline::join_backward", mutates_args=())
 def join_backward(
     g: Tensor,
-    out: Tensor,
     y: Tensor,
+    affine: Tensor,
     moments: Tensor,
     other: Optional[Tensor],
+    other_affine: Optional[Tensor],
     other_moments: Optional[Tensor],
     lengths: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -298,19 +326,20 @@ def join_backward(
     if y.is_cuda:
         from paceline.speed.kernels import norm
 
-        h, sums, other_sums = norm.join_backward(g, out, y, moments, other, other_moments, lengths)
+        h, sums, other_sums = norm.join_backward(g, y, affine, moments, other, other_affine, other_moments, lengths)
     else:
-        h, sums, other_sums = reference.join_backward(g, out, y, moments, other, other_moments, lengths)
+        h, sums, other_sums = reference.join_backward(g, y, affine, moments, other, other_affine, other_moments, lengths)
     return h, sums.contiguous(), other_sums.contiguous()
 
 
 @join_backward.register_fake
 def _(
     g: Tensor,
-    out: Tensor,
     y: Tensor,
+    affine: Tensor,
     moments: Tensor,
     other: Optional[Tensor],
+    other_affine: Optional[Tensor],
     other_moments: Optional[Tensor],
     lengths: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -319,8 +348,7 @@ def _(
 
 
 def _save_join(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y, _, moments, other, _, other_moments, lengths = inputs
-    ctx.save_for_backward(output, y, moments, other, other_moments, lengths)
+    ctx.save_for_backward(*inputs)
 
 
 def _join_gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:

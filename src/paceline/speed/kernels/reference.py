@@ -99,9 +99,19 @@ def join(y: Tensor, affine: Tensor, other: Tensor | None, other_affine: Tensor |
 
 
 def join_backward(
-    g: Tensor, out: Tensor, y: Tensor, moments: Tensor, other: Tensor | None, other_moments: Tensor | None, lengths: Tensor
+    g: Tensor,
+    y: Tensor,
+    affine: Tensor,
+    moments: Tensor,
+    other: Tensor | None,
+    other_affine: Tensor | None,
+    other_moments: Tensor | None,
+    lengths: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    h = _wide(g) * (out > 0) * held(lengths, y.shape[-1])
+    total = _scaled(y, affine)
+    if other is not None and other_affine is not None:
+        total = total + _scaled(other, other_affine)
+    h = _wide(g) * (total > 0) * held(lengths, y.shape[-1])
     level = h.sum((1, 2))
     found = []
     for values, mean in ((y, moments), (other, other_moments)):

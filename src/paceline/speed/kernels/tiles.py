@@ -10,7 +10,7 @@ the outputs that saw them: the same figures with the stride on the other side.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ALIGNMENT = 16
 """Rows of activations are padded to a multiple of so many frames: the alignment that Triton recognises by itself."""
@@ -30,6 +30,8 @@ class Tiling:
     """Blocks of rows that one program works through with the same filter."""
     warps: int
     stages: int = 1
+    by_time: bool = True
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,20 @@ def _window(before: int, last: int, chunk: int) -> Window:
     return Window(left, -(-(left + last + 1) // chunk))
 
 
-def forward_tiling(kernel: int, stride: int, dilation: int) -> Tiling:
-    """What was fastest on an H200 for a filter of this reach."""
-    if padding(kernel, dilation) * stride <= 32:
-        return Tiling(rows=128, tile=64, chunk=32, products=4, warps=4)
-    return Tiling(rows=128, tile=32, chunk=16, products=4, warps=4)
+def forward_tiling(kernel: int, stride: int, dilation: int, rows: int) -> Tiling:
+    """What was fastest on an H200 for a filter of this reach and so many rows of tiles; see `balanced`."""
+    return balanced(Tiling(rows=64, tile=64, chunk=32, products=8, warps=4), rows)
 
 
-def backward_tiling(kernel: int, stride: int, dilation: int) -> Tiling:
-    """What was fastest on an H200 for a filter of this reach."""
-    return Tiling(rows=64, tile=32, chunk=32, products=4, warps=4)
+def backward_tiling(kernel: int, stride: int, dilation: int, rows: int) -> Tiling:
+    """What was fastest on an H200 for a filter of this reach and so many rows of tiles; see `balanced`."""
+    if padding(kernel, dilation) <= 16:
+        return balanced(Tiling(rows=64, tile=32, chunk=64, products=8, warps=4), rows * 2)
+    return balanced(Tiling(rows=64, tile=64, chunk=32, products=8, warps=4, stages=2), rows)
+
+
+def balanced(tiling: Tiling, rows: int) -> Tiling:
+    """With as many products per program as make all programs equally long."""
+    blocks = -(-rows // tiling.rows)
+    programs = -(-blocks // tiling.products)
+    return replace(tiling, products=-(-blocks // programs))
