@@ -220,7 +220,7 @@ def curve(options: Any) -> list[Row]:
     verdict = "within" if ours_off <= spread else "outside"
     print(
         f"-O{options.level} is {100 * ours_off:.2f}% off the mean of three seeds, one of them {100 * spread:.2f}% off"
-        f" the others': {verdict} their spread; {100 * inside:.0f}% of {len(ours)} windows lie between least and greatest"
+        f" the others': {verdict} their spread; {100 * inside:.0f}% of {len(ours)} windows lie in between"
     )
     print("window means, ours and the three: last", [round(float(each[-1]), 2) for each in (ours, *plain)])
     return [

@@ -97,7 +97,7 @@ def check(device: torch.device, make: Callable[[nn.Module], Recorder], warm: boo
     graphs = Graphs(net, make(net))
     if warm:
         for size in (4, 6, 3):
-            assert graphs.warm(loss_of(net), make_data(size, 77, device))
+            assert graphs.warm(loss_of(net), make_data(size, 77, device)), graphs.failures
     expected, found = train(plain, None, SIZES), train(net, graphs, SIZES)
     assert found == expected
     for (name, one), other in zip(plain.state_dict().items(), net.state_dict().values(), strict=True):
@@ -119,6 +119,7 @@ def test_replayed_training_is_bitwise_the_same(warm: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore")  # torch tells of a thread that has no CUDA context yet
 @pytest.mark.parametrize("warm", [False, True])
 def test_replayed_training_is_bitwise_the_same_on_a_gpu(warm: bool) -> None:
     device = torch.device("cuda")

@@ -31,7 +31,7 @@ class Seat:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """Some steps of one epoch for one rank; those past its plan's end (another rank has a longer one) have no grains."""
+    """Some steps of one epoch for one rank; those past its plan's end (another's is longer) have no grains."""
 
     plan: Plan
     steps: range

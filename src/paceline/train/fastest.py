@@ -123,7 +123,8 @@ class Fastest:
         choice = choose(ways, measure)
         reasons = [why for why in (self._no_kernels, self._no_graphs) if why is not None]
         choice = replace(choice, notes=(*choice.notes, *reasons))
-        torch._dynamo.reset()  # what was compiled for copies of the model is of no more use
+        if any("-O3" in name for name in choice.step_ms):
+            torch._dynamo.reset()  # what was compiled for copies of the model is of no more use
         problem = shelf.keep(facts, choice)
         if problem is not None:
             self._progress.say(problem)
