@@ -76,8 +76,7 @@ class Clipping(torch.optim.Optimizer):
         if self._by_torch:
             torch.nn.utils.clip_grad_norm_(weights, self._max_norm)
         else:
-            gradients = [weight.grad for weight in weights]
-            self._clip.scale(gradients, self._clip.norm(gradients))
+            self._clip.scale(weights, self._clip.norm([weight.grad for weight in weights]))
 
 
 def sgd(device: torch.device) -> torch.optim.SGD:

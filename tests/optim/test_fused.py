@@ -174,14 +174,17 @@ def test_chunks_cover_every_tensor_once(sizes: list[int], chunk: int) -> None:
 
 def test_tables_are_made_anew_only_where_a_tensor_moved() -> None:
     tables, tensors = Tables(), [torch.zeros(3), torch.zeros(5)]
-    first = tables.of([tensors], 4)
-    assert tables.of([tensors], 4) is first
+    first = tables.of([tensors], 4, [torch.float32])
+    assert first is not None
+    assert tables.of([tensors], 4, [torch.float32]) is first
     assert first.columns.tolist() == [[each.data_ptr() for each in tensors]]
     others: list[list[Tensor]] = [[torch.zeros(3), tensors[1]] for _ in range(KEPT)]
-    assert len({id(tables.of([each], 4)) for each in others}) == KEPT
-    assert tables.of([tensors], 4) is not first  # the one not used for longest was given up
+    assert len({id(tables.of([each], 4, [torch.float32])) for each in others}) == KEPT
+    assert tables.of([tensors], 4, [torch.float32]) is not first  # the one not used for longest was given up
     smaller = [tensors[0][:2], tensors[1]]
-    assert tables.of([smaller], 4).sizes.tolist() == [2, 5]  # another tensor at the same place
+    other = tables.of([smaller], 4, [torch.float32])
+    assert other is not None
+    assert other.sizes.tolist() == [2, 5]  # another tensor at the same place
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, of inf * 0 in the interpreter
@@ -190,15 +193,15 @@ def test_clipping_is_torchs(max_norm: float) -> None:
     """Bitwise nothing where the norm is small enough; inf and nan as in torch."""
     clip = ClipNorm(max_norm, fused=True)
     for spoil in (1.0, torch.inf, torch.nan):
-        ours = [torch.randn(shape) for shape in [(5000,), (3, 4), (0,), (1,)]]
-        ours[1][0, 0] *= spoil
-        theirs = [torch.nn.Parameter(torch.zeros_like(each)) for each in ours]
-        for parameter, each in zip(theirs, ours, strict=True):
-            parameter.grad = each.clone()
-        before, expected = [each.clone() for each in ours], torch.nn.utils.clip_grad_norm_(theirs, max_norm)
-        norm = clip.norm(ours)
+        gradients = [torch.randn(shape) for shape in [(5000,), (3, 4), (0,), (1,)]]
+        gradients[1][0, 0] *= spoil
+        ours, theirs = ([torch.nn.Parameter(torch.zeros_like(each)) for each in gradients] for _ in range(2))
+        give([*ours, *theirs], [each.clone() for each in [*gradients, *gradients]])
+        expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+        norm = clip.norm([parameter.grad for parameter in ours if parameter.grad is not None])
         torch.testing.assert_close(norm, expected, equal_nan=True)
         clip.scale(ours, norm)
-        for mine, parameter, old in zip(ours, theirs, before, strict=True):
-            torch.testing.assert_close(mine, parameter.grad, equal_nan=True)
-            assert max_norm == 0.5 or spoil != 1.0 or torch.equal(mine, old)
+        for mine, other, old in zip(ours, theirs, gradients, strict=True):
+            assert mine.grad is not None
+            torch.testing.assert_close(mine.grad, other.grad, equal_nan=True)
+            assert max_norm == 0.5 or spoil != 1.0 or torch.equal(mine.grad, old)

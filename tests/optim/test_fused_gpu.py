@@ -62,7 +62,7 @@ def test_no_device_sync() -> None:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         torch.cuda.set_sync_debug_mode("error" if step else "default")
         try:
-            clip.scale(gradients, clip.norm(gradients))
+            clip.scale(parameters, clip.norm(gradients))
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -81,7 +81,7 @@ def test_a_captured_update_follows_the_rate(in_place: bool) -> None:
 
     def update(optimizer: NovoGrad, clip: ClipNorm, parameters: list[Tensor]) -> None:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        clip.scale(gradients, clip.norm(gradients))
+        clip.scale(parameters, clip.norm(gradients))
         optimizer.step()
 
     def step() -> None:

@@ -28,25 +28,26 @@ class ClipNorm:
             return torch.nn.utils.get_total_norm(gradients)
         from paceline.optim import fused  # Triton may be missing where this is not reached
 
-        return fused.norm(table, gradients[0].dtype)
+        return fused.norm(table, torch.float32)
 
-    def scale(self, gradients: Sequence[Tensor], norm: Tensor) -> None:
-        """In place; `norm` is theirs, and stays on the device."""
-        table = self._table(gradients)
+    def scale(self, parameters: Sequence[Tensor], norm: Tensor) -> None:
+        """The gradients of the parameters, in place; `norm` is that of all of them, and stays on the device."""
+        table = self._table([parameter.grad for parameter in parameters if parameter.grad is not None])
         if table is None:
-            factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(list(gradients), factor.to(gradients[0].device))
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
             return
         from paceline.optim import fused
 
-        fused.clip(table, gradients[0].dtype, norm, self.max_norm)
+        fused.clip(table, torch.float32, norm, self.max_norm)
 
     def _table(self, gradients: Sequence[Tensor]) -> Table | None:
-        first = gradients[0]
+        first = gradients[0] if gradients else torch.empty(0)
         # torch's norm of short dtypes is rounded to them; so is what a run logs of it
-        if not has_kernels(first.dtype, first.device, self.fused) or not fit(gradients, torch.float32, first.device):
+        if first.dtype != torch.float32 or not has_kernels(first.dtype, first.device, self.fused):
             return None
         from paceline.optim.kernels import CHUNK
 
-        whole = [gradient for gradient in gradients if gradient.numel()]
-        return self._tables.of([whole], CHUNK) if whole else None
+        found = [gradient for gradient in gradients if gradient.numel()]
+        if not found or not fit(found, torch.float32, first.device):
+            return None
+        return self._tables.of([found], CHUNK, [torch.float32])

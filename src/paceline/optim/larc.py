@@ -29,7 +29,7 @@ from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
 from paceline.config.settings import OptimSettings
-from paceline.optim.layerwise import OutOfRange, SparseGradient, alike, norms, scale
+from paceline.optim.layerwise import OutOfRange, alike, by_size, norms, scale, with_gradient
 from paceline.optim.pointers import Tables, fit, has_kernels
 
 
@@ -94,18 +94,19 @@ class Larc:
         self._ratios = []
         self._decays = [group.get("weight_decay", 0.0) for group in optimizer.param_groups]
         for group, decay in zip(optimizer.param_groups, self._decays, strict=True):
-            with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
-            chosen = [parameter for parameter in with_gradient if parameter.numel() and self._is_scaled(parameter)]
-            for parameter in chosen:
-                if parameter.grad.layout != torch.strided:
-                    raise SparseGradient("LARC", parameter.shape)
+            found = with_gradient(group, "LARC")
+            chosen = [parameter for parameter in found if self._is_scaled(parameter)]
             for parameters in alike(chosen):
-                ratios = self._scale(parameters, group["lr"], decay)
+                ratios = self._scale_fused(parameters, group["lr"], decay)
+                if ratios is None:
+                    parameters = by_size(parameters)
+                    ratios = self._scale(parameters, group["lr"], decay)
                 self._ratios.append((parameters, ratios, group["lr"]))
             if self.rule.decay_inside and decay:
-                rest = [parameter for parameter in with_gradient if not self._is_scaled(parameter)]
+                rest = [parameter for parameter in found if not self._is_scaled(parameter)]
                 if rest:
-                    torch._foreach_add_([parameter.grad for parameter in rest], rest, alpha=decay)
+                    gradients = [parameter.grad for parameter in rest if parameter.grad is not None]
+                    torch._foreach_add_(gradients, rest, alpha=decay)
                 group["weight_decay"] = 0.0
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -115,15 +116,21 @@ class Larc:
                     group["weight_decay"] = decay
 
     def _is_scaled(self, parameter: Tensor) -> bool:
-        return parameter.dim() > 1 or not self.rule.exclude_vectors
+        return not self.rule.exclude_vectors or parameter.dim() > 1
+
+    def _scale_fused(self, parameters: list[Tensor], lr: float | Tensor, decay: float) -> Tensor | None:
+        """The ratios, by kernels of our own; None, and nothing done, where that is not possible."""
+        dtype, device = parameters[0].dtype, parameters[0].device
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if not has_kernels(dtype, device, self.fused) or not fit(gradients, dtype, device):
+            return None
+        from paceline.optim import fused, kernels  # Triton may be missing where this is not reached
+
+        table = self._tables.of([parameters, gradients], kernels.CHUNK, [dtype, dtype])
+        return None if table is None else fused.larc(table, dtype, self.rule, lr, decay)
 
     def _scale(self, parameters: list[Tensor], lr: float | Tensor, decay: float) -> Tensor:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if self._may_fuse(parameters, gradients):
-            from paceline.optim import fused, kernels  # Triton may be missing where this is not reached
-
-            table = self._tables.of([parameters, gradients], kernels.CHUNK)
-            return fused.larc(table, parameters[0].dtype, self.rule, lr, decay)
         dtype = torch.promote_types(parameters[0].dtype, torch.float32)
         weight_norms, gradient_norms = norms(parameters, dtype), norms(gradients, dtype)
         ratios = self._ratio(weight_norms, gradient_norms, lr, decay)
@@ -145,11 +152,6 @@ class Larc:
             limit = torch.finfo(parameters[0].dtype).max
             torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(flat.clamp_(-limit, limit), parameters)))
         return ratios
-
-    def _may_fuse(self, parameters: list[Tensor], gradients: list[Tensor]) -> bool:
-        dtype, device = parameters[0].dtype, parameters[0].device
-        can_be = has_kernels(dtype, device, self.fused)
-        return can_be and fit(parameters, dtype, device) and fit(gradients, dtype, device)
 
     def _ratio(self, weights: Tensor, gradients: Tensor, lr: float | Tensor, decay: float) -> Tensor:
         rule = self.rule

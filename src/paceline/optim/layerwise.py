@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
 from paceline.config.errors import PacelineError
-from paceline.optim.pointers import Tables, fit, has_kernels
+from paceline.optim.pointers import Table, Tables, fit, has_kernels
 
 
 class SparseGradient(PacelineError):
@@ -128,10 +128,12 @@ class Layerwise(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for parameters in alike(self._with_gradient(group)):
+            for parameters in alike(with_gradient(group, type(self).__name__)):
                 gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
                 if self._update_fused(group, parameters, gradients):
                     continue
+                parameters = by_size(parameters)
+                gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
                 bucket = self._bucket(group, parameters)
                 self._update(group, bucket, gradients)
                 copies = [pair for pair in zip(parameters, bucket.weights, strict=True) if pair[0] is not pair[1]]
@@ -150,13 +152,6 @@ class Layerwise(torch.optim.Optimizer):
                 kept = value.to(parameter.device, memory_format=torch.contiguous_format, copy=True)
                 self.state[parameter][name] = kept
 
-    def _with_gradient(self, group: dict[str, Any]) -> list[Tensor]:
-        found = [parameter for parameter in group["params"] if parameter.grad is not None and parameter.numel()]
-        for parameter in found:
-            if parameter.grad.layout != torch.strided:
-                raise SparseGradient(type(self).__name__, parameter.shape)
-        return found
-
     def _bucket(self, group: dict[str, Any], parameters: list[Tensor]) -> Bucket:
         device, dtype = parameters[0].device, torch.promote_types(parameters[0].dtype, torch.float32)
         # A parameter that is laid out otherwise (channels last) is computed on as a copy, too.
@@ -172,39 +167,41 @@ class Layerwise(torch.optim.Optimizer):
 
     def _state_of(self, group: dict[str, Any], parameters: list[Tensor]) -> dict[str, list[Tensor]]:
         """By name of the entry, in the order of the parameters; begun where there is none."""
-        for parameter in parameters:
-            if not self.state[parameter]:
-                count = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                like = parameter.to(torch.promote_types(parameter.dtype, torch.float32)).contiguous()
-                self.state[parameter] = {"step": count, **self._start(group, like)}
         entries = [self.state[parameter] for parameter in parameters]
+        if not all(entries):
+            for parameter, entry in zip(parameters, entries, strict=True):
+                if not entry:
+                    like = parameter.to(torch.promote_types(parameter.dtype, torch.float32)).contiguous()
+                    entry["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                    entry.update(self._start(group, like))
         return {name: [entry[name] for entry in entries] for name in entries[0]}
 
     def _update_fused(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> bool:
         """One step by kernels of our own; False, and nothing done, where that is not possible."""
         dtype, device = parameters[0].dtype, parameters[0].device
-        if not self._may_fuse(dtype, device) or not fit(parameters, dtype, device) or not fit(gradients, dtype, device):
+        if not self._may_fuse(dtype, device) or not fit(gradients, dtype, device):
             return False
-        state = self._state_of(group, parameters)
-        if not all(fit(column, torch.float32, device) for column in state.values()):
+        from paceline.optim.kernels import CHUNK  # Triton may be missing where this is not reached
+
+        columns = [parameters, gradients, *self._columns(self._state_of(group, parameters))]
+        dtypes = [dtype, dtype, *[torch.float32] * (len(columns) - 2)]
+        table = self._tables.of(columns, CHUNK, dtypes)
+        if table is None:
             return False
         found_inf = getattr(self, "found_inf", None)
         if found_inf is None:
             found_inf = self._room(1, torch.float32, device).zero_()
-        self._launch(group, parameters, gradients, state, found_inf)
+        self._launch(group, table, dtype, found_inf)
         return True
 
     def _may_fuse(self, dtype: torch.dtype, device: torch.device) -> bool:
         return self._has_kernels and has_kernels(dtype, device, self.fused)
 
-    def _launch(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        state: dict[str, list[Tensor]],
-        found_inf: Tensor,
-    ) -> None:
+    def _columns(self, state: dict[str, list[Tensor]]) -> list[list[Tensor]]:
+        """What of the state the kernels read and write, in their order."""
+        raise NotImplementedError
+
+    def _launch(self, group: dict[str, Any], table: Table, dtype: torch.dtype, found_inf: Tensor) -> None:
         """The kernels of a step, for optimizers that have them."""
         raise NotImplementedError
 
@@ -245,9 +242,25 @@ def check(
             raise OutOfRange(name, setting, value, "at least 0")
 
 
+def with_gradient(group: dict[str, Any], optimizer: str) -> list[Tensor]:
+    """The parameters of a group that are updated: with elements, and with a gradient for each."""
+    found = [parameter for parameter in group["params"] if parameter.grad is not None and parameter.numel()]
+    for parameter in found:
+        if parameter.grad.layout != torch.strided:
+            raise SparseGradient(optimizer, parameter.shape)
+    return found
+
+
 def alike(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """By device and dtype, as kernels over many tensors need it; by size within, as `scale` does."""
+    """By device and dtype, as kernels over many tensors need it."""
+    if len({parameter.dtype for parameter in parameters}) == len({parameter.device for parameter in parameters}) == 1:
+        return [parameters]
     found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for parameter in sorted(parameters, key=Tensor.numel):
+    for parameter in parameters:
         found.setdefault((parameter.device, parameter.dtype), []).append(parameter)
     return list(found.values())
+
+
+def by_size(parameters: list[Tensor]) -> list[Tensor]:
+    """Those of equal size side by side, as `scale` needs it."""
+    return sorted(parameters, key=Tensor.numel)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.optim.layerwise import Bucket, Layerwise, OutOfRange, check, norms
+from paceline.optim.pointers import Table
 
 
 class NovoGrad(Layerwise):
@@ -59,21 +60,14 @@ class NovoGrad(Layerwise):
         names = ["exp_avg_sq", "max_exp_avg_sq"] if group["amsgrad"] else ["exp_avg_sq"]
         return {"exp_avg": torch.zeros_like(weight), **{name: weight.new_zeros(()) for name in names}}
 
-    def _launch(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        state: dict[str, list[Tensor]],
-        found_inf: Tensor,
-    ) -> None:
-        from paceline.optim import fused, kernels  # Triton may be missing where this is not called
+    def _columns(self, state: dict[str, list[Tensor]]) -> list[list[Tensor]]:
+        names = ["exp_avg", "exp_avg_sq", "step", "max_exp_avg_sq"]
+        return [state[name] for name in names if name in state]
 
-        columns = [parameters, gradients, state["exp_avg"], state["exp_avg_sq"], state["step"]]
-        if group["amsgrad"]:
-            columns.append(state["max_exp_avg_sq"])
-        table = self._tables.of(columns, kernels.CHUNK)
-        fused.novograd(table, parameters[0].dtype, group, found_inf, getattr(self, "grad_scale", None))
+    def _launch(self, group: dict[str, Any], table: Table, dtype: torch.dtype, found_inf: Tensor) -> None:
+        from paceline.optim import fused  # Triton may be missing where this is not reached
+
+        fused.novograd(table, dtype, group, found_inf, getattr(self, "grad_scale", None))
 
     def _update(self, group: dict[str, Any], bucket: Bucket, gradients: list[Tensor]) -> None:
         torch._foreach_copy_(bucket.views, gradients)

@@ -18,7 +18,7 @@ ALIGNMENT = 16
 """In bytes: what the widest load wants."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of weights that the kernels know; float64 would lose digits in them."""
-_PLAIN = (Tensor, torch.nn.Parameter)  # a DTensor does not lie in one place
+_PLAIN = {Tensor, torch.nn.Parameter}  # a DTensor does not lie in one place
 KEPT = 8
 """Tables per optimizer: gradients come to lie in a few places in turn."""
 RESERVE = 32
@@ -46,9 +46,12 @@ def has_kernels(dtype: torch.dtype, device: torch.device, fused: bool | None) ->
 
 def fit(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether kernels may walk through all of these from the first to the last element."""
-    return all(
-        each.dtype is dtype and each.device == device and each.is_contiguous() and type(each) in _PLAIN
-        for each in tensors
+    # Sets and maps, because this is done at every step for hundreds of gradients.
+    return (
+        {each.dtype for each in tensors} == {dtype}
+        and {each.device for each in tensors} == {device}
+        and all(map(Tensor.is_contiguous, tensors))
+        and set(map(type, tensors)) <= _PLAIN
     )
 
 
@@ -101,16 +104,22 @@ class Tables:
         self._captured: list[Table] = []
         self._reserve: list[Tensor] = []
 
-    def of(self, columns: Sequence[Sequence[Tensor]], chunk: int) -> Table:
-        """The first column gives the sizes; all are cut alike. Tensors of no elements must not be among them."""
-        addresses = [each.data_ptr() for column in columns for each in column]
+    def of(self, columns: Sequence[Sequence[Tensor]], chunk: int, dtypes: Sequence[torch.dtype]) -> Table | None:
+        """A table of these columns, whose dtypes are given; None where a kernel could not walk through one of them.
+
+        The first column gives the sizes; all are cut alike. Tensors of no elements must not be among them. Layouts
+        and dtypes are looked at when a tensor has moved; of gradients, which are new at every step, by the caller.
+        """
+        addresses = [address for column in columns for address in map(Tensor.data_ptr, column)]
         # Sizes too: a tensor that took the place of another may be a larger one.
-        sizes = [each.numel() for each in columns[0]]
+        sizes = list(map(Tensor.numel, columns[0]))
         key = (len(columns), chunk, *sizes, *addresses)
         table = self._recent.pop(key, None)
         device = columns[0][0].device
         is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if table is None:
+            if not all(fit(column, dtype, device) for column, dtype in zip(columns, dtypes, strict=True)):
+                return None
             table = self._make(sizes, addresses, len(columns), chunk, device, is_capturing)
         if is_capturing:
             # A graph holds its addresses for as long as it is replayed.

@@ -21,6 +21,7 @@ from paceline.config.settings import DataSettings, EngineConfig
 from paceline.data.grain import Batch, Grain
 from paceline.observe.clock import Clock
 from paceline.optim.build import zero_first_momentum
+from paceline.optim.clip import ClipNorm
 from paceline.optim.ema import WeightAverage
 from paceline.parallel.sharding import Shards, called_whole
 from paceline.parallel.statistics import RunningStatistics
@@ -119,6 +120,7 @@ class Engine:
             parameters, self.config, self.link, model, optimizer, self.average, self.masters, self.shards
         )
         self._clips = self.config.clip_norm is not None or self.config.clip_value is not None
+        self._clip_norm = None if self.config.clip_norm is None else ClipNorm(self.config.clip_norm)
         self._updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults.get("fused"):
             zero_first_momentum(optimizer)
@@ -325,9 +327,9 @@ class Engine:
         self._gradients = [parameter.grad for parameter in self._updated if parameter.grad is not None]
 
     def _clip(self, done: Step) -> None:
-        if self.config.clip_norm is not None:
-            done.gradient_norm = self.strategy.total_norm(self._gradients)
-            torch.nn.utils.clip_grads_with_norm_(self._updated, self.config.clip_norm, done.gradient_norm)
+        if self._clip_norm is not None:
+            done.gradient_norm = self.strategy.total_norm(self._clip_norm.norm(self._gradients))
+            self._clip_norm.scale(self._updated, done.gradient_norm)
         elif self.config.clip_value is not None:
             torch.nn.utils.clip_grad_value_(self._updated, self.config.clip_value)
 
