@@ -19,7 +19,8 @@ from paceline.speed.graphs import Graphs
 from paceline.speed.precision import Capabilities
 from paceline.speed.way import Way
 from paceline.train import contest, fastest, restore
-from paceline.train.fastest import why_no_graphs, why_no_kernels
+from paceline.train.apply import restore_for_use
+from paceline.train.fastest import precision_for_use, why_no_graphs, why_no_kernels
 from tests.speed.test_graphs import Again
 from tests.train.small import BATCH, SmallTask, alone, trainer, weights
 
@@ -174,6 +175,22 @@ def test_recorded_grains_give_the_losses_of_plain_ones(
     assert f"{9 * grains} grains replayed, 0 run without" in said(capsys)
     lines = [json.loads(line) for line in (tmp_path / "recorded/metrics.jsonl").read_text().splitlines()]
     assert [line["graphs"]["replayed"] for line in lines if line["kind"] == "epoch"][-1] == 9 * grains
+
+
+def test_a_run_is_used_in_the_level_that_it_chose(tmp_path: Path, times: dict[str, Any]) -> None:
+    times |= {"-O0": 2.0, "-O1": 3.0, "-O2": 1.0}
+    made = trainer(SmallTask(), tmp_path / "run", level=4, steps=3)
+    made.fit()
+    checkpoint = tmp_path / "run/checkpoints/step-00000003"
+    config = made.config.model_copy(update={"mode": "eval", "resume": checkpoint})
+    engine = restore_for_use(SmallTask(), config, alone(), checkpoint)
+    assert engine.precision.autocast is torch.bfloat16
+    assert not engine.precision.is_open
+    old = Capabilities("cpu", "an old CPU", bf16=False, tf32=False, fp16=True, compiler=False)
+    record = json.loads((tmp_path / "run/run.json").read_text())["choice"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precision, "capabilities", lambda device: old)
+        assert precision_for_use(record, config, torch.device("cpu")).autocast is None
 
 
 def test_iterable_data_is_not_measured(tmp_path: Path, times: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from paceline.parallel.sharding import Shards, called_whole
 from paceline.parallel.statistics import RunningStatistics
 from paceline.parallel.strategy import Tally
 from paceline.speed import loss_scale, master, precision, recompute
-from paceline.train import own_loop, reduction
+from paceline.train import looking, own_loop, reduction
 from paceline.train.contract import NoGradients, NonFiniteLoss, OutOfMemory, check_pair, unpack
 from paceline.train.dice import Dice
 from paceline.train.recorded import RecordedGrains
@@ -80,7 +80,7 @@ class Engine:
         """Compute in this from now on; a model that is prepared already must be prepared again."""
         self.precision = chosen
         precision.apply(chosen)
-        self._autocast = precision.autocast(chosen, self.device)
+        self.autocast = precision.autocast(chosen, self.device)
         self.scale = loss_scale.build(self.config.loss_scale, chosen, self.device)
 
     # -- setting up ----------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class Engine:
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.config.ema:
-            self.average = self._follow(self.average)
+            self.average = WeightAverage.following(self.average, self.named_weights(), self.config.ema)
         several = self.link.world.size > 1
         self.averages = several and self.config.reduce == "param"
         self._ranks_with_data: Any = 1.0  # until a reduction says otherwise
@@ -128,16 +128,6 @@ class Engine:
         self.statistics = RunningStatistics(model, self.link, are_shared_out=self._several)
         self.statistics.share()
         return model, optimizer
-
-    def _follow(self, before: WeightAverage | None) -> WeightAverage:
-        """An average of the weights as they are now, going on from `before` where that was of the same shapes."""
-        weights = self.named_weights()
-        average = WeightAverage(weights, self.config.ema)
-        if before is not None and {name: tensor.shape for name, tensor in before.tensors.items()} == {
-            name: tensor.shape for name, tensor in weights.items()
-        }:
-            average.load_state_dict(before.tensors)
-        return average
 
     def release(self) -> None:
         """Let go of the prepared model, so that it can be prepared again with another shape or optimizer."""
@@ -292,7 +282,7 @@ class Engine:
         """(sum, count, outputs) of a grain, computed in what the level says."""
         if self.precision.autocast is None and self.shards is None:
             return unpack(loss(grain))
-        with self._autocast(), called_whole(self.shards):
+        with self.autocast(), called_whole(self.shards):
             return unpack(loss(grain))
 
     def _check_first(self, done: Step, batch: Batch) -> None:
@@ -374,15 +364,6 @@ class Engine:
         """
         return own_loop.batches(self, dataset, epochs, collate, DataSettings(**settings))
 
-    def counters(self) -> dict[str, Any]:
-        """What was compiled and recorded so far, for the journal; nothing where neither is done."""
-        found: dict[str, Any] = {}
-        if self.precision.compile:
-            found["compiled"] = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        if self.recorded is not None:
-            found["graphs"] = self.recorded.graphs.numbers()
-        return found
-
     def is_out_of_data(self) -> bool:
         """Of data of unknown length on several ranks: whether no rank has more, as the last reduction said."""
         if self.link.world.size == 1 or float(self._ranks_with_data):
@@ -392,41 +373,16 @@ class Engine:
 
     # -- between steps -------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """The model in evaluation mode with complete statistics (and averaged weights); all ranks must enter."""
-        self.sync()
-        self.statistics.total()
-        training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
-        try:
-            with torch.no_grad(), self._autocast(), self._averaged(), self.strategy.whole_weights():
-                yield
-        finally:
-            for module in training:
-                module.training = True
-            self.statistics.share()
+        return looking.evaluating(self)
 
-    @contextmanager
-    def whole_statistics(self) -> Iterator[None]:
+    def whole_statistics(self) -> AbstractContextManager[None]:
         """Batch-norm statistics as one process would have them, for somebody who looks; all ranks must enter.
 
         With `reduce: param` the ranks are averaged first.
         """
-        self.sync()
-        self.statistics.total()
-        try:
-            yield
-        finally:
-            self.statistics.share()
-
-    @contextmanager
-    def _averaged(self) -> Iterator[None]:
-        if self.average is None:
-            yield
-        else:
-            with self.average.swapped(self.model if self.shards is None else self.shards.tensors):
-                yield
+        return looking.whole_statistics(self)
 
     def close(self) -> None:
         """Leave the other ranks, after a last average where they step apart."""

@@ -19,6 +19,7 @@ from paceline.observe.progress import Progress
 from paceline.speed import precision
 from paceline.speed.choice import Choice, Shelf, cache_folder, choose
 from paceline.speed.graphs import MOST_GRAPHS, CudaRecorder, Graphs
+from paceline.speed.precision import Precision
 from paceline.speed.way import Way, candidates
 from paceline.train import contest
 from paceline.train.engine import Engine
@@ -164,6 +165,17 @@ class Fastest:
             "shapes": [grain.shapes() for grain in grains],
             "without": [self._no_kernels, self._no_graphs],
         }
+
+
+def precision_for_use(record: Mapping[str, Any] | None, config: TrainConfig, device: torch.device) -> Precision:
+    """What a model that was trained at `-O4` is used in: the level that the run chose, where this device has it.
+
+    Kernels and graphs are for training.
+    """
+    capabilities = precision.capabilities(device)
+    levels = precision.levels(config.precision, capabilities)
+    chosen = 2 if record is None else Choice.read(record).way.level
+    return precision.resolve_way(Way(max(level for level in levels if level <= chosen)), config.precision, capabilities)
 
 
 def why_no_kernels(task: Task, config: TrainConfig, capabilities: precision.Capabilities) -> str | None:

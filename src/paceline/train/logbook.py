@@ -13,6 +13,7 @@ from paceline.observe.progress import Progress, epoch_line
 from paceline.observe.watcher import RunInfo, Samples, Watcher
 from paceline.train.engine import Engine
 from paceline.train.position import Position
+from paceline.train.recorded import counters
 from paceline.train.step import Step
 from paceline.train.summary import DataFacts
 
@@ -124,7 +125,7 @@ class Logbook:
             "objects_per_s": speed,
             "padding": self._padding,
             "computing": computing,
-            **self._engine.counters(),
+            **counters(self._engine),
             "seconds": [{phase: round(value, 6) for phase, value in rank.items()} for rank in seconds],
         }
         for watcher in self._watchers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,8 +11,21 @@ from torch import Tensor
 from paceline.data.grain import Grain
 from paceline.speed.graphs import Graphs
 
+if TYPE_CHECKING:
+    from paceline.train.engine import Engine
+
 Loss = Callable[[Grain], Any]
 Forward = Callable[[Loss, Grain], tuple[Tensor, Any, Any]]
+
+
+def counters(engine: Engine) -> dict[str, Any]:
+    """What was compiled and recorded so far, for the journal; nothing where neither is done."""
+    found: dict[str, Any] = {}
+    if engine.precision.compile:
+        found["compiled"] = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    if engine.recorded is not None:
+        found["graphs"] = engine.recorded.graphs.numbers()
+    return found
 
 
 class RecordedGrains:

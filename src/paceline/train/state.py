@@ -171,3 +171,8 @@ def names(engine: Engine) -> dict[Tensor, str]:
     if engine.shards is not None:
         names.update({tensor: name for name, tensor in engine.shards.tensors.items()})
     return {parameter: names[parameter] for group in engine.optimizer.param_groups for parameter in group["params"]}
+
+
+def signature(model: torch.nn.Module) -> dict[str, tuple[torch.Size, bool]]:
+    """What an optimizer and a reduction are made for: which parameters of which shapes are trained."""
+    return {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()}

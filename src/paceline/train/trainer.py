@@ -9,14 +9,13 @@ import torch
 
 from paceline.config.keys import key
 from paceline.config.settings import TrainConfig
-from paceline.observe import loggers
 from paceline.observe.clock import Clock
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.rank_log import rank_log
-from paceline.observe.watcher import RunInfo, Watcher, checked
+from paceline.observe.watcher import RunInfo, Watcher
 from paceline.optim import build, larc, schedule
-from paceline.train import restore, state, summary
+from paceline.train import restore, start_weights, state, summary
 from paceline.train.due import due_since, is_due, next_due
 from paceline.train.engine import Engine
 from paceline.train.fastest import Fastest
@@ -31,6 +30,7 @@ from paceline.train.signals import on_stop_signal
 from paceline.train.step import Step
 from paceline.train.task import Stage, Task, attach, overrides
 from paceline.train.validation import Validation
+from paceline.train.watching import watchers_of
 from paceline.world.link import Link
 
 
@@ -58,7 +58,7 @@ class Trainer:
         if self.keeper.found is not None:
             self._resume(self.keeper.found)
         self.validation = Validation(task, self.engine, config, self.keeper.grains)
-        watching = self._watchers(watchers)
+        watching = watchers_of(task, config, self.progress.say, watchers) if link.is_first else []
         self.keeper.open()
         if self.keeper.metrics_file is not None:
             done, validated = self.engine.num_steps, max(0, self.position.validated)
@@ -266,14 +266,8 @@ class Trainer:
         torch.manual_seed(self.config.seed)
         model = self.task.model()
         build.freeze(model, self.config.freeze)
-        if self.config.init_from is not None and self.keeper.found is None:
-            weights = self.task.read_weights(self.config.init_from)
-            if weights is None:
-                weights = restore.load(self.config.init_from, ["model"]).parts["model"]
-            loaded = restore.load_by_name(model, weights)
-            new = [*loaded.missing, *loaded.mismatched]
-            names = ": " + ", ".join(new[:5]) + (", ..." if len(new) > 5 else "") if new else ""
-            self.progress.say(f"{len(loaded.loaded)} weights from {self.config.init_from}, {len(new)} new{names}")
+        if self.keeper.found is None:
+            start_weights.load(model, self.task, self.config.init_from, self.progress.say)
         self._prepare(model)
         self._after_backward: Callable[[], None] | None = None
         if overrides(self.task, "after_backward"):
@@ -308,10 +302,10 @@ class Trainer:
         """Optimizer and schedule start anew where the stage says so; a model that changed shape is prepared again."""
         stage, model = self.stages[number], self.engine.model
         torch.manual_seed(key(self.config.seed, number))  # for layers that a task adds
-        before = _signature(model)
+        before = state.signature(model)
         with self.engine.whole_statistics():
             self.task.before_stage(model, number)
-        changed = before != _signature(model)
+        changed = before != state.signature(model)
         if changed or (stage.restart_optimizer and number > 0):
             self.engine.release()
             self._prepare(model)
@@ -365,15 +359,6 @@ class Trainer:
         ends = [self.config.steps, per_epoch and epochs and per_epoch * epochs]
         return min((end for end in ends if end is not None), default=None)
 
-    def _watchers(self, given: Sequence[Watcher]) -> list[Watcher]:
-        """The loggers of the settings, those of the task, and those that were given; only the first rank has some."""
-        if not self.link.is_first:
-            return []
-        found, missing = loggers.build(self.config.loggers, is_asked="loggers" in self.config.model_fields_set)
-        for name in missing:
-            self.progress.say(f"{name} is not installed: metrics go to metrics.jsonl alone (`pip install {name}`)")
-        return [*found, *checked(self.task.watchers()), *checked(given)]
-
     def _layer_rates(self) -> dict[str, float]:
         """Effective learning rates by parameter, where LARC sets them."""
         if self.larc is None:
@@ -413,8 +398,3 @@ class Trainer:
         self.progress.table(summary.rows(facts))
         for line in [*filter(None, [self._arithmetic]), *self.engine.precision.notes, *summary.idle(facts)]:
             self.progress.say(line)
-
-
-def _signature(model: torch.nn.Module) -> dict[str, tuple[torch.Size, bool]]:
-    """What an optimizer and a reduction are made for: which parameters of which shapes are trained."""
-    return {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()}
