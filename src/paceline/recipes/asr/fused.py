@@ -85,8 +85,14 @@ class Signal(NamedTuple):
         """With activations in full."""
         if self.affine is None or self.moments is None:
             return self
-        values = ops.join(self.values, self.affine, self.moments, None, None, None, self.lengths)
+        values = ops.join(self.values, self.affine, self.moments, None, None, None, self.lengths, None)
         return self._replace(values=values, affine=None, moments=None)
+
+    def unpacked(self) -> Tensor:
+        """(batch, channel, frames): activations as everybody else has them."""
+        if self.affine is None or self.moments is None:
+            return self.values[..., : self.frames].transpose(0, 1)
+        return ops.join(self.values, self.affine, self.moments, None, None, None, self.lengths, self.frames)
 
 
 def _forward(self: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,8 +113,7 @@ def encode(encoder: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor,
         signal = _through(block, signal, seen)
         lengths = strided_length(lengths, block.stride)
     _track(seen)
-    signal = signal.activated()
-    return signal.values[..., : signal.frames].transpose(0, 1), lengths
+    return signal.unpacked(), lengths
 
 
 def is_autocast_to_bfloat16(device: torch.device) -> bool:
@@ -135,7 +140,14 @@ def _through(block: Block, signal: Signal, seen: Seen) -> Signal:
     assert signal.affine is not None
     assert signal.moments is not None
     joined = ops.join(
-        signal.values, signal.affine, signal.moments, residual.values, residual.affine, residual.moments, signal.lengths
+        signal.values,
+        signal.affine,
+        signal.moments,
+        residual.values,
+        residual.affine,
+        residual.moments,
+        signal.lengths,
+        None,
     )
     return Signal(joined, None, None, signal.lengths, signal.frames)
 

@@ -15,41 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.speed.kernels import tiles
-
-
-@triton.jit
-def _seen_product(
-    source,
-    start,
-    length,
-    scale,
-    shift,
-    filters,
-    CHUNKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    HAS_AFFINE: tl.constexpr,
-    IS_INSIDE: tl.constexpr,
-):
-    """The windows of a block of rows, activated, times the filter. `IS_INSIDE`: no window has a frame to be masked."""
-    total = tl.zeros([ROWS, TILE], tl.float32)
-    for chunk in tl.static_range(CHUNKS):
-        t = start[:, None] + (chunk * CHUNK + tl.arange(0, CHUNK))[None, :]
-        if IS_INSIDE:
-            values = tl.load(source[:, None] + t)
-        else:
-            # Rounded down to the 8 frames of one load, so that the mask does not split it.
-            values = tl.load(source[:, None] + t, mask=(t >= 0) & ((t // 8) * 8 < length[:, None]), other=0.0)
-        values = values.to(tl.float32)
-        if HAS_AFFINE:
-            values = tl.maximum(values * scale + shift, 0.0)
-        if not IS_INSIDE:
-            values = tl.where((t >= 0) & (t < length[:, None]), values, 0.0)
-        total = tl.dot(values.to(tl.bfloat16).to(PRODUCT), filters[chunk], total)
-    return total
+from paceline.speed.kernels import stream, tiles
 
 
 @triton.jit
@@ -76,7 +42,6 @@ def _forward(
     CHUNK: tl.constexpr,
     PRODUCTS: tl.constexpr,
     PRODUCT: tl.constexpr,
-    BY_TIME: tl.constexpr,
     HAS_AFFINE: tl.constexpr,
 ):
     channel = tl.program_id(1)
@@ -96,34 +61,23 @@ def _forward(
         shift = tl.load(affine + channels + channel)
     for product in range(PRODUCTS):
         row = (tl.program_id(0) * PRODUCTS + product) * ROWS + tl.arange(0, ROWS)
+        utterance = row // tiles_per_row
+        tile = row - utterance * tiles_per_row
         is_row = row < batch * tiles_per_row
-        if BY_TIME:
-            # Rows of one time, so that most products have nothing to mask.
-            tile = row // batch
-            utterance = row - tile * batch
-        else:
-            utterance = row // tiles_per_row
-            tile = row - utterance * tiles_per_row
         length_in = tl.load(lengths_in + utterance, mask=is_row, other=0)
         length_out = tl.load(lengths_out + utterance, mask=is_row, other=0)
         start = tile * (TILE * STRIDE) - LEFT
         source = x + (channel * batch + utterance) * row_in
-        if BY_TIME:
-            if (tl.min(start, 0) >= 0) & (tl.min(length_in - start, 0) >= CHUNKS * CHUNK):
-                total = _seen_product(
-                    source, start, length_in, scale, shift, filters,
-                    CHUNKS, ROWS, TILE, CHUNK, PRODUCT, HAS_AFFINE, True,
-                )
-            else:
-                total = _seen_product(
-                    source, start, length_in, scale, shift, filters,
-                    CHUNKS, ROWS, TILE, CHUNK, PRODUCT, HAS_AFFINE, False,
-                )
-        else:
-            total = _seen_product(
-                source, start, length_in, scale, shift, filters,
-                CHUNKS, ROWS, TILE, CHUNK, PRODUCT, HAS_AFFINE, False,
-            )
+        total = tl.zeros([ROWS, TILE], tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            t = start[:, None] + (chunk * CHUNK + j)[None, :]
+            # Rounded down to the 8 frames of one load, so that the mask does not split it.
+            values = tl.load(source[:, None] + t, mask=(t >= 0) & ((t // 8) * 8 < length_in[:, None]), other=0.0)
+            values = values.to(tl.float32)
+            if HAS_AFFINE:
+                values = tl.maximum(values * scale + shift, 0.0)
+            values = tl.where((t >= 0) & (t < length_in[:, None]), values, 0.0)
+            total = tl.dot(values.to(tl.bfloat16).to(PRODUCT), filters[chunk], total)
         t_out = (tile * TILE)[:, None] + n[None, :]
         total = tl.where(t_out < length_out[:, None], total, 0.0)
         target = out + ((channel * batch + utterance) * row_out)[:, None] + t_out
@@ -161,7 +115,6 @@ def _backward(
     PRODUCTS: tl.constexpr,
     PRODUCT: tl.constexpr,
     HAS_AFFINE: tl.constexpr,
-    BY_TIME: tl.constexpr,
     HAS_ADDED: tl.constexpr,
     NEEDS_DATA: tl.constexpr,
 ):
@@ -190,13 +143,9 @@ def _backward(
     sum_hy = tl.zeros([ROWS], tl.float32)
     for product in range(PRODUCTS):
         row = (part * PRODUCTS + product) * ROWS + tl.arange(0, ROWS)
+        utterance = row // tiles_per_row
+        tile = row - utterance * tiles_per_row
         is_row = row < batch * tiles_per_row
-        if BY_TIME:
-            tile = row // batch
-            utterance = row - tile * batch
-        else:
-            utterance = row // tiles_per_row
-            tile = row - utterance * tiles_per_row
         length_in = tl.load(lengths_in + utterance, mask=is_row, other=0)
         length_out = tl.load(lengths_out + utterance, mask=is_row, other=0)
         t = (tile * TILE)[:, None] + n[None, :]
@@ -263,11 +212,6 @@ def _backward(
         tl.store(sum_parts + (part * 2 + 1) * channels + channel, tl.sum(sum_h, 0))
 
 
-def _product_dtype() -> tl.dtype:
-    """Triton's interpreter multiplies the bits of bfloat16 as if they were numbers."""
-    return tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
-
-
 def forward(
     x: Tensor,
     affine: Tensor | None,
@@ -282,7 +226,9 @@ def forward(
     """(channel, batch, row in) bfloat16 -> (channel, batch, row out); `weight` (channel, 1, kernel) float32."""
     channels, batch, row_in = x.shape
     kernel = weight.shape[-1]
-    tiling = tiling or tiles.forward_tiling(kernel, stride, dilation, batch * triton.cdiv(row_out, 64))
+    if tiling is None and tiles.streaming(kernel, stride, dilation):
+        return stream.forward(x, affine, lengths_in, weight, dilation)
+    tiling = tiling or tiles.forward_tiling(batch * triton.cdiv(row_out, 64))
     window = tiles.forward_window(kernel, stride, dilation, tiling)
     tiles_per_row = triton.cdiv(row_out, tiling.tile)
     out = x.new_empty(channels, batch, row_out)
@@ -309,12 +255,10 @@ def forward(
         TILE=tiling.tile,
         CHUNK=tiling.chunk,
         PRODUCTS=tiling.products,
-        PRODUCT=_product_dtype(),
-        BY_TIME=tiling.by_time,
+        PRODUCT=tiles.product_dtype(),
         HAS_AFFINE=affine is not None,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
-        maxnreg=tiling.registers,
     )
     return out
 
@@ -342,7 +286,7 @@ def backward(
     """
     channels, batch, row_in = x.shape
     kernel = weight.shape[-1]
-    tiling = tiling or tiles.backward_tiling(kernel, stride, dilation, batch * triton.cdiv(row_in, 64))
+    tiling = tiling or tiles.backward_tiling(kernel, dilation, batch * triton.cdiv(row_in, 64))
     window = tiles.backward_window(kernel, stride, dilation, tiling)
     tiles_per_row = triton.cdiv(row_in, tiling.tile)
     parts = triton.cdiv(batch * tiles_per_row, tiling.rows * tiling.products)
@@ -377,13 +321,11 @@ def backward(
         TILE=tiling.tile,
         CHUNK=tiling.chunk,
         PRODUCTS=tiling.products,
-        PRODUCT=_product_dtype(),
-        BY_TIME=tiling.by_time,
+        PRODUCT=tiles.product_dtype(),
         HAS_AFFINE=affine is not None,
         HAS_ADDED=added is not None,
         NEEDS_DATA=needs_data,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
-        maxnreg=tiling.registers,
     )
     return h, weight_parts, sum_parts

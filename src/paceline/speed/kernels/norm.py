@@ -30,13 +30,13 @@ class Statistics(NamedTuple):
 
 @triton.jit
 def _tile(lengths, batch, row, tiles_of_time, UTTERANCES: tl.constexpr, FRAMES: tl.constexpr):
-    """Offsets in a channel, which of them are there, and which belong to an utterance (by 8, and exactly)."""
+    """Utterances, frames, offsets in a channel, which of them are there and which hold speech (by 8, and exactly)."""
     group = tl.program_id(0)
     b = (group // tiles_of_time) * UTTERANCES + tl.arange(0, UTTERANCES)
     t = (group % tiles_of_time) * FRAMES + tl.arange(0, FRAMES)[None, :]
     length = tl.load(lengths + b, mask=b < batch, other=0)[:, None]
     exists = (b < batch)[:, None] & (t < row)
-    return (b * row)[:, None] + t, exists, (t // 8) * 8 < length, t < length
+    return b, t, (b * row)[:, None] + t, exists, (t // 8) * 8 < length, t < length
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _tile_moments(
 ):
     group = tl.program_id(0)
     channel = tl.program_id(1)
-    offset, exists, may_hold, _ = _tile(lengths, batch, row, tiles_of_time, UTTERANCES, FRAMES)
+    _, _, offset, exists, may_hold, _ = _tile(lengths, batch, row, tiles_of_time, UTTERANCES, FRAMES)
     values = tl.load(y + channel * batch * row + offset, mask=may_hold, other=0.0).to(tl.float32)
     count = tl.sum(tl.sum(exists.to(tl.float32), 1), 0)
     mean = tl.sum(tl.sum(values, 1), 0) / count
@@ -139,7 +139,7 @@ def _apply_backward(
     FRAMES: tl.constexpr,
 ):
     channel = tl.program_id(1)
-    offset, exists, may_hold, holds = _tile(lengths, batch, row, tiles_of_time, UTTERANCES, FRAMES)
+    _, _, offset, exists, may_hold, holds = _tile(lengths, batch, row, tiles_of_time, UTTERANCES, FRAMES)
     offset += channel * batch * row
     scale = tl.load(affine + channel)
     mean = tl.load(moments + channel)
@@ -169,19 +169,24 @@ def _join(
     batch,
     row,
     tiles_of_time,
+    out_channel,
+    out_batch,
+    out_row,
     UTTERANCES: tl.constexpr,
     FRAMES: tl.constexpr,
     HAS_OTHER: tl.constexpr,
 ):
     channel = tl.program_id(1)
-    offset, exists, may_hold, holds = _tile(lengths, batch, row, tiles_of_time, UTTERANCES, FRAMES)
+    b, t, offset, _, may_hold, holds = _tile(lengths, batch, row, tiles_of_time, UTTERANCES, FRAMES)
     offset += channel * batch * row
     values = tl.load(y + offset, mask=may_hold, other=0.0).to(tl.float32)
     values = values * tl.load(affine + channel) + tl.load(affine + channels + channel)
     if HAS_OTHER:
         more = tl.load(other + offset, mask=may_hold, other=0.0).to(tl.float32)
         values += more * tl.load(other_affine + channel) + tl.load(other_affine + channels + channel)
-    tl.store(out + offset, tl.where(holds, tl.maximum(values, 0.0), 0.0).to(tl.bfloat16), mask=exists)
+    values = tl.where(holds, tl.maximum(values, 0.0), 0.0).to(tl.bfloat16)
+    target = out + channel * out_channel + (b * out_batch)[:, None] + t
+    tl.store(target, values, mask=(b < batch)[:, None] & (t < out_row))
 
 
 @triton.jit
@@ -200,15 +205,19 @@ def _join_backward(
     batch,
     row,
     tiles_of_time,
+    g_channel,
+    g_batch,
+    g_row,
     UTTERANCES: tl.constexpr,
     FRAMES: tl.constexpr,
     HAS_OTHER: tl.constexpr,
 ):
     group = tl.program_id(0)
     channel = tl.program_id(1)
-    offset, exists, may_hold, holds = _tile(lengths, batch, row, tiles_of_time, UTTERANCES, FRAMES)
+    b, t, offset, exists, may_hold, holds = _tile(lengths, batch, row, tiles_of_time, UTTERANCES, FRAMES)
     offset += channel * batch * row
-    gradient = tl.load(g + offset, mask=may_hold, other=0.0).to(tl.float32)
+    source = g + channel * g_channel + (b * g_batch)[:, None] + t
+    gradient = tl.load(source, mask=may_hold & (t < g_row), other=0.0).to(tl.float32)
     values = tl.load(y + offset, mask=may_hold, other=0.0).to(tl.float32)
     total = values * tl.load(affine + channel) + tl.load(affine + channels + channel)
     more = values
@@ -237,9 +246,7 @@ def statistics(
     channels, batch, row = y.shape
     groups, tiles_of_time, shape = _cut(y, 1024)
     parts = torch.empty(groups, 2, channels, device=y.device)
-    _tile_moments[(groups, channels)](
-        y, lengths, parts, channels, batch, row, tiles_of_time, **shape
-    )
+    _tile_moments[(groups, channels)](y, lengths, parts, channels, batch, row, tiles_of_time, **shape)
     affine = torch.empty(2, channels, device=y.device)
     moments = torch.empty(3, channels, device=y.device)
     _combine[(triton.cdiv(channels, 32),)](
@@ -294,11 +301,21 @@ def apply_backward(
     return g, weight_gradient, bias_gradient
 
 
-def join(y: Tensor, affine: Tensor, other: Tensor | None, other_affine: Tensor | None, lengths: Tensor) -> Tensor:
-    """ReLU of batch-normed values, or of the sum of two such."""
+def join(
+    y: Tensor,
+    affine: Tensor,
+    other: Tensor | None,
+    other_affine: Tensor | None,
+    lengths: Tensor,
+    frames: int | None = None,
+) -> Tensor:
+    """ReLU of batch-normed values, or of the sum of two such.
+
+    Given `frames`, in the layout of everybody else: (batch, channel, frames), rows not padded.
+    """
     channels, batch, row = y.shape
     groups, tiles_of_time, shape = _cut(y, 256)
-    out = torch.empty_like(y)
+    out = torch.empty_like(y) if frames is None else y.new_empty(batch, channels, frames)
     _join[(groups, channels)](
         y,
         affine,
@@ -310,6 +327,7 @@ def join(y: Tensor, affine: Tensor, other: Tensor | None, other_affine: Tensor |
         batch,
         row,
         tiles_of_time,
+        *_strides(out, is_packed=frames is None),
         **shape,
         HAS_OTHER=other is not None,
     )
@@ -325,6 +343,8 @@ def join_backward(
     other_affine: Tensor | None,
     other_moments: Tensor | None,
     lengths: Tensor,
+    *,
+    is_packed: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient before the ReLU, the same for both, and the sums for either batch norm."""
     channels, batch, row = y.shape
@@ -346,11 +366,18 @@ def join_backward(
         batch,
         row,
         tiles_of_time,
+        *_strides(g, is_packed=is_packed),
         **shape,
         HAS_OTHER=other is not None,
     )
     totals = parts.sum(0)
     return h, totals[:2], totals.flip(0)[:2]
+
+
+def _strides(x: Tensor, *, is_packed: bool) -> tuple[int, int, int]:
+    """Steps from channel to channel and from utterance to utterance, and the length of a row."""
+    first, second = x.stride(0), x.stride(1)
+    return (*((first, second) if is_packed else (second, first)), x.shape[2])
 
 
 class Cut(NamedTuple):

@@ -289,13 +289,17 @@ def join(
     other_affine: Optional[Tensor],
     other_moments: Optional[Tensor],
     lengths: Tensor,
+    frames: Optional[int],
 ) -> Tensor:
-    """Activations in full, where they are needed more than once: ReLU of a batch norm's output, or of a sum of two."""
+    """Activations in full, where they are needed more than once: ReLU of a batch norm's output, or of a sum of two.
+
+    Given `frames`, in the layout of everybody else: (batch, channel, frames), rows not padded.
+    """
     if y.is_cuda:
         from paceline.speed.kernels import norm
 
-        return norm.join(y, affine, other, other_affine, lengths)
-    return reference.join(y, affine, other, other_affine, lengths)
+        return norm.join(y, affine, other, other_affine, lengths, frames)
+    return reference.join(y, affine, other, other_affine, lengths, frames)
 
 
 @join.register_fake
@@ -307,8 +311,9 @@ def _(
     other_affine: Optional[Tensor],
     other_moments: Optional[Tensor],
     lengths: Tensor,
+    frames: Optional[int],
 ) -> Tensor:
-    return torch.empty_like(y)
+    return torch.empty_like(y) if frames is None else y.new_empty(y.shape[1], y.shape[0], frames)
 
 
 @torch.library.custom_op("paceline::join_backward", mutates_args=())
@@ -321,14 +326,18 @@ def join_backward(
     other_affine: Optional[Tensor],
     other_moments: Optional[Tensor],
     lengths: Tensor,
+    is_packed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of y (and of other: the same), of affine, of other_affine."""
     if y.is_cuda:
         from paceline.speed.kernels import norm
 
-        h, sums, other_sums = norm.join_backward(g, y, affine, moments, other, other_affine, other_moments, lengths)
+        backward = norm.join_backward
     else:
-        h, sums, other_sums = reference.join_backward(g, y, affine, moments, other, other_affine, other_moments, lengths)
+        backward = reference.join_backward
+    h, sums, other_sums = backward(
+        g, y, affine, moments, other, other_affine, other_moments, lengths, is_packed=is_packed
+    )
     return h, sums.contiguous(), other_sums.contiguous()
 
 
@@ -342,19 +351,22 @@ def _(
     other_affine: Optional[Tensor],
     other_moments: Optional[Tensor],
     lengths: Tensor,
+    is_packed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     sums, other_sums = (moments.new_empty(2, y.shape[0]) for _ in range(2))
     return torch.empty_like(y), sums, other_sums
 
 
 def _save_join(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    ctx.save_for_backward(*inputs[:7])
+    ctx.is_packed = inputs[7] is None
 
 
 def _join_gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    h, sums, other_sums = join_backward(g.contiguous(), *ctx.saved_tensors)
-    has_other = ctx.saved_tensors[3] is not None
-    return h, sums, None, h if has_other else None, other_sums if has_other else None, None, None
+    h, sums, other_sums = join_backward(g.contiguous(), *ctx.saved_tensors, ctx.is_packed)
+    if ctx.saved_tensors[3] is None:
+        return h, sums, *(None for _ in range(6))
+    return h, sums, None, h, other_sums, None, None, None
 
 
 join.register_autograd(_join_gradients, setup_context=_save_join)

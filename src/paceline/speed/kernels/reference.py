@@ -91,11 +91,19 @@ def apply_backward(
     return g.to(y.dtype), sums[0] * inverse, sums[1].clone()
 
 
-def join(y: Tensor, affine: Tensor, other: Tensor | None, other_affine: Tensor | None, lengths: Tensor) -> Tensor:
+def join(
+    y: Tensor,
+    affine: Tensor,
+    other: Tensor | None,
+    other_affine: Tensor | None,
+    lengths: Tensor,
+    frames: int | None = None,
+) -> Tensor:
     total = _scaled(y, affine)
     if other is not None and other_affine is not None:
         total = total + _scaled(other, other_affine)
-    return (total.relu() * held(lengths, y.shape[-1])).to(y.dtype)
+    out = (total.relu() * held(lengths, y.shape[-1])).to(y.dtype)
+    return out if frames is None else out[..., :frames].transpose(0, 1).contiguous()
 
 
 def join_backward(
@@ -107,7 +115,11 @@ def join_backward(
     other_affine: Tensor | None,
     other_moments: Tensor | None,
     lengths: Tensor,
+    *,
+    is_packed: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if not is_packed:
+        g = F.pad(g.transpose(0, 1), (0, y.shape[-1] - g.shape[-1]))
     total = _scaled(y, affine)
     if other is not None and other_affine is not None:
         total = total + _scaled(other, other_affine)

@@ -11,6 +11,7 @@ the outputs that saw them: the same figures with the stride on the other side.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 ALIGNMENT = 16
 """Rows of activations are padded to a multiple of so many frames: the alignment that Triton recognises by itself."""
@@ -28,10 +29,20 @@ class Tiling:
     """Frames of the window per product."""
     products: int
     """Blocks of rows that one program works through with the same filter."""
-    warps: int
+    warps: int = 4
     stages: int = 1
-    by_time: bool = True
-    registers: int | None = None
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """One way to walk along time: see `stream`."""
+
+    rows: int
+    """Utterances per product."""
+    tile: int
+    chunk: int
+    warps: int = 4
+    stages: int = 3
 
 
 @dataclass(frozen=True)
@@ -70,16 +81,24 @@ def _window(before: int, last: int, chunk: int) -> Window:
     return Window(left, -(-(left + last + 1) // chunk))
 
 
-def forward_tiling(kernel: int, stride: int, dilation: int, rows: int) -> Tiling:
-    """What was fastest on an H200 for a filter of this reach and so many rows of tiles; see `balanced`."""
-    return balanced(Tiling(rows=64, tile=64, chunk=32, products=8, warps=4), rows)
+def streaming(kernel: int, stride: int, dilation: int) -> Streaming | None:
+    """The fastest way forward on an H200, for a filter that reaches no further than a tile of 64 frames."""
+    reach = padding(kernel, dilation)
+    if stride > 1 or reach > 64:
+        return None
+    return Streaming(rows=64, tile=64, chunk=32 if reach <= 32 else 64)
 
 
-def backward_tiling(kernel: int, stride: int, dilation: int, rows: int) -> Tiling:
-    """What was fastest on an H200 for a filter of this reach and so many rows of tiles; see `balanced`."""
-    if padding(kernel, dilation) <= 16:
-        return balanced(Tiling(rows=64, tile=32, chunk=64, products=8, warps=4), rows * 2)
-    return balanced(Tiling(rows=64, tile=64, chunk=32, products=8, warps=4, stages=2), rows)
+def forward_tiling(rows: int) -> Tiling:
+    """What was fastest on an H200 for all other filters; `rows` of tiles of 64 frames."""
+    return balanced(Tiling(rows=64, tile=64, chunk=32, products=8), rows)
+
+
+def backward_tiling(kernel: int, dilation: int, rows: int) -> Tiling:
+    """What was fastest on an H200; `rows` of tiles of 64 frames."""
+    if padding(kernel, dilation) > 64:
+        return balanced(Tiling(rows=64, tile=64, chunk=64, products=8, stages=2), rows)
+    return balanced(Tiling(rows=64, tile=32, chunk=64, products=14, stages=2), 2 * rows)
 
 
 def balanced(tiling: Tiling, rows: int) -> Tiling:
@@ -87,3 +106,11 @@ def balanced(tiling: Tiling, rows: int) -> Tiling:
     blocks = -(-rows // tiling.rows)
     programs = -(-blocks // tiling.products)
     return replace(tiling, products=-(-blocks // programs))
+
+
+def product_dtype() -> Any:
+    """Triton's interpreter multiplies the bits of bfloat16 as if they were numbers."""
+    import triton
+    import triton.language as tl
+
+    return tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
