@@ -51,7 +51,7 @@ def compare(log_probs: Tensor, targets: Tensor, frames: Tensor, labels: Tensor, 
     expected, expected_gradient = by_torch(log_probs, targets, frames, labels)
     torch.testing.assert_close(losses, expected, rtol=1e-7, atol=1e-6)
     torch.testing.assert_close(gradient.double(), expected_gradient, rtol=0.0, atol=atol)
-    assert torch.equal(losses == 0.0, expected == 0.0)
+    assert not losses[expected == 0.0].any()
 
 
 @st.composite
@@ -69,7 +69,7 @@ def batches(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @interpreted
 @given(batches())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_as_torch_in_float64(batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     compare(*batch)
 

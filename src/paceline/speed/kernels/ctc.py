@@ -25,8 +25,8 @@ NEVER = tl.constexpr(-(1 << 30))
 """The exponent of probability 0."""
 LEAST = tl.constexpr(-262144.0)
 """A log2 of a probability below this counts as 0."""
-MOST = tl.constexpr(1048576.0)
-"""Nothing above is a log-probability: the loss becomes nan."""
+ROUNDING = tl.constexpr(12582912.0)
+"""1.5 * 2 ** 23: adding it leaves no digit behind the point, and the whole number in the lowest bits."""
 FRAMES, CLASSES, LABELS = 16, 32, 32
 """The tile of a program that collects gradients."""
 
@@ -34,28 +34,48 @@ FRAMES, CLASSES, LABELS = 16, 32, 32
 @triton.jit
 def _power_of_two(exponent):
     """2 ** exponent up to 127; 0 where it is -127 or less."""
-    return ((tl.maximum(exponent, -127) + 127) << 23).to(tl.float32, bitcast=True)
+    return (tl.maximum(exponent, -127) * 8388608 + 1065353216).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _probability(log_probs):
-    """(mantissa, exponent) of exp(log_probs); the mantissa is 0 for one that is too small to be kept."""
+    """(mantissa from 0.7 to 1.5, exponent) of exp(log_probs); mantissa 0 for one too small to be kept, nan for nan."""
     log2 = log_probs * 1.4426950408889634
-    is_kept = (log2 > LEAST) & (log2 < MOST)
-    exponent = tl.floor(tl.where(is_kept, log2, 0.0) + 0.5)
+    is_kept = log2 > LEAST
+    rounded = tl.where(is_kept, log2, 0.0) + ROUNDING
+    exponent = rounded - ROUNDING
     # ln 2 in two parts: the first product is exact, so that the rest has all its digits
-    rest = (tl.where(is_kept, log_probs, 0.0) - exponent * 0.693359375) + exponent * 2.1219444005469057e-4
-    return tl.where(is_kept, tl.exp(rest), 0.0), exponent.to(tl.int32)
+    rest = (log_probs - exponent * 0.693359375) + exponent * 2.1219444005469057e-4
+    shift = rounded.to(tl.int32, bitcast=True) - 1262485504
+    return tl.exp(rest), tl.where(is_kept, shift, NEVER // 2)
 
 
 @triton.jit
 def _normalised(value, exponent):
-    """The same number with a mantissa from 1 to 2."""
+    """The same number with a mantissa from 1 to 2; nan stays nan."""
     bits = value.to(tl.int32, bitcast=True)
     mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-    is_some = value > 0.0
-    exponent = tl.maximum(exponent + (bits >> 23) - 127, NEVER)
-    return tl.where(is_some, mantissa, 0.0), tl.where(is_some, exponent, NEVER)
+    is_plain = (value > 0.0) & (value < float("inf"))
+    exponent = tl.where(value == 0.0, NEVER, exponent + tl.where(is_plain, (bits >> 23) - 127, 0))
+    return tl.where(is_plain, mantissa, value), exponent
+
+
+@triton.jit
+def _packed(mantissa, exponent):
+    """Both in one number: the exponent above, the mantissa's bits below."""
+    return (exponent.to(tl.int64) << 32) | mantissa.to(tl.int32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def _unpacked(packed):
+    return packed.to(tl.int32).to(tl.float32, bitcast=True), (packed >> 32).to(tl.int32)
+
+
+@triton.jit
+def _sum(mantissa, exponent, other, other_exponent):
+    top = tl.maximum(exponent, other_exponent)
+    total = mantissa * _power_of_two(exponent - top) + other * _power_of_two(other_exponent - top)
+    return total, top
 
 
 @triton.jit
@@ -64,10 +84,8 @@ def walk_kernel(
     targets,  # (batch, labels)
     frames,  # (batch,)
     labels,  # (batch,)
-    mantissas,  # (2, batch, frames, labels) float32: of labels, forward with their frame, backward without
-    exponents,  # (2, batch, frames, labels) int32
-    total_mantissas,  # (batch,) float32: of the whole transcript; nan where the input has no meaning
-    total_exponents,  # (batch,) int32
+    states,  # (2, batch, frames, labels) int64: of labels, forward with their frame, backward without
+    totals,  # (batch,) int64: of the whole transcript; nan where the input has no meaning
     losses,  # (batch,) float64
     num_frames,
     num_classes,
@@ -92,16 +110,15 @@ def walk_kernel(
     may_skip = is_label & (place > 0) & (label != neighbour)
     blank = num_classes - 1
     is_wrong = is_label & ((label < 0) | (label >= blank))
+    is_broken = is_broken | (tl.max(is_wrong.to(tl.int32), 0) > 0)
     is_label = is_label & (is_wrong == 0)
-    broken = is_wrong.to(tl.int32)
 
-    row = log_probs + utterance * stride_batch + tl.where(goes_back == 1, length - 1, 0).to(tl.int64) * stride_frame
-    next_row = sign.to(tl.int64) * stride_frame
-    start = goes_back.to(tl.int64) * tl.num_programs(0) + utterance
-    start = start * num_frames + tl.where(goes_back == 1, length - 1, 0)
-    kept = start * num_labels + position
-    next_kept = sign.to(tl.int64) * num_labels
-    left = tl.maximum(place - 1, 0)
+    first = tl.where(goes_back == 1, length - 1, 0).to(tl.int64)
+    row, next_row = log_probs + utterance * stride_batch + first * stride_frame, sign.to(tl.int64) * stride_frame
+    kept = ((goes_back.to(tl.int64) * tl.num_programs(0) + utterance) * num_frames + first) * num_labels
+    kept, next_kept = states + kept + position, sign.to(tl.int64) * num_labels
+    # The last place never holds a label: the first one finds nothing on its left.
+    left = (place - 1) & (BLOCK - 1)
 
     label_mantissa = tl.zeros([BLOCK], tl.float32)
     label_exponent = tl.full([BLOCK], NEVER, tl.int32)
@@ -117,45 +134,47 @@ def walk_kernel(
         has_next = frame < length
         next_of_label = tl.load(row + label, mask=is_label & has_next, other=float("-inf")).to(tl.float32)
         next_of_blank = tl.load(row + blank, mask=has_next, other=float("-inf")).to(tl.float32)
-        broken |= ((of_label < MOST) == 0).to(tl.int32) | ((of_blank < MOST) == 0).to(tl.int32)
         label_factor, label_shift = _probability(of_label)
         blank_factor, blank_shift = _probability(of_blank)
 
-        packed = (label_exponent.to(tl.int64) << 32) | label_mantissa.to(tl.int32, bitcast=True).to(tl.int64)
-        packed = tl.gather(packed, left, 0)
-        left_mantissa = (packed & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
-        left_mantissa = tl.where(place == 0, 0.0, left_mantissa)
-        left_exponent = tl.where(place == 0, NEVER, (packed >> 32).to(tl.int32))
-        skip_exponent = tl.where(may_skip, left_exponent, NEVER)
-
-        top = tl.maximum(tl.maximum(label_exponent, blank_exponent), skip_exponent)
-        inward = label_mantissa * _power_of_two(label_exponent - top)
-        inward += blank_mantissa * _power_of_two(blank_exponent - top)
-        inward += left_mantissa * tl.where(may_skip, _power_of_two(skip_exponent - top), 0.0)
-        blank_top = tl.maximum(blank_exponent, left_exponent)
-        blank_inward = blank_mantissa * _power_of_two(blank_exponent - blank_top)
-        blank_inward += left_mantissa * _power_of_two(left_exponent - blank_top)
-        label_mantissa, label_exponent = _normalised(inward * label_factor, top + label_shift)
-        blank_mantissa, blank_exponent = _normalised(blank_inward * blank_factor, blank_top + blank_shift)
+        packed = tl.gather(_packed(label_mantissa, label_exponent), left, 0)
+        left_mantissa, left_exponent = _unpacked(packed)
+        total, top = _sum(blank_mantissa, blank_exponent, left_mantissa, left_exponent)
+        inward, inward_exponent = _sum(
+            label_mantissa,
+            label_exponent,
+            tl.where(may_skip, total, blank_mantissa),
+            tl.where(may_skip, top, blank_exponent),
+        )
+        label_mantissa = inward * label_factor
+        label_exponent = tl.maximum(inward_exponent + label_shift, NEVER)
+        blank_mantissa = total * blank_factor
+        blank_exponent = tl.maximum(top + blank_shift, NEVER)
         if KEEPS:
-            is_back = goes_back == 1
-            tl.store(mantissas + kept, tl.where(is_back, inward, label_mantissa), mask=is_label)
-            tl.store(exponents + kept, tl.where(is_back, top, label_exponent), mask=is_label)
+            if goes_back == 1:
+                tl.store(kept, _packed(inward, inward_exponent), mask=is_label)
+            else:
+                tl.store(kept, _packed(label_mantissa, label_exponent), mask=is_label)
             kept += next_kept
+        if (frame & 7) == 0:
+            # A step multiplies a mantissa by 0.7 to 4.3: eight of them are far from what float32 can hold.
+            label_mantissa, label_exponent = _normalised(label_mantissa, label_exponent)
+            blank_mantissa, blank_exponent = _normalised(blank_mantissa, blank_exponent)
         of_label, of_blank = next_of_label, next_of_blank
 
     if goes_back == 0:
         ends_in_label, ends_in_blank = is_label & (place == size - 1), place == size
-        top = tl.max(tl.where(ends_in_label, label_exponent, NEVER), 0)
-        top = tl.maximum(top, tl.max(tl.where(ends_in_blank, blank_exponent, NEVER), 0))
+        label_exponent = tl.where(ends_in_label, label_exponent, NEVER)
+        blank_exponent = tl.where(ends_in_blank, blank_exponent, NEVER)
+        top = tl.max(tl.maximum(label_exponent, blank_exponent), 0)
         total = tl.where(ends_in_label, label_mantissa * _power_of_two(label_exponent - top), 0.0)
         total += tl.where(ends_in_blank, blank_mantissa * _power_of_two(blank_exponent - top), 0.0)
         total = tl.where(length > 0, tl.sum(total, 0), 0.0)
-        logarithm = tl.log2(tl.where(total > 0.0, total, 1.0).to(tl.float64)) + tl.where(total > 0.0, top, 0)
-        is_broken = is_broken | (tl.max(broken, 0) > 0)
-        tl.store(losses + utterance, tl.where(is_broken, float("nan"), logarithm * -0.6931471805599453))
-        tl.store(total_mantissas + utterance, tl.where(is_broken, float("nan"), total))
-        tl.store(total_exponents + utterance, top)
+        total = tl.where(is_broken, float("nan"), total)
+        is_never = total == 0.0
+        logarithm = tl.log2(tl.where(is_never, 1.0, total).to(tl.float64)) + tl.where(is_never, 0, top)
+        tl.store(losses + utterance, 0.0 - logarithm * 0.6931471805599453)
+        tl.store(totals + utterance, _packed(total, top))
 
 
 @triton.jit
@@ -164,10 +183,8 @@ def collect_kernel(
     targets,
     frames,
     labels,
-    mantissas,
-    exponents,
-    total_mantissas,
-    total_exponents,
+    states,
+    totals,
     gradient,  # (batch, frames, classes) float32
     num_frames,
     num_classes,
@@ -184,7 +201,8 @@ def collect_kernel(
     classes = tl.program_id(2) * CLASSES + tl.arange(0, CLASSES)
     length, size = tl.load(frames + utterance).to(tl.int32), tl.load(labels + utterance).to(tl.int32)
     length, size = tl.minimum(length, num_frames), tl.minimum(size, num_labels)
-    total, total_exponent = tl.load(total_mantissas + utterance), tl.load(total_exponents + utterance)
+    total, total_exponent = _unpacked(tl.load(totals + utterance))
+    size = tl.where(total > 0.0, size, 0)  # else there is nothing to add up
     counts = (total == 0.0) == 0  # nan does
     scale = tl.where(counts, 1.0 / tl.where(counts, total, 1.0), 0.0)
     is_inside = frame < length
@@ -197,11 +215,11 @@ def collect_kernel(
         place = first + tl.arange(0, LABELS)
         is_label = place < size
         mask = is_inside[:, None] & is_label[None, :]
-        there, back = forward[:, None] + place[None, :], backward[:, None] + place[None, :]
-        exponent = tl.load(exponents + there, mask=mask, other=0) + tl.load(exponents + back, mask=mask, other=0)
-        exponent = tl.minimum(exponent - total_exponent, 126)
-        share = tl.load(mantissas + there, mask=mask, other=0.0) * tl.load(mantissas + back, mask=mask, other=0.0)
-        share = share * scale * _power_of_two(exponent)
+        there, exponent = _unpacked(tl.load(states + forward[:, None] + place[None, :], mask=mask, other=0))
+        back, back_exponent = _unpacked(tl.load(states + backward[:, None] + place[None, :], mask=mask, other=0))
+        # exponents of 0 may go round, but what they belong to is 0
+        exponent = tl.minimum(exponent + back_exponent - total_exponent, 126)
+        share = there * back * scale * _power_of_two(exponent)
         label = tl.load(targets + utterance * num_labels + place, mask=is_label, other=-1).to(tl.int32)
         is_of_class = (label[:, None] == classes[None, :]).to(tl.float32)
         shares += tl.dot(share, is_of_class, input_precision="ieee")
@@ -230,15 +248,13 @@ def _ctc(
     gradient = torch.empty(log_probs.shape if with_gradient else (0,), dtype=torch.float32, device=device)
     if not batch:
         return losses, gradient
-    total_mantissas = torch.empty(batch, dtype=torch.float32, device=device)
-    total_exponents = torch.empty(batch, dtype=torch.int32, device=device)
+    totals = torch.empty(batch, dtype=torch.int64, device=device)
     kept = (2, batch, num_frames, num_labels) if with_gradient else (0,)
-    mantissas = torch.empty(kept, dtype=torch.float32, device=device)
-    exponents = torch.empty(kept, dtype=torch.int32, device=device)
+    states = torch.empty(kept, dtype=torch.int64, device=device)
     # one place more than labels: a blank comes behind the last
     block = max(32, triton.next_power_of_2(num_labels + 1))
     sizes = (num_frames, num_classes, num_labels, log_probs.stride(0), log_probs.stride(1))
-    inputs = (log_probs, targets, frames, labels, mantissas, exponents, total_mantissas, total_exponents)
+    inputs = (log_probs, targets, frames, labels, states, totals)
     walk_kernel[(batch, 2 if with_gradient else 1)](
         *inputs, losses, *sizes, KEEPS=with_gradient, BLOCK=block, num_warps=min(max(block // 64, 1), 8)
     )
