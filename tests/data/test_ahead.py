@@ -96,7 +96,9 @@ def test_a_rank_without_a_grain_in_the_last_step() -> None:
         batches = list(loader.run(turn.plan, turn.steps, epoch=turn.epoch, seat=turn.seat, then=after(found)))
         assert [batch.step for batch in batches] == list(range(6))
         assert batches[-1].grains == []
-        assert all(np.isin(grain.samples, turn.plan.batch(batch.step)).all() for batch in batches for grain in batch.grains)
+        assert all(
+            np.isin(grain.samples, turn.plan.batch(batch.step)).all() for batch in batches for grain in batch.grains
+        )
     loader.close()
 
 

@@ -171,9 +171,10 @@ class Graphs:
         def once() -> None:
             for parameter in self._parameters:  # so that gradients are taken over as they are, not added one by one
                 parameter.grad = None
-            total, last["count"], last["outputs"] = run(fixed)
+            total, count, outputs = run(fixed)
             torch.autograd.backward((total,), (seed.to(total.dtype),))
-            last["total"] = total.detach()
+            # Without what backward has kept of the run.
+            last["total"], last["count"], last["outputs"] = _detached((total, count, outputs))
             found = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
             for parameter, gradient in found:
                 if parameter not in self._gradients:
@@ -241,11 +242,20 @@ def _words(shape: tuple[Any, ...]) -> str:
 
 
 def _cloned(value: Any) -> Any:
+    return _changed(Tensor.clone, value)
+
+
+def _detached(value: Any) -> Any:
+    return _changed(Tensor.detach, value)
+
+
+def _changed(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Tensors of a result changed, whatever else is in it as it is."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return change(value)
     if isinstance(value, Mapping):
-        return {name: _cloned(each) for name, each in value.items()}
-    return type(value)(_cloned(each) for each in value) if isinstance(value, tuple | list) else value
+        return {name: _changed(change, each) for name, each in value.items()}
+    return type(value)(_changed(change, each) for each in value) if isinstance(value, tuple | list) else value
 
 
 def _first_line(error: Exception) -> str:
