@@ -27,7 +27,7 @@ LEAST = tl.constexpr(-262144.0)
 """A log2 of a probability below this counts as 0."""
 ROUNDING = tl.constexpr(12582912.0)
 """1.5 * 2 ** 23: adding it leaves no digit behind the point, and the whole number in the lowest bits."""
-FRAMES, CLASSES, LABELS = 16, 32, 32
+FRAMES, CLASSES, LABELS = 16, 32, 16
 """The tile of a program that collects gradients."""
 
 
@@ -69,6 +69,13 @@ def _packed(mantissa, exponent):
 @triton.jit
 def _unpacked(packed):
     return packed.to(tl.int32).to(tl.float32, bitcast=True), (packed >> 32).to(tl.int32)
+
+
+@triton.jit
+def _seen(row, label, blank, is_label, is_frame):
+    """Log-probabilities of the labels and of the blank in one frame."""
+    of_label = tl.load(row + label, mask=is_label & is_frame, other=float("-inf"))
+    return of_label.to(tl.float32), tl.load(row + blank, mask=is_frame, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
@@ -124,16 +131,16 @@ def walk_kernel(
     label_exponent = tl.full([BLOCK], NEVER, tl.int32)
     blank_mantissa = tl.where(place == 0, 1.0, 0.0)
     blank_exponent = tl.where(place == 0, 0, NEVER)
-    of_label = tl.load(row + label, mask=is_label & (length > 0), other=float("-inf")).to(tl.float32)
-    of_blank = tl.load(row + blank, mask=length > 0, other=float("-inf")).to(tl.float32)
+    # Asked for three frames ahead of their use: a step is shorter than the way to memory.
+    of_label, of_blank = _seen(row, label, blank, is_label, length > 0)
+    second_label, second_blank = _seen(row + next_row, label, blank, is_label, length > 1)
+    third_label, third_blank = _seen(row + 2 * next_row, label, blank, is_label, length > 2)
+    row += 3 * next_row
     frame = 0
     while frame < length:  # Triton's interpreter cannot count to a number that it has loaded
-        # asked for one frame ahead of their use
+        fourth_label, fourth_blank = _seen(row, label, blank, is_label, frame + 3 < length)
         row += next_row
         frame += 1
-        has_next = frame < length
-        next_of_label = tl.load(row + label, mask=is_label & has_next, other=float("-inf")).to(tl.float32)
-        next_of_blank = tl.load(row + blank, mask=has_next, other=float("-inf")).to(tl.float32)
         label_factor, label_shift = _probability(of_label)
         blank_factor, blank_shift = _probability(of_blank)
 
@@ -151,16 +158,19 @@ def walk_kernel(
         blank_mantissa = total * blank_factor
         blank_exponent = tl.maximum(top + blank_shift, NEVER)
         if KEEPS:
+            # far more than the cache holds: it must not drive out the log-probabilities
             if goes_back == 1:
-                tl.store(kept, _packed(inward, inward_exponent), mask=is_label)
+                tl.store(kept, _packed(inward, inward_exponent), mask=is_label, eviction_policy="evict_first")
             else:
-                tl.store(kept, _packed(label_mantissa, label_exponent), mask=is_label)
+                state = _packed(label_mantissa, label_exponent)
+                tl.store(kept, state, mask=is_label, eviction_policy="evict_first")
             kept += next_kept
         if (frame & 7) == 0:
             # A step multiplies a mantissa by 0.7 to 4.3: eight of them are far from what float32 can hold.
             label_mantissa, label_exponent = _normalised(label_mantissa, label_exponent)
             blank_mantissa, blank_exponent = _normalised(blank_mantissa, blank_exponent)
-        of_label, of_blank = next_of_label, next_of_blank
+        of_label, second_label, third_label = second_label, third_label, fourth_label
+        of_blank, second_blank, third_blank = second_blank, third_blank, fourth_blank
 
     if goes_back == 0:
         ends_in_label, ends_in_blank = is_label & (place == size - 1), place == size
