@@ -99,8 +99,16 @@ class Layerwise(torch.optim.Optimizer):
     _has_kernels = False
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], fused: bool | None = None) -> None:
-        self.fused = fused
         super().__init__(params, defaults)
+        self._settle(fused)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_tables" not in self.__dict__:  # torch copies groups and state, and nothing else
+            self._settle(None)
+
+    def _settle(self, fused: bool | None) -> None:
+        self.fused = fused
         self._kept: dict[torch.dtype, Tensor] = {}
         self._tables = Tables()
 
