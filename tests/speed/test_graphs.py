@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.speed.graphs import CudaRecorder, Graphs, Recorder, mapped, signature, tensors
+from paceline.speed.graphs import CudaRecorder, Graphs, Recorder, detached, mapped, signature, tensors
 
 
 class Again:
@@ -21,6 +21,9 @@ class Again:
 
     def warm(self, function: Callable[[], None]) -> None:
         function()
+
+    def recover(self) -> bool:
+        return False
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         self.num_recorded += 1
@@ -77,6 +80,7 @@ def train(net: nn.Module, graphs: Graphs | None, sizes: list[int], grains: int =
             if done is None:
                 total, count, outputs = run(data)
                 total.backward(seed(total))
+                total, count, outputs = detached((total, count, outputs))
             else:
                 total, count, outputs = done
             assert count == sizes[index] == len(outputs["logits"])
@@ -145,6 +149,41 @@ def test_what_cannot_be_recorded_runs_plainly_and_is_said() -> None:
     assert graphs.num_recorded == graphs.num_replayed == 0
     assert len(graphs.failures) == 3
     assert "float32[4, 5], int64[4] could not be recorded: RuntimeError: operation not permitted" in graphs.lines()[1]
+
+
+def test_a_failure_that_spoils_what_was_recorded() -> None:
+    """Then nothing is recorded any more, and everything goes on plainly."""
+
+    class FailsSecond(Again):
+        def recover(self) -> bool:
+            return True
+
+        def record(self, function: Callable[[], None]) -> Callable[[], None]:
+            if self.num_recorded:
+                raise RuntimeError("out of memory")
+            return super().record(function)
+
+    net = make_net(CPU)
+    graphs = Graphs(net, FailsSecond(net))
+    assert train(net, graphs, SIZES) == train(make_net(CPU), None, SIZES)
+    assert graphs.num_recorded == 0
+    assert len(graphs.failures) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore")
+def test_a_loss_that_waits_for_the_gpu_runs_plainly() -> None:
+    device = torch.device("cuda")
+    plain, net = make_net(device), make_net(device)
+    graphs = Graphs(net, CudaRecorder(device))
+
+    def waits(data: Any) -> tuple[Tensor, Any, Any]:
+        total, count, outputs = loss_of(net)(data)
+        return total if total.item() > -1 else -total, count, outputs
+
+    assert not graphs.warm(waits, make_data(4, 77, device))
+    assert train(net, graphs, SIZES) == train(plain, None, SIZES)
 
 
 def test_structures() -> None:

@@ -36,6 +36,9 @@ class Recorder(Protocol):
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         """Run it once for recording, which computes nothing, and give what computes it from now on."""
 
+    def recover(self) -> bool:
+        """After a recording that failed: put right what it left behind. Whether recordings made before are lost."""
+
 
 class CudaRecorder:
     """CUDA graphs of one device, in one pool of memory."""
@@ -59,6 +62,18 @@ class CudaRecorder:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             function()
         return graph.replay
+
+    def recover(self) -> bool:
+        generator = torch.cuda.default_generators[self._device.index or 0]
+        try:
+            torch.rand(1, device=self._device)
+        except RuntimeError:
+            # torch 2.11 leaves its generator as if the recording still went on. Another state helps, which graphs that
+            # were recorded with the old one do not look at.
+            generator.graphsafe_set_state(generator.clone_state())
+            torch.rand(1, device=self._device)
+            return True
+        return False
 
 
 @dataclass
@@ -174,7 +189,7 @@ class Graphs:
             total, count, outputs = run(fixed)
             torch.autograd.backward((total,), (seed.to(total.dtype),))
             # Without what backward has kept of the run.
-            last["total"], last["count"], last["outputs"] = _detached((total, count, outputs))
+            last["total"], last["count"], last["outputs"] = detached((total, count, outputs))
             found = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
             for parameter, gradient in found:
                 if parameter not in self._gradients:
@@ -189,6 +204,9 @@ class Graphs:
             replay = self._recorder.record(once)
         except Exception as error:  # whatever a loss does that cannot be recorded
             self.failures[_words(shape)] = _first_line(error)
+            if self._recorder.recover():
+                self._recorded.clear()
+                self._most = 0
             return None
         finally:
             for parameter, gradient, so_far in zip(self._parameters, before, sums, strict=True):
@@ -245,7 +263,8 @@ def _cloned(value: Any) -> Any:
     return _changed(Tensor.clone, value)
 
 
-def _detached(value: Any) -> Any:
+def detached(value: Any) -> Any:
+    """A result without what backward needs of it."""
     return _changed(Tensor.detach, value)
 
 

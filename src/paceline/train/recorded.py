@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.data.grain import Grain
-from paceline.speed.graphs import Graphs
+from paceline.speed.graphs import Graphs, detached
 
 if TYPE_CHECKING:
     from paceline.train.engine import Engine
@@ -54,7 +54,9 @@ class RecordedGrains:
             return done
         total, count, outputs = self._forward(loss, slim)
         torch.autograd.backward((total,), (seed(total),))
-        return total.detach(), count, outputs
+        # What stays of this run on the usual stream must not be met by a recording on another.
+        kept: tuple[Tensor, Any, Any] = detached((total, count, outputs))
+        return kept
 
     def _slim(self, grain: Grain) -> Grain:
         return Grain(self._tensors(grain), grain.number, grain.samples)
