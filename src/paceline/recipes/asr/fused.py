@@ -1,7 +1,7 @@
 """Training an encoder of separable convolutions through our own kernels: same parameters, same state dict, other way.
 
-Activations travel as (channel, batch, time), rows padded to 16 frames, in bfloat16; batch norm, ReLU and length mask are
-applied by whoever reads them next. Evaluation, and whatever is not bfloat16 autocast, goes the plain way.
+Activations travel as (channel, batch, time), rows padded to 16 frames, in bfloat16; batch norm, ReLU and length mask
+are applied by whoever reads them next. Evaluation, and whatever is not bfloat16 autocast, goes the plain way.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.recipes.asr.encoder import Block, Encoder
-from paceline.recipes.asr.frames import strided_length
+from paceline.recipes.asr.encoder import Block, Encoder, Residual
+from paceline.recipes.asr.frames import frames_of, strided_length
 from paceline.recipes.asr.separable import BATCH_NORM_MOMENTUM, PlainConv, SeparableConv
 from paceline.speed.kernels import ops
 from paceline.speed.kernels.tiles import padded_frames
@@ -92,7 +92,8 @@ class Signal(NamedTuple):
         """(batch, channel, frames): activations as everybody else has them."""
         if self.affine is None or self.moments is None:
             return self.values[..., : self.frames].transpose(0, 1)
-        return ops.join(self.values, self.affine, self.moments, None, None, None, self.lengths, self.frames)
+        out: Tensor = ops.join(self.values, self.affine, self.moments, None, None, None, self.lengths, self.frames)
+        return out
 
 
 def _forward(self: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,8 +105,10 @@ def _forward(self: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor, 
 def encode(encoder: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """The encoder's training pass, in the dtype of its features: bfloat16, or float64 to check it on a CPU."""
     frames = features.shape[-1]
-    values = F.pad(features.detach().transpose(0, 1), (0, padded_frames(frames) - frames))
     valid = lengths if encoder.settings.conv_mask else torch.full_like(lengths, frames)
+    beyond = frames_of(valid, frames).beyond
+    values = features.detach().masked_fill(beyond, 0.0).transpose(0, 1)
+    values = F.pad(values, (0, padded_frames(frames) - frames))
     signal = Signal(values.contiguous(), None, None, valid.to(torch.int32), frames)
     seen: Seen = []
     for block in encoder.blocks:
@@ -122,6 +125,7 @@ def is_autocast_to_bfloat16(device: torch.device) -> bool:
 
 def _through(block: Block, signal: Signal, seen: Seen) -> Signal:
     shortcut = block.residuals[0] if block.residuals else None
+    assert isinstance(shortcut, Residual | None)
     residual = None
     for layer in block.layers:
         if isinstance(layer, SeparableConv):
@@ -132,7 +136,7 @@ def _through(block: Block, signal: Signal, seen: Seen) -> Signal:
             assert isinstance(layer, PlainConv)
             signal = signal.activated()
             if shortcut is not None:
-                residual = _across(signal, shortcut.get_submodule("conv"), shortcut.get_submodule("norm"), seen)
+                residual = _across(signal, shortcut.conv, shortcut.norm, seen)
             signal = _across(signal, layer.conv, layer.norm, seen)
         shortcut = None
     if residual is None:
@@ -153,7 +157,7 @@ def _through(block: Block, signal: Signal, seen: Seen) -> Signal:
 
 
 def _separable(
-    signal: Signal, layer: SeparableConv, shortcut: nn.Module | None, seen: Seen
+    signal: Signal, layer: SeparableConv, shortcut: Residual | None, seen: Seen
 ) -> tuple[Signal, Signal | None]:
     stride, dilation = layer.depthwise.stride[0], layer.depthwise.dilation[0]
     frames, lengths = signal.frames, signal.lengths
@@ -162,9 +166,7 @@ def _separable(
     of_shortcut: tuple[Tensor | None, ...] = (None, None, None)
     if shortcut is not None:
         signal = signal.activated()
-        conv, norm = shortcut.get_submodule("conv"), shortcut.get_submodule("norm")
-        assert isinstance(norm, nn.BatchNorm1d)
-        of_shortcut = (conv.get_parameter("weight"), norm.weight, norm.bias)
+        of_shortcut = (shortcut.conv.weight, shortcut.norm.weight, shortcut.norm.bias)
     y, affine, moments, _, other, other_affine, other_moments = ops.separable(
         signal.values,
         signal.affine,
@@ -184,14 +186,12 @@ def _separable(
     seen.append((layer.norm, moments))
     if shortcut is None:
         return Signal(y, affine, moments, lengths, frames), None
-    seen.append((norm, other_moments))
+    seen.append((shortcut.norm, other_moments))
     return Signal(y, affine, moments, lengths, frames), Signal(other, other_affine, other_moments, lengths, frames)
 
 
-def _across(signal: Signal, conv: nn.Module, norm: nn.Module, seen: Seen) -> Signal:
+def _across(signal: Signal, conv: nn.Conv1d, norm: nn.BatchNorm1d, seen: Seen) -> Signal:
     """A product over channels and its batch norm."""
-    assert isinstance(conv, nn.Conv1d)
-    assert isinstance(norm, nn.BatchNorm1d)
     y, affine, moments = ops.pointwise(
         signal.values, signal.lengths, conv.weight, norm.weight, norm.bias, signal.frames, norm.eps
     )

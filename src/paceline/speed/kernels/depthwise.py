@@ -8,6 +8,7 @@ The input may be raw outputs of a product over channels whose batch norm is stil
 scale and a shift per channel, and the kernel applies them, ReLU and the length mask to what it loads.
 """
 
+# ruff: noqa: RUF005 (Triton knows no unpacking)
 from __future__ import annotations
 
 import torch
@@ -53,7 +54,7 @@ def _forward(
         place = PAD - LEFT + chunk * CHUNK + j[:, None] - STRIDE * n[None, :]
         inside = (place >= 0) & (place <= (KERNEL - 1) * DILATION) & (place % DILATION == 0)
         taps = tl.load(weight + channel * KERNEL + place // DILATION, mask=inside, other=0.0)
-        filters = filters + (taps.to(tl.bfloat16).to(PRODUCT),)  # noqa: RUF005 (Triton knows no unpacking)
+        filters = filters + (taps.to(tl.bfloat16).to(PRODUCT),)  # type: ignore[assignment]
     scale = 1.0
     shift = 0.0
     if HAS_AFFINE:
@@ -130,8 +131,8 @@ def _backward(
         in_filter = (place >= 0) & (place <= (KERNEL - 1) * DILATION) & (place % DILATION == 0)
         if NEEDS_DATA:
             taps = tl.load(weight + channel * KERNEL + place // DILATION, mask=in_filter, other=0.0)
-            filters = filters + (taps.to(tl.bfloat16).to(PRODUCT),)  # noqa: RUF005
-        products = products + (tl.zeros([TILE, CHUNK], tl.float32),)  # noqa: RUF005
+            filters = filters + (taps.to(tl.bfloat16).to(PRODUCT),)  # type: ignore[assignment]
+        products = products + (tl.zeros([TILE, CHUNK], tl.float32),)  # type: ignore[assignment]
     scale = 1.0
     shift = 0.0
     mean = 0.0
@@ -169,7 +170,7 @@ def _backward(
             seen = seen.to(PRODUCT)
             if NEEDS_DATA:
                 total = tl.dot(seen, filters[chunk], total)
-            summed = summed + (tl.dot(turned, seen, products[chunk]),)  # noqa: RUF005
+            summed = summed + (tl.dot(turned, seen, products[chunk]),)  # type: ignore[assignment]
         products = summed
         if NEEDS_DATA:
             is_frame = is_row[:, None] & (t < row_in)
@@ -188,7 +189,7 @@ def _backward(
         column = n[:, None] + j[None, :]
         sheared = ()
         for chunk in tl.static_range(CHUNKS):
-            sheared = sheared + (tl.gather(products[chunk], column % CHUNK, 1),)  # noqa: RUF005
+            sheared = sheared + (tl.gather(products[chunk], column % CHUNK, 1),)  # type: ignore[assignment]
         for number in tl.static_range(CHUNKS + WRAPS - 1):
             diagonals = tl.zeros([TILE, CHUNK], tl.float32)
             for wrap in tl.static_range(WRAPS):

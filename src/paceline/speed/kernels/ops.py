@@ -9,6 +9,7 @@ operator of this file. On a CPU the reference computes the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from paceline.speed.kernels import reference
 from paceline.speed.kernels.tiles import padded_frames
 
-# Optional and not `| None`: the schema of an operator is read off these signatures, and by Python 3.10 too.
+# ruff: noqa: UP045 (the schema of an operator is read off these signatures, in which torch wants Optional)
 
 
 @torch.library.custom_op("paceline::separable", mutates_args=())
@@ -41,8 +42,9 @@ def separable(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(channel, batch, row) -> `y` (filter, batch, row after the stride), `affine`, `moments`, and what lies between.
 
-    `frames` are those of the output; its row is padded. `lengths` of inputs and outputs are int32. With a `shortcut`, the
-    residual that starts at `x` (then without `affine`): its `y`, `affine` and `moments` as well, else three empty tensors.
+    `frames` are those of the output; its row is padded. `lengths` of inputs and outputs are int32. With a `shortcut`,
+    the residual that starts at `x` (then without `affine`): its `y`, `affine` and `moments` as well, else three empty
+    tensors.
     """
     row = padded_frames(frames)
     if x.is_cuda:
@@ -52,11 +54,12 @@ def separable(
     else:
         between = reference.depthwise_forward(x, affine, lengths, lengths_out, depthwise, row, stride, dilation)
     y = _product(pointwise.to(x.dtype).squeeze(2), between)
-    found = (y, *_statistics(y, lengths_out, frames, weight, bias, eps), between)
+    affine_out, moments_out = _statistics(y, lengths_out, frames, weight, bias, eps)
     if shortcut is None:
-        return (*found, x.new_empty(0), weight.new_empty(0), weight.new_empty(0))
+        return y, affine_out, moments_out, between, x.new_empty(0), weight.new_empty(0), weight.new_empty(0)
     other = _product(shortcut.to(x.dtype).squeeze(2), x)
-    return (*found, other, *_statistics(other, lengths_out, frames, shortcut_weight, shortcut_bias, eps))
+    other_affine, other_moments = _statistics(other, lengths_out, frames, shortcut_weight, shortcut_bias, eps)
+    return y, affine_out, moments_out, between, other, other_affine, other_moments
 
 
 @separable.register_fake
@@ -80,12 +83,12 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     channels, batch, _ = x.shape
     filters, row = pointwise.shape[0], padded_frames(frames)
-    wide = [x.new_empty(filters if k else 0, batch, row) for k in (True, shortcut is not None)]
-    small = [weight.new_empty(rows, filters) for rows in (2, 3)]
-    between = x.new_empty(channels, batch, row)
+    y, between = x.new_empty(filters, batch, row), x.new_empty(channels, batch, row)
+    affine_out, moments_out = weight.new_empty(2, filters), weight.new_empty(3, filters)
     if shortcut is None:
-        return wide[0], *small, between, x.new_empty(0), weight.new_empty(0), weight.new_empty(0)
-    return wide[0], *small, between, wide[1], *(weight.new_empty(rows, filters) for rows in (2, 3))
+        return y, affine_out, moments_out, between, x.new_empty(0), weight.new_empty(0), weight.new_empty(0)
+    other_affine, other_moments = weight.new_empty(2, filters), weight.new_empty(3, filters)
+    return y, affine_out, moments_out, between, torch.empty_like(y), other_affine, other_moments
 
 
 @torch.library.custom_op("paceline::separable_backward", mutates_args=())
@@ -121,19 +124,14 @@ def separable_backward(
     of_shortcut: list[Tensor] = []
     added = None
     if shortcut is not None:
+        assert other_h is not None
         g, *of_norm = _norm_backward(other_h, other_sums, other, other_affine, other_moments, lengths_out, frames)
         of_shortcut = [_weight_gradient(g, x).unsqueeze(2), *of_norm]
         added = _product(shortcut.to(x.dtype).squeeze(2).t(), g)
     g, weight_gradient, bias_gradient = _norm_backward(h, sums, y, affine_out, moments_out, lengths_out, frames)
     pointwise_gradient = _weight_gradient(g, between).unsqueeze(2)
     g = _product(pointwise.to(x.dtype).squeeze(2).t(), g)
-    if x.is_cuda:
-        from paceline.speed.kernels import depthwise as kernels
-
-        found = kernels.backward
-    else:
-        found = reference.depthwise_backward
-    data, depthwise_parts, sum_parts = found(
+    data, depthwise_parts, sum_parts = _depthwise_backward(x)(
         g, x, affine, moments, added, lengths, lengths_out, depthwise, stride, dilation, needs_data=needs_data
     )
     depthwise_gradient = depthwise_parts.sum(0).view_as(depthwise)
@@ -332,7 +330,7 @@ def join_backward(
     if y.is_cuda:
         from paceline.speed.kernels import norm
 
-        backward = norm.join_backward
+        backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = norm.join_backward
     else:
         backward = reference.join_backward
     h, sums, other_sums = backward(
@@ -372,6 +370,14 @@ def _join_gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
 join.register_autograd(_join_gradients, setup_context=_save_join)
 
 
+def _depthwise_backward(x: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    if x.is_cuda:
+        from paceline.speed.kernels import depthwise
+
+        return depthwise.backward
+    return reference.depthwise_backward
+
+
 def _statistics(y: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     if y.is_cuda:
         from paceline.speed.kernels import norm
@@ -391,13 +397,14 @@ def _norm_backward(h: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _product(matrix: Tensor, x: Tensor) -> Tensor:
     """(out, in) times (in, batch, row): one product, since channels come first."""
     with torch.autocast(x.device.type, enabled=False):
-        return torch.mm(matrix, x.flatten(1)).unflatten(1, x.shape[1:])
+        return torch.mm(matrix, x.flatten(1)).view(matrix.shape[0], *x.shape[1:])
 
 
 def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
     """(out, in), summed and kept in float32 or wider."""
     with torch.autocast(x.device.type, enabled=False):
         if x.is_cuda:
-            return torch.mm(g.flatten(1), x.flatten(1).t(), out_dtype=torch.float32)
+            wide: Tensor = torch.mm(g.flatten(1), x.flatten(1).t(), out_dtype=torch.float32)
+            return wide
         dtype = torch.promote_types(x.dtype, torch.float32)
         return torch.mm(g.flatten(1).to(dtype), x.flatten(1).to(dtype).t())

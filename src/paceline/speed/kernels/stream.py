@@ -1,11 +1,12 @@
 """Depthwise convolution over time as a stream: every frame is read once and multiplied into the tiles that it reaches.
 
-For filters without stride that reach no further than one tile, which is nearly all there are; `depthwise` has the general
-kernel, the layout and the contract. A program walks along the time of a group of utterances of one channel; a tile of
-inputs reaches the tile of outputs before it, its own and the one after it, and their sums stay in registers until the
-last input has come.
+For filters without stride that reach no further than one tile, which is nearly all there are; `depthwise` has the
+general kernel, the layout and the contract. A program walks along the time of a group of utterances of one channel; a
+tile of inputs reaches the tile of outputs before it, its own and the one after it, and their sums stay in registers
+until the last input has come.
 """
 
+# ruff: noqa: RUF005 (Triton knows no unpacking)
 from __future__ import annotations
 
 import triton
@@ -62,7 +63,7 @@ def _forward(
             place = PAD + chunk * CHUNK + j[:, None] - n[None, :] - TILE * (away - 1)
             inside = (place >= 0) & (place <= (KERNEL - 1) * DILATION) & (place % DILATION == 0)
             taps = tl.load(weight + channel * KERNEL + place // DILATION, mask=inside, other=0.0)
-            filters = filters + (taps.to(tl.bfloat16).to(PRODUCT),)  # noqa: RUF005 (Triton knows no unpacking)
+            filters = filters + (taps.to(tl.bfloat16).to(PRODUCT),)  # type: ignore[assignment]
     before = tl.zeros([ROWS, TILE], tl.float32)
     current = tl.zeros([ROWS, TILE], tl.float32)
     for tile in range(num_tiles):
@@ -75,10 +76,10 @@ def _forward(
             if HAS_AFFINE:
                 values = tl.maximum(values * scale + shift, 0.0)
             values = tl.where(t[None, :] < length[:, None], values, 0.0).to(tl.bfloat16).to(PRODUCT)
-            if PAD > chunk * CHUNK:
+            if chunk * CHUNK < PAD:
                 before = tl.dot(values, filters[chunk * 3], before)
             current = tl.dot(values, filters[chunk * 3 + 1], current)
-            if PAD > TILE - CHUNK * (chunk + 1):
+            if TILE - CHUNK * (chunk + 1) < PAD:
                 after = tl.dot(values, filters[chunk * 3 + 2], after)
         _store_tile(out, offset, before, tile - 1, length, is_row, row, TILE)
         before = current

@@ -1,11 +1,11 @@
 """How a depthwise convolution over time is cut into matrix products.
 
 The filter of one channel, laid out as a Toeplitz matrix, maps a window of inputs to a tile of outputs; the tiles of all
-utterances of a channel are the rows of one product. A window is read in chunks whose first frame stands on a multiple of
-8, so that every load is one of 16 bytes.
+utterances of a channel are the rows of one product. A window is read in chunks whose first frame stands on a multiple
+of 8, so that every load is one of 16 bytes.
 
-Forward, a tile holds `tile` outputs and its window the inputs that they see. Backward, a tile holds inputs and its window
-the outputs that saw them: the same figures with the stride on the other side.
+Forward, a tile holds `tile` outputs and its window the inputs that they see. Backward, a tile holds inputs and its
+window the outputs that saw them: the same figures with the stride on the other side.
 """
 
 from __future__ import annotations
