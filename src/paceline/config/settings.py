@@ -120,8 +120,9 @@ class StepSettings(Section):
 
     seed: int = 0
     """Keys all randomness: initial weights, data order, dropout, augmentation."""
-    level: Literal["auto", 0, 1, 2, 3] = "auto"
-    """0 strict fp32, 1 TF32, 2 bf16, 3 bf16 + compile; `auto` is 2 where a GPU has bf16, else 0."""
+    level: Literal["auto", 0, 1, 2, 3, 4] = "auto"
+    """0 strict fp32, 1 TF32, 2 bf16, 3 bf16 + compile, 4 the fastest by measurement; `auto` is 2 where a GPU has bf16,
+    else 0."""
     precision: Literal["fp16", "fp16-master", "fp16-pure", "fp64"] | None = None
     """fp16 autocast, fp16 weights with fp32 masters, all fp16, or all fp64, instead of the level's dtype."""
     compile_mode: Literal["default", "max-autotune"] = "default"
@@ -343,8 +344,9 @@ class EngineConfig(StepSettings, ReduceSettings, WorldSettings):
                 raise ValueError(f"`precision` {self.precision} does not go with `shard` full: use fp16 or level 2")
             if self.loss_scale == "logmax":
                 raise ValueError("`loss_scale` logmax does not go with `shard` full: use backoff or a number")
-            if self.level == 3:
-                raise ValueError("`level` 3 compiles the whole model, which does not go with `shard` full: use level 2")
+            if self.level in (3, 4):
+                why = "compiles the whole model" if self.level == 3 else "may compile or replace the whole model"
+                raise ValueError(f"`level` {self.level} {why}, which does not go with `shard` full: use level 2")
         return self
 
 

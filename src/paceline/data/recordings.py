@@ -26,6 +26,11 @@ class Recordings:
             number: _sound_of(open_packed(path)) for number, path in enumerate(manifest.sources) if is_packed(path)
         }
 
+    @property
+    def holds_features(self) -> bool:
+        """Whether features were packed, so that lengths are frames."""
+        return any(stream.kind == "features" for stream, _ in self._packed.values())
+
     def read(self, row: int) -> NDArray[Any]:
         """16-bit mono at the rate that was asked for. Packed audio of that rate is not copied: it is read-only."""
         manifest = self._manifest

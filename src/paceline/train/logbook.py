@@ -16,6 +16,7 @@ from paceline.train.engine import Engine
 from paceline.train.feed import Feed
 from paceline.train.meter import Meter
 from paceline.train.position import Position
+from paceline.train.recorded import counters
 from paceline.train.step import Step
 from paceline.train.summary import DataFacts
 
@@ -125,6 +126,7 @@ class Logbook:
             "loss": loss,
             "skipped": skipped,
             "padding": self._padding,
+            **counters(self._engine),
             **measured,
         }
         findings = verdict(record)

@@ -240,7 +240,8 @@ def data_facts(feed: Feed, epoch: int, length_unit: str = "") -> DataFacts:
 def model_facts(engine: Engine) -> ModelFacts:
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in engine.model.parameters()]
     trained = sum(size for size, is_trained in sizes if is_trained)
-    return ModelFacts(sum(size for size, _ in sizes), trained, type(engine.optimizer).__name__)
+    name, way = type(engine.optimizer).__name__, getattr(engine.optimizer, "way", None)
+    return ModelFacts(sum(size for size, _ in sizes), trained, f"{name} (kernels: {way})" if way else name)
 
 
 # -- settings without effect -------------------------------------------------------------------------------------------

@@ -152,6 +152,24 @@ class Task:
         """What inference returns for one batch: a tensor or a list with one entry per sample."""
         raise NotImplementedError("this task has no `predict(model, grain)`")
 
+    def train_collate(self, data: Any) -> Callable[[list[Any]], Any] | None:
+        """How samples of `data` become a grain in training, where that is not as in validation."""
+        return self.collate
+
+    def accelerate(self, model: torch.nn.Module) -> Sequence[str]:
+        """Let kernels of the task's own stand in for modules of the model, which keeps its weights and their names; it
+        is on its device and in training (`-O4`). Returns which parts stay as they were, and why; raises `CannotRun`
+        where that is all of them."""
+        return []
+
+    def recordable(self, grain: Grain) -> Any:
+        """The grain's data as tensors alone, in dictionaries, tuples and lists.
+
+        A task that has this says that its loss of such a grain can be recorded as a CUDA graph (`-O4`): it never waits
+        for the device, decides nothing by values, draws random numbers from torch alone, and what it counts follows
+        from the shapes."""
+        return grain.data
+
     def optimizer(
         self, groups: list[dict[str, Any]], settings: OptimSettings, device: torch.device
     ) -> torch.optim.Optimizer:

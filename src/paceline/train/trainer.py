@@ -9,15 +9,16 @@ import torch
 
 from paceline.config.keys import key
 from paceline.config.settings import TrainConfig
-from paceline.observe import loggers, timeline
+from paceline.observe import timeline
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.rank_log import rank_log
-from paceline.observe.watcher import RunInfo, Watcher, checked
+from paceline.observe.watcher import RunInfo, Watcher
 from paceline.optim import build, larc, schedule
-from paceline.train import restore, state, summary
+from paceline.train import restore, start_weights, state, summary
 from paceline.train.due import due_since, is_due, next_due
 from paceline.train.engine import Engine
+from paceline.train.fastest import Fastest
 from paceline.train.feed import Feed, NothingRead
 from paceline.train.fingerprint import DataChanged
 from paceline.train.keeper import Keeper
@@ -31,6 +32,7 @@ from paceline.train.signals import on_stop_signal
 from paceline.train.step import Step
 from paceline.train.task import Stage, Task, attach, overrides
 from paceline.train.validation import Validation
+from paceline.train.watching import watchers_of
 from paceline.world import stacks
 from paceline.world.link import Link
 from paceline.world.trail import trail
@@ -49,6 +51,9 @@ class Trainer:
         stacks.send_to(self.keeper.rank_log_file)
         self.engine = Engine(config, link=link)
         self.engine.clock = self.clock
+        self.fastest = Fastest(task, config, self.engine, self.progress) if config.level == 4 else None
+        if self.fastest is not None and self.keeper.found is not None:
+            self.fastest.recall(self.keeper.found.state.get("choice"))
         task.evaluating = self.engine.evaluating
         self.position = Position()
         self.stages = list(task.stages())
@@ -61,7 +66,7 @@ class Trainer:
         self.timeline = timeline.build(
             config, config.out, link, self.clock, lambda: self.engine.num_steps, self.progress.say
         )
-        watching = self._watchers(watchers)
+        watching = watchers_of(task, config, self.progress.say, watchers) if link.is_first else []
         self.keeper.open()
         if self.keeper.metrics_file is not None:
             done, validated = self.engine.num_steps, max(0, self.position.validated)
@@ -107,10 +112,12 @@ class Trainer:
             self.progress.say("this run is finished: nothing is left to train")
             return "early" if self._lost_patience() else "finished"
         position.is_complete = False  # or it goes on: a finished run was given more epochs, steps or patience
+        self._make_fast(feed)
         self.engine.schedule = self._schedule(feed, epochs)
         self._introduce(feed)
         self.clock.lap("setup")
         status = "finished"
+        feed.end_epoch = epochs
         while status == "finished" and not self._is_done(epochs):
             status = self._train_epoch(feed)
             going_on = status == "finished" and not self._is_done(epochs)
@@ -126,6 +133,12 @@ class Trainer:
                 position.begin_stage(number + 1)
             self._save()
         return status
+
+    def _make_fast(self, feed: Feed) -> None:
+        """With `-O4`: find out what is fastest here, if that is not known, and set it up for a stage."""
+        if self.fastest is not None:
+            self.fastest.begin_stage(feed, self._prepare)
+            self.keeper.choice = None if self.fastest.choice is None else self.fastest.choice.record()
 
     def _train_epoch(self, feed: Feed) -> str:
         position, engine, config, clock = self.position, self.engine, self.config, self.clock
@@ -246,6 +259,8 @@ class Trainer:
         self.timeline.close()
         self.log.close(status)
         self.clock.lap("logging")
+        for line in [] if self.fastest is None else self.fastest.lines():
+            self.progress.say(line)
         if status == "stopped":
             self.progress.say(f"asked to stop: saved after step {self.position.num_steps}; `--resume auto` goes on")
         self.link.barrier()
@@ -267,11 +282,8 @@ class Trainer:
         torch.manual_seed(self.config.seed)
         model = self.task.model()
         build.freeze(model, self.config.freeze)
-        if self.config.init_from is not None and self.keeper.found is None:
-            weights = self.task.read_weights(self.config.init_from)
-            if weights is None:
-                weights = restore.load(self.config.init_from, ["model"]).parts["model"]
-            self.progress.say(restore.load_by_name(model, weights).line(self.config.init_from))
+        if self.keeper.found is None:
+            start_weights.load(model, self.task, self.config.init_from, self.progress.say)
         self._prepare(model)
         self._after_backward: Callable[[], None] | None = None
         if overrides(self.task, "after_backward"):
@@ -281,6 +293,8 @@ class Trainer:
 
     def _prepare(self, model: torch.nn.Module) -> None:
         model.to(self.link.device)
+        if self.fastest is not None:
+            self.fastest.accelerate(model)
         optimizer = self.task.optimizer(build.groups(model, self.config), self.config, self.link.device)
         rule = larc.rule_of(self.config)
         self.larc = None if rule is None else larc.Larc(optimizer, rule)
@@ -330,7 +344,7 @@ class Trainer:
             self.link,
             grains=self.keeper.grains,
             seed=config.seed if number == 0 else key(config.seed, number),
-            collate=self.task.collate,
+            collate=self.task.train_collate(data),
             lengths=self.task.lengths(data),
             counts=self.task.counts(data),
             clock=self.clock,
@@ -361,15 +375,6 @@ class Trainer:
         per_epoch = None if epochs is None else feed.num_steps(0)
         ends = [self.config.steps, per_epoch and epochs and per_epoch * epochs]
         return min((end for end in ends if end is not None), default=None)
-
-    def _watchers(self, given: Sequence[Watcher]) -> list[Watcher]:
-        """The loggers of the settings, those of the task, and those that were given; only the first rank has some."""
-        if not self.link.is_first:
-            return []
-        found, missing = loggers.build(self.config.loggers, is_asked="loggers" in self.config.model_fields_set)
-        for name in missing:
-            self.progress.say(f"{name} is not installed: metrics go to metrics.jsonl alone (`pip install {name}`)")
-        return [*found, *checked(self.task.watchers()), *checked(given)]
 
     def _info(self) -> RunInfo:
         settings = self.config.model_dump(mode="json")

@@ -12,13 +12,16 @@ import yaml
 
 from paceline.cli.main import main
 from paceline.data.bad_line import BadManifest
+from paceline.data.fetch import Fetch, Request
 from paceline.data.hdf_errors import PackedMisfit
 from paceline.data.manifest import NothingKept, read_manifests
 from paceline.data.recordings import Recordings
 from paceline.recipes.asr.inputs import open_inputs
+from paceline.recipes.asr.ladder import ladder
 from paceline.recipes.asr.model import AcousticModel
 from paceline.recipes.asr.network import NetworkSettings
 from paceline.recipes.asr.perturb import find_clips
+from paceline.recipes.asr.text import EncodedTexts
 from paceline.recipes.asr.utterances import Utterances, collate
 from tests.recipes.asr import tiny
 
@@ -63,6 +66,22 @@ def test_the_same_losses_as_from_audio_files(folder: Path, tmp_path: Path, chang
     names = ["train.h5"] if changes else ["train.h5", "shards.h5", "returnn.hdf"]
     for name in names:
         assert trained(folder, tmp_path / name, name, "dev.h5", **changes) == expected
+
+
+def test_grains_of_packed_audio_stand_on_the_ladder_too(folder: Path) -> None:
+    """Copied from the file into the batch at once, and still what the ladder makes of the samples one by one."""
+    found = []
+    for name in ("train.json", "train.h5"):
+        manifest, _ = read_manifests([folder / name])
+        texts = EncodedTexts(np.zeros(5 * len(manifest), np.uint8), 5 * np.arange(len(manifest) + 1))
+        data = Utterances(manifest, texts, tiny.RATE)
+        fetch = Fetch(data, ladder(data, NetworkSettings(**NOTHING_RANDOM)), seed=3)
+        found.append(fetch(Request(1, 0, np.array([4, 0, 17]))))
+    assert (data._recordings.packed(np.array([4])) is not None) and found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        same = torch.equal(found[1][name], value) if isinstance(value, torch.Tensor) else found[1][name] == value
+        assert same, name
+    assert found[0]["audio"].shape[1] > max(found[0]["num_samples"])
 
 
 def test_mixed_with_manifests(folder: Path, tmp_path: Path) -> None:

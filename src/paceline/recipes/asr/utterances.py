@@ -16,7 +16,7 @@ from paceline.data.audio import AudioUnreadable
 from paceline.data.audio_check import bad_audio
 from paceline.data.manifest import Manifest
 from paceline.data.recordings import Recordings
-from paceline.recipes.asr.padding import Utterance, collate, padded_grain
+from paceline.recipes.asr.padding import Collate, Utterance, collate
 from paceline.recipes.asr.perturb import PerturbSettings, is_active, max_stretch, perturb
 from paceline.recipes.asr.text import EncodedTexts
 
@@ -27,8 +27,6 @@ class Utterances:
     """Map-style: no Python object per line, so that workers share one copy of it."""
 
     reads_leave_nothing_open = True
-    grain_collate = staticmethod(collate)
-    """What `read_grain` does instead."""
 
     def __init__(
         self,
@@ -82,22 +80,35 @@ class Utterances:
         silence = np.zeros(max(1, round(float(manifest.durations[index]) * self._sample_rate)), np.int16)
         return Utterance(silence, self._texts[index], key, bad_audio(manifest, index, unreadable.why))
 
-    def read_grain(self, samples: NDArray[np.int64], seeds: Sequence[int]) -> dict[str, Any] | None:
+    def read_grain(self, samples: NDArray[np.int64], seeds: Sequence[int], collate: Any) -> dict[str, Any] | None:
         """What `collate` makes of these samples; None where they must be read one by one.
 
         Packed audio that nothing changes is copied from the file into the batch, without an object per utterance.
         """
-        packed = None if self._perturb is not None else self._recordings.packed(samples)
+        if self._perturb is not None or not isinstance(collate, Collate):
+            return None
+        packed = self._recordings.packed(samples)
         if packed is None:
             return None
         stream, rows = packed
-        audio, lengths = stream.pad(rows)
+        room = np.empty((len(rows), collate.width(stream.lengths[rows]), *stream.shape), stream.dtype)
+        audio, lengths = stream.pad(rows, out=room)
         keys = np.empty(len(samples), np.int64)
         for place, seed in enumerate(seeds):  # as the loader seeds a sample, and `__getitem__` then draws
             torch.default_generator.manual_seed(seed)
             keys[place] = int(torch.randint(2**62, ()))
         texts = [self._texts[sample] for sample in samples.tolist()]
-        return padded_grain(audio, lengths, texts, keys, [None] * len(samples))
+        return collate.grain(audio, lengths, texts, keys, [None] * len(samples))
+
+    @property
+    def holds_features(self) -> bool:
+        """Whether `audio` is features, computed when the file was packed."""
+        return self._recordings.holds_features
+
+    @property
+    def most_labels(self) -> int:
+        """Of the longest text."""
+        return int(self._texts.lengths.max(initial=0))
 
     @property
     def names(self) -> Sequence[str]:
