@@ -76,8 +76,9 @@ def test_grains_of_packed_audio_stand_on_the_ladder_too(folder: Path) -> None:
         texts = EncodedTexts(np.zeros(5 * len(manifest), np.uint8), 5 * np.arange(len(manifest) + 1))
         data = Utterances(manifest, texts, tiny.RATE)
         fetch = Fetch(data, ladder(data, NetworkSettings(**NOTHING_RANDOM)), seed=3)
-        found.append(fetch(Request(1, 0, np.array([4, 0, 17]))))
-    assert (data._recordings.packed(np.array([4])) is not None) and found[0].keys() == found[1].keys()
+        found.append(fetch(Request(1, 0, np.array([4, 0, 17]))).data)
+    assert data._recordings.packed(np.array([4])) is not None
+    assert found[0].keys() == found[1].keys()
     for name, value in found[0].items():
         same = torch.equal(found[1][name], value) if isinstance(value, torch.Tensor) else found[1][name] == value
         assert same, name
