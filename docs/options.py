@@ -17,6 +17,7 @@ from paceline.cli.completion import HOMES
 from paceline.cli.main import COMMANDS
 from paceline.cli.recipes import RECIPES
 from paceline.cli.tasks import find_task
+from paceline.cli.tune import TuneCommand
 from paceline.config.aliases import ALIASES, SHORT
 from paceline.config.explain import Option, parts
 from paceline.config.settings import GroupSettings, TrainConfig
@@ -39,8 +40,11 @@ shows the same tables.
 """
 NAMES = {int: "integer", float: "number", str: "text", Path: "path", bool: "flag"}
 LIMITS = {"gt": "> {}", "ge": ">= {}", "lt": "< {}", "le": "<= {}"}
-SHARED = "demo"
-"""Takes the options of `train`."""
+SHARED = {
+    "demo": "All options of `paceline train`; what is not set has values that suit the demo.",
+    "tune": "All options of `paceline train` that say what is trained and how, and:",
+}
+"""Take the options of `train`."""
 
 
 def page() -> str:
@@ -48,8 +52,9 @@ def page() -> str:
     blocks = [f"{HEAD}{_aliases()}\n"]
     for command, (home, positional) in HOMES.items():
         blocks.append(f"## paceline {command}\n\n{COMMANDS[command].capitalize()}.\n")
-        if command == SHARED:
-            blocks.append("All options of `paceline train`; what is not set has values that suit the demo.\n")
+        if command in SHARED:
+            blocks.append(f"{SHARED[command]}\n")
+            blocks += _command(TuneCommand, positional) if command == "tune" else []
             continue
         module, _, name = home.partition(":")
         blocks += _command(getattr(importlib.import_module(f"paceline.cli.{module}"), name), positional)

@@ -10,6 +10,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: its kernels run on the CPU, too
 
 from tests.ranks import close_pool
 

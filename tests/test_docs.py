@@ -22,6 +22,7 @@ import yaml
 from pydantic import create_model
 
 import paceline
+from paceline.cli import tune
 from paceline.cli.completion import HOMES
 from paceline.cli.main import COMMANDS, main
 from paceline.cli.options import TrainCommand, train_options
@@ -150,8 +151,10 @@ def _understand(words: list[str], folder: Path) -> None:
         dashes = rest.index("--")
         _understand(rest[dashes + 1 :], folder)
         rest = rest[:dashes]
-    if command == "train":
-        name, _ = take_task(rest)
+    if command in ("train", "tune"):
+        rest = tune.range_test_words(rest) if command == "tune" else rest
+        model = tune.tune_options if command == "tune" else train_options
+        name, _ = take_task(rest, model(TrainConfig))
         assert name is not None
         path = name.rpartition(":")[0]
         is_here = not path or (folder / path).exists()
@@ -159,7 +162,9 @@ def _understand(words: list[str], folder: Path) -> None:
         for word in rest:
             if word.endswith(".yaml") and not (folder / word).exists():
                 (folder / word).write_text("epochs: 12\n")  # what the line before it would have printed
-        load(train_options(settings), rest, prog="paceline train", positional=("task",))
+        if command == "tune":
+            rest, _ = tune.with_length(model(settings), rest)
+        load(model(settings), rest, prog=f"paceline {command}", positional=("task",))
         return
     home, positional = HOMES[command]
     module, _, model = home.partition(":")

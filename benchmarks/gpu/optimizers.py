@@ -1,10 +1,11 @@
-"""What one update of NovoGrad, LAMB and LARC costs, beside torch's AdamW and the same written tensor by tensor.
+"""What one update of NovoGrad, LAMB, LARC and clipping costs, beside torch's AdamW, torch's foreach kernels and the
+same written tensor by tensor.
 
     python benchmarks/gpu/optimizers.py [--json] [--steps 50] [--device cpu]
 
 Weights in the number and sizes of QuartzNet 15x5 (18.9 M in 358 tensors), fp32, gradients that stay as they are;
 milliseconds per update, median of 5 interleaved rounds. `issue` is until the host is free again, `done` until the
-device is.
+device is, `replayed` until it is inside a CUDA graph, where nothing is issued.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from table import Row, parser, show
 
+from paceline.optim.clip import ClipNorm
 from paceline.optim.lamb import Lamb
 from paceline.optim.larc import Larc, Rule
 from paceline.optim.novograd import NovoGrad
@@ -61,6 +63,22 @@ class LarcByTensor:
                     weight.grad.mul_(min(local / group["lr"], 1))
 
 
+class Clipping(torch.optim.Optimizer):
+    """Nothing but clipping, as an update."""
+
+    def __init__(self, params: list[Tensor], max_norm: float, by_torch: bool) -> None:
+        super().__init__(params, {"lr": 0.0})
+        self._max_norm, self._by_torch, self._clip = max_norm, by_torch, ClipNorm(max_norm)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        weights = self.param_groups[0]["params"]
+        if self._by_torch:
+            torch.nn.utils.clip_grad_norm_(weights, self._max_norm)
+        else:
+            self._clip.scale(weights, self._clip.norm([weight.grad for weight in weights]))
+
+
 def sgd(device: torch.device) -> torch.optim.SGD:
     return torch.optim.SGD(make_weights(device), lr=1e-3, momentum=0.9, fused=True)
 
@@ -80,6 +98,22 @@ def make_weights(device: torch.device) -> list[Tensor]:
     for weight in weights:
         weight.grad = torch.randn_like(weight) * 1e-3
     return weights
+
+
+def replayed(optimizer: torch.optim.Optimizer, num_steps: int) -> float:
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    rounds = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(num_steps):
+            graph.replay()
+        torch.cuda.synchronize()
+        rounds.append((time.perf_counter() - began) / num_steps * 1e3)
+    return statistics.median(rounds)
 
 
 def timed(optimizer: torch.optim.Optimizer, num_steps: int, device: torch.device) -> tuple[float, float]:
@@ -102,16 +136,23 @@ def main() -> None:
     optimizers = {
         "torch AdamW, fused": torch.optim.AdamW(make_weights(device), lr=1e-3, fused=True),
         "NovoGrad, tensor by tensor": TensorByTensor(make_weights(device), lr=1e-3),
+        "NovoGrad, foreach": NovoGrad(make_weights(device), lr=1e-3, weight_decay=1e-3, fused=False),
         "NovoGrad": NovoGrad(make_weights(device), lr=1e-3, weight_decay=1e-3),
         "Lamb": Lamb(make_weights(device), lr=1e-3, weight_decay=1e-3),
     }
     optimizers["SGD"] = sgd(device)
+    optimizers["SGD with LARC, foreach"] = sgd(device)
+    Larc(optimizers["SGD with LARC, foreach"], fused=False)
     optimizers["SGD with LARC"] = sgd(device)
     Larc(optimizers["SGD with LARC"])
     optimizers["SGD with LARC, decay inside"] = sgd(device)
     Larc(optimizers["SGD with LARC, decay inside"], Rule(decay_inside=True, zero="skip"))
     optimizers["SGD with LARC, tensor by tensor"] = sgd(device)
     LarcByTensor(optimizers["SGD with LARC, tensor by tensor"])
+    optimizers["NovoGrad with LARC"] = NovoGrad(make_weights(device), lr=1e-3, weight_decay=1e-3)
+    Larc(optimizers["NovoGrad with LARC"])
+    optimizers["clipping, torch"] = Clipping(make_weights(device), 1e-3, by_torch=True)
+    optimizers["clipping"] = Clipping(make_weights(device), 1e-3, by_torch=False)
     for optimizer in optimizers.values():
         timed(optimizer, 3, device)
     rounds = [{name: timed(each, options.steps, device) for name, each in optimizers.items()} for _ in range(5)]
@@ -119,6 +160,9 @@ def main() -> None:
     for index, metric in enumerate(("issue", "done")):
         medians = {name: statistics.median(each[name][index] for each in rounds) for name in optimizers}
         rows += [Row(name, metric, value, "ms", base, value / medians[base]) for name, value in medians.items()]
+    if device.type == "cuda":
+        for name in ("NovoGrad", "SGD", "SGD with LARC", "NovoGrad with LARC", "clipping"):
+            rows.append(Row(name, "replayed", replayed(optimizers[name], options.steps), "ms"))
     show(sorted(rows, key=lambda row: list(optimizers).index(row.case)), "One update", options.json)
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from paceline.data.collate import pad_collate as pad_collate
     from paceline.data.grain import Batch as Batch
     from paceline.data.grain import Grain as Grain
+    from paceline.data.hdf_dataset import PackedDataset as PackedDataset
     from paceline.observe.watcher import Watcher as Watcher
     from paceline.train.engine import Engine as Engine
     from paceline.train.fit import fit as fit
@@ -30,6 +31,7 @@ _HOMES = {
     "pad_collate": "paceline.data.collate",
     "Batch": "paceline.data.grain",
     "Grain": "paceline.data.grain",
+    "PackedDataset": "paceline.data.hdf_dataset",
     "Watcher": "paceline.observe.watcher",
     "Engine": "paceline.train.engine",
     "fit": "paceline.train.fit",

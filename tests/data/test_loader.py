@@ -15,10 +15,11 @@ from torch.utils.data import Dataset, TensorDataset
 
 import paceline.data.loader as loader_module
 from paceline.config.errors import PacelineError
+from paceline.data.ahead import Seat
 from paceline.data.collate import ShapesDiffer, pad_collate, stack_collate
 from paceline.data.fetch import Fetch, Request
 from paceline.data.grain import Batch, Grain
-from paceline.data.loader import Loader, Seat, choose_workers
+from paceline.data.loader import Loader, choose_workers
 from paceline.data.plan import BatchRule, Plan
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
+
+from paceline.observe import clock as clock_module
 from paceline.observe.clock import PHASES, Clock, computing_share, elapsed
 
 
@@ -15,6 +20,35 @@ def test_the_clock_has_a_name_for_every_moment() -> None:
     began, ended = clock._last, clock._ns.copy()
     clock.lap("data")
     assert sum(clock._ns.values()) - sum(ended.values()) == clock._last - began
+
+
+def test_waits_are_those_of_the_epoch_and_of_single_meetings(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0
+    monkeypatch.setattr(clock_module, "perf_counter_ns", lambda: now)
+    clock = Clock()
+    for waited in (5, 7):
+        now += 100
+        clock.lap("compute")
+        now += waited * 1_000_000
+        clock.meet()
+    assert clock.waits.kept == pytest.approx([0.005, 0.007])
+    now += 3_000_000
+    clock.lap("communication")  # between two epochs
+    clock.begin_epoch()
+    now += 9_000_000
+    clock.meet()
+    assert clock.waits.kept == pytest.approx([0.009])
+    assert clock.read()["communication"] == pytest.approx(0.024)
+
+
+def test_a_follower_hears_of_every_lap_without_gaps() -> None:
+    clock, laps = Clock(), []
+    clock.follower = lambda phase, began, ended: laps.append((phase, began, ended))
+    clock.begin_step()
+    clock.lap("compute")
+    clock.meet()
+    assert [phase for phase, _, _ in laps] == ["data", "compute", "communication"]
+    assert all(before[2] == after[1] for before, after in itertools.pairwise(laps))
 
 
 def test_computing_time_is_what_is_not_waiting_for_data() -> None:

@@ -62,7 +62,7 @@ def test_the_style(asked: str, is_terminal: bool, in_notebook: bool, style: str)
 
 
 def test_the_epoch_line_is_that_of_returnn_with_padding_and_speed() -> None:
-    line = epoch_line("epoch 1", 2941, 1738.9, 0.993, loss=0.12341, padding=0.031, objects_per_s=811.6)
+    line = epoch_line("epoch 1", 2941, 1738.9, 0.993, loss=0.12341, padding=0.031, speeds=["812 samples/s"])
     assert line == (
         "train epoch 1, finished after 2941 steps, 0:28:58 elapsed (99.3% computing time),"
         " loss 0.1234, padding 3.1%, 812 samples/s"
@@ -70,7 +70,7 @@ def test_the_epoch_line_is_that_of_returnn_with_padding_and_speed() -> None:
 
 
 def test_the_epoch_line_leaves_out_what_is_not_known() -> None:
-    line = epoch_line("stage b, epoch 12", 3, 36_061.0, 1.0, loss=2.0, padding=None, objects_per_s=0.03125)
+    line = epoch_line("stage b, epoch 12", 3, 36_061.0, 1.0, loss=2.0, padding=None, speeds=["0.0312 samples/s"])
     assert line == (
         "train stage b, epoch 12, finished after 3 steps, 10:01:01 elapsed (100.0% computing time),"
         " loss 2.0000, 0.0312 samples/s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -156,6 +157,19 @@ def test_several_dtypes_and_groups_in_one_optimizer(case: str) -> None:
             give(own, gradients(step, dtype))
             single.step()
         assert snapshot(single, own)[:count] == snapshot(optimizer, mixed[index * count : (index + 1) * count])[:count]
+
+
+@every_case
+def test_a_copy_goes_on_alone(case: str) -> None:
+    parameters = weights(torch.float32)
+    optimizer = CASES[case](parameters)
+    train(optimizer, parameters, range(2))
+    copied = copy.deepcopy(optimizer)
+    own = copied.param_groups[0]["params"]
+    train(optimizer, parameters, range(2, 4))
+    assert snapshot(copied, own) != snapshot(optimizer, parameters)
+    train(copied, own, range(2, 4))
+    assert snapshot(copied, own) == snapshot(optimizer, parameters)
 
 
 @every_case

@@ -22,9 +22,12 @@ from paceline.speed.precision import (
     apply,
     autocast,
     capabilities,
+    levels,
     resolve,
+    resolve_way,
     rows,
 )
+from paceline.speed.way import Way
 
 DEVICES = {
     "CPU": Capabilities("cpu", "an old CPU", bf16=False, tf32=False, fp16=True, compiler=True),
@@ -67,8 +70,9 @@ def table() -> list[Row]:
     for line in text.splitlines():
         if line.startswith("| `"):
             setting, devices, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            setting = setting.replace("`", "")
             names = list(DEVICES) if devices == "any" else [name.strip() for name in devices.split(",")]
-            found += [Row(setting.strip("`"), name, tuple(cells)) for name in names]
+            found += [Row(setting, name, tuple(cells)) for name in names]
     return found
 
 
@@ -96,8 +100,8 @@ def backends_as_before() -> Iterator[None]:
 
 def test_table_has_every_setting_once_on_every_device() -> None:
     settings = {row.setting for row in TABLE}
-    levels = {"auto", "-O0", "-O1", "-O2", "-O3"}
-    assert settings > levels | {f"--precision {name}" for name in ("fp16", "fp16-master", "fp16-pure", "fp64")}
+    names = {"auto", "-O0", "-O1", "-O2", "-O3", "-O4 until it has measured"}
+    assert settings > names | {f"--precision {name}" for name in ("fp16", "fp16-master", "fp16-pure", "fp64")}
     assert sorted((row.setting, row.device) for row in TABLE) == sorted((s, d) for s in settings for d in DEVICES)
 
 
@@ -227,6 +231,26 @@ def test_compile_without_compiler_says_what_to_install(device: str, package: str
     with pytest.raises(LevelUnsupported, match=re.escape(package)):
         resolve(3, precision, bare)
     assert not resolve(2, precision, bare).compile
+
+
+def test_level_4_is_what_it_chose() -> None:
+    open_ = resolve(4, None, DEVICES["GPU sm80"])
+    assert (open_.level, open_.name, open_.is_open, open_.compile) == (4, "-O4", True, True)
+    assert resolve(4, "fp16", DEVICES["GPU"]).name == "--precision fp16"
+    chosen = resolve_way(Way(2, kernels=True, graphs=True), None, DEVICES["GPU sm80"])
+    assert (chosen.level, chosen.name, chosen.is_open, chosen.compile) == (4, "-O4", False, False)
+    assert chosen.autocast is torch.bfloat16
+    assert dict(rows(chosen))["-O4 adds"] == "the task's kernels and CUDA graphs"
+    assert dict(rows(resolve_way(Way(0), None, DEVICES["CPU"])))["-O4 adds"].startswith("nothing")
+    assert "loop of your own" in dict(rows(open_))["-O4 adds"]
+    assert "-O4 adds" not in dict(rows(resolve(3, None, DEVICES["GPU sm80"])))
+
+
+def test_which_levels_a_device_has() -> None:
+    assert levels(None, DEVICES["GPU sm80"]) == [0, 1, 2, 3]
+    assert levels(None, DEVICES["GPU"]) == [0, 1]
+    assert levels("fp16", DEVICES["GPU"]) == [0, 1, 2, 3]
+    assert levels("fp64", DEVICES["CPU"]) == [0, 1]
 
 
 def test_unsupported_level_names_the_way_out() -> None:

@@ -20,15 +20,18 @@ class CompletionOptions(Section):
 
 HOMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "train": ("train:OPTIONS", ("task",)),
+    "tune": ("tune:OPTIONS", ("task",)),
     "eval": ("eval:EvalOptions", ("run",)),
     "infer": ("infer:InferOptions", ("run", "inputs")),
     "manifest": ("manifest:ManifestOptions", ("action", "path")),
+    "pack": ("pack:PackOptions", ("paths",)),
     "export": ("export:ExportOptions", ("run", "folder")),
     "launch": ("launch:LaunchOptions", ()),
     "submit": ("submit:SubmitOptions", ("scheduler",)),
     "doctor": ("doctor:DoctorOptions", ()),
     "runs": ("runs:RunsOptions", ("folder",)),
     "diff": ("diff:DiffOptions", ("left", "right")),
+    "report": ("report:ReportOptions", ("runs",)),
     "demo": ("train:OPTIONS", ("task",)),
     "completion": ("completion:CompletionOptions", ("shell",)),
 }

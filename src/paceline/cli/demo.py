@@ -6,11 +6,13 @@ import os
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from paceline.cli import train
 from paceline.cli.options import TrainCommand, train_options
+from paceline.cli.report import PAGE, write_report
 from paceline.config.files import read_file
 from paceline.config.values import Given
 from paceline.config.words import asks_for_help, dashed, read_words
@@ -54,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
         sys.stdout.flush()
     code = train.run(words)
     if code == 0 and out is not None and (out / JOURNAL).exists():
-        sys.stdout.write("\n".join(["", *closing(out, corpus, time.monotonic() - began), ""]))
+        sys.stdout.write("\n".join(["", *closing(out, corpus, time.monotonic() - began, _report(out)), ""]))
     return code
 
 
@@ -101,7 +103,14 @@ def _speak(folder: Path) -> None:
     sys.stdout.write(f"corpus: {spoken.num_utterances:,} utterances, {spoken.hours:.2f} hours, {again}\n")
 
 
-def closing(out: Path, corpus: Path, seconds: float) -> list[str]:
+def _report(out: Path) -> list[str]:
+    """The page about this run, where there is something to draw it with."""
+    if find_spec("plotly") is None or not read(out / JOURNAL):
+        return []
+    return [write_report([out], out / PAGE), ""]
+
+
+def closing(out: Path, corpus: Path, seconds: float, report: Sequence[str] = ()) -> list[str]:
     """What came out, and where to look next."""
     validations, epochs = read(out / JOURNAL, "validation"), read(out / JOURNAL, "epoch")
     lines = error_rates(validations[-1]) if validations else []
@@ -110,6 +119,7 @@ def closing(out: Path, corpus: Path, seconds: float) -> list[str]:
         *lines,
         training_time(epochs, seconds),
         "",
+        *report,
         "next:",
         f"  paceline infer {out} {example if example.exists() else 'FILE.flac'}",
         *([f"  paceline eval {out} --decoder beam"] if validations else []),

@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.config.errors import PacelineError
 from paceline.config.folder import MARK
 from paceline.config.load import load
 from paceline.config.settings import Section
+from paceline.observe.report.runs import NoRun
+from paceline.observe.report.settings import ABSENT, OWN_NAMES
 from paceline.train.run import NotARun, Run
 
-# They name a run or say how it was opened, and differ by nature.
-_NAMES = ("out", "exp_name", "runs_dir", "resume")
-_ABSENT = "(none)"
 Rows = dict[str, tuple[str, str]]
 
 
@@ -26,16 +24,6 @@ class DiffOptions(Section):
     """Folder of a run."""
     right: Path
     """Folder of another run."""
-
-
-class NoRun(PacelineError):
-    """A folder that holds no run."""
-
-    hint = f"give the folder with {MARK} in it; `paceline runs` lists runs"
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(f"{folder} holds no run" if folder.exists() else f"there is no folder {folder}")
-        self.folder = folder
 
 
 def run(argv: Sequence[str]) -> int:
@@ -55,9 +43,9 @@ def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, 
     for heading, (ours, theirs) in sections.items():
         names = [*ours, *(name for name in theirs if name not in ours)]
         rows = {
-            name: (ours.get(name, _ABSENT), theirs.get(name, _ABSENT))
+            name: (ours.get(name, ABSENT), theirs.get(name, ABSENT))
             for name in names
-            if ours.get(name, _ABSENT) != theirs.get(name, _ABSENT)
+            if ours.get(name, ABSENT) != theirs.get(name, ABSENT)
         }
         if rows:
             found[heading] = rows
@@ -66,7 +54,7 @@ def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, 
 
 def _values(record: Mapping[str, Any], heading: str) -> dict[str, str]:
     if heading == "settings":
-        settings = {name: value for name, value in record["settings"].items() if name not in _NAMES}
+        settings = {name: value for name, value in record["settings"].items() if name not in OWN_NAMES}
         return {
             name: str(value) for name, value in {"task": record["task"], **settings, "grains": record["grains"]}.items()
         }

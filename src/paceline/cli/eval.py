@@ -32,7 +32,7 @@ with warnings.catch_warnings():
         run: Path
         """Folder of the run."""
         manifest: tuple[str, ...] = ()
-        """Other manifests than the run's, with commas between them, for a task that reads manifests."""
+        """Other manifests or packed files than the run's, with commas between them, for a task that reads manifests."""
         checkpoint: Literal["best", "last"] | Path = "best"
         """The one with the best score, the newest one, or one by its path or name."""
         device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -15,15 +15,18 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "train": "train a task on this machine or under any launcher",
+    "tune": "measure which settings train a task fastest here, or find a learning rate",
     "eval": "measure a trained run on its validation sets or on others",
     "infer": "predict with a trained run",
     "manifest": "make, check and split manifests of speech data",
+    "pack": "pack data into HDF5 that is read at memory speed",
     "export": "write a trained model as files that other programs can read",
     "launch": "start a command as several ranks, on this machine or on each of several",
     "submit": "write a batch script for SLURM or Grid Engine, and queue it",
     "doctor": "check a machine, or all ranks of an allocation, and say what is wrong",
     "runs": "list runs: what was trained, how far, how well",
     "diff": "show how two runs differ",
+    "report": "write one page about runs: losses, metrics, time, verdicts, settings, samples",
     "demo": "train something small and real, and report",
     "completion": "print a script that completes commands and options in your shell",
 }
@@ -64,6 +67,7 @@ def _run(name: str, words: list[str]) -> int:
     # Read when torch is imported: its store warns once per connection where a name server does not know the peer, and
     # prints C++ frames when a peer is gone, which our own message says better.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch.profiler says when it starts and stops, which nobody asked
     try:
         code: int = importlib.import_module(f"paceline.cli.{name}").run(words)
     except PacelineError as error:

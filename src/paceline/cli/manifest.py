@@ -175,11 +175,15 @@ def _stats(options: StatsOptions) -> int:
 
 
 def _split(options: SplitOptions) -> int:
-    from paceline.data.manifest import manifest_paths, read_manifests
+    from paceline.data.hdf_errors import is_packed
+    from paceline.data.manifest import NotAManifest, manifest_paths, read_manifests
     from paceline.recipes.asr import manifest_split as splitting
     from paceline.recipes.asr.manifest_scan import write_lines
 
     parts = splitting.parse_parts(options.parts)
+    for path in filter(is_packed, manifest_paths(options.path)):
+        hint = "split the manifest it was made from; `paceline pack --extract FILE FOLDER` makes one"
+        raise NotAManifest(path, "is packed, and has no lines to write", hint)
     first = manifest_paths(options.path)[0]
     folder = options.out or first.parent
     outs = {part: folder / f"{first.stem}-{part}{first.suffix}" for part in parts}

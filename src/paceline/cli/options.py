@@ -34,6 +34,6 @@ def train_options(settings: type[TrainConfig]) -> type[TrainCommand]:
     return options
 
 
-def task_settings(options: TrainCommand, settings: type[TrainConfig]) -> TrainConfig:
+def task_settings(options: Section, settings: type[TrainConfig]) -> TrainConfig:
     """The task's part of what was given."""
     return settings(**{name: getattr(options, name) for name in options.model_fields_set & set(settings.model_fields)})

@@ -17,7 +17,7 @@ from paceline.config.errors import PacelineError
 from paceline.config.folder import run_folder
 from paceline.config.load import as_yaml, load
 from paceline.config.problems import Problem, SettingsInvalid
-from paceline.config.settings import TrainConfig
+from paceline.config.settings import Section, TrainConfig
 from paceline.config.words import read_words
 from paceline.world.discover import World, discover
 
@@ -49,9 +49,9 @@ def run(argv: Sequence[str]) -> int:
     return fail_together(world, lambda: _run(world, name, rest))
 
 
-def take_task(words: Sequence[str]) -> tuple[str | None, list[str]]:
+def take_task(words: Sequence[str], options: type[Section] = OPTIONS) -> tuple[str | None, list[str]]:
     """The word that names the task, and the others. It stands anywhere, as a task may have options we do not know."""
-    typed = read_words(OPTIONS, words, POSITIONAL)
+    typed = read_words(options, words, POSITIONAL)
     places = typed.loose or [place for place in typed.swallowed if _looks_like_task(words[place])]
     if not places:
         return None, list(words)

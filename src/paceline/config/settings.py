@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from paceline.config.steps import StepRange
+
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -118,10 +120,13 @@ class StepSettings(Section):
 
     seed: int = 0
     """Keys all randomness: initial weights, data order, dropout, augmentation."""
-    level: Literal["auto", 0, 1, 2, 3] = "auto"
-    """0 strict fp32, 1 TF32, 2 bf16, 3 bf16 + compile; `auto` is 2 where a GPU has bf16, else 0."""
+    level: Literal["auto", 0, 1, 2, 3, 4] = "auto"
+    """0 strict fp32, 1 TF32, 2 bf16, 3 bf16 + compile, 4 the fastest by measurement; `auto` is 2 where a GPU has bf16,
+    else 0."""
     precision: Literal["fp16", "fp16-master", "fp16-pure", "fp64"] | None = None
     """fp16 autocast, fp16 weights with fp32 masters, all fp16, or all fp64, instead of the level's dtype."""
+    compile_mode: Literal["default", "max-autotune"] = "default"
+    """How hard the compiler of level 3 tries: `max-autotune` measures kernels, for minutes at the start."""
     loss_scale: Literal["backoff", "logmax"] | PositiveFloat = "backoff"
     """How fp16 losses are scaled: dynamic, by gradient statistics, or a constant."""
     clip_norm: PositiveFloat | None = None
@@ -275,6 +280,21 @@ class ObserveSettings(Section):
     """A bar on a terminal or in a notebook, plain lines elsewhere."""
     rank_logs: bool = free(True)
     """Each rank's own log file in the run folder, when there are several."""
+    profile: str = Field("no", json_schema_extra={"free": True, "bare": "auto"})
+    """Steps to write a timeline of, as `20:25` (steps 20 to 24); `auto`, or no value, is 5 steps after the first 10."""
+    profile_ranks: tuple[Annotated[int, Field(ge=0)], ...] = free(())
+    """Ranks whose own torch events are in the timeline, beside the phases of all; the first 8 if not set."""
+    profile_memory: bool = free(False)
+    """Memory in the timeline too; on a GPU also the history of its memory, as a snapshot."""
+
+    @field_validator("profile", mode="before")
+    @classmethod
+    def _are_steps(cls, given: Any) -> str:
+        """Yes and no, or a range."""
+        word = {"true": "auto", "yes": "auto", "false": "no"}.get(str(given).lower(), str(given))
+        if word not in ("no", "auto"):
+            StepRange.parse(word)
+        return word
 
 
 class LoopSettings(Section):
@@ -324,8 +344,9 @@ class EngineConfig(StepSettings, ReduceSettings, WorldSettings):
                 raise ValueError(f"`precision` {self.precision} does not go with `shard` full: use fp16 or level 2")
             if self.loss_scale == "logmax":
                 raise ValueError("`loss_scale` logmax does not go with `shard` full: use backoff or a number")
-            if self.level == 3:
-                raise ValueError("`level` 3 compiles the whole model, which does not go with `shard` full: use level 2")
+            if self.level in (3, 4):
+                why = "compiles the whole model" if self.level == 3 else "may compile or replace the whole model"
+                raise ValueError(f"`level` {self.level} {why}, which does not go with `shard` full: use level 2")
         return self
 
 

@@ -108,7 +108,8 @@ class _Reader:
         if found in self._options and found is not None:
             annotation = self._model.model_fields[found].annotation
             if not is_flag(annotation):
-                self._keep(found, where, self._values(where, attached if equals else None, _takes(annotation)))
+                takes, bare = _takes(annotation), _bare(self._model, found)
+                self._keep(found, where, self._values(where, attached if equals else None, takes, bare))
             elif equals:
                 self._keep(found, where, [attached])
             else:
@@ -131,8 +132,11 @@ class _Reader:
         else:
             self._keep(name, word, self._values(word, None, 1))
 
-    def _values(self, where: str, attached: str | None, takes: int | None) -> list[str]:
-        """The words that belong to an option; one per value, or all up to the next option."""
+    def _values(self, where: str, attached: str | None, takes: int | None, bare: str | None = None) -> list[str]:
+        """The words that belong to an option; one per value, or all up to the next option.
+
+        `bare` is what the option means without any.
+        """
         if attached is not None:
             return [attached]
         values: list[str] = []
@@ -141,6 +145,8 @@ class _Reader:
             self._at += 1
             if takes is not None and takes > 1 and re.search(r"[,\[]|^none$", values[0]):
                 break  # one word holds them all
+        if not values and bare is not None:
+            return [bare]
         if not values:
             meant = resolve(self._model, where.lstrip("-")) or ""
             what = "needs a value" if self._at == len(self._words) else f"needs a value before {self._words[self._at]}"
@@ -193,3 +199,10 @@ class _Reader:
 
 def _takes(annotation: object) -> int | None:
     return 1 if sequence(annotation) is None else length(annotation)
+
+
+def _bare(model: type[BaseModel], name: str) -> str | None:
+    """What an option means that is given without a value, where it may be."""
+    extra = model.model_fields[name].json_schema_extra
+    bare = extra.get("bare") if isinstance(extra, dict) else None
+    return bare if isinstance(bare, str) else None

@@ -57,7 +57,7 @@ def read_audio(
             raise AudioUnreadable(path, truncated(start + len(samples), frames, rate))
     if samples.dtype == np.int16 and samples.ndim == 1 and rate == sample_rate:
         return samples
-    return _converted(path, samples, rate, sample_rate)
+    return converted(path, samples, rate, sample_rate)
 
 
 def probe(path: Path) -> AudioFacts:
@@ -73,7 +73,8 @@ def _read(file: soundfile.SoundFile, frames: int) -> NDArray[Any]:
     return np.concatenate(list(read_blocks(file, frames, dtype)))
 
 
-def _converted(path: Path, samples: NDArray[Any], rate: int, wanted_rate: int) -> NDArray[np.int16]:
+def converted(path: Path, samples: NDArray[Any], rate: int, wanted_rate: int) -> NDArray[np.int16]:
+    """Samples of a file, (frames) or (frames, channels), as 16-bit mono at another rate."""
     if samples.dtype == np.int16:
         sound = samples.astype(np.float32)
     elif not (loudest := float(np.abs(samples).max(initial=0.0))) <= _LOUDEST:  # also NaN

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from paceline.config.json_text import json_text
@@ -25,6 +26,7 @@ from paceline.data.audio_file import (
     truncated,
 )
 from paceline.data.bad_line import BadLine, beginning
+from paceline.data.hdf_verify import damaged_rows, packed_rows
 from paceline.data.manifest_columns import Manifest, row_numbers
 
 _FILES_AT_ONCE = 32
@@ -73,13 +75,19 @@ def check_all(
 ) -> list[BadLine]:
     """The lines of these rows (numbers, or a mask) whose audio is at fault; `progress` is told how many are done."""
 
+    chosen = row_numbers(rows)
+    packed = packed_rows(manifest, chosen)
+    damaged = damaged_rows(manifest, packed, whole=whole) if len(packed) else {}
+    found = [bad_audio(manifest, row, what) for row, what in damaged.items()]
+
     def look(row: int) -> BadLine | None:
         offset_s = manifest.offset(row) if manifest.is_part(row) else None
         what = check(manifest.audio(row), float(manifest.durations[row]), offset_s, whole=whole)
         return None if what is None else bad_audio(manifest, row, what)
 
-    answers = in_threads(look, row_numbers(rows).tolist(), threads, progress)
-    return [bad for bad in answers if bad is not None]
+    files = np.setdiff1d(chosen, packed) if len(packed) else chosen
+    found += [bad for bad in in_threads(look, files.tolist(), threads, progress) if bad is not None]
+    return sorted(found, key=lambda bad: bad.row)
 
 
 def bad_audio(manifest: Manifest, row: int, what: str) -> BadLine:

@@ -37,6 +37,8 @@ class Fetch:
         # Plain values in memory draw no random numbers; tensors need no call per sample either.
         self._columns = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
         self._is_list = type(dataset) in (list, tuple)
+        # A data set may read a whole grain at once, as this collate would make it; it says None where it cannot.
+        self._reads_grains = hasattr(dataset, "read_grain")
         self.is_in_memory = self._is_list or self._columns is not None
         """Reading costs next to nothing."""
         self.is_resident = False
@@ -73,6 +75,12 @@ class Fetch:
                 index = index.pin_memory().to(self._columns[0].device, non_blocking=True)
             return tuple(column.index_select(0, index) for column in self._columns)
         samples = request.samples.tolist()
+        if self._reads_grains:
+            grain = self._dataset.read_grain(
+                request.samples, [key(self._seed, request.epoch, sample) for sample in samples], self._collate
+            )
+            if grain is not None:
+                return grain
         if self._is_list:
             return self._collate([self._dataset[sample] for sample in samples])
         if hasattr(self._dataset, "__getitems__"):

@@ -12,10 +12,8 @@ import os
 import signal
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
@@ -24,9 +22,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.config.errors import PacelineError
+from paceline.data.ahead import Ahead, Seat, Then, Turn
 from paceline.data.fetch import Fetch, Request, same
 from paceline.data.grain import Batch, Grain, map_tensors
-from paceline.data.plan import Plan, Share
+from paceline.data.plan import Plan
+from paceline.observe.clock import Clock
 
 CHEAP_READ_S = 0.002
 """A grain read faster than this is read by the training process itself: a worker's hand-over would cost as much."""
@@ -56,20 +56,6 @@ def _close_all() -> None:
             worker.join()
 
 
-@dataclass(frozen=True)
-class Seat:
-    """Which part of every batch this rank takes.
-
-    `shard`: `rank` of `size` in one common plan. `random_seed_offset`: the whole of its own plan (rank 0 of 1), one of
-    `plans` such plans, whose grains are numbered one after the other.
-    """
-
-    rank: int = 0
-    size: int = 1
-    plans: int = 1
-    plan: int = 0
-
-
 def choose_workers(asked: int | Literal["auto"], read_s: float, cores: int, local_size: int, on_cpu: bool) -> int:
     """Loader processes per rank: none for cheap reads, else this rank's share of the cores."""
     if asked != "auto":
@@ -92,7 +78,9 @@ class Loader:
         device: torch.device | None = None,
         workers: int | Literal["auto"] = "auto",
         local_size: int = 1,
+        clock: Clock | None = None,
     ) -> None:
+        self._clock = clock or Clock()
         self._fetch = Fetch(dataset, collate, seed)
         self._device = device or torch.device("cpu")
         if self._device.type == "cuda":
@@ -103,24 +91,38 @@ class Loader:
         self._turns = _Turns()
         self._reader: DataLoader[Any] | None = None
         self._reading: Iterator[Any] | None = None
+        self._ahead: tuple[Ahead, Iterator[Grain]] | None = None  # where workers have read on
         _loaders.add(self)
         self._read_s = float("inf")  # of the last grain that was timed
         self.workers: int | None = None if self._asked == "auto" else self._asked
 
     def run(
-        self, plan: Plan, steps: range | None = None, *, epoch: int = 0, seat: Seat | None = None
+        self,
+        plan: Plan,
+        steps: range | None = None,
+        *,
+        epoch: int = 0,
+        seat: Seat | None = None,
+        then: Then | None = None,
     ) -> Iterator[Batch]:
         """Batches of a plan (all, or those of `steps`), on the device. `epoch` keys the samples' randomness.
 
-        Steps past this plan's end (another rank's plan is longer) are batches without grains.
+        Steps past this plan's end (another rank's plan is longer) are batches without grains. `then` says what is
+        likely to be asked for next, so that workers can read on; to ask for something else is no mistake.
         """
-        steps = range(plan.num_steps) if steps is None else steps
-        batches = self._in_bursts(self._batches(plan, steps, epoch, seat or Seat()))
-        return batches if self._device.type == "cpu" else prefetch(batches, self._device)
+        turn = Turn(plan, range(plan.num_steps) if steps is None else steps, epoch, seat or Seat())
+        batches = self._in_bursts(self._batches(turn, then))
+        return batches if self._device.type == "cpu" else prefetch(batches, self._device, self._clock)
+
+    def read(self, requests: Iterable[Request]) -> Iterator[Grain]:
+        """Grains on the device, outside of any plan's order: to try something out before the first step."""
+        self._ahead = None
+        for grain in self._grains(iter(requests)):
+            yield grain.to(self._device, non_blocking=True)
 
     def close(self) -> None:
         """Stop the workers."""
-        self._reader = self._reading = None
+        self._reader = self._reading = self._ahead = None
 
     def _in_bursts(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         first = next(batches, None)
@@ -132,44 +134,19 @@ class Loader:
                 yield from burst
         yield from batches
 
-    def _batches(self, plan: Plan, steps: range, epoch: int, seat: Seat) -> Iterator[Batch]:
-        shares: deque[Share] = deque()
-
-        def requests() -> Iterator[Request]:
-            for step in steps:
-                if step >= plan.num_steps:
-                    return
-                share = plan.share(step, seat.rank, seat.size)
-                shares.append(share)
-                for number, samples in zip(share.numbers, share.grains, strict=True):
-                    # All plans have as many samples in a step, and so as many grains, unless cost decides.
-                    yield Request(epoch, number + seat.plan * share.num_grains, samples)
-
-        grains = self._grains(requests())
-        ahead: deque[Grain] = deque()
-        for step in steps:
-            while not shares or len(ahead) < len(shares[0].numbers):
-                grain = next(grains, None)
-                if grain is None:
-                    break
-                ahead.append(grain)
-            is_last = step == steps[-1]
-            if not shares:
-                yield Batch(epoch, step, 0, 0, 1.0, [], is_last, has_next=False)
-                continue
-            share = shares.popleft()
-            yield Batch(
-                epoch,
-                step,
-                num_grains=share.num_grains * seat.plans,
-                num_samples=share.num_samples * seat.plans,
-                count=share.count * seat.plans,
-                grains=[ahead.popleft() for _ in share.numbers],
-                is_last=is_last,
-                has_next=not is_last,
-                own_count=share.own_count,
-                samples=share.samples,
-            )
+    def _batches(self, turn: Turn, then: Then | None) -> Iterator[Batch]:
+        kept, self._ahead = self._ahead, None
+        if kept is not None and kept[0].next is not None and kept[0].next.is_same(turn):
+            ahead, grains = kept
+        else:
+            # Whoever reads for itself reads when asked: only workers would idle.
+            ahead = Ahead(turn, lambda done: then(done) if then is not None and self.workers else None)
+            grains = self._grains(ahead.requests())
+        own = ahead.next
+        assert own is not None
+        yield from ahead.batches(own, grains)
+        if ahead.next is not None and self._reading is not None:
+            self._ahead = (ahead, grains)
 
     def _grains(self, requests: Iterator[Request]) -> Iterator[Grain]:
         on_cpu = self._device.type == "cpu"
@@ -248,7 +225,7 @@ class _Turns:
         return self.requests
 
 
-def prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+def prefetch(batches: Iterator[Batch], device: torch.device, clock: Clock) -> Iterator[Batch]:
     """Copy each batch on a stream of its own, one batch ahead of the step that uses it."""
     stream = torch.cuda.Stream(device)
 
@@ -266,9 +243,12 @@ def prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
 
     waiting: Batch | None = None
     for batch in batches:
+        clock.lap("data")
         uploaded = upload(batch)
-        if waiting is not None:
-            yield hand_over(waiting)
+        handed = None if waiting is None else hand_over(waiting)
+        clock.lap("transfer")
+        if handed is not None:
+            yield handed
         waiting = uploaded
     if waiting is not None:
         yield hand_over(waiting)

@@ -1,5 +1,7 @@
 """NeMo's manifests: one JSON object per line, one or several files read into one data set.
 
+Packed files (`.h5`) are read beside them, each row as a line.
+
 A line names `audio_filepath` (or `audio_filename`), `duration` in seconds, `text` (or `text_filepath`) and, for a part
 of a longer file, `offset`; paths are relative to the manifest's folder, other keys are ignored.
 """
@@ -12,10 +14,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.config.errors import PacelineError
 from paceline.config.paths import near
 from paceline.data.bad_line import MOST_SHOWN, BadLine, BadManifest, beginning
+from paceline.data.hdf_errors import is_packed
 from paceline.data.manifest_columns import Manifest
 from paceline.data.manifest_line import Line, LineInvalid, parse_line
 from paceline.data.reading import Amount, FileReading, Reading
@@ -27,7 +31,6 @@ BadData = Literal["stop", "skip"]
 """What to do about data that cannot be used."""
 MOST_LISTED = 1000
 """Skipped lines that are kept with their place; the others are counted."""
-PACKED = (".h5", ".hdf5")
 _LINES_AT_ONCE = 1 << 16
 _BOM = b"\xef\xbb\xbf"
 
@@ -68,7 +71,8 @@ def read_manifests(
     """
     paths = manifest_paths(spec)
     for path in paths:
-        _refuse_what_is_no_file(path)
+        if not is_packed(path):
+            _refuse_what_is_no_file(path)
     reader = _Reader(paths, min_seconds, max_seconds, max_utterances, needs_text)
     files = []
     for number in range(len(paths)):
@@ -146,6 +150,10 @@ class _Columns:
         self._parts.append(part)
         self._lines, self._numbers = [], []
 
+    def take(self, part: Manifest) -> None:
+        """Rows that are columns already."""
+        self._parts.append(part)
+
     def finish(self, sources: Sequence[Path]) -> Manifest:
         whole = Manifest.concat(self._parts)  # parts without sources of their own: their numbers are not shifted
         return whole.named(sources)
@@ -177,6 +185,8 @@ class _Reader:
     def read(self, source: int) -> FileReading:
         """One file, up to the most utterances that are wanted."""
         path, before = self._paths[source], self._number
+        if is_packed(path):
+            return self._read_packed(source)
         short, long, num_bad = 0, 0, 0
         kept_s, short_s, long_s = 0.0, 0.0, 0.0
         folder = path.parent
@@ -205,10 +215,35 @@ class _Reader:
             num_bad=num_bad,
         )
 
+    def _read_packed(self, source: int) -> FileReading:
+        from paceline.data.hdf_manifest import read_packed
+
+        found = read_packed(self._paths[source], source=source, needs_text=self._needs_text)
+        is_short, is_long = found.durations < self._shortest, found.durations > self._longest
+        rows = np.flatnonzero(~is_short & ~is_long)
+        if len(rows) >= self._most - self._number:  # what follows is not looked at
+            rows = rows[: int(self._most - self._number)]
+            is_short, is_long = is_short[: rows[-1] + 1], is_long[: rows[-1] + 1]
+        part = found if len(rows) == len(found) else found.take(rows)
+        self._number += len(rows)
+        self.columns.take(part)
+        short, long = (found.durations[: len(mask)][mask] for mask in (is_short, is_long))
+        return FileReading(
+            self._paths[source],
+            kept=_amount(part.durations),
+            too_short=_amount(short),
+            too_long=_amount(long),
+            num_bad=0,
+        )
+
     def _keep_bad(self, path: Path, number: int, what: str, raw: bytes) -> None:
         if len(self.bad) < MOST_LISTED:
             text = beginning(raw) if len(self.bad) < MOST_SHOWN else ""
             self.bad.append(BadLine(path, number, what, text))
+
+
+def _amount(seconds: NDArray[np.float64]) -> Amount:
+    return Amount(len(seconds), float(seconds.sum()) / 3600)
 
 
 def _refuse_what_is_no_file(path: Path) -> None:
@@ -219,7 +254,7 @@ def _refuse_what_is_no_file(path: Path) -> None:
 
 
 def _refuse_other_things(path: Path) -> None:
-    if path.suffix.lower() in PACKED:
+    if is_packed(path):
         raise NotAManifest(path, "is HDF5, not JSON lines", "give the JSON-lines manifest it was made from")
     if path.is_dir():
         hint = f"name a file in it, or make one with `paceline manifest scan {near(path)}`"
@@ -237,7 +272,8 @@ def _refuse_other_formats(path: Path, raw: bytes) -> None:
     if raw.startswith(b"\x1f\x8b"):
         raise NotAManifest(path, "is compressed", f"unpack it: `gunzip {near(path)}`")
     if raw.startswith(b"\x89HDF"):
-        raise NotAManifest(path, "is HDF5, not JSON lines", "give the manifest it was made from")
+        hint = "packed data is known by its name: let it end in .h5"
+        raise NotAManifest(path, "is HDF5, not JSON lines", hint)
 
 
 def _refuse_array(path: Path, raw: bytes) -> None:

@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.config.errors import PacelineError
+from paceline.config.json_text import json_text
 from paceline.config.paths import near
+from paceline.data.hdf_errors import is_packed
 from paceline.data.manifest_line import resolve
 from paceline.data.strings import Strings
 
@@ -102,6 +104,16 @@ class Manifest:
         number: int = self._source_of[row]
         return self.sources[number]
 
+    @property
+    def source_numbers(self) -> NDArray[np.int32]:
+        """Which of `sources` each row is from."""
+        return self._source_of
+
+    @property
+    def lines(self) -> NDArray[np.int32]:
+        """The number of each row's line, counted from 1."""
+        return self._line_of
+
     def line(self, row: int) -> int:
         """The number of the line, counted from 1."""
         return int(self._line_of[row])
@@ -155,6 +167,9 @@ class Manifest:
         for number, path in enumerate(self.sources):
             rows = np.flatnonzero(self._source_of == number)
             rows = rows[np.argsort(self._line_of[rows], kind="stable")]
+            if is_packed(path):
+                yield from ((row, self._as_line(row)) for row in rows.tolist())
+                continue
             with path.open("rb") as file:
                 at, raw = 0, b""
                 for row in rows.tolist():
@@ -164,6 +179,11 @@ class Manifest:
                         if not raw:
                             raise ManifestChanged(path, self.line(row))
                     yield row, raw.removeprefix(b"\xef\xbb\xbf") if at == 1 else raw
+
+    def _as_line(self, row: int) -> bytes:
+        """Of packed data, which has no lines: what one would say of it."""
+        line = {"audio_filepath": self.written_audio(row), "duration": float(self.durations[row])}
+        return json_text({**line, "text": self.text(row)}).encode()
 
 
 def row_numbers(rows: ArrayLike) -> NDArray[np.int64]:

@@ -174,6 +174,15 @@ class Plan:
         own = sum(self._piece_count(span, pieces[number]) for number in numbers)
         return Share(len(pieces), tuple(numbers), grains, len(ids), self._count(span), own, ids)
 
+    def shapes(self, step: int) -> list[tuple[int, float]]:
+        """Of each grain of a step: how many samples, and the length of the longest (0 where there are no lengths)."""
+        span = self._span(step)
+        pieces = self._cut(span)
+        if self._lengths is None:
+            return [(len(piece), 0.0) for piece in pieces]
+        lengths = self._lengths[span]
+        return [(len(piece), float(lengths[piece[0]])) for piece in pieces]  # `cut` puts the longest sample first
+
     def padding(self) -> float:
         """Fraction of the padded cost that is padding when each grain is padded to its longest sample.
 

@@ -19,6 +19,7 @@ from paceline.data.collate import stack_collate
 from paceline.data.fetch import seed_everything
 from paceline.data.grain import Batch, Grain
 from paceline.data.loader import prefetch
+from paceline.observe.clock import Clock
 
 
 class Stream:
@@ -35,6 +36,7 @@ class Stream:
         device: torch.device | None = None,
         rank: int = 0,
         size: int = 1,
+        clock: Clock | None = None,
     ) -> None:
         self._dataset = dataset
         self._global_batch = global_batch
@@ -44,12 +46,13 @@ class Stream:
         self._device = device or torch.device("cpu")
         self._rank = rank
         self._size = size
+        self._clock = clock or Clock()
         self.is_sharded = hasattr(dataset, "shard")
 
     def run(self, *, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """This rank's batches from step `start` on; what comes before is read and passed over."""
         batches = self._batches(epoch, start)
-        return batches if self._device.type == "cpu" else prefetch(batches, self._device)
+        return batches if self._device.type == "cpu" else prefetch(batches, self._device, self._clock)
 
     def empty(self, epoch: int, step: int) -> Batch:
         """What a rank contributes once its own data has ended and another's has not."""

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter_ns
 
-PHASES = ("setup", "data", "compute", "communication", "logging", "checkpoint", "validation", "other")
-"""`other` is what no phase has claimed; everything in a run is meant to have a name."""
+from paceline.observe.meetings import Thinned
+
+PHASES = (
+    "setup",
+    "data",
+    "transfer",
+    "compute",
+    "communication",
+    "optimizer",
+    "logging",
+    "checkpoint",
+    "validation",
+    "other",
+)
+"""`data` is waiting for it, `transfer` bringing it to the device, `compute` forward and backward, `communication`
+waiting for other ranks; `other` is what no phase has claimed: everything in a run is meant to have a name."""
 
 
 class Clock:
@@ -14,11 +29,37 @@ class Clock:
     def __init__(self) -> None:
         self._ns = dict.fromkeys(PHASES, 0)
         self._last = perf_counter_ns()
+        self._met_ns = 0
+        self.waits = Thinned()
+        """Seconds that this rank has waited at each of its meetings with the others, since `begin_epoch`."""
+        self.follower: Callable[[str, int, int], None] | None = None
+        """Is told of every lap: phase, begin and end in ns of `time.perf_counter_ns`."""
 
     def lap(self, phase: str) -> None:
         now = perf_counter_ns()
         self._ns[phase] += now - self._last
+        if self.follower is not None:
+            self.follower(phase, self._last, now)
         self._last = now
+
+    def begin_epoch(self) -> None:
+        """What is kept of single steps is of the epoch that begins here."""
+        self.waits.clear()
+        self._met_ns = self._ns["communication"]
+
+    def begin_step(self) -> None:
+        """The data of a step is here."""
+        self.lap("data")
+
+    def meet(self) -> None:
+        """The ranks have come together, and this one has waited for it since the last lap."""
+        self.lap("communication")
+        waited = self._ns["communication"]
+        self.waits.add((waited - self._met_ns) * 1e-9)
+        self._met_ns = waited
+
+    def collect(self) -> None:
+        """What a device has counted is read, now that it has been waited for anyway."""
 
     def read(self) -> dict[str, float]:
         """Seconds per phase since the clock was made."""

@@ -19,7 +19,7 @@ from typing import IO, Any
 from paceline.config.errors import PacelineError
 from paceline.observe.watcher import Record, RunInfo, Watcher
 
-EPOCH_NUMBERS = ("loss", "computing", "padding", "objects_per_s")
+EPOCH_NUMBERS = ("loss", "computing", "padding", "objects_per_s", "flops_per_s", "mfu")
 """What of an epoch's record is drawn over time."""
 STEP_FIELDS = frozenset(("kind", "step", "epoch", "loss", "lr"))
 """What every step's record has; all else in one (`spread`, rates of layers) is drawn under its own name."""
@@ -46,7 +46,11 @@ class PointLogger(Watcher):
         self.log(_finite({"loss": last["loss"], "lr": last["lr"], **notes}), last["step"])
 
     def epoch(self, record: Record) -> None:
-        self.log(_finite({f"epoch/{name}": record.get(name) for name in EPOCH_NUMBERS}), record["step"])
+        numbers = {f"epoch/{name}": record.get(name) for name in EPOCH_NUMBERS}
+        numbers |= {f"epoch/{name}": rate for name, rate in record.get("rates", {}).items()}
+        numbers |= {f"time/{phase}": share for phase, share in time_shares(record.get("seconds", [])).items()}
+        numbers |= memory_peaks(record.get("memory", []))
+        self.log(_finite(numbers), record["step"])
 
     def validation(self, record: Record) -> None:
         self.log(_finite({name: value for name, value in record.items() if "/" in name}), record["step"])
@@ -161,6 +165,19 @@ def _is_installed(package: str) -> bool:
         return importlib.util.find_spec(package) is not None
     except ValueError:  # a module without a spec, made by hand
         return True
+
+
+def time_shares(seconds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of all ranks' time together, the share of each phase that has one."""
+    total = sum(sum(rank.values()) for rank in seconds)
+    return {phase: sum(rank[phase] for rank in seconds) / total for phase in seconds[0]} if total else {}
+
+
+def memory_peaks(memory: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
+    """Of the rank that had most."""
+    names = {"host_bytes": "epoch/host_gib", "device_bytes": "epoch/device_gib"}
+    peaks = {of: [rank[name] or 0.0 for rank in memory] for name, of in names.items()}
+    return {of: max(values) / 2**30 for of, values in peaks.items() if any(values)}
 
 
 def _finite(numbers: dict[str, float | None]) -> dict[str, float]:

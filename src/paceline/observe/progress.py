@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from typing import Literal
 
 from rich.console import Console
@@ -145,9 +146,9 @@ def epoch_line(
     *,
     loss: float,
     padding: float | None,
-    objects_per_s: float,
+    speeds: Sequence[str] = (),
 ) -> str:
-    """RETURNN's epoch line, with padding and speed."""
+    """RETURNN's epoch line, with padding and speeds."""
     parts = [
         f"train {title}",
         f"finished after {steps} steps",
@@ -156,5 +157,4 @@ def epoch_line(
     ]
     if padding is not None:
         parts.append(f"padding {100 * padding:.1f}%")
-    speed = f"{objects_per_s:.0f}" if objects_per_s >= 100 else f"{objects_per_s:.3g}"
-    return ", ".join([*parts, f"{speed} samples/s"])
+    return ", ".join([*parts, *speeds])

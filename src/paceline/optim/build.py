@@ -140,3 +140,8 @@ def _require_match(setting: str, pattern: str, names: list[str]) -> None:
     if not any(fnmatchcase(name, pattern) for name in names):
         nearest = difflib.get_close_matches(pattern.strip("*."), names, n=3, cutoff=0.0)
         raise ParameterPatternUnmatched(setting, pattern, nearest)
+
+
+def signature(model: torch.nn.Module) -> dict[str, tuple[torch.Size, bool]]:
+    """What an optimizer and a reduction are made for: which parameters of which shapes are trained."""
+    return {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()}

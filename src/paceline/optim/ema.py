@@ -32,6 +32,16 @@ class WeightAverage:
             average.dtype == source.dtype for average, source in zip(self._averages, self._sources, strict=True)
         )
 
+    @classmethod
+    def following(cls, before: WeightAverage | None, weights: Mapping[str, Tensor], decay: float) -> WeightAverage:
+        """An average of the weights as they are now, going on from `before` where that was of the same shapes."""
+        average = cls(weights, decay)
+        if before is not None and {name: tensor.shape for name, tensor in before.tensors.items()} == {
+            name: tensor.shape for name, tensor in weights.items()
+        }:
+            average.load_state_dict(before.tensors)
+        return average
+
     @torch.no_grad()
     def update(self) -> None:
         """Move the average towards the weights as they are now."""

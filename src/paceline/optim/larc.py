@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from paceline.config.settings import OptimSettings
-from paceline.optim.layerwise import JoinNorms, OutOfRange, SparseGradient, alike, norms, scale, unflatten
+from paceline.optim.layerwise import JoinNorms, OutOfRange, alike, by_size, norms, scale, unflatten, with_gradient
+from paceline.optim.pointers import Tables, fit, has_kernels
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,16 @@ class Larc:
     """Scales the gradients of an optimizer at each of its steps; gradients must be unscaled by then.
 
     The optimizer stays what it is: its class, state and checkpoints know nothing of it. Nothing is read by the host.
+    `fused`: None is by kernels of our own on CUDA (`has_kernels`), False by torch's.
     """
 
     join_norms: JoinNorms | None = None
     """Set where parameters are pieces of tensors: see `Layerwise`."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule | None = None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule | None = None, fused: bool | None = None) -> None:
         self.rule = rule or Rule()
+        self.fused = fused
+        self._tables = Tables()
         self._decays: list[float] = []
         self._ratios: list[tuple[list[Tensor], Tensor, Any]] = []
         self._handles = [
@@ -90,20 +94,21 @@ class Larc:
         self._ratios = []
         self._decays = [group.get("weight_decay", 0.0) for group in optimizer.param_groups]
         for group, decay in zip(optimizer.param_groups, self._decays, strict=True):
-            with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
-            chosen = [parameter for parameter in with_gradient if self._is_scaled(parameter)]
-            if self.join_norms is None:
-                chosen = [parameter for parameter in chosen if parameter.numel()]
-            for parameter in chosen:
-                if parameter.grad.layout != torch.strided:
-                    raise SparseGradient("LARC", parameter.shape)
-            for parameters in alike(chosen, in_order=self.join_norms is not None):
-                ratios = self._scale(parameters, group["lr"], decay)
+            found = with_gradient(group, "LARC", with_empty=self.join_norms is not None)
+            chosen = [parameter for parameter in found if self._is_scaled(parameter)]
+            for parameters in alike(chosen):
+                ratios = None
+                if self.join_norms is None:
+                    ratios = self._scale_fused(parameters, group["lr"], decay)
+                    parameters = parameters if ratios is not None else by_size(parameters)
+                if ratios is None:
+                    ratios = self._scale(parameters, group["lr"], decay)
                 self._ratios.append((parameters, ratios, group["lr"]))
             if self.rule.decay_inside and decay:
-                rest = [parameter for parameter in with_gradient if not self._is_scaled(parameter)]
+                rest = [parameter for parameter in found if not self._is_scaled(parameter)]
                 if rest:
-                    torch._foreach_add_([parameter.grad for parameter in rest], rest, alpha=decay)
+                    gradients = [parameter.grad for parameter in rest if parameter.grad is not None]
+                    torch._foreach_add_(gradients, rest, alpha=decay)
                 group["weight_decay"] = 0.0
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -113,7 +118,18 @@ class Larc:
                     group["weight_decay"] = decay
 
     def _is_scaled(self, parameter: Tensor) -> bool:
-        return parameter.dim() > 1 or not self.rule.exclude_vectors
+        return not self.rule.exclude_vectors or parameter.dim() > 1
+
+    def _scale_fused(self, parameters: list[Tensor], lr: float | Tensor, decay: float) -> Tensor | None:
+        """The ratios, by kernels of our own; None, and nothing done, where that is not possible."""
+        dtype, device = parameters[0].dtype, parameters[0].device
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if not has_kernels(dtype, device, self.fused) or not fit(gradients, dtype, device):
+            return None
+        from paceline.optim import fused, kernels  # Triton may be missing where this is not reached
+
+        table = self._tables.of([parameters, gradients], kernels.CHUNK, [dtype, dtype])
+        return None if table is None else fused.larc(table, dtype, self.rule, lr, decay)
 
     def _scale(self, parameters: list[Tensor], lr: float | Tensor, decay: float) -> Tensor:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.config.errors import PacelineError
+from paceline.optim.pointers import Table, Tables, fit, has_kernels
 
 JoinNorms = Callable[[Tensor], Tensor]
 
@@ -91,15 +92,37 @@ class Layerwise(torch.optim.Optimizer):
 
     State is kept in at least fp32: squared fp16 gradients overflow and underflow. A step whose `found_inf` (set by an
     engine or a GradScaler) is above 0 leaves weights and state bitwise as they are; `grad_scale` divides gradients.
+
+    `fused`: None is by kernels of our own on CUDA (`has_kernels`), False by torch's. State is the same for both.
     """
 
     _step_supports_amp_scaling = True
+    _has_kernels = False
     join_norms: JoinNorms | None = None
     """Set where parameters are pieces of tensors (`shard: full`): from the pieces' norms to those of the whole."""
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], fused: bool | None = None) -> None:
         super().__init__(params, defaults)
+        self._settle(fused)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_tables" not in self.__dict__:  # torch copies groups and state, and nothing else
+            self._settle(None)
+
+    def _settle(self, fused: bool | None) -> None:
+        self.fused = fused
         self._kept: dict[torch.dtype, Tensor] = {}
+        self._tables = Tables()
+
+    @property
+    def way(self) -> str:
+        """By whose kernels the weights are updated; a group of another dtype or layout may go through torch's."""
+        first = self.param_groups[0]["params"][0]
+        return "Triton" if self._may_fuse(first.dtype, first.device) else "torch foreach"
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\nkernels: {self.way}"
 
     @abstractmethod
     def _start(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
@@ -116,9 +139,17 @@ class Layerwise(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for parameters in alike(self._with_gradient(group), in_order=self.join_norms is not None):
+            found = with_gradient(group, type(self).__name__, with_empty=self.join_norms is not None)
+            for parameters in alike(found):
+                gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+                if self.join_norms is None:
+                    if self._update_fused(group, parameters, gradients):
+                        continue
+                    # Not so with pieces of tensors: their sizes differ from rank to rank, their order must not.
+                    parameters = by_size(parameters)
+                    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
                 bucket = self._bucket(group, parameters)
-                self._update(group, bucket, [parameter.grad for parameter in parameters if parameter.grad is not None])
+                self._update(group, bucket, gradients)
                 copies = [pair for pair in zip(parameters, bucket.weights, strict=True) if pair[0] is not pair[1]]
                 if copies:
                     torch._foreach_copy_([own for own, _ in copies], [copy for _, copy in copies])
@@ -140,25 +171,11 @@ class Layerwise(torch.optim.Optimizer):
         own = norms(tensors)
         return own if self.join_norms is None else self.join_norms(own)
 
-    def _with_gradient(self, group: dict[str, Any]) -> list[Tensor]:
-        found = [parameter for parameter in group["params"] if parameter.grad is not None]
-        if self.join_norms is None:  # else this rank may have no piece where others have one, and all must join
-            found = [parameter for parameter in found if parameter.numel()]
-        for parameter in found:
-            if parameter.grad.layout != torch.strided:
-                raise SparseGradient(type(self).__name__, parameter.shape)
-        return found
-
     def _bucket(self, group: dict[str, Any], parameters: list[Tensor]) -> Bucket:
         device, dtype = parameters[0].device, torch.promote_types(parameters[0].dtype, torch.float32)
         # A parameter that is laid out otherwise (channels last) is computed on as a copy, too.
         weights = [parameter.to(dtype).contiguous() for parameter in parameters]
-        for parameter, weight in zip(parameters, weights, strict=True):
-            if not self.state[parameter]:
-                count = torch.zeros((), dtype=torch.float32, device=device)
-                self.state[parameter] = {"step": count, **self._start(group, weight)}
-        entries = [self.state[parameter] for parameter in parameters]
-        state = {name: [entry[name] for entry in entries] for name in entries[0]}
+        state = self._state_of(group, parameters)
         found_inf = getattr(self, "found_inf", None)
         if found_inf is None:
             skip = torch.zeros((), device=device)
@@ -166,6 +183,46 @@ class Layerwise(torch.optim.Optimizer):
             skip = (found_inf.reshape(()) > 0).to(device, torch.float32)
         flat = self._room(sum(weight.numel() for weight in weights), dtype, device)
         return Bucket(weights, state, skip, flat, unflatten(flat, weights))
+
+    def _state_of(self, group: dict[str, Any], parameters: list[Tensor]) -> dict[str, list[Tensor]]:
+        """By name of the entry, in the order of the parameters; begun where there is none."""
+        entries = [self.state[parameter] for parameter in parameters]
+        if not all(entries):
+            for parameter, entry in zip(parameters, entries, strict=True):
+                if not entry:
+                    like = parameter.to(torch.promote_types(parameter.dtype, torch.float32)).contiguous()
+                    entry["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                    entry.update(self._start(group, like))
+        return {name: [entry[name] for entry in entries] for name in entries[0]}
+
+    def _update_fused(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> bool:
+        """One step by kernels of our own; False, and nothing done, where that is not possible."""
+        dtype, device = parameters[0].dtype, parameters[0].device
+        if not self._may_fuse(dtype, device) or not fit(gradients, dtype, device):
+            return False
+        from paceline.optim.kernels import CHUNK  # Triton may be missing where this is not reached
+
+        columns = [parameters, gradients, *self._columns(self._state_of(group, parameters))]
+        dtypes = [dtype, dtype, *[torch.float32] * (len(columns) - 2)]
+        table = self._tables.of(columns, CHUNK, dtypes)
+        if table is None:
+            return False
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None:
+            found_inf = self._room(1, torch.float32, device).zero_()
+        self._launch(group, table, dtype, found_inf)
+        return True
+
+    def _may_fuse(self, dtype: torch.dtype, device: torch.device) -> bool:
+        return self._has_kernels and has_kernels(dtype, device, self.fused)
+
+    def _columns(self, state: dict[str, list[Tensor]]) -> list[list[Tensor]]:
+        """What of the state the kernels read and write, in their order."""
+        raise NotImplementedError
+
+    def _launch(self, group: dict[str, Any], table: Table, dtype: torch.dtype, found_inf: Tensor) -> None:
+        """The kernels of a step, for optimizers that have them."""
+        raise NotImplementedError
 
     def _room(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type != "cpu":
@@ -210,12 +267,30 @@ def check(
             raise OutOfRange(name, setting, value, "at least 0")
 
 
-def alike(parameters: list[Tensor], in_order: bool = False) -> list[list[Tensor]]:
-    """By device and dtype, as kernels over many tensors need it; by size within, as `scale` does.
+def with_gradient(group: dict[str, Any], optimizer: str, with_empty: bool = False) -> list[Tensor]:
+    """The parameters of a group that are updated, with a gradient for each element.
 
-    `in_order` leaves them as they are: sizes of pieces differ from rank to rank, their order must not.
+    `with_empty`: this rank may have no piece of a tensor where others have one, and all must join their norms.
     """
+    found = [parameter for parameter in group["params"] if parameter.grad is not None]
+    if not with_empty:
+        found = [parameter for parameter in found if parameter.numel()]
+    for parameter in found:
+        if parameter.grad.layout != torch.strided:
+            raise SparseGradient(optimizer, parameter.shape)
+    return found
+
+
+def alike(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """By device and dtype, as kernels over many tensors need it."""
+    if len({parameter.dtype for parameter in parameters}) == len({parameter.device for parameter in parameters}) == 1:
+        return [parameters]
     found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for parameter in parameters if in_order else sorted(parameters, key=Tensor.numel):
+    for parameter in parameters:
         found.setdefault((parameter.device, parameter.dtype), []).append(parameter)
     return list(found.values())
+
+
+def by_size(parameters: list[Tensor]) -> list[Tensor]:
+    """Those of equal size side by side, as `scale` needs it."""
+    return sorted(parameters, key=Tensor.numel)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.optim.layerwise import Bucket, Layerwise, OutOfRange, check
+from paceline.optim.pointers import Table
 
 
 class NovoGrad(Layerwise):
@@ -22,6 +23,8 @@ class NovoGrad(Layerwise):
     w -= lr * m. `amsgrad` divides by the largest v so far. `luc` (layer-wise update control) takes
     min(lr, luc_trust * |w| / (|m| + luc_eps)) as the rate of a tensor.
     """
+
+    _has_kernels = True
 
     def __init__(
         self,
@@ -35,6 +38,7 @@ class NovoGrad(Layerwise):
         luc: bool = False,
         luc_trust: float = 1e-3,
         luc_eps: float = 1e-8,
+        fused: bool | None = None,
     ) -> None:
         check(self, lr, betas, eps, weight_decay)
         if luc and betas[0] == 0:
@@ -50,11 +54,20 @@ class NovoGrad(Layerwise):
             "luc_trust": luc_trust,
             "luc_eps": luc_eps,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, fused)
 
     def _start(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
         names = ["exp_avg_sq", "max_exp_avg_sq"] if group["amsgrad"] else ["exp_avg_sq"]
         return {"exp_avg": torch.zeros_like(weight), **{name: weight.new_zeros(()) for name in names}}
+
+    def _columns(self, state: dict[str, list[Tensor]]) -> list[list[Tensor]]:
+        names = ["exp_avg", "exp_avg_sq", "step", "max_exp_avg_sq"]
+        return [state[name] for name in names if name in state]
+
+    def _launch(self, group: dict[str, Any], table: Table, dtype: torch.dtype, found_inf: Tensor) -> None:
+        from paceline.optim import fused  # Triton may be missing where this is not reached
+
+        fused.novograd(table, dtype, group, found_inf, getattr(self, "grad_scale", None))
 
     def _update(self, group: dict[str, Any], bucket: Bucket, gradients: list[Tensor]) -> None:
         torch._foreach_copy_(bucket.views, gradients)

@@ -78,10 +78,10 @@ class ShardedGradients(Strategy):
     def pull_gradients(self) -> None:
         self._shards.pull_gradients()
 
-    def total_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        square = torch.nn.utils.get_total_norm(gradients).double().square()
+    def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        square = norm.double().square()
         self._link.all_reduce(square)
-        return square.sqrt().to(gradients[0].dtype)
+        return square.sqrt().to(norm.dtype)
 
     def agree(self, flag: torch.Tensor) -> None:
         self._link.all_reduce(flag, "max")

@@ -63,9 +63,9 @@ class Strategy(ABC):
     def pull_gradients(self) -> None:  # noqa: B027
         """Take over what became of the model's gradients, where the optimizer holds other tensors."""
 
-    def total_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The norm of all gradients; `gradients` are those of the optimizer's tensors."""
-        return torch.nn.utils.get_total_norm(gradients)
+    def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        """The norm of all gradients, from that of the gradients of this rank's optimizer."""
+        return norm
 
     def agree(self, flag: torch.Tensor) -> None:  # noqa: B027
         """What any rank has found in its gradients (1.0), all have, where each has other gradients."""

@@ -12,16 +12,18 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from paceline.config.errors import PacelineError
+from paceline.speed.way import Way
 
-Level = Literal["auto", 0, 1, 2, 3]
+Level = Literal["auto", 0, 1, 2, 3, 4]
 PrecisionName = Literal["fp16", "fp16-master", "fp16-pure", "fp64"]
 Fp32Matmul = Literal["ieee", "tf32"]
+_LEVELS: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
 
 
 class LevelUnsupported(PacelineError):
@@ -75,6 +77,12 @@ class Precision:
     """The optimizer updates fp32 masters of the weights; batch norm stays fp32."""
     notes: tuple[str, ...]
     """What the user should be told about this choice."""
+    kernels: bool = False
+    """The task's own kernels stand in for its modules (`-O4`)."""
+    graphs: bool = False
+    """Grains are replayed from CUDA graphs (`-O4`)."""
+    is_open: bool = False
+    """`-O4` before it has measured: what is said here is what it computes in until then."""
 
 
 def capabilities(device: torch.device) -> Capabilities:
@@ -105,6 +113,8 @@ def capabilities(device: torch.device) -> Capabilities:
 
 def resolve(level: Level, precision: PrecisionName | None, capabilities: Capabilities) -> Precision:
     """Decide what a step computes in; raises where the device cannot do it."""
+    if level == 4:
+        return _resolve_fastest(precision, capabilities)
     notes: list[str] = []
     number = _level(level, precision, capabilities, notes)
     name = f"-O{number}" if precision is None else f"--precision {precision}"
@@ -135,6 +145,34 @@ def resolve(level: Level, precision: PrecisionName | None, capabilities: Capabil
         master=precision == "fp16-master",
         notes=tuple(notes),
     )
+
+
+def _resolve_fastest(precision: PrecisionName | None, capabilities: Capabilities) -> Precision:
+    """`-O4` before it has measured: the highest level that this device has, an error only where no level goes."""
+    if precision == "fp64":
+        raise LevelConflict(4, "fp64")
+    for number in reversed(_LEVELS[1:]):
+        with contextlib.suppress(LevelUnsupported):
+            return replace(resolve_way(Way(number), precision, capabilities), is_open=True)
+    return replace(resolve_way(Way(0), precision, capabilities), is_open=True)
+
+
+def resolve_way(way: Way, precision: PrecisionName | None, capabilities: Capabilities) -> Precision:
+    """`-O4` once it has chosen: what the way's level computes in, with what comes on top."""
+    found = resolve(_LEVELS[way.level], precision, capabilities)
+    # A run is resumed with the name of the level; what that chose is stored beside it.
+    name = "-O4" if precision is None else found.name
+    return replace(found, level=4, name=name, kernels=way.kernels, graphs=way.graphs)
+
+
+def levels(precision: PrecisionName | None, capabilities: Capabilities) -> list[int]:
+    """Which of the levels 0 to 3 this device has."""
+    found = []
+    for level in _LEVELS:
+        with contextlib.suppress(LevelUnsupported, LevelConflict):
+            resolve(level, precision, capabilities)
+            found.append(int(level))
+    return found
 
 
 def _level(level: Level, precision: PrecisionName | None, capabilities: Capabilities, notes: list[str]) -> int:
@@ -204,7 +242,17 @@ def rows(precision: Precision) -> list[tuple[str, str]]:
         ("optimizer state", "fp32" if precision.master else weights),
         ("loss scaling", "as loss_scale says" if precision.scaled else "none"),
         ("compile", "yes" if precision.compile else "no"),
-    ]
+    ] + ([] if precision.level < 4 else [("-O4 adds", _added(precision))])
+
+
+def _added(precision: Precision) -> str:
+    if precision.is_open:
+        return "nothing: it is not measured in a loop of your own"
+    added = {"the task's kernels": precision.kernels, "CUDA graphs": precision.graphs}
+    return (
+        " and ".join(word for word, is_added in added.items() if is_added)
+        or "nothing: neither kernels nor CUDA graphs are faster, or possible, here"
+    )
 
 
 def _word(dtype: torch.dtype) -> str:

@@ -21,6 +21,7 @@ from paceline.data.grain import Grain, map_tensors
 from paceline.train import restore, state
 from paceline.train import task as tasks
 from paceline.train.engine import Engine
+from paceline.train.fastest import precision_for_use
 from paceline.train.position import Position
 from paceline.train.run import MARK, NotARun, Run
 from paceline.train.task import Task, overrides
@@ -160,6 +161,8 @@ def restore_for_use(task: Task, config: TrainConfig, link: Link, checkpoint: Pat
     found = _load(checkpoint, verify=link.is_first)
     plain = {"ema": 0.0, "checkpoint_activations": (), "reduce": "grad", "shard": "none"}
     engine = Engine(config.model_copy(update=plain), link=link)
+    if config.level == 4:
+        engine.settle(precision_for_use(found.state.get("choice"), config, link.device))
     torch.manual_seed(config.seed)
     model = task.model().to(link.device)
     position = Position(**found.state["position"])

@@ -130,15 +130,19 @@ def join(ranks: Sequence[Measured], first_step: int, result: Result) -> Benchmar
     )
 
 
+def unkept(config: TrainConfig, steps: int) -> TrainConfig:
+    """The same training for so many steps, of which nothing is kept, validated or logged elsewhere."""
+    nowhere = {"out": None, "exp_name": None, "resume": "no", "loggers": (), "rank_logs": False}
+    unseen = {"mode": "train", "val_every_steps": None, "val_every_epochs": None, "monitor": None, "patience": None}
+    unsaved = {"save_every_steps": None, "save_every_epochs": None}
+    return config.model_copy(update={**nowhere, **unseen, **unsaved, "epochs": None, "steps": steps})
+
+
 class _Bench(Trainer):
     """The training loop, watched: the first stage over and over until there are enough steps."""
 
     def __init__(self, task: Task, config: TrainConfig, link: Link) -> None:
-        unkept = {"out": None, "exp_name": None, "resume": "no", "loggers": (), "rank_logs": False}
-        unseen = {"mode": "train", "val_every_steps": None, "val_every_epochs": None, "monitor": None, "patience": None}
-        unsaved = {"save_every_steps": None, "save_every_epochs": None}
-        length = {"epochs": None, "steps": config.bench_steps}
-        super().__init__(task, config.model_copy(update={**unkept, **unseen, **unsaved, **length}), link)
+        super().__init__(task, unkept(config, config.bench_steps), link)
         self.stages: list[Stage] = [replace(self.stages[0], epochs=None)]
         self.measured: Measured | None = None
         self._own_after_step, self._after_step = self._after_step, self._watch

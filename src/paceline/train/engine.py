@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,17 +21,17 @@ from paceline.config.settings import DataSettings, EngineConfig
 from paceline.data.grain import Batch, Grain
 from paceline.observe.clock import Clock
 from paceline.optim.build import zero_first_momentum
+from paceline.optim.clip import ClipNorm
 from paceline.optim.ema import WeightAverage
 from paceline.parallel.sharding import Shards, called_whole
 from paceline.parallel.statistics import RunningStatistics
 from paceline.parallel.strategy import Tally
 from paceline.speed import loss_scale, master, precision, recompute
-from paceline.train import reduction
+from paceline.speed.compile import compile_in_place
+from paceline.train import looking, own_loop, reduction
 from paceline.train.contract import NoGradients, NonFiniteLoss, OutOfMemory, check_pair, unpack
 from paceline.train.dice import Dice
-from paceline.train.feed import Feed
-from paceline.train.position import choose_grains
-from paceline.train.scaling import for_ranks
+from paceline.train.recorded import RecordedGrains
 from paceline.train.skips import SkipCount
 from paceline.train.step import Step
 from paceline.world.discover import discover
@@ -55,12 +56,8 @@ class Engine:
             timeout_s=self.config.timeout_s,
         )
         self.device = self.link.device
-        self.precision = precision.resolve(
-            self.config.level, self.config.precision, precision.capabilities(self.device)
-        )
-        precision.apply(self.precision)
-        self._autocast = precision.autocast(self.precision, self.device)
-        self.scale = loss_scale.build(self.config.loss_scale, self.precision, self.device)
+        capabilities = precision.capabilities(self.device)
+        self.settle(precision.resolve(self.config.level, self.config.precision, capabilities))
         self._dice = Dice()
         self._generators = [torch.default_generator]
         if self.device.type == "cuda":
@@ -77,7 +74,16 @@ class Engine:
         self.average: WeightAverage | None = None
         self.masters: master.Masters | None = None
         self.shards: Shards | None = None
+        self.recorded: RecordedGrains | None = None
+        """CUDA graphs of grains, where `-O4` has chosen them."""
         self._input_cast: RemovableHandle | None = None
+
+    def settle(self, chosen: precision.Precision) -> None:
+        """Compute in this from now on; a model that is prepared already must be prepared again."""
+        self.precision = chosen
+        precision.apply(chosen)
+        self.autocast = precision.autocast(chosen, self.device)
+        self.scale = loss_scale.build(self.config.loss_scale, chosen, self.device)
 
     # -- setting up ----------------------------------------------------------------------------------------------
 
@@ -102,12 +108,12 @@ class Engine:
             self.link.broadcast(tensor.data)
         self._cast(model, optimizer)
         if self.precision.compile:
-            model.compile()
+            compile_in_place(model, self.config.compile_mode)
         self.shards = reduction.shard_model(model, optimizer, self.config, self.link)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.config.ema:
-            self.average = self._follow(self.average)
+            self.average = WeightAverage.following(self.average, self.named_weights(), self.config.ema)
         several = self.link.has_group
         self.averages = several and self.config.reduce == "param"
         self._ranks_with_data: Any = 1.0  # until a reduction says otherwise
@@ -116,6 +122,7 @@ class Engine:
             parameters, self.config, self.link, model, optimizer, self.average, self.masters, self.shards
         )
         self._clips = self.config.clip_norm is not None or self.config.clip_value is not None
+        self._clip_norm = None if self.config.clip_norm is None else ClipNorm(self.config.clip_norm)
         self._updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults.get("fused"):
             zero_first_momentum(optimizer)
@@ -124,21 +131,12 @@ class Engine:
         self.statistics.share()
         return model, optimizer
 
-    def _follow(self, before: WeightAverage | None) -> WeightAverage:
-        """An average of the weights as they are now, going on from `before` where that was of the same shapes."""
-        weights = self.named_weights()
-        average = WeightAverage(weights, self.config.ema)
-        if before is not None and {name: tensor.shape for name, tensor in before.tensors.items()} == {
-            name: tensor.shape for name, tensor in weights.items()
-        }:
-            average.load_state_dict(before.tensors)
-        return average
-
     def release(self) -> None:
         """Let go of the prepared model, so that it can be prepared again with another shape or optimizer."""
         self.sync()
         self.statistics.total()
         self.strategy.detach()
+        self.recorded = None
         if self._norms is not None:
             self._norms.detach()
         if self.masters is not None:
@@ -174,7 +172,10 @@ class Engine:
         trail.doing, trail.step = "training", self.num_steps
         rate = self._set_learning_rate()
         self.strategy.start_step()
+        if self.recorded is not None:
+            self.recorded.start_step()
         done = self._run_grains(loss, batch)
+        self._lap("compute")
         if batch.grains or not self.averages:  # a rank that steps apart and has nothing to learn from waits
             if done.number == 0:
                 self._check_first(done, batch)
@@ -184,6 +185,7 @@ class Engine:
             if self._clips:
                 self._clip(done)
             self._update()
+            self._lap("optimizer")
         self.num_steps += 1
         self.rate = rate
         if self.averages:
@@ -191,13 +193,16 @@ class Engine:
         return done
 
     def _come_together(self, done: Step, batch: Batch) -> None:
-        if self.clock is not None:
-            self.clock.lap("compute")
         self.strategy.stepped(done, batch.count, batch.has_next, self.wants_stop, batch.is_last)
         if done.ranks_with_data is not None:
             self._ranks_with_data = done.ranks_with_data
+        if self.clock is not None and self.strategy.is_together:
+            self.clock.meet()
+        self._lap("communication")
+
+    def _lap(self, phase: str) -> None:
         if self.clock is not None:
-            self.clock.lap("communication")
+            self.clock.lap(phase)
 
     def sync(self) -> None:
         """With `reduce: param`: average now, so that all ranks have the same model. All ranks must call it."""
@@ -231,7 +236,10 @@ class Engine:
                 if self._several:
                     self.statistics.before_grain(missed=grain.number - position)
                     position = grain.number + 1
-                total, weight, extra = self._forward(loss, grain)
+                if self.recorded is not None:
+                    total, weight, extra = self.recorded.run(loss, grain, partial(self.scale.seed, count=divisor))
+                else:
+                    total, weight, extra = self.forward(loss, grain)
                 if dice_are_due:
                     self._dice.look(self.num_steps)
                 loss_sum = total.detach() if index == 0 else loss_sum + total.detach()
@@ -239,7 +247,8 @@ class Engine:
                 outputs.append(extra)
                 if self._several and index == last:
                     self.strategy.arm((loss_sum, count, batch.has_next, self.wants_stop))
-                torch.autograd.backward((total,), (self.scale.seed(total, divisor),))
+                if self.recorded is None:  # else it has run backward, too
+                    torch.autograd.backward((total,), (self.scale.seed(total, divisor),))
                 if self._several:
                     self.statistics.after_grain()
             if missing:
@@ -253,11 +262,10 @@ class Engine:
         if not batch.grains and not missing:
             self.strategy.arm((loss_sum, count, batch.has_next, self.wants_stop))
         self.statistics.end_step(missed=batch.num_grains - position)
-        if self.clock is not None:
-            self.clock.lap("compute")
+        self._lap("compute")
         loss_sum, count, more, stop = self.strategy.reduce().unbind()
         if self.clock is not None:
-            self.clock.lap("communication")
+            self.clock.meet()
         self._ranks_with_data = more
         return Step(self.num_steps, loss_sum, count, more, stop, outputs=outputs)
 
@@ -266,7 +274,7 @@ class Engine:
         buffers = list(self.model.buffers())
         kept = [buffer.clone() for buffer in buffers]
         for number, grain in enumerate(grains, 1):
-            total, _, _ = self._forward(loss, grain)
+            total, _, _ = self.forward(loss, grain)
             if number == len(grains):
                 self.strategy.arm(tally)
             torch.autograd.backward((total,), (torch.zeros_like(total),))
@@ -277,10 +285,11 @@ class Engine:
         """What is known of the step's count before its first backward: of all ranks, or of this one if alone."""
         return (batch.own_count if self.averages else batch.count) or 1
 
-    def _forward(self, loss: Loss, grain: Grain) -> tuple[torch.Tensor, Any, Any]:
+    def forward(self, loss: Loss, grain: Grain) -> tuple[torch.Tensor, Any, Any]:
+        """(sum, count, outputs) of a grain, computed in what the level says."""
         if self.precision.autocast is None and self.shards is None:
             return unpack(loss(grain))
-        with self._autocast(), called_whole(self.shards):
+        with self.autocast(), called_whole(self.shards):
             return unpack(loss(grain))
 
     def _check_first(self, done: Step, batch: Batch) -> None:
@@ -308,16 +317,18 @@ class Engine:
         """Let a task look at the model's gradients, and change them."""
         if self.masters is not None:
             self.masters.push_gradients()
+        self._lap("optimizer")
         after_backward()
+        self._lap("compute")
         if self.masters is not None:
             self.masters.pull_changes()
         self.strategy.pull_gradients()
         self._gradients = [parameter.grad for parameter in self._updated if parameter.grad is not None]
 
     def _clip(self, done: Step) -> None:
-        if self.config.clip_norm is not None:
-            done.gradient_norm = self.strategy.total_norm(self._gradients)
-            torch.nn.utils.clip_grads_with_norm_(self._updated, self.config.clip_norm, done.gradient_norm)
+        if self._clip_norm is not None:
+            done.gradient_norm = self.strategy.total_norm(self._clip_norm.norm(self._gradients))
+            self._clip_norm.scale(self._updated, done.gradient_norm)
         elif self.config.clip_value is not None:
             torch.nn.utils.clip_grad_value_(self._updated, self.config.clip_value)
 
@@ -360,67 +371,27 @@ class Engine:
 
         After a resume, the first call goes on where the interrupted one was.
         """
-        config, _ = for_ranks(DataSettings(**settings), self.link.world.size)
-        feed = Feed(
-            dataset,
-            config,
-            self.link,
-            grains=choose_grains(config.grains, None, self.link.world.size, config.regrain),
-            seed=self.config.seed,
-            collate=collate,
-            lengths=getattr(dataset, "lengths", None),
-            counts=getattr(dataset, "counts", None),
-        )
-        if not self.is_resumed:
-            self.call_began = self.epoch
-        self.is_resumed = False
-        while self.epoch < self.call_began + epochs:
-            for batch in feed.batches(self.epoch, self.epoch_step):
-                self.epoch_step = batch.step + 1
-                yield batch
-                if feed.is_stream and self.link.world.size > 1 and not float(self._ranks_with_data):
-                    self._ranks_with_data = 1.0
-                    break
-            self.epoch, self.epoch_step = self.epoch + 1, 0
-        feed.close()
+        return own_loop.batches(self, dataset, epochs, collate, DataSettings(**settings))
+
+    def is_out_of_data(self) -> bool:
+        """Of data of unknown length on several ranks: whether no rank has more, as the last reduction said."""
+        if self.link.world.size == 1 or float(self._ranks_with_data):
+            return False
+        self._ranks_with_data = 1.0
+        return True
 
     # -- between steps -------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """The model in evaluation mode with complete statistics (and averaged weights); all ranks must enter."""
-        self.sync()
-        self.statistics.total()
-        training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
-        try:
-            with torch.no_grad(), self._autocast(), self._averaged(), self.strategy.whole_weights():
-                yield
-        finally:
-            for module in training:
-                module.training = True
-            self.statistics.share()
+        return looking.evaluating(self)
 
-    @contextmanager
-    def whole_statistics(self) -> Iterator[None]:
+    def whole_statistics(self) -> AbstractContextManager[None]:
         """Batch-norm statistics as one process would have them, for somebody who looks; all ranks must enter.
 
         With `reduce: param` the ranks are averaged first.
         """
-        self.sync()
-        self.statistics.total()
-        try:
-            yield
-        finally:
-            self.statistics.share()
-
-    @contextmanager
-    def _averaged(self) -> Iterator[None]:
-        if self.average is None:
-            yield
-        else:
-            with self.average.swapped(self.model if self.shards is None else self.shards.tensors):
-                yield
+        return looking.whole_statistics(self)
 
     def close(self) -> None:
         """Leave the other ranks, after a last average where they step apart."""

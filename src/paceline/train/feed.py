@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from numpy.typing import NDArray
@@ -10,10 +10,13 @@ from torch.utils.data import IterableDataset
 
 from paceline.config.errors import PacelineError
 from paceline.config.settings import DataSettings
-from paceline.data.grain import Batch
-from paceline.data.loader import Loader, Seat
+from paceline.data.ahead import Seat, Turn
+from paceline.data.fetch import Request
+from paceline.data.grain import Batch, Grain
+from paceline.data.loader import Loader
 from paceline.data.plan import BatchRule, Plan
 from paceline.data.stream import Stream
+from paceline.observe.clock import Clock
 from paceline.train.fingerprint import check_ranks, fingerprint
 from paceline.world.link import Link
 
@@ -68,6 +71,7 @@ class Feed:
         collate: Callable[[list[Any]], Any] | None = None,
         lengths: NDArray[Any] | None = None,
         counts: NDArray[Any] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.data = data
         self.lengths = lengths
@@ -78,7 +82,9 @@ class Feed:
         self._grains = grains
         self._seed = seed
         self._offset = config.dataset_distribution == "random_seed_offset"
-        self._plan: tuple[int, Plan] | None = None
+        self._plans: dict[int, Plan] = {}
+        self.end_epoch: int | None = None
+        """No epoch from this one on is wanted: workers do not read on into it."""
         self._stream: Stream | None = None
         self.is_stream = isinstance(data, IterableDataset) or (
             hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
@@ -96,6 +102,7 @@ class Feed:
                 device=link.device,
                 rank=world.rank,
                 size=world.size,
+                clock=clock,
             )
             return
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
@@ -112,14 +119,16 @@ class Feed:
             device=link.device,
             workers=config.workers,
             local_size=world.local_size,
+            clock=clock,
         )
 
     def plan(self, epoch: int) -> Plan:
-        """The order of one epoch; the last one asked for is kept."""
-        if self._plan is None or self._plan[0] != epoch:
+        """The order of one epoch; those of two are kept, since workers may be an epoch ahead."""
+        if epoch not in self._plans:
             ranks = self._link.world.size if self._offset else 1
             config = self._config
-            plan = Plan(
+            self._plans = {number: kept for number, kept in self._plans.items() if abs(number - epoch) == 1}
+            self._plans[epoch] = Plan(
                 len(self.data),
                 rule=BatchRule(
                     max_samples=max(1, config.max_samples // ranks),
@@ -135,8 +144,12 @@ class Feed:
                 partition_epoch=config.partition_epoch,
                 stream=self._link.world.rank + 1 if self._offset else 0,
             )
-            self._plan = (epoch, plan)
-        return self._plan[1]
+        return self._plans[epoch]
+
+    @property
+    def workers(self) -> int:
+        """Loader processes of this rank; `auto` is known once a batch was read."""
+        return 0 if self._stream is not None else self._loader.workers or 0
 
     def num_steps(self, epoch: int) -> int | None:
         """Steps of an epoch, the same on all ranks; None if unknown. With `random_seed_offset` all ranks must ask."""
@@ -155,7 +168,8 @@ class Feed:
         seat = Seat(plan=world.rank, plans=world.size) if self._offset else Seat(world.rank, world.size)
         steps = self.num_steps(epoch)
         assert steps is not None
-        batches = self._loader.run(self.plan(epoch), range(start, steps), epoch=epoch, seat=seat)
+        then = None if self._offset else self._next_turn
+        batches = self._loader.run(self.plan(epoch), range(start, steps), epoch=epoch, seat=seat, then=then)
         if not self._offset or world.size == 1:
             yield from batches
             return
@@ -166,6 +180,20 @@ class Feed:
         for batch in batches:
             batch.count = common
             yield batch
+
+    def _next_turn(self, turn: Turn) -> Turn | None:
+        """The next epoch, which workers may read on into while this one is trained on. It must need no other rank."""
+        epoch = turn.epoch + 1
+        if self.end_epoch is not None and epoch >= self.end_epoch:
+            return None
+        steps = self.num_steps(epoch)
+        assert steps is not None
+        return Turn(self.plan(epoch), range(steps), epoch, turn.seat)
+
+    def read(self, picks: Iterable[tuple[int, int]], epoch: int = 0) -> Iterator[Grain]:
+        """Grains, each by (step, number), of any rank; as an epoch would have them, before it has begun."""
+        plan = self.plan(epoch)
+        return self._loader.read(Request(epoch, number, plan.grains(step)[number]) for step, number in picks)
 
     def close(self) -> None:
         if self._stream is None:

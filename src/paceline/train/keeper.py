@@ -45,6 +45,8 @@ class Keeper:
         self._run = Run(config.out) if config.out is not None else None
         self._writer: Checkpointer | None = None
         self._saved: dict[str, Any] | None = None
+        self.choice: dict[str, Any] | None = None
+        """What `-O4` has chosen: a resumed run takes the same."""
         stored = self._check()
         is_own = stored is not None and self._run is not None and (self._run.folder / MARK).exists()
         self._starts: list[dict[str, Any]] = list(stored.get("starts", [])) if stored is not None and is_own else []
@@ -110,6 +112,7 @@ class Keeper:
                 "precision": engine.precision.name,
                 "world_size": self._link.world.size,
                 "about": task.about(),
+                "choice": self.choice,
             }
             if self._in_pieces:
                 self._writer.wait()
@@ -186,4 +189,6 @@ class Keeper:
         if self._run is not None and self._link.is_first:
             settings = self._config.model_dump(mode="json")
             record = {"status": status, "grains": self.grains, "task": self._task, "settings": settings}
+            if self.choice is not None:
+                record["choice"] = self.choice
             self._run.write({**record, "starts": self._starts})

@@ -8,11 +8,15 @@ from collections.abc import Callable, Sequence
 import torch
 
 from paceline.data.grain import Batch
-from paceline.observe.clock import Clock, computing_share, elapsed
 from paceline.observe.progress import Progress, epoch_line
-from paceline.observe.watcher import RunInfo, Samples, Watcher
+from paceline.observe.throughput import phrase
+from paceline.observe.verdict import Finding, Matter, news, verdict
+from paceline.observe.watcher import Record, RunInfo, Samples, Watcher
 from paceline.train.engine import Engine
+from paceline.train.feed import Feed
+from paceline.train.meter import Meter
 from paceline.train.position import Position
+from paceline.train.recorded import counters
 from paceline.train.step import Step
 from paceline.train.summary import DataFacts
 
@@ -26,18 +30,18 @@ class Logbook:
         progress: Progress,
         engine: Engine,
         position: Position,
-        clock: Clock,
+        meter: Meter,
         more: Callable[[], dict[str, float]] = dict,
     ) -> None:
         """`more` gives numbers of the last step that are worth a look on the device, when something is logged."""
         self._watchers, self._progress, self._engine, self._position = watchers, progress, engine, position
-        self._clock, self._more = clock, more
+        self._meter, self._clock, self._more = meter, meter.clock, more
         self._pending: list[tuple[Step, float | None]] = []
         self._status = "failed"  # until the run is closed
         self._is_over = False
-        self._before = clock.read()
         self._losses: list[float] = []
-        self._num_samples = 0
+        self._findings: dict[Matter, Finding] = {}
+        self._told: dict[Matter, float] = {}
         self._skipped = 0
         self._stage: str | None = None
         self._padding: float | None = None
@@ -50,8 +54,7 @@ class Logbook:
 
     def note(self, step: Step, batch: Batch) -> None:
         self._pending.append((step, self._engine.rate))
-        for grain in batch.grains:
-            self._num_samples += len(grain.samples)
+        self._meter.note(batch)
 
     def flush(self) -> None:
         """Read what the device has counted since the last time, in one go.
@@ -65,6 +68,7 @@ class Logbook:
         losses = _read_losses([step for step, _ in ready])
         skipped = self._engine.skips.read(self._engine.num_steps)
         self._clock.lap("compute")  # what was waited for is the device
+        self._meter.settle()
         self.loss = losses[-1]
         self._losses += losses
         if self._watchers:
@@ -79,39 +83,40 @@ class Logbook:
         self._progress.step(self._position.step, self.loss, self._engine.rate, skipped)
         self._clock.lap("logging")
 
-    def validation(self, metrics: dict[str, float], samples: Samples | None = None) -> None:
+    def validation(self, metrics: dict[str, float], samples: Samples | None = None, seconds: float = 0.0) -> None:
         self.flush()
-        record = {"kind": "validation", "step": self._engine.num_steps - 1, "epoch": self._position.epoch, **metrics}
+        record = {
+            "kind": "validation",
+            "step": self._engine.num_steps - 1,
+            "epoch": self._position.epoch,
+            "seconds": round(seconds, 6),
+            **metrics,
+        }
         if samples:
             record["samples"] = samples
         for watcher in self._watchers:
             watcher.validation(record)
         self._progress.validation(metrics, samples)
 
-    def begin_epoch(self, data: DataFacts, stage: str | None) -> None:
+    def begin_epoch(self, feed: Feed, data: DataFacts, stage: str | None) -> None:
         """`stage` is named where there are several."""
         self._clock.lap("setup")
-        self._before, self._losses, self._num_samples = self._clock.read(), [], 0
+        self._losses = []
         self._skipped = self._engine.skips.state()[0]
         self._stage, self._padding = stage, data.padding
         self._progress.epoch(self._title, data.num_steps, self._position.step)
         self._clock.lap("logging")
+        self._meter.begin_epoch(feed)
 
     def end_epoch(self, steps: int) -> None:
         """What the epoch was like, over all ranks; all must call it. `steps` are those of this launch."""
         self.flush()
         if steps == 0:
             return  # saved at the very end of an epoch, which was written down then
-        mine = (elapsed(self._before, self._clock.read()), self._num_samples)
-        everyone = self._engine.link.gather_objects(mine)
-        self._clock.lap("communication")
-        seconds = [rank_seconds for rank_seconds, _ in everyone]
-        num_samples = sum(samples for _, samples in everyone)
-        longest = max(sum(rank.values()) for rank in seconds)
+        measured = self._meter.end_epoch()
         finite = [loss for loss in self._losses if math.isfinite(loss)]
         loss = math.fsum(finite) / len(finite) if finite else math.nan
         skipped = self._engine.skips.state()[0] - self._skipped
-        computing, speed = computing_share(*seconds), num_samples / longest
         record = {
             "kind": "epoch",
             "step": self._engine.num_steps - 1,
@@ -120,20 +125,41 @@ class Logbook:
             "steps": steps,
             "loss": loss,
             "skipped": skipped,
-            "samples": num_samples,
-            "objects_per_s": speed,
             "padding": self._padding,
-            "computing": computing,
-            "seconds": [{phase: round(value, 6) for phase, value in rank.items()} for rank in seconds],
+            **counters(self._engine),
+            **measured,
         }
+        findings = verdict(record)
+        record["findings"] = [finding.as_record() for finding in findings]
         for watcher in self._watchers:
             watcher.epoch(record)
         self._progress.tell(
-            epoch_line(self._title, steps, longest, computing, loss=loss, padding=self._padding, objects_per_s=speed)
+            epoch_line(
+                self._title,
+                steps,
+                max(sum(rank.values()) for rank in record["seconds"]),
+                record["computing"],
+                loss=loss,
+                padding=self._padding,
+                speeds=speeds(record),
+            )
         )
         if skipped:
             self._progress.tell(f"  {skipped} of these steps skipped: their gradients were not finite")
+        self._tell_findings(findings)
         self._clock.lap("logging")
+
+    def _tell_findings(self, findings: list[Finding]) -> None:
+        """Each matter once, and again when it has become another one in size."""
+        for finding in news(self._told, findings):
+            self._told[finding.matter] = finding.share
+            self._progress.tell(f"  held back: {finding.line}")
+        self._findings |= {finding.matter: finding for finding in findings}
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What held the run back so far: the last word on each matter, the costliest first."""
+        return tuple(sorted(self._findings.values(), key=lambda finding: -finding.share))
 
     def close(self, status: str) -> None:
         """The run went as it should."""
@@ -170,3 +196,14 @@ def _read_losses(steps: list[Step]) -> list[float]:
     sums = torch.stack([step.loss_sum.double() for step in steps])
     counts = torch.stack([torch.as_tensor(step.count).to(sums, non_blocking=True) for step in steps])
     return [float(value) for value in (sums / counts).tolist()]
+
+
+def speeds(record: Record) -> list[str]:
+    """The speeds of an epoch in words, and what share of the devices' peak and of their memory that took."""
+    said = [phrase(name, rate) for name, rate in record["rates"].items()]
+    if "mfu" in record:
+        said.append(f"{100 * record['mfu']:.1f}% of peak FLOP/s")
+    device_bytes = [rank["device_bytes"] for rank in record["memory"] if rank["device_bytes"] is not None]
+    if device_bytes:
+        said.append(f"{max(device_bytes) / 2**30:.3g} GiB")
+    return said

@@ -96,6 +96,12 @@ class LoadedNames:
     mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     """In both, with other shapes: (the model's, the checkpoint's)."""
 
+    def line(self, source: Path) -> str:
+        """For the console."""
+        new = [*self.missing, *self.mismatched]
+        names = ": " + ", ".join(new[:5]) + (", ..." if len(new) > 5 else "") if new else ""
+        return f"{len(self.loaded)} weights from {source}, {len(new)} new{names}"
+
 
 def load(path: Path, parts: Sequence[str] | None = None, verify: bool = True) -> Checkpoint:
     """Read a checkpoint, all parts or some.

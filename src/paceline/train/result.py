@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.observe.verdict import Finding
+
 
 @dataclass(frozen=True)
 class Result:
@@ -21,6 +23,8 @@ class Result:
     best: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     """Where the time went, by phase."""
+    findings: tuple[Finding, ...] = ()
+    """What held the run back, and what to type: the last word on each matter."""
     mode: str = "train_eval"
     """As in the settings, or `benchmark`."""
     predictions: Path | None = None

@@ -240,7 +240,8 @@ def data_facts(feed: Feed, epoch: int, length_unit: str = "") -> DataFacts:
 def model_facts(engine: Engine) -> ModelFacts:
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in engine.model.parameters()]
     trained = sum(size for size, is_trained in sizes if is_trained)
-    return ModelFacts(sum(size for size, _ in sizes), trained, type(engine.optimizer).__name__)
+    name, way = type(engine.optimizer).__name__, getattr(engine.optimizer, "way", None)
+    return ModelFacts(sum(size for size, _ in sizes), trained, f"{name} (kernels: {way})" if way else name)
 
 
 # -- settings without effect -------------------------------------------------------------------------------------------
@@ -248,6 +249,7 @@ def model_facts(engine: Engine) -> ModelFacts:
 _Test = Callable[[Facts], bool]
 
 _IDLE: list[tuple[str, tuple[str, ...], _Test]] = [
+    ("at a level that does not compile", ("compile_mode",), lambda facts: not facts.precision.compile),
     (
         "without validation sets",
         ("monitor", "patience", "monitor_mode", "eval_batch", "val_every_steps"),
@@ -302,13 +304,18 @@ _IDLE: list[tuple[str, tuple[str, ...], _Test]] = [
         lambda facts: facts.config.reduce == "param" and facts.config.outer == "plain",
     ),
     ("unless `shard` is full", ("shard_modules", "checkpoint_form"), lambda facts: facts.config.shard == "none"),
+    (
+        "without `profile`",
+        ("profile_ranks",),
+        lambda facts: facts.config.profile == "no" and not facts.config.profile_memory,
+    ),
     ("on one rank", ("reduce", "wire", "shard", "checkpoint_form"), lambda facts: facts.world.size == 1),
     ("without fp16", ("loss_scale",), lambda facts: not facts.precision.scaled),
     ("on a resumed run", ("init_from",), lambda facts: facts.resumed is not None),
     ("unless a run is resumed", ("regrain", "allow_change"), lambda facts: facts.resumed is None),
     (
         "without a run folder",
-        ("save_every_steps", "checkpoint_form", "keep_last", "keep_best"),
+        ("save_every_steps", "checkpoint_form", "keep_last", "keep_best", "profile", "profile_memory"),
         lambda facts: facts.folder is None,
     ),
 ]

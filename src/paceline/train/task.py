@@ -98,6 +98,10 @@ class Task:
     """Padded length of a validation batch at most, in the unit of `lengths`, where no setting says how large it is."""
     length_unit: str = ""
     """What `lengths` count, for people: `seconds` (shown as hours), `tokens`, `frames`."""
+    sample_unit: str = "samples"
+    """What samples are, for people: `utterances`, `images`."""
+    count_unit: str = ""
+    """What `counts` count, for people, if its speed is worth showing: `tokens`."""
 
     # -- what to train -------------------------------------------------------------------------------------------
 
@@ -148,6 +152,24 @@ class Task:
         """What inference returns for one batch: a tensor or a list with one entry per sample."""
         raise NotImplementedError("this task has no `predict(model, grain)`")
 
+    def train_collate(self, data: Any) -> Callable[[list[Any]], Any] | None:
+        """How samples of `data` become a grain in training, where that is not as in validation."""
+        return self.collate
+
+    def accelerate(self, model: torch.nn.Module) -> Sequence[str]:
+        """Let kernels of the task's own stand in for modules of the model, which keeps its weights and their names; it
+        is on its device and in training (`-O4`). Returns which parts stay as they were, and why; raises `CannotRun`
+        where that is all of them."""
+        return []
+
+    def recordable(self, grain: Grain) -> Any:
+        """The grain's data as tensors alone, in dictionaries, tuples and lists.
+
+        A task that has this says that its loss of such a grain can be recorded as a CUDA graph (`-O4`): it never waits
+        for the device, decides nothing by values, draws random numbers from torch alone, and what it counts follows
+        from the shapes."""
+        return grain.data
+
     def optimizer(
         self, groups: list[dict[str, Any]], settings: OptimSettings, device: torch.device
     ) -> torch.optim.Optimizer:
@@ -165,6 +187,11 @@ class Task:
         """What each sample adds to the loss count, if not 1: the data set's own `counts`, if it has some."""
         counts = getattr(data, "counts", None)
         return None if counts is None else np.asarray(counts)
+
+    def flops(self, model: torch.nn.Module) -> float | None:
+        """Floating-point operations of training (forward and backward) on one unit of `lengths`, or on one sample where
+        there are none; the epoch line then says what share of the device's peak that is. None: not known."""
+        return None
 
     def watchers(self) -> Sequence[Watcher]:
         """Callbacks and loggers of the task's own; only the first rank is asked for them."""

@@ -9,20 +9,22 @@ import torch
 
 from paceline.config.keys import key
 from paceline.config.settings import TrainConfig
-from paceline.observe import loggers
-from paceline.observe.clock import Clock
+from paceline.observe import timeline
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.rank_log import rank_log
-from paceline.observe.watcher import RunInfo, Watcher, checked
+from paceline.observe.watcher import RunInfo, Watcher
 from paceline.optim import build, larc, schedule
-from paceline.train import restore, state, summary
+from paceline.train import restore, start_weights, state, summary
 from paceline.train.due import due_since, is_due, next_due
 from paceline.train.engine import Engine
+from paceline.train.fastest import Fastest
 from paceline.train.feed import Feed, NothingRead
 from paceline.train.fingerprint import DataChanged
 from paceline.train.keeper import Keeper
 from paceline.train.logbook import Logbook
+from paceline.train.meter import Meter, make_clock
+from paceline.train.notes import notes
 from paceline.train.position import Position
 from paceline.train.result import Result
 from paceline.train.scaling import for_ranks
@@ -30,6 +32,7 @@ from paceline.train.signals import on_stop_signal
 from paceline.train.step import Step
 from paceline.train.task import Stage, Task, attach, overrides
 from paceline.train.validation import Validation
+from paceline.train.watching import watchers_of
 from paceline.world import stacks
 from paceline.world.link import Link
 from paceline.world.trail import trail
@@ -39,7 +42,7 @@ class Trainer:
     """Trains a task on the ranks of a link, from the beginning or from where the run was."""
 
     def __init__(self, task: Task, config: TrainConfig, link: Link, watchers: Sequence[Watcher] = ()) -> None:
-        self.clock = Clock()
+        self.clock = make_clock(link.device)
         config, self._arithmetic = for_ranks(config, link.world.size)
         self.task, self.config, self.link = task, config, link
         self.progress = Progress(enabled=link.is_first, asked=config.progress)
@@ -48,6 +51,9 @@ class Trainer:
         stacks.send_to(self.keeper.rank_log_file)
         self.engine = Engine(config, link=link)
         self.engine.clock = self.clock
+        self.fastest = Fastest(task, config, self.engine, self.progress) if config.level == 4 else None
+        if self.fastest is not None and self.keeper.found is not None:
+            self.fastest.recall(self.keeper.found.state.get("choice"))
         task.evaluating = self.engine.evaluating
         self.position = Position()
         self.stages = list(task.stages())
@@ -57,12 +63,18 @@ class Trainer:
         if self.keeper.found is not None:
             self._resume(self.keeper.found)
         self.validation = Validation(task, self.engine, config, self.keeper.grains)
-        watching = self._watchers(watchers)
+        self.timeline = timeline.build(
+            config, config.out, link, self.clock, lambda: self.engine.num_steps, self.progress.say
+        )
+        watching = watchers_of(task, config, self.progress.say, watchers) if link.is_first else []
         self.keeper.open()
         if self.keeper.metrics_file is not None:
             done, validated = self.engine.num_steps, max(0, self.position.validated)
             watching.insert(0, Journal(self.keeper.metrics_file, next_step=done, next_validation=validated))
-        self.log = Logbook(watching, self.progress, self.engine, self.position, self.clock, self._layer_rates)
+        meter = Meter(self.clock, self.engine, task, config)
+        self.log = Logbook(
+            watching, self.progress, self.engine, self.position, meter, lambda: notes(self.engine, self.larc)
+        )
         self.log.start(self._info())
         self._is_introduced = False
         self.clock.lap("setup")
@@ -82,6 +94,7 @@ class Trainer:
                 return self._close(status)
         except BaseException:
             self.keeper.mark_failed()
+            self.timeline.abandon()
             raise
         finally:
             self.log.end()  # whatever happens, the terminal is given back
@@ -99,10 +112,12 @@ class Trainer:
             self.progress.say("this run is finished: nothing is left to train")
             return "early" if self._lost_patience() else "finished"
         position.is_complete = False  # or it goes on: a finished run was given more epochs, steps or patience
+        self._make_fast(feed)
         self.engine.schedule = self._schedule(feed, epochs)
         self._introduce(feed)
         self.clock.lap("setup")
         status = "finished"
+        feed.end_epoch = epochs
         while status == "finished" and not self._is_done(epochs):
             status = self._train_epoch(feed)
             going_on = status == "finished" and not self._is_done(epochs)
@@ -119,15 +134,21 @@ class Trainer:
             self._save()
         return status
 
+    def _make_fast(self, feed: Feed) -> None:
+        """With `-O4`: find out what is fastest here, if that is not known, and set it up for a stage."""
+        if self.fastest is not None:
+            self.fastest.begin_stage(feed, self._prepare)
+            self.keeper.choice = None if self.fastest.choice is None else self.fastest.choice.record()
+
     def _train_epoch(self, feed: Feed) -> str:
         position, engine, config, clock = self.position, self.engine, self.config, self.clock
         first, looked = position.step, engine.num_steps
-        self.log.begin_epoch(summary.data_facts(feed, position.epoch), self._stage_name)
+        self.log.begin_epoch(feed, summary.data_facts(feed, position.epoch), self._stage_name)
         wake = self._next_due()
         loss = partial(self.task.loss, engine.model)
         batch = None  # a run that was saved at the very end of an epoch goes on with none
-        for batch in () if position.is_epoch_over else feed.batches(position.epoch, first):
-            clock.lap("data")
+        for batch in () if position.is_epoch_over else self.timeline.follow(feed.batches(position.epoch, first)):
+            clock.begin_step()
             if self._before_step is not None:
                 self._before_step(engine.model, batch)
             step = engine.step(loss, batch, self._after_backward)
@@ -185,7 +206,7 @@ class Trainer:
         metrics = self.validation.run()
         if metrics:
             self.validation.judge(self.position)
-            self.log.validation(metrics, self.validation.samples)
+            self.log.validation(metrics, self.validation.samples, self.validation.seconds)
         self.clock.lap("validation")
 
     def _save(self) -> None:
@@ -235,8 +256,11 @@ class Trainer:
         self.engine.statistics.total()
         self.keeper.close(status)
         self.clock.lap("checkpoint")
+        self.timeline.close()
         self.log.close(status)
         self.clock.lap("logging")
+        for line in [] if self.fastest is None else self.fastest.lines():
+            self.progress.say(line)
         if status == "stopped":
             self.progress.say(f"asked to stop: saved after step {self.position.num_steps}; `--resume auto` goes on")
         self.link.barrier()
@@ -248,6 +272,7 @@ class Trainer:
             dict(self.validation.metrics),
             self.position.best,
             self.clock.read(),
+            self.log.findings,
             self.config.mode,
         )
 
@@ -257,14 +282,8 @@ class Trainer:
         torch.manual_seed(self.config.seed)
         model = self.task.model()
         build.freeze(model, self.config.freeze)
-        if self.config.init_from is not None and self.keeper.found is None:
-            weights = self.task.read_weights(self.config.init_from)
-            if weights is None:
-                weights = restore.load(self.config.init_from, ["model"]).parts["model"]
-            loaded = restore.load_by_name(model, weights)
-            new = [*loaded.missing, *loaded.mismatched]
-            names = ": " + ", ".join(new[:5]) + (", ..." if len(new) > 5 else "") if new else ""
-            self.progress.say(f"{len(loaded.loaded)} weights from {self.config.init_from}, {len(new)} new{names}")
+        if self.keeper.found is None:
+            start_weights.load(model, self.task, self.config.init_from, self.progress.say)
         self._prepare(model)
         self._after_backward: Callable[[], None] | None = None
         if overrides(self.task, "after_backward"):
@@ -274,6 +293,8 @@ class Trainer:
 
     def _prepare(self, model: torch.nn.Module) -> None:
         model.to(self.link.device)
+        if self.fastest is not None:
+            self.fastest.accelerate(model)
         optimizer = self.task.optimizer(build.groups(model, self.config), self.config, self.link.device)
         rule = larc.rule_of(self.config)
         self.larc = None if rule is None else larc.Larc(optimizer, rule)
@@ -297,10 +318,10 @@ class Trainer:
         """Optimizer and schedule start anew where the stage says so; a model that changed shape is prepared again."""
         stage, model = self.stages[number], self.engine.model
         torch.manual_seed(key(self.config.seed, number))  # for layers that a task adds
-        before = _signature(model)
+        before = build.signature(model)
         with self.engine.whole_statistics():
             self.task.before_stage(model, number)
-        changed = before != _signature(model)
+        changed = before != build.signature(model)
         if changed or (stage.restart_optimizer and number > 0):
             self.engine.release()
             self._prepare(model)
@@ -323,9 +344,10 @@ class Trainer:
             self.link,
             grains=self.keeper.grains,
             seed=config.seed if number == 0 else key(config.seed, number),
-            collate=self.task.collate,
+            collate=self.task.train_collate(data),
             lengths=self.task.lengths(data),
             counts=self.task.counts(data),
+            clock=self.clock,
         )
         if not feed.is_stream and config.batch_cost is None and len(data) < config.max_samples:
             self.progress.say(f"the batch of {config.max_samples} is larger than the data: one step of {len(data)}")
@@ -353,22 +375,6 @@ class Trainer:
         per_epoch = None if epochs is None else feed.num_steps(0)
         ends = [self.config.steps, per_epoch and epochs and per_epoch * epochs]
         return min((end for end in ends if end is not None), default=None)
-
-    def _watchers(self, given: Sequence[Watcher]) -> list[Watcher]:
-        """The loggers of the settings, those of the task, and those that were given; only the first rank has some."""
-        if not self.link.is_first:
-            return []
-        found, missing = loggers.build(self.config.loggers, is_asked="loggers" in self.config.model_fields_set)
-        for name in missing:
-            self.progress.say(f"{name} is not installed: metrics go to metrics.jsonl alone (`pip install {name}`)")
-        return [*found, *checked(self.task.watchers()), *checked(given)]
-
-    def _layer_rates(self) -> dict[str, float]:
-        """Effective learning rates by parameter, where LARC sets them."""
-        if self.larc is None:
-            return {}
-        rates = self.larc.rates(state.names(self.engine))
-        return {f"larc/{name}": rate for name, rate in rates.items()}
 
     def _info(self) -> RunInfo:
         settings = self.config.model_dump(mode="json")
@@ -402,8 +408,3 @@ class Trainer:
         self.progress.table(summary.rows(facts))
         for line in [*filter(None, [self._arithmetic]), *self.engine.precision.notes, *summary.idle(facts)]:
             self.progress.say(line)
-
-
-def _signature(model: torch.nn.Module) -> dict[str, tuple[torch.Size, bool]]:
-    """What an optimizer and a reduction are made for: which parameters of which shapes are trained."""
-    return {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +95,8 @@ class Validation:
         """Of the last time, as `set/metric`."""
         self.samples: Samples = {}
         """Of the last time, where the task shows some."""
+        self.seconds = 0.0
+        """What the last time took on this rank."""
         given = sets is not None
         if sets is None:
             sets = {} if config.mode == "train" else task.val_data()
@@ -112,6 +115,7 @@ class Validation:
         def metrics(grain: Grain) -> Mapping[str, tuple[Any, Any]]:
             return self._task.metrics(self._engine.model, grain)
 
+        began = time.perf_counter()
         self.metrics, self.samples = {}, {}
         if self.is_empty:
             return self.metrics
@@ -123,6 +127,7 @@ class Validation:
                 self.metrics.update({f"{name}/{metric}": value for metric, value in found.items()})
                 if shows:
                     self.samples[name] = self._look(each)
+        self.seconds = time.perf_counter() - began
         return self.metrics
 
     def _look(self, each: FixedSet) -> list[dict[str, str]]:

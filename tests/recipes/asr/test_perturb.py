@@ -259,7 +259,7 @@ def test_clips_of_a_folder_and_of_a_manifest(clips: Path) -> None:
     ]
     manifest = clips / "noise.json"
     manifest.write_text("\n".join(map(json.dumps, lines)))
-    assert [tuple(clip[1:]) for clip in find_clips(manifest)] == [(1.0, 2.5), (4.5, 0.5), (0.0, 0.5)]
+    assert [tuple(clip[1:3]) for clip in find_clips(manifest)] == [(1.0, 2.5), (4.5, 0.5), (0.0, 0.5)]
 
 
 def test_bad_clips_are_all_said_before_training(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

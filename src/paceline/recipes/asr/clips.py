@@ -12,6 +12,7 @@ from paceline.config.errors import PacelineError
 from paceline.config.problems import first_lines
 from paceline.data.audio_file import SUFFIXES, audio_below
 from paceline.data.bad_line import MOST_SHOWN, BadLine, BadManifest, beginning
+from paceline.data.hdf_errors import is_packed
 from paceline.data.manifest import read_lines
 from paceline.data.manifest_line import LineInvalid, audio_of, parse_object, resolve
 
@@ -22,6 +23,8 @@ class Clip(NamedTuple):
     path: Path
     offset_s: float
     seconds: float
+    row: int | None = None
+    """Of a packed file."""
 
 
 class NoClips(PacelineError):
@@ -45,10 +48,14 @@ class ClipsUnreadable(PacelineError):
 
 @functools.lru_cache(maxsize=16)
 def find_clips(source: Path) -> tuple[Clip, ...]:
-    """Every clip of a folder (and those in it) by name, or of a manifest by line; each file's header is looked at once.
+    """Every clip of a folder (and those in it) by name, of a manifest by line, or of a packed file by row.
+
+    Each file's header is looked at once.
 
     Of a manifest's line, `offset` and `duration` may be left out, and other keys have no meaning here.
     """
+    if is_packed(source):
+        return tuple(_in_packed(source))
     from paceline.data.audio import AudioUnreadable, probe
 
     clips, problems = [], []
@@ -66,6 +73,18 @@ def find_clips(source: Path) -> tuple[Clip, ...]:
     if problems:
         raise ClipsUnreadable(source, problems)
     return tuple(clips)
+
+
+def _in_packed(source: Path) -> Iterator[Clip]:
+    from paceline.data.hdf import open_packed
+    from paceline.data.recordings import no_audio
+
+    packed = open_packed(source)
+    audio, rate = packed.of_kind("audio"), packed.sample_rate
+    if audio is None or rate is None:
+        raise no_audio(source, packed)
+    for row, length in enumerate(audio.lengths.tolist()):
+        yield Clip(source, 0.0, length / rate, row)
 
 
 def _in_folder(folder: Path) -> Iterator[tuple[Path, float, None]]:

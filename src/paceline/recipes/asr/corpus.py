@@ -24,6 +24,8 @@ from paceline.data.reading import Reading
 from paceline.observe.bars import SideBar
 from paceline.recipes.asr.features import LogMel
 from paceline.recipes.asr.network import NetworkSettings
+from paceline.recipes.asr.packing import check_packed
+from paceline.recipes.asr.perturb import is_active
 from paceline.recipes.asr.sets import name_sets
 from paceline.recipes.asr.settings import AsrSettings
 from paceline.recipes.asr.text import EncodedTexts, Labels, TextReport, encode_all, required_frames
@@ -104,6 +106,8 @@ class Opening:
 
     def _look(self, part: Part) -> _Look:
         settings = self._settings
+        is_perturbed = part.is_training and is_active(settings)
+        check_packed(part.paths, settings.network, is_perturbed=is_perturbed)
         limits: Mapping[str, Any] = {"min_seconds": 0.0}
         if part.is_training:
             limits = {

@@ -6,31 +6,47 @@ networks".
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Lengths = Sequence[int] | Tensor
 
-def ctc_loss_sum(
-    log_probs: Tensor, targets: Tensor, input_lengths: Sequence[int] | Tensor, target_lengths: Sequence[int] | Tensor
-) -> Tensor:
+
+def ctc_loss_sum(log_probs: Tensor, targets: Tensor, input_lengths: Lengths, target_lengths: Lengths) -> Tensor:
     """The sum of the losses of a batch, in nats; the blank is the last class.
 
     `log_probs` is (batch, frames, classes), normalised over the classes; `targets` is (batch, labels), padded with
-    anything. Lengths are numbers on the host. An utterance with fewer frames than `required_frames` of its transcript
-    cannot be written at all: it adds exactly 0 to the loss and to every gradient, and so does one without frames.
+    anything. An utterance with fewer frames than `required_frames` of its transcript cannot be written at all: it
+    adds exactly 0 to the loss and to every gradient, and so does one without frames.
 
-    It is computed in float64, whatever autocast says, and given as float32. In float32 gradients over 300 frames are
-    off by up to 1e-3, because they are differences of log-probabilities of whole paths, numbers around 1000; and
-    on CUDA they differ from run to run, because torch adds them up in any order. For 64 utterances of 16.7 s on an H200
-    (torch 2.11, 250 labels) forward and backward take 2.8 ms instead of 2.1.
+    Gradients are within 1e-5 of float64's, whatever autocast says, and the same in every run; torch's own in float32
+    are off by up to 1e-3, because they are differences of log-probabilities of whole paths, numbers around 1000, and
+    on CUDA it adds them up in any order. So on CUDA the loss is a kernel of ours (`paceline.speed.kernels.ctc`), where
+    Triton is installed; elsewhere it is torch's in float64. The result is float32.
 
-    On CUDA, torch copies the lengths to the device itself and waits for that, in forward and in backward, in all forms
-    of its `ctc_loss`: a step with it cannot be captured as one CUDA graph.
+    Lengths are numbers on the host or a tensor. The kernel reads them on the device: given as tensors there, nothing
+    waits and a step can be captured as one CUDA graph. torch's loss needs them on the host and waits for them.
     """
-    frames, labels = _numbers(input_lengths), _numbers(target_lengths)
+    if is_by_kernel(log_probs):
+        from paceline.speed.kernels.ctc import ctc_losses  # Triton may be missing where this is not reached
+
+        device = log_probs.device
+        frames, labels = _on_device(input_lengths, device), _on_device(target_lengths, device)
+        return ctc_losses(log_probs, targets.to(device, non_blocking=True), frames, labels).sum().float()
+    return _by_torch(log_probs, targets, _numbers(input_lengths), _numbers(target_lengths))
+
+
+def is_by_kernel(log_probs: Tensor) -> bool:
+    """Whether their loss is computed by our kernel; not in float64, where torch's has more digits."""
+    return log_probs.is_cuda and log_probs.dtype != torch.float64 and _has_triton()
+
+
+def _by_torch(log_probs: Tensor, targets: Tensor, frames: list[int], labels: list[int]) -> Tensor:
     # torch's CUDA kernels look at the frame before the first one of an utterance without frames
     kept = [number for number, length in enumerate(frames) if length > 0]
     if len(kept) < len(frames):
@@ -53,5 +69,18 @@ def ctc_loss_sum(
     return loss.to(result_dtype)
 
 
-def _numbers(lengths: Sequence[int] | Tensor) -> list[int]:
+def _numbers(lengths: Lengths) -> list[int]:
     return lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+
+
+def _on_device(lengths: Lengths, device: torch.device) -> Tensor:
+    if not isinstance(lengths, Tensor):
+        lengths = torch.tensor(lengths, dtype=torch.int64)
+    if lengths.device != device:
+        lengths = lengths.pin_memory().to(device, non_blocking=True)
+    return lengths
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

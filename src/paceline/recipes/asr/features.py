@@ -145,6 +145,11 @@ class LogMel(nn.Module):
         frames = self.num_frames(lengths)
         return self._normalized(energies, frames), frames
 
+    def computed(self, features: Tensor) -> Tensor:
+        """(batch, frame, mel) that `forward` would have given, padded as it pads: (batch, mel, frame)."""
+        missing = -features.shape[1] % max(self.settings.pad_to, 1)
+        return F.pad(features, (0, 0, 0, missing)).transpose(1, 2).contiguous()
+
     def _with_edges(self, signal: Tensor, lengths: Tensor) -> Tensor:
         """Pre-emphasis, then each utterance reflected at its own beginning and end."""
         before, after, samples = self._before, self._after, signal.shape[1]

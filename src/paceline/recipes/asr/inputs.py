@@ -14,6 +14,7 @@ from paceline.config.problems import first_lines
 from paceline.data.audio_check import check_all, in_threads, measure
 from paceline.data.audio_file import AudioFacts, AudioUnreadable, audio_below
 from paceline.data.bad_line import MOST_SHOWN, BadManifest
+from paceline.data.hdf_errors import is_packed
 from paceline.data.manifest import read_manifests
 from paceline.data.manifest_columns import Manifest
 from paceline.data.strings import Strings
@@ -27,7 +28,7 @@ SKIP_HINT = "mend them, leave them out, or add `--bad-data skip`"
 class NothingToHear(PacelineError):
     """A word that leads to no audio."""
 
-    hint = "give audio files, folders of them, or manifests (.json, .jsonl)"
+    hint = "give audio files, folders of them, manifests (.json, .jsonl) or packed files (.h5)"
 
     def __init__(self, word: str, why: str) -> None:
         super().__init__(f"{word}: {why}")
@@ -86,7 +87,7 @@ def measure_all(files: Sequence[Path]) -> dict[Path, AudioFacts | AudioUnreadabl
 def _named(word: str) -> Path | list[Path]:
     """A manifest, or the audio files that a word stands for."""
     path = Path(word)
-    if path.suffix.lower() in (".json", ".jsonl"):
+    if path.suffix.lower() in (".json", ".jsonl") or is_packed(path):
         return path
     if not os.path.isdir(path):  # also where a name is too long to be one
         return [path]

@@ -24,6 +24,8 @@ class AcousticModel(nn.Module):
     def forward(self, audio: Tensor, lengths: Tensor, keys: Tensor | None = None) -> Tensor:
         """(batch, samples) with their true lengths -> (batch, frames, labels + 1), the blank last.
 
+        Features that were computed before are taken as (batch, frames, mels).
+
         `keys` decide which noise and which masks an utterance gets in training.
         """
         features, frames = self._hear(audio, lengths, keys)
@@ -34,7 +36,10 @@ class AcousticModel(nn.Module):
     @not_compiled
     def _hear(self, audio: Tensor, lengths: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         """Masked features and their lengths. Nothing is won by compiling this: FFT and gathers are kernels already."""
-        features, frames = self.features(audio, lengths, keys)
+        if audio.dim() == 3:
+            features, frames = self.features.computed(audio), lengths
+        else:
+            features, frames = self.features(audio, lengths, keys)
         if keys is not None:
             features = self.spec_augment(features, frames, keys)
         # Batches differ in size and length: what is compiled next is to be compiled once, not for the first of them.
@@ -44,7 +49,11 @@ class AcousticModel(nn.Module):
 
     def output_length(self, num_samples: int) -> int:
         """Frames of log-probabilities that belong to so many samples of audio."""
-        return self.encoder.output_length(self.features.num_frames(num_samples))
+        return self.output_frames(self.features.num_frames(num_samples))
+
+    def output_frames(self, num_frames: int) -> int:
+        """Frames of log-probabilities that belong to so many frames of features."""
+        return self.encoder.output_length(num_frames)
 
     @property
     def _dtype(self) -> torch.dtype:

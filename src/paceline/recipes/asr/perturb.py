@@ -49,7 +49,7 @@ class PerturbSettings(Section):
     speed_prob: Probability = 1.0
     """Share of utterances whose speed is changed."""
     impulse_from: AbsolutePath | None = None
-    """Folder or manifest of impulse responses: utterances sound as if in these rooms, as loud as before."""
+    """Folder, manifest or packed file of impulse responses: utterances sound as if in such rooms, as loud as before."""
     impulse_prob: Probability = 1.0
     """Share of utterances put into a room."""
     shift_ms: MillisecondRange | None = None
@@ -61,7 +61,7 @@ class PerturbSettings(Section):
     gain_prob: Probability = 1.0
     """Share of utterances made louder or softer."""
     noise_from: AbsolutePath | None = None
-    """Folder or manifest of noises to add, from a random place on and repeated where they are too short."""
+    """Folder, manifest or packed file of noises to add, from a random place on and repeated where too short."""
     noise_snr_db: DecibelRange = (10.0, 40.0)
     """Decibels by which the utterance is louder than the noise."""
     noise_prob: Probability = 1.0
@@ -76,6 +76,12 @@ class PerturbSettings(Section):
         if self.speed_range is not None and self.speed_factors:
             raise ValueError("set `speed_range` or `speed_factors`, not both")
         return self
+
+
+def is_active(settings: PerturbSettings) -> bool:
+    """Whether anything is set that changes the sound."""
+    ways = (settings.speed_range, settings.speed_factors, settings.impulse_from, settings.shift_ms)
+    return any((*ways, settings.gain_db, settings.noise_from, settings.white_noise_db))
 
 
 def max_stretch(settings: PerturbSettings) -> float:
@@ -178,7 +184,7 @@ def _draw_noise(clip: Clip, count: int, sample_rate: int, rng: np.random.Generat
     wanted_s = max(count / sample_rate, SHORTEST_READ_S)
     if clip.seconds > wanted_s:
         offset_s = clip.offset_s + rng.uniform(0.0, clip.seconds - wanted_s)
-        return np.resize(_read(Clip(clip.path, offset_s, wanted_s), sample_rate), count)
+        return np.resize(_read(clip._replace(offset_s=offset_s, seconds=wanted_s), sample_rate), count)
     noise = _read(clip, sample_rate)
     return np.resize(np.roll(noise, -int(rng.integers(max(len(noise), 1)))), count)
 
@@ -189,9 +195,14 @@ def _pick(source: Path, rng: np.random.Generator) -> Clip:
 
 
 def _read(clip: Clip, sample_rate: int) -> Samples:
-    from paceline.data.audio import read_audio
+    if clip.row is None:
+        from paceline.data.audio import read_audio
 
-    audio = read_audio(clip.path, sample_rate=sample_rate, offset_s=clip.offset_s, duration_s=clip.seconds)
+        audio = read_audio(clip.path, sample_rate=sample_rate, offset_s=clip.offset_s, duration_s=clip.seconds)
+    else:
+        from paceline.data.recordings import read_packed_audio
+
+        audio = read_packed_audio(clip.path, clip.row, sample_rate, offset_s=clip.offset_s, duration_s=clip.seconds)
     return audio.astype(np.float32)
 
 

@@ -13,7 +13,7 @@ from pydantic import AfterValidator
 from paceline.config.errors import PacelineError
 from paceline.config.paths import absolute
 
-_BETWEEN_FILES = re.compile(r"(?<=\.json)\+|(?<=\.jsonl)\+")
+_BETWEEN_FILES = re.compile(r"(?<=\.json)\+|(?<=\.jsonl)\+|(?<=\.h5)\+|(?<=\.hdf5)\+|(?<=\.hdf)\+")
 """Elsewhere a plus belongs to a name."""
 
 

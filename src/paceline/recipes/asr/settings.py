@@ -38,10 +38,10 @@ class SpeechSettings(Section):
     spec_augment: bool = True
     """Mask parts of the spectrogram in training, as the network's file says."""
     train_manifest: tuple[AbsolutePath, ...] = ()
-    """Manifests to train on, with commas between them: together one data set."""
+    """Manifests to train on, or packed files (.h5), with commas between them: together one data set."""
     val_manifest: tuple[SetWord, ...] = ()
-    """Manifests to validate on, each a set of its own, named by its file or as `name=file.json`; several files of one
-    set are `name=a.json+b.json`."""
+    """Manifests or packed files to validate on, each a set of its own, named by its file or as `name=file.json`;
+    several files of one set are `name=a.json+b.h5`."""
     min_seconds: Annotated[float, Field(ge=0)] = 0.1
     """Shorter training utterances are dropped."""
     max_seconds: PositiveFloat | None = 16.7

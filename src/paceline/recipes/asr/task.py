@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,17 @@ from paceline.recipes.asr.ctc import ctc_loss_sum
 from paceline.recipes.asr.decode import transcripts
 from paceline.recipes.asr.error_rate import character_errors, word_errors
 from paceline.recipes.asr.export import write_export
+from paceline.recipes.asr.flops import training_flops
 from paceline.recipes.asr.inputs import open_inputs
+from paceline.recipes.asr.ladder import ladder
 from paceline.recipes.asr.model import AcousticModel
+from paceline.recipes.asr.packing import check_packed
 from paceline.recipes.asr.perturb import check_clips
 from paceline.recipes.asr.settings import AsrSettings, UseSettings
 from paceline.recipes.asr.text import Labels
 from paceline.recipes.asr.utterances import Utterances, collate
 from paceline.recipes.asr.weights import read_weights
+from paceline.speed.choice import CannotRun
 from paceline.train.run import MARK
 from paceline.train.task import Sums, Task
 
@@ -47,6 +51,7 @@ class Asr(Task):
     settings: AsrSettings
     collate = staticmethod(collate)
     length_unit = "seconds"
+    sample_unit = "utterances"
     eval_cost = 1200.0  # training has `max_seconds`, validation takes recordings of any length
     monitor = "wer"
     _opened: dict[Part, Corpus] | None = None
@@ -69,6 +74,22 @@ class Asr(Task):
         if not settings.val_manifest and settings.mode in ("eval", "infer"):
             raise NothingNamed(settings.mode)
         return {part.name: self._utterances(corpus) for part, corpus in self._corpora().items() if not part.is_training}
+
+    def train_collate(self, data: Any) -> Callable[[list[Any]], Any]:
+        return ladder(data, self.settings.network) if self.settings.level == 4 else collate
+
+    def accelerate(self, model: nn.Module) -> Sequence[str]:
+        from paceline.recipes.asr import fused  # needs Triton, which is there wherever kernels are offered
+
+        assert isinstance(model, AcousticModel)
+        reasons = fused.accelerate(model.encoder)
+        if not fused.is_accelerated(model.encoder):
+            raise CannotRun("; ".join(reasons))
+        return reasons
+
+    def recordable(self, grain: Grain) -> dict[str, Tensor]:
+        self._note_unread(grain)
+        return {name: grain[name] for name in ("audio", "lengths", "keys", "text", "out_frames", "text_lengths")}
 
     def loss(self, model: nn.Module, grain: Grain) -> tuple[Tensor, int]:
         """Summed over utterances and, later, divided by how many there are on all ranks."""
@@ -95,6 +116,7 @@ class Asr(Task):
 
     def read_inputs(self, words: Sequence[str]) -> Utterances:
         settings = self.settings
+        check_packed([Path(word) for word in words], settings.network, is_perturbed=False)
         return open_inputs(
             words,
             settings.network.sample_rate,
@@ -105,6 +127,9 @@ class Asr(Task):
 
     def read_weights(self, path: Path) -> Mapping[str, Tensor]:
         return read_weights(path, self.settings.network, new_decoder=self.settings.new_decoder, say=self.say)
+
+    def flops(self, model: nn.Module) -> float:
+        return training_flops(self.settings.network)
 
     def about(self) -> dict[str, Any]:
         network = self.settings.network
@@ -158,15 +183,23 @@ class Asr(Task):
         return log_probs
 
     def _loss(self, model: nn.Module, grain: Grain, log_probs: Tensor) -> Tensor:
+        if "out_frames" in grain.data:  # a grain of the ladder: no length is on the host alone
+            if "bad" in grain.data:
+                self._note_unread(grain)
+            return ctc_loss_sum(log_probs, grain["text"], grain["out_frames"], grain["text_lengths"])
         return ctc_loss_sum(log_probs, grain["text"], self._frames(model, grain), grain["num_labels"])
 
     def _frames(self, model: nn.Module, grain: Grain) -> list[int]:
         """Of each utterance, known without asking the device; none of one that could not be read, so that it adds
         nothing to a loss and has no text."""
         assert isinstance(model, AcousticModel)
-        self._unread.update(line for line in grain["bad"] if line is not None)
+        self._note_unread(grain)
         lengths = zip(grain["num_samples"], grain["bad"], strict=True)
-        return [model.output_length(samples) if bad is None else 0 for samples, bad in lengths]
+        output_length = model.output_frames if grain["audio"].dim() == 3 else model.output_length
+        return [output_length(length) if bad is None else 0 for length, bad in lengths]
+
+    def _note_unread(self, grain: Grain) -> None:
+        self._unread.update(line for line in grain["bad"] if line is not None)
 
     def _references(self, grain: Grain) -> list[str]:
         texts = grain["text"].tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,23 +12,15 @@ import xxhash
 from numpy.typing import NDArray
 
 from paceline.config.paths import near
-from paceline.data.audio import AudioUnreadable, read_audio
+from paceline.data.audio import AudioUnreadable
 from paceline.data.audio_check import bad_audio
-from paceline.data.bad_line import BadLine
 from paceline.data.manifest import Manifest
-from paceline.recipes.asr.perturb import PerturbSettings, max_stretch, perturb
+from paceline.data.recordings import Recordings
+from paceline.recipes.asr.padding import Collate, Utterance, collate
+from paceline.recipes.asr.perturb import PerturbSettings, is_active, max_stretch, perturb
 from paceline.recipes.asr.text import EncodedTexts
 
-
-class Utterance(NamedTuple):
-    """One sample, before it is padded."""
-
-    audio: NDArray[np.int16]
-    text: NDArray[Any]
-    key: int
-    """Decides its masks, on any rank and in any batch."""
-    bad: BadLine | None = None
-    """Why its audio cannot be read: silence stands in its place, and it must not count as heard."""
+__all__ = ["Utterance", "Utterances", "collate"]
 
 
 class Utterances:
@@ -46,7 +38,9 @@ class Utterances:
         skip_bad: bool = False,
     ) -> None:
         self._manifest, self._texts, self._sample_rate = manifest, texts, sample_rate
-        self._perturb, self._skip_bad = perturb_settings, skip_bad
+        is_perturbed = perturb_settings is not None and is_active(perturb_settings)
+        self._perturb, self._skip_bad = perturb_settings if is_perturbed else None, skip_bad
+        self._recordings = Recordings(manifest, sample_rate)
         stretch = 1.0 if perturb_settings is None else max_stretch(perturb_settings)
         self.lengths: NDArray[np.float64] = manifest.durations * stretch
         """Seconds, as long as a perturbation may make them."""
@@ -65,11 +59,10 @@ class Utterances:
         return len(self._manifest)
 
     def __getitem__(self, index: int) -> Utterance:
-        manifest = self._manifest
         # The loader has seeded torch with (seed, epoch, sample): one draw carries that on.
         key = int(torch.randint(2**62, ()))
         try:
-            audio = read_audio(manifest.audio(index), sample_rate=self._sample_rate, **manifest.segment(index))
+            audio = self._recordings.read(index)
         except AudioUnreadable as unreadable:  # damage that a look at the ends of a file does not show
             return self._bad(index, key, unreadable)
         if self._perturb is not None:
@@ -87,27 +80,37 @@ class Utterances:
         silence = np.zeros(max(1, round(float(manifest.durations[index]) * self._sample_rate)), np.int16)
         return Utterance(silence, self._texts[index], key, bad_audio(manifest, index, unreadable.why))
 
+    def read_grain(self, samples: NDArray[np.int64], seeds: Sequence[int], collate: Any) -> dict[str, Any] | None:
+        """What `collate` makes of these samples; None where they must be read one by one.
+
+        Packed audio that nothing changes is copied from the file into the batch, without an object per utterance.
+        """
+        if self._perturb is not None or not isinstance(collate, Collate):
+            return None
+        packed = self._recordings.packed(samples)
+        if packed is None:
+            return None
+        stream, rows = packed
+        room = np.empty((len(rows), collate.width(stream.lengths[rows]), *stream.shape), stream.dtype)
+        audio, lengths = stream.pad(rows, out=room)
+        keys = np.empty(len(samples), np.int64)
+        for place, seed in enumerate(seeds):  # as the loader seeds a sample, and `__getitem__` then draws
+            torch.default_generator.manual_seed(seed)
+            keys[place] = int(torch.randint(2**62, ()))
+        texts = [self._texts[sample] for sample in samples.tolist()]
+        return collate.grain(audio, lengths, texts, keys, [None] * len(samples))
+
+    @property
+    def holds_features(self) -> bool:
+        """Whether `audio` is features, computed when the file was packed."""
+        return self._recordings.holds_features
+
+    @property
+    def most_labels(self) -> int:
+        """Of the longest text."""
+        return int(self._texts.lengths.max(initial=0))
+
     @property
     def names(self) -> Sequence[str]:
         """How each utterance is called in what is printed of it."""
         return [near(self._manifest.audio(index)) for index in range(len(self))]
-
-
-def collate(samples: list[Utterance]) -> dict[str, Any]:
-    """Pad audio and texts of a grain. Lengths are there twice: for the device, and for the host, which must not ask."""
-    num_samples = [len(sample.audio) for sample in samples]
-    num_labels = [len(sample.text) for sample in samples]
-    audio = np.zeros((len(samples), max(num_samples)), np.int16)
-    text = np.zeros((len(samples), max(1, *num_labels)), np.int64)
-    for row, sample in enumerate(samples):
-        audio[row, : num_samples[row]] = sample.audio
-        text[row, : num_labels[row]] = sample.text
-    return {
-        "audio": torch.from_numpy(audio),
-        "lengths": torch.tensor(num_samples),
-        "text": torch.from_numpy(text),
-        "keys": torch.tensor([sample.key for sample in samples]),
-        "num_samples": num_samples,
-        "num_labels": num_labels,
-        "bad": [sample.bad for sample in samples],
-    }

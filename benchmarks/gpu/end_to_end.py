@@ -1,0 +1,306 @@
+"""A whole run at `-O4` from packed audio, beside the bare step; and whether it learns real speech as plain bf16 does.
+
+    python benchmarks/gpu/end_to_end.py rate [--batch 64] [--steps 160] [--utterances 1024] [--network quartznet15x5]
+    python benchmarks/gpu/end_to_end.py curve --data .../librispeech [--steps 500] [--csv curve.csv]
+
+`rate`: utterances of 16.7 s lie as int16 in one memory-mapped file; workers read and collate them, the GPU makes
+features, masks and the step. The bare step is the same engine on one grain that lies on the GPU already, front end
+included. `curve`: real speech, decoded once, trained on at `-O4` and three times (three seeds) at `-O2`; the losses go
+to a CSV, and `-O4` lies within the spread if it is no further from the mean of the three than one of them is from the
+mean of the others, in windows of 25 steps.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from table import Row, machine, parser, show
+
+from paceline.data.audio import read_audio
+from paceline.data.grain import Batch, Grain
+from paceline.recipes.asr.network import read_network
+from paceline.recipes.asr.settings import AsrSettings
+from paceline.recipes.asr.task import Asr
+from paceline.recipes.asr.text import Labels
+from paceline.recipes.asr.utterances import Utterance
+from paceline.train.benchmark import benchmark
+from paceline.train.trainer import Trainer
+from paceline.world.discover import discover
+from paceline.world.link import Link
+from paceline.world.start import start
+
+RATE, SECONDS, NUM_LABELS = 16000, 16.7, 250
+WINDOW = 25
+SEEDS = (0, 1, 2)
+
+
+class Packed:
+    """Utterances in one file of int16, mapped into memory by whoever reads."""
+
+    reads_leave_nothing_open = True
+
+    def __init__(self, file: Path, offsets: NDArray[np.int64], texts: list[NDArray[np.int64]]) -> None:
+        self._file, self._offsets, self._texts = file, offsets, texts
+        self.lengths = np.diff(offsets) / RATE
+        self.most_labels = max(len(text) for text in texts)
+        self._samples: Any = None
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, index: int) -> Utterance:
+        if self._samples is None:
+            self._samples = np.memmap(self._file, np.int16, "r")
+        key = int(torch.randint(2**62, ()))
+        return Utterance(self._samples[self._offsets[index] : self._offsets[index + 1]], self._texts[index], key)
+
+
+class PackedAsr(Asr):
+    """Speech recognition on data that is there already."""
+
+    def __init__(self, data: Packed) -> None:
+        super().__init__()
+        self._data = data
+
+    def train_data(self) -> Any:
+        return self._data
+
+    def val_data(self) -> dict[str, Any]:
+        return {}
+
+    def report(self) -> None:
+        pass
+
+
+def settings(options: Any, **more: Any) -> AsrSettings:
+    plain: dict[str, Any] = {
+        "network": options.network,
+        "train_manifest": (Path("none.json"),),
+        "global_batch": options.batch,
+        "grains": 1,
+        "steps": options.steps,
+        "mode": "train",
+        "loggers": (),
+        "progress": "lines",
+        "device": options.device,
+        "log_every": 20,
+    }
+    return AsrSettings(**{**plain, **more})
+
+
+def link_of(options: Any) -> Link:
+    return start(discover({}), device=options.device)
+
+
+# -- rate --------------------------------------------------------------------------------------------------------------
+
+
+def synthetic(folder: Path, number: int, seconds: float) -> Packed:
+    random = np.random.default_rng(0)
+    samples = round(seconds * RATE)
+    file = folder / "audio.int16"
+    some = [random.integers(-8000, 8000, samples, dtype=np.int16) for _ in range(16)]
+    with file.open("wb") as out:
+        for index in range(number):
+            out.write(np.roll(some[index % 16], index).data)
+    texts = [random.integers(0, 28, NUM_LABELS) for _ in range(number)]
+    return Packed(file, np.arange(number + 1, dtype=np.int64) * samples, texts)
+
+
+def bare(task: PackedAsr, config: AsrSettings, link: Link, num_steps: int) -> float:
+    """Utterances per second of the step alone, set up as the run would be, on one grain that is on the device."""
+    trainer = Trainer(task, config.model_copy(update={"progress": "none"}), link)
+    feed = trainer._feed(0, trainer.stages[0])
+    trainer._make_fast(feed)
+    engine = trainer.engine
+    [grain] = feed.read([(0, 0)])
+    feed.close()
+    batch = Batch(0, 0, 1, len(grain), len(grain), [Grain(grain.data, 0, grain.samples)], own_count=len(grain))
+
+    def run(number: int) -> float:
+        if link.device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(number):
+            engine.step(lambda each: task.loss(engine.model, each), batch)
+        if link.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    run(4)
+    return len(grain) * num_steps / run(num_steps)
+
+
+def rate(options: Any) -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        data = synthetic(Path(folder), options.utterances, options.seconds)
+        link = link_of(options)
+        config = settings(options, level=options.level, bench_steps=options.steps, bench_start=options.steps // 4)
+        alone = bare(PackedAsr(data), config, link, max(8, options.steps // 4))
+        print(f"bare step: {alone:,.0f} utterances/s", flush=True)
+        found = benchmark(PackedAsr(data), config, link)
+        waited = found.seconds.get("data", 0.0) / found.wall_s
+        print(
+            f"end to end: {found.objects_per_s:,.0f} utterances/s, {100 * waited:.1f}% of it waiting for data",
+            flush=True,
+        )
+        return [
+            Row("bare step", "speed", alone, "utterances/s"),
+            Row("end to end", "speed", found.objects_per_s, "utterances/s", "bare step", found.objects_per_s / alone),
+            Row("end to end", "data wait", 100 * waited, "%"),
+            Row("end to end", "step", 1e3 * found.step_s, "ms"),
+        ]
+
+
+# -- curve -------------------------------------------------------------------------------------------------------------
+
+
+def real(folder: Path, manifest: Path, labels: Labels, name: str) -> Packed:
+    lines = [json.loads(line) for line in manifest.read_text().splitlines()]
+    file, ends, texts = folder / f"{name}.int16", [0], []
+    with file.open("wb") as out:
+        for line in lines:
+            audio = read_audio(manifest.parent / line["audio_filepath"], sample_rate=RATE)
+            out.write(np.ascontiguousarray(audio).data)
+            ends.append(ends[-1] + len(audio))
+            texts.append(np.asarray(labels.encode(line["text"]), np.int64))
+    return Packed(file, np.asarray(ends, np.int64), texts)
+
+
+def train(options: Any) -> None:
+    """One curve, in a process of its own: the GPU is mostly idle while plain PyTorch launches its kernels."""
+    data = real(
+        options.out.parent, options.data / "train.json", Labels(read_network(options.network).labels), options.out.name
+    )
+    more = {
+        "out": options.out,
+        "save_every_epochs": None,
+        "lr": options.lr,
+        "level": options.level,
+        "seed": options.seed,
+    }
+    Trainer(PackedAsr(data), settings(options, **more), link_of(options)).fit()
+
+
+def losses(options: Any, folder: Path, ways: list[tuple[int, int]]) -> list[list[float]]:
+    """Of each (level, seed), all trained at the same time."""
+    running = []
+    for level, seed in ways:
+        out = folder / f"level{level}-seed{seed}"
+        words = [
+            "train",
+            "--level",
+            level,
+            "--seed",
+            seed,
+            "--out",
+            out,
+            "--data",
+            options.data,
+            "--steps",
+            options.steps,
+        ]
+        words += [
+            "--network",
+            options.network,
+            "--batch",
+            options.batch,
+            "--lr",
+            options.lr,
+            "--device",
+            options.device,
+        ]
+        log = (folder / f"{out.name}.log").open("w")
+        running.append((out, subprocess.Popen([sys.executable, __file__, *map(str, words)], stdout=log, stderr=log)))
+    for out, process in running:
+        if process.wait():
+            sys.exit((folder / f"{out.name}.log").read_text())
+    return [
+        [
+            record["loss"]
+            for record in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+            if record["kind"] == "step"
+        ]
+        for out, _ in running
+    ]
+
+
+def smooth(curve: list[float]) -> NDArray[np.float64]:
+    whole = len(curve) // WINDOW * WINDOW
+    return np.asarray(curve[:whole]).reshape(-1, WINDOW).mean(1)
+
+
+def distance(one: NDArray[np.float64], others: list[NDArray[np.float64]]) -> float:
+    """Mean over the windows of the relative distance to the others' mean."""
+    mean = np.mean(others, axis=0)
+    return float(np.mean(np.abs(one - mean) / mean))
+
+
+def curve(options: Any) -> list[Row]:
+    ways = [(options.level, 0), *((2, seed) for seed in SEEDS)]
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        found = losses(options, Path(folder), ways)
+        print(f"{len(ways)} runs of {options.steps} steps in {time.perf_counter() - began:.0f} s", flush=True)
+        log = (Path(folder) / f"level{options.level}-seed0.log").read_text().splitlines()
+        print("\n".join(line for line in log if line.startswith(("-O4", "CUDA graphs"))), flush=True)
+    curves = {f"-O{level} seed {seed}": values for (level, seed), values in zip(ways, found, strict=True)}
+    with options.csv.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", *curves])
+        writer.writerows([step, *values] for step, values in enumerate(zip(*curves.values(), strict=True)))
+    ours, *plain = [smooth(values) for values in curves.values()]
+    spread = max(distance(each, [other for other in plain if other is not each]) for each in plain)
+    ours_off = distance(ours, plain)
+    low, high = np.min(plain, axis=0), np.max(plain, axis=0)
+    inside = float(np.mean((ours >= low) & (ours <= high)))
+    verdict = "within" if ours_off <= spread else "outside"
+    print(
+        f"-O{options.level} is {100 * ours_off:.2f}% off the mean of three seeds, one of them {100 * spread:.2f}% off"
+        f" the others': {verdict} their spread; {100 * inside:.0f}% of {len(ours)} windows lie in between"
+    )
+    print("window means, ours and the three: last", [round(float(each[-1]), 2) for each in (ours, *plain)])
+    return [
+        Row(f"-O{options.level}", "distance", 100 * ours_off, "%", "-O2 seeds", ours_off / spread),
+        Row("-O2 seeds", "distance", 100 * spread, "%"),
+    ]
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("part", choices=["rate", "curve", "train"])
+    arguments.add_argument("--network", default="quartznet15x5")
+    arguments.add_argument("--device", default="cuda")
+    arguments.add_argument("--level", type=int, default=4)
+    arguments.add_argument("--batch", type=int, default=64)
+    arguments.add_argument("--steps", type=int, default=160)
+    arguments.add_argument("--utterances", type=int, default=1024)
+    arguments.add_argument("--seconds", type=float, default=SECONDS)
+    arguments.add_argument("--lr", type=float, default=0.01)
+    arguments.add_argument("--data", type=Path, help="folder of librispeech with train.json")
+    arguments.add_argument("--seed", type=int, default=0, help="of `train`, which is one run of `curve`")
+    arguments.add_argument("--out", type=Path, help="run folder of `train`")
+    arguments.add_argument("--csv", type=Path, default=Path("curve.csv"))
+    options = arguments.parse_args()
+    if options.part == "train":
+        train(options)
+        return
+    print(machine(), flush=True)
+    rows = rate(options) if options.part == "rate" else curve(options)
+    show(rows, f"end to end, {options.part}", options.json)
+
+
+if __name__ == "__main__":
+    main()

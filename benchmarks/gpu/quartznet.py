@@ -1,0 +1,312 @@
+"""QuartzNet 15x5 in training on one GPU: the plain ways to run it beside our levels, from random data on the device.
+
+    python benchmarks/gpu/quartznet.py [--json] [--batches 64 256] [--only bf16 O4] [--network jasper10x5dr] [--profile]
+
+A step is forward, CTC, backward and fused AdamW on a batch of 16.7 s utterances (1,672 frames of 64 mels, lengths 70
+to 100 %, 200 labels), median of 8 after 3. `bf16`, `fp16`, `bf16-compile` are loops as their user would write them,
+`lightning` is its Trainer; `O0` to `O3` are our engine, and `O4` the fastest of its ways, found as a run finds it.
+`bf16-channels-last` runs convolutions as two-dimensional ones of height 1. `--profile` shows where a step of `O4` goes.
+A name with `@64` is for that batch alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from table import Row, parser, show
+
+from paceline.config.settings import TrainConfig
+from paceline.data.grain import Grain
+from paceline.recipes.asr import fused
+from paceline.recipes.asr.ctc import ctc_loss_sum
+from paceline.recipes.asr.encoder import Decoder, Encoder
+from paceline.recipes.asr.network import NetworkSettings, read_network
+from paceline.speed.choice import CannotRun, choose
+from paceline.speed.way import Way, candidates
+from paceline.train import contest
+from paceline.train.task import Task
+from paceline.world.discover import discover
+from paceline.world.start import start
+
+FRAMES, LABELS, WARM, STEPS = 1672, 200, 3, 8
+PLAIN = ("bf16", "fp16", "bf16-compile", "lightning")
+
+
+class Network(nn.Module):
+    """Mels to log-probabilities."""
+
+    def __init__(self, network: NetworkSettings) -> None:
+        super().__init__()
+        self.encoder = Encoder(network)
+        self.decoder = Decoder(network.channels[-1], network.num_classes)
+
+    def forward(self, mels: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
+        encoded, lengths = self.encoder(mels, frames)
+        return self.decoder(encoded), lengths
+
+
+def make_batch(size: int) -> dict[str, Tensor]:
+    dice = torch.Generator("cuda").manual_seed(1)
+    frames = (FRAMES * (0.7 + 0.3 * torch.rand(size, device="cuda", generator=dice))).long()
+    frames[0] = FRAMES
+    return {
+        "mels": torch.randn(size, 64, FRAMES, device="cuda", generator=dice),
+        "frames": frames,
+        "text": torch.randint(0, 28, (size, LABELS), device="cuda", generator=dice),
+        "labels": torch.full((size,), LABELS, device="cuda"),
+    }
+
+
+def make_network(network: NetworkSettings) -> Network:
+    torch.manual_seed(0)
+    return Network(network).cuda().train()
+
+
+class Bench(Task):
+    """The same for our engine."""
+
+    def __init__(self, network: NetworkSettings) -> None:
+        super().__init__()
+        self._network = network
+
+    def model(self) -> nn.Module:
+        return make_network(self._network)
+
+    def loss(self, model: nn.Module, grain: Grain) -> tuple[Tensor, int]:
+        log_probs, lengths = model(grain["mels"], grain["frames"])
+        return ctc_loss_sum(log_probs, grain["text"], lengths, grain["labels"]), len(grain)
+
+    def accelerate(self, model: nn.Module) -> Sequence[str]:
+        assert isinstance(model, Network)
+        reasons = fused.accelerate(model.encoder)
+        if reasons:
+            raise CannotRun("; ".join(reasons[:3]))
+        return reasons
+
+    def recordable(self, grain: Grain) -> Any:
+        return grain.data
+
+    def optimizer(self, groups: list[dict[str, Any]], settings: Any, device: torch.device) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, lr=1e-3, fused=True)
+
+
+def by_hand(
+    network: NetworkSettings,
+    batch: dict[str, Tensor],
+    dtype: torch.dtype,
+    *,
+    compiled: bool,
+    channels_last: bool = False,
+) -> Callable[[], None]:
+    model = make_network(network)
+    if channels_last:
+        as_two_dimensional(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)
+    target_lengths, text = torch.full((len(batch["mels"]),), LABELS), batch["text"]
+    frames = (batch["frames"].cpu() + 1) // 2
+    if compiled:
+        model.compile()
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype):
+            log_probs, _ = model(batch["mels"], batch["frames"])
+        loss = F.ctc_loss(log_probs.transpose(0, 1), text, frames, target_lengths, blank=28, zero_infinity=True)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def as_two_dimensional(model: nn.Module) -> None:
+    """Convolutions over time as two-dimensional ones of height 1 on channels-last memory, the library's fast layout."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv1d):
+
+            def forward(self: nn.Conv1d, x: Tensor) -> Tensor:
+                y = F.conv2d(
+                    x.unsqueeze(2).contiguous(memory_format=torch.channels_last),
+                    self.weight.unsqueeze(2).contiguous(memory_format=torch.channels_last),
+                    self.bias,
+                    (1, self.stride[0]),
+                    (0, int(self.padding[0])),
+                    (1, self.dilation[0]),
+                    self.groups,
+                )
+                return y.squeeze(2)
+
+            module.forward = partial(forward, module)  # type: ignore[method-assign]
+
+
+def lightning(network: NetworkSettings, batch: dict[str, Tensor]) -> float:
+    """Milliseconds per step of its Trainer."""
+    try:
+        import lightning.pytorch as pl
+    except ImportError:
+        import pytorch_lightning as pl
+    import logging
+    import warnings
+
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    frames, lengths = (batch["frames"].cpu() + 1) // 2, torch.full((len(batch["mels"]),), LABELS)
+    marks: list[float] = []
+
+    class Module(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = make_network(network)
+
+        def training_step(self, given: dict[str, Tensor], number: int) -> Tensor:
+            log_probs, _ = self.network(given["mels"], given["frames"])
+            return F.ctc_loss(log_probs.transpose(0, 1), given["text"], frames, lengths, blank=28, zero_infinity=True)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), 1e-3, fused=True)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            torch.cuda.synchronize()
+            marks.append(time.perf_counter())
+
+    trainer = pl.Trainer(
+        accelerator="gpu", devices=1, precision="bf16-mixed", max_steps=WARM + STEPS, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    data = torch.utils.data.DataLoader([batch] * (WARM + STEPS), batch_size=None)
+    trainer.fit(Module(), data)
+    return 1e3 * statistics.median(
+        after - before for before, after in zip(marks[WARM - 1 :], marks[WARM:], strict=False)
+    )
+
+
+def step_ms(step: Callable[[], None]) -> float:
+    times = []
+    for number in range(WARM + STEPS):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        if number >= WARM:
+            times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+class Ours:
+    """A step of our engine in one way."""
+
+    def __init__(self, network: NetworkSettings, batch: dict[str, Tensor]) -> None:
+        self.task, self.link = Bench(network), start(discover({}), device="cuda")
+        size = len(batch["mels"])
+        self.grain = Grain(batch, 0, np.arange(size))
+        self.config = TrainConfig(global_batch=size, optimizer="adamw", lr=1e-3)
+
+    def round(self, way: Way) -> Callable[[], None]:
+        return contest._prepared(way, self.task, self.config, self.link, self.task.model(), [self.grain])
+
+
+def measure(name: str, network: NetworkSettings, batch: dict[str, Tensor], profile: bool) -> tuple[float, str]:
+    """Milliseconds per step, and which way it was."""
+    if name == "lightning":
+        return lightning(network, batch), ""
+    if name == "O4":
+        return fastest(Ours(network, batch), network, profile)
+    if name.startswith("O"):
+        return step_ms(Ours(network, batch).round(Way(int(name[1:])))), ""
+    dtype = torch.float16 if name == "fp16" else torch.bfloat16
+    return step_ms(by_hand(network, batch, dtype, compiled="compile" in name, channels_last="channels" in name)), ""
+
+
+def fastest(ours: Ours, network: NetworkSettings, profile: bool) -> tuple[float, str]:
+    """As a run at `-O4` chooses; the winner timed once more, as all others are, without what the losers held."""
+    has_kernels = not fused.obstacles(Encoder(network))
+    ways = candidates([0, 1, 2, 3], has_kernels=has_kernels, can_graph=True)
+    known: dict[str, Any] = {"task": ours.task, "config": ours.config, "link": ours.link, "grains": [ours.grain]}
+    choice = choose(ways, partial(contest.step_seconds, model=ours.task.model(), **known))
+    print("\n".join([choice.line("measured"), *choice.notes]), file=sys.stderr, flush=True)
+    clean()
+    torch.cuda.reset_peak_memory_stats()
+    step = ours.round(choice.way)
+    ms = step_ms(step)
+    if profile:
+        show_profile(step)
+    return ms, choice.way.name
+
+
+def show_profile(step: Callable[[], None]) -> None:
+    """Kernels of one step by the time they take."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        step()
+        torch.cuda.synchronize()
+    spent: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for event in seen.events() or []:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spent[event.name] += event.device_time
+            calls[event.name] += 1
+    print(f"one step: {sum(spent.values()) / 1e3:.2f} ms in {sum(calls.values())} kernels")
+    for name, microseconds in spent.most_common(30):
+        print(f"  {microseconds / 1e3:7.3f} ms  x{calls[name]:4d}  {name[:100]}")
+
+
+def clean() -> None:
+    gc.collect()
+    torch._dynamo.reset()
+    torch.cuda.empty_cache()
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--network", default="quartznet15x5")
+    arguments.add_argument("--batches", type=int, nargs="+", default=[64, 256])
+    arguments.add_argument("--only", nargs="+", default=[*PLAIN, "O0", "O1", "O2", "O3", "O4"])
+    arguments.add_argument("--profile", action="store_true")
+    options = arguments.parse_args()
+    network = read_network(options.network)
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = "tf32"
+    rows = []
+    best_plain = 0.0
+    found: dict[tuple[str, int], float] = {}
+    for wanted in options.only:
+        name, _, one = wanted.partition("@")
+        for size in [int(one)] if one else options.batches:
+            clean()
+            torch.cuda.reset_peak_memory_stats()
+            try:
+                ms, way = measure(name, network, make_batch(size), options.profile)
+            except Exception as error:  # the others still count
+                print(f"{name}, batch {size}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr, flush=True)
+                continue
+            peak = torch.cuda.max_memory_allocated() / 2**30
+            found[name, size] = rate = size / ms * 1e3
+            if name in PLAIN:
+                best_plain = max(best_plain, rate)
+            print(f"{name} batch {size}: {ms:.2f} ms, {rate:.0f}/s, {peak:.1f} GiB {way}", file=sys.stderr, flush=True)
+            case = f"{'-' if name.startswith('O') else ''}{name}, batch {size}"
+            rows += [Row(case, "step", ms, "ms"), Row(case, "peak memory", peak, "GiB")]
+            ratio = rate / best_plain if best_plain else None
+            rows.append(Row(case, "rate", rate, "utterances/s", "best plain way" if best_plain else None, ratio))
+    show(rows, f"{options.network} in training on one GPU", options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""Utterances per second from disk into padded batches: audio files, h5py per item, WebDataset, and packed data of ours.
+
+Two processes on two cores each make batches of 32 out of their half of the data, in random order (WebDataset: in the
+order of its tar files, which is all it can do). In every case samples are copied as int16 into a padded batch that is
+made in the same way. `warm`: all files lie in the page cache; `cold`: they were dropped from it right before, with
+POSIX_FADV_DONTNEED. Short utterances are like the Free Spoken Digit Dataset's (0.2 to 0.7 s at 8 kHz), long ones have
+16.7 s at 16 kHz.
+
+- `flac`, `wav`: `soundfile.read` of a file each;
+- `h5py per item`: a slice of our own file's data set for each utterance, `file[name][begin:end]`, file kept open;
+- `webdataset`: tar files of raw int16, so that nothing has to be decoded;
+- `paceline`: `Stream.pad`, from the memory map straight into the batch;
+- `paceline, trainer`: all that training does for a batch of the same file: keyed seeds, texts, lengths, a `Grain`.
+
+Rounds of all cases take turns, each in fresh processes; medians are shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import statistics
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import soundfile
+import torch
+from numpy.typing import NDArray
+from table import Row, parser, show
+
+from paceline.cli.main import main as paceline
+from paceline.data.fetch import Fetch, Request
+from paceline.data.hdf import open_packed
+from paceline.data.manifest import read_manifests
+from paceline.recipes.asr.text import EncodedTexts
+from paceline.recipes.asr.utterances import Utterances, collate
+
+BATCH, PROCESSES = 32, 2
+KINDS = {"short": ((0.2, 0.7), 8000), "long": ((16.7, 16.7), 16000)}
+Batches = Iterator[NDArray[np.int16]]
+Case = Callable[[Path, NDArray[np.int64]], Callable[[], Batches]]
+"""(folder, rows of one process) -> what makes its batches, opened and ready."""
+DROP = getattr(os, "POSIX_FADV_DONTNEED", 4)
+
+
+def pad(rows: list[NDArray[np.int16]]) -> NDArray[np.int16]:
+    """What all cases but ours do with what they have read."""
+    padded = np.empty((len(rows), max(map(len, rows))), np.int16)
+    for place, row in enumerate(rows):
+        padded[place, : len(row)] = row
+        padded[place, len(row) :] = 0
+    return padded
+
+
+def cut(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    return [rows[first : first + BATCH] for first in range(0, len(rows), BATCH)]
+
+
+def of_files(suffix: str) -> Case:
+    def opened(folder: Path, rows: NDArray[np.int64]) -> Callable[[], Batches]:
+        names = [str(folder / suffix / f"{row}.{suffix}") for row in range(int(rows.max()) + 1)]
+
+        def batches() -> Batches:
+            for some in cut(rows):
+                yield pad([soundfile.read(names[row], dtype="int16")[0] for row in some])
+
+        return batches
+
+    return opened
+
+
+def of_h5py(folder: Path, rows: NDArray[np.int64]) -> Callable[[], Batches]:
+    audio = h5py.File(folder / "all.h5", "r")["streams/audio"]
+    starts = open_packed(folder / "all.h5").files[0].streams["audio"].starts
+
+    def batches() -> Batches:
+        for some in cut(rows):
+            yield pad([audio[starts[row] : starts[row + 1]] for row in some])
+
+    return batches
+
+
+def of_webdataset(folder: Path, rows: NDArray[np.int64]) -> Callable[[], Batches]:
+    import webdataset
+
+    number = 0 if rows.min() == 0 else 1  # each process has tar files of its own
+    data = webdataset.WebDataset(str(folder / f"half-{number}.tar"), shardshuffle=False, empty_check=False)
+
+    def batches() -> Batches:
+        waiting: list[NDArray[np.int16]] = []
+        for sample in data:
+            waiting.append(np.frombuffer(sample["pcm"], np.int16))
+            if len(waiting) == BATCH:
+                yield pad(waiting)
+                waiting = []
+        if waiting:
+            yield pad(waiting)
+
+    return batches
+
+
+def of_paceline(folder: Path, rows: NDArray[np.int64]) -> Callable[[], Batches]:
+    audio = open_packed(folder / "all.h5").stream("audio")
+
+    def batches() -> Batches:
+        for some in cut(rows):
+            yield audio.pad(some)[0]
+
+    return batches
+
+
+def of_trainer(folder: Path, rows: NDArray[np.int64]) -> Callable[[], Batches]:
+    manifest, _ = read_manifests([folder / "all.h5"])
+    rate = open_packed(folder / "all.h5").sample_rate
+    assert rate is not None
+    texts = EncodedTexts(np.zeros(5 * len(manifest), np.uint8), 5 * np.arange(len(manifest) + 1))
+    fetch = Fetch(Utterances(manifest, texts, rate), collate, seed=0)
+
+    def batches() -> Batches:
+        for some in cut(rows):
+            yield fetch(Request(0, 0, some))["audio"].numpy()
+
+    return batches
+
+
+CASES: dict[str, Case] = {
+    "flac": of_files("flac"),
+    "wav": of_files("wav"),
+    "h5py per item": of_h5py,
+    "webdataset": of_webdataset,
+    "paceline": of_paceline,
+    "paceline, trainer": of_trainer,
+}
+
+
+def make(folder: Path, kind: str, number: int) -> None:
+    """The same sound as FLAC, as WAV, in tar files and packed."""
+    from audio_input import speech_like
+
+    (shortest, longest), rate = KINDS[kind]
+    draw = np.random.default_rng(0)
+    distinct = [speech_like(longest, draw) for _ in range(8)]
+    for suffix in ("flac", "wav"):
+        (folder / suffix).mkdir(parents=True)
+    lines = []
+    half = halves(number)[0]
+    with tarfile.open(folder / "half-0.tar", "w") as first, tarfile.open(folder / "half-1.tar", "w") as second:
+        for row in range(number):
+            length = round(draw.uniform(shortest, longest) * rate)
+            sound = np.roll(distinct[row % 8], 97 * row)[:length]
+            for suffix in ("flac", "wav"):
+                soundfile.write(folder / suffix / f"{row}.{suffix}", sound, rate, subtype="PCM_16")
+            entry = tarfile.TarInfo(f"{row:06d}.pcm")
+            entry.size = sound.nbytes
+            (first if row in half else second).addfile(entry, io.BytesIO(sound.tobytes()))
+            lines.append(json.dumps({"audio_filepath": f"wav/{row}.wav", "duration": length / rate, "text": "seven"}))
+    (folder / "all.json").write_text("\n".join(lines))
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert paceline(["pack", str(folder / "all.json"), str(folder / "all.h5")]) == 0
+    os.sync()
+
+
+def halves(number: int) -> list[range]:
+    return [range(number // 2), range(number // 2, number)]
+
+
+def drop_from_cache(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, DROP)
+            os.close(descriptor)
+
+
+def _read(
+    case: Case, folder: Path, rows: NDArray[np.int64], passes: int, is_cold: bool, ready: Any, answers: Any
+) -> None:
+    torch.set_num_threads(1)
+    batches = case(folder, rows)
+    if not is_cold:
+        for _ in batches():
+            pass
+    ready.wait()
+    began, number = time.perf_counter(), 0
+    for _ in range(passes):
+        for batch in batches():
+            number += len(batch)
+    answers.put((began, time.perf_counter(), number))
+
+
+def measure(case: Case, folder: Path, number: int, passes: int, is_cold: bool) -> float:
+    """Utterances per second of both processes together."""
+    context = multiprocessing.get_context("fork")
+    draw = np.random.default_rng(1)
+    ready, answers = context.Barrier(PROCESSES + 1), context.Queue()
+    workers = []
+    for mine in halves(number):
+        rows = draw.permutation(np.array(mine))
+        words = (case, folder, rows, 1 if is_cold else passes, is_cold, ready, answers)
+        workers.append(context.Process(target=_read, args=words))
+    for worker in workers:
+        worker.start()
+    if is_cold:
+        time.sleep(0.5)  # until both have opened what they read: that is not what is measured
+        drop_from_cache(folder)
+    ready.wait()
+    found = [answers.get() for _ in workers]
+    for worker in workers:
+        worker.join()
+    assert sum(each for _, _, each in found) == number * (1 if is_cold else passes)
+    return number * (1 if is_cold else passes) / (max(end for _, end, _ in found) - min(at for at, _, _ in found))
+
+
+def check(cases: dict[str, Case], folder: Path, number: int) -> None:
+    """All cases make the same batches."""
+    rows = np.array(halves(number)[0])[: 2 * BATCH]
+    expected = [batch.copy() for batch in of_paceline(folder, rows)()]
+    for name, case in cases.items():
+        for batch, right in zip(case(folder, rows)(), expected, strict=False):
+            assert np.array_equal(batch, right), name
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--short", type=int, default=8192, help="utterances")
+    arguments.add_argument("--long", type=int, default=512, help="utterances")
+    arguments.add_argument("--passes", type=int, default=4, help="over all data in one warm round")
+    arguments.add_argument("--rounds", type=int, default=5, help="of which the median is shown")
+    arguments.add_argument("--folder", type=Path, help="on the disk that is to be measured; a temporary one if not set")
+    options = arguments.parse_args()
+    cases = dict(CASES)
+    try:
+        import webdataset  # noqa: F401
+    except ModuleNotFoundError:
+        print("webdataset is not installed: left out")
+        del cases["webdataset"]
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="packed-data-", dir=options.folder) as made:
+        for kind in KINDS:
+            folder, number = Path(made, kind), getattr(options, kind)
+            make(folder, kind, number)
+            check(cases, folder, number)
+            mb_each = (folder / "all.h5").stat().st_size / number / 1e6
+            for state in ("warm", "cold"):
+                speeds: dict[str, list[float]] = {name: [] for name in cases}
+                for _ in range(options.rounds):
+                    for name, case in cases.items():
+                        slow = name in ("flac", "wav")  # one pass is long enough
+                        passes = 1 if slow else options.passes
+                        speeds[name].append(measure(case, folder, number, passes, state == "cold"))
+                medians = {name: statistics.median(each) for name, each in speeds.items()}
+                for name, speed in medians.items():
+                    ratio = speed / medians["h5py per item"]
+                    rows.append(Row(f"{kind}, {state}", name, speed, "utterances/s", "h5py per item", ratio))
+                rows.append(Row(f"{kind}, {state}", "paceline", medians["paceline"] * mb_each, "MB/s"))
+    show(rows, f"two processes, median of {options.rounds} rounds that take turns", options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""`paceline report RUN [RUN...]`: how runs went, as one page that opens anywhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.config.errors import PacelineError
+from paceline.config.load import load
+from paceline.config.paths import CannotWrite, near
+from paceline.config.settings import Section
+
+PAGE = "report.html"
+
+
+class ReportOptions(Section):
+    """Write one HTML page about runs: losses, metrics, time, verdicts, settings and their differences, samples."""
+
+    runs: tuple[Path, ...]
+    """Folders of runs."""
+    out: Path | None = None
+    """The page; `report.html` in the run's folder if not set, in the working folder for several runs."""
+
+
+class NoRunGiven(PacelineError):
+    """There is nothing to report."""
+
+    hint = "`paceline report runs/NAME`; `paceline runs` lists runs"
+
+    def __init__(self) -> None:
+        super().__init__("a report of which run?")
+
+
+def run(argv: Sequence[str]) -> int:
+    options = load(ReportOptions, argv, prog="paceline report", positional=("runs",))
+    if not options.runs:
+        raise NoRunGiven
+    path = options.out or (options.runs[0] / PAGE if len(options.runs) == 1 else Path(PAGE))
+    sys.stdout.write(f"{write_report(options.runs, path)}\n")
+    return 0
+
+
+def write_report(folders: Sequence[Path], path: Path) -> str:
+    """Make the page; returns the line that says so. It has its name only when it is complete."""
+    from paceline.observe.report.page import page
+    from paceline.observe.report.runs import read_runs
+
+    runs = read_runs(folders)
+    text = page(runs)
+    aside = path.with_name(f".{path.name}.writing")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(None, "it is a folder")
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, path)
+    except OSError as error:
+        raise CannotWrite(path, error) from error
+    unfinished = [run.name for run in runs if run.status in ("running", "failed")]
+    said = f" ({', '.join(unfinished)}: not finished, shown as far as it came)" if unfinished else ""
+    return f"report in {near(path)}, {path.stat().st_size / 1e6:.1f} MB; it opens in any browser, also offline{said}"

@@ -1,0 +1,124 @@
+"""`paceline tune TASK ...`: the words of `paceline train`, to measure instead which settings are fastest here.
+
+`paceline tune TASK --lr` is the learning-rate range test (see train/tune_rate.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, create_model, model_validator
+
+from paceline.cli.options import POSITIONAL, task_settings
+from paceline.cli.train import take_task
+from paceline.config.errors import PacelineError
+from paceline.config.files import read_file
+from paceline.config.load import load
+from paceline.config.settings import PositiveFloat, Section, TrainConfig
+from paceline.config.words import read_words
+from paceline.world.discover import discover
+
+PROG = "paceline tune"
+KnobName = Literal["level", "compile", "grains", "workers", "order", "threads"]
+
+
+class TuneCommand(Section):
+    """Which task, on how many ranks of this machine, and what to look for."""
+
+    task: str
+    """A recipe's name, or `path/to/file.py:ClassName`."""
+    procs: Annotated[int, Field(gt=0)] | Literal["auto"] = 1
+    """Ranks of each trial, on this machine; `auto` is one per GPU, one without."""
+    budget: PositiveFloat = 120.0
+    """Seconds that all trials together may take."""
+    knobs: tuple[KnobName, ...] = get_args(KnobName)
+    """What may be changed; all else stays as given."""
+    keep_numerics: bool = False
+    """Only settings that leave results as they are: workers and threads."""
+    write: Path = Path("tuned.yaml")
+    """File for the settings that are found, for `paceline train --config`."""
+    range_test: bool = False
+    """Find a learning rate instead, by a sweep; `--lr` without a number says the same."""
+    lr_from: PositiveFloat = 1e-6
+    """Learning rate at which the sweep begins."""
+    lr_to: PositiveFloat = 10.0
+    """Where it ends, if the loss does not diverge before."""
+    lr_steps: Annotated[int, Field(ge=20)] = 200
+    """Steps of the sweep."""
+    csv: Path | None = None
+    """File for the rates and losses of the sweep."""
+
+    @model_validator(mode="after")
+    def _rates_rise(self) -> TuneCommand:
+        if self.lr_from >= self.lr_to:
+            raise ValueError("`lr_from` must be below `lr_to`: the rate rises")
+        return self
+
+
+class NotUnderLauncher(PacelineError):
+    """Each trial starts ranks of its own."""
+
+    hint = "type `paceline tune TASK --procs N` without a launcher; ranks on other machines cannot be tuned yet"
+
+    def __init__(self, launcher: str) -> None:
+        super().__init__(f"`paceline tune` starts its own ranks and cannot be one of {launcher}'s")
+
+
+def tune_options(settings: type[TrainConfig]) -> type[TuneCommand]:
+    about = "Measure which settings train a task fastest on this machine, or find a learning rate."
+    bases: Any = (settings, TuneCommand)
+    options: type[TuneCommand] = create_model("TuneOptions", __base__=bases, __doc__=about)
+    return options
+
+
+OPTIONS = tune_options(TrainConfig)
+
+
+def run(argv: Sequence[str]) -> int:
+    words = range_test_words(argv)
+    name, rest = take_task(words, OPTIONS)
+    if name is None:
+        load(OPTIONS, words, prog=PROG, positional=POSITIONAL)  # shows help, or says what is missing
+    assert name is not None
+    world = discover(os.environ)
+    from paceline.cli.tasks import find_task  # from here on torch is needed
+
+    found = find_task(name)
+    model = tune_options(found.Settings)
+    rest, is_length_ours = with_length(model, rest)
+    options = load(model, [name, *rest], prog=PROG, positional=POSITIONAL)
+    settings = task_settings(options, found.Settings)
+    if options.range_test:
+        from paceline.cli.tune_lr import range_test
+
+        return range_test(world, found, options, settings, [name, *rest])
+    if world.launcher != "plain":
+        raise NotUnderLauncher(world.launcher)
+    from paceline.cli.tune_search import tune
+
+    return tune(options, settings, is_length_ours=is_length_ours)
+
+
+def range_test_words(argv: Sequence[str]) -> list[str]:
+    """`--lr` without a number asks for the range test."""
+    words = list(argv)
+    for place, word in enumerate(words):
+        following = words[place + 1] if place + 1 < len(words) else ""
+        if word == "--lr" and not re.match(r"[+-]?\.?\d", following):
+            words[place] = "--range-test"
+    return words
+
+
+def with_length(model: type[Section], words: list[str]) -> tuple[list[str], bool]:
+    """How long to train has no meaning here: where it is not said, an epoch stands in. Whether it does."""
+    typed = read_words(model, words)
+    given = set(typed.given)
+    for file in typed.files:
+        given |= set(read_file(model, file)[0])
+    has_own = any(model.model_fields[name].default is not None for name in ("epochs", "steps"))
+    is_missing = not has_own and not given & {"epochs", "steps"}
+    return ([*words, "--epochs", "1"] if is_missing else words), is_missing

@@ -1,0 +1,35 @@
+"""What a packed file holds, for a reader."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.config.paths import near
+from paceline.data.hdf import Packed, Stream
+
+
+def info(packed: Packed) -> list[str]:
+    """Lines about a packed file, its shards and its streams."""
+    first = packed.files[0]
+    shards = f", {len(packed.files)} shards" if len(packed.files) > 1 else ""
+    whose = "" if "version" in first.about else ", written by another program"
+    told = [f"{near(packed.path)}: {len(packed):,} rows, layout {first.layout}{shards}{whose}"]
+    if packed.sample_rate is not None:
+        told.append(f"  sample rate: {packed.sample_rate} Hz")
+    if "lengths" in packed.columns and packed.sample_rate is not None:
+        told.append(f"  length: {float(packed.columns['lengths'].sum()) / 3600:,.2f} h")
+    told += [f"  {_stream(packed.stream(name))}" for name in packed.names]
+    if len(packed):
+        told.append(f"  tags: {packed.tags[0]} ... {packed.tags[len(packed) - 1]}")
+    skipped = sum(len(file.about.get("skipped", ())) for file in packed.files)
+    return told + ([f"  left out when it was packed: {skipped:,}"] if skipped else [])
+
+
+def _stream(stream: Stream) -> str:
+    steps = stream.lengths
+    nbytes = int(steps.sum()) * stream.dtype.itemsize * int(np.prod(stream.shape, dtype=np.int64))
+    kind = "" if stream.kind == "values" else f"{stream.kind}, "
+    shape = f" ({', '.join(map(str, stream.shape))} each)" if stream.shape else ""
+    span = f"{steps.min(initial=2**62):,} to {steps.max(initial=0):,} steps" if len(steps) else "no rows"
+    slow = "" if stream.is_mapped else ", in chunks: `paceline pack` it again to read it at memory speed"
+    return f"{stream.name}: {kind}{stream.dtype}{shape}, {span}, {nbytes / 1e6:,.1f} MB{slow}"

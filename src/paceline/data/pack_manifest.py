@@ -1,0 +1,133 @@
+"""Utterances of manifests as something to pack: audio as 16-bit samples or as features, and texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from paceline.config.errors import PacelineError
+from paceline.data.audio import AudioUnreadable, probe
+from paceline.data.hdf import open_packed
+from paceline.data.hdf_errors import NoSuchStream, is_packed
+from paceline.data.manifest_columns import Manifest
+from paceline.data.pack_piece import Piece, PieceMaker, StreamSpec
+from paceline.data.recordings import Recordings
+
+PIECE_S = 1000.0
+"""Seconds of audio in a piece: 32 MB at 16 kHz."""
+AUDIO, FEATURES, TEXT = "audio", "features", "text"
+Features = Callable[[NDArray[np.int16]], NDArray[np.float32]]
+"""From samples to (frames, features)."""
+
+
+class RatesDiffer(PacelineError):
+    """Audio of several sample rates, and none was asked for."""
+
+    def __init__(self, where: str, rate: int, first: int) -> None:
+        super().__init__(f"{where}: its sample rate is {rate} Hz, and {first} Hz before")
+        self.hint = f"say at which rate all is to be packed: `--sample-rate {min(rate, first)}`"
+
+
+class AudioBroken(PacelineError):
+    """Utterances that cannot be packed, where none may be left out."""
+
+    def __init__(self, where: str, why: str) -> None:
+        super().__init__(f"{where}: {why}")
+        self.hint = "mend or remove it, and type the same command to go on; `--bad-data skip` leaves out what is broken"
+
+
+class ManifestSource:
+    """Rows of a manifest, each with the streams that are wanted."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        sample_rate: int | None = None,
+        streams: Sequence[str] | None = None,
+        features: Features | None = None,
+        about_features: dict[str, Any] | None = None,
+        skip_bad: bool = False,
+    ) -> None:
+        """`sample_rate`: that of the first recording if not set, which all must have then."""
+        there = [AUDIO if features is None else FEATURES, TEXT]
+        self._streams = there if streams is None else list(streams)
+        for name in self._streams:
+            if name not in there:
+                raise NoSuchStream(name, there)
+        self._manifest, self._features, self._skip_bad = manifest, features, skip_bad
+        self._own_rate = sample_rate is None
+        self._rate = sample_rate or _rate_of(manifest, 0)
+        self._recordings: Recordings | None = None
+        self.about: dict[str, Any] = {
+            "structure": {"kind": "dict", "names": self._streams},
+            "sample_rate": self._rate,
+            "sources": [path.name for path in manifest.sources],
+        }
+        if features is not None:
+            self.about["features"] = about_features
+        digest = xxhash.xxh3_64()
+        for column in manifest.content():
+            digest.update(np.ascontiguousarray(column).view(np.uint8).data)
+        self.fingerprint = f"{digest.hexdigest()}-{self._rate}-{skip_bad}"
+
+    def __len__(self) -> int:
+        return len(self._manifest)
+
+    def cuts(self, most_bytes: int | None) -> list[range]:
+        seconds = PIECE_S if most_bytes is None else min(PIECE_S, most_bytes / (2 * self._rate))
+        ends = np.cumsum(self._manifest.durations)
+        cuts, first = [], 0
+        while first < len(ends):
+            begin = ends[first - 1] if first else 0.0
+            last = max(first + 1, int(np.searchsorted(ends, begin + seconds, side="right")))
+            cuts.append(range(first, last))
+            first = last
+        return cuts
+
+    def read(self, rows: range) -> Piece:
+        if self._recordings is None:
+            self._recordings = Recordings(self._manifest, self._rate)
+        maker, kept, skipped = PieceMaker(), [], []
+        for row in rows:
+            try:
+                maker.add(self._tag(row), self._row(row))
+                kept.append(row)
+            except AudioUnreadable as unreadable:
+                if not self._skip_bad:
+                    raise AudioBroken(self._manifest.where(row), str(unreadable)) from None
+                skipped.append(f"{self._manifest.where(row)}: {unreadable}")
+        return maker.finish({"lengths": self._manifest.durations[kept]}, skipped)
+
+    def _row(self, row: int) -> list[tuple[StreamSpec, NDArray[Any]]]:
+        found: list[tuple[StreamSpec, NDArray[Any]]] = []
+        assert self._recordings is not None
+        for name in self._streams:
+            if name == TEXT:
+                text = np.frombuffer(self._manifest.texts.raw(row), np.uint8)
+                found.append((StreamSpec(TEXT, "text", "uint8"), text))
+                continue
+            if self._own_rate and (rate := _rate_of(self._manifest, row)) != self._rate:
+                raise RatesDiffer(self._manifest.where(row), rate, self._rate)
+            samples = self._recordings.read(row)
+            if self._features is None:
+                found.append((StreamSpec(AUDIO, "audio", "int16"), samples))
+            else:
+                frames = self._features(samples)
+                found.append((StreamSpec(FEATURES, "features", "float32", frames.shape[1:]), frames))
+        return found
+
+    def _tag(self, row: int) -> str:
+        name, manifest = self._manifest.written_audio(row), self._manifest
+        return f"{name}#{manifest.offset(row):g}" if manifest.is_part(row) else name
+
+
+def _rate_of(manifest: Manifest, row: int) -> int:
+    """The sample rate of a recording as it is."""
+    if is_packed(manifest.source(row)):
+        return open_packed(manifest.source(row)).sample_rate or 0
+    return probe(manifest.audio(row)).sample_rate

@@ -1,0 +1,125 @@
+"""Samples of any map-style data set as something to pack: tensors, arrays, numbers and texts become streams."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from paceline.config.errors import PacelineError
+from paceline.config.keys import key
+from paceline.data.fetch import seed_everything
+from paceline.data.hdf_errors import NoSuchStream
+from paceline.data.hdf_layout import Kind
+from paceline.data.pack_piece import Piece, PieceMaker, StreamSpec
+
+ROWS_AT_ONCE = 256
+"""In a piece."""
+_MOST_NAME_BYTES = 1000
+
+
+class NotPackable(PacelineError):
+    """A sample that is not made of tensors, numbers and texts."""
+
+    hint = "a sample must be a tensor, or a tuple or dictionary of tensors, arrays, numbers and texts"
+
+    def __init__(self, row: int, what: str) -> None:
+        super().__init__(f"sample {row}: {what}")
+        self.row = row
+
+
+class SampleSource:
+    """A data set in its own order. What is random in a sample is drawn as in an epoch of training, and then fixed."""
+
+    def __init__(
+        self,
+        data: Any,
+        rows: range,
+        *,
+        name: str,
+        seed: int = 0,
+        epoch: int = 0,
+        streams: Sequence[str] | None = None,
+    ) -> None:
+        """`name`: where the data is from, in words that another run of the same command has, too."""
+        self._data, self._rows, self._seed, self._epoch = data, rows, seed, epoch
+        self._tags = getattr(data, "tags", None)
+        parts, kind = _parts(data[rows[0]])
+        there = list(parts)
+        self._streams = there if streams is None else list(streams)
+        for each in self._streams:
+            if each not in there:
+                raise NoSuchStream(each, there)
+        self._row_bytes = 1 + sum(_stream(each, parts[each], rows[0])[1].nbytes for each in self._streams)
+        """Of the first one, for want of a better guess."""
+        self._columns = {
+            column: np.asarray(values)[rows.start : rows.stop]
+            for column in ("lengths", "counts")
+            if (values := getattr(data, column, None)) is not None
+        }
+        structure = {"kind": "dict" if streams is not None else kind, "names": self._streams}
+        self.about: dict[str, Any] = {"structure": structure}
+        own = getattr(data, "fingerprint", "")
+        identity = f"{name}|{own}|{len(data)}|{rows}|{seed}|{epoch}|{structure}"
+        self.fingerprint = xxhash.xxh3_64_hexdigest(identity.encode())
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def cuts(self, most_bytes: int | None) -> list[range]:
+        number = ROWS_AT_ONCE if most_bytes is None else max(1, min(ROWS_AT_ONCE, most_bytes // self._row_bytes))
+        return [range(first, min(first + number, len(self))) for first in range(0, len(self), number)]
+
+    def read(self, rows: range) -> Piece:
+        maker = PieceMaker()
+        for row in rows:
+            sample = self._rows[row]
+            seed_everything(key(self._seed, self._epoch, sample))  # as `Fetch` does
+            parts, _ = _parts(self._data[sample])
+            tag = f"seq-{sample}" if self._tags is None else str(self._tags[sample])
+            missing = [name for name in self._streams if name not in parts]
+            if missing:
+                raise NotPackable(sample, f"it has no {missing[0]!r}")
+            maker.add(tag, [_stream(name, parts[name], sample) for name in self._streams])
+        return maker.finish({name: column[rows.start : rows.stop] for name, column in self._columns.items()})
+
+
+def _parts(sample: Any) -> tuple[dict[str, Any], str]:
+    """The streams of a sample by name, and what it is itself."""
+    if isinstance(sample, Mapping):
+        return {str(name): value for name, value in sample.items()}, "dict"
+    if isinstance(sample, tuple) and hasattr(sample, "_asdict"):
+        return {str(name): value for name, value in sample._asdict().items()}, "dict"
+    if isinstance(sample, tuple | list):
+        return {str(number): value for number, value in enumerate(sample)}, "tuple"
+    return {"data": sample}, "single"
+
+
+def _stream(name: str, value: Any, row: int) -> tuple[StreamSpec, NDArray[Any]]:
+    if not name or "/" in name or name in (".", "..") or len(name.encode()) > _MOST_NAME_BYTES:
+        raise NotPackable(row, f"{name!r} is no name for a stream")
+    if isinstance(value, str):
+        return StreamSpec(name, "text", "uint8"), np.frombuffer(value.encode(), np.uint8)
+    kinds: dict[type, Kind] = {bool: "bool", int: "int", float: "float"}
+    kind = kinds.get(type(value), "values")
+    array = _array(name, value, row)
+    spec = StreamSpec(name, kind, array.dtype.name, array.shape[1:], is_single=array.ndim == 0)
+    return (spec, array[None]) if array.ndim == 0 else (spec, array)
+
+
+def _array(name: str, value: Any, row: int) -> NDArray[Any]:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        if value.dtype == torch.bfloat16:
+            raise NotPackable(row, f"{name!r} is bfloat16, which HDF5 does not know: give it as float32 or float16")
+        value = value.numpy()
+    elif not isinstance(value, np.ndarray | np.generic | bool | int | float):
+        raise NotPackable(row, f"{name!r} is {type(value).__name__}")
+    array = np.asarray(value)
+    if array.dtype.kind not in "biufc":
+        raise NotPackable(row, f"{name!r} is of type {array.dtype}")
+    return array.astype(array.dtype.newbyteorder("="), copy=False)

@@ -1,0 +1,122 @@
+"""How a run learned: losses, metrics, learning rate, loss scale and whatever else its steps noted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.observe.report.figure import DASHES, Figure, Trace, axis, color, line
+from paceline.observe.report.runs import RunRecord
+from paceline.observe.report.series import short, smooth, thin
+from paceline.observe.watcher import Record
+
+DOTS_UP_TO = 40
+"""Curves of fewer points show each of them."""
+SMOOTH_FROM = 50
+"""Steps from which the loss is also shown smoothed."""
+NOTES = {
+    "lr": ("Learning rate", "As scheduled; parameter groups may have a factor on it."),
+    "loss_scale": ("Loss scale", "What fp16 losses are multiplied with."),
+    "spread": ("Spread of the ranks", "How far apart the ranks' weights were when they were averaged."),
+}
+"""Titles of what steps note; anything else goes by its own name."""
+ERROR_RATES = ("wer", "cer")
+"""Shown in percent."""
+_KNOWN = ("kind", "step", "epoch", "loss")
+
+
+def learning(runs: Sequence[RunRecord]) -> list[Figure]:
+    """All plots over steps."""
+    return [loss(runs), *metrics(runs), *notes(runs)]
+
+
+def loss(runs: Sequence[RunRecord]) -> Figure:
+    """The training loss of each step, and smoothed."""
+    traces: list[Trace] = []
+    lost = 0
+    for number, run in enumerate(runs):
+        steps, values = _points(run.steps, "loss")
+        lost += sum(value is None for value in values)
+        if len(values) < SMOOTH_FROM:
+            traces.append(_curve(steps, values, run.name, number))
+            continue
+        traces.append(_curve(steps, values, run.name, number, is_faint=True))
+        traces.append(_curve(steps, smooth(values, max(3, len(values) / 50)), run.name, number))
+    is_smoothed = any(len(run.steps) >= SMOOTH_FROM for run in runs)
+    about = "Each step's loss over all ranks" + (", faint; smoothed, strong." if is_smoothed else ".")
+    if lost:
+        about += f" {lost} of them {'was' if lost == 1 else 'were'} not finite: a gap."
+    kind = "log" if spans_magnitudes([value for trace in traces for value in trace["y"]]) else "linear"
+    layout = {"xaxis": _steps(), "yaxis": axis("loss", type=kind), "showlegend": len(runs) > 1}
+    return Figure("loss", "Training loss", traces, layout, about, size="wide", may_be_log=True)
+
+
+def spans_magnitudes(values: Sequence[float | None], times: float = 100.0) -> bool:
+    """Whether values are so far apart that a linear axis would show the small ones as nothing."""
+    known = [value for value in values if value is not None]
+    return bool(known) and min(known) > 0 and max(known) > times * min(known)
+
+
+def metrics(runs: Sequence[RunRecord]) -> list[Figure]:
+    """One plot per metric, with a curve per validation set and run."""
+    names = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    figures = []
+    for metric in dict.fromkeys(name.rpartition("/")[2] for name in names):
+        traces: list[Trace] = []
+        of_metric = [name for name in names if name.rpartition("/")[2] == metric]
+        for number, run in enumerate(runs):
+            for place, name in enumerate(of_metric):
+                steps, values = _points(run.validations, name)
+                dataset = name.rpartition("/")[0]
+                if steps and len(runs) == 1:
+                    traces.append(_curve(steps, values, dataset, place))
+                elif steps:
+                    dash = DASHES[place % len(DASHES)]
+                    traces.append(_curve(steps, values, f"{run.name}: {dataset}", number, dash=dash))
+        form = {"tickformat": ".3~%"} if metric in ERROR_RATES else {}
+        layout = {"xaxis": _steps(), "yaxis": axis(metric, **form)}
+        title = f"Validation: {metric}"
+        figures.append(Figure(f"metric-{metric}", title, traces, layout, may_be_log=metric == "loss"))
+    return figures
+
+
+def notes(runs: Sequence[RunRecord]) -> list[Figure]:
+    """Learning rate, loss scale and all else that steps have beside their loss."""
+    names = list(dict.fromkeys(name for run in runs for record in run.steps for name in record if name not in _KNOWN))
+    figures = []
+    for note in names:
+        traces: list[Trace] = []
+        for number, run in enumerate(runs):
+            steps, values = _points(run.steps, note)
+            if any(value is not None for value in values):
+                traces.append(_curve(steps, values, run.name, number))
+        if traces:
+            title, about = NOTES.get(note, (note.replace("_", " ").capitalize(), ""))
+            y = axis(note.replace("_", " "), rangemode="tozero")
+            layout = {"xaxis": _steps(), "yaxis": y, "showlegend": len(runs) > 1}
+            figures.append(Figure(f"note-{note}", title, traces, layout, about, may_be_log=True))
+    return figures
+
+
+def _steps() -> dict[str, Any]:
+    return axis("step", rangemode="nonnegative")
+
+
+def _points(records: Sequence[Record], name: str) -> tuple[list[int], list[float | None]]:
+    found = [(int(record["step"]), record[name]) for record in records if name in record]
+    return [step for step, _ in found], [short(value) for _, value in found]
+
+
+def _curve(
+    steps: Sequence[int],
+    values: Sequence[float | None],
+    name: str,
+    number: int,
+    *,
+    is_faint: bool = False,
+    dash: str = "solid",
+) -> Trace:
+    kept = thin(values)
+    x, y = [steps[place] for place in kept], [short(values[place]) for place in kept]
+    has_dots = not is_faint and len(x) <= DOTS_UP_TO
+    return line(x, y, name, color(number), dash=dash, is_faint=is_faint, dots=has_dots)

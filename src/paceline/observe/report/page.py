@@ -1,0 +1,117 @@
+"""The page itself: one HTML file with its style, its script, plotly and all data in it; it asks the net for nothing."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from importlib import resources
+from importlib.util import find_spec
+from itertools import groupby
+from string import Template
+
+from paceline.config.errors import PacelineError
+from paceline.observe.report import texts
+from paceline.observe.report.curves import learning
+from paceline.observe.report.figure import Figure
+from paceline.observe.report.gantt import gantts
+from paceline.observe.report.matrix import matrices
+from paceline.observe.report.runs import RunRecord
+from paceline.observe.report.times import spent
+
+
+class PlotlyMissing(PacelineError):
+    """The package that draws is not installed."""
+
+    hint = "`pip install 'paceline[report]'`, or `pip install plotly`"
+
+    def __init__(self) -> None:
+        super().__init__("a report needs the package plotly, which is not installed")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section of the page: words, then plots."""
+
+    name: str
+    title: str
+    text: str = ""
+    figures: Sequence[Figure] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.text and not self.figures
+
+
+def page(runs: Sequence[RunRecord], *, moment: str | None = None) -> str:
+    """The report of these runs as HTML."""
+    parts = [part for part in sections(runs) if not part.is_empty]
+    figures = [figure.as_json() for part in parts for figure in part.figures]
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    what = f"task {runs[0].task}, {runs[0].standing}" if len(runs) == 1 else ", ".join(run.name for run in runs)
+    links = "".join(f'<a href="#{part.name}">{texts.escape(part.title)}</a>' for part in parts)
+    return Template(_file("page.html")).substitute(
+        title=texts.escape(title),
+        what=texts.with_code(what),
+        moment=texts.escape(moment or datetime.now().isoformat(sep=" ", timespec="minutes")),
+        links=links,
+        parts="\n".join(_section(part) for part in parts),
+        style=_file("page.css"),
+        script=_file("page.js"),
+        figures=for_script(figures),
+        plotly=packed(_plotly()),
+    )
+
+
+def sections(runs: Sequence[RunRecord]) -> list[Part]:
+    """What the page says, from the most to the least asked for."""
+    return [
+        Part("summary", "Summary", texts.summary(runs)),
+        Part("verdict", "What held it back" if len(runs) == 1 else "What held them back", texts.verdicts(runs)),
+        Part("learning", "Learning", figures=learning(runs)),
+        Part("continual", "Continual learning", texts.continual_numbers(runs), matrices(runs)),
+        Part("samples", "Samples", texts.samples(runs)),
+        Part("time", "Time and speed", figures=[*spent(runs), *gantts(runs)]),
+        Part("settings", "Settings", texts.settings(runs)),
+    ]
+
+
+def for_script(value: object) -> str:
+    """JSON that may stand inside a script element: nothing in it can end the element."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def packed(text: str) -> str:
+    """Compressed, as text. Browsers unpack it themselves; a third of the size."""
+    return base64.b64encode(gzip.compress(text.encode(), compresslevel=9, mtime=0)).decode()
+
+
+def _section(part: Part) -> str:
+    grids = [list(alike) for _, alike in groupby(part.figures, key=lambda figure: figure.size == "small")]
+    plots = "".join(f'<div class="plots">{"".join(_plot(figure) for figure in grid)}</div>' for grid in grids)
+    return f'<section id="{part.name}"><h2>{texts.escape(part.title)}</h2>{part.text}{plots}</section>'
+
+
+def _plot(figure: Figure) -> str:
+    on = " on" if figure.layout.get("yaxis", {}).get("type") == "log" else ""
+    button = f'<button class="log{on}" data-for="{texts.escape(figure.name)}">log</button>' if figure.may_be_log else ""
+    about = f'<p class="more">{texts.escape(figure.about)}</p>' if figure.about else ""
+    return (
+        f'<figure class="card {figure.size}"><figcaption><h3>{texts.escape(figure.title)}</h3>'
+        f'{button}</figcaption>{about}<div class="plot" id="{texts.escape(figure.name)}" '
+        f'style="min-height:{figure.height}px"></div></figure>'
+    )
+
+
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _plotly() -> str:
+    """The script of plotly, as its Python package ships it."""
+    if find_spec("plotly") is None:
+        raise PlotlyMissing
+    return resources.files("plotly").joinpath("package_data", "plotly.min.js").read_text(encoding="utf-8")

@@ -1,0 +1,177 @@
+"""A run as its files tell it: what it was, what it wrote down, and how far it came."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.config.errors import PacelineError
+from paceline.config.folder import MARK
+from paceline.observe.watcher import Record
+
+METRICS, CONTINUAL, TIMELINES = "metrics.jsonl", "continual.json", "profile"
+
+
+class NoRun(PacelineError):
+    """A folder that holds no run."""
+
+    hint = f"give the folder with {MARK} in it; `paceline runs` lists runs"
+
+    def __init__(self, folder: Path) -> None:
+        why = "holds no run" if folder.is_dir() else "is a file, not a run" if folder.exists() else None
+        super().__init__(f"there is no folder {folder}" if why is None else f"{folder} {why}")
+        self.folder = folder
+
+
+class BrokenRun(PacelineError):
+    """A run whose own description cannot be read."""
+
+    def __init__(self, folder: Path, why: str) -> None:
+        super().__init__(f"{folder / MARK} is broken: {why}")
+        self.folder = folder
+        self.hint = "leave this run out"
+
+
+class EmptyRun(PacelineError):
+    """A run that has not done a step: there is nothing to show."""
+
+    def __init__(self, folder: Path, status: str) -> None:
+        super().__init__(f"{folder} has no steps yet (status: {status})")
+        self.folder = folder
+        self.hint = (
+            "it failed before its first step: `logs/` and what it printed say why"
+            if status == "failed"
+            else "wait for its first steps, which are written every `log_every` steps"
+        )
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """All that is known of one run."""
+
+    folder: Path
+    name: str
+    """Short, and another than those of the runs beside it."""
+    task: str
+    status: str
+    grains: int
+    settings: dict[str, Any]
+    starts: list[dict[str, Any]]
+    steps: list[Record]
+    epochs: list[Record]
+    validations: list[Record]
+    continual: dict[str, Any] | None = None
+    """Matrices and numbers of a continual-learning run."""
+    timelines: list[Path] = field(default_factory=list)
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of all metrics, as `set/metric`, in the order in which they came."""
+        return list(dict.fromkeys(name for record in self.validations for name in record if "/" in name))
+
+    @property
+    def monitor(self) -> str | None:
+        """The metric that says which weights are best: as set, else the first word error rate or loss."""
+        chosen = self.settings.get("monitor")
+        if chosen is not None:
+            return str(chosen)
+        usual = [name for of in ("/wer", "/loss") for name in self.metrics if name.endswith(of)]
+        return usual[0] if usual else None
+
+    @property
+    def is_higher_better(self) -> bool:
+        return bool(self.settings.get("monitor_mode") == "max")
+
+    @property
+    def num_steps(self) -> int:
+        return int(self.steps[-1]["step"]) + 1
+
+    @property
+    def num_ranks(self) -> int | None:
+        """Of the last epoch that ended."""
+        return len(self.epochs[-1]["seconds"]) if self.epochs and self.epochs[-1].get("seconds") else None
+
+    @property
+    def standing(self) -> str:
+        """Its status, in words."""
+        return {
+            "finished": "finished",
+            "early": "finished early: patience ran out",
+            "stopped": "stopped by a signal: `--resume auto` goes on",
+            "failed": "failed",
+            "running": "not finished: still running, or ended without a word",
+        }.get(self.status, self.status)
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
+    """The runs in these folders, each named so that it can be told from the others."""
+    names = short_names([folder.resolve() for folder in folders])
+    return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+
+
+def read_run(folder: Path, name: str | None = None) -> RunRecord:
+    """A run from its folder; lines that a crash has cut short are left out."""
+    mark = folder / MARK
+    if not mark.exists():
+        raise NoRun(folder)
+    try:
+        about = json.loads(mark.read_text(encoding="utf-8"))
+        task, status, settings = str(about["task"]), str(about["status"]), dict(about["settings"])
+        starts = list(about.get("starts", []))
+    except KeyError as error:
+        raise BrokenRun(folder, f"it has no {error.args[0]!r}") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise BrokenRun(folder, str(error)) from error
+    by_kind: dict[str, list[Record]] = {"step": [], "epoch": [], "validation": []}
+    for record in _records(folder / METRICS):
+        by_kind.setdefault(record["kind"], []).append(record)
+    if not by_kind["step"]:
+        raise EmptyRun(folder, status)
+    return RunRecord(
+        folder=folder,
+        name=name or folder.resolve().name,
+        task=task.rpartition("/")[2],
+        status=status,
+        grains=int(about.get("grains", 1)),
+        settings=settings,
+        starts=starts,
+        steps=by_kind["step"],
+        epochs=by_kind["epoch"],
+        validations=by_kind["validation"],
+        continual=_read_continual(folder / CONTINUAL),
+        timelines=sorted((folder / TIMELINES).glob("*.json.gz")),
+    )
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """As few of each path's last parts as tell them all apart."""
+    for depth in range(1, max(len(folder.parts) for folder in folders) + 1):
+        names = ["/".join(folder.parts[-depth:]) for folder in folders]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{folder.name} ({number})" for number, folder in enumerate(folders, 1)]  # one run, given twice
+
+
+def _records(path: Path) -> Iterator[Record]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    continue  # cut short by a crash, or being written
+                if isinstance(record, dict) and "kind" in record:
+                    yield record
+    except FileNotFoundError:
+        return
+
+
+def _read_continual(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,51 @@
+"""Curves as a page can carry them: thinned without losing a spike, and smoothed. Pure functions on numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+MOST_POINTS = 2000
+"""Of one curve: more than a screen has columns."""
+
+
+def thin(values: Sequence[float | None], most: int = MOST_POINTS) -> list[int]:
+    """Which points to keep: the lowest and the highest of each of equal stretches, and both ends.
+
+    Every spike stays, which keeping each n-th point would lose. A gap (None) stays where it is a whole stretch.
+    """
+    number = len(values)
+    if number <= most:
+        return list(range(number))
+    kept = {0, number - 1}
+    stretches = max(1, most // 2 - 1)
+    for stretch in range(stretches):
+        first, last = number * stretch // stretches, number * (stretch + 1) // stretches
+        known = [(value, place) for place, value in enumerate(values[first:last], first) if value is not None]
+        if known:
+            kept.update((min(known)[1], max(known)[1]))
+        else:
+            kept.add(first)
+    return sorted(kept)
+
+
+def smooth(values: Sequence[float | None], half_life: float) -> list[float | None]:
+    """Exponential average with the weight of a value halved every so many; gaps stay gaps.
+
+    The first values are not pulled towards 0: the sum is divided by the sum of its weights.
+    """
+    keep = 0.5 ** (1 / max(half_life, 1e-9))
+    total, weight = 0.0, 0.0
+    smoothed: list[float | None] = []
+    for value in values:
+        if value is None:
+            smoothed.append(None)
+            continue
+        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
+        smoothed.append(total / weight)
+    return smoothed
+
+
+def short(value: float | None, digits: int = 5) -> float | None:
+    """Five digits, which no eye can tell from more; JSON has no word for what is not finite."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")

@@ -1,0 +1,149 @@
+"""The parts of the page that are words and tables: HTML that can be read without any script."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+
+from paceline.observe.report.findings import held_back
+from paceline.observe.report.runs import RunRecord
+from paceline.observe.report.samples import marked, samples_of
+from paceline.observe.report.settings import differences, settings_of, start_of
+from paceline.observe.report.summary import comparison, facts
+
+MOST_SAMPLES = 10
+"""Of each set of each run."""
+
+
+def escape(text: object) -> str:
+    return html.escape(str(text))
+
+
+def with_code(text: str) -> str:
+    """Escaped; what stands between backticks is shown as code."""
+    parts = escape(text).split("`")
+    return "".join(f"<code>{part}</code>" if place % 2 else part for place, part in enumerate(parts))
+
+
+def summary(runs: Sequence[RunRecord]) -> str:
+    """Cards for one run, a table for several; what is not finished is said."""
+    notes = [
+        f'<p class="note">{_named(run, runs)}{with_code(run.standing[:1].upper() + run.standing[1:])}.</p>'
+        for run in runs
+        if run.status != "finished"
+    ]
+    if len(runs) > 1:
+        return "".join(notes) + table(*comparison(runs), first_is_head=True)
+    cards = [
+        f'<div class="card fact"><div class="name">{escape(fact.name)}</div>'
+        f'<div class="value">{escape(fact.value)}</div><div class="more">{escape(fact.note)}</div></div>'
+        for fact in facts(runs[0])
+    ]
+    return "".join(notes) + f'<div class="facts">{"".join(cards)}</div>'
+
+
+def verdicts(runs: Sequence[RunRecord]) -> str:
+    """What held each run back, and what to type next."""
+    blocks = []
+    for run in runs:
+        lines = [
+            f'<li class="card held"><strong>{escape(held.text[:1].upper() + held.text[1:])}</strong> '
+            f'<span class="more">{escape(held.when)}</span><p>{with_code(held.advice)}</p></li>'
+            for held in held_back(run)
+        ]
+        if lines:
+            blocks.append(f'{_heading(run, runs)}<ul class="plain">{"".join(lines)}</ul>')
+        elif run.epochs:
+            blocks.append(f'<p class="good">{_named(run, runs)}Nothing that is known to hold runs back was seen.</p>')
+        else:
+            blocks.append(f"<p>{_named(run, runs)}No epoch has ended: nothing can be said yet.</p>")
+    return "".join(blocks)
+
+
+def samples(runs: Sequence[RunRecord]) -> str:
+    """What the model made of some samples at the last validation; what it made of them before, folded up."""
+    blocks = []
+    for run in runs:
+        for name, each in samples_of(run).items():
+            rows = []
+            for sample in each[:MOST_SAMPLES]:
+                texts = "".join(_text_row(of, text) for of, text in marked(sample.last).items())
+                before = "".join(
+                    f"<p><span>step {step + 1:,}</span> {marked(earlier).get('hypothesis') or _joined(earlier)}</p>"
+                    for step, earlier in sample.before
+                )
+                folded = f"<details><summary>before</summary>{before}</details>" if before else ""
+                rows.append(f'<div class="card sample">{texts}{folded}</div>')
+            title = name if len(runs) == 1 else f"{run.name}: {name}"
+            blocks.append(f'<h3>{escape(title)}</h3><div class="samples">{"".join(rows)}</div>')
+    return "".join(blocks)
+
+
+def settings(runs: Sequence[RunRecord]) -> str:
+    """Differences first, where there are several runs; all settings, folded up."""
+    names, every = [run.name for run in runs], [settings_of(run) for run in runs]
+    starts = [start_of(run) for run in runs]
+    blocks = []
+    if len(runs) > 1:
+        for title, found in (("Settings that differ", differences(every)), ("Starts", differences(starts))):
+            rows = [[name, *values] for name, values in found.items()]
+            body = table(["", *names], rows, first_is_head=True) if rows else "<p>None.</p>"
+            blocks.append(f"<h3>{title}</h3>{body}")
+    else:
+        blocks.append(table(["start", ""], [[name, value] for name, value in starts[0].items()], first_is_head=True))
+    rows = [
+        [name, *(one.get(name, "") for one in every)] for name in dict.fromkeys(key for one in every for key in one)
+    ]
+    whole = table(["setting", *names], rows, first_is_head=True)
+    return "".join([*blocks, f"<details><summary>All {len(rows)} settings</summary>{whole}</details>"])
+
+
+def continual_numbers(runs: Sequence[RunRecord]) -> str:
+    """Accuracy, forgetting and transfer of continual-learning runs, in percent."""
+    found = {
+        run.name: {name: value for name, value in (run.continual or {}).items() if isinstance(value, float)}
+        for run in runs
+        if run.continual
+    }
+    names = list(dict.fromkeys(name for numbers in found.values() for name in numbers))
+    rows = [
+        [_continual_name(name), *(f"{numbers[name]:.2f} %" if name in numbers else "" for numbers in found.values())]
+        for name in names
+    ]
+    return table(["", *found], rows, first_is_head=True) if rows else ""
+
+
+def _continual_name(name: str) -> str:
+    """`class_il_forgetting` as `class-IL forgetting`; without anything behind it, it is the accuracy at the end."""
+    kind, _, what = name.replace("_il", "-IL", 1).partition("_")
+    return f"{kind} {what or 'accuracy'}".replace("forward", "forward transfer").replace(
+        "backward", "backward transfer"
+    )
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, first_is_head: bool = False) -> str:
+    """A table that scrolls by itself where the screen is narrow."""
+    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
+    body = []
+    for row in rows:
+        cells = [f"<td>{escape(cell)}</td>" for cell in row]
+        if first_is_head:
+            cells[0] = f'<th scope="row">{escape(row[0])}</th>'
+        body.append(f"<tr>{''.join(cells)}</tr>")
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+
+
+def _text_row(name: str, text: str) -> str:
+    return f'<div class="text"><span>{escape(name)}</span><span>{text}</span></div>'
+
+
+def _joined(texts: Mapping[str, str]) -> str:
+    return escape("; ".join(f"{name}: {text}" for name, text in texts.items()))
+
+
+def _heading(run: RunRecord, runs: Sequence[RunRecord]) -> str:
+    return f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
+
+
+def _named(run: RunRecord, runs: Sequence[RunRecord]) -> str:
+    return f"<strong>{escape(run.name)}</strong>: " if len(runs) > 1 else ""

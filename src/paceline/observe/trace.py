@@ -1,0 +1,132 @@
+"""A timeline as Perfetto and Chrome read it (Trace Event Format): events of all ranks, each rank a process of its own.
+
+Pure functions on values. Times inside are nanoseconds of `time.perf_counter_ns`; the format wants microseconds.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+PHASE, STEP = "phase", "step"
+"""Categories of our own events."""
+_PHASE_TRACK, _STEP_TRACK, _FIRST_TORCH_TRACK = 1, 2, 10
+_TRACKS_PER_RANK = 1000
+"""Process numbers of one rank: its own, and one for each device that torch names."""
+_FLOWS = ("s", "t", "f")
+
+
+@dataclass
+class Tape:
+    """What one rank noted while it was recorded."""
+
+    laps: list[tuple[str, int, int]] = field(default_factory=list)
+    """Phase, begin and end."""
+    steps: list[tuple[int, int, int]] = field(default_factory=list)
+    """Step, begin and end."""
+    memory: list[tuple[int, int]] = field(default_factory=list)
+    """Moment, and bytes of memory that the process had."""
+
+
+def rank_events(rank: int, about: str, tape: Tape, shift_ns: int) -> list[Event]:
+    """The named tracks of a rank. `shift_ns` brings its times to the common axis."""
+    pid = rank * _TRACKS_PER_RANK
+    events = [
+        _name("process_name", pid, 0, name=f"rank {rank}"),
+        _name("process_labels", pid, 0, labels=about),
+        _name("process_sort_index", pid, 0, sort_index=pid),
+    ]
+    for track, title in ((_STEP_TRACK, "steps"), (_PHASE_TRACK, "phases")):
+        events.append(_name("thread_name", pid, track, name=title))
+        events.append(_name("thread_sort_index", pid, track, sort_index=-track))
+    for step, began, ended in tape.steps:
+        events.append(_span(f"step {step}", STEP, pid, _STEP_TRACK, began + shift_ns, ended + shift_ns))
+    for phase, began, ended in tape.laps:
+        events.append(_span(phase, PHASE, pid, _PHASE_TRACK, began + shift_ns, ended + shift_ns))
+    for moment, num_bytes in tape.memory:
+        events.append(_count("host memory", pid, (moment + shift_ns) / 1e3, resident_bytes=num_bytes))
+    return events
+
+
+def torch_events(rank: int, events: Iterable[Event], shift_us: float, own_pid: int) -> list[Event]:
+    """What torch.profiler saw on this rank, moved to the common axis and into the rank's own number range.
+
+    torch numbers the host's tracks by process (`own_pid`) and those of devices by device.
+    """
+    pid = rank * _TRACKS_PER_RANK
+    processes: dict[int, int] = {own_pid: pid}
+    threads: dict[tuple[int, Any], int] = {}
+    moved = []
+    for event in events:
+        kind, process = event.get("ph"), event.get("pid")
+        if not isinstance(process, int) or (kind == "M" and event["name"] != "thread_name"):
+            continue  # names and order of processes are ours; "Spans" and "Traces" say nothing of the run
+        own = processes.setdefault(process, pid + len(processes))
+        track = threads.setdefault((process, event.get("tid")), _FIRST_TORCH_TRACK + len(threads))
+        event = {**event, "pid": own, "tid": track, "ts": event.get("ts", 0.0) + shift_us}
+        if kind in _FLOWS:
+            event["id"] = f"{rank}:{event['id']}"  # an arrow must not lead to another rank
+        moved.append(_torch_memory(event) if event["name"] == "[memory]" else event)
+    for process, own in processes.items():
+        if own != pid:
+            moved.append(_name("process_name", own, 0, name=f"rank {rank}, device {process}"))
+            moved.append(_name("process_sort_index", own, 0, sort_index=own))
+    return moved
+
+
+def _torch_memory(event: Event) -> Event:
+    """An allocation as a curve of what is allocated."""
+    args = event["args"]
+    where = "cpu" if args.get("Device Type") == 0 else f"device {args.get('Device Id')}"
+    return _count(f"torch memory, {where}", event["pid"], event["ts"], allocated_bytes=args.get("Total Allocated", 0))
+
+
+def pack(events: Sequence[Event]) -> bytes:
+    """A rank's events on their way to the first rank."""
+    return zlib.compress(",\n".join(json.dumps(event, separators=(",", ":")) for event in events).encode(), 1)
+
+
+def write(path: Path, parts: Iterable[bytes], about: dict[str, Any]) -> None:
+    """One file of all ranks' events, which has its name only when it is complete."""
+    aside = path.with_name(f".{path.name}.writing")
+    try:
+        with gzip.open(aside, "wb", compresslevel=6) as file:
+            file.write(b'{"displayTimeUnit":"ms","otherData":' + json.dumps(about).encode() + b',"traceEvents":[\n')
+            for number, part in enumerate(parts):
+                file.write((b",\n" if number else b"") + zlib.decompress(part))
+            file.write(b"\n]}\n")
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A timeline file."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        found: dict[str, Any] = json.load(file)
+    return found
+
+
+def rank_of(event: Event) -> int:
+    return int(event["pid"]) // _TRACKS_PER_RANK
+
+
+def _name(kind: str, pid: int, tid: int, **args: Any) -> Event:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+
+
+def _span(name: str, category: str, pid: int, tid: int, began_ns: int, ended_ns: int) -> Event:
+    times = {"ts": began_ns / 1e3, "dur": (ended_ns - began_ns) / 1e3}
+    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, **times}
+
+
+def _count(name: str, pid: int, ts: float, **values: int) -> Event:
+    return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": ts, "args": values}

@@ -1,0 +1,282 @@
+"""CUDA graphs: forward, loss and backward of a grain recorded once per shape and replayed without launching anything.
+
+What a recorded grain reads lies in buffers of fixed address, into which each new grain is copied; its gradients are
+added to buffers that all graphs share; everything between lives in one pool of memory that graphs use in turn, since
+only one of them runs at a time. Random numbers are drawn from the generator's seed at replay, which the engine sets for
+every grain as always, so that a replay draws what the same grain would have drawn without a graph.
+
+A shape is recorded when it is seen for the second time, or before the first step (`warm`), up to `MOST_GRAPHS` of them;
+other grains run as they always do, into the same gradients. `CudaRecorder` is all that touches CUDA.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+MOST_GRAPHS = 32
+WARM_RUNS = 2
+"""Runs before a recording: what is chosen, tuned or compiled on first use must not be recorded."""
+
+Pass = Callable[[Any], tuple[Tensor, Any, Any]]
+"""Forward and loss of a grain's data: (sum, count, outputs)."""
+
+
+class Recorder(Protocol):
+    """What turns a function of fixed buffers into something to replay."""
+
+    def warm(self, function: Callable[[], None]) -> None:
+        """Run it as it will be recorded, without recording."""
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Run it once for recording, which computes nothing, and give what computes it from now on."""
+
+    def recover(self) -> bool:
+        """After a recording that failed: put right what it left behind. Whether recordings made before are lost."""
+
+
+class CudaRecorder:
+    """CUDA graphs of one device, in one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def warm(self, function: Callable[[], None]) -> None:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            function()
+        current.wait_stream(self._stream)
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._device)
+        # Other threads (the loader's, which pins memory) may go on meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            function()
+        return graph.replay
+
+    def recover(self) -> bool:
+        generator = torch.cuda.default_generators[self._device.index or 0]
+        try:
+            torch.rand(1, device=self._device)
+        except RuntimeError:
+            # torch 2.11 leaves its generator as if the recording still went on. Another state helps, which graphs that
+            # were recorded with the old one do not look at.
+            generator.graphsafe_set_state(generator.clone_state())
+            torch.rand(1, device=self._device)
+            return True
+        return False
+
+
+@dataclass
+class Recorded:
+    """One shape."""
+
+    inputs: list[Tensor]
+    seed: Tensor
+    """What backward starts from: 1 over the step's count."""
+    results: Mapping[str, Any]
+    """`total`, `count`, `outputs`: tensors that a replay writes to."""
+    replay: Callable[[], None]
+
+
+class Graphs:
+    """The recorded shapes of one model, and the gradients that they share."""
+
+    def __init__(self, model: nn.Module, recorder: Recorder, most: int = MOST_GRAPHS) -> None:
+        self._recorder, self._most = recorder, most
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._buffers = list(model.buffers())
+        self._generators = [torch.default_generator]
+        device = self._parameters[0].device
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        self._gradients: dict[Tensor, Tensor] = {}
+        self._recorded: dict[Any, Recorded] = {}
+        self._seen: Counter[Any] = Counter()
+        self.failures: dict[str, str] = {}
+        """Shapes that could not be recorded, and why."""
+        self.num_replayed = 0
+        self.num_plain = 0
+        """Grains that ran without a graph."""
+
+    @property
+    def num_recorded(self) -> int:
+        return len(self._recorded)
+
+    def start_step(self) -> None:
+        """All gradients 0, in the buffers that the graphs add to."""
+        if self._gradients:
+            torch._foreach_zero_(list(self._gradients.values()))
+        for parameter in self._parameters:
+            parameter.grad = self._gradients.get(parameter)
+
+    def run(self, run: Pass, data: Any, seed: Callable[[Tensor], Tensor]) -> tuple[Tensor, Any, Any] | None:
+        """Forward and backward of a grain by replay, None where it must be run plainly (`note_plain` tells of it).
+
+        `seed` gives what backward of a sum starts from.
+        """
+        leaves = list(tensors(data))
+        shape = signature(leaves)
+        recorded = self._recorded.get(shape)
+        if recorded is None:
+            self._seen[shape] += 1
+            if self._seen[shape] < 2 or self.num_recorded >= self._most or _words(shape) in self.failures:
+                self.num_plain += 1
+                return None
+            recorded = self._record(shape, run, data)
+            if recorded is None:
+                self.num_plain += 1
+                return None
+        return self._replay(recorded, leaves, seed)
+
+    def warm(self, run: Pass, data: Any) -> bool:
+        """Record the shape of a grain before the first step; whether it is recorded now."""
+        shape = signature(list(tensors(data)))
+        if shape not in self._recorded and self.num_recorded < self._most and _words(shape) not in self.failures:
+            self._record(shape, run, data)
+        return shape in self._recorded
+
+    def lines(self) -> list[str]:
+        """For the console, at the end of a run."""
+        found = [
+            f"CUDA graphs: {self.num_recorded} shape{'s' * (self.num_recorded != 1)} recorded,"
+            f" {self.num_replayed:,} grains replayed, {self.num_plain:,} run without"
+        ]
+        return found + [f"  {shape} could not be recorded: {why}" for shape, why in self.failures.items()]
+
+    def numbers(self) -> dict[str, int]:
+        """For the journal."""
+        return {"recorded": self.num_recorded, "replayed": self.num_replayed, "plain": self.num_plain}
+
+    def _replay(
+        self, recorded: Recorded, leaves: Sequence[Tensor], seed: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Any, Any]:
+        torch._foreach_copy_(recorded.inputs, list(leaves), non_blocking=True)
+        results = recorded.results
+        recorded.seed.copy_(seed(results["total"]))
+        recorded.replay()
+        self.num_replayed += 1
+        # The next replay writes over these.
+        return _cloned(results["total"]), _cloned(results["count"]), _cloned(results["outputs"])
+
+    def _record(self, shape: Any, run: Pass, data: Any) -> Recorded | None:
+        """Nothing is left of the runs that this takes: buffers, gradients and generators are as before."""
+        inputs: list[Tensor] = []
+
+        def held(tensor: Tensor) -> Tensor:
+            inputs.append(tensor.clone())
+            return inputs[-1]
+
+        fixed = mapped(held, data)
+        kept = [buffer.clone() for buffer in self._buffers]
+        before = [parameter.grad for parameter in self._parameters]
+        sums = [None if gradient is None else gradient.clone() for gradient in before]
+        seed = torch.zeros((), device=inputs[0].device)
+        last: dict[str, Any] = {}
+
+        def once() -> None:
+            for parameter in self._parameters:  # so that gradients are taken over as they are, not added one by one
+                parameter.grad = None
+            total, count, outputs = run(fixed)
+            torch.autograd.backward((total,), (seed.to(total.dtype),))
+            # Without what backward has kept of the run.
+            last["total"], last["count"], last["outputs"] = detached((total, count, outputs))
+            found = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+            for parameter, gradient in found:
+                if parameter not in self._gradients:
+                    self._gradients[parameter] = torch.zeros_like(gradient)
+            torch._foreach_add_([self._gradients[parameter] for parameter, _ in found], [each for _, each in found])
+
+        try:
+            for _ in range(WARM_RUNS):
+                self._rewind()
+                self._recorder.warm(once)
+            self._rewind()
+            replay = self._recorder.record(once)
+        except Exception as error:  # whatever a loss does that cannot be recorded
+            self.failures[_words(shape)] = _first_line(error)
+            if self._recorder.recover():
+                self._recorded.clear()
+                self._most = 0
+            return None
+        finally:
+            for parameter, gradient, so_far in zip(self._parameters, before, sums, strict=True):
+                shared = self._gradients.get(parameter)
+                parameter.grad = gradient if shared is None else shared
+                if shared is not None:
+                    shared.zero_() if so_far is None else shared.copy_(so_far)
+            for buffer, value in zip(self._buffers, kept, strict=True):
+                buffer.copy_(value)
+            self._rewind()
+        recorded = Recorded(inputs, seed, last, replay)
+        self._recorded[shape] = recorded
+        return recorded
+
+    def _rewind(self) -> None:
+        """To where the engine's seeding of this grain left the generators."""
+        for generator in self._generators:
+            generator.manual_seed(generator.initial_seed())
+
+
+def tensors(data: Any) -> Iterator[Tensor]:
+    """All tensors of a grain's data, always in the same order. Anything else in it is an error of the caller's."""
+    if isinstance(data, Tensor):
+        yield data
+    elif isinstance(data, Mapping):
+        for value in data.values():
+            yield from tensors(value)
+    elif isinstance(data, tuple | list):
+        for value in data:
+            yield from tensors(value)
+    else:
+        raise TypeError(f"a grain to be recorded is made of tensors, not of {type(data).__name__}")
+
+
+def mapped(change: Callable[[Tensor], Tensor], data: Any) -> Any:
+    """The same structure of other tensors, changed in the order of `tensors`."""
+    if isinstance(data, Tensor):
+        return change(data)
+    if isinstance(data, Mapping):
+        return {name: mapped(change, value) for name, value in data.items()}
+    return type(data)(mapped(change, value) for value in data)
+
+
+def signature(leaves: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What two grains must have in common to be replayed from one recording."""
+    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+
+
+def _words(shape: tuple[Any, ...]) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(sizes)}" for sizes, dtype in shape)
+
+
+def _cloned(value: Any) -> Any:
+    return _changed(Tensor.clone, value)
+
+
+def detached(value: Any) -> Any:
+    """A result without what backward needs of it."""
+    return _changed(Tensor.detach, value)
+
+
+def _changed(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Tensors of a result changed, whatever else is in it as it is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _changed(change, each) for name, each in value.items()}
+    return type(value)(_changed(change, each) for each in value) if isinstance(value, tuple | list) else value
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -1,0 +1,397 @@
+"""Batch norm in training, taken apart so that its pieces lie where the data passes anyway.
+
+Forward: moments of tiles, then their combination into a scale and a shift per channel (applied by whoever reads the
+data next, or by `join` where it is needed more than once). Backward: two sums per channel (made by whoever writes the
+gradient), then `apply_backward`. Layout and lengths as in `depthwise`; padded frames within `frames` count as zeros, as
+in the plain module, those that only fill a row up to 16 do not count.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 4096
+"""Frames of a channel that one program reads."""
+
+
+class Statistics(NamedTuple):
+    """What a batch norm has learnt about a batch."""
+
+    affine: Tensor
+    """(2, channel) float32: scale and shift of the raw values."""
+    moments: Tensor
+    """(3, channel) float32: mean, 1 / standard deviation (with eps), and the unbiased variance."""
+
+
+@triton.jit
+def _tile(lengths, batch, row, tiles_of_time, UTTERANCES: tl.constexpr, FRAMES: tl.constexpr):
+    """Utterances, frames, offsets in a channel, which of them are there and which hold speech (by 8, and exactly)."""
+    group = tl.program_id(0)
+    b = (group // tiles_of_time) * UTTERANCES + tl.arange(0, UTTERANCES)
+    t = (group % tiles_of_time) * FRAMES + tl.arange(0, FRAMES)[None, :]
+    length = tl.load(lengths + b, mask=b < batch, other=0)[:, None]
+    exists = (b < batch)[:, None] & (t < row)
+    return b, t, (b * row)[:, None] + t, exists, (t // 8) * 8 < length, t < length
+
+
+@triton.jit
+def _tile_moments(
+    y, lengths, parts, channels, batch, row, tiles_of_time, UTTERANCES: tl.constexpr, FRAMES: tl.constexpr
+):
+    group = tl.program_id(0)
+    channel = tl.program_id(1)
+    _, _, offset, exists, may_hold, _ = _tile(lengths, batch, row, tiles_of_time, UTTERANCES, FRAMES)
+    values = tl.load(y + channel * batch * row + offset, mask=may_hold, other=0.0).to(tl.float32)
+    count = tl.sum(tl.sum(exists.to(tl.float32), 1), 0)
+    mean = tl.sum(tl.sum(values, 1), 0) / count
+    away = tl.where(exists, values - mean, 0.0)
+    tl.store(parts + (group * 2) * channels + channel, mean)
+    tl.store(parts + (group * 2 + 1) * channels + channel, tl.sum(tl.sum(away * away, 1), 0))
+
+
+@triton.jit
+def _combine(
+    parts,
+    weight,
+    bias,
+    affine,
+    moments,
+    groups,
+    channels,
+    batch,
+    row,
+    frames,
+    tiles_of_time,
+    eps,
+    UTTERANCES: tl.constexpr,
+    FRAMES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    is_channel = channel < channels
+    # Chan's rule: sums of squares about the tiles' own means, so that nothing cancels.
+    total = tl.zeros([CHANNELS], tl.float32)
+    for block in range(BLOCKS):
+        group = block * GROUPS + tl.arange(0, GROUPS)
+        count = _count(group, groups, batch, row, tiles_of_time, UTTERANCES, FRAMES)
+        at = (group * 2)[:, None] * channels + channel[None, :]
+        mean = tl.load(parts + at, mask=(group < groups)[:, None] & is_channel[None, :], other=0.0)
+        total += tl.sum(mean * count[:, None], 0)
+    all_frames = batch * row
+    mean_of_all = total / all_frames
+    squares = tl.zeros([CHANNELS], tl.float32)
+    for block in range(BLOCKS):
+        group = block * GROUPS + tl.arange(0, GROUPS)
+        count = _count(group, groups, batch, row, tiles_of_time, UTTERANCES, FRAMES)
+        at = (group * 2)[:, None] * channels + channel[None, :]
+        there = (group < groups)[:, None] & is_channel[None, :]
+        away = tl.load(parts + at, mask=there, other=0.0) - mean_of_all[None, :]
+        inner = tl.load(parts + at + channels, mask=there, other=0.0)
+        squares += tl.sum(inner + away * away * count[:, None], 0)
+    # The frames that only fill rows up are zeros: take them out again.
+    true_frames = batch * frames
+    mean = total / true_frames
+    squares -= mean_of_all * mean * (all_frames - true_frames)
+    variance = tl.maximum(squares, 0.0) / true_frames
+    scale = 1.0 / tl.sqrt(variance + eps)
+    tl.store(moments + channel, mean, mask=is_channel)
+    tl.store(moments + channels + channel, scale, mask=is_channel)
+    slope = tl.load(weight + channel, mask=is_channel, other=0.0) * scale
+    tl.store(affine + channel, slope, mask=is_channel)
+    shift = tl.load(bias + channel, mask=is_channel, other=0.0) - mean * slope
+    tl.store(affine + channels + channel, shift, mask=is_channel)
+    unbiased = tl.maximum(squares, 0.0) / (true_frames - 1)
+    tl.store(moments + 2 * channels + channel, unbiased, mask=is_channel)
+
+
+@triton.jit
+def _count(group, groups, batch, row, tiles_of_time, UTTERANCES: tl.constexpr, FRAMES: tl.constexpr):
+    """Frames in a tile."""
+    utterances = tl.minimum(batch - (group // tiles_of_time) * UTTERANCES, UTTERANCES)
+    frames = tl.minimum(row - (group % tiles_of_time) * FRAMES, FRAMES)
+    return tl.where(group < groups, utterances * frames, 0).to(tl.float32)
+
+
+@triton.jit
+def _apply_backward(
+    h,
+    y,
+    sums,
+    affine,
+    moments,
+    lengths,
+    g,
+    weight_gradient,
+    bias_gradient,
+    channels,
+    batch,
+    row,
+    frames,
+    tiles_of_time,
+    UTTERANCES: tl.constexpr,
+    FRAMES: tl.constexpr,
+):
+    channel = tl.program_id(1)
+    _, _, offset, exists, may_hold, holds = _tile(lengths, batch, row, tiles_of_time, UTTERANCES, FRAMES)
+    offset += channel * batch * row
+    scale = tl.load(affine + channel)
+    mean = tl.load(moments + channel)
+    inverse = tl.load(moments + channels + channel)
+    slope = tl.load(sums + channel)
+    level = tl.load(sums + channels + channel)
+    count = 1.0 * batch * frames
+    gradient = tl.load(h + offset, mask=may_hold, other=0.0).to(tl.float32)
+    values = tl.load(y + offset, mask=may_hold, other=0.0).to(tl.float32)
+    steep = slope * inverse * inverse / count
+    result = scale * (gradient - level / count - (values - mean) * steep)
+    tl.store(g + offset, tl.where(holds, result, 0.0).to(tl.bfloat16), mask=exists)
+    if tl.program_id(0) == 0:
+        tl.store(weight_gradient + channel, slope * inverse)
+        tl.store(bias_gradient + channel, level)
+
+
+@triton.jit
+def _join(
+    y,
+    affine,
+    other,
+    other_affine,
+    lengths,
+    out,
+    channels,
+    batch,
+    row,
+    tiles_of_time,
+    out_channel,
+    out_batch,
+    out_row,
+    UTTERANCES: tl.constexpr,
+    FRAMES: tl.constexpr,
+    HAS_OTHER: tl.constexpr,
+):
+    channel = tl.program_id(1)
+    b, t, offset, _, may_hold, holds = _tile(lengths, batch, row, tiles_of_time, UTTERANCES, FRAMES)
+    offset += channel * batch * row
+    values = tl.load(y + offset, mask=may_hold, other=0.0).to(tl.float32)
+    values = values * tl.load(affine + channel) + tl.load(affine + channels + channel)
+    if HAS_OTHER:
+        more = tl.load(other + offset, mask=may_hold, other=0.0).to(tl.float32)
+        values += more * tl.load(other_affine + channel) + tl.load(other_affine + channels + channel)
+    values = tl.where(holds, tl.maximum(values, 0.0), 0.0).to(tl.bfloat16)
+    target = out + channel * out_channel + (b * out_batch)[:, None] + t
+    tl.store(target, values, mask=(b < batch)[:, None] & (t < out_row))
+
+
+@triton.jit
+def _join_backward(
+    g,
+    y,
+    affine,
+    moments,
+    other,
+    other_affine,
+    other_moments,
+    lengths,
+    h,
+    parts,
+    channels,
+    batch,
+    row,
+    tiles_of_time,
+    g_channel,
+    g_batch,
+    g_row,
+    UTTERANCES: tl.constexpr,
+    FRAMES: tl.constexpr,
+    HAS_OTHER: tl.constexpr,
+):
+    group = tl.program_id(0)
+    channel = tl.program_id(1)
+    b, t, offset, exists, may_hold, holds = _tile(lengths, batch, row, tiles_of_time, UTTERANCES, FRAMES)
+    offset += channel * batch * row
+    source = g + channel * g_channel + (b * g_batch)[:, None] + t
+    gradient = tl.load(source, mask=may_hold & (t < g_row), other=0.0).to(tl.float32)
+    values = tl.load(y + offset, mask=may_hold, other=0.0).to(tl.float32)
+    total = values * tl.load(affine + channel) + tl.load(affine + channels + channel)
+    more = values
+    if HAS_OTHER:
+        more = tl.load(other + offset, mask=may_hold, other=0.0).to(tl.float32)
+        total += more * tl.load(other_affine + channel) + tl.load(other_affine + channels + channel)
+    gradient = tl.where(holds & (total > 0.0), gradient, 0.0)
+    tl.store(h + offset, gradient.to(tl.bfloat16), mask=exists)
+    away = gradient * (values - tl.load(moments + channel))
+    tl.store(parts + (group * 3) * channels + channel, tl.sum(tl.sum(away, 1), 0))
+    tl.store(parts + (group * 3 + 1) * channels + channel, tl.sum(tl.sum(gradient, 1), 0))
+    if HAS_OTHER:
+        away = gradient * (more - tl.load(other_moments + channel))
+        tl.store(parts + (group * 3 + 2) * channels + channel, tl.sum(tl.sum(away, 1), 0))
+
+
+def statistics(
+    y: Tensor,
+    lengths: Tensor,
+    frames: int,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+) -> Statistics:
+    """Of raw values that are zero behind each length."""
+    channels, batch, row = y.shape
+    groups, tiles_of_time, shape = _cut(y, 1024)
+    parts = torch.empty(groups, 2, channels, device=y.device)
+    _tile_moments[(groups, channels)](y, lengths, parts, channels, batch, row, tiles_of_time, **shape)
+    affine = torch.empty(2, channels, device=y.device)
+    moments = torch.empty(3, channels, device=y.device)
+    _combine[(triton.cdiv(channels, 32),)](
+        parts,
+        weight,
+        bias,
+        affine,
+        moments,
+        groups,
+        channels,
+        batch,
+        row,
+        frames,
+        tiles_of_time,
+        eps,
+        **shape,
+        GROUPS=32,
+        BLOCKS=triton.cdiv(groups, 32),
+        CHANNELS=32,
+    )
+    return Statistics(affine, moments)
+
+
+def apply_backward(
+    h: Tensor, sums: Tensor, y: Tensor, affine: Tensor, moments: Tensor, lengths: Tensor, frames: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients for the raw values, and for the batch norm's weight and bias.
+
+    `h` is the gradient for its output, `sums` (2, channel) those of `h` times (y - mean), and of `h`.
+    """
+    channels, batch, row = y.shape
+    groups, tiles_of_time, shape = _cut(y, 256)
+    g = torch.empty_like(y)
+    weight_gradient, bias_gradient = (torch.empty(channels, device=y.device) for _ in range(2))
+    _apply_backward[(groups, channels)](
+        h,
+        y,
+        sums,
+        affine,
+        moments,
+        lengths,
+        g,
+        weight_gradient,
+        bias_gradient,
+        channels,
+        batch,
+        row,
+        frames,
+        tiles_of_time,
+        **shape,
+    )
+    return g, weight_gradient, bias_gradient
+
+
+def join(
+    y: Tensor,
+    affine: Tensor,
+    other: Tensor | None,
+    other_affine: Tensor | None,
+    lengths: Tensor,
+    frames: int | None = None,
+) -> Tensor:
+    """ReLU of batch-normed values, or of the sum of two such.
+
+    Given `frames`, in the layout of everybody else: (batch, channel, frames), rows not padded.
+    """
+    channels, batch, row = y.shape
+    groups, tiles_of_time, shape = _cut(y, 256)
+    out = torch.empty_like(y) if frames is None else y.new_empty(batch, channels, frames)
+    _join[(groups, channels)](
+        y,
+        affine,
+        y if other is None else other,
+        affine if other_affine is None else other_affine,
+        lengths,
+        out,
+        channels,
+        batch,
+        row,
+        tiles_of_time,
+        *_strides(out, is_packed=frames is None),
+        **shape,
+        HAS_OTHER=other is not None,
+    )
+    return out
+
+
+def join_backward(
+    g: Tensor,
+    y: Tensor,
+    affine: Tensor,
+    moments: Tensor,
+    other: Tensor | None,
+    other_affine: Tensor | None,
+    other_moments: Tensor | None,
+    lengths: Tensor,
+    *,
+    is_packed: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient before the ReLU, the same for both, and the sums for either batch norm."""
+    channels, batch, row = y.shape
+    groups, tiles_of_time, shape = _cut(y, 256)
+    h = torch.empty_like(y)
+    parts = (torch.empty if other is not None else torch.zeros)(groups, 3, channels, device=y.device)
+    _join_backward[(groups, channels)](
+        g,
+        y,
+        affine,
+        moments,
+        y if other is None else other,
+        affine if other_affine is None else other_affine,
+        moments if other_moments is None else other_moments,
+        lengths,
+        h,
+        parts,
+        channels,
+        batch,
+        row,
+        tiles_of_time,
+        *_strides(g, is_packed=is_packed),
+        **shape,
+        HAS_OTHER=other is not None,
+    )
+    totals = parts.sum(0)
+    return h, totals[:2], totals.flip(0)[:2]
+
+
+def _strides(x: Tensor, *, is_packed: bool) -> tuple[int, int, int]:
+    """Steps from channel to channel and from utterance to utterance, and the length of a row."""
+    first, second = x.stride(0), x.stride(1)
+    return (*((first, second) if is_packed else (second, first)), x.shape[2])
+
+
+class Cut(NamedTuple):
+    """How the frames of a channel are dealt out to programs."""
+
+    groups: int
+    tiles_of_time: int
+    shape: dict[str, int]
+
+
+def _cut(y: Tensor, longest: int) -> Cut:
+    """Tiles of `TILE` frames, of at most so many frames of one utterance."""
+    frames = max(16, min(longest, triton.next_power_of_2(y.shape[2])))
+    utterances = TILE // frames
+    tiles_of_time = triton.cdiv(y.shape[2], frames)
+    groups = triton.cdiv(y.shape[1], utterances) * tiles_of_time
+    return Cut(groups, tiles_of_time, {"UTTERANCES": utterances, "FRAMES": frames})

@@ -1,0 +1,410 @@
+"""The separable sub-block as operators that PyTorch knows: autograd, autocast, torch.compile, DDP and CUDA graphs.
+
+A sub-block hands on the raw outputs `y` of its product over channels, and beside them `affine`, the scale and shift of
+its batch norm, for the next one to apply when it reads `y`. Backward, the pair stands for what they mean together: the
+"gradient" of `y` is that of the batch-normed values, that of `affine` are the two sums per channel that the batch
+norm's own gradient is made of (`depthwise.backward`). So a `y` may only be used together with its `affine`, once, by an
+operator of this file. On a CPU the reference computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from paceline.speed.kernels import reference
+from paceline.speed.kernels.tiles import padded_frames
+
+# ruff: noqa: UP045 (the schema of an operator is read off these signatures, in which torch wants Optional)
+
+
+@torch.library.custom_op("paceline::separable", mutates_args=())
+def separable(
+    x: Tensor,
+    affine: Optional[Tensor],
+    moments: Optional[Tensor],
+    lengths: Tensor,
+    lengths_out: Tensor,
+    depthwise: Tensor,
+    pointwise: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    shortcut: Optional[Tensor],
+    shortcut_weight: Optional[Tensor],
+    shortcut_bias: Optional[Tensor],
+    frames: int,
+    stride: int,
+    dilation: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(channel, batch, row) -> `y` (filter, batch, row after the stride), `affine`, `moments`, and what lies between.
+
+    `frames` are those of the output; its row is padded. `lengths` of inputs and outputs are int32. With a `shortcut`,
+    the residual that starts at `x` (then without `affine`): its `y`, `affine` and `moments` as well, else three empty
+    tensors.
+    """
+    row = padded_frames(frames)
+    if x.is_cuda:
+        from paceline.speed.kernels import depthwise as kernels
+
+        between = kernels.forward(x, affine, lengths, lengths_out, depthwise, row, stride, dilation)
+    else:
+        between = reference.depthwise_forward(x, affine, lengths, lengths_out, depthwise, row, stride, dilation)
+    y = _product(pointwise.to(x.dtype).squeeze(2), between)
+    affine_out, moments_out = _statistics(y, lengths_out, frames, weight, bias, eps)
+    if shortcut is None:
+        return y, affine_out, moments_out, between, x.new_empty(0), weight.new_empty(0), weight.new_empty(0)
+    other = _product(shortcut.to(x.dtype).squeeze(2), x)
+    other_affine, other_moments = _statistics(other, lengths_out, frames, shortcut_weight, shortcut_bias, eps)
+    return y, affine_out, moments_out, between, other, other_affine, other_moments
+
+
+@separable.register_fake
+def _(
+    x: Tensor,
+    affine: Optional[Tensor],
+    moments: Optional[Tensor],
+    lengths: Tensor,
+    lengths_out: Tensor,
+    depthwise: Tensor,
+    pointwise: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    shortcut: Optional[Tensor],
+    shortcut_weight: Optional[Tensor],
+    shortcut_bias: Optional[Tensor],
+    frames: int,
+    stride: int,
+    dilation: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    channels, batch, _ = x.shape
+    filters, row = pointwise.shape[0], padded_frames(frames)
+    y, between = x.new_empty(filters, batch, row), x.new_empty(channels, batch, row)
+    affine_out, moments_out = weight.new_empty(2, filters), weight.new_empty(3, filters)
+    if shortcut is None:
+        return y, affine_out, moments_out, between, x.new_empty(0), weight.new_empty(0), weight.new_empty(0)
+    other_affine, other_moments = weight.new_empty(2, filters), weight.new_empty(3, filters)
+    return y, affine_out, moments_out, between, torch.empty_like(y), other_affine, other_moments
+
+
+@torch.library.custom_op("paceline::separable_backward", mutates_args=())
+def separable_backward(
+    h: Tensor,
+    sums: Tensor,
+    other_h: Optional[Tensor],
+    other_sums: Optional[Tensor],
+    y: Tensor,
+    affine_out: Tensor,
+    moments_out: Tensor,
+    between: Tensor,
+    other: Tensor,
+    other_affine: Tensor,
+    other_moments: Tensor,
+    x: Tensor,
+    affine: Optional[Tensor],
+    moments: Optional[Tensor],
+    lengths: Tensor,
+    lengths_out: Tensor,
+    depthwise: Tensor,
+    pointwise: Tensor,
+    shortcut: Optional[Tensor],
+    frames: int,
+    stride: int,
+    dilation: int,
+    needs_data: bool,
+) -> list[Tensor]:
+    """Gradients of x, affine, depthwise, pointwise, weight, bias, and of the shortcut's three if there is one.
+
+    Those of x and affine are empty if not `needs_data`.
+    """
+    of_shortcut: list[Tensor] = []
+    added = None
+    if shortcut is not None:
+        assert other_h is not None
+        g, *of_norm = _norm_backward(other_h, other_sums, other, other_affine, other_moments, lengths_out, frames)
+        of_shortcut = [_weight_gradient(g, x).unsqueeze(2), *of_norm]
+        added = _product(shortcut.to(x.dtype).squeeze(2).t(), g)
+    g, weight_gradient, bias_gradient = _norm_backward(h, sums, y, affine_out, moments_out, lengths_out, frames)
+    pointwise_gradient = _weight_gradient(g, between).unsqueeze(2)
+    g = _product(pointwise.to(x.dtype).squeeze(2).t(), g)
+    data, depthwise_parts, sum_parts = _depthwise_backward(x)(
+        g, x, affine, moments, added, lengths, lengths_out, depthwise, stride, dilation, needs_data=needs_data
+    )
+    depthwise_gradient = depthwise_parts.sum(0).view_as(depthwise)
+    sums_in = sum_parts.sum(0) if needs_data and affine is not None else sums.new_empty(0)
+    return [data, sums_in, depthwise_gradient, pointwise_gradient, weight_gradient, bias_gradient, *of_shortcut]
+
+
+@separable_backward.register_fake
+def _(
+    h: Tensor,
+    sums: Tensor,
+    other_h: Optional[Tensor],
+    other_sums: Optional[Tensor],
+    y: Tensor,
+    affine_out: Tensor,
+    moments_out: Tensor,
+    between: Tensor,
+    other: Tensor,
+    other_affine: Tensor,
+    other_moments: Tensor,
+    x: Tensor,
+    affine: Optional[Tensor],
+    moments: Optional[Tensor],
+    lengths: Tensor,
+    lengths_out: Tensor,
+    depthwise: Tensor,
+    pointwise: Tensor,
+    shortcut: Optional[Tensor],
+    frames: int,
+    stride: int,
+    dilation: int,
+    needs_data: bool,
+) -> list[Tensor]:
+    data = torch.empty_like(x) if needs_data else x.new_empty(0)
+    sums_in = torch.empty_like(affine) if needs_data and affine is not None else sums.new_empty(0)
+    filters = pointwise.shape[0]
+    of_norm = [sums.new_empty(filters) for _ in range(4)]
+    found = [data, sums_in, torch.empty_like(depthwise), torch.empty_like(pointwise), *of_norm[:2]]
+    return found if shortcut is None else [*found, torch.empty_like(shortcut), *of_norm[2:]]
+
+
+def _save_separable(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, affine, moments, lengths, lengths_out, depthwise, pointwise, _, _, shortcut, *_ = inputs
+    ctx.save_for_backward(*output, x, affine, moments, lengths, lengths_out, depthwise, pointwise, shortcut)
+    ctx.frames, ctx.stride, ctx.dilation = inputs[12:15]
+    ctx.set_materialize_grads(False)  # the gradients of what is only kept for backward would be filled with zeros
+
+
+def _separable_gradients(
+    ctx: Any, h: Tensor, sums: Tensor, _0: None, _1: None, other_h: Tensor | None, other_sums: Tensor | None, _2: None
+) -> tuple[Tensor | None, ...]:
+    needs_data = ctx.needs_input_grad[0]
+    affine = ctx.saved_tensors[8]
+    other_h = None if other_h is None else other_h.contiguous()
+    data, sums_in, *found = separable_backward(
+        h.contiguous(), sums, other_h, other_sums, *ctx.saved_tensors, ctx.frames, ctx.stride, ctx.dilation, needs_data
+    )
+    return (
+        data if needs_data else None,
+        sums_in if needs_data and affine is not None else None,
+        *(None, None, None),
+        *found,
+        *(None for _ in range(11 - len(found))),
+    )
+
+
+separable.register_autograd(_separable_gradients, setup_context=_save_separable)
+
+
+@torch.library.custom_op("paceline::pointwise", mutates_args=())
+def pointwise(
+    x: Tensor,
+    lengths: Tensor,
+    filters: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    frames: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A sub-block without a convolution over time, and a residual: activations -> `y`, `affine`, `moments`."""
+    y = _product(filters.to(x.dtype).squeeze(2), x)
+    return (y, *_statistics(y, lengths, frames, weight, bias, eps))
+
+
+@pointwise.register_fake
+def _(
+    x: Tensor,
+    lengths: Tensor,
+    filters: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    frames: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    width = filters.shape[0]
+    return x.new_empty(width, *x.shape[1:]), weight.new_empty(2, width), weight.new_empty(3, width)
+
+
+@torch.library.custom_op("paceline::pointwise_backward", mutates_args=())
+def pointwise_backward(
+    h: Tensor,
+    sums: Tensor,
+    y: Tensor,
+    affine: Tensor,
+    moments: Tensor,
+    x: Tensor,
+    lengths: Tensor,
+    filters: Tensor,
+    frames: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, filters, weight, bias."""
+    g, weight_gradient, bias_gradient = _norm_backward(h, sums, y, affine, moments, lengths, frames)
+    data = _product(filters.to(x.dtype).squeeze(2).t(), g)
+    return data, _weight_gradient(g, x).unsqueeze(2), weight_gradient, bias_gradient
+
+
+@pointwise_backward.register_fake
+def _(
+    h: Tensor,
+    sums: Tensor,
+    y: Tensor,
+    affine: Tensor,
+    moments: Tensor,
+    x: Tensor,
+    lengths: Tensor,
+    filters: Tensor,
+    frames: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    width = filters.shape[0]
+    return torch.empty_like(x), torch.empty_like(filters), sums.new_empty(width), sums.new_empty(width)
+
+
+def _save_pointwise(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*output, *inputs[:3])
+    ctx.frames = inputs[5]
+    ctx.set_materialize_grads(False)
+
+
+def _pointwise_gradients(ctx: Any, h: Tensor, sums: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    data, filters, weight, bias = pointwise_backward(h.contiguous(), sums, *ctx.saved_tensors, ctx.frames)
+    return (data, None, filters, weight, bias, None, None)
+
+
+pointwise.register_autograd(_pointwise_gradients, setup_context=_save_pointwise)
+
+
+@torch.library.custom_op("paceline::join", mutates_args=())
+def join(
+    y: Tensor,
+    affine: Tensor,
+    moments: Tensor,
+    other: Optional[Tensor],
+    other_affine: Optional[Tensor],
+    other_moments: Optional[Tensor],
+    lengths: Tensor,
+    frames: Optional[int],
+) -> Tensor:
+    """Activations in full, where they are needed more than once: ReLU of a batch norm's output, or of a sum of two.
+
+    Given `frames`, in the layout of everybody else: (batch, channel, frames), rows not padded.
+    """
+    if y.is_cuda:
+        from paceline.speed.kernels import norm
+
+        return norm.join(y, affine, other, other_affine, lengths, frames)
+    return reference.join(y, affine, other, other_affine, lengths, frames)
+
+
+@join.register_fake
+def _(
+    y: Tensor,
+    affine: Tensor,
+    moments: Tensor,
+    other: Optional[Tensor],
+    other_affine: Optional[Tensor],
+    other_moments: Optional[Tensor],
+    lengths: Tensor,
+    frames: Optional[int],
+) -> Tensor:
+    return torch.empty_like(y) if frames is None else y.new_empty(y.shape[1], y.shape[0], frames)
+
+
+@torch.library.custom_op("paceline::join_backward", mutates_args=())
+def join_backward(
+    g: Tensor,
+    y: Tensor,
+    affine: Tensor,
+    moments: Tensor,
+    other: Optional[Tensor],
+    other_affine: Optional[Tensor],
+    other_moments: Optional[Tensor],
+    lengths: Tensor,
+    is_packed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of y (and of other: the same), of affine, of other_affine."""
+    if y.is_cuda:
+        from paceline.speed.kernels import norm
+
+        backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = norm.join_backward
+    else:
+        backward = reference.join_backward
+    h, sums, other_sums = backward(
+        g, y, affine, moments, other, other_affine, other_moments, lengths, is_packed=is_packed
+    )
+    return h, sums.contiguous(), other_sums.contiguous()
+
+
+@join_backward.register_fake
+def _(
+    g: Tensor,
+    y: Tensor,
+    affine: Tensor,
+    moments: Tensor,
+    other: Optional[Tensor],
+    other_affine: Optional[Tensor],
+    other_moments: Optional[Tensor],
+    lengths: Tensor,
+    is_packed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    sums, other_sums = (moments.new_empty(2, y.shape[0]) for _ in range(2))
+    return torch.empty_like(y), sums, other_sums
+
+
+def _save_join(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:7])
+    ctx.is_packed = inputs[7] is None
+
+
+def _join_gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    h, sums, other_sums = join_backward(g.contiguous(), *ctx.saved_tensors, ctx.is_packed)
+    if ctx.saved_tensors[3] is None:
+        return h, sums, *(None for _ in range(6))
+    return h, sums, None, h, other_sums, None, None, None
+
+
+join.register_autograd(_join_gradients, setup_context=_save_join)
+
+
+def _depthwise_backward(x: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    if x.is_cuda:
+        from paceline.speed.kernels import depthwise
+
+        return depthwise.backward
+    return reference.depthwise_backward
+
+
+def _statistics(y: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    if y.is_cuda:
+        from paceline.speed.kernels import norm
+
+        return norm.statistics(y, *rest)
+    return reference.statistics(y, *rest)
+
+
+def _norm_backward(h: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if h.is_cuda:
+        from paceline.speed.kernels import norm
+
+        return norm.apply_backward(h, *rest)
+    return reference.apply_backward(h, *rest)
+
+
+def _product(matrix: Tensor, x: Tensor) -> Tensor:
+    """(out, in) times (in, batch, row): one product, since channels come first."""
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.mm(matrix, x.flatten(1)).view(matrix.shape[0], *x.shape[1:])
+
+
+def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
+    """(out, in), summed and kept in float32 or wider."""
+    with torch.autocast(x.device.type, enabled=False):
+        if x.is_cuda:
+            wide: Tensor = torch.mm(g.flatten(1), x.flatten(1).t(), out_dtype=torch.float32)
+            return wide
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return torch.mm(g.flatten(1).to(dtype), x.flatten(1).to(dtype).t())

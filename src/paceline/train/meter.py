@@ -1,0 +1,161 @@
+"""What a rank measures while it trains, beside losses: its time, how much it has trained on, memory, compilation."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from paceline.config.settings import TrainConfig
+from paceline.data.grain import Batch
+from paceline.observe.clock import Clock, elapsed
+from paceline.observe.device_clock import DeviceClock
+from paceline.observe.epoch_record import RankEpoch, Units, epoch_numbers
+from paceline.observe.throughput import peak_flops
+from paceline.observe.watcher import Record
+from paceline.speed import precision, recompiles
+from paceline.train.engine import Engine
+from paceline.train.feed import Feed
+from paceline.train.task import Task
+
+
+def make_clock(device: torch.device) -> Clock:
+    """The host's clock, with samples of the device's time where there is one."""
+    if device.type == "cpu":
+        return Clock()
+    return DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
+
+
+class Meter:
+    """One rank's instruments. What they show is put together once an epoch."""
+
+    def __init__(self, clock: Clock, engine: Engine, task: Task, config: TrainConfig) -> None:
+        self.clock, self._engine, self._task, self._config = clock, engine, task, config
+        self._before = self._ended = clock.read()
+        self._compiled = recompiles.read()
+        self._device = None if engine.device.type == "cpu" else precision.capabilities(engine.device)
+        self._feed: Feed | None = None
+        self._core_wait_s: float | None = None
+        self._lengths: NDArray[Any] | None = None
+
+    def begin_epoch(self, feed: Feed) -> None:
+        clock = self.clock
+        if isinstance(clock, DeviceClock):
+            clock.meets_on_host = self._engine.averages
+        clock.begin_epoch()
+        self._before, self._core_wait_s = clock.read(), core_wait_s()
+        self._num_samples, self._count, self._length, self._work, self._grains = 0, 0.0, 0.0, 0.0, 0
+        self._unread: list[NDArray[np.int64]] = []
+        if feed is self._feed:
+            return
+        self._feed, self._lengths = feed, feed.lengths
+        # Of data that may become longer on its way, only it knows how long it is.
+        total = getattr(feed.data, "total_length", None)
+        self._stretch = 1.0
+        if self._lengths is not None and total is not None:
+            self._stretch = float(total) / (float(self._lengths.sum(dtype=float)) or 1.0)
+        task = self._task
+        self._units = Units(task.sample_unit, task.length_unit, task.count_unit, task.flops(self._engine.model))
+
+    def note(self, batch: Batch) -> None:
+        """A step has been done with this batch."""
+        self._count += batch.own_count
+        self._grains = max(self._grains, len(batch.grains))
+        for grain in batch.grains:
+            self._num_samples += len(grain.samples)
+            if self._lengths is not None:
+                self._unread.append(grain.samples)
+
+    def settle(self) -> None:
+        """The device has just been waited for: what it has counted is read, and what was put off is done."""
+        self.clock.collect()
+        if self._unread and self._lengths is not None:
+            for samples in self._unread:
+                lengths = self._lengths[samples]
+                self._length += float(lengths.sum(dtype=np.float64)) * self._stretch
+                self._work += len(lengths) * float(lengths.max())
+            self._unread = []
+
+    def end_epoch(self) -> Record:
+        """What all ranks have measured of the epoch, and what its verdict depends on; all must call it."""
+        self.settle()
+        now, compiled = self.clock.read(), recompiles.read()
+        lately = compiled.since(self._compiled)
+        compiles = self._engine.precision.compile
+        mine = RankEpoch(
+            elapsed(self._before, now),
+            elapsed(self._ended, self._before),
+            self._num_samples,
+            self._count,
+            None if self._lengths is None else self._length,
+            self._num_samples if self._lengths is None else self._work,
+            None if self._core_wait_s is None else (core_wait_s() or 0.0) - self._core_wait_s,
+            _host_bytes(),
+            None if self._device is None else torch.cuda.max_memory_allocated(self._engine.device),
+            self.clock.waits.kept,
+            self.clock.device if isinstance(self.clock, DeviceClock) else None,
+            lately.recompiles if compiles else None,
+            lately.seconds,
+        )
+        ranks = self._engine.link.gather_objects(mine)
+        self.clock.lap("communication")
+        self._ended, self._compiled = now, compiled
+        name = None if self._device is None else self._device.name
+        peak = None if name is None else peak_flops(name, self._dtype)
+        numbers = epoch_numbers(ranks, self._units, device=name, peak_flops=peak)
+        return {**numbers, "hosts": list(self._engine.link.hosts), "way": self._way()}
+
+    def _way(self) -> Record:
+        config, world, feed = self._config, self._engine.link.world, self._feed
+        assert feed is not None
+        names = ("precision", "order", "bins", "reduce", "wire", "shard", "sync_step", "sync_overlap")
+        return {
+            "level": self._engine.precision.level,
+            **{name: getattr(config, name) for name in names},
+            "workers": feed.workers,
+            "is_stream": feed.is_stream,
+            "cores": len(os.sched_getaffinity(0)),
+            "local_size": world.local_size,
+            "grains_per_rank": self._grains,
+            "has_bf16": self._device is not None and self._device.bf16,
+            "depthwise": has_depthwise(self._engine.model),
+        }
+
+    @property
+    def _dtype(self) -> str:
+        """What its products are computed in."""
+        chosen = self._engine.precision
+        words = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+        dtype = chosen.weights if chosen.autocast is None else chosen.autocast
+        return words.get(dtype, "tf32" if chosen.fp32_matmul == "tf32" else "fp32")
+
+
+def has_depthwise(model: nn.Module) -> bool:
+    """Whether there are convolutions of one channel each that look at more than one place."""
+    return any(
+        isinstance(module, nn.Conv1d | nn.Conv2d)
+        and module.groups == module.in_channels > 1
+        and max(module.kernel_size) > 1
+        for module in model.modules()
+    )
+
+
+def core_wait_s() -> float | None:
+    """Seconds in which this thread could have run and another had its core, so far; None where nobody counts them."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) * 1e-9
+    except (OSError, IndexError):
+        return None
+
+
+def _host_bytes() -> int:
+    """The most memory that this process has had."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

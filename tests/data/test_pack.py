@@ -1,0 +1,319 @@
+"""Packing: killed at any moment it goes on where it was, and what it writes is whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.config.paths import CannotWrite
+from paceline.data import hdf_write, pack_manifest, pack_samples
+from paceline.data.collate import stack_collate
+from paceline.data.fetch import Fetch, Request
+from paceline.data.hdf import open_packed
+from paceline.data.hdf_dataset import PackedDataset
+from paceline.data.hdf_errors import NoSuchStream, PackedUnreadable
+from paceline.data.hdf_verify import verify
+from paceline.data.manifest import read_manifests
+from paceline.data.pack import NothingToPack, OtherParts, PackExists, pack
+from paceline.data.pack_manifest import AudioBroken, ManifestSource, RatesDiffer
+from paceline.data.pack_piece import Piece, StreamsDiffer, read_piece
+from paceline.data.pack_processes import WorkerDied
+from paceline.data.pack_samples import NotPackable
+from tests.crash import KILLED
+from tests.data.packing import NUMBER, Sentences, assert_same, packed
+from tests.data.sounds import tone, write
+from tests.recipes.asr import tiny
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack_samples, "ROWS_AT_ONCE", 4)
+
+
+def assert_whole(out: Path, data: Any) -> None:
+    found = PackedDataset(out)
+    assert len(found) == len(data)
+    for row in range(len(data)):
+        assert_same(found[row], data[row])
+    assert verify(open_packed(out))[0] == []
+    assert not out.with_name(f"{out.name}.parts").exists()
+    assert [path.name for path in out.parent.iterdir() if path.name.startswith(".")] == []
+
+
+# -- kills -----------------------------------------------------------------------------------------------------------
+
+
+def _kill_packer(at: int) -> Callable[[int], None]:
+    """Before row `at` is read by whichever process, the one that packs is gone."""
+
+    def dies(row: int) -> None:
+        if row == at:
+            os.kill(os.getppid(), signal.SIGKILL)
+            signal.pause()  # until this one is, too
+
+    return dies
+
+
+def _write_down(path: Path) -> Callable[[int], None]:
+    def note(row: int) -> None:
+        with path.open("a") as file:
+            file.write(f"{row}\n")
+
+    return note
+
+
+@pytest.mark.parametrize("shard_bytes", [None, 2000])
+def test_after_a_kill_the_same_call_goes_on(tmp_path: Path, shard_bytes: int | None) -> None:
+    """At several moments one after the other; workers end with the process that began them."""
+    out = tmp_path / "a.h5"
+    context = multiprocessing.get_context("fork")
+    for at in (17, 30):
+        alive, end = os.pipe()
+        options = {"shard_bytes": shard_bytes, "processes": 2}
+        packer = context.Process(target=packed, args=(out, Sentences(dies=_kill_packer(at))), kwargs=options)
+        packer.start()
+        os.close(end)
+        packer.join()
+        assert packer.exitcode == KILLED
+        assert os.read(alive, 1) == b"", "nobody holds the other end of the pipe any more"
+        os.close(alive)
+        assert not out.exists()
+        with pytest.raises(PackedUnreadable, match="no such file"):
+            open_packed(out)
+    done = packed(out, Sentences(dies=_write_down(tmp_path / "read")), shard_bytes=shard_bytes, processes=2)
+    read = [int(row) for row in (tmp_path / "read").read_text().split()]
+    assert done.num_kept >= 16
+    assert len(read) == NUMBER - done.num_kept + 1, "and the first row, for its streams"
+    assert_whole(out, Sentences())
+
+
+def test_an_end_that_fails_costs_no_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk: said as what it is, nothing half-written under the name, and no row is read again."""
+    out = tmp_path / "a.h5"
+
+    def full(*words: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hdf_write.os, "pwrite", full)
+        with pytest.raises(CannotWrite, match="a.h5 cannot be written: No space left"):
+            packed(out)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.h5.parts"]
+    done = packed(out, Sentences(dies=_write_down(tmp_path / "read")))
+    assert done.num_kept == NUMBER
+    assert (tmp_path / "read").read_text().split() == ["0"]
+    (tmp_path / "read").unlink()
+    assert_whole(out, Sentences())
+
+
+def test_a_disk_that_lies_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lies(descriptor: int, raw: Any, at: int) -> int:
+        return len(raw)
+
+    monkeypatch.setattr(hdf_write.os, "pwrite", lies)
+    with pytest.raises(PackedUnreadable, match="is not what was written"):
+        packed(tmp_path / "a.h5")
+    assert not (tmp_path / "a.h5").exists()
+
+
+def test_a_piece_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
+    out = tmp_path / "a.h5"
+    packer = multiprocessing.get_context("fork").Process(target=packed, args=(out, Sentences(dies=_kill_packer(39))))
+    packer.start()
+    packer.join()
+    parts = sorted((tmp_path / "a.h5.parts").glob("*.npz"))
+    assert len(parts) == 9
+    os.truncate(parts[3], parts[3].stat().st_size // 2)
+    assert read_piece(parts[3]) is None
+    assert packed(out).num_kept == 32
+    assert_whole(out, Sentences())
+
+
+def test_a_worker_that_is_killed_is_said(tmp_path: Path) -> None:
+    def dies(row: int) -> None:
+        if row == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(WorkerDied) as caught:
+        packed(tmp_path / "a.h5", Sentences(dies=dies), processes=2)
+    assert "same command" in caught.value.hint
+
+
+def test_what_is_there_is_not_replaced_by_accident(tmp_path: Path) -> None:
+    out = tmp_path / "a.h5"
+    packed(out, shard_bytes=2000)
+    shards = sorted(tmp_path.glob("a-*.h5"))
+    assert len(shards) > 3
+    with pytest.raises(PackExists, match="a.h5 exists"):
+        packed(out)
+    packed(out, Sentences(20), shard_bytes=2000, force=True)
+    assert_whole(out, Sentences(20))
+    assert len(list(tmp_path.glob("a-*.h5"))) < len(shards), "shards that nothing stands for are gone"
+    packed(out, Sentences(), force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5"]
+
+
+def test_parts_of_other_data_are_not_mixed_in(tmp_path: Path) -> None:
+    out = tmp_path / "a.h5"
+    (tmp_path / "a.h5.parts").mkdir()
+    (tmp_path / "a.h5.parts" / "plan.json").write_text("of something else")
+    with pytest.raises(OtherParts) as caught:
+        packed(out)
+    assert "--force" in caught.value.hint
+    packed(out, force=True)
+    assert_whole(out, Sentences())
+
+
+# -- what is packed --------------------------------------------------------------------------------------------------
+
+
+class Random:
+    """Samples that are drawn anew in every epoch."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return torch.rand(3)
+
+
+@pytest.mark.parametrize("epoch", [0, 4])
+def test_random_samples_are_those_of_the_epoch(tmp_path: Path, epoch: int) -> None:
+    packed(tmp_path / "a.h5", Random(), seed=7, epoch=epoch, processes=2)
+    fetch = Fetch(Random(), stack_collate, seed=7)
+    expected = fetch(Request(epoch, 0, np.arange(10))).data
+    found = PackedDataset(tmp_path / "a.h5")
+    assert torch.equal(torch.stack([found[row] for row in range(10)]), expected)
+
+
+def test_some_rows_and_some_streams(tmp_path: Path) -> None:
+    packed(tmp_path / "a.h5", rows=range(5, 12), streams=("text", "mean"))
+    found, data = PackedDataset(tmp_path / "a.h5"), Sentences()
+    assert [list(found[row]) for row in range(7)] == [["text", "mean"]] * 7
+    assert [found[row]["text"] for row in range(7)] == [data[row]["text"] for row in range(5, 12)]
+    assert found.tags == data.tags[5:12]
+    assert found.lengths.tolist() == data.lengths[5:12].tolist()
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "what"),
+    [
+        ([torch.zeros(2, 3), torch.zeros(2, 4)], StreamsDiffer, r"seq-1: stream 'data' is float32 \(any, 4\), and"),
+        ([torch.zeros(2)] * 4 + [torch.zeros(2).double()], StreamsDiffer, "seq-4: stream 'data' is float64"),
+        ([{"a": 1}, {"b": 1}], NotPackable, "sample 1: it has no 'a'"),
+        ([{"a": object()}], NotPackable, "sample 0: 'a' is object"),
+        ([{"a/b": 1}], NotPackable, "'a/b' is no name for a stream"),
+        ([np.array(["a"])], NotPackable, "'data' is of type <U1"),
+        ([torch.zeros(2, dtype=torch.bfloat16)], NotPackable, "'data' is bfloat16"),
+    ],
+)
+def test_samples_that_cannot_be_packed(tmp_path: Path, data: Any, error: Any, what: str) -> None:
+    with pytest.raises(error, match=what) as caught:
+        packed(tmp_path / "a.h5", data)
+    assert caught.value.hint
+    assert not (tmp_path / "a.h5").exists()
+
+
+def test_no_such_stream(tmp_path: Path) -> None:
+    with pytest.raises(NoSuchStream, match="'txt'"):
+        packed(tmp_path / "a.h5", streams=("txt",))
+
+
+# -- manifests -------------------------------------------------------------------------------------------------------
+
+
+def speech(folder: Path, *lines: Any) -> ManifestSource:
+    path = folder / "all.json"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return ManifestSource(read_manifests([path])[0])
+
+
+def test_parts_of_a_recording_are_rows(tmp_path: Path) -> None:
+    samples = tone(2.0)
+    write(tmp_path / "a.wav", samples)
+    rate = soundfile.info(tmp_path / "a.wav").samplerate
+    parts = [{"audio_filepath": "a.wav", "offset": at, "duration": 0.25, "text": f"{at}"} for at in (0, 0.5, 1.5)]
+    pack(speech(tmp_path, *parts, {"audio_filepath": "a.wav", "duration": 2.0, "text": "all"}), tmp_path / "a.h5")
+    found = open_packed(tmp_path / "a.h5")
+    assert [found.tags[row] for row in range(4)] == ["a.wav#0", "a.wav#0.5", "a.wav#1.5", "a.wav"]
+    whole, _ = soundfile.read(tmp_path / "a.wav", dtype="int16")
+    for row, at in enumerate((0, 0.5, 1.5)):
+        begin = round(at * rate)
+        np.testing.assert_array_equal(found.stream("audio").view(row), whole[begin : begin + rate // 4])
+    np.testing.assert_array_equal(found.stream("audio").view(3), whole)
+    assert found.columns["lengths"].tolist() == [0.25, 0.25, 0.25, 2.0]
+    assert (found.sample_rate, found.stream("text").text(1)) == (rate, "0.5")
+
+
+def test_several_sample_rates(tmp_path: Path) -> None:
+    lines = []
+    for rate in (8000, 16000):
+        soundfile.write(tmp_path / f"{rate}.wav", np.arange(rate // 2, dtype=np.int16), rate)
+        lines.append({"audio_filepath": f"{rate}.wav", "duration": 0.5, "text": "a"})
+    with pytest.raises(RatesDiffer, match="all.json:2: its sample rate is 16000 Hz, and 8000 Hz before") as caught:
+        pack(speech(tmp_path, *lines), tmp_path / "a.h5")
+    assert "--sample-rate 8000" in caught.value.hint
+    manifest, _ = read_manifests([tmp_path / "all.json"])
+    pack(ManifestSource(manifest, sample_rate=8000), tmp_path / "b.h5")
+    assert open_packed(tmp_path / "b.h5").stream("audio").lengths.tolist() == [4000, 4000]
+
+
+def test_broken_recordings(tmp_path: Path) -> None:
+    tiny.speech(tmp_path, "good", 6, seed=0)
+    bad = tiny.damaged(tmp_path / "bad.flac")
+    lines = tiny.lines_of(tmp_path / "good.json")
+    source = speech(tmp_path, *lines[:3], bad, *lines[3:])
+    with pytest.raises(AudioBroken, match="all.json:4: .*bad.flac: is truncated or damaged") as caught:
+        pack(source, tmp_path / "a.h5")
+    assert "--bad-data skip" in caught.value.hint
+    manifest, _ = read_manifests([tmp_path / "all.json"])
+    done = pack(ManifestSource(manifest, skip_bad=True), tmp_path / "b.h5")
+    assert (done.num_rows, len(done.skipped)) == (6, 1)
+    assert "all.json:4" in done.skipped[0]
+    only = ManifestSource(manifest.take([3]), sample_rate=tiny.RATE, skip_bad=True)
+    with pytest.raises(NothingToPack, match="all.json:4"):
+        pack(only, tmp_path / "c.h5")
+
+
+@given(st.lists(st.floats(0.1, 400), min_size=1, max_size=60), st.one_of(st.none(), st.integers(1, 10**8)))
+def test_pieces_are_all_rows_once(seconds: list[float], most_bytes: int | None) -> None:
+    class Lengths:
+        durations = np.array(seconds)
+
+    source = ManifestSource.__new__(ManifestSource)
+    source._manifest, source._rate = Lengths(), 16000  # type: ignore[assignment]
+    cuts = source.cuts(most_bytes)
+    assert [row for rows in cuts for row in rows] == list(range(len(seconds)))
+    limit = min(pack_manifest.PIECE_S, np.inf if most_bytes is None else most_bytes / 32000)
+    assert all(sum(seconds[row] for row in rows) <= limit * (1 + 1e-9) for rows in cuts if len(rows) > 1)
+
+
+@given(st.lists(st.integers(0, 500), max_size=50), st.integers(1, 8), st.integers(1, 2000))
+def test_blocks_are_all_rows_once(lengths: list[int], step_bytes: int, block_bytes: int) -> None:
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    blocks = hdf_write.cut_blocks(starts, step_bytes, block_bytes)
+    assert blocks[0] == 0
+    assert blocks[-1] == len(lengths)
+    assert np.all(np.diff(blocks) > 0)
+    sizes = step_bytes * np.diff(starts[blocks])
+    assert np.all(sizes[:-1] >= block_bytes)
+
+
+def test_a_piece_is_whole_or_not_there(tmp_path: Path) -> None:
+    assert read_piece(tmp_path / "none.npz") is None
+    (tmp_path / "text.npz").write_text("no")
+    assert read_piece(tmp_path / "text.npz") is None
+    assert len(Piece([], {}, {}, [])) == 0

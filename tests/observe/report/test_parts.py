@@ -1,0 +1,229 @@
+"""What the page says, part by part, against numbers that are known; figures against plotly's own rules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.observe.report import texts
+from paceline.observe.report.curves import learning, loss, metrics
+from paceline.observe.report.findings import held_back, ranges
+from paceline.observe.report.matrix import matrices
+from paceline.observe.report.runs import BrokenRun, EmptyRun, NoRun, RunRecord, read_run, short_names
+from paceline.observe.report.samples import marked
+from paceline.observe.report.series import short, smooth, thin
+from paceline.observe.report.settings import differences, settings_of
+from paceline.observe.report.summary import best, computing, facts, training_s
+from paceline.observe.report.times import numbers, spent
+from tests.observe.report.made import epoch, step, usual, write_run
+
+
+def made(tmp_path: Path, records: list[dict[str, Any]] | None = None, name: str = "a", **settings: Any) -> RunRecord:
+    return read_run(write_run(tmp_path / name, usual() if records is None else records, **settings))
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", usual(), status="running")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "st')
+    run = read_run(folder)
+    assert [record["step"] for record in run.steps] == [0, 1, 2, 3]
+    assert "not finished" in run.standing
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NoRun, match="there is no folder"):
+        read_run(tmp_path / "absent")
+    with pytest.raises(NoRun, match="holds no run"):
+        read_run(tmp_path)
+    with pytest.raises(EmptyRun, match="no steps yet"):
+        read_run(write_run(tmp_path / "empty", [], status="running"))
+    with pytest.raises(EmptyRun) as failed:
+        read_run(write_run(tmp_path / "failed", [], status="failed"))
+    assert "failed before its first step" in failed.value.hint
+    (tmp_path / "broken").mkdir()
+    for text, why in (("{", "Expecting"), ('{"task": "a"}', "no 'status'"), ("[]", "indices")):
+        (tmp_path / "broken" / "run.json").write_text(text)
+        with pytest.raises(BrokenRun, match=why):
+            read_run(tmp_path / "broken")
+
+
+def test_names_are_short_and_different() -> None:
+    assert short_names([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
+    assert short_names([Path("/a/x"), Path("/b/x")]) == ["a/x", "b/x"]
+    assert short_names([Path("/a/x"), Path("/a/x")]) == ["x (1)", "x (2)"]
+
+
+# -- curves --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.none() | st.floats(-1e6, 1e6), max_size=400), st.integers(6, 50))
+def test_thinning_keeps_both_ends_and_every_extreme(values: list[float | None], most: int) -> None:
+    kept = thin(values, most)
+    assert kept == sorted(set(kept))
+    assert len(kept) <= max(most, 2)
+    known = [value for value in values if value is not None]
+    left = [values[place] for place in kept if values[place] is not None]
+    if values:
+        assert (kept[0], kept[-1]) == (0, len(values) - 1)
+    if known:
+        assert (min(left), max(left)) == (min(known), max(known)), "a spike is what one looks for"
+
+
+def test_smoothing_halves_weights() -> None:
+    constant = smooth([3.0] * 9, half_life=2)
+    assert constant == pytest.approx([3.0] * 9), "no start from 0"
+    values = [1.0, None, 5.0]
+    weight = 0.5 ** (1 / 2)
+    assert smooth(values, half_life=2) == [1.0, None, pytest.approx((weight * 1 + 5) / (weight + 1))]
+    assert short(float("nan")) is None
+    assert short(0.123456789) == 0.12346
+
+
+def test_losses_that_are_not_finite_are_gaps_and_said(tmp_path: Path) -> None:
+    run = made(tmp_path, [step(0, 2.0), step(1, None), step(2, 1.0)])
+    figure = loss([run])
+    assert figure.traces[0]["y"] == [2.0, None, 1.0]
+    assert "1 of them was not finite" in figure.about
+
+
+def test_a_log_axis_where_small_losses_would_vanish(tmp_path: Path) -> None:
+    far = loss([made(tmp_path, [step(0, 500.0), step(1, 0.5)], "far")])
+    near = loss([made(tmp_path, [step(0, 5.0), step(1, 0.5)], "near")])
+    assert (far.layout["yaxis"]["type"], near.layout["yaxis"]["type"]) == ("log", "linear")
+
+
+def test_every_metric_has_a_plot_and_every_set_a_curve(tmp_path: Path) -> None:
+    figures = {figure.name: figure for figure in metrics([made(tmp_path)])}
+    assert figures.keys() == {"metric-wer", "metric-loss"}
+    (curve,) = figures["metric-wer"].traces
+    assert (curve["name"], curve["x"], curve["y"]) == ("dev", [1, 3], [0.5, 0.25])
+
+
+# -- plotly's own rules --------------------------------------------------------------------------------------------
+
+
+def test_plotly_accepts_every_figure(tmp_path: Path) -> None:
+    """Its Python package refuses unknown names and wrong values."""
+    objects = pytest.importorskip("plotly.graph_objects", reason="plotly is not installed")
+    many = [step(number, 1.0 / (number + 1), loss_scale=2.0**number) for number in range(60)]
+    continual = write_run(tmp_path / "continual", [step(0, 1.0)])
+    (continual / "continual.json").write_text(
+        json.dumps({"tasks": ["a", "b"], "class_il": 50.0, "class_il_matrix": [[0.5, None], [0.25, 0.75]]})
+    )
+    rates = {"rates": {"tokens_per_s": 5.0}, "memory": [{"host_bytes": 2**30, "device_bytes": None}], "mfu": 0.5}
+    long = [step(0, 1.0), *(epoch(number, [{"data": 1.0, "new": 2.0}] * 40, **rates) for number in range(3))]
+    runs = [made(tmp_path), made(tmp_path, many, "many"), read_run(continual), made(tmp_path, long, "long")]
+    figures = [*learning(runs), *spent(runs), *matrices(runs)]
+    assert len({figure.name for figure in figures}) == len(figures) >= 12
+    for figure in figures:
+        described = figure.as_json()
+        objects.Figure(data=described["data"], layout=described["layout"])
+        json.dumps(described, allow_nan=False)
+
+
+# -- numbers -------------------------------------------------------------------------------------------------------
+
+
+def test_the_summary_has_the_numbers_of_the_journal(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    assert run.monitor == "dev/wer"
+    assert best(run) == (0.25, 3)
+    assert best(made(tmp_path, name="up", monitor="dev/wer", monitor_mode="max")) == (0.5, 1)
+    assert computing(run) == pytest.approx(1 - 4 / 40)
+    assert training_s(run) == 20.0
+    shown = {fact.name: fact.value for fact in facts(run)}
+    assert shown["best dev/wer"] == "25.00 %"
+    assert shown["training loss, last step"] == "1"
+    assert shown["steps"] == "4"
+    assert shown["computing time"] == "90.0 %"
+    assert shown["padding"] == "12.5 %"
+    assert shown["ranks"] == "2"
+
+
+def test_a_continual_run_says_what_it_knows_at_the_end(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "c", usual())
+    (folder / "continual.json").write_text(json.dumps({"class_il": 28.857, "class_il_forgetting": 12.25, "tasks": []}))
+    shown = {fact.name: (fact.value, fact.note) for fact in facts(read_run(folder))}
+    assert shown["class-IL accuracy"] == ("28.86 %", "12.2 % forgotten")
+    assert "task-IL accuracy" not in shown
+
+
+def test_time_is_split_by_epoch_and_rank_with_what_was_between(tmp_path: Path) -> None:
+    between = [{"validation": 3.0}, {"validation": 4.0}]
+    run = made(tmp_path, [*usual(), epoch(2, [{"compute": 5.0}, {"compute": 6.0}], between=between)])
+    by_epoch, by_rank = spent([run])[:2]
+    bars = {trace["name"]: trace for trace in by_epoch.traces}
+    assert bars["validation"]["y"] == [0, 0, 0, 0, 3, 4]
+    assert bars["compute"]["y"] == [7, 9, 7, 9, 5, 6]
+    assert bars["data"]["x"][0] == ["epoch 1"] * 2 + ["epoch 2"] * 2 + ["epoch 3"] * 2
+    shares = {trace["name"]: trace["x"] for trace in by_rank.traces}
+    assert shares["communication"] == [pytest.approx(100 * 4 / 28, abs=1e-2), 0]
+    assert sum(share[0] for share in shares.values()) == pytest.approx(100, abs=0.01)
+
+
+def test_many_epochs_are_drawn_as_some(tmp_path: Path) -> None:
+    every = [step(0, 1.0), *(epoch(number, [{"compute": float(number)}], padding=0.1) for number in range(700))]
+    by_epoch, padding = spent([made(tmp_path, every)])
+    assert by_epoch.traces[0]["x"][:3] == ["1", "4", "7"]
+    assert by_epoch.traces[0]["y"][:3] == [0.0, 3.0, 6.0]
+    assert "one epoch in 3" in by_epoch.about
+    assert len(padding.traces[0]["x"]) == 700
+
+
+def test_samples_have_one_name_only(tmp_path: Path) -> None:
+    both = [step(0, 1.0), epoch(0, [{"compute": 1.0}], objects_per_s=7.0, rates={"utterances_per_s": 7.0})]
+    assert [figure.title for figure in numbers([made(tmp_path, both)])] == ["Utterances per second"]
+
+
+def test_what_held_back_is_joined_over_epochs(tmp_path: Path) -> None:
+    def finding(share: float) -> dict[str, Any]:
+        return {"kind": "data", "rank": 1, "text": f"data wait {share}", "advice": "`--workers 8`", "share": share}
+
+    ranks = [{"compute": 1.0}, {"compute": 1.0}]
+    found = [[finding(0.4)], [], [finding(0.2)], [finding(0.3)]]
+    records = [step(0, 1.0), *(epoch(number, ranks, findings=each) for number, each in enumerate(found))]
+    (held,) = held_back(made(tmp_path, records))
+    assert (held.text, held.share, held.when) == ("data wait 0.3", 0.4, "in 3 of 4 epochs (1, 3-4)")
+    assert ranges([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"
+    assert "<code>--workers 8</code>" in texts.verdicts([made(tmp_path, records, "again")])
+
+
+def test_a_run_older_than_verdicts_gets_one(tmp_path: Path) -> None:
+    ranks = [{"data": 1.0, "compute": 9.0}, {"data": 5.0, "compute": 5.0}]
+    record = epoch(0, ranks) | {"steps": 100}
+    (held,) = held_back(made(tmp_path, [step(0, 1.0), record]))
+    assert held.kind == "data"
+    assert "50 %" in held.text
+
+
+# -- words ---------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_words_are_marked_and_text_is_never_markup() -> None:
+    found = marked({"reference": "see a cat", "hypothesis": "see <b> cat"})
+    assert found == {"reference": "see <mark>a</mark> cat", "hypothesis": "see <mark>&lt;b&gt;</mark> cat"}
+    assert marked({"label": "<i>", "guess": "x"}) == {"label": "&lt;i&gt;", "guess": "x"}
+
+
+def test_samples_show_what_was_heard_before(tmp_path: Path) -> None:
+    shown = texts.samples([made(tmp_path)])
+    assert "see a cat <mark>now</mark>" in shown
+    assert "step 2</span> see a <mark>bat</mark>" in shown
+
+
+def test_only_settings_that_differ_are_compared(tmp_path: Path) -> None:
+    ours, theirs = made(tmp_path, name="a", nested={"x": 1, "y": [1, 2]}), made(tmp_path, name="b", lr=0.2, out="other")
+    assert differences([settings_of(ours), settings_of(theirs)]) == {
+        "lr": ["0.1", "0.2"],
+        "nested.x": ["1", "(none)"],
+        "nested.y": ["1 2", "(none)"],
+    }

@@ -1,0 +1,194 @@
+"""Speech from packed files: the same losses as from the audio files that they were made of, wherever manifests go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from paceline.cli.main import main
+from paceline.data.bad_line import BadManifest
+from paceline.data.fetch import Fetch, Request
+from paceline.data.hdf_errors import PackedMisfit
+from paceline.data.manifest import NothingKept, read_manifests
+from paceline.data.recordings import Recordings
+from paceline.recipes.asr.inputs import open_inputs
+from paceline.recipes.asr.ladder import ladder
+from paceline.recipes.asr.model import AcousticModel
+from paceline.recipes.asr.network import NetworkSettings
+from paceline.recipes.asr.perturb import find_clips
+from paceline.recipes.asr.text import EncodedTexts
+from paceline.recipes.asr.utterances import Utterances, collate
+from tests.recipes.asr import tiny
+
+NOTHING_RANDOM = {**tiny.PLAIN, "features": {**tiny.PLAIN["features"], "dither": 0.0}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Manifests, each packed; the file to train on in both layouts, and in shards; features."""
+    made = tmp_path_factory.mktemp("packed")
+    tiny.speech(made, "train", 24, seed=1)
+    tiny.speech(made, "dev", 7, seed=2)
+    (made / "network.yaml").write_text(yaml.safe_dump(NOTHING_RANDOM))
+    pack(made / "train.json", made / "train.h5")
+    pack(made / "train.json", made / "shards.h5", "--shard-size", "60kB", "--processes", 2)
+    pack(made / "train.json", made / "returnn.hdf", "--layout", "returnn")
+    pack(made / "dev.json", made / "dev.h5")
+    for name in ("train", "dev"):
+        pack(made / f"{name}.json", made / f"{name}-mels.h5", "--features", "--network", made / "network.yaml")
+    return made
+
+
+def pack(*words: object) -> None:
+    assert main(["pack", *map(str, words)]) == 0
+
+
+def trained(folder: Path, out: Path, train: str, val: str, **changes: Any) -> tuple[list[float], Any]:
+    paths = tuple(folder / name for name in train.split(","))
+    sets = tuple(f"dev={'+'.join(str(folder / name) for name in val.split('+'))}" for val in [val])
+    tiny.train(tiny.settings(folder, train_manifest=paths, val_manifest=sets, out=out, **changes))
+    return tiny.losses_of(out), tiny.validations_of(out)
+
+
+PERTURBED = {"speed_factors": (0.9, 1.1), "gain_db": (-6, 6), "white_noise_db": (-60, -50)}
+
+
+@pytest.mark.parametrize("changes", [{}, PERTURBED], ids=["plain", "perturbed"])
+def test_the_same_losses_as_from_audio_files(folder: Path, tmp_path: Path, changes: Any) -> None:
+    """Dropout, masks, dither and perturbation included: what is random is keyed by the sample."""
+    expected = trained(folder, tmp_path / "files", "train.json", "dev.json", **changes)
+    assert len(expected[0]) == 3
+    names = ["train.h5"] if changes else ["train.h5", "shards.h5", "returnn.hdf"]
+    for name in names:
+        assert trained(folder, tmp_path / name, name, "dev.h5", **changes) == expected
+
+
+def test_grains_of_packed_audio_stand_on_the_ladder_too(folder: Path) -> None:
+    """Copied from the file into the batch at once, and still what the ladder makes of the samples one by one."""
+    found = []
+    for name in ("train.json", "train.h5"):
+        manifest, _ = read_manifests([folder / name])
+        texts = EncodedTexts(np.zeros(5 * len(manifest), np.uint8), 5 * np.arange(len(manifest) + 1))
+        data = Utterances(manifest, texts, tiny.RATE)
+        fetch = Fetch(data, ladder(data, NetworkSettings(**NOTHING_RANDOM)), seed=3)
+        found.append(fetch(Request(1, 0, np.array([4, 0, 17]))).data)
+    assert data._recordings.packed(np.array([4])) is not None
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        same = torch.equal(found[1][name], value) if isinstance(value, torch.Tensor) else found[1][name] == value
+        assert same, name
+    assert found[0]["audio"].shape[1] > max(found[0]["num_samples"])
+
+
+def test_mixed_with_manifests(folder: Path, tmp_path: Path) -> None:
+    both = trained(folder, tmp_path / "a", "train.json,dev.json", "dev.json+train.json")
+    mixed = trained(folder, tmp_path / "b", "train.h5,dev.json", "dev.h5+train.json")
+    assert mixed == both
+
+
+def test_a_run_goes_on_with_packed_data(folder: Path, tmp_path: Path) -> None:
+    """In the middle of an epoch: names, texts and durations are the same, and so is the order."""
+    changes = {"epochs": 2, "save_every_steps": 4, "keep_last": 9}
+    expected, _ = trained(folder, tmp_path / "whole", "train.json", "dev.json", **changes)
+    middle = tmp_path / "whole" / "checkpoints" / "step-00000004"
+    found, _ = trained(folder, tmp_path / "on", "train.h5", "dev.h5", **changes, resume=middle, allow_change=True)
+    assert found == expected[4:]
+
+
+def test_eval_and_infer(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    trained(folder, run, "train.h5", "dev.h5", threads=1)
+    shown = []
+    for first, second in (("dev.json", "train.h5"), ("dev.h5", "train.json")):
+        capsys.readouterr()
+        assert main(["eval", str(run), "--manifest", f"{folder / first},{folder / second}"]) == 0
+        assert main(["infer", str(run), str(folder / first)]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert shown[0].count("dev/") == 7
+
+
+def test_features_are_those_of_the_network(folder: Path, tmp_path: Path) -> None:
+    """Losses bit for bit those of audio, where nothing is random but the order; and no front end in the way."""
+    expected = trained(folder, tmp_path / "audio", "train.json", "dev.json", network=NOTHING_RANDOM)
+    found = trained(folder, tmp_path / "mels", "train-mels.h5", "dev-mels.h5", network=NOTHING_RANDOM)
+    assert found == expected
+    model = AcousticModel(NetworkSettings(**NOTHING_RANDOM)).eval()
+    model.features.forward = None  # type: ignore[method-assign, assignment]
+    data = open_inputs([str(folder / "dev-mels.h5")], tiny.RATE, skip_bad=False, check_audio=True, say=print)
+    batch = collate([data[row] for row in range(7)])
+    assert batch["audio"].dtype == torch.float32
+    assert model(batch["audio"], batch["lengths"]).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("train", "changes", "match"),
+    [
+        ("train-mels.h5", {}, "holds features of another front end: `mag_power` is 2.0, not 1.0"),
+        ("train-mels.h5", {"network": NOTHING_RANDOM, "gain_db": (-6, 6)}, "cannot be perturbed"),
+        ("train-mels.h5,dev.json", {"network": NOTHING_RANDOM}, "holds features, and .*dev.json does not"),
+    ],
+)
+def test_features_that_do_not_fit_are_refused(
+    folder: Path, tmp_path: Path, train: str, changes: Any, match: str
+) -> None:
+    other = {**NOTHING_RANDOM, "features": {**NOTHING_RANDOM["features"], "mag_power": 1.0}}
+    with pytest.raises(PackedMisfit, match=match):
+        trained(folder, tmp_path / "run", train, "dev.h5", **{"network": other, **changes})
+
+
+def test_limits_and_counts_are_those_of_lines(folder: Path) -> None:
+    limits = {"min_seconds": 0.45, "max_seconds": 0.6}
+    for most in (None, 1, 5, 24, 100):
+        lines, reading = read_manifests([folder / "train.json"], max_utterances=most, **limits)
+        rows, packed = read_manifests([folder / "train.h5"], max_utterances=most, **limits)
+        for amount in ("kept", "too_short", "too_long"):
+            assert getattr(packed, amount).number == getattr(reading, amount).number
+            assert getattr(packed, amount).hours == pytest.approx(getattr(reading, amount).hours)
+        assert [rows.line(row) for row in range(len(rows))] == [lines.line(row) for row in range(len(lines))]
+        assert [rows.text(row) for row in range(len(rows))] == [lines.text(row) for row in range(len(lines))]
+    with pytest.raises(NothingKept):
+        read_manifests([folder / "train.h5"], min_seconds=100.0)
+
+
+def test_another_sample_rate_as_for_files(folder: Path) -> None:
+    """16-bit files: resampled from the very samples that are packed."""
+    for rate in (16000, 6000):
+        files, packed = (Recordings(read_manifests([folder / name])[0], rate) for name in ("train.json", "returnn.hdf"))
+        for row in range(3):
+            np.testing.assert_array_equal(files.read(row), packed.read(row))
+
+
+def test_noise_from_a_packed_file(folder: Path) -> None:
+    files, packed = (find_clips(folder / name) for name in ("train", "train.h5"))
+    assert sorted(clip.seconds for clip in packed) == sorted(clip.seconds for clip in files)
+    manifest, _ = read_manifests([folder / "dev.h5"])
+    nothing = tiny.settings(folder)
+    heard = {}
+    for name in ("train.json", "train.h5"):
+        settings = nothing.model_copy(update={"noise_from": folder / name, "noise_snr_db": (0.0, 5.0)})
+        data = Utterances(manifest, _Silent(), tiny.RATE, settings)  # type: ignore[arg-type]
+        torch.manual_seed(0)
+        heard[name] = data[0].audio
+    np.testing.assert_array_equal(heard["train.h5"], heard["train.json"])
+    assert not np.array_equal(heard["train.h5"], Recordings(manifest, tiny.RATE).read(0))
+
+
+class _Silent:
+    def __getitem__(self, row: int) -> Any:
+        return np.zeros(0, np.uint8)
+
+
+def test_damaged_bytes_are_found_before_training(folder: Path, tmp_path: Path) -> None:
+    raw = bytearray((folder / "train.h5").read_bytes())
+    middle = raw.index(Recordings(read_manifests([folder / "train.h5"])[0], tiny.RATE).read(11).tobytes())
+    raw[middle + 100] ^= 1
+    (tmp_path / "train.h5").write_bytes(raw)
+    config = {"train_manifest": (tmp_path / "train.h5",), "val_manifest": (), "out": tmp_path / "run", "mode": "train"}
+    with pytest.raises(BadManifest, match="train.h5:12: .*the bytes are not those that were written"):
+        tiny.train(tiny.settings(folder, **config))

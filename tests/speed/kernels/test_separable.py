@@ -1,0 +1,147 @@
+"""The kernels of the separable sub-block in Triton's interpreter, against their reference; that against autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.speed.kernels import reference, tiles
+from tests.speed.kernels.separable import distance, make_case
+
+TRUNCATED = 1.6e-2
+"""Triton's interpreter cuts bfloat16 off where hardware rounds, before a product and after it."""
+SUMS = 1e-5
+
+
+@given(
+    st.integers(0, 20).map(lambda half: 2 * half + 1),
+    st.sampled_from([(1, 1), (2, 1), (1, 2)]),
+    st.integers(1, 60),
+    st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_reference_is_a_convolution(kernel: int, steps: tuple[int, int], frames: int, has_added: bool) -> None:
+    """In float64 against autograd through batch norm's output, ReLU, mask, convolution, mask."""
+    stride, dilation = steps
+    case = make_case(kernel, stride=stride, dilation=dilation, frames=frames, has_added=has_added, seed=kernel).exact()
+    assert case.affine is not None
+    assert case.moments is not None
+    u = (case.x * case.affine[0][:, None, None] + case.affine[1][:, None, None]).requires_grad_()
+    weight = case.weight.clone().requires_grad_()
+    active = (u.relu() * reference.held(case.lengths_in, u.shape[-1]))[..., :frames]
+    pad = tiles.padding(kernel, dilation)
+    out = F.conv1d(active.transpose(0, 1), weight, None, stride, pad, dilation, groups=2).transpose(0, 1)
+    out = F.pad(out, (0, case.row_out - out.shape[-1])) * reference.held(case.lengths_out, case.row_out)
+    assert distance(case.forward(reference.depthwise_forward), out.detach()) < 1e-12
+    total = (out * case.g).sum() + (0.0 if case.added is None else (active * case.added[..., :frames]).sum())
+    of_u, of_weight = torch.autograd.grad(total, (u, weight))
+    data, found, sums = case.backward(reference.depthwise_backward)
+    assert distance(data, of_u) < 1e-12
+    assert distance(found, of_weight.flatten(1)) < 1e-12
+    expected = torch.stack([(of_u * (case.x - case.moments[0][:, None, None])).sum((1, 2)), of_u.sum((1, 2))])
+    assert distance(sums, expected) < 1e-11
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The modules of the kernels, run by the interpreter; what they do not write is nan."""
+    pytest.importorskip("triton", reason="the kernels need Triton")
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU the kernels run there")
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def with_whole_numbers(tensor: Any, scope: Any) -> None:
+        """Triton 3.6 cannot count to a number it was given, with numpy from 2.4 on."""
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_whole_numbers)
+    from paceline.speed.kernels import depthwise, norm, stream
+
+    torch.use_deterministic_algorithms(True)
+    yield depthwise, stream, norm
+    torch.use_deterministic_algorithms(False)
+
+
+CASES: list[dict[str, Any]] = [
+    {"kernel": 5, "has_added": True},
+    {"kernel": 1, "frames": 17, "has_affine": False},
+    {"kernel": 33, "stride": 2, "frames": 75},
+    {"kernel": 11, "dilation": 2, "has_affine": False},
+    {"kernel": 7, "stride": 2, "frames": 41},
+    {"kernel": 75, "frames": 90},
+]
+
+
+@pytest.mark.parametrize("of", CASES, ids=str)
+@pytest.mark.parametrize("way", [tiles.Tiling(16, 16, 16, 2), tiles.Tiling(16, 32, 16, 1)], ids=str)
+def test_general_kernels(kernels: Any, of: dict[str, Any], way: tiles.Tiling) -> None:
+    depthwise, _, _ = kernels
+    case = make_case(**of)
+    assert distance(case.forward(depthwise.forward, tiling=way), case.forward(reference.depthwise_forward)) < TRUNCATED
+    data, weight, sums = case.backward(depthwise.backward, tiling=way)
+    expected, of_weight, expected_sums = case.backward(reference.depthwise_backward)
+    assert distance(data, expected) < TRUNCATED
+    _, alone, _ = case.backward(depthwise.backward, needs_data=False, tiling=way)
+    assert torch.equal(alone, weight)
+    if case.affine is None:  # nothing is rounded before the product
+        assert distance(weight, of_weight) < SUMS
+    else:
+        assert distance(weight, of_weight) < TRUNCATED
+        assert distance(sums, expected_sums) < SUMS
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dilation", "way"),
+    [
+        (5, 1, tiles.Streaming(16, 16, 16)),
+        (33, 1, tiles.Streaming(16, 16, 16)),
+        (63, 1, tiles.Streaming(16, 32, 16)),
+        (7, 2, tiles.Streaming(16, 16, 16)),
+        (1, 1, tiles.Streaming(16, 16, 16)),
+    ],
+)
+def test_stream(kernels: Any, kernel: int, dilation: int, way: tiles.Streaming) -> None:
+    _, stream, _ = kernels
+    for batch, has_affine in ((3, True), (20, False)):
+        case = make_case(kernel, dilation=dilation, frames=70, batch=batch, has_affine=has_affine)
+        found = stream.forward(case.x, case.affine, case.lengths_in, case.weight, dilation, way)
+        assert distance(found, case.forward(reference.depthwise_forward)) < TRUNCATED
+
+
+@pytest.mark.parametrize(("batch", "frames"), [(1, 5), (35, 150)])
+def test_batch_norm(kernels: Any, batch: int, frames: int) -> None:
+    _, _, norm = kernels
+    dice = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, frames + 1, (batch,), dtype=torch.int32, generator=dice)
+    lengths[0] = frames
+    row = tiles.padded_frames(frames)
+
+    def draw() -> torch.Tensor:
+        return (torch.randn(3, batch, row, generator=dice) + 3).bfloat16() * reference.held(lengths, row)
+
+    y, other, h = draw(), draw(), draw()
+    weight, bias, sums = torch.rand(3, generator=dice), torch.rand(3, generator=dice), torch.randn(2, 3, generator=dice)
+    ours = norm.statistics(y, lengths, frames, weight, bias, 1e-3)
+    theirs = reference.statistics(y, lengths, frames, weight, bias, 1e-3)
+    assert max(map(distance, ours, theirs)) < SUMS
+    found = norm.apply_backward(h, sums, y, *ours, lengths, frames)
+    expected = reference.apply_backward(h, sums, y, *theirs, lengths, frames)
+    assert distance(found[0], expected[0]) < TRUNCATED
+    assert max(map(distance, found[1:], expected[1:])) < SUMS
+    for frames_out in (None, frames):
+        out = norm.join(y, ours.affine, other, ours.affine, lengths, frames_out)
+        assert distance(out, reference.join(y, ours.affine, other, ours.affine, lengths, frames_out)) < TRUNCATED
+        for pair in ((*ours, other, *ours), (*ours, None, None, None)):
+            found = norm.join_backward(out, y, *pair, lengths, is_packed=frames_out is None)
+            expected = reference.join_backward(out, y, *pair, lengths, is_packed=frames_out is None)
+            assert distance(found[0], expected[0]) < TRUNCATED
+            assert max(map(distance, found[1:], expected[1:])) < SUMS

@@ -1,0 +1,53 @@
+"""How a convolution is cut into products: a window holds all that its tile sees, and no program is left over."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.speed.kernels import tiles
+
+odd = st.integers(0, 60).map(lambda half: 2 * half + 1)
+sizes = st.sampled_from([16, 32, 64])
+
+
+@given(odd, st.sampled_from([1, 2, 4]), st.integers(1, 3), sizes, sizes)
+def test_windows_hold_what_is_seen(kernel: int, stride: int, dilation: int, tile: int, chunk: int) -> None:
+    way = tiles.Tiling(64, tile, chunk, 1)
+    seen = {stride * n + dilation * k - tiles.padding(kernel, dilation) for n in range(tile) for k in range(kernel)}
+    window = tiles.forward_window(kernel, stride, dilation, way)
+    assert window.left % 8 == 0
+    assert -window.left <= min(seen)
+    assert max(seen) < window.chunks * chunk - window.left
+    by = {
+        (n - dilation * k + tiles.padding(kernel, dilation)) // stride
+        for n in range(tile)
+        for k in range(kernel)
+        if (n - dilation * k + tiles.padding(kernel, dilation)) % stride == 0
+    }
+    window = tiles.backward_window(kernel, stride, dilation, way)
+    assert window.left % 8 == 0
+    assert all(-window.left <= output < window.chunks * chunk - window.left for output in by)
+
+
+@given(st.integers(1, 5000), st.sampled_from([1, 7, 8, 14]))
+def test_balanced(rows: int, most: int) -> None:
+    way = tiles.balanced(tiles.Tiling(64, 64, 32, most), rows)
+    blocks = math.ceil(rows / 64)
+    programs = math.ceil(blocks / way.products)
+    assert way.products <= most
+    assert programs == math.ceil(blocks / most)  # no more programs than before
+    assert programs * way.products - blocks < programs  # and each but the last as long as the others, to one block
+
+
+def test_rows_are_aligned() -> None:
+    assert [tiles.padded_frames(frames) for frames in (0, 1, 16, 17, 836)] == [0, 16, 16, 32, 848]
+
+
+@given(odd, st.sampled_from([1, 2]), st.integers(1, 3))
+def test_a_stream_reaches_one_tile(kernel: int, stride: int, dilation: int) -> None:
+    way = tiles.streaming(kernel, stride, dilation)
+    assert (way is None) == (stride > 1 or tiles.padding(kernel, dilation) > 64)
+    assert way is None or way.tile % way.chunk == 0

@@ -1,0 +1,107 @@
+"""The fastest way wins, the hopeless are left early, and what was found is found again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.speed.choice import CannotRun, Choice, NothingRuns, Shelf, cache_folder, choose
+from paceline.speed.way import Way, candidates
+
+ALL = candidates([0, 1, 2, 3], has_kernels=True, can_graph=True)
+
+
+def clock(seconds: dict[str, float], asked: list[str] | None = None) -> object:
+    def measure(way: Way, limit_s: float) -> float:
+        if asked is not None:
+            asked.append(way.name)
+        if way.name not in seconds:
+            raise CannotRun("no such thing")
+        return seconds[way.name]
+
+    return measure
+
+
+def test_candidates() -> None:
+    names = [way.name for way in ALL]
+    assert names[:2] == ["-O2 + kernels + graphs", "-O2 + kernels"]
+    assert set(names) == {
+        *(f"-O{level}" for level in range(4)),
+        "-O2 + graphs",
+        "-O3 + graphs",
+        "-O2 + kernels",
+        "-O2 + kernels + graphs",
+    }
+    assert names.index("-O2") < names.index("-O3")
+    plain = candidates([0, 1], has_kernels=True, can_graph=False)  # a GPU without bf16 has no use for the kernels
+    assert [way.name for way in plain] == ["-O0", "-O1"] or [way.name for way in plain] == ["-O1", "-O0"]
+
+
+@pytest.mark.parametrize("best", [way.name for way in ALL])
+def test_never_slower_than_any_other(best: str) -> None:
+    seconds = {way.name: 1.0 + number / 10 for number, way in enumerate(ALL)} | {best: 0.5}
+    choice = choose(ALL, clock(seconds))  # type: ignore[arg-type]
+    assert choice.way.name == best
+    assert next(iter(choice.step_ms)) == best
+    assert min(choice.step_ms.values()) == choice.step_ms[best] == 500.0
+
+
+def test_what_cannot_run_is_said_and_left() -> None:
+    choice = choose(ALL, clock({"-O2": 2.0, "-O0": 1.0}))  # type: ignore[arg-type]
+    assert choice.way == Way(0)
+    assert "-O2 + kernels cannot run here: no such thing" in choice.notes
+    with pytest.raises(NothingRuns, match="-O2 \\+ kernels: no such thing") as caught:
+        choose(ALL, clock({}))  # type: ignore[arg-type]
+    assert "-O0" in caught.value.hint
+
+
+def test_compiling_is_not_tried_where_it_cannot_win() -> None:
+    asked: list[str] = []
+    seconds = {way.name: 10.0 for way in ALL} | {"-O2 + kernels + graphs": 1.0}
+    choice = choose(ALL, clock(seconds, asked))  # type: ignore[arg-type]
+    assert not any("-O3" in name for name in asked)
+    assert any(note.startswith("-O3 was not tried") for note in choice.notes)
+    asked.clear()
+    choose(ALL, clock(seconds | {"-O2": 3.0}, asked))  # type: ignore[arg-type]
+    assert "-O3" in asked
+
+
+def test_a_measurement_may_stop_at_twice_the_best() -> None:
+    limits: dict[str, float] = {}
+
+    def measure(way: Way, limit_s: float) -> float:
+        limits[way.name] = limit_s
+        return {"-O2 + kernels + graphs": 3.0, "-O2 + kernels": 1.0}.get(way.name, 2.0)
+
+    choose(ALL, measure)
+    assert limits["-O2 + kernels + graphs"] == float("inf")
+    assert limits["-O2 + kernels"] == 6.0
+    assert limits["-O0"] == 2.0
+
+
+def test_kept_for_the_machine(tmp_path: Path) -> None:
+    shelf, choice = Shelf(tmp_path / "ways"), Choice(Way(2, kernels=True), {"-O2 + kernels": 1.5, "-O0": 9.0}, ("so",))
+    facts = {"device": "an H200", "shapes": [(64, 1680)], "versions": {"torch": "2.11"}}
+    assert shelf.find(facts) is None
+    assert shelf.keep(facts, choice) is None
+    assert shelf.find(facts) == choice
+    assert shelf.find(facts | {"device": "an A100"}) is None
+    [file] = (tmp_path / "ways").iterdir()
+    assert json.loads(file.read_text())["facts"]["device"] == "an H200"
+    file.write_text("{")  # cut short
+    assert shelf.find(facts) is None
+    (tmp_path / "file").write_text("")
+    assert "not kept" in str(Shelf(tmp_path / "file" / "ways").keep(facts, choice))
+
+
+def test_where_it_is_kept() -> None:
+    assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/paceline/ways")
+    assert cache_folder({"HOME": "/home/me"}) == Path("/home/me/.cache/paceline/ways")
+
+
+def test_what_is_said() -> None:
+    choice = Choice(Way(2, graphs=True), {"-O2 + graphs": 29.12, "-O0": 1234.5})
+    assert choice.line("measured") == "-O4 is -O2 + graphs: 29.1 ms a step, measured; -O0 1,234 ms"
+    assert Choice(Way(0)).line("as before") == "-O4 is -O0: as before"

@@ -1,0 +1,195 @@
+"""Recorded grains against plain ones, bitwise, with a recorder that replays on the CPU; on a GPU with the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.speed.graphs import CudaRecorder, Graphs, Recorder, detached, mapped, signature, tensors
+
+
+class Again:
+    """Replays by running the recorded function again, which, other than a graph, also sets `grad`: put back."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.parameters = list(net.parameters())
+        self.num_recorded = 0
+
+    def warm(self, function: Callable[[], None]) -> None:
+        function()
+
+    def recover(self) -> bool:
+        return False
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        self.num_recorded += 1
+        function()
+
+        def replay() -> None:
+            kept = [parameter.grad for parameter in self.parameters]
+            function()
+            for parameter, gradient in zip(self.parameters, kept, strict=True):
+                parameter.grad = gradient
+
+        return replay
+
+
+def make_net(device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 2))
+    net.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    return net.to(device)
+
+
+def make_data(size: int, seed: int, device: torch.device) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(size, 5, generator=random), torch.randint(0, 2, (size,), generator=random)
+    return {"x": x.to(device), "rest": (y.to(device),)}
+
+
+def loss_of(net: nn.Module) -> Callable[[Any], tuple[Tensor, Any, Any]]:
+    def run(data: Any) -> tuple[Tensor, Any, Any]:
+        logits = net(data["x"])
+        loss = nn.functional.cross_entropy(logits, data["rest"][0], reduction="sum")
+        return loss, len(data["x"]), {"logits": logits}
+
+    return run
+
+
+def train(net: nn.Module, graphs: Graphs | None, sizes: list[int], grains: int = 2) -> list[float]:
+    """Plain SGD, `grains` micro-batches per step, seeded per grain as the engine does."""
+    device, losses, run = next(net.parameters()).device, [], loss_of(net)
+    for step in range(len(sizes) // grains):
+        for parameter in net.parameters():
+            parameter.grad = None
+        if graphs is not None:
+            graphs.start_step()
+        for number in range(grains):
+            index = step * grains + number
+            data = make_data(sizes[index], index, device)
+            torch.manual_seed(1000 + index)
+
+            def seed(total: Tensor, count: int = sum(sizes[step * grains : (step + 1) * grains])) -> Tensor:
+                return torch.full_like(total, 1.0 / count)
+
+            done = None if graphs is None else graphs.run(run, data, seed)
+            if done is None:
+                total, count, outputs = run(data)
+                total.backward(seed(total))
+                total, count, outputs = detached((total, count, outputs))
+            else:
+                total, count, outputs = done
+            assert count == sizes[index] == len(outputs["logits"])
+            losses.append(float(total.detach()))
+        with torch.no_grad():
+            for parameter in net.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+    return losses
+
+
+SIZES = [4, 6, 4, 6, 6, 4, 3, 4, 4, 4, 6, 6, 4, 3, 3, 6]
+CPU = torch.device("cpu")
+
+
+def check(device: torch.device, make: Callable[[nn.Module], Recorder], warm: bool) -> Graphs:
+    plain, net = make_net(device), make_net(device)
+    graphs = Graphs(net, make(net))
+    if warm:
+        for size in (4, 6, 3):
+            assert graphs.warm(loss_of(net), make_data(size, 77, device)), graphs.failures
+    expected, found = train(plain, None, SIZES), train(net, graphs, SIZES)
+    assert found == expected
+    for (name, one), other in zip(plain.state_dict().items(), net.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+    assert net.get_parameter("unused").grad is None  # a zero would be decayed and counted
+    return graphs
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_replayed_training_is_bitwise_the_same(warm: bool) -> None:
+    """Batch norm's statistics, dropout's numbers, accumulation over grains of different shapes."""
+    graphs = check(CPU, Again, warm)
+    assert graphs.num_recorded == 3
+    assert graphs.num_plain == (0 if warm else 3)  # the first sight of each shape
+    assert graphs.num_replayed == len(SIZES) - graphs.num_plain
+    assert graphs.numbers()["replayed"] == graphs.num_replayed
+    assert "3 shapes recorded" in graphs.lines()[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore")  # torch tells of a thread that has no CUDA context yet
+@pytest.mark.parametrize("warm", [False, True])
+def test_replayed_training_is_bitwise_the_same_on_a_gpu(warm: bool) -> None:
+    device = torch.device("cuda")
+    assert check(device, lambda net: CudaRecorder(device), warm).num_recorded == 3
+
+
+def test_only_so_many_shapes_are_recorded() -> None:
+    net = make_net(CPU)
+    graphs = Graphs(net, Again(net), most=1)
+    assert train(net, graphs, SIZES) == train(make_net(CPU), None, SIZES)
+    assert graphs.num_recorded == 1
+    assert not graphs.warm(loss_of(net), make_data(9, 0, CPU))
+
+
+def test_what_cannot_be_recorded_runs_plainly_and_is_said() -> None:
+    class Fails(Again):
+        def record(self, function: Callable[[], None]) -> Callable[[], None]:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    net = make_net(CPU)
+    graphs = Graphs(net, Fails(net))
+    assert train(net, graphs, SIZES) == train(make_net(CPU), None, SIZES)
+    assert graphs.num_recorded == graphs.num_replayed == 0
+    assert len(graphs.failures) == 3
+    assert "float32[4, 5], int64[4] could not be recorded: RuntimeError: operation not permitted" in graphs.lines()[1]
+
+
+def test_a_failure_that_spoils_what_was_recorded() -> None:
+    """Then nothing is recorded any more, and everything goes on plainly."""
+
+    class FailsSecond(Again):
+        def recover(self) -> bool:
+            return True
+
+        def record(self, function: Callable[[], None]) -> Callable[[], None]:
+            if self.num_recorded:
+                raise RuntimeError("out of memory")
+            return super().record(function)
+
+    net = make_net(CPU)
+    graphs = Graphs(net, FailsSecond(net))
+    assert train(net, graphs, SIZES) == train(make_net(CPU), None, SIZES)
+    assert graphs.num_recorded == 0
+    assert len(graphs.failures) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore")
+def test_a_loss_that_waits_for_the_gpu_runs_plainly() -> None:
+    device = torch.device("cuda")
+    plain, net = make_net(device), make_net(device)
+    graphs = Graphs(net, CudaRecorder(device))
+
+    def waits(data: Any) -> tuple[Tensor, Any, Any]:
+        total, count, outputs = loss_of(net)(data)
+        return total if total.item() > -1 else -total, count, outputs
+
+    assert not graphs.warm(waits, make_data(4, 77, device))
+    assert train(net, graphs, SIZES) == train(plain, None, SIZES)
+
+
+def test_structures() -> None:
+    data = make_data(4, 0, CPU)
+    assert signature(list(tensors(data))) == (((4, 5), torch.float32), ((4,), torch.int64))
+    doubled = mapped(lambda tensor: 2 * tensor, data)
+    assert torch.equal(doubled["rest"][0], 2 * data["rest"][0])
+    with pytest.raises(TypeError, match="not of str"):
+        list(tensors({"name": "a"}))

@@ -1,0 +1,221 @@
+"""`-O4` in a run: chosen once, stored, taken again; recorded grains give the losses of plain ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.config.settings import TrainConfig
+from paceline.data.grain import Grain
+from paceline.speed import precision
+from paceline.speed.choice import CannotRun
+from paceline.speed.graphs import Graphs
+from paceline.speed.precision import Capabilities
+from paceline.speed.way import Way
+from paceline.train import contest, fastest, restore
+from paceline.train.apply import restore_for_use
+from paceline.train.fastest import precision_for_use, why_no_graphs, why_no_kernels
+from tests.speed.test_graphs import Again
+from tests.train.small import BATCH, SmallTask, alone, trainer, weights
+
+GPU = Capabilities("cuda", "an H200", bf16=True, tf32=True, fp16=True, compiler=True)
+CPU = Capabilities("cpu", "this CPU", bf16=True, tf32=False, fp16=True, compiler=False)
+
+
+class Recordable(SmallTask):
+    def recordable(self, grain: Grain) -> Any:
+        return grain.data
+
+
+class Kernels(SmallTask):
+    """Its kernel is its plain module, twice as sure of itself."""
+
+    accelerated = 0
+
+    def accelerate(self, model: nn.Module) -> list[str]:
+        type(self).accelerated += 1
+        return ["head: it is too small"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(precision, "capabilities", lambda device: CPU)  # no compiler: it would take a minute
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Prescribed seconds by way; a way without one cannot run. What was measured is under "asked"."""
+    seconds: dict[str, Any] = {"asked": []}
+
+    def measure(way: Way, limit_s: float, **rest: Any) -> float:
+        seconds["asked"].append(way.name)
+        if way.name not in seconds:
+            raise CannotRun("not prescribed")
+        return seconds[way.name]
+
+    monkeypatch.setattr(contest, "step_seconds", measure)
+    return seconds
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    found = capsys.readouterr()
+    return found.out + found.err
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_what_is_chosen_is_what_is_computed(
+    tmp_path: Path, times: dict[str, Any], level: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times |= {"-O0": 2.0, "-O1": 3.0, "-O2": 1.0 if level == 2 else 4.0}
+    plain = trainer(SmallTask(), tmp_path / "plain", level=level, epochs=2)
+    plain.fit()
+    chosen = trainer(SmallTask(), tmp_path / "chosen", level=4, epochs=2)
+    chosen.fit()
+    assert chosen.engine.precision.level == 4
+    assert chosen.engine.precision.autocast == plain.engine.precision.autocast
+    for name, tensor in weights(plain).items():
+        assert torch.equal(tensor, weights(chosen)[name]), name
+    record = json.loads((tmp_path / "chosen/run.json").read_text())["choice"]
+    assert record["way"] == {"level": level, "kernels": False, "graphs": False}
+    text = said(capsys)
+    assert f"-O4 is -O{level}: " in text
+    assert "no kernels: this task has none of its own" in text
+    assert "no CUDA graphs: this task does not say" in text
+
+
+def test_the_machine_remembers(tmp_path: Path, times: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    times |= {"-O0": 2.0, "-O1": 3.0, "-O2": 4.0}
+    trainer(SmallTask(), tmp_path / "one", level=4, steps=1).fit()
+    assert len(times["asked"]) == 3
+    trainer(SmallTask(), tmp_path / "two", level=4, steps=1).fit()
+    assert len(times["asked"]) == 3
+    assert "measured by an earlier run" in said(capsys)
+    trainer(SmallTask(), tmp_path / "three", level=4, steps=1, global_batch=BATCH // 2).fit()  # other shapes
+    assert len(times["asked"]) == 6
+
+
+def test_a_resumed_run_takes_its_own_choice(tmp_path: Path, times: dict[str, Any]) -> None:
+    times |= {"-O0": 2.0, "-O1": 3.0, "-O2": 1.0}
+    whole = trainer(SmallTask(), tmp_path / "whole", level=4, steps=6)
+    whole.fit()
+    trainer(SmallTask(), tmp_path / "parts", level=4, steps=3).fit()
+    times["-O2"] = 9.0
+    for file in (tmp_path / "cache/paceline/ways").iterdir():
+        file.unlink()
+    asked = len(times["asked"])
+    found = restore.newest(tmp_path / "parts/checkpoints").checkpoint
+    assert found is not None
+    assert found.state["choice"]["way"]["level"] == 2
+    again = trainer(SmallTask(), tmp_path / "parts", level=4, steps=6, resume="auto", allow_change=True)
+    again.fit()
+    assert len(times["asked"]) == asked
+    assert again.engine.precision.autocast is torch.bfloat16
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, weights(again)[name]), name
+
+
+def test_measuring_leaves_the_run_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Really measured: the weights after it are those of a run of the chosen level."""
+    chosen = trainer(SmallTask(), tmp_path / "chosen", level=4, epochs=2)
+    chosen.fit()
+    assert chosen.fastest is not None
+    assert chosen.fastest.choice is not None
+    assert set(chosen.fastest.choice.step_ms) == {"-O0", "-O1", "-O2"}
+    assert min(chosen.fastest.choice.step_ms.values()) == chosen.fastest.choice.step_ms[chosen.fastest.choice.way.name]
+    plain = trainer(SmallTask(), tmp_path / "plain", level=chosen.fastest.choice.way.level, epochs=2)
+    plain.fit()
+    for name, tensor in weights(plain).items():
+        assert torch.equal(tensor, weights(chosen)[name]), name
+
+
+def test_kernels_are_put_into_the_model_that_is_trained(
+    tmp_path: Path, times: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fastest, "why_no_kernels", lambda *_: None)
+    times |= {"-O2 + kernels": 1.0, "-O2": 2.0}
+    Kernels.accelerated = 0
+    run = trainer(Kernels(), tmp_path / "run", level=4, steps=4)
+    run.fit()
+    assert run.engine.precision.kernels
+    assert Kernels.accelerated == 1
+    assert "without a kernel: head: it is too small" in said(capsys)
+
+
+@pytest.mark.parametrize("grains", [1, 2])
+def test_recorded_grains_give_the_losses_of_plain_ones(
+    tmp_path: Path,
+    times: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    grains: int,
+) -> None:
+    """With a recorder that replays on the CPU: the whole way through trainer and engine."""
+    make: Callable[..., Graphs] = lambda model, recorder: Graphs(model, Again(model))  # noqa: E731
+    monkeypatch.setattr(fastest, "why_no_graphs", lambda *_: None)
+    monkeypatch.setattr(fastest, "Graphs", make)
+    monkeypatch.setattr(fastest, "CudaRecorder", lambda device: None)
+    times |= {"-O2 + graphs": 1.0, "-O2": 2.0}
+    recorded = trainer(Recordable(), tmp_path / "recorded", level=4, epochs=3, grains=grains, clip_norm=1.0)
+    recorded.fit()
+    plain = trainer(SmallTask(), tmp_path / "plain", level=2, epochs=3, grains=grains, clip_norm=1.0)
+    plain.fit()
+    assert recorded.engine.recorded is not None
+    graphs = recorded.engine.recorded.graphs
+    assert (graphs.num_recorded, graphs.num_plain) == (2, 0)  # whole batches, and the last of each epoch: both warmed
+    assert graphs.num_replayed == 9 * grains
+    for name, tensor in weights(plain).items():
+        assert torch.equal(tensor, weights(recorded)[name]), name
+    assert f"{9 * grains} grains replayed, 0 run without" in said(capsys)
+    lines = [json.loads(line) for line in (tmp_path / "recorded/metrics.jsonl").read_text().splitlines()]
+    assert [line["graphs"]["replayed"] for line in lines if line["kind"] == "epoch"][-1] == 9 * grains
+
+
+def test_a_run_is_used_in_the_level_that_it_chose(tmp_path: Path, times: dict[str, Any]) -> None:
+    times |= {"-O0": 2.0, "-O1": 3.0, "-O2": 1.0}
+    made = trainer(SmallTask(), tmp_path / "run", level=4, steps=3)
+    made.fit()
+    checkpoint = tmp_path / "run/checkpoints/step-00000003"
+    config = made.config.model_copy(update={"mode": "eval", "resume": checkpoint})
+    engine = restore_for_use(SmallTask(), config, alone(), checkpoint)
+    assert engine.precision.autocast is torch.bfloat16
+    assert not engine.precision.is_open
+    old = Capabilities("cpu", "an old CPU", bf16=False, tf32=False, fp16=True, compiler=False)
+    record = json.loads((tmp_path / "run/run.json").read_text())["choice"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precision, "capabilities", lambda device: old)
+        assert precision_for_use(record, config, torch.device("cpu")).autocast is None
+
+
+def test_iterable_data_is_not_measured(tmp_path: Path, times: dict[str, Any]) -> None:
+    class Streamed(SmallTask):
+        def train_data(self) -> Any:
+            data = super().train_data()
+            return (data[index] for index in range(len(data)))
+
+    run = trainer(Streamed(), tmp_path / "run", level=4, epochs=1)
+    run.fit()
+    assert times["asked"] == []
+    assert "not measured" in run.engine.precision.notes[0]
+
+
+def test_reasons() -> None:
+    config = TrainConfig(epochs=1, level=4)
+    assert why_no_graphs(Recordable(), config, GPU, 1) is None
+    assert "several ranks" in str(why_no_graphs(Recordable(), config, GPU, 2))
+    assert "no GPU" in str(why_no_graphs(Recordable(), config, CPU, 1))
+    assert "does not say" in str(why_no_graphs(SmallTask(), config, GPU, 1))
+    fp16 = TrainConfig(epochs=1, level=4, precision="fp16")
+    assert "fp16" in str(why_no_graphs(Recordable(), fp16, GPU, 1))
+    assert "fp16" in str(why_no_kernels(Kernels(), fp16, GPU))
+    again = TrainConfig(epochs=1, level=4, checkpoint_activations=("*",))
+    assert "checkpoint_activations" in str(why_no_graphs(Recordable(), again, GPU, 1))
+    assert "checkpoint_activations" in str(why_no_kernels(Kernels(), again, GPU))
+    assert "none of its own" in str(why_no_kernels(SmallTask(), config, GPU))
+    assert contest.alone(alone()).world.size == 1
