@@ -90,7 +90,7 @@ class SlowData(Healthy):
     num_samples = 1024
 
     def train_data(self) -> Any:
-        return Disk(self.num_samples, self.width, 0.002 if self.world.rank == 1 else 0.0)
+        return Disk(self.num_samples, self.width, 0.003 if self.world.rank == 1 else 0.0)
 
 
 class MuchToSend(Task):
@@ -110,7 +110,7 @@ class MuchToSend(Task):
 
 
 class SlowRank(Healthy):
-    num_samples = 16_384
+    num_samples = 32_768
 
     def loss(self, model: nn.Module, grain: Grain) -> tuple[torch.Tensor, int]:
         total, count = super().loss(model, grain)
@@ -142,7 +142,7 @@ class Padded(Task):
         return nn.Sequential(nn.Linear(self.width, 512), nn.ReLU(), nn.Linear(512, self.width))
 
     def train_data(self) -> Any:
-        return Sequences(640, 8, 512, self.width)
+        return Sequences(768, 8, 512, self.width)
 
     @staticmethod
     def collate(samples: list[torch.Tensor]) -> dict[str, Any]:
