@@ -10,6 +10,7 @@ POSIX_FADV_DONTNEED. Short utterances are like the Free Spoken Digit Dataset's (
 - `h5py per item`: a slice of our own file's data set for each utterance, `file[name][begin:end]`, file kept open;
 - `webdataset`: tar files of raw int16, so that nothing has to be decoded;
 - `paceline`: `Stream.pad`, from the memory map straight into the batch;
+- `disk, in order`: the same bytes read one after the other and left at that, which is all that the disk can give;
 - `paceline, trainer`: all that training does for a batch of the same file: keyed seeds, texts, lengths, a `Grain`.
 
 Rounds of all cases take turns, each in fresh processes; medians are shown.
@@ -128,6 +129,22 @@ def of_trainer(folder: Path, rows: NDArray[np.int64]) -> Callable[[], Batches]:
     def batches() -> Batches:
         for some in cut(rows):
             yield fetch(Request(0, 0, some))["audio"].numpy()
+
+    return batches
+
+
+def of_disk(folder: Path, rows: NDArray[np.int64]) -> Callable[[], Batches]:
+    """As many bytes, read one after the other and left at that: what the disk has to give."""
+    descriptor = os.open(folder / "all.h5", os.O_RDONLY)
+    place = open_packed(folder / "all.h5").files[0].streams["audio"]
+    assert place.offset is not None
+    step = place.dtype.itemsize
+
+    def batches() -> Batches:
+        for some in cut(np.sort(rows)):
+            begin, end = place.starts[some[0]] * step, place.starts[some[-1] + 1] * step
+            os.preadv(descriptor, [np.empty(end - begin, np.uint8)], place.offset + int(begin))
+            yield np.empty((len(some), 0), np.int16)
 
     return batches
 
@@ -262,6 +279,9 @@ def main() -> None:
                     ratio = speed / medians["h5py per item"]
                     rows.append(Row(f"{kind}, {state}", name, speed, "utterances/s", "h5py per item", ratio))
                 rows.append(Row(f"{kind}, {state}", "paceline", medians["paceline"] * mb_each, "MB/s"))
+                if state == "cold":
+                    alone = [measure(of_disk, folder, number, 1, True) for _ in range(options.rounds)]
+                    rows.append(Row(f"{kind}, {state}", "disk, in order", statistics.median(alone) * mb_each, "MB/s"))
     show(rows, f"two processes, median of {options.rounds} rounds that take turns", options.json)
 
 

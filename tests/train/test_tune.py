@@ -170,6 +170,11 @@ def test_a_race_does_not_pick_by_noise() -> None:
     assert picked <= 4
 
 
+def test_nothing_to_try_is_said() -> None:
+    said = tune_report.sentence(Machine(formula).search())
+    assert said == "the default stays: there was nothing else to try"
+
+
 def test_a_race_ends_when_it_is_decided_and_is_not_run_twice() -> None:
     machine = Machine(formula)
     found = machine.search(LEVEL, side_by_side=True)
@@ -218,6 +223,7 @@ def test_the_budget_is_kept(budget_s: float) -> None:
     if budget_s < 40:
         assert found.default_wins
         assert set(found.untried) == {"level", "workers", "grains"}
+        assert "there was no time to try anything else" in tune_report.sentence(found)
     if budget_s >= 60:
         assert found.winner["level"] == 3
 

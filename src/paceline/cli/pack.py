@@ -167,8 +167,12 @@ def _source(options: PackOptions, words: Sequence[str]) -> Source:
 
 def _speech(options: PackOptions, words: Sequence[str]) -> Source:
     from paceline.data.manifest import read_manifests
-    from paceline.data.pack_manifest import ManifestSource
 
+    try:
+        from paceline.data.pack_manifest import ManifestSource
+    except ModuleNotFoundError as error:  # soundfile, soxr
+        hint = "pip install 'paceline[asr]'"
+        raise PackUsage(f"audio needs the package {error.name}, which is not installed", hint) from None
     needs_text = options.streams is None or "text" in options.streams
     manifest, reading = read_manifests(words, min_seconds=0.0, bad_data=options.bad_data, needs_text=needs_text)
     for line in reading.lines():

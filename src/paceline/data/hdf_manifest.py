@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from paceline.data.hdf import Packed, Stream, open_packed
 from paceline.data.hdf_errors import PackedMisfit
 from paceline.data.manifest_columns import Manifest
-from paceline.data.recordings import no_audio
 from paceline.data.strings import Strings
 
 
@@ -31,6 +30,13 @@ def read_packed(path: Path, *, source: int, needs_text: bool) -> Manifest:
         source_of=np.full(number, source, np.int32),
         line_of=np.arange(1, number + 1, dtype=np.int32),
     )
+
+
+def no_audio(path: Path, packed: Packed) -> PackedMisfit:
+    """The mistake of taking other packed data for audio."""
+    there = ", ".join(f"{name} ({packed.stream(name).kind})" for name in packed.names)
+    hint = "pack the manifest: `paceline pack train.json train.h5`"
+    return PackedMisfit(path, f"holds no audio of a known sample rate, but {there}", hint)
 
 
 def durations(packed: Packed) -> NDArray[np.float64]:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from paceline.data.audio import converted, read_audio
 from paceline.data.hdf import Packed, Stream, open_packed
-from paceline.data.hdf_errors import PackedMisfit, is_packed
+from paceline.data.hdf_errors import is_packed
+from paceline.data.hdf_manifest import no_audio
 from paceline.data.manifest_columns import Manifest
 
 
@@ -74,10 +75,3 @@ def _sound_of(packed: Packed) -> tuple[Stream, int]:
     if stream is None or rate is None:
         raise no_audio(packed.path, packed)
     return stream, rate
-
-
-def no_audio(path: Path, packed: Packed) -> PackedMisfit:
-    """The mistake of taking other packed data for audio."""
-    there = ", ".join(f"{name} ({packed.stream(name).kind})" for name in packed.names)
-    hint = "pack the manifest: `paceline pack train.json train.h5`"
-    return PackedMisfit(path, f"holds no audio of a known sample rate, but {there}", hint)

@@ -206,6 +206,8 @@ def _straggler(record: Mapping[str, Any]) -> Iterator[Finding]:
     waits = _core_wait_shares(record)
     others_wait = share * len(last) / (len(last) - 1)  # `share` is of all ranks' time, its own too
     if waits[rank] - statistics.median(waits[:rank] + waits[rank + 1 :]) >= 0.7 * others_wait:
+        if waits[rank] >= CORE_WAIT_SHARE:
+            return  # said, too
         why = "it had no free core"
     text = f"rank {rank} on {host} is late: others wait {_percent(share)} of the time for it ({why})"
     advice = f"see what else runs on {host}, or whether its device is slower: `paceline doctor` on all ranks"

@@ -20,6 +20,8 @@ from typing import Any, Literal
 MARGIN = 0.02
 """A gain below this share is not worth a setting."""
 RACE_ROUNDS = 15
+RACE_COST = 1.5
+"""Time that a race takes, in trials of both: it starts each of them once."""
 MOST_ROUNDS, LEAST_ROUNDS = 3, 2
 """Rounds of trials one after the other."""
 LUCK = 0.05
@@ -180,6 +182,8 @@ class _Climb:
         self._base, self._measure, self._left_s, self._race = default, measure, left_s, race
         round_s = 2 * default.wall_s
         self._final_s = min(MOST_ROUNDS * round_s, max(LEAST_ROUNDS * round_s, FINAL_SHARE * left_s()))
+        if race is not None:
+            self._final_s = RACE_COST * round_s
         self._raced: tuple[Changes, Changes, Pairs] | None = None
         """The last race, of which settings."""
         self.best = default

@@ -89,6 +89,9 @@ def sentence(found: Found) -> str:
     if not found.default_wins:
         won = f"{statistics.median(found.rounds):.2f}x as fast as {base}"
         return f"`{label(found.winner)}` is {won}: ahead in {_rounds(found)}"
+    if all(trial.changes == found.base for trial in found.trials):
+        no_time = "there was no time to try anything else (set a larger `--budget`)"
+        return f"{base} stays: {no_time if found.untried else 'there was nothing else to try'}"
     if not found.rival:
         return f"{base} wins: nothing that was tried is faster"
     if len(found.rounds) < LEAST_ROUNDS:

@@ -77,7 +77,7 @@ def find_clips(source: Path) -> tuple[Clip, ...]:
 
 def _in_packed(source: Path) -> Iterator[Clip]:
     from paceline.data.hdf import open_packed
-    from paceline.data.recordings import no_audio
+    from paceline.data.hdf_manifest import no_audio
 
     packed = open_packed(source)
     audio, rate = packed.of_kind("audio"), packed.sample_rate
