@@ -21,6 +21,8 @@ from paceline.speed.way import Way
 from paceline.train import contest, fastest, restore
 from paceline.train.apply import restore_for_use
 from paceline.train.fastest import precision_for_use, why_no_graphs, why_no_kernels
+from paceline.world.link import Link
+from tests.ranks import run_ranks
 from tests.speed.test_graphs import Again
 from tests.train.small import BATCH, SmallTask, alone, trainer, weights
 
@@ -191,6 +193,38 @@ def test_a_run_is_used_in_the_level_that_it_chose(tmp_path: Path, times: dict[st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(precision, "capabilities", lambda device: old)
         assert precision_for_use(record, config, torch.device("cpu")).autocast is None
+
+
+def on_ranks(link: Link, folder: str, cache: str) -> tuple[list[str], dict[str, Any], dict[str, torch.Tensor]]:
+    """What was measured on this rank, what was chosen, and the weights; a rank but the first would choose otherwise."""
+    asked: list[str] = []
+
+    def measure(way: Way, limit_s: float, **rest: Any) -> float:
+        asked.append(way.name)
+        return 1.0 + way.level if link.is_first else 9.0 - way.level
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", cache)
+        patch.setattr(precision, "capabilities", lambda device: CPU)
+        patch.setattr(contest, "step_seconds", measure)
+        run = trainer(SmallTask(), Path(folder), link, level=4, epochs=2, grains=2)
+        run.fit()
+    assert run.fastest is not None
+    assert run.fastest.choice is not None
+    return asked, run.fastest.choice.record(), weights(run)
+
+
+def test_all_ranks_take_what_the_first_one_finds(tmp_path: Path) -> None:
+    first, second = run_ranks(2, on_ranks, str(tmp_path / "run"), str(tmp_path / "cache"))
+    assert first[0] == ["-O2", "-O1", "-O0"]
+    assert second[0] == []
+    assert first[1] == second[1]
+    assert first[1]["way"]["level"] == 0
+    plain = trainer(SmallTask(), None, level=0, epochs=2, grains=2)
+    plain.fit()
+    for name, tensor in weights(plain).items():
+        assert torch.equal(first[2][name], second[2][name])
+        assert torch.allclose(tensor, first[2][name], rtol=1e-5)
 
 
 def test_iterable_data_is_not_measured(tmp_path: Path, times: dict[str, Any]) -> None:

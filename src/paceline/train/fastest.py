@@ -24,7 +24,7 @@ from paceline.speed.way import Way, candidates
 from paceline.train import contest
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
-from paceline.train.recorded import RecordedGrains
+from paceline.train.recorded import RecordedGrains, counters
 from paceline.train.shapes import costly_shapes
 from paceline.train.task import Task, overrides
 
@@ -82,7 +82,9 @@ class Fastest:
 
     def lines(self) -> list[str]:
         """What is worth saying at the end of the run."""
-        return [] if self._engine.recorded is None else self._engine.recorded.graphs.lines()
+        compiled = counters(self._engine).get("compiled")
+        said = [] if compiled is None else [f"compiled {compiled} graph{'s' * (compiled != 1)}"]
+        return said if self._engine.recorded is None else [*said, *self._engine.recorded.graphs.lines()]
 
     # -- how it is done ------------------------------------------------------------------------------------------
 

@@ -46,8 +46,13 @@ def test_rows_are_aligned() -> None:
     assert [tiles.padded_frames(frames) for frames in (0, 1, 16, 17, 836)] == [0, 16, 16, 32, 848]
 
 
-@given(odd, st.sampled_from([1, 2]), st.integers(1, 3))
-def test_a_stream_reaches_one_tile(kernel: int, stride: int, dilation: int) -> None:
-    way = tiles.streaming(kernel, stride, dilation)
-    assert (way is None) == (stride > 1 or tiles.padding(kernel, dilation) > 64)
-    assert way is None or way.tile % way.chunk == 0
+@given(odd, st.sampled_from([1, 2]), st.integers(1, 3), st.integers(1, 300))
+def test_a_stream_reaches_one_tile_and_is_filled(kernel: int, stride: int, dilation: int, batch: int) -> None:
+    way = tiles.streaming(kernel, stride, dilation, batch)
+    if stride > 1 or tiles.padding(kernel, dilation) > 64 or batch < 43:
+        assert way is None
+    elif batch % 64 == 0:
+        assert way is not None
+    if way is not None:
+        assert way.tile % way.chunk == 0
+        assert batch / (way.rows * math.ceil(batch / way.rows)) >= 2 / 3

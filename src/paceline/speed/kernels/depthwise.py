@@ -32,6 +32,7 @@ def _forward(
     row_in,
     row_out,
     tiles_per_row,
+    num_products,
     KERNEL: tl.constexpr,
     PAD: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -41,7 +42,6 @@ def _forward(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
-    PRODUCTS: tl.constexpr,
     PRODUCT: tl.constexpr,
     HAS_AFFINE: tl.constexpr,
 ):
@@ -60,8 +60,8 @@ def _forward(
     if HAS_AFFINE:
         scale = tl.load(affine + channel)
         shift = tl.load(affine + channels + channel)
-    for product in range(PRODUCTS):
-        row = (tl.program_id(0) * PRODUCTS + product) * ROWS + tl.arange(0, ROWS)
+    for product in range(num_products):
+        row = (tl.program_id(0) * num_products + product) * ROWS + tl.arange(0, ROWS)
         utterance = row // tiles_per_row
         tile = row - utterance * tiles_per_row
         is_row = row < batch * tiles_per_row
@@ -103,6 +103,7 @@ def _backward(
     row_in,
     row_out,
     tiles_per_row,
+    num_products,
     KERNEL: tl.constexpr,
     KERNEL_2: tl.constexpr,
     PAD: tl.constexpr,
@@ -113,7 +114,6 @@ def _backward(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
-    PRODUCTS: tl.constexpr,
     PRODUCT: tl.constexpr,
     HAS_AFFINE: tl.constexpr,
     HAS_ADDED: tl.constexpr,
@@ -142,8 +142,8 @@ def _backward(
         mean = tl.load(moments + channel)
     sum_h = tl.zeros([ROWS], tl.float32)
     sum_hy = tl.zeros([ROWS], tl.float32)
-    for product in range(PRODUCTS):
-        row = (part * PRODUCTS + product) * ROWS + tl.arange(0, ROWS)
+    for product in range(num_products):
+        row = (part * num_products + product) * ROWS + tl.arange(0, ROWS)
         utterance = row // tiles_per_row
         tile = row - utterance * tiles_per_row
         is_row = row < batch * tiles_per_row
@@ -227,8 +227,9 @@ def forward(
     """(channel, batch, row in) bfloat16 -> (channel, batch, row out); `weight` (channel, 1, kernel) float32."""
     channels, batch, row_in = x.shape
     kernel = weight.shape[-1]
-    if tiling is None and tiles.streaming(kernel, stride, dilation):
-        return stream.forward(x, affine, lengths_in, weight, dilation)
+    way = tiles.streaming(kernel, stride, dilation, batch) if tiling is None else None
+    if way is not None:
+        return stream.forward(x, affine, lengths_in, weight, dilation, way)
     tiling = tiling or tiles.forward_tiling(batch * triton.cdiv(row_out, 64))
     window = tiles.forward_window(kernel, stride, dilation, tiling)
     tiles_per_row = triton.cdiv(row_out, tiling.tile)
@@ -246,6 +247,7 @@ def forward(
         row_in,
         row_out,
         tiles_per_row,
+        tiling.products,
         KERNEL=kernel,
         PAD=tiles.padding(kernel, dilation),
         STRIDE=stride,
@@ -255,7 +257,6 @@ def forward(
         ROWS=tiling.rows,
         TILE=tiling.tile,
         CHUNK=tiling.chunk,
-        PRODUCTS=tiling.products,
         PRODUCT=tiles.product_dtype(),
         HAS_AFFINE=affine is not None,
         num_warps=tiling.warps,
@@ -311,6 +312,7 @@ def backward(
         row_in,
         g.shape[-1],
         tiles_per_row,
+        tiling.products,
         KERNEL=kernel,
         KERNEL_2=max(16, triton.next_power_of_2(kernel)),
         PAD=tiles.padding(kernel, dilation),
@@ -321,7 +323,6 @@ def backward(
         ROWS=tiling.rows,
         TILE=tiling.tile,
         CHUNK=tiling.chunk,
-        PRODUCTS=tiling.products,
         PRODUCT=tiles.product_dtype(),
         HAS_AFFINE=affine is not None,
         HAS_ADDED=added is not None,

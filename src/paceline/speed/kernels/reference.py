@@ -26,7 +26,7 @@ def depthwise_forward(
     active = activated(x, affine, lengths_in)
     out = _convolved(active, _rounded(weight, x.dtype), stride, dilation)
     out = F.pad(out, (0, max(0, row_out - out.shape[-1])))[..., :row_out]
-    return (out * held(lengths_out, row_out)).to(x.dtype)
+    return (out * held(lengths_out, row_out)).to(x.dtype).contiguous()
 
 
 def depthwise_backward(
@@ -62,7 +62,8 @@ def depthwise_backward(
     sums = h.new_zeros(1, 2, x.shape[0])
     if moments is not None:
         sums = torch.stack([(h * (_wide(x) - _per_channel(moments[0]))).sum((1, 2)), h.sum((1, 2))]).unsqueeze(0)
-    return h.to(x.dtype) if needs_data else x.new_empty(0), gradient.reshape(1, x.shape[0], -1), sums
+    data = h.to(x.dtype).contiguous() if needs_data else x.new_empty(0)
+    return data, gradient.reshape(1, x.shape[0], -1), sums
 
 
 def statistics(

@@ -93,13 +93,11 @@ def forward(
     lengths: Tensor,
     weight: Tensor,
     dilation: int,
-    way: tiles.Streaming | None = None,
+    way: tiles.Streaming,
 ) -> Tensor:
-    """As `depthwise.forward` without a stride, for filters that `tiles.streaming` has a way for."""
+    """As `depthwise.forward` without a stride, in a way that `tiles.streaming` found."""
     channels, batch, row = x.shape
     kernel = weight.shape[-1]
-    way = way or tiles.streaming(kernel, 1, dilation)
-    assert way is not None
     out = x.new_empty(channels, batch, row)
     _forward[(triton.cdiv(batch, way.rows), channels)](
         x,
