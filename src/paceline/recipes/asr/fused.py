@@ -17,6 +17,7 @@ from paceline.recipes.asr.encoder import Block, Encoder, Residual
 from paceline.recipes.asr.frames import frames_of, strided_length
 from paceline.recipes.asr.separable import BATCH_NORM_MOMENTUM, PlainConv, SeparableConv
 from paceline.speed.kernels import ops
+from paceline.speed.kernels.joining import join
 from paceline.speed.kernels.tiles import padded_frames
 
 
@@ -85,14 +86,14 @@ class Signal(NamedTuple):
         """With activations in full."""
         if self.affine is None or self.moments is None:
             return self
-        values = ops.join(self.values, self.affine, self.moments, None, None, None, self.lengths, None)
+        values = join(self.values, self.affine, self.moments, None, None, None, self.lengths, None)
         return self._replace(values=values, affine=None, moments=None)
 
     def unpacked(self) -> Tensor:
         """(batch, channel, frames): activations as everybody else has them."""
         if self.affine is None or self.moments is None:
             return self.values[..., : self.frames].transpose(0, 1)
-        out: Tensor = ops.join(self.values, self.affine, self.moments, None, None, None, self.lengths, self.frames)
+        out: Tensor = join(self.values, self.affine, self.moments, None, None, None, self.lengths, self.frames)
         return out
 
 
@@ -143,7 +144,7 @@ def _through(block: Block, signal: Signal, seen: Seen) -> Signal:
         return signal
     assert signal.affine is not None
     assert signal.moments is not None
-    joined = ops.join(
+    joined = join(
         signal.values,
         signal.affine,
         signal.moments,

@@ -1,0 +1,104 @@
+"""The end of a block as an operator that PyTorch knows: what sub-blocks hand on (`ops`) becomes activations in full."""
+
+# ruff: noqa: UP045 (the schema of an operator is read off these signatures, in which torch wants Optional)
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from paceline.speed.kernels import reference
+
+
+@torch.library.custom_op("paceline::join", mutates_args=())
+def join(
+    y: Tensor,
+    affine: Tensor,
+    moments: Tensor,
+    other: Optional[Tensor],
+    other_affine: Optional[Tensor],
+    other_moments: Optional[Tensor],
+    lengths: Tensor,
+    frames: Optional[int],
+) -> Tensor:
+    """Activations in full, where they are needed more than once: ReLU of a batch norm's output, or of a sum of two.
+
+    Given `frames`, in the layout of everybody else: (batch, channel, frames), rows not padded.
+    """
+    if y.is_cuda:
+        from paceline.speed.kernels import norm
+
+        return norm.join(y, affine, other, other_affine, lengths, frames)
+    return reference.join(y, affine, other, other_affine, lengths, frames)
+
+
+@join.register_fake
+def _(
+    y: Tensor,
+    affine: Tensor,
+    moments: Tensor,
+    other: Optional[Tensor],
+    other_affine: Optional[Tensor],
+    other_moments: Optional[Tensor],
+    lengths: Tensor,
+    frames: Optional[int],
+) -> Tensor:
+    return torch.empty_like(y) if frames is None else y.new_empty(y.shape[1], y.shape[0], frames)
+
+
+@torch.library.custom_op("paceline::join_backward", mutates_args=())
+def join_backward(
+    g: Tensor,
+    y: Tensor,
+    affine: Tensor,
+    moments: Tensor,
+    other: Optional[Tensor],
+    other_affine: Optional[Tensor],
+    other_moments: Optional[Tensor],
+    lengths: Tensor,
+    is_packed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of y (and of other: the same), of affine, of other_affine."""
+    if y.is_cuda:
+        from paceline.speed.kernels import norm
+
+        backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = norm.join_backward
+    else:
+        backward = reference.join_backward
+    h, sums, other_sums = backward(
+        g, y, affine, moments, other, other_affine, other_moments, lengths, is_packed=is_packed
+    )
+    return h, sums.contiguous(), other_sums.contiguous()
+
+
+@join_backward.register_fake
+def _(
+    g: Tensor,
+    y: Tensor,
+    affine: Tensor,
+    moments: Tensor,
+    other: Optional[Tensor],
+    other_affine: Optional[Tensor],
+    other_moments: Optional[Tensor],
+    lengths: Tensor,
+    is_packed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    sums, other_sums = (moments.new_empty(2, y.shape[0]) for _ in range(2))
+    return torch.empty_like(y), sums, other_sums
+
+
+def _save_join(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:7])
+    ctx.is_packed = inputs[7] is None
+
+
+def _join_gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    h, sums, other_sums = join_backward(g.contiguous(), *ctx.saved_tensors, ctx.is_packed)
+    if ctx.saved_tensors[3] is None:
+        return h, sums, *(None for _ in range(6))
+    return h, sums, None, h, other_sums, None, None, None
+
+
+join.register_autograd(_join_gradients, setup_context=_save_join)
