@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.recipes.asr import fused
 from paceline.recipes.asr.encoder import Encoder
 from paceline.recipes.asr.network import read_network
+from paceline.speed.choice import CannotRun
 from paceline.speed.kernels import ops
 from tests.speed.kernels.separable import distance, make_case
 
@@ -153,3 +154,9 @@ def test_compiles_in_one_graph() -> None:
         found = trained(ours, *torch.compile(ours, backend="aot_eager", fullgraph=True)(MELS, LENGTHS))
     assert torch.equal(found[0], expected[0])
     assert all(torch.equal(*pair) for pair in zip(found[1], expected[1], strict=True))
+
+
+def test_a_grain_past_32_bits_is_refused() -> None:
+    fused.check_size(1024, 64, 1680)
+    with pytest.raises(CannotRun, match="past 2\\^31 elements"):
+        fused.check_size(1024, 1300, 1680)

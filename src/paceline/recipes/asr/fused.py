@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from paceline.recipes.asr.encoder import Block, Encoder, Residual
 from paceline.recipes.asr.frames import frames_of, strided_length
 from paceline.recipes.asr.separable import BATCH_NORM_MOMENTUM, PlainConv, SeparableConv
+from paceline.speed.choice import CannotRun
 from paceline.speed.kernels import ops
 from paceline.speed.kernels.joining import join
 from paceline.speed.kernels.tiles import padded_frames
@@ -110,6 +111,7 @@ def encode(encoder: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor,
     beyond = frames_of(valid, frames).beyond
     values = features.detach().masked_fill(beyond, 0.0).transpose(0, 1)
     values = F.pad(values, (0, padded_frames(frames) - frames))
+    check_size(max(encoder.settings.channels), len(lengths), padded_frames(frames))
     signal = Signal(values.contiguous(), None, None, valid.to(torch.int32), frames)
     seen: Seen = []
     for block in encoder.blocks:
@@ -118,6 +120,12 @@ def encode(encoder: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor,
         lengths = strided_length(lengths, block.stride)
     _track(seen)
     return signal.unpacked(), lengths
+
+
+def check_size(channels: int, batch: int, frames: int) -> None:
+    """The kernels count elements in 32 bits; the contest of ways tries the largest grains, and takes another way."""
+    if channels * batch * frames >= 2**31:
+        raise CannotRun(f"{batch} utterances of {frames} frames in {channels} channels are past 2^31 elements")
 
 
 def is_autocast_to_bfloat16(device: torch.device) -> bool:
