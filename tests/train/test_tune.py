@@ -337,7 +337,7 @@ def test_what_is_tried_follows_from_the_facts() -> None:
     assert "threads" not in values(facts(device="cuda"))
     compiled = values(facts(computes="bf16 compiled", compiles=True), compile_mode="max-autotune")
     assert compiled["compile"] == [[{"compile_mode": "default"}]]
-    assert compiled["level"] == [[{"level": 2}], [{"level": 1}]]
+    assert compiled["level"] == [[{"level": 2}], [{"level": 0}]]
     assert finer(facts(grains=16), TrainConfig(epochs=1, global_batch=16)) == []
     assert finer(facts(grains=2), TrainConfig(epochs=1, batch_cost=100.0))[-1] == {"grains": 16}
 

@@ -124,13 +124,12 @@ def _fewer(facts: Facts) -> tuple[Changes, ...]:
 
 
 def _levels(facts: Facts, *, compiling: bool = False) -> tuple[tuple[Changes, ...], ...]:
-    """Each level that computes in another way than the default and than a higher level, with or without compiling."""
-    seen, ways = {facts.computes}, []
-    for level in sorted(facts.levels, key=lambda level: -level.level):
-        if level.computes not in seen and level.compiles == compiling:
-            seen.add(level.computes)
-            ways.append(({"level": level.level},))
-    return tuple(ways)
+    """Each level that computes in another way than the default and than a lower level, with or without compiling."""
+    first: dict[str, LevelFacts] = {}
+    for level in sorted(facts.levels, key=lambda level: level.level):
+        first.setdefault(level.computes, level)
+    others = [level for level in first.values() if level.computes != facts.computes and level.compiles == compiling]
+    return tuple(({"level": level.level},) for level in reversed(others))
 
 
 def _compile(facts: Facts, config: TrainConfig) -> tuple[tuple[Changes, ...], ...]:
