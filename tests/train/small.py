@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
+from paceline.observe.journal import read
 from paceline.train.task import Task
 from paceline.train.trainer import Trainer
 from paceline.world.discover import World
@@ -142,3 +143,9 @@ def fresh_net(seed: int = 0) -> Net:
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+
+
+def validations_of(run: Path) -> list[dict[str, Any]]:
+    """What was written down of validations, but for how long they took."""
+    found = read(run / "metrics.jsonl", "validation")
+    return [{name: value for name, value in record.items() if name != "seconds"} for record in found]

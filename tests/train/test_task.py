@@ -32,6 +32,7 @@ from tests.train.small import (
     sgd,
     squares,
     trainer,
+    validations_of,
     weights,
 )
 
@@ -122,7 +123,7 @@ def test_every_checkpoint_of_a_growing_run_leads_to_the_same_end(tmp_path: Path,
     whole.fit()
     steps = [f"step {step}" for step in range(12)]
     assert task.events == ["before 0", *steps[:6], "after 0", "before 1", *steps[6:], "after 1"]
-    validations = read(tmp_path / "whole" / "metrics.jsonl", "validation")
+    validations = validations_of(tmp_path / "whole")
     paths = restore.listed(tmp_path / "whole" / "checkpoints")
     assert [restore.step_of(path) for path in paths] == [12, 10, 8, 6, 4, 3, 2]
     for path in paths:
@@ -137,7 +138,7 @@ def test_every_checkpoint_of_a_growing_run_leads_to_the_same_end(tmp_path: Path,
         assert_same(weights(resumed), weights(whole))
         assert_same(resumed.engine.average.tensors, whole.engine.average.tensors)  # type: ignore[union-attr]
         assert torch.equal(again.total, task.total)
-        later = read(tmp_path / path.name / "metrics.jsonl", "validation")
+        later = validations_of(tmp_path / path.name)
         assert later == [record for record in validations if record["step"] >= step]
 
 

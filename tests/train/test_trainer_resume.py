@@ -23,7 +23,17 @@ from paceline.world.link import Link
 from tests.crash import run_until_death
 from tests.ranks import RanksFailed, run_ranks
 from tests.train.ragged import RaggedTask
-from tests.train.small import ScoredTask, SmallTask, assert_same, fresh_net, raw_steps, sgd, trainer, weights
+from tests.train.small import (
+    ScoredTask,
+    SmallTask,
+    assert_same,
+    fresh_net,
+    raw_steps,
+    sgd,
+    trainer,
+    validations_of,
+    weights,
+)
 
 # -- where to go on ----------------------------------------------------------------------------------------------------
 
@@ -96,10 +106,10 @@ def test_validation_after_the_last_checkpoint_is_written_down_once(tmp_path: Pat
     settings = {"epochs": 2, "save_every_steps": 3, "save_every_epochs": None, "keep_last": 9, "keep_best": 0}
     task = ScoredTask([2.0, 1.0])
     trainer(task, tmp_path / "run", monitor="dev/score", **settings).fit()
-    expected = read(tmp_path / "run" / "metrics.jsonl", "validation")
+    expected = validations_of(tmp_path / "run")
     path = tmp_path / "run" / "checkpoints" / "step-00000003"
     trainer(ScoredTask([2.0, 1.0]), tmp_path / "run", monitor="dev/score", resume=path, **settings).fit()
-    assert read(tmp_path / "run" / "metrics.jsonl", "validation") == expected
+    assert validations_of(tmp_path / "run") == expected
     assert [record["step"] for record in expected] == [2, 5]
 
 
