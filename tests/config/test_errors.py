@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pickle
 
-from paceline.config.errors import PacelineError
+from paceline.config.errors import PacelineError, first_line
 
 
 class Odd(PacelineError):
@@ -15,3 +15,8 @@ class Odd(PacelineError):
 def test_errors_travel_between_processes_whatever_they_are_made_of() -> None:
     error = pickle.loads(pickle.dumps(Odd(3, why="it is")))
     assert (type(error), str(error), error.hint, error.number) == (Odd, "3 is odd: it is", "try 4", 3)
+
+
+def test_first_line() -> None:
+    assert first_line(ValueError("\nso it is\nand so on")) == "ValueError: so it is"
+    assert first_line(KeyError()) == "KeyError"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -170,6 +171,13 @@ def test_a_copy_goes_on_alone(case: str) -> None:
     assert snapshot(copied, own) != snapshot(optimizer, parameters)
     train(copied, own, range(2, 4))
     assert snapshot(copied, own) == snapshot(optimizer, parameters)
+
+
+@pytest.mark.parametrize("fused", [None, False, True])
+def test_a_copy_keeps_whose_kernels_it_asked_for(fused: bool | None) -> None:
+    optimizer = NovoGrad(weights(torch.float32), fused=fused)
+    assert copy.deepcopy(optimizer).fused is fused
+    assert pickle.loads(pickle.dumps(optimizer)).fused is fused
 
 
 @every_case

@@ -18,6 +18,12 @@ class PacelineError(Exception):
         return _again, (type(self), self.args, self.__dict__)
 
 
+def first_line(error: BaseException) -> str:
+    """`ValueError: what it says first`, for a line among others."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def _again(kind: type[PacelineError], args: tuple[Any, ...], values: dict[str, Any]) -> PacelineError:
     error = kind.__new__(kind)
     error.args = args

@@ -105,10 +105,13 @@ class Layerwise(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._settle(fused)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "fused": self.fused}  # torch copies groups and state, and nothing else
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_tables" not in self.__dict__:  # torch copies groups and state, and nothing else
-            self._settle(None)
+        if "_tables" not in self.__dict__:
+            self._settle(state.get("fused"))
 
     def _settle(self, fused: bool | None) -> None:
         self.fused = fused

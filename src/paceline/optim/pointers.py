@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.config.errors import PacelineError
+from paceline.world.installed import has_triton
 
 ALIGNMENT = 16
 """In bytes: what the widest load wants."""
@@ -39,7 +38,7 @@ def has_kernels(dtype: torch.dtype, device: torch.device, fused: bool | None) ->
 
     On CPU only where `fused` is True and Triton is set to interpret its kernels, which is for tests.
     """
-    if fused is False or dtype not in DTYPES or not _has_triton():
+    if fused is False or dtype not in DTYPES or not has_triton():
         return False
     return device.type == "cuda" or (bool(fused) and os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -53,11 +52,6 @@ def fit(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> 
         and all(map(Tensor.is_contiguous, tensors))
         and set(map(type, tensors)) <= _PLAIN
     )
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from paceline.config.errors import first_line
+
 MOST_GRAPHS = 32
 WARM_RUNS = 2
 """Runs before a recording: what is chosen, tuned or compiled on first use must not be recorded."""
@@ -120,7 +122,7 @@ class Graphs:
             parameter.grad = self._gradients.get(parameter)
 
     def run(self, run: Pass, data: Any, seed: Callable[[Tensor], Tensor]) -> tuple[Tensor, Any, Any] | None:
-        """Forward and backward of a grain by replay, None where it must be run plainly (`note_plain` tells of it).
+        """Forward and backward of a grain by replay, None where it must be run plainly (counted in `num_plain`).
 
         `seed` gives what backward of a sum starts from.
         """
@@ -203,7 +205,7 @@ class Graphs:
             self._rewind()
             replay = self._recorder.record(once)
         except Exception as error:  # whatever a loss does that cannot be recorded
-            self.failures[_words(shape)] = _first_line(error)
+            self.failures[_words(shape)] = first_line(error)
             if self._recorder.recover():
                 self._recorded.clear()
                 self._most = 0
@@ -275,8 +277,3 @@ def _changed(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _changed(change, each) for name, each in value.items()}
     return type(value)(_changed(change, each) for each in value) if isinstance(value, tuple | list) else value
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import os
 import shutil
 import sys
@@ -19,6 +18,7 @@ import torch
 
 from paceline.config.errors import PacelineError
 from paceline.speed.way import Way
+from paceline.world.installed import has_triton
 
 Level = Literal["auto", 0, 1, 2, 3, 4]
 PrecisionName = Literal["fp16", "fp16-master", "fp16-pure", "fp64"]
@@ -97,7 +97,7 @@ def capabilities(device: torch.device) -> Capabilities:
             bf16=bf16,
             tf32=version >= (8, 0),
             fp16=version >= (5, 3),
-            compiler=importlib.util.find_spec("triton") is not None,
+            compiler=has_triton(),
         )
     backends: Any = torch.backends
     return Capabilities(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -27,6 +26,7 @@ from paceline.train.feed import Feed
 from paceline.train.recorded import RecordedGrains, counters
 from paceline.train.shapes import costly_shapes
 from paceline.train.task import Task, overrides
+from paceline.world.installed import has_triton
 
 MEASURED_SHAPES = 2
 """Grains of so many shapes are trained on to compare ways: those that an epoch spends most time on."""
@@ -186,7 +186,7 @@ def why_no_kernels(task: Task, config: TrainConfig, capabilities: precision.Capa
         return "no kernels: this task has none of its own"
     if capabilities.device != "cuda":
         return f"no kernels: {capabilities.name} is no GPU"
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return "no kernels: Triton is not installed (`pip install triton`)"
     if config.precision is not None:
         return f"no kernels: they compute in bf16, not as --precision {config.precision}"

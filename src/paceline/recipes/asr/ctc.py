@@ -6,13 +6,13 @@ networks".
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from paceline.world.installed import has_triton
 
 Lengths = Sequence[int] | Tensor
 
@@ -43,7 +43,7 @@ def ctc_loss_sum(log_probs: Tensor, targets: Tensor, input_lengths: Lengths, tar
 
 def is_by_kernel(log_probs: Tensor) -> bool:
     """Whether their loss is computed by our kernel; not in float64, where torch's has more digits."""
-    return log_probs.is_cuda and log_probs.dtype != torch.float64 and _has_triton()
+    return log_probs.is_cuda and log_probs.dtype != torch.float64 and has_triton()
 
 
 def _by_torch(log_probs: Tensor, targets: Tensor, frames: list[int], labels: list[int]) -> Tensor:
@@ -79,8 +79,3 @@ def _on_device(lengths: Lengths, device: torch.device) -> Tensor:
     if lengths.device != device:
         lengths = lengths.pin_memory().to(device, non_blocking=True)
     return lengths
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
