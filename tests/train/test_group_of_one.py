@@ -71,3 +71,10 @@ def test_a_group_of_one_changes_nothing(tmp_path: Path, device: DeviceChoice, wa
     if device == "cpu" and way != "int8":
         assert found == expected
     assert found == pytest.approx(expected, rel=0.02 if way == "int8" else 1e-5)
+
+
+def test_what_a_group_of_one_does_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses(tmp_path / "group", "cpu", *WAYS["param"])
+    said = capsys.readouterr().out
+    assert "weights averaged every 4 steps" in said
+    assert "no effect" not in said

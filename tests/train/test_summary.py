@@ -114,6 +114,7 @@ def test_the_size_of_data(data: DataFacts, line: str) -> None:
         ({"bins": 4}, {}, "`bins` has no effect unless the order is laplace or bucket"),
         ({"loss_scale": 128.0}, {}, "`loss_scale` has no effect without fp16"),
         ({"init_from": Path("other")}, {"resumed": "after step 3"}, "`init_from` has no effect on a resumed run"),
+        ({"reduce": "param", "sync_step": 4}, {}, "`reduce` has no effect on one rank"),
         ({"keep_last": 5}, {"folder": None}, "`keep_last` has no effect without a run folder"),
         ({"loggers": ("tensorboard",)}, {"folder": None}, "the logger tensorboard has no effect without a run folder"),
     ],
@@ -132,6 +133,8 @@ def test_a_setting_without_effect_is_said(config: dict[str, Any], changes: dict[
         ({"schedule": "polynomial", "power": 2.0, "min_lr": 1e-5, "hold_steps": 3}, {}),
         ({"precision": "fp16", "loss_scale": 128.0}, {}),
         ({"init_from": Path("other"), "patience": 3}, {}),
+        ({"reduce": "param", "sync_step": 4, "wire": "int8"}, {"has_group": True}),
+        ({"shard": "full", "checkpoint_form": "sharded"}, {"has_group": True}),
     ],
 )
 def test_what_has_an_effect_is_not_complained_about(config: dict[str, Any], changes: dict[str, Any]) -> None:

@@ -73,6 +73,12 @@ class Facts:
     folder: Path | None = None
     resumed: str | None = None
     """Step and checkpoint."""
+    has_group: bool = False
+    """One rank with a process group of its own: it reduces as several do."""
+
+    @property
+    def reduces(self) -> bool:
+        return self.has_group or self.world.size > 1
 
 
 def rows(facts: Facts) -> Rows:
@@ -88,7 +94,7 @@ def rows(facts: Facts) -> Rows:
         ("batch", batch_line(config, facts.grains, facts.world.size)),
         ("data" if facts.stage is None else f"data of {facts.stage}", data_line(facts.data)),
     ]
-    if facts.world.size > 1:
+    if facts.reduces:
         found.append(("reduction", _reduction(config, facts.world.size)))
     if facts.validation:
         sets = ", ".join(f"{name} {_samples(size)}" for name, size in facts.validation.items())
@@ -140,7 +146,7 @@ def _ranks(world: World, seats: list[Seat]) -> Rows:
 
 def _reduction(config: TrainConfig, ranks: int) -> str:
     wire = "" if config.wire == "full" else f", {config.wire} on the wire"
-    if config.shard == "full" and ranks > 1:
+    if config.shard == "full":
         return "gradients summed at every step, weights, gradients and optimizer state sharded"
     if config.reduce == "grad":
         return f"gradients summed at every step{wire}"
@@ -309,7 +315,7 @@ _IDLE: list[tuple[str, tuple[str, ...], _Test]] = [
         ("profile_ranks",),
         lambda facts: facts.config.profile == "no" and not facts.config.profile_memory,
     ),
-    ("on one rank", ("reduce", "wire", "shard", "checkpoint_form"), lambda facts: facts.world.size == 1),
+    ("on one rank", ("reduce", "wire", "shard", "checkpoint_form"), lambda facts: not facts.reduces),
     ("without fp16", ("loss_scale",), lambda facts: not facts.precision.scaled),
     ("on a resumed run", ("init_from",), lambda facts: facts.resumed is not None),
     ("unless a run is resumed", ("regrain", "allow_change"), lambda facts: facts.resumed is None),

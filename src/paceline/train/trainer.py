@@ -404,6 +404,7 @@ class Trainer:
             stage=self._stage_name,
             folder=self.config.out,
             resumed=self._resumed,
+            has_group=self.link.has_group,
         )
         self.progress.table(summary.rows(facts))
         for line in [*filter(None, [self._arithmetic]), *self.engine.precision.notes, *summary.idle(facts)]:
