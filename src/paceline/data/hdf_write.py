@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from paceline.config.disk import sync
 from paceline.config.paths import CannotWrite
 from paceline.data.hdf_errors import PackedUnreadable
 from paceline.data.hdf_layout import OURS, VERSION, Layout, index_arrays, index_digest
@@ -70,7 +71,7 @@ def write_file(path: Path, layout: Layout, content: Content, pieces: Callable[[]
         wanted = _fill(unfinished, content, offsets, pieces())
         _seal(unfinished, content, wanted, offsets)
         unfinished.replace(path)
-        _sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise CannotWrite(path, error) from error
     finally:
@@ -88,9 +89,9 @@ def write_shards(path: Path, files: Sequence[tuple[str, int]], pack: str) -> Non
         with h5py.File(unfinished, "w") as file:
             ours = file.create_group(OURS)
             ours.attrs["about"], ours.attrs["digest"] = about, index_digest(about, [])
-        _sync(unfinished)
+        sync(unfinished)
         unfinished.replace(path)
-        _sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise CannotWrite(path, error) from error
     finally:
@@ -219,7 +220,7 @@ def _seal(path: Path, content: Content, wanted: Mapping[str, int], offsets: Mapp
             streams.append((starts, blocks, digests))
         arrays = index_arrays(streams, content.tags, content.columns)
         ours.attrs["digest"] = index_digest(str(ours.attrs["about"]), arrays)
-    _sync(path)
+    sync(path)
 
 
 def _for_returnn(file: Any, content: Content) -> None:
@@ -263,15 +264,3 @@ def _step_bytes(spec: StreamSpec) -> int:
 
 def _starts(strings: Strings) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(strings.lengths)])
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    _sync(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -13,6 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 
 from paceline.config.errors import PacelineError
+from paceline.world.parent import end_with_parent
 
 Make = Callable[[int], None]
 """Makes the piece of this number, and leaves it where it belongs."""
@@ -65,9 +65,7 @@ def _begin() -> None:
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        parent_death_signal = 1
-        ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL, 0, 0, 0)
+    end_with_parent(signal.SIGKILL)
 
 
 def _one(number: int) -> int:

@@ -8,7 +8,6 @@ and reads it.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline.config.disk import sync
 from paceline.config.errors import PacelineError
 from paceline.train.restore import (
     DIGESTS,
@@ -105,7 +105,7 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _sync_folder(folder.parent)
+            sync(folder.parent)
             if rank == 0:
                 _clean(folder)
         except OSError as error:
@@ -177,11 +177,11 @@ class Checkpointer:
                 return
             entries |= self._collect(aside, final)
             write_file(aside / DIGESTS, json.dumps(entries, indent=1).encode())
-            _sync_folder(aside)
+            sync(aside)
             if final.exists():
                 final.rename(self.folder / (REPLACED + final.name))
             aside.rename(final)
-            _sync_folder(self.folder)
+            sync(self.folder)
         except OSError as error:
             if self._rank == 0:  # the others' pieces are not this rank's to remove
                 shutil.rmtree(aside, ignore_errors=True)  # the space it holds is what the next attempt needs
@@ -195,7 +195,7 @@ class Checkpointer:
         """Tell the first rank that the files are on disk, by one that is whole or not there."""
         unnamed = aside / f".{_handed_in(self._rank)}"
         write_file(unnamed, json.dumps(entries).encode())
-        _sync_folder(aside)
+        sync(aside)
         unnamed.rename(aside / _handed_in(self._rank))
 
     def _collect(self, aside: Path, final: Path) -> dict[str, Any]:
@@ -252,12 +252,3 @@ def _unused(path: Path) -> Path:
     while candidate.exists():
         number, candidate = number + 1, path.with_name(f"{path.name}-{number}")
     return candidate
-
-
-def _sync_folder(path: Path) -> None:
-    """Have a folder's entries on disk, which syncing the files in it does not ensure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

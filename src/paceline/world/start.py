@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
-import sys
 from collections import Counter
 from collections.abc import MutableMapping
 from datetime import timedelta
@@ -21,6 +19,7 @@ from paceline.world.failure import remember_meeting
 from paceline.world.interfaces import find_interface
 from paceline.world.link import Link
 from paceline.world.meeting import HashStore, PrefixStore, Store, meet
+from paceline.world.parent import end_with_parent
 from paceline.world.preflight import Present, roll_call
 from paceline.world.resources import DeviceChoice, MoreRanksThanDevices, device_name, threads_per_rank
 from paceline.world.trail import trail
@@ -48,7 +47,7 @@ def start(
     trail.reset()
     stacks.send_to(None)
     if world.launcher == "procs":
-        _leave_with_the_launcher()
+        end_with_parent(signal.SIGTERM)  # the ranks then save and leave, too
     chosen = _choose_device(world, device, share_devices)
     mine = _introduce(world, chosen)
     if world.size == 1:
@@ -90,13 +89,6 @@ def _join_alone(backend: str, timeout_s: float) -> Store:
     store = HashStore()
     dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=timeout_s))
     return store
-
-
-def _leave_with_the_launcher() -> None:
-    """Ask Linux for SIGTERM when the launcher dies, even of SIGKILL: the ranks then save and leave, too."""
-    if sys.platform == "linux":
-        death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(death_signal, signal.SIGTERM, 0, 0, 0)
 
 
 def _choose_device(world: World, asked: DeviceChoice, share_devices: bool) -> torch.device:
