@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import select
 import signal
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +20,7 @@ from paceline.config.settings import TrainConfig
 from paceline.train import tune_trial
 from paceline.train.contract import LossContract, OutOfMemory
 from paceline.train.tune import Failure, Speed
-from paceline.train.tune_process import SPEED, Spec, judge, kind_of, run_trial, write_end
+from paceline.train.tune_process import POLL_S, SPEED, Spec, judge, kind_of, run_trial, started, write_end
 from paceline.train.tune_race import FilePace, race
 from paceline.train.tune_space import Facts
 from paceline.train.tune_trial import LEAST_PARTS, NUM_PARTS, Part, is_settled, join, steps_per_part, trial
@@ -256,3 +259,37 @@ def test_a_process_that_ends_badly_is_survived(tmp_path: Path, program: str, kin
     assert words in outcome.what
     assert facts is None
     assert ticks
+
+
+DEAF_RANK = """
+import pathlib, subprocess, sys, time
+ready = pathlib.Path(sys.argv[1]) / "ready"
+deaf = "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+deaf += "; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
+rank = subprocess.Popen([sys.executable, "-c", deaf, str(ready)])
+ready.with_name("pid").write_text(str(rank.pid))
+while not ready.exists():
+    time.sleep(0.01)
+time.sleep(END)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="waits for a process that is not its own child")
+@pytest.mark.parametrize("leader", ["ends by itself", "is told to"])
+def test_a_rank_that_does_not_listen_ends_with_its_trial(tmp_path: Path, leader: str) -> None:
+    program = DEAF_RANK.replace("END", "0" if leader == "ends by itself" else "600")
+    is_ready = tmp_path / "trial" / "ready"
+    with started([sys.executable, "-c", program], tmp_path / "trial", SPEC) as process:
+        while not is_ready.exists() and process.poll() is None:
+            time.sleep(POLL_S)
+        if leader == "ends by itself":
+            process.wait(60)
+    try:
+        rank = os.pidfd_open(int((tmp_path / "trial" / "pid").read_text()))
+    except ProcessLookupError:
+        return  # gone and forgotten
+    ended, _, _ = select.select([rank], [], [], 20.0)
+    if not ended:
+        signal.pidfd_send_signal(rank, signal.SIGKILL)
+    os.close(rank)
+    assert ended, "it outlived its trial"

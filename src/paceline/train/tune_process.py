@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,14 +146,14 @@ def started(command: Sequence[str], folder: Path, spec: Spec) -> Iterator[subpro
 
 def end(process: subprocess.Popen[bytes]) -> None:
     """End a trial and all that it started: first asked, then killed."""
-    if process.poll() is not None:
-        return
-    process.terminate()  # a launcher passes it on to its ranks
-    try:
-        process.wait(LEAVE_S + 2.0)
-    except subprocess.TimeoutExpired:
+    if process.poll() is None:
+        process.terminate()  # a launcher passes it on to its ranks
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(LEAVE_S + 2.0)
+    # Also where the first process is gone: a rank that did not listen may be left, with its memory.
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
 
 
 def judge(folder: Path, code: int, procs: int) -> Speed | Failure:
