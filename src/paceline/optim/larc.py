@@ -185,3 +185,9 @@ def rule_of(settings: OptimSettings) -> Rule | None:
         zero=settings.larc_zero,
         exclude_vectors=excludes,
     )
+
+
+def attach(optimizer: torch.optim.Optimizer, settings: OptimSettings) -> Larc | None:
+    """What the settings ask for, around an optimizer; None where gradients stay as they are."""
+    rule = rule_of(settings)
+    return None if rule is None else Larc(optimizer, rule)

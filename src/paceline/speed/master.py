@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
+from paceline.speed.precision import Precision
+
 
 class Masters:
     """fp32 masters of a model's fp16 weights.
@@ -94,6 +96,17 @@ class Masters:
         self._model.float()
 
 
+def cast(model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision) -> Masters | None:
+    """Turn a model's weights to the dtype that a precision says; the masters, where it has some."""
+    if precision.master:
+        return Masters(model, optimizer)
+    if precision.weights is torch.float16:
+        to_half(model)
+    elif precision.weights is torch.float64:
+        model.double()
+    return None
+
+
 def to_half(model: nn.Module) -> None:
     """Turn everything that floats to fp16, batch norm too."""
     model.half()
@@ -102,10 +115,10 @@ def to_half(model: nn.Module) -> None:
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> RemovableHandle:
     """Let the model take its floating inputs in any dtype: they are cast to `dtype`, wherever nested."""
 
-    def cast(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def cast_them(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return _cast(args, dtype), _cast(kwargs, dtype)
 
-    return model.register_forward_pre_hook(cast, with_kwargs=True)
+    return model.register_forward_pre_hook(cast_them, with_kwargs=True)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

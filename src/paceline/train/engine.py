@@ -23,6 +23,7 @@ from paceline.observe.clock import Clock
 from paceline.optim.build import zero_first_momentum
 from paceline.optim.clip import ClipNorm
 from paceline.optim.ema import WeightAverage
+from paceline.optim.plain_step import plain_step
 from paceline.parallel.sharding import Shards, called_whole
 from paceline.parallel.statistics import RunningStatistics
 from paceline.parallel.strategy import Tally
@@ -106,7 +107,9 @@ class Engine:
         # Shards are pieces of one model already.
         for tensor in [*([] if self.shards is not None else model.parameters()), *model.buffers()]:
             self.link.broadcast(tensor.data)
-        self._cast(model, optimizer)
+        self.masters = master.cast(model, optimizer, self.precision)
+        if self.precision.weights is not torch.float32 and self._input_cast is None:
+            self._input_cast = master.cast_inputs(model, self.precision.weights)
         if self.precision.compile:
             compile_in_place(model, self.config.compile_mode)
         self.shards = reduction.shard_model(model, optimizer, self.config, self.link)
@@ -142,16 +145,6 @@ class Engine:
         if self.masters is not None:
             self.masters.release()
             self.masters = None
-
-    def _cast(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if self.precision.master:
-            self.masters = master.Masters(model, optimizer)
-        elif self.precision.weights is torch.float16:
-            master.to_half(model)
-        elif self.precision.weights is torch.float64:
-            model.double()
-        if self.precision.weights is not torch.float32 and self._input_cast is None:
-            self._input_cast = master.cast_inputs(model, self.precision.weights)
 
     def named_weights(self) -> dict[str, torch.Tensor]:
         """The weights by name, as the optimizer has them: fp32 masters or this rank's shards, where there are some."""
@@ -337,12 +330,12 @@ class Engine:
         if self._skips_on_device:
             self.optimizer.grad_scale = None  # type: ignore[attr-defined]
             self.optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
-            self.optimizer.step()
+            plain_step(self.optimizer)
             self.skips.note_on_device(self._found_inf)
         else:
             is_skipped = bool(self._found_inf.item())
             if not is_skipped:
-                self.optimizer.step()
+                plain_step(self.optimizer)
             self.skips.note(is_skipped, self.num_steps)
         if self.precision.scaled:
             self.scale.update(self._found_inf)

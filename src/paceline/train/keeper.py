@@ -45,8 +45,7 @@ class Keeper:
         self._run = Run(config.out) if config.out is not None else None
         self._writer: Checkpointer | None = None
         self._saved: dict[str, Any] | None = None
-        self.choice: dict[str, Any] | None = None
-        """What `-O4` has chosen: a resumed run takes the same."""
+        self._choice: dict[str, Any] | None = None
         stored = self._check()
         is_own = stored is not None and self._run is not None and (self._run.folder / MARK).exists()
         self._starts: list[dict[str, Any]] = list(stored.get("starts", [])) if stored is not None and is_own else []
@@ -88,6 +87,12 @@ class Keeper:
                 timeout_s=self._config.timeout_s,
             )
 
+    def keep_choice(self, choice: dict[str, Any] | None) -> None:
+        """What `-O4` has chosen: a resumed run takes the same. Written at once, for whoever looks at the run."""
+        if choice != self._choice:
+            self._choice = choice
+            self._write("running")
+
     def save(self, engine: Engine, position: Position, task: Task, score: float | None) -> None:
         """Everything, unless this very moment has been saved already. All ranks must call it."""
         moment = position.state()
@@ -112,7 +117,7 @@ class Keeper:
                 "precision": engine.precision.name,
                 "world_size": self._link.world.size,
                 "about": task.about(),
-                "choice": self.choice,
+                "choice": self._choice,
             }
             if self._in_pieces:
                 self._writer.wait()
@@ -189,6 +194,6 @@ class Keeper:
         if self._run is not None and self._link.is_first:
             settings = self._config.model_dump(mode="json")
             record = {"status": status, "grains": self.grains, "task": self._task, "settings": settings}
-            if self.choice is not None:
-                record["choice"] = self.choice
+            if self._choice is not None:
+                record["choice"] = self._choice
             self._run.write({**record, "starts": self._starts})

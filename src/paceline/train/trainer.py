@@ -21,6 +21,7 @@ from paceline.train.engine import Engine
 from paceline.train.fastest import Fastest
 from paceline.train.feed import Feed, NothingRead
 from paceline.train.fingerprint import DataChanged
+from paceline.train.horizon import schedule_steps
 from paceline.train.keeper import Keeper
 from paceline.train.logbook import Logbook
 from paceline.train.meter import Meter, make_clock
@@ -113,7 +114,7 @@ class Trainer:
             return "early" if self._lost_patience() else "finished"
         position.is_complete = False  # or it goes on: a finished run was given more epochs, steps or patience
         self._make_fast(feed)
-        self.engine.schedule = self._schedule(feed, epochs)
+        self.engine.schedule = self._schedule(feed)
         self._introduce(feed)
         self.clock.lap("setup")
         status = "finished"
@@ -138,7 +139,7 @@ class Trainer:
         """With `-O4`: find out what is fastest here, if that is not known, and set it up for a stage."""
         if self.fastest is not None:
             self.fastest.begin_stage(feed, self._prepare)
-            self.keeper.choice = None if self.fastest.choice is None else self.fastest.choice.record()
+            self.keeper.keep_choice(None if self.fastest.choice is None else self.fastest.choice.record())
 
     def _train_epoch(self, feed: Feed) -> str:
         position, engine, config, clock = self.position, self.engine, self.config, self.clock
@@ -296,8 +297,7 @@ class Trainer:
         if self.fastest is not None:
             self.fastest.accelerate(model)
         optimizer = self.task.optimizer(build.groups(model, self.config), self.config, self.link.device)
-        rule = larc.rule_of(self.config)
-        self.larc = None if rule is None else larc.Larc(optimizer, rule)
+        self.larc = larc.attach(optimizer, self.config)
         self.engine.prepare(model, optimizer)
 
     def _resume(self, found: restore.Checkpoint) -> None:
@@ -353,28 +353,13 @@ class Trainer:
             self.progress.say(f"the batch of {config.max_samples} is larger than the data: one step of {len(data)}")
         return feed
 
-    def _schedule(self, feed: Feed, epochs: int | None) -> Callable[[int], float]:
-        """The learning rate by step. Where epochs differ in length (batches by cost), the first one stands for all."""
-        steps = self._num_steps(feed, epochs)
-        is_one_for_all = not any(stage.restart_schedule for stage in self.stages)
-        if steps is not None and len(self.stages) > 1 and is_one_for_all and self.config.schedule != "constant":
-            others = [
-                self._num_steps(self._feed(number, stage), stage.epochs or self.config.epochs)
-                for number, stage in enumerate(self.stages)
-                if number != self._began_stage
-            ]
-            steps = None if None in others else steps + sum(other for other in others if other is not None)
-        self._schedule_steps = steps
+    def _schedule(self, feed: Feed) -> Callable[[int], float]:
+        """The learning rate by step."""
+        self._schedule_steps = schedule_steps(self.config, self.stages, self._began_stage, feed, self._feed)
         looks = not self.validation.is_empty and (self.config.val_every_steps or self.config.val_every_epochs)
-        rate = schedule.build(self.config, steps, self.position.scores if looks else None)
+        rate = schedule.build(self.config, self._schedule_steps, self.position.scores if looks else None)
         began = self.position.schedule_began
         return lambda step: rate(step - began)
-
-    def _num_steps(self, feed: Feed, epochs: int | None) -> int | None:
-        """Steps of a stage, None if nobody knows."""
-        per_epoch = None if epochs is None else feed.num_steps(0)
-        ends = [self.config.steps, per_epoch and epochs and per_epoch * epochs]
-        return min((end for end in ends if end is not None), default=None)
 
     def _info(self) -> RunInfo:
         settings = self.config.model_dump(mode="json")

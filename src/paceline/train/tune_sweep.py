@@ -63,7 +63,7 @@ class _Sweep(Trainer):
         """Told to all ranks with the next step's reduction."""
         self.engine.wants_stop = True
 
-    def _schedule(self, feed: Feed, epochs: int | None) -> Callable[[int], float]:
+    def _schedule(self, feed: Feed) -> Callable[[int], float]:
         self._schedule_steps = self._num_rates
         return lambda step: rate_at(step, self._num_rates, self._first_rate, self._last_rate)
 
