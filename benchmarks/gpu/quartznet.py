@@ -223,7 +223,10 @@ class Ours:
         self.config = TrainConfig(global_batch=size, optimizer="adamw", lr=1e-3, steps=1000)
 
     def round(self, way: Way) -> Callable[[], None]:
-        return contest._prepared(way, self.task, self.config, self.link, self.task.model(), [self.grain])
+        return contest.Round(way, self.ring())
+
+    def ring(self) -> contest.Ring:
+        return contest.Ring(self.task, self.config, self.link, self.task.model(), [self.grain])
 
 
 def measure(name: str, network: NetworkSettings, batch: dict[str, Tensor], profile: bool) -> tuple[float, str]:
@@ -242,8 +245,8 @@ def fastest(ours: Ours, network: NetworkSettings, profile: bool) -> tuple[float,
     """As a run at `-O4` chooses; the winner timed once more, as all others are, without what the losers held."""
     has_kernels = not fused.obstacles(Encoder(network))
     ways = candidates([0, 1, 2, 3], has_kernels=has_kernels, can_graph=True)
-    known: dict[str, Any] = {"task": ours.task, "config": ours.config, "link": ours.link, "grains": [ours.grain]}
-    choice = choose(ways, partial(contest.step_seconds, model=ours.task.model(), **known))
+    ring = ours.ring()
+    choice = choose(ways, partial(contest.step_seconds, ring=ring), partial(contest.in_turns, ring=ring))
     print("\n".join([choice.line("measured"), *choice.notes]), file=sys.stderr, flush=True)
     clean()
     torch.cuda.reset_peak_memory_stats()

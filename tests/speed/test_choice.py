@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from paceline.speed.choice import CannotRun, Choice, NothingRuns, Shelf, cache_folder, choose
+from paceline.speed.choice import CannotRun, Choice, NothingRuns, Shelf, cache_folder, change, choose, finalists
 from paceline.speed.way import Way, candidates
 
 ALL = candidates([0, 1, 2, 3], has_kernels=True, can_graph=True)
 
 
-def clock(seconds: dict[str, float], asked: list[str] | None = None) -> object:
+def clocks(
+    seconds: dict[str, float], later: dict[str, float] | None = None, asked: list[str] | None = None
+) -> tuple[Any, Any]:
+    """What is measured of each way one after the other, and what in turns (the same, unless said otherwise)."""
+
     def measure(way: Way, limit_s: float) -> float:
         if asked is not None:
             asked.append(way.name)
@@ -21,7 +28,10 @@ def clock(seconds: dict[str, float], asked: list[str] | None = None) -> object:
             raise CannotRun("no such thing")
         return seconds[way.name]
 
-    return measure
+    def in_turns(ways: Sequence[Way]) -> dict[Way, float]:
+        return {way: (seconds | (later or {}))[way.name] for way in ways}
+
+    return measure, in_turns
 
 
 def test_candidates() -> None:
@@ -42,29 +52,92 @@ def test_candidates() -> None:
 @pytest.mark.parametrize("best", [way.name for way in ALL])
 def test_never_slower_than_any_other(best: str) -> None:
     seconds = {way.name: 1.0 + number / 10 for number, way in enumerate(ALL)} | {best: 0.5}
-    choice = choose(ALL, clock(seconds))  # type: ignore[arg-type]
+    choice = choose(ALL, *clocks(seconds))
     assert choice.way.name == best
     assert next(iter(choice.step_ms)) == best
     assert min(choice.step_ms.values()) == choice.step_ms[best] == 500.0
 
 
 def test_what_cannot_run_is_said_and_left() -> None:
-    choice = choose(ALL, clock({"-O2": 2.0, "-O0": 1.0}))  # type: ignore[arg-type]
+    choice = choose(ALL, *clocks({"-O2": 2.0, "-O0": 1.0}))
     assert choice.way == Way(0)
     assert "-O2 + kernels cannot run here: no such thing" in choice.notes
     with pytest.raises(NothingRuns, match="-O2 \\+ kernels: no such thing") as caught:
-        choose(ALL, clock({}))  # type: ignore[arg-type]
+        choose(ALL, *clocks({}))
     assert "-O0" in caught.value.hint
+
+
+def test_a_mistake_of_the_task_is_said_as_it_is() -> None:
+    """Every way runs into it; what the plainest says is not about kernels, graphs or compiling."""
+
+    def measure(way: Way, limit_s: float) -> float:
+        raise CannotRun("it is wrong") from ValueError(f"wrong in {way.name}")
+
+    with pytest.raises(ValueError, match="wrong in -O0"):
+        choose(ALL, measure, lambda ways: {})
+
+
+def test_of_a_way_that_failed_only_the_reason_is_kept() -> None:
+    class Model:
+        pass
+
+    held: list[weakref.ref[Model]] = []
+
+    def measure(way: Way, limit_s: float) -> float:
+        assert not any(each() for each in held)
+        model = Model()
+        held.append(weakref.ref(model))
+        try:
+            raise MemoryError
+        except MemoryError as error:
+            raise CannotRun("out of memory") from error
+
+    with pytest.raises(MemoryError):
+        choose(ALL, measure, lambda ways: {})
+    assert len(held) == len(ALL)
+
+
+def test_what_the_machine_did_meanwhile_does_not_decide() -> None:
+    """-O0 was disturbed while it was measured, and is the second therefore; in turns it is the fastest."""
+    choice = choose([Way(2), Way(1), Way(0)], *clocks({"-O2": 1.0, "-O1": 3.0, "-O0": 1.9}, {"-O2": 1.5, "-O0": 1.2}))
+    assert choice.way == Way(0)
+    assert list(choice.step_ms) == ["-O0", "-O2", "-O1"]
+    # And one that looked fast while all others were disturbed: what was measured in turns is compared with its like.
+    slowed = choose([Way(2), Way(1), Way(0)], *clocks({"-O2": 1.0, "-O1": 1.3, "-O0": 1.1}, {"-O2": 2.0, "-O0": 1.8}))
+    assert slowed.way == Way(0)
+
+
+def test_of_equals_the_one_that_changes_least() -> None:
+    assert sorted(ALL, key=change)[:3] == [Way(0), Way(1), Way(2)]
+    assert choose(ALL, *clocks({way.name: 1.0 + 0.001 * number for number, way in enumerate(ALL)})).way == Way(0)
+    near = {"-O2 + kernels + graphs": 1.0, "-O2 + graphs": 1.029, "-O0": 1.031}
+    assert choose(ALL, *clocks(near)).way == Way(2, graphs=True)
+
+
+def test_who_is_timed_again() -> None:
+    seconds = {Way(3): 1.0, Way(2): 1.19, Way(1): 1.1, Way(0): 1.21}
+    assert finalists(seconds) == [Way(3), Way(1), Way(2)]
+    assert finalists({Way(2): 1.0, Way(1): 1.9, Way(0): 1.95}) == [Way(2), Way(1)]
+    assert finalists({Way(2): 1.0, Way(0): 2.1}) == [Way(2)]
+
+
+def test_without_room_for_all_at_once_the_first_times_stand() -> None:
+    def in_turns(ways: Sequence[Way]) -> dict[Way, float]:
+        raise CannotRun("out of memory")
+
+    choice = choose([Way(2), Way(0)], clocks({"-O2": 1.0, "-O0": 1.1})[0], in_turns)
+    assert choice.way == Way(2)
+    assert choice.notes == ("-O2, -O0 were timed one after the other only: out of memory",)
 
 
 def test_compiling_is_not_tried_where_it_cannot_win() -> None:
     asked: list[str] = []
     seconds = {way.name: 10.0 for way in ALL} | {"-O2 + kernels + graphs": 1.0}
-    choice = choose(ALL, clock(seconds, asked))  # type: ignore[arg-type]
+    choice = choose(ALL, *clocks(seconds, asked=asked))
     assert not any("-O3" in name for name in asked)
     assert any(note.startswith("-O3 was not tried") for note in choice.notes)
     asked.clear()
-    choose(ALL, clock(seconds | {"-O2": 3.0}, asked))  # type: ignore[arg-type]
+    choose(ALL, *clocks(seconds | {"-O2": 3.0}, asked=asked))
     assert "-O3" in asked
 
 
@@ -75,7 +148,7 @@ def test_a_measurement_may_stop_at_twice_the_best() -> None:
         limits[way.name] = limit_s
         return {"-O2 + kernels + graphs": 3.0, "-O2 + kernels": 1.0}.get(way.name, 2.0)
 
-    choose(ALL, measure)
+    choose(ALL, measure, lambda ways: dict.fromkeys(ways, 1.0))
     assert limits["-O2 + kernels + graphs"] == float("inf")
     assert limits["-O2 + kernels"] == 6.0
     assert limits["-O0"] == 2.0

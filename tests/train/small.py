@@ -6,6 +6,7 @@ No randomness, one grain, samples in their order: step k of an epoch is samples 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.data import TensorDataset
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.observe.journal import read
+from paceline.speed.precision import Capabilities
 from paceline.train.task import Task
 from paceline.train.trainer import Trainer
 from paceline.world.discover import World
@@ -24,6 +26,8 @@ from paceline.world.start import start
 
 NUM_SAMPLES, FEATURES, BATCH, STEPS_PER_EPOCH = 20, 4, 8, 3  # the last batch of an epoch has 4
 LR = 0.05
+CPU = Capabilities("cpu", "this CPU", bf16=True, tf32=False, fp16=True, compiler=False)
+OLD_CPU = replace(CPU, name="an old CPU", bf16=False)
 
 
 def points(num_samples: int, seed: int) -> TensorDataset:
@@ -70,6 +74,11 @@ class SmallTask(Task):
     def metrics(self, model: nn.Module, grain: Grain) -> Mapping[str, Any]:
         total, count = self.loss(model, grain)
         return {"loss": (total, count), "far": (total > count, 1)}
+
+
+class Recordable(SmallTask):
+    def recordable(self, grain: Grain) -> Any:
+        return grain.data
 
 
 class ScoredTask(SmallTask):

@@ -1,6 +1,6 @@
 """Which way of computing is the fastest here: measured once, kept for the machine and with the run.
 
-`choose` decides and is pure but for what `measure` does; `Shelf` keeps what was found in a folder.
+`choose` decides and is pure but for what measuring does; `Shelf` keeps what was found in a folder.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,11 @@ from paceline.config.errors import PacelineError
 from paceline.speed.way import Way
 
 HOPELESS = 2.0
-"""A way that is so many times slower than the best is not timed further than its first warm step."""
+"""A way that is so many times slower than the best in each of its first rounds is not timed further."""
+NEAR = 1.2
+"""Ways within this factor of the best are timed again, in turns."""
+TIE = 1.03
+"""Ways within this factor of the fastest count as equally fast: less than that is noise."""
 MOST_BY_COMPILING = 4.0
 """Where -O2 alone is so many times slower than the best, compiling it, which takes minutes, is not tried."""
 
@@ -43,7 +48,7 @@ class Choice:
 
     way: Way
     step_ms: Mapping[str, float] = field(default_factory=dict)
-    """By the name of the way, fastest first."""
+    """By the name of the way: those timed in turns first, the fastest of them in front."""
     notes: tuple[str, ...] = ()
     """What could not run or was not tried, and why."""
 
@@ -65,28 +70,76 @@ class Choice:
         return f"-O4 is {self.way.name}: {'; '.join([found, *([', '.join(others)] if others else [])])}"
 
 
-def choose(ways: Sequence[Way], measure: Callable[[Way, float], float]) -> Choice:
-    """The fastest of `ways`. `measure(way, limit_s)` gives seconds per step, or raises `CannotRun`; it may stop early
-    and return what it has once a step takes longer than `limit_s`."""
+def choose(
+    ways: Sequence[Way],
+    measure: Callable[[Way, float], float],
+    in_turns: Callable[[Sequence[Way]], Mapping[Way, float]],
+) -> Choice:
+    """The fastest of `ways`; of those that are as fast, the one that changes least.
+
+    `measure(way, limit_s)` gives seconds per step, or raises `CannotRun`; it may stop early and return what it has once
+    steps take longer than `limit_s`. What else the machine does while a way is measured counts against that way alone:
+    so those that may still win are measured again by `in_turns`, which hits all alike, and only that decides.
+    """
     seconds: dict[Way, float] = {}
-    failures: dict[str, str] = {}
-    left_out: list[str] = []
+    failures: dict[Way, CannotRun] = {}
+    notes: list[str] = []
     for way in ways:
         best = min(seconds.values(), default=float("inf"))
         plain = seconds.get(Way(2))
         if way.is_compiled and plain is not None and plain > MOST_BY_COMPILING * best:
-            left_out.append(f"{way.name} was not tried: -O2 alone is {plain / best:.1f} times slower than the best")
+            notes.append(f"{way.name} was not tried: -O2 alone is {plain / best:.1f} times slower than the best")
             continue
         try:
             seconds[way] = measure(way, HOPELESS * best)
         except CannotRun as error:
-            failures[way.name] = str(error)
+            _let_go(error)
+            failures[way] = error
     if not seconds:
-        raise NothingRuns(failures)
-    ranked = sorted(seconds, key=lambda way: seconds[way])  # of equals the first, which is the likelier winner
-    times = {way.name: round(1e3 * seconds[way], 4) for way in ranked}
-    failed = [f"{name} cannot run here: {why}" for name, why in failures.items()]
-    return Choice(ranked[0], times, (*failed, *left_out))
+        raise _nothing_runs(failures)
+    last = finalists(seconds)
+    if len(last) > 1:
+        try:
+            seconds.update(in_turns(last))
+        except CannotRun as error:
+            _let_go(error)
+            notes.append(f"{', '.join(way.name for way in last)} were timed one after the other only: {error}")
+    last.sort(key=lambda way: seconds[way])
+    tied = [way for way in last if seconds[way] <= TIE * seconds[last[0]]]
+    others = sorted(seconds.keys() - set(last), key=lambda way: seconds[way])
+    times = {way.name: round(1e3 * seconds[way], 4) for way in [*last, *others]}
+    failed = [f"{way.name} cannot run here: {why}" for way, why in failures.items()]
+    return Choice(min(tied, key=change), times, (*failed, *notes))
+
+
+def finalists(seconds: Mapping[Way, float]) -> list[Way]:
+    """Those that may still turn out to be the fastest: near the best, and the second where it is not hopeless."""
+    ranked = sorted(seconds, key=lambda way: seconds[way])
+    best = seconds[ranked[0]]
+    return [
+        way
+        for place, way in enumerate(ranked)
+        if seconds[way] <= NEAR * best or (place == 1 and seconds[way] <= HOPELESS * best)
+    ]
+
+
+def change(way: Way) -> tuple[int, bool, bool]:
+    """How far a way is from `-O0`, for comparison: the level first, then kernels, which round otherwise than torch's;
+    a graph changes no number."""
+    return way.level, way.kernels, way.graphs
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Of what was being computed: a failure is kept, the model that it held is not."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _nothing_runs(failures: Mapping[Way, CannotRun]) -> BaseException:
+    """What is wrong with the task itself is best said by what the plainest way ran into."""
+    plainest = failures[min(failures, key=change)]
+    return plainest.__cause__ or NothingRuns({way.name: str(why) for way, why in failures.items()})
 
 
 class Shelf:

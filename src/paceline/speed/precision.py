@@ -10,7 +10,7 @@ import functools
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -173,6 +173,14 @@ def levels(precision: PrecisionName | None, capabilities: Capabilities) -> list[
             resolve(level, precision, capabilities)
             found.append(int(level))
     return found
+
+
+def distinct(levels: Iterable[int], precision: PrecisionName | None, capabilities: Capabilities) -> list[int]:
+    """Of levels that compute alike on this device, the lowest: a CPU has no TF32, so that its -O1 is its -O0."""
+    lowest: dict[Precision, int] = {}
+    for level in sorted(levels):
+        lowest.setdefault(replace(resolve_way(Way(level), precision, capabilities), notes=()), level)
+    return list(lowest.values())
 
 
 def _level(level: Level, precision: PrecisionName | None, capabilities: Capabilities, notes: list[str]) -> int:

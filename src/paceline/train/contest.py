@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 
-from paceline.config.errors import PacelineError
+from paceline.config.errors import first_line
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Batch, Grain
-from paceline.optim import build
+from paceline.optim import build, larc
 from paceline.speed import precision
 from paceline.speed.choice import CannotRun
 from paceline.speed.graphs import CudaRecorder, Graphs
@@ -28,9 +29,10 @@ from paceline.world.discover import World
 from paceline.world.link import Link
 
 WARM_ROUNDS = 2
+FEWEST_ROUNDS = 3
 ROUNDS = 7
 ENOUGH_S = 2.0
-"""No further round is begun after so many seconds of them."""
+"""No further round is begun after so many seconds of them, and the fewest."""
 
 
 def alone(link: Link) -> Link:
@@ -41,77 +43,114 @@ def alone(link: Link) -> Link:
     return Link(world, link.device, link.threads, link.hosts[link.world.rank : link.world.rank + 1])
 
 
-def step_seconds(
-    way: Way,
-    limit_s: float,
-    *,
-    task: Task,
-    config: TrainConfig,
-    link: Link,
-    model: torch.nn.Module,
-    grains: Sequence[Grain],
-) -> float:
-    """Seconds for one step on each of the grains, without their reading; `model` and the task's data stay as they are.
+@dataclass(frozen=True)
+class Ring:
+    """What every way is measured with. `model` and the task's data stay as they are."""
 
-    Once a warm round has taken more than `limit_s`, that is the answer. Raises `CannotRun` where the way does not work
-    here; what is wrong with the task itself comes out as it is.
+    task: Task
+    config: TrainConfig
+    link: Link
+    model: torch.nn.Module
+    grains: Sequence[Grain]
+
+
+class Round:
+    """One step on each of the grains, in one way, with a copy of the model."""
+
+    def __init__(self, way: Way, ring: Ring) -> None:
+        task, config, link = ring.task, ring.config, ring.link
+        model = copy.deepcopy(ring.model)
+        engine = self._engine = Engine(config, link=alone(link))
+        engine.settle(precision.resolve_way(way, config.precision, precision.capabilities(link.device)))
+        if way.kernels:
+            task.accelerate(model)
+        optimizer = task.optimizer(build.groups(model, config), config, link.device)
+        larc.attach(optimizer, config)
+        engine.prepare(model, optimizer)
+        loss = self._loss = partial(task.loss, model)
+        if way.graphs:
+            engine.recorded = RecordedGrains(Graphs(model, CudaRecorder(link.device)), task.recordable, engine.forward)
+            for grain in ring.grains:
+                if not engine.recorded.warm(loss, grain):
+                    raise CannotRun(f"no CUDA graph: {next(iter(engine.recorded.graphs.failures.values()))}")
+        self._batches = [
+            Batch(0, number, 1, len(grain), len(grain), [Grain(grain.data, 0, grain.samples)], own_count=len(grain))
+            for number, grain in enumerate(ring.grains)
+        ]
+
+    def __call__(self) -> None:
+        for batch in self._batches:
+            self._engine.step(self._loss, batch)
+
+    def seconds(self) -> float:
+        """Of one round. How fp32 is multiplied is a setting of the process, which another way may have changed."""
+        precision.apply(self._engine.precision)
+        _wait(self._engine.device)
+        began = time.perf_counter()
+        self()
+        _wait(self._engine.device)
+        return time.perf_counter() - began
+
+
+def step_seconds(way: Way, limit_s: float, *, ring: Ring) -> float:
+    """Seconds for one round, without the reading of its grains.
+
+    Once a few warm rounds have all taken more than `limit_s`, that is the answer. Raises `CannotRun` where the way does
+    not work here, from whatever it ran into.
     """
-    is_plain = way == Way(way.level) and not way.is_compiled
+    with _cannot_run(ring.link.device):
+        round_ = Round(way, ring)
+        for _ in range(WARM_ROUNDS):
+            round_()
+        return enough(round_.seconds, limit_s)
+
+
+def in_turns(ways: Sequence[Way], *, ring: Ring) -> dict[Way, float]:
+    """Seconds for one round of each, in turns: what else the machine does hits all alike.
+
+    Raises `CannotRun` where there is no room for copies of the model for all of them.
+    """
+    with _cannot_run(ring.link.device):
+        rounds = {way: Round(way, ring) for way in ways}
+        for round_ in rounds.values():
+            for _ in range(WARM_ROUNDS):
+                round_.seconds()
+        times: dict[Way, list[float]] = {way: [] for way in ways}
+
+        def turn() -> float:
+            spent = {way: rounds[way].seconds() for way in ways}
+            for way, seconds in spent.items():
+                times[way].append(seconds)
+            return sum(spent.values()) / len(ways)
+
+        enough(turn)
+        return {way: statistics.median(each) for way, each in times.items()}
+
+
+def enough(seconds: Callable[[], float], limit_s: float = float("inf")) -> float:
+    """The median of as many rounds as it takes: at least `FEWEST_ROUNDS`, so that a single disturbed one decides
+    nothing."""
+    times: list[float] = []
+    while len(times) < FEWEST_ROUNDS or (len(times) < ROUNDS and sum(times) < ENOUGH_S and min(times) <= limit_s):
+        times.append(seconds())
+    return statistics.median(times)
+
+
+@contextlib.contextmanager
+def _cannot_run(device: torch.device) -> Iterator[None]:
+    """Whatever a way runs into is no reason to end the run: another may do better. Nothing of it stays in memory."""
     try:
-        return _timed(_prepared(way, task, config, link, copy.deepcopy(model), grains), link.device, limit_s)
+        yield
+    except CannotRun:
+        raise
     except (torch.OutOfMemoryError, OutOfMemory) as error:
         raise CannotRun("out of memory") from error
-    except (PacelineError, CannotRun):
-        raise
     except Exception as error:
-        if is_plain:
-            raise
-        lines = str(error).strip().splitlines()
-        raise CannotRun(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__) from error
+        raise CannotRun(first_line(error)) from error
     finally:
         gc.collect()
-        if link.device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _prepared(
-    way: Way, task: Task, config: TrainConfig, link: Link, model: torch.nn.Module, grains: Sequence[Grain]
-) -> Callable[[], None]:
-    """What runs one round."""
-    engine = Engine(config, link=alone(link))
-    engine.settle(precision.resolve_way(way, config.precision, precision.capabilities(link.device)))
-    if way.kernels:
-        task.accelerate(model)
-    engine.prepare(model, task.optimizer(build.groups(model, config), config, link.device))
-    loss = partial(task.loss, model)
-    if way.graphs:
-        engine.recorded = RecordedGrains(Graphs(model, CudaRecorder(link.device)), task.recordable, engine.forward)
-        for grain in grains:
-            if not engine.recorded.warm(loss, grain):
-                raise CannotRun(f"no CUDA graph: {next(iter(engine.recorded.graphs.failures.values()))}")
-    batches = [
-        Batch(0, number, 1, len(grain), len(grain), [Grain(grain.data, 0, grain.samples)], own_count=len(grain))
-        for number, grain in enumerate(grains)
-    ]
-
-    def round_() -> None:
-        for batch in batches:
-            engine.step(loss, batch)
-
-    return round_
-
-
-def _timed(round_: Callable[[], None], device: torch.device, limit_s: float) -> float:
-    for _ in range(WARM_ROUNDS):
-        round_()
-    times: list[float] = []
-    while len(times) < ROUNDS and sum(times) < ENOUGH_S and not (times and times[0] > limit_s):
-        _wait(device)
-        began = time.perf_counter()
-        round_()
-        _wait(device)
-        times.append(time.perf_counter() - began)
-    return float(np.median(times)) if len(times) > 1 else statistics.fmean(times)
 
 
 def _wait(device: torch.device) -> None:

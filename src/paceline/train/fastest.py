@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from paceline.speed.choice import Choice, Shelf, cache_folder, choose
 from paceline.speed.graphs import MOST_GRAPHS, CudaRecorder, Graphs
 from paceline.speed.precision import Precision
 from paceline.speed.way import Way, candidates
-from paceline.train import contest
+from paceline.train import contest, state
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
 from paceline.train.recorded import RecordedGrains, counters
@@ -30,6 +30,22 @@ from paceline.world.installed import has_triton
 
 MEASURED_SHAPES = 2
 """Grains of so many shapes are trained on to compare ways: those that an epoch spends most time on."""
+MATTERS = {
+    "optimizer",
+    "momentum",
+    "groups",
+    "larc",
+    "larc_decay",
+    "larc_zero",
+    "larc_exclude",
+    "precision",
+    "compile_mode",
+    "loss_scale",
+    "checkpoint_activations",
+}
+"""Settings that a choice depends on, ..."""
+MATTERS_IF_SET = ("clip_norm", "clip_value", "ema", "weight_decay")
+"""... and those of which only whether they are set."""
 
 
 class Fastest:
@@ -50,12 +66,12 @@ class Fastest:
         if record is None:
             return
         choice = Choice.read(record)
-        # Recording changes no number: a run may go on without it. Kernels round differently.
+        # Recording changes no number: a run may go on without it, and with it again later. Kernels round differently.
         way = replace(choice.way, graphs=choice.way.graphs and self._no_graphs is None)
         if way.level not in self._levels or (way.kernels and self._no_kernels is not None):
             self._progress.say(f"the run computed as {choice.way.name}, which cannot be done here: -O4 chooses anew")
             return
-        self._take(replace(choice, way=way), "as before")
+        self._take(choice, "as before", way)
 
     def begin_stage(self, feed: Feed, prepare: Callable[[torch.nn.Module], None]) -> None:
         """Before a stage's first step: choose, if that is not done, and record the stage's shapes, if they are to be.
@@ -64,10 +80,14 @@ class Fastest:
         """
         engine = self._engine
         if engine.precision.is_open:
+            # A run that is resumed, but not with what it chose before: its optimizer goes on.
+            kept = state.carried(engine) if engine.num_steps else None
             self._choose(feed)
             model = engine.model
             engine.release()
             prepare(model)
+            if kept is not None:
+                state.restore(engine, *kept)
         if engine.precision.graphs and engine.recorded is None:
             engine.recorded = RecordedGrains(
                 Graphs(engine.model, CudaRecorder(engine.device)), self._task.recordable, engine.forward
@@ -107,23 +127,24 @@ class Fastest:
         known = shelf.find(facts)
         if known is not None:
             return known, "measured by an earlier run on this machine"
-        ways = candidates(self._levels, has_kernels=self._no_kernels is None, can_graph=self._no_graphs is None)
+        levels = precision.distinct(self._levels, self._config.precision, self._capabilities)
+        ways = candidates(levels, has_kernels=self._no_kernels is None, can_graph=self._no_graphs is None)
         self._progress.say(f"-O4: timing {len(ways)} ways to compute a step, once on this machine")
 
-        def measure(way: Way, limit_s: float) -> float:
-            seconds = contest.step_seconds(
-                way,
-                limit_s,
-                task=self._task,
-                config=self._config,
-                link=self._engine.link,
-                model=self._engine.model,
-                grains=grains,
-            )
-            self._progress.say(f"  {way.name}: {1e3 * seconds / len(grains):.4g} ms")
-            return seconds / len(grains)
+        ring = contest.Ring(self._task, self._config, self._engine.link, self._engine.model, grains)
 
-        choice = choose(ways, measure)
+        def measure(way: Way, limit_s: float) -> float:
+            seconds = contest.step_seconds(way, limit_s * len(grains), ring=ring) / len(grains)
+            self._progress.say(f"  {way.name}: {1e3 * seconds:.4g} ms")
+            return seconds
+
+        def in_turns(ways: Sequence[Way]) -> dict[Way, float]:
+            seconds = {way: each / len(grains) for way, each in contest.in_turns(ways, ring=ring).items()}
+            shown = ", ".join(f"{way.name} {1e3 * each:.4g} ms" for way, each in seconds.items())
+            self._progress.say(f"  in turns: {shown}")
+            return seconds
+
+        choice = choose(ways, measure, in_turns)
         reasons = [why for why in (self._no_kernels, self._no_graphs) if why is not None]
         choice = replace(choice, notes=(*choice.notes, *reasons))
         if any("-O3" in name for name in choice.step_ms):
@@ -133,9 +154,13 @@ class Fastest:
             self._progress.say(problem)
         return choice, "measured"
 
-    def _take(self, choice: Choice, source: str) -> None:
+    def _take(self, choice: Choice, source: str, way: Way | None = None) -> None:
+        """`way`: what of the choice can be had here, where that is not all of it."""
         self.choice = choice
-        self._settle(choice.way, notes=(choice.line(source), *choice.notes))
+        used = choice
+        if way not in (None, choice.way):
+            used = replace(choice, way=way, notes=(*choice.notes, *filter(None, [self._no_graphs])))
+        self._settle(used.way, notes=(used.line(source), *used.notes))
 
     def _settle(self, way: Way, *, is_open: bool = False, notes: tuple[str, ...] = ()) -> None:
         found = precision.resolve_way(way, self._config.precision, self._capabilities)
@@ -162,8 +187,8 @@ class Fastest:
             "versions": {name: _version(name) for name in ("torch", "triton", "paceline")},
             "cuda": torch.version.cuda,
             "network": network,
-            "optimizer": config.optimizer,
-            "precision": config.precision,
+            "settings": config.model_dump(mode="json", include=MATTERS),
+            "is set": {name: bool(getattr(config, name)) for name in MATTERS_IF_SET},
             "shapes": [grain.shapes() for grain in grains],
             "without": [self._no_kernels, self._no_graphs],
         }

@@ -97,6 +97,22 @@ def collect_own(engine: Engine) -> dict[str, Tensor]:
     return {f"{part}:{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
 
+def carried(engine: Engine) -> tuple[Parts, dict[str, Any]]:
+    """What `restore` takes to go on after the model was released and prepared anew, on this very rank.
+
+    For a model that is whole on every rank. All ranks must call it.
+    """
+    engine.sync()
+    engine.statistics.total()
+    parts, values = collect(engine)
+    parts["model"] = {name: tensor.clone() for name, tensor in parts["model"].items()}  # the model itself goes on
+    if engine.averages:
+        world, own = engine.link.world, collect_own(engine)
+        parts |= {f"{RANK}{number}": own if number == world.rank else {} for number in range(world.size)}
+    engine.statistics.share()
+    return parts, values
+
+
 @torch.no_grad()
 def restore(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Any]) -> None:
     """The counterpart of `collect`, into a prepared engine; parts named `rank-0` and so on are from `collect_own`."""

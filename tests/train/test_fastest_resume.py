@@ -1,0 +1,144 @@
+"""`-O4` after an interruption: what was chosen is taken again, and where that cannot be had nothing else is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.parallel.averaging import AveragedParameters
+from paceline.speed import precision
+from paceline.speed.graphs import Graphs
+from paceline.speed.precision import Capabilities
+from paceline.train import contest, fastest, restore, state
+from paceline.train.trainer import Trainer
+from paceline.world.link import Link
+from tests.ranks import run_ranks
+from tests.speed.test_graphs import Again
+from tests.train.small import CPU, OLD_CPU, Recordable, SmallTask, assert_same, trainer, weights
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def test_a_resumed_run_takes_its_own_choice(tmp_path: Path, times: dict[str, Any]) -> None:
+    times |= {"-O0": 2.0, "-O1": 3.0, "-O2": 1.0}
+    whole = trainer(SmallTask(), tmp_path / "whole", level=4, steps=6)
+    whole.fit()
+    trainer(SmallTask(), tmp_path / "parts", level=4, steps=3).fit()
+    times["-O2"] = 9.0
+    for file in (tmp_path / "cache/paceline/ways").iterdir():
+        file.unlink()
+    asked = len(times["asked"])
+    found = restore.newest(tmp_path / "parts/checkpoints").checkpoint
+    assert found is not None
+    assert found.state["choice"]["way"]["level"] == 2
+    again = trainer(SmallTask(), tmp_path / "parts", level=4, steps=6, resume="auto", allow_change=True)
+    again.fit()
+    assert len(times["asked"]) == asked
+    assert again.engine.precision.autocast is torch.bfloat16
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, weights(again)[name]), name
+
+
+def optimizer_state(made: Trainer) -> dict[str, torch.Tensor]:
+    parts, _ = state.collect(made.engine)
+    return {**parts["optimizer"], **{f"scale {name}": tensor for name, tensor in parts["scale"].items()}}
+
+
+@pytest.mark.parametrize(
+    ("before", "then", "settings"),
+    [
+        (4, OLD_CPU, {}),
+        (0, CPU, {}),
+        (0, CPU, {"ema": 0.9, "optimizer": "sgd"}),
+        (0, CPU, {"precision": "fp16"}),
+        (0, CPU, {"precision": "fp16-master"}),
+    ],
+    ids=["its level is gone", "from -O0", "average", "fp16", "masters"],
+)
+def test_a_run_that_chooses_anew_goes_on_as_it_was(
+    tmp_path: Path,
+    times: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    before: int,
+    then: Capabilities,
+    settings: dict[str, Any],
+) -> None:
+    """Optimizer, loss scale and average: as if it had been resumed with what it chooses."""
+    settings = {"optimizer": "adamw", "clip_norm": 1.0, **settings}
+    times |= {"-O0": 2.0, "-O2": 1.0}
+    for name in ("fastest", "plain"):
+        trainer(SmallTask(), tmp_path / name, level=before, steps=9, **settings).fit()
+    monkeypatch.setattr(precision, "capabilities", lambda device: then)
+    times |= {"-O0": 1.0, "-O2": 2.0}
+    again = {"steps": 18, "resume": "auto", "allow_change": True, **settings}
+    asked = len(times["asked"])
+    anew = trainer(SmallTask(), tmp_path / "fastest", level=4, **again)
+    anew.fit()
+    assert len(times["asked"]) > asked
+    plain = trainer(SmallTask(), tmp_path / "plain", level=0, **again)
+    plain.fit()
+    found, expected = optimizer_state(anew), optimizer_state(plain)
+    assert_same(found, expected)
+    counts = [tensor for name, tensor in found.items() if name.endswith("step")]
+    assert all(count == 18 for count in counts)
+    assert counts or settings["optimizer"] == "sgd"
+    assert_same(weights(anew), weights(plain))
+    if anew.engine.average is not None and plain.engine.average is not None:
+        assert_same(anew.engine.average.state_dict(), plain.engine.average.state_dict())
+
+
+def on_ranks_anew(link: Link, folder: str, cache: str) -> list[dict[str, torch.Tensor]]:
+    """Ranks that step apart, each with its own optimizer state and a common velocity; -O4 and -O0 after the same."""
+    settings = {"optimizer": "adamw", "grains": 2, "reduce": "param", "sync_step": 2, "sync_state": "keep"}
+    settings |= {"outer": "momentum", "outer_momentum": 0.5}
+    found: list[dict[str, torch.Tensor]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", cache)
+        patch.setattr(precision, "capabilities", lambda device: OLD_CPU)
+        patch.setattr(contest, "step_seconds", lambda way, limit_s, ring: 1.0)
+        patch.setattr(contest, "in_turns", lambda ways, ring: dict.fromkeys(ways, 1.0))
+        for level in (4, 0):
+            out = Path(folder) / str(level)
+            trainer(SmallTask(), out, link, level=0, steps=5, **settings).fit()
+            made = trainer(SmallTask(), out, link, level=level, steps=10, resume="auto", allow_change=True, **settings)
+            made.fit()
+            assert isinstance(made.engine.strategy, AveragedParameters)
+            velocities, _ = made.engine.strategy.common_state()
+            found.append(
+                {**weights(made), **optimizer_state(made), **{f"outer {key}": v for key, v in velocities.items()}}
+            )
+    return found
+
+
+def test_ranks_that_step_apart_choose_anew(tmp_path: Path) -> None:
+    for anew, plain in run_ranks(2, on_ranks_anew, str(tmp_path / "run"), str(tmp_path / "cache")):
+        assert any(name.startswith("outer") for name in plain)
+        assert_same(anew, plain)
+
+
+def test_graphs_that_cannot_be_had_now_may_be_later(
+    tmp_path: Path, times: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Chosen on one GPU, resumed where there are none, and then on one GPU again."""
+    make: Callable[..., Graphs] = lambda model, recorder: Graphs(model, Again(model))  # noqa: E731
+    monkeypatch.setattr(fastest, "Graphs", make)
+    monkeypatch.setattr(fastest, "CudaRecorder", lambda device: None)
+    times |= {"-O2 + graphs": 1.0, "-O2": 2.0, "-O0": 3.0}
+    reasons = iter([None, "no CUDA graphs: on several ranks", None])
+    used = []
+    for steps in (2, 4, 6):
+        why = next(reasons)
+        monkeypatch.setattr(fastest, "why_no_graphs", lambda *_, why=why: why)
+        run = trainer(Recordable(), tmp_path / "run", level=4, steps=steps, resume="auto", allow_change=True)
+        run.fit()
+        used.append(run.engine.precision.graphs)
+        assert json.loads((tmp_path / "run/run.json").read_text())["choice"]["way"]["graphs"]
+        if why is not None:
+            assert why in capsys.readouterr().out
+    assert used == [True, False, True]
+    assert len(times["asked"]) == 3
