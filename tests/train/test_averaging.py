@@ -169,8 +169,9 @@ def test_overlapped_is_its_definition(every: int, overlap: int) -> None:
 
 @pytest.mark.parametrize("wire", ["fp16", "bf16", "int8"])
 @pytest.mark.parametrize("overlap", [0, 3])
-def test_rounded_on_the_wire_reaches_the_same_loss(wire: str, overlap: int) -> None:
-    common = {"epochs": 25, "momentum": 0.9, "reduce": "param", "sync_step": 3, "sync_overlap": overlap}
+@pytest.mark.parametrize("optimizer", [{"momentum": 0.9}, {"optimizer": "adam", "lr": 0.01}], ids=["sgd", "adam"])
+def test_rounded_on_the_wire_reaches_the_same_loss(wire: str, overlap: int, optimizer: dict[str, Any]) -> None:
+    common = {"epochs": 25, **optimizer, "reduce": "param", "sync_step": 3, "sync_overlap": overlap}
     common["save_every_epochs"] = None
     full = run_ranks(2, fit, {}, {**common})
     rounded = run_ranks(2, fit, {}, {**common, "wire": wire})

@@ -70,7 +70,7 @@ class AveragedParameters(Strategy):
         floats = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
         self._others = pieces(weight_average, wire=format_) + pieces(floats, by_difference=True)
         self._counters = [buffer for buffer in buffers.values() if buffer.dtype in (torch.int64, torch.int32)]
-        self._state = StateAverage(optimizer, link, self._group, format_) if settings.sync_state == "average" else None
+        self._state = StateAverage(optimizer, link, self._group, settings) if settings.sync_state == "average" else None
         self.interval = first_interval(settings.sync_step)
         self._since = 0
         """Steps since the last average was taken."""
@@ -261,7 +261,7 @@ class AveragedParameters(Strategy):
             self.interval = int(values.get("interval", self.interval))
         self.num_averages = int(values.get("num_averages", 0))
         if self._state is not None:
-            self._state.agree(is_common=True)
+            self._state.agree()
         for piece in self._pieces():
             piece.take_anchor()
         self._counted = self._count_buffers()

@@ -5,7 +5,8 @@
                      correction  tensor += average - tensor at start
 
 Numbers that are rounded on the wire, go through an outer optimizer or must not change by rounding (buffers) travel as
-differences from the last model that all ranks had (`anchor`).
+differences from the last model that all ranks had (`anchor`). `by_value` they travel as they are: rounded each to its
+own size, nothing carried over, so that what is small and positive stays small and positive (second moments).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class FlatAverage:
         wire: Wire | None = None,
         outer: Outer | None = None,
         by_difference: bool = False,
-        from_zero: bool = False,
+        by_value: bool = False,
     ) -> None:
         self.tensors = [tensor.detach() for tensor in tensors]
         first = self.tensors[0]
@@ -41,13 +42,12 @@ class FlatAverage:
         self._sent = torch.zeros(length, dtype=first.dtype, device=first.device)
         self._sum = torch.zeros_like(self._sent)
         self.outer = outer
-        self.exchange = None if wire is None else Exchange(length, wire, group, first.device)
+        self.exchange = None if wire is None else Exchange(length, wire, group, first.device, carries=not by_value)
         self.anchor: Tensor | None = None
         """The last common model, where numbers travel as differences."""
-        if wire is not None or outer is not None or by_difference:
+        if not by_value and (wire is not None or outer is not None or by_difference):
             self.anchor = torch.zeros_like(self._sent)
-            if not from_zero:  # then the ranks have the same tensors now
-                self.take_anchor()
+            self.take_anchor()
         self._work: dist.Work | None = None
         self.is_in_flight = False
 

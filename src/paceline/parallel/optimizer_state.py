@@ -8,15 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.config.settings import ReduceSettings
+from paceline.parallel import wire
 from paceline.parallel.flat import FlatAverage
-from paceline.parallel.wire import Wire
 from paceline.world.link import Link
 
 STEP = "step"
 FROM_ZERO = {"step", "momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "grad_avg", "exp_inf"}
 """Entries that are 0 before the first step, in torch's optimizers and ours."""
 NEVER_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf"}
-"""Entries that a late correction must not take below 0, because their root is taken."""
+"""Entries whose root divides a step: a late correction must not take them to 0, so it takes half of one at most."""
 
 Place = tuple[int, str, tuple[int, ...], str]
 """(parameter, entry, shape, dtype)"""
@@ -26,12 +27,15 @@ class StateAverage:
     """Floating-point entries of the state are averaged, counts of steps to the nearest whole number.
 
     Which entries there are is agreed once: a rank that has none yet for a parameter (it had no gradient) gets zeros.
+    Where weights are rounded on the wire, to whatever format, the state travels in bf16 and by value: second moments
+    are of all sizes side by side, and one that is rounded to 0 makes an endless step.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, link: Link, group: dist.ProcessGroup, wire: Wire | None
+        self, optimizer: torch.optim.Optimizer, link: Link, group: dist.ProcessGroup, settings: ReduceSettings
     ) -> None:
-        self._optimizer, self._link, self._group, self._wire = optimizer, link, group, wire
+        self._optimizer, self._link, self._group = optimizer, link, group
+        self._wire = wire.build("full" if settings.wire == "full" else "bf16")
         self._parameters = [parameter for entry in optimizer.param_groups for parameter in entry["params"]]
         self._places: list[list[Place]] = []
         self._step_places: list[Place] = []
@@ -42,12 +46,12 @@ class StateAverage:
     def bind(self) -> None:
         """Find the tensors of the state, which an optimizer may have replaced; all ranks must call it."""
         if self._should_agree:
-            self.agree(is_common=False)
+            self.agree()
         for piece, places in zip(self.pieces, self._places, strict=True):
             piece.tensors = [self._tensor(place).detach() for place in places]
 
-    def agree(self, *, is_common: bool) -> None:
-        """Which entries there are on any rank; `is_common`: they have the same values on all."""
+    def agree(self) -> None:
+        """Which entries there are on any rank."""
         own = self._own()
         everyone: list[list[Place]] = self._link.gather_objects(own)
         union = sorted({place for places in everyone for place in places})
@@ -63,9 +67,7 @@ class StateAverage:
                 kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
         self._places = list(kinds.values())
         self.pieces = [
-            FlatAverage(
-                [self._tensor(place) for place in places], self._group, wire=self._wire, from_zero=not is_common
-            )
+            FlatAverage([self._tensor(place) for place in places], self._group, wire=self._wire, by_value=True)
             for places in self._places
         ]
 
@@ -78,11 +80,12 @@ class StateAverage:
 
     def finish(self, total: float, has_moved: bool, steps: list[float]) -> None:
         for piece, places in zip(self.pieces, self._places, strict=True):
+            pairs = zip(places, piece.tensors, strict=True)
+            positive = [tensor for place, tensor in pairs if has_moved and place[1] in NEVER_NEGATIVE]
+            least = [0.5 * tensor for tensor in positive]
             piece.finish(total, has_moved)
-            if has_moved:
-                for place, tensor in zip(places, piece.tensors, strict=True):
-                    if place[1] in NEVER_NEGATIVE:
-                        tensor.clamp_min_(0.0)
+            if positive:
+                torch._foreach_maximum_(positive, least)
         *sums, more = steps
         self._should_agree = self._should_agree or more > 0
         if total:

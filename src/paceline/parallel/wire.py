@@ -94,8 +94,11 @@ class Exchange:
     rank must issue the same operations in the same order on a process group that nobody else uses; when, is free.
     """
 
-    def __init__(self, length: int, wire: Wire, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._wire, self._group = wire, group
+    def __init__(
+        self, length: int, wire: Wire, group: dist.ProcessGroup, device: torch.device, *, carries: bool = True
+    ) -> None:
+        """`carries`: what rounding loses is sent the next time."""
+        self._wire, self._group, self._carries = wire, group, carries
         self._size, self._length = group.size(), length
         self._slice = -(-length // (self._size * BLOCK)) * BLOCK
         # gloo moves tensors of a GPU through the host anyway, and not by every operation.
@@ -116,7 +119,7 @@ class Exchange:
         assert self._work is None, "one exchange at a time"
         self.lost.view(-1)[: self._length] += values
         payload = self._wire.encode(self.lost)
-        self.lost -= self._wire.decode(payload)
+        self._carry(self.lost, payload)
         payload = payload.to(self._road)
         self._arriving = torch.empty_like(payload)
         self._sending = payload
@@ -144,13 +147,20 @@ class Exchange:
         self._arriving = self._sending = torch.empty(0)
         return total.view(-1)[: self._length]
 
+    def _carry(self, wanted: Tensor, payload: Tensor) -> None:
+        """Leave of what was to be sent what was not."""
+        if self._carries:
+            wanted -= self._wire.decode(payload)
+        else:
+            wanted.zero_()
+
     def _send_sums(self) -> None:
         assert self._work is not None
         self._work.wait()
         parts = self._wire.decode(self._arriving.to(self._device))  # (ranks, slice)
         self.lost_in_sum += parts.sum(0, keepdim=True)
         payload = self._wire.encode(self.lost_in_sum)
-        self.lost_in_sum -= self._wire.decode(payload)
+        self._carry(self.lost_in_sum, payload)
         payload = payload.to(self._road)
         self._arriving = torch.empty(self._size, payload.shape[1], dtype=torch.uint8, device=self._road)
         self._sending = payload
