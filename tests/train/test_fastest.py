@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from paceline.config.settings import TrainConfig
+from paceline.data.collate import pad_collate
 from paceline.data.grain import Grain
 from paceline.speed import precision
 from paceline.speed.graphs import Graphs
@@ -24,6 +26,7 @@ from paceline.train.fastest import precision_for_use, why_no_graphs, why_no_kern
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.speed.test_graphs import Again
+from tests.train.ragged import RaggedTask
 from tests.train.small import BATCH, CPU, OLD_CPU, Recordable, SmallTask, alone, trainer, weights
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -196,6 +199,43 @@ def test_recorded_grains_give_the_losses_of_plain_ones(
     assert f"{9 * grains} grains replayed, 0 run without" in said(capsys)
     lines = [json.loads(line) for line in (tmp_path / "recorded/metrics.jsonl").read_text().splitlines()]
     assert [line["graphs"]["replayed"] for line in lines if line["kind"] == "epoch"][-1] == 9 * grains
+
+
+class InSevens:
+    """Pads to 7, 14, 21, ... frames."""
+
+    def __call__(self, samples: list[Any]) -> Any:
+        x, y, *lengths = pad_collate(samples)
+        more = int(self.padded(x.shape[1])) - x.shape[1]
+        return F.pad(x, (0, 0, 0, more)), F.pad(y, (0, more)), *lengths
+
+    def padded(self, length: float) -> float:
+        return -(-length // 7) * 7
+
+
+class RaggedInSevens(RaggedTask):
+    def train_collate(self, data: Any) -> Any:
+        return InSevens()
+
+    def recordable(self, grain: Grain) -> Any:
+        return grain.data
+
+
+def test_shapes_are_those_that_a_collate_function_pads_to(
+    tmp_path: Path, times: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six widths of 38 lengths, and room for six graphs: all are recorded before the first step."""
+    make: Callable[..., Graphs] = lambda model, recorder: Graphs(model, Again(model))  # noqa: E731
+    monkeypatch.setattr(fastest, "why_no_graphs", lambda *_: None)
+    monkeypatch.setattr(fastest, "Graphs", make)
+    monkeypatch.setattr(fastest, "CudaRecorder", lambda device: None)
+    monkeypatch.setattr(fastest, "MOST_GRAPHS", 6)
+    times |= {"-O2 + graphs": 1.0, "-O2": 2.0}
+    run = trainer(RaggedInSevens(), None, level=4, epochs=1, global_batch=3, order="sorted")
+    run.fit()
+    assert run.engine.recorded is not None
+    graphs = run.engine.recorded.graphs
+    assert (graphs.num_recorded, graphs.num_replayed, graphs.num_plain) == (6, 65, 0)
 
 
 def test_a_run_is_used_in_the_level_that_it_chose(tmp_path: Path, times: dict[str, Any]) -> None:

@@ -121,7 +121,7 @@ class Fastest:
         self._take(Choice.read(record), source)
 
     def _find(self, feed: Feed) -> tuple[Choice, str]:
-        picks = costly_shapes(feed.plan(0), MEASURED_SHAPES)
+        picks = costly_shapes(feed.plan(0), MEASURED_SHAPES, feed.collate)
         grains = list(feed.read((pick.step, pick.number) for pick in picks))
         facts, shelf = self._facts(grains), Shelf(cache_folder(os.environ))
         known = shelf.find(facts)
@@ -170,7 +170,7 @@ class Fastest:
         if feed.is_stream:
             return
         loss = partial(self._task.loss, self._engine.model)
-        picks = costly_shapes(feed.plan(0), MOST_GRAPHS)
+        picks = costly_shapes(feed.plan(0), MOST_GRAPHS, feed.collate)
         for number, grain in enumerate(feed.read((pick.step, pick.number) for pick in picks), 1):
             recorded.warm(loss, grain)
             if number % 8 == 0 or number == len(picks):

@@ -75,6 +75,7 @@ class Feed:
     ) -> None:
         self.data = data
         self.lengths = lengths
+        self.collate = collate
         self.fingerprint: str | None = None
         """The same on all ranks; None for data of unknown length."""
         self._config = config

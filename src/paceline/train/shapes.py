@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from paceline.data.plan import Plan
 
 RUNGS = 32
-"""Lengths are told apart to one part in so many of the longest."""
+"""Where nobody says what lengths are padded to, they are told apart to one part in so many of the longest."""
 LOOKED_AT = 1000
 """Steps of an epoch that are looked at, spread evenly."""
+
+
+@runtime_checkable
+class Padding(Protocol):
+    """A collate function that pads to few lengths, and says to which."""
+
+    def padded(self, length: float) -> float:
+        """What a grain whose longest sample has this length (as in `Task.lengths`) is padded to, in any unit."""
 
 
 @dataclass(frozen=True)
@@ -25,21 +35,27 @@ class Pick:
     """Of the whole cost of the epoch, padding counted."""
 
 
-def costly_shapes(plan: Plan, most: int) -> list[Pick]:
-    """At most so many shapes, that with the largest share of the epoch's cost first."""
+def costly_shapes(plan: Plan, most: int, collate: object = None) -> list[Pick]:
+    """At most so many shapes, that with the largest share of the epoch's cost first; which lengths come to one shape
+    is what `collate` says, if it is a `Padding`."""
     steps = np.unique(np.linspace(0, plan.num_steps - 1, min(plan.num_steps, LOOKED_AT)).astype(np.int64))
     grains = [
         (size, longest, int(step), number)
         for step in steps
         for number, (size, longest) in enumerate(plan.shapes(int(step)))
     ]
-    rung = max(longest for _, longest, _, _ in grains) / RUNGS
-    costs: dict[tuple[int, int], float] = {}
-    first: dict[tuple[int, int], tuple[int, int]] = {}
+    width = collate.padded if isinstance(collate, Padding) else _even(max(longest for _, longest, _, _ in grains))
+    costs: dict[tuple[int, float], float] = {}
+    first: dict[tuple[int, float], tuple[int, int]] = {}
     for size, longest, step, number in grains:
-        shape = size, math.ceil(longest / rung) if rung > 0 else 0
+        shape = size, width(longest)
         costs[shape] = costs.get(shape, 0.0) + size * max(1, shape[1])
         first.setdefault(shape, (step, number))
     total = math.fsum(costs.values())
     ranked = sorted(costs, key=lambda shape: -costs[shape])[:most]
     return [Pick(*first[shape], costs[shape] / total) for shape in ranked]
+
+
+def _even(longest: float) -> Callable[[float], float]:
+    rung = longest / RUNGS
+    return lambda length: math.ceil(length / rung) if rung > 0 else 0

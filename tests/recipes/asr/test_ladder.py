@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import torch
 from paceline.config.keys import key
 from paceline.data.fetch import seed_everything
 from paceline.data.grain import Grain
+from paceline.data.plan import BatchRule, Plan
 from paceline.recipes.asr.ladder import Ladder, ladder
 from paceline.recipes.asr.model import AcousticModel
 from paceline.recipes.asr.task import Asr
 from paceline.recipes.asr.utterances import Utterance, Utterances, collate
 from paceline.speed import precision
 from paceline.speed.precision import Capabilities
+from paceline.train.shapes import Padding, costly_shapes
 from paceline.train.task import attach
 from tests.recipes.asr.tiny import PLAIN, losses_of, settings, speech, task, train
 from tests.train.small import alone
@@ -70,6 +73,31 @@ def test_at_most_so_many_rungs(opened: tuple[Asr, Utterances]) -> None:
     found = ladder(data, network)
     assert -(-16.7 * network.sample_rate // found.audio_multiple) <= 32
     assert found.audio_multiple == 64 * found.hop_samples  # 1670 frames in 32 parts, each a multiple of 16
+
+
+def test_what_is_warmed_is_what_comes(opened: tuple[Asr, Utterances]) -> None:
+    """The shapes that are picked before the first step are those of the grains, each once."""
+    made, data = opened
+    rate = made.settings.network.sample_rate
+    data.lengths = np.random.default_rng(0).integers(rate // 2, 167 * rate // 10, 400) / rate  # rungs of 64 frames
+    fit = made.train_collate(data)
+    assert isinstance(fit, Padding)
+    plan = Plan(400, rule=BatchRule(max_samples=4), grains=1, seed=0, lengths=data.lengths, order="sorted")
+    come = {fit.width(np.round(data.lengths[plan.batch(step)] * rate).astype(int)) for step in range(plan.num_steps)}
+    picks = costly_shapes(plan, 1000, fit)
+    widths = [fit.width(np.round(data.lengths[plan.batch(pick.step)] * rate).astype(int)) for pick in picks]
+    assert sorted(widths) == sorted(come)
+    assert sum(pick.share for pick in picks) == pytest.approx(1.0)
+
+
+def test_frames_that_were_packed_stand_on_the_same_rungs(opened: tuple[Asr, Utterances]) -> None:
+    made, data = opened
+    fit = made.train_collate(data)
+    assert isinstance(fit, Ladder)
+    hop = fit.hop_samples
+    frames = replace(fit, audio_multiple=fit.audio_multiple // hop, hop_samples=1, row_samples=hop)
+    for seconds in (0.01, 0.6, 0.601, 5.0):
+        assert frames.padded(seconds) * hop == fit.padded(seconds)
 
 
 def test_only_level_4_pads_so(opened: tuple[Asr, Utterances], tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from paceline.recipes.asr.features import LogMel
@@ -28,6 +29,12 @@ class Ladder(Collate):
 
     network: NetworkSettings
     hop_samples: int
+    row_samples: int = 1
+    """Samples per row of the audio that is padded: a hop, where rows are frames that were packed."""
+
+    def padded(self, seconds: float) -> int:
+        """See `shapes.Padding`: of an utterance of this length, by the rule that grains are padded by."""
+        return self.width(np.array([-(-round(seconds * self.network.sample_rate) // self.row_samples)]))
 
     def grain(self, *padded: Any) -> dict[str, Any]:
         data = super().grain(*padded)
@@ -46,5 +53,8 @@ def ladder(data: Utterances, network: NetworkSettings) -> Ladder:
     multiple = max(1, network.features.pad_to)
     rung_frames = math.ceil(longest / RUNGS / multiple) * multiple
     num_labels = math.ceil(max(1, data.most_labels) / LABELS_MULTIPLE) * LABELS_MULTIPLE
-    hop = 1 if data.holds_features else front.hop_samples  # features were packed: their frames are counted, not samples
-    return Ladder(audio_multiple=rung_frames * hop, text_width=num_labels, network=network, hop_samples=hop)
+    # Where features were packed, their frames are counted, not samples.
+    hop, row = (1, front.hop_samples) if data.holds_features else (front.hop_samples, 1)
+    return Ladder(
+        audio_multiple=rung_frames * hop, text_width=num_labels, network=network, hop_samples=hop, row_samples=row
+    )
