@@ -83,6 +83,19 @@ def test_pace() -> None:
     assert clock_time(59.9) == "0:00:59"
 
 
+def test_a_launcher_s_terminal_is_not_the_user_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open MPI's ranks print to a terminal of their own, also where mpirun prints to a file."""
+    terminal = on_terminal(monkeypatch)
+    clock = Time(monkeypatch)
+    for asked, is_drawn in (("auto", False), ("bar", True)):
+        shown = Progress(asked=asked, is_relayed=True)
+        shown.epoch("epoch 1", 100, 0)
+        clock.now += 11.0
+        shown.step(20, 0.5, 0.1, 0)
+        shown.close()
+        assert ("\x1b" in terminal.getvalue()) == is_drawn
+
+
 def test_plain_lines_come_at_most_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = on_file(monkeypatch)
     clock = Time(monkeypatch)

@@ -76,6 +76,8 @@ def test_a_large_run() -> None:
     )
     assert found["resumed"] == "after step 120 (step-00000120)"
     assert found["ranks"] == "4, 8 threads each, launched by slurm (SLURM_PROCID=0 of SLURM_NTASKS=4)"
+    own = facts(world=World(0, 0, 4, 2, 0, 2, "procs", "nodeA:29500"))
+    assert dict(rows(own))["ranks"].endswith("launched by paceline")
     assert found["devices"] == "4 x NVIDIA H200"
     assert found["hosts"] == "nodeA (2 ranks), nodeB (2 ranks)"
     assert found["batch"] == "global batch 1600 (padded length) = 8 grains of 200 = 4 ranks x 2"

@@ -6,6 +6,7 @@ import pytest
 
 from paceline.world.allocation import Allocation, HostfileUnreadable, find_allocation, parse_hostfile
 from paceline.world.discover import (
+    OWN_RUN_ID,
     EnvironmentContradicts,
     EnvironmentIncomplete,
     MeetingPointUnknown,
@@ -141,6 +142,17 @@ def test_torchrun_wins_over_the_scheduler_it_runs_in() -> None:
     world = discover({**SLURM, **OPEN_MPI, **TORCHRUN})
     assert (world.rank, world.launcher) == (5, "torchrun")
     assert any("SLURM_PROCID" in reason for reason in world.why)
+
+
+def test_what_is_printed_under_mpirun_is_passed_on() -> None:
+    """Also what torchrun's ranks print, where mpirun started torchrun once per machine."""
+    assert [discover(env).is_relayed for env in (OPEN_MPI, MPICH, TORCHRUN | OPEN_MPI)] == [True, True, True]
+    assert [discover(env).is_relayed for env in ({}, TORCHRUN)] == [False, False]
+
+
+def test_our_own_launcher_has_our_name() -> None:
+    world = discover(TORCHRUN | {"TORCHELASTIC_RUN_ID": OWN_RUN_ID})
+    assert world.why[0] == "RANK=5 of WORLD_SIZE=8, set by paceline"
 
 
 def test_variables_by_hand_on_one_machine() -> None:

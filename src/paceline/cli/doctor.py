@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from paceline.cli.procs import check_procs
 from paceline.config.load import load
 from paceline.config.settings import PositiveFloat, Section
 from paceline.world.discover import World, discover
@@ -58,6 +59,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _check(world: World, options: DoctorOptions) -> int:
+    check_procs(world, options.procs, PROG)
     from paceline.world.start import start
 
     link = start(world, device=options.device, start_timeout_s=options.start_timeout_s, timeout_s=options.timeout_s)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import ValidationError, create_model
 
+from paceline.cli.procs import check_procs
 from paceline.config.errors import PacelineError
 from paceline.config.folder import MARK
 from paceline.config.load import load
@@ -127,7 +128,12 @@ def run_here_or_on_procs(
     if world.size == 1 and world.launcher == "plain" and options.procs != 1:
         again = [sys.executable, "-m", "paceline", command, *argv]
         return fail_together(world, lambda: launch(options.procs, again, device=options.device))
-    return fail_together(world, lambda: here(options))
+
+    def checked() -> int:
+        check_procs(world, options.procs, f"paceline {command}")
+        return here(options)
+
+    return fail_together(world, checked)
 
 
 def with_task_options(model: type[Options], typed: Typed, argv: Sequence[str]) -> type[Options]:

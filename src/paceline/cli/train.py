@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cli.options import POSITIONAL, TrainCommand, task_settings, train_options
+from paceline.cli.procs import check_procs
 from paceline.cli.recipes import RECIPES
 from paceline.config.errors import PacelineError
 from paceline.config.folder import run_folder
@@ -75,6 +76,7 @@ def _run(world: World, name: str, rest: list[str]) -> int:
     procs = "auto" if options.distributed == "dp" else options.procs
     if world.launcher == "plain" and (procs != 1 or options.max_restarts):
         return _launch(options, settings, [name, *rest])
+    check_procs(world, procs, PROG)
     settings = _with_folder(world, settings, name)
     from paceline.train.fit import fit
 

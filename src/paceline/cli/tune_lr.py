@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline.cli.procs import check_procs
 from paceline.cli.tasks import make_task
-from paceline.cli.tune import TuneCommand
+from paceline.cli.tune import PROG, TuneCommand
 from paceline.cli.tune_search import check_folder, write_text
 from paceline.config.settings import TrainConfig
 from paceline.observe.bars import SideBar
@@ -37,6 +38,7 @@ def range_test(
 
 
 def _run(world: World, found: type[Task], options: TuneCommand, settings: TrainConfig) -> int:
+    check_procs(world, options.procs, PROG)
     link = start(
         world,
         device=settings.device,

@@ -35,15 +35,18 @@ class Progress:
     """The console of a run; silent on all ranks but the first.
 
     With `--progress none` only what a user must know is said. All that is said is in the rank's log file, too.
+    `is_relayed`: a launcher passes the output on, and its terminal is not the user's, who may have sent it to a file.
     """
 
-    def __init__(self, enabled: bool = True, asked: str = "auto") -> None:
+    def __init__(self, enabled: bool = True, asked: str = "auto", *, is_relayed: bool = False) -> None:
         in_notebook = is_notebook()
         # In a notebook rich would print each line as a block of HTML; its text belongs into the cell's output.
         self._console = Console(
             file=sys.stdout, quiet=not enabled, highlight=False, soft_wrap=True, force_jupyter=False
         )
-        style = choose_style(asked, is_terminal=self._console.is_terminal, is_notebook=in_notebook)
+        style = choose_style(
+            asked, is_terminal=self._console.is_terminal and not is_relayed, is_notebook=in_notebook
+        )
         self._style: Style = style if enabled else "none"
         self._bar: Bar | None = None
         if self._style == "notebook":

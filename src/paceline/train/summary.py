@@ -132,7 +132,8 @@ def _ranks(world: World, seats: list[Seat]) -> Rows:
     each = (
         f"{threads[0]} thread{'s' * (threads[0] > 1)}" if len(threads) == 1 else f"{threads[0]}-{threads[-1]} threads"
     )
-    launcher = "no launcher" if world.launcher == "plain" else f"launched by {world.launcher}"
+    by = "paceline" if world.launcher == "procs" else world.launcher
+    launcher = "no launcher" if by == "plain" else f"launched by {by}"
     why = f" ({'; '.join(world.why)})" if world.why and world.launcher != "plain" else ""
     found = [
         ("ranks", f"{world.size}, {each} each, {launcher}{why}"),

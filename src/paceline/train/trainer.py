@@ -46,7 +46,7 @@ class Trainer:
         self.clock = make_clock(link.device)
         config, self._arithmetic = for_ranks(config, link.world.size)
         self.task, self.config, self.link = task, config, link
-        self.progress = Progress(enabled=link.is_first, asked=config.progress)
+        self.progress = Progress(link.is_first, config.progress, is_relayed=link.world.is_relayed)
         attach(task, config, link, self.progress.say)
         self.keeper = Keeper(config, link, self.progress, task.spec or type(task).__name__)
         stacks.send_to(self.keeper.rank_log_file)

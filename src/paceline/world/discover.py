@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.config.errors import PacelineError
 from paceline.world.allocation import ReadText, find_allocation, read_text
@@ -44,6 +44,8 @@ class World:
     """How often an elastic launcher has restarted the job."""
     launcher_hosts_store: bool = False
     """The launcher serves the store at `meeting`; otherwise rank 0 does."""
+    is_relayed: bool = False
+    """An mpirun passes on what this process prints, also where it gave it a terminal of its own to print to."""
 
     @property
     def global_rank(self) -> int:
@@ -85,7 +87,8 @@ def discover(env: Environment, read: ReadText = read_text) -> World:
     for find in (_from_torch, _from_open_mpi, _from_mpich, _from_slurm):
         world = find(env, read)
         if world is not None:
-            return world
+            # `srun` needs no word here: it gives its tasks pipes, and with `--pty` the user's own terminal.
+            return replace(world, is_relayed="OMPI_COMM_WORLD_RANK" in env or "MPI_LOCALRANKID" in env)
     halves = [name for name in ("RANK", "WORLD_SIZE") if name in env]
     if halves:
         raise EnvironmentIncomplete(halves, [name for name in ("RANK", "WORLD_SIZE") if name not in env])
@@ -114,7 +117,8 @@ def _from_torch(env: Environment, read: ReadText) -> World | None:
             raise EnvironmentIncomplete(["RANK", "WORLD_SIZE"], missing)
         local_rank, local_size = _integer(env, "LOCAL_RANK"), _integer(env, "LOCAL_WORLD_SIZE")
     nodes = _integer(env, "GROUP_WORLD_SIZE", -(-size // max(local_size, 1)))
-    why = [f"RANK={rank} of WORLD_SIZE={size}" + (f", set by {launcher}" if elastic else "")]
+    setter = "paceline" if launcher == "procs" else launcher
+    why = [f"RANK={rank} of WORLD_SIZE={size}" + (f", set by {setter}" if elastic else "")]
     if not elastic:
         _check_outer(env, rank, size)
     others = [name for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") if name in env]
