@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 from pydantic import ValidationError
 
@@ -24,6 +26,23 @@ def test_refused(settings: dict[str, object], words: str) -> None:
     with pytest.raises(ValidationError) as caught:
         TrainConfig(**settings)  # type: ignore[arg-type]
     assert words in str(caught.value)
+
+
+def test_the_levels_that_a_run_could_have() -> None:
+    class Fewer(TrainConfig):
+        level: Literal["auto", 0, 1] = 0
+
+    assert TrainConfig(epochs=1).possible_levels == (0, 1, 2, 3, 4)
+    assert Fewer(epochs=1).possible_levels == (0, 1)
+    sharded = TrainConfig(epochs=1, shard="full")
+    assert sharded.possible_levels == (0, 1, 2)
+    for level in range(5):
+        is_taken = True
+        try:
+            TrainConfig(epochs=1, shard="full", level=level)  # type: ignore[arg-type]
+        except ValidationError:
+            is_taken = False
+        assert is_taken == (level in sharded.possible_levels)
 
 
 def test_frozen() -> None:

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -58,6 +58,15 @@ def test_the_speed_is_samples_over_seconds(tmp_path: Path, monkeypatch: pytest.M
     assert facts.computes == next(level.computes for level in facts.levels if level.level == 0)
     assert Facts.read(json.loads(json.dumps(facts, default=vars))) == facts
     assert list(tmp_path.iterdir()) == []
+
+
+def test_levels_that_the_settings_do_not_know_are_not_offered() -> None:
+    class Fewer(TrainConfig):
+        level: Literal["auto", 0, 2] = 0
+
+    told: list[Facts] = []
+    trial(SmallTask(), Fewer(global_batch=4, grains=1, workers=0, epochs=1), alone(), 0.01, told.append)
+    assert [level.level for level in told[0].levels] == [0, 2]
 
 
 def measure(link: Link) -> Speed:

@@ -7,7 +7,7 @@ A field marked `free` may differ between a run and its resumption without changi
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -334,8 +334,19 @@ class LoopSettings(Section):
     """How many of the best ones (by `monitor`) are kept beside them."""
 
 
+_WHOLE_MODEL_LEVELS = (3, 4)
+"""They compile or replace the model as a whole, and leave no parts to shard."""
+
+
 class EngineConfig(StepSettings, ReduceSettings, WorldSettings):
     """What an `Engine` in a hand-written loop needs to know."""
+
+    @property
+    def possible_levels(self) -> tuple[int, ...]:
+        """Levels that a run like this could have: a task's own settings may know fewer, and sharding takes some."""
+        known = get_args(type(self).model_fields["level"].annotation)
+        taken = _WHOLE_MODEL_LEVELS if self.shard == "full" else ()
+        return tuple(level for level in known if level != "auto" and level not in taken)
 
     @model_validator(mode="after")
     def _can_be_sharded(self) -> EngineConfig:
@@ -344,7 +355,7 @@ class EngineConfig(StepSettings, ReduceSettings, WorldSettings):
                 raise ValueError(f"`precision` {self.precision} does not go with `shard` full: use fp16 or level 2")
             if self.loss_scale == "logmax":
                 raise ValueError("`loss_scale` logmax does not go with `shard` full: use backoff or a number")
-            if self.level in (3, 4):
+            if self.level in _WHOLE_MODEL_LEVELS:
                 why = "compiles the whole model" if self.level == 3 else "may compile or replace the whole model"
                 raise ValueError(f"`level` {self.level} {why}, which does not go with `shard` full: use level 2")
         return self

@@ -23,6 +23,8 @@ class PackedDataset:
     """
 
     reads_leave_nothing_open = True
+    is_packed = True
+    """A run that waits for this data is not advised to pack it."""
 
     def __init__(self, path: Path | str, streams: Sequence[str] | None = None) -> None:
         """`streams`: those that are wanted, if not all; samples are dictionaries then."""

@@ -32,6 +32,11 @@ class Recordings:
         """Whether features were packed, so that lengths are frames."""
         return any(stream.kind == "features" for stream, _ in self._packed.values())
 
+    @property
+    def are_packed(self) -> bool:
+        """Whether no row is read from an audio file."""
+        return len(self._packed) == len(self._manifest.sources)
+
     def read(self, row: int) -> NDArray[Any]:
         """16-bit mono at the rate that was asked for. Packed audio of that rate is not copied: it is read-only."""
         manifest = self._manifest

@@ -118,9 +118,11 @@ class Meter:
         names = ("precision", "order", "bins", "reduce", "wire", "shard", "sync_step", "sync_overlap")
         return {
             "level": self._engine.precision.level,
+            "highest_level": max(config.possible_levels, default=0),
             **{name: getattr(config, name) for name in names},
             "workers": feed.workers,
             "is_stream": feed.is_stream,
+            "is_packed": getattr(feed.data, "is_packed", False),
             "cores": len(os.sched_getaffinity(0)),
             "local_size": world.local_size,
             "grains_per_rank": self._grains,

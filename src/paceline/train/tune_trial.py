@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 
@@ -234,9 +234,7 @@ def _facts(trainer: _Trial, data: summary.DataFacts) -> Facts:
     able = precision.capabilities(link.device)
     now = trainer.engine.precision
     levels = []
-    for level in get_args(TrainConfig.model_fields["level"].annotation):
-        if level == "auto":
-            continue
+    for level in config.possible_levels:
         try:
             found = precision.resolve(level, config.precision, able)
         except (precision.LevelUnsupported, precision.LevelConflict):

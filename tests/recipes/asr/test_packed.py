@@ -85,6 +85,16 @@ def test_grains_of_packed_audio_stand_on_the_ladder_too(folder: Path) -> None:
     assert found[0]["audio"].shape[1] > max(found[0]["num_samples"])
 
 
+@pytest.mark.parametrize(
+    ("names", "is_packed"),
+    [(["train.json"], False), (["train.h5", "dev.json"], False), (["train.h5", "dev.h5"], True), (["shards.h5"], True)],
+)
+def test_data_knows_whether_it_is_packed(folder: Path, names: list[str], is_packed: bool) -> None:
+    manifest, _ = read_manifests([folder / name for name in names])
+    texts = EncodedTexts(np.zeros(0, np.uint8), np.zeros(len(manifest) + 1, np.int64))
+    assert Utterances(manifest, texts, tiny.RATE).is_packed == is_packed
+
+
 def test_mixed_with_manifests(folder: Path, tmp_path: Path) -> None:
     both = trained(folder, tmp_path / "a", "train.json,dev.json", "dev.json+train.json")
     mixed = trained(folder, tmp_path / "b", "train.h5,dev.json", "dev.h5+train.json")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from paceline.cli.main import main
 from paceline.recipes.continual.method import Method
@@ -91,6 +92,12 @@ def test_a_method_that_cannot_run_distributed_is_refused(link: Link) -> None:
         own_method(link, Selfish)
     assert "--procs 1" in refused.value.hint
     assert "derpp" in refused.value.hint
+
+
+def test_no_level_is_offered_that_is_refused() -> None:
+    with pytest.raises(ValidationError, match="level"):
+        ContinualSettings(**{**MLP, "level": 4})
+    assert max(ContinualSettings(**MLP).possible_levels) == 3
 
 
 def test_but_runs_alone() -> None:

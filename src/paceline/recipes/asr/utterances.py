@@ -106,6 +106,11 @@ class Utterances:
         return self._recordings.holds_features
 
     @property
+    def is_packed(self) -> bool:
+        """A run that waits for this data is not advised to pack it."""
+        return self._recordings.are_packed
+
+    @property
     def most_labels(self) -> int:
         """Of the longest text."""
         return int(self._texts.lengths.max(initial=0))
