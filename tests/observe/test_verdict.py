@@ -10,10 +10,11 @@ import pytest
 
 from paceline.config.settings import DataSettings, ReduceSettings, TrainConfig
 from paceline.observe.clock import PHASES
-from paceline.observe.verdict import HIGHEST_LEVEL, Finding, Kind, enough_workers, news, verdict
+from paceline.observe.verdict import Finding, Kind, enough_workers, news, verdict
 
 WAY = {
     "level": 0,
+    "highest_level": 4,
     "precision": None,
     "order": "random",
     "bins": None,
@@ -24,6 +25,7 @@ WAY = {
     "sync_overlap": 0,
     "workers": 0,
     "is_stream": False,
+    "is_packed": False,
     "cores": 16,
     "local_size": 1,
     "grains_per_rank": 1,
@@ -119,6 +121,13 @@ def test_no_more_workers_than_cores() -> None:
     assert only(record).advice == "`paceline pack`"
 
 
+def test_what_is_packed_is_not_to_be_packed() -> None:
+    waiting = seconds(compute=69.0, data=31.0)
+    assert only(epoch(waiting, way={"workers": 5, "is_packed": True})).advice == "`--workers 8`"
+    enough = only(epoch(waiting, way={"workers": 16, "is_packed": True}))
+    assert enough.advice.startswith("it is packed already: less to do for each sample")
+
+
 def test_an_iterable_has_no_workers() -> None:
     assert "__getitem__" in only(epoch(seconds(compute=20.0, data=80.0), way={"is_stream": True})).advice
 
@@ -161,6 +170,30 @@ def test_what_may_be_a_missing_core_is_not_blamed_on_the_link() -> None:
         found.line == "no core was free for 45 % of the time on rank 1: more runs on alpha than its 2 cores: see `top`"
     )
     assert found.rank == 1
+
+
+def test_what_a_missing_core_cannot_explain_is_said_beside_it() -> None:
+    busy = epoch(*PAIR, meetings=met(0.54, 0.05, 0.5, 0.5), core_wait=[21.0, 19.0])
+    assert [finding.kind for finding in verdict(busy)] == ["communication", "cores"]
+    ranks = [seconds(compute=28.0, communication=72.0), seconds(compute=96.0, communication=4.0)]
+    busy = epoch(*ranks, meetings=met(0.03, 0.35, 0.0, 1.0), core_wait=[25.0, 35.0])
+    assert [finding.kind for finding in verdict(busy)] == ["cores", "straggler"]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_of_a_busy_machine_are_no_stragglers(late: int) -> None:
+    """As measured: both lack cores, and the scheduler is harder on one of them."""
+    ranks = [seconds(compute=92.0, communication=8.0), seconds(compute=66.0, communication=34.0)]
+    waits, last = [28.0, 23.0], [0.94, 0.06]
+    if late:
+        ranks, waits, last = ranks[::-1], waits[::-1], last[::-1]
+    assert only(epoch(*ranks, meetings=met(0.05, 0.14, *last), core_wait=waits)).kind == "cores"
+
+
+def test_a_missing_core_hides_no_work_that_is_uneven() -> None:
+    ranks = [seconds(compute=85.0, communication=15.0), seconds(compute=66.0, communication=34.0)]
+    busy = epoch(*ranks, meetings=met(0.11, 0.12, 0.94, 0.06), core_wait=[32.0, 33.0], work=[200.0, 100.0])
+    assert [finding.kind for finding in verdict(busy)] == ["cores", "balance"]
 
 
 def test_cores_that_the_run_itself_takes() -> None:
@@ -235,12 +268,20 @@ def gpu(name: str = "NVIDIA A100-SXM4-80GB", caught_up: float = 0.0) -> dict[str
 
 
 def test_launch_bound_steps() -> None:
-    found = only(epoch(device=gpu(caught_up=0.93), way={"level": 2, "has_bf16": True, "grains_per_rank": 4}))
+    way = {"level": 2, "has_bf16": True, "grains_per_rank": 4}
+    found = only(epoch(device=gpu(caught_up=0.93), way=way))
     assert found.text == "in 93 % of the steps the GPU waited for the host to launch kernels"
-    best = "`-O4`" if HIGHEST_LEVEL >= 4 else "`-O3`"
-    assert found.advice.startswith(best)
+    assert found.advice.startswith("`-O4`")
     assert "fewer `--grains`" in found.advice
     assert verdict(epoch(device={**gpu(caught_up=0.93), "sampled_steps": 0}, way={"level": 2})) == []
+
+
+@pytest.mark.parametrize(("highest", "advice"), [(4, "`-O4`"), (3, "`-O3`"), (2, "fewer `--grains`")])
+def test_no_level_is_advised_that_the_run_cannot_have(highest: int, advice: str) -> None:
+    way = {"level": 2, "highest_level": highest, "has_bf16": True, "grains_per_rank": 4, "depthwise": True}
+    slow, launches = verdict(epoch(device=gpu("NVIDIA H200", caught_up=0.93), way=way))[::-1]
+    assert launches.advice.startswith(advice)
+    assert ("-O4" in slow.advice) == (highest == 4)
 
 
 def test_precision_off() -> None:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,10 +17,12 @@ from torch import nn
 
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
+from paceline.data.hdf_dataset import PackedDataset
 from paceline.observe import verdict as verdicts
 from paceline.observe.clock import PHASES, Clock
 from paceline.observe.device_clock import DeviceClock
 from paceline.observe.journal import read
+from paceline.observe.watcher import Watcher
 from paceline.speed import recompiles
 from paceline.train import meter
 from paceline.train.task import Task
@@ -126,6 +128,30 @@ def test_what_a_task_does_not_say_is_not_shown(tmp_path: Path, capsys: pytest.Ca
     assert line.endswith(" samples/s")
 
 
+def test_what_a_verdict_may_advise_is_a_fact_of_the_run(tmp_path: Path) -> None:
+    class Fewer(TrainConfig):
+        level: Literal["auto", 0, 1, 2, 3] = 0
+
+    class FromPacked(SmallTask):
+        def train_data(self) -> Any:
+            return PackedDataset.write(tmp_path / "train.h5", super().train_data())
+
+        def loss(self, model: nn.Module, grain: Grain) -> Any:
+            return (model(grain[0]) - grain[1]).square().sum(), len(grain)
+
+    class Last(Watcher):
+        def epoch(self, record: Any) -> None:
+            self.way = record["way"]
+
+    ways = []
+    for task, settings in ((SmallTask(), TrainConfig), (FromPacked(), Fewer)):
+        last = Last()
+        config = settings(epochs=1, global_batch=8, workers=0, progress="none", loggers=())
+        Trainer(task, config, alone(), [last]).fit()
+        ways.append((last.way["is_packed"], last.way["highest_level"]))
+    assert ways == [(False, 4), (True, 3)]
+
+
 def test_the_clock_of_a_device_is_one_with_events() -> None:
     assert type(meter.make_clock(torch.device("cpu"))) is Clock
     assert isinstance(meter.make_clock(torch.device("cuda")), DeviceClock)
@@ -164,6 +190,7 @@ def provoked(link: Link, name: str, **settings: Any) -> dict[str, str] | None:
     if record is None:
         return None
     json.dumps(record, allow_nan=False)
+    assert max(sum(rank.values()) for rank in record["seconds"]) >= verdicts.LEAST_SECONDS, "too short to be judged"
     assert cases.is_right(case, record["findings"]) or "cores" in [each["kind"] for each in record["findings"]], record
     return {each["kind"]: f"{each['text']}: {each['advice']}" for each in record["findings"]}
 
@@ -182,6 +209,15 @@ def test_a_slow_rank(link: Link) -> None:
     found = provoked(link, "straggler")
     if found is not None and "straggler" in found:
         assert found["straggler"].startswith(f"rank 1 on {link.hosts[1]} is late: ")
+
+
+@ranks(2)
+def test_grains_that_cannot_be_shared_out(link: Link) -> None:
+    found = provoked(link, "balance")
+    if found is not None and "balance" in found:
+        assert found["balance"].startswith("rank 0 has ")
+        assert "`--grains 8`" in found["balance"]
+        assert "straggler" not in found, "it has more to do, and is not slow"
 
 
 @ranks(2)

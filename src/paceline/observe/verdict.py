@@ -29,9 +29,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
-
-from paceline.config.settings import StepSettings
+from typing import Any, Literal
 
 Kind = Literal[
     "data", "cores", "communication", "padding", "balance", "straggler", "recompiles", "launches", "precision"
@@ -58,7 +56,6 @@ RECOMPILES = 3
 CAUGHT_UP_SHARE = 0.5
 SLOW_BF16_DEPTHWISE = ("H200",)
 """Where the library's bf16 depthwise convolution was measured to be slower than fp16 (2.4 times, QuartzNet)."""
-HIGHEST_LEVEL = max(level for level in get_args(StepSettings.model_fields["level"].annotation) if level != "auto")
 
 
 @dataclass(frozen=True)
@@ -124,13 +121,16 @@ def _data(record: Mapping[str, Any]) -> Iterator[Finding]:
     way = record.get("way", {})
     workers = enough_workers(share, int(way.get("workers") or 0))
     most = max(1, int(way.get("cores", 1)) // int(way.get("local_size", 1)))
-    pack = "`paceline pack`"
+    more_workers = f"`--workers {min(workers, most)}`"
+    is_packed = bool(way.get("is_packed"))
     if way.get("is_stream"):
         advice = "an iterable is read by the training process itself: give a data set with `__getitem__` and `__len__`"
     elif int(way.get("workers") or 0) < min(workers, most):
-        advice = f"`--workers {min(workers, most)}`, or {pack}"
+        advice = more_workers if is_packed else f"{more_workers}, or `paceline pack`"
+    elif is_packed:
+        advice = "it is packed already: less to do for each sample, a faster disk, or more cores for `--workers`"
     else:
-        advice = pack
+        advice = "`paceline pack`"
     yield Finding(
         "data", f"data wait {_percent(share)}{_on(record, rank)}", advice, **_place(record, rank), share=share
     )
@@ -160,9 +160,8 @@ def _cores(record: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _communication(record: Mapping[str, Any]) -> Iterator[Finding]:
-    share = record.get("meetings", {}).get("exchange", 0.0)
-    # Without a core nothing moves either: as much of it as of the whole time is no fault of the link.
-    share *= 1 - max(_core_wait_shares(record))
+    # Without a core nothing moves either: what may have been that is no fault of the link.
+    share = record.get("meetings", {}).get("exchange", 0.0) - max(_core_wait_shares(record))
     if share < EXCHANGE_SHARE:
         return
     way = record.get("way", {})
@@ -204,10 +203,10 @@ def _straggler(record: Mapping[str, Any]) -> Iterator[Finding]:
         return
     why = {"compute": "slower in forward and backward", "data": "longer data wait"}.get(phase, f"longer in {phase}")
     waits = _core_wait_shares(record)
-    others_wait = share * len(last) / (len(last) - 1)  # `share` is of all ranks' time, its own too
-    if waits[rank] - statistics.median(waits[:rank] + waits[rank + 1 :]) >= 0.7 * others_wait:
-        if waits[rank] >= CORE_WAIT_SHARE:
-            return  # said, too
+    others = (len(last) - 1) / len(last)  # `share` is of all ranks' time, its own too
+    if max(waits) >= CORE_WAIT_SHARE and share - waits[rank] * others < WAITING_SHARE:
+        return  # a missing core may be all of it, and has been said
+    if waits[rank] - statistics.median(waits[:rank] + waits[rank + 1 :]) >= 0.7 * share / others:
         why = "it had no free core"
     text = f"rank {rank} on {host} is late: others wait {_percent(share)} of the time for it ({why})"
     advice = f"see what else runs on {host}, or whether its device is slower: `paceline doctor` on all ranks"
@@ -258,10 +257,10 @@ def _launches(record: Mapping[str, Any]) -> Iterator[Finding]:
     if not device.get("sampled_steps") or caught_up < CAUGHT_UP_SHARE:
         return
     text = f"in {_percent(caught_up)} of the steps{_on(record, rank)} the GPU waited for the host to launch kernels"
-    level, ways = int(way.get("level", 0)), []
-    if HIGHEST_LEVEL >= 4 > level:
+    level, highest, ways = int(way.get("level", 0)), _highest_level(way), []
+    if highest >= 4 > level:
         ways.append("`-O4` launches a step as one graph")
-    elif level < 3:
+    elif highest >= 3 > level:
         ways.append("`-O3` joins small kernels")
     if int(way.get("grains_per_rank", 1)) > 1:
         ways.append("fewer `--grains` makes each larger")
@@ -279,9 +278,14 @@ def _precision(record: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("precision", f"-O0 computes in strict fp32, and {name} has bf16", "`-O2`, or `-O1` for TF32")
     is_bf16 = way.get("precision") is None and way.get("level") in (2, 3)
     if is_bf16 and way.get("depthwise") and any(known in name for known in SLOW_BF16_DEPTHWISE):
-        best = "`-O4` has its own kernels for them, and " if HIGHEST_LEVEL >= 4 else ""
+        best = "`-O4` has its own kernels for them, and " if _highest_level(way) >= 4 else ""
         text = f"depthwise convolutions in bf16 are slow on {name}"
         yield Finding("precision", text, f"{best}`--precision fp16` was 2.4 times as fast for QuartzNet")
+
+
+def _highest_level(way: Mapping[str, Any]) -> int:
+    """That may be advised: not every task or setting goes with each level. 3 where an older record does not say."""
+    return int(way.get("highest_level", 3))
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
