@@ -342,7 +342,7 @@ class EngineConfig(StepSettings, ReduceSettings, WorldSettings):
     """What an `Engine` in a hand-written loop needs to know."""
 
     @property
-    def possible_levels(self) -> tuple[int, ...]:
+    def possible_levels(self) -> tuple[Literal[0, 1, 2, 3, 4], ...]:
         """Levels that a run like this could have: a task's own settings may know fewer, and sharding takes some."""
         known = get_args(type(self).model_fields["level"].annotation)
         taken = _WHOLE_MODEL_LEVELS if self.shard == "full" else ()
