@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -43,8 +44,9 @@ def file_names(tags: list[str], suffix: str) -> list[str]:
         parts = [part for part in PurePosixPath(tag.replace("\0", "")).parts if part not in ("/", "..", ".")]
         stem = str(PurePosixPath(*parts).with_suffix("")) if parts else f"row-{number}"
         name = f"{stem}{suffix}" if "#" not in tag else f"{stem}-{number}{suffix}"
-        if name in taken or name == MANIFEST:
-            name = f"{stem}-{number}{suffix}"
+        others = (f"{stem}-{other}{suffix}" for other in itertools.count(number))
+        while name in taken or name == MANIFEST:
+            name = next(others)
         taken.add(name)
         names.append(name)
     return names
