@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from paceline.cli.main import main
 from paceline.cli.pack import to_bytes
@@ -153,6 +155,52 @@ def test_a_data_set(folder: Path, capsys: Shown) -> None:
     assert list(PackedDataset("cubes.h5")) == [{"cube": 0}, {"cube": 1}, {"cube": 8}]
 
 
+def test_onto_itself(folder: Path, capsys: Shown) -> None:
+    shown(capsys, "train.json", "train.h5", "--shard-size", "50kB")
+    before = [PackedDataset("train.h5")[row] for row in range(12)]
+    shown(capsys, "train.h5", "train.h5", "--force", "--shard-size", "25kB", "--processes", "1")
+    data = PackedDataset("train.h5")
+    assert len(data) == 12
+    for row, sample in enumerate(before):
+        assert torch.equal(data[row]["audio"], sample["audio"])
+    assert len(list(folder.glob("train-*.h5"))) == len(open_packed(Path("train.h5")).files) > 3
+
+
+def test_a_file_of_another_name_stays(folder: Path, capsys: Shown) -> None:
+    tiny.speech(folder, "more", 3, seed=2)
+    shown(capsys, "more.json", "train-00000.h5")
+    before = Path("train-00000.h5").read_bytes()
+    shown(capsys, "train.json", "train.h5", "--shard-size", "50kB")
+    assert Path("train-00000.h5").read_bytes() == before
+
+
+def test_a_mended_file_begins_anew(folder: Path, capsys: Shown) -> None:
+    """Rows of the code before and after are never in one file, not even where the samples that are looked at agree."""
+    code = """
+class Rows:
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, row):
+        if row == 700:
+            {at_700}
+        return {{"x": row + (10_000 if {others} else 0)}}
+
+def rows():
+    return Rows()
+"""
+    Path("rows.py").write_text(code.format(at_700="raise ValueError('broken')", others="False"))
+    with pytest.raises(ValueError, match="broken"):
+        main(["pack", "rows.py:rows", "rows.h5", "--processes", "1"])
+    assert list(Path("rows.h5.parts").glob("*.npz"))
+    Path("rows.py").write_text(code.format(at_700="pass  # mended", others="row % 10 == 5"))
+    capsys.readouterr()
+    assert "of other data, code or options" in shown(capsys, "rows.py:rows", "rows.h5", code=2)
+    shown(capsys, "rows.py:rows", "rows.h5", "--force")
+    expected = [row + (10_000 if row % 10 == 5 else 0) for row in range(1000)]
+    assert [sample["x"] for sample in PackedDataset("rows.h5")] == expected
+
+
 @pytest.mark.parametrize(
     ("words", "what", "hint"),
     [
@@ -190,6 +238,12 @@ def test_sizes() -> None:
     for wrong in ("", "MB", "0MB", "-1GB", "5", "1.2.3MB"):
         with pytest.raises(ValueError, match="is no size"):
             to_bytes(wrong)
+
+
+@given(st.lists(st.sampled_from(["a.wav", "a-1", "a-2.wav", "a-3.wav", "a-3-3.wav", "b/a", "a.wav#1", "", ".."])))
+@example(["a.wav", "a-3.wav", "a.wav"])
+def test_names_are_given_once(tags: list[str]) -> None:
+    assert len(set(file_names(tags, ".wav"))) == len(tags)
 
 
 def test_names_stay_in_the_folder() -> None:

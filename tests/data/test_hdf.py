@@ -249,7 +249,7 @@ def test_no_change_of_a_byte_goes_unseen(tmp_path: Path, layout: Any) -> None:
 def test_damage_is_named_by_row(tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
     place = opened(path, shard_bytes=2000).files[2].streams["features"]
-    shard = tmp_path / "a-00002.h5"
+    [shard] = tmp_path.glob("a-*-00002.h5")
     raw = bytearray(shard.read_bytes())
     assert place.offset is not None
     raw[place.offset + 20] ^= 1
@@ -274,13 +274,14 @@ def test_a_file_that_changes_while_it_is_used(tmp_path: Path) -> None:
 def test_shards_that_do_not_belong_together(tmp_path: Path) -> None:
     packed(tmp_path / "a.h5", shard_bytes=2000)
     packed(tmp_path / "b.h5", Sentences(39), shard_bytes=2000)
-    shard = tmp_path / "a-00001.h5"
+    [shard] = tmp_path.glob("a-*-00001.h5")
+    [other] = tmp_path.glob("b-*-00001.h5")
     kept = shard.read_bytes()
-    shard.write_bytes((tmp_path / "b-00001.h5").read_bytes())
-    with pytest.raises(PackedUnreadable, match="a-00001.h5: is not the shard that a.h5 was made with"):
+    shard.write_bytes(other.read_bytes())
+    with pytest.raises(PackedUnreadable, match=r"a-\w+-00001.h5: is not the shard that a.h5 was made with"):
         open_packed(tmp_path / "a.h5")
     shard.unlink()
-    with pytest.raises(PackedUnreadable, match="a-00001.h5: there is no such file"):
+    with pytest.raises(PackedUnreadable, match=r"a-\w+-00001.h5: there is no such file"):
         open_packed(tmp_path / "a.h5")
     shard.write_bytes(kept)
     assert len(open_packed(shard)) < len(open_packed(tmp_path / "a.h5")) == 40

@@ -155,7 +155,7 @@ def _source(options: PackOptions, words: Sequence[str]) -> Source:
     if tasks and len(words) > 1:
         raise PackUsage(f"{tasks[0]} is a task, and {len(words) - 1} more inputs are given", "pack a task by itself")
     if tasks:
-        return _samples(options, _data(options, tasks[0]), f"{tasks[0]}:{options.part}")
+        return _samples(options, _data(options, tasks[0]), f"{tasks[0]}:{options.part}:{_code(options, tasks[0])}")
     if all(map(is_packed, words)) and not all(map(_is_speech, words)):
         if len(words) > 1:
             raise PackUsage("several packed files that are not speech", "pack them one by one")
@@ -212,6 +212,16 @@ def _data(options: PackOptions, name: str) -> Any:
     if found is None or (isinstance(found, type) and issubclass(found, Task)):
         return _task_data(options, name)
     return tasks.guarded(Path(path), f"{member}() is called", found) if callable(found) else found
+
+
+def _code(options: PackOptions, name: str) -> str:
+    """Of the files that make the data what it is: changed, they make other samples of the same names."""
+    import xxhash
+
+    paths = [Path(name.rpartition(":")[0]), options.task_config]  # a recipe has no file of the user's
+    return "-".join(
+        xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in paths if path is not None and path.is_file()
+    )
 
 
 def _task_data(options: PackOptions, name: str) -> Any:

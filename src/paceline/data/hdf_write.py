@@ -99,7 +99,11 @@ def write_shards(path: Path, files: Sequence[tuple[str, int]], pack: str) -> Non
 
 
 def agree_on_sizes(files: Sequence[Path]) -> None:
-    """RETURNN refuses files of one data set that differ in how many classes they say there are: all get the most."""
+    """RETURNN refuses files of one data set that differ in how many classes they say there are: all get the most.
+
+    Called before the files have their names. Numbers change in their places and nothing moves, so that a kill leaves a
+    file that is whole, and to which this can be done again.
+    """
     import h5py
 
     try:
@@ -107,10 +111,14 @@ def agree_on_sizes(files: Sequence[Path]) -> None:
         for path in files:
             with h5py.File(path, "r") as file:
                 sizes.append(dict(file["targets/size"].attrs) if "targets/size" in file else {})
-        for path in files:
+        most = {name: np.max([each[name] for each in sizes], axis=0) for name in sizes[0]}
+        for path, mine in zip(files, sizes, strict=True):
+            if all(np.array_equal(mine[name], most[name]) for name in most):
+                continue
             with h5py.File(path, "r+") as file:
-                for name in sizes[0]:
-                    file["targets/size"].attrs[name] = np.max([each[name] for each in sizes], axis=0)
+                for name, size in most.items():
+                    file["targets/size"].attrs.modify(name, size)
+            sync(path)
     except OSError as error:
         raise CannotWrite(path, error) from error
 

@@ -1,15 +1,17 @@
 """Packing: rows read by several processes, piece by piece, and written as one packed file or as shards.
 
 A piece that is done is a file beside the packed one, in `OUT.h5.parts`: after a kill the same command goes on with
-those that are missing. Shards are written as soon as their pieces are there. The file that users name comes last.
+those that are missing. Shards are written as soon as their pieces are there, into the same folder. The file that users
+name comes last.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
-import secrets
-import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,12 +21,14 @@ import xxhash
 from paceline.config.errors import PacelineError
 from paceline.config.paths import CannotWrite, near
 from paceline.data.hdf_errors import PackedUnreadable
-from paceline.data.hdf_layout import Layout, PackedFile, Shards, read_layout
+from paceline.data.hdf_layout import Layout, PackedFile, read_layout
 from paceline.data.hdf_write import agree_on_sizes, content_of, write_file, write_shards
+from paceline.data.pack_parts import Parts, open_parts
 from paceline.data.pack_piece import Piece, StreamsDiffer, read_piece, write_piece
 from paceline.data.pack_processes import in_processes
 
-_PLAN = "plan.json"
+_LOOKS_AT_ONCE = 16
+"""Whether files have changed: what a distant disk is asked at a time."""
 
 
 class Source(Protocol):
@@ -43,6 +47,9 @@ class Source(Protocol):
     def read(self, rows: range) -> Piece:
         """Called in a process of its own, after a fork."""
 
+    def stamp(self, rows: range) -> str:
+        """Another one where what these rows are read from has changed. Called in several threads."""
+
 
 class PackExists(PacelineError):
     """A file that exists is to be written."""
@@ -52,15 +59,6 @@ class PackExists(PacelineError):
     def __init__(self, path: Path) -> None:
         super().__init__(f"{near(path)} exists")
         self.path = path
-
-
-class OtherParts(PacelineError):
-    """Parts of another data set are in the way."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(f"{near(folder)} holds parts of a packing that was not finished, of other data or options")
-        self.folder = folder
-        self.hint = "give the same inputs and options to go on with it; `--force` begins anew"
 
 
 class NothingToPack(PacelineError):
@@ -96,63 +94,36 @@ def pack(
     progress: Callable[[int], None] | None = None,
 ) -> Packing:
     """Write `out`, going on with what an earlier call has left."""
-    plan = {"source": source.fingerprint, "about": source.about, "layout": layout, "shard_bytes": shard_bytes}
+    cuts = list(source.cuts(shard_bytes))
+    ends = [rows.stop for rows in cuts]
+    plan = {"source": source.fingerprint, "about": source.about, "layout": layout, "cuts": ends, "most": shard_bytes}
     identity = xxhash.xxh3_64_hexdigest(json.dumps(plan, sort_keys=True).encode())
     if out.exists() and not force:
         raise PackExists(out)
-    parts = out.with_name(f"{out.name}.parts")
     try:
-        before = _shards_of(out)
-        name = _prepare(parts, identity, force)
-        work = _Work(source, out, parts, name, layout, shard_bytes)
+        parts = open_parts(out, identity, force)
+        work = _Work(source, cuts, out, parts, layout, shard_bytes)
         found = work.run(processes, progress or (lambda done: None))
-        for path in set(before) - set(found.files):
-            path.unlink(missing_ok=True)
-        shutil.rmtree(parts)
+        parts.finish(found.files)
     except OSError as error:
         raise CannotWrite(out, error) from error
     return found
-
-
-def shard_name(out: Path, number: int) -> Path:
-    """`train-00003.h5` beside `train.h5`."""
-    return out.with_name(f"{out.stem}-{number:05d}{out.suffix}")
-
-
-def _shards_of(out: Path) -> Sequence[Path]:
-    """Of the packed file that is to be replaced."""
-    try:
-        found = read_layout(out) if out.exists() else None
-    except PackedUnreadable:
-        return ()
-    return found.files if isinstance(found, Shards) else ()
-
-
-def _prepare(parts: Path, identity: str, force: bool) -> str:
-    """A folder for pieces of this packing, and of no other; the packing's name, which its shards bear."""
-    plan = parts / _PLAN
-    if parts.exists():
-        known = plan.read_text() if plan.exists() else ""
-        if known.startswith(identity):
-            return known
-        if known and not force:
-            raise OtherParts(parts)
-        shutil.rmtree(parts)
-    parts.mkdir(parents=True)
-    name = f"{identity}-{secrets.token_hex(4)}"  # packed again, data may be other than it was
-    plan.write_text(name)
-    return name
 
 
 class _Work:
     """One packing."""
 
     def __init__(
-        self, source: Source, out: Path, parts: Path, name: str, layout: Layout, shard_bytes: int | None
+        self,
+        source: Source,
+        cuts: Sequence[range],
+        out: Path,
+        parts: Parts,
+        layout: Layout,
+        shard_bytes: int | None,
     ) -> None:
-        self._source, self._out, self._parts, self._name = source, out, parts, name
+        self._source, self._cuts, self._out, self._parts = source, cuts, out, parts
         self._layout, self._shard_bytes = layout, shard_bytes
-        self._cuts = list(source.cuts(shard_bytes))
         self._done = Packing()
         self._rows_of: list[int] = []
         """Of each shard."""
@@ -163,7 +134,8 @@ class _Work:
     def run(self, processes: int, progress: Callable[[int], None]) -> Packing:
         first = self._take_shards()
         all_others = range(first, len(self._cuts))
-        ready = {number for number in all_others if self._is_there(number)}
+        with ThreadPoolExecutor(_LOOKS_AT_ONCE) as pool:
+            ready = set(itertools.compress(all_others, pool.map(self._is_there, all_others)))
         self._done.num_kept = self._num_rows(range(first)) + self._num_rows(ready)
         progress(self._done.num_kept)
         missing = [number for number in all_others if number not in ready]
@@ -180,7 +152,7 @@ class _Work:
         """Take the pieces that are ready from `at` on, and write the shards that they fill; the next to wait for."""
         while at in ready:
             self._waiting.append(at)
-            self._waiting_bytes += self._piece(at).stat().st_size
+            self._waiting_bytes += self._parts.piece(at).stat().st_size
             at += 1
             if self._shard_bytes is not None and self._waiting_bytes >= self._shard_bytes and at < len(self._cuts):
                 self._write_shard()
@@ -190,81 +162,96 @@ class _Work:
         return sum(len(self._cuts[number]) for number in pieces)
 
     def _make(self, number: int) -> None:
-        write_piece(self._piece(number), self._source.read(self._cuts[number]))
-
-    def _piece(self, number: int) -> Path:
-        return self._parts / f"{number:06d}.npz"
+        rows = self._cuts[number]
+        stamp = self._source.stamp(rows)  # before they are read: what changes meanwhile is read again
+        write_piece(self._parts.piece(number), dataclasses.replace(self._source.read(rows), stamp=stamp))
 
     def _is_there(self, number: int) -> bool:
-        return self._piece(number).exists() and read_piece(self._piece(number), with_values=False) is not None
+        piece = read_piece(self._parts.piece(number), with_values=False)
+        return piece is not None and piece.stamp == self._source.stamp(self._cuts[number])
 
     def _take_shards(self) -> int:
         """Shards that are written already; the first piece that is in none of them."""
         first = 0
-        while (path := shard_name(self._out, len(self._done.files))).exists():
-            try:
-                found = read_layout(path)
-            except PackedUnreadable:
-                break
-            if not isinstance(found, PackedFile) or found.about.get("pack") != self._name:
-                break
-            self._count(path, found)
+        while (found := self._find_shard(len(self._rows_of), first)) is not None:
+            self._count(found)
             first = int(found.about["pieces"][1])
         return first
 
-    def _count(self, path: Path, found: PackedFile) -> None:
-        self._done.files.append(path)
+    def _find_shard(self, number: int, first: int) -> PackedFile | None:
+        """The shard that begins with this piece, if it is there, and what it was read from has not changed."""
+        try:
+            found = read_layout(self._parts.find_shard(number))
+        except PackedUnreadable:
+            return None
+        if not isinstance(found, PackedFile) or found.about.get("pack") != self._parts.pack:
+            return None
+        begin, end = found.about["pieces"]
+        with ThreadPoolExecutor(_LOOKS_AT_ONCE) as pool:
+            stamps = pool.map(self._source.stamp, self._cuts[begin:end])
+            return found if begin == first and found.about.get("stamp") == _joined(stamps) else None
+
+    def _count(self, found: PackedFile) -> None:
         self._rows_of.append(len(found))
         self._done.num_rows += len(found)
         self._done.nbytes += sum(place.nbytes for place in found.streams.values())
         self._done.skipped += found.about["skipped"]
 
     def _write_shard(self) -> None:
-        if self._write(shard_name(self._out, len(self._done.files))):
+        if self._write(self._parts.shard(len(self._rows_of))):
             for number in self._waiting:
-                self._piece(number).unlink()
-            self._waiting, self._waiting_bytes = [], 0
+                self._parts.piece(number).unlink()
+            self._waiting = []
+        self._waiting_bytes = 0  # rows that could not be read wait for others that can
 
     def _write(self, path: Path) -> bool:
         """What is waiting; false where nothing of it could be read."""
-        pieces = [
-            _must(read_piece(self._piece(number), with_values=False), self._piece(number)) for number in self._waiting
-        ]
-        skipped = [line for piece in pieces for line in piece.skipped]
+        pieces = [self._read(number, with_values=False) for number in self._waiting]
         kept = [piece for piece in pieces if len(piece)]
         for piece in kept:
             if list(piece.specs) != list(kept[0].specs):
                 raise StreamsDiffer(piece.tags[0].decode("utf-8", "replace"), piece.specs, kept[0].specs)
         if not kept:
-            self._done.skipped += skipped
             return False
-        numbers = [self._waiting[0], self._waiting[-1] + 1]
-        about = {**self._source.about, "pack": self._name, "pieces": numbers, "skipped": skipped}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, self._layout, content_of(pieces, about), self._values)
+        about = {
+            **self._source.about,
+            "pack": self._parts.pack,
+            "pieces": [self._waiting[0], self._waiting[-1] + 1],
+            "stamp": _joined(piece.stamp for piece in pieces),
+            "skipped": [line for piece in pieces for line in piece.skipped],
+        }
+        write_file(path, self._layout, content_of(pieces, about), lambda: map(self._read, self._waiting))
         found = read_layout(path)
         assert isinstance(found, PackedFile)
-        self._count(path, found)
+        self._count(found)
         return True
 
-    def _values(self) -> Iterator[Piece]:
-        for number in self._waiting:
-            yield _must(read_piece(self._piece(number)), self._piece(number))
+    def _read(self, number: int, *, with_values: bool = True) -> Piece:
+        path = self._parts.piece(number)
+        piece = read_piece(path, with_values=with_values)
+        if piece is None:
+            raise PackedUnreadable(path, "is damaged", "remove it, and type the same command again")
+        return piece
 
     def _finish(self) -> None:
-        if not self._done.files:
+        if not self._rows_of:
             if not self._waiting or not self._write(self._out):
-                raise NothingToPack(self._done.skipped)
+                raise NothingToPack(self._skipped())
+            self._done.files = [self._out]
             return
         if self._waiting:
             self._write_shard()
+        self._done.skipped += self._skipped()
         if self._layout == "returnn":
-            agree_on_sizes(self._done.files)
+            agree_on_sizes([self._parts.find_shard(number) for number in range(len(self._rows_of))])
+        self._done.files = self._parts.name_shards(len(self._rows_of))
         names = [path.name for path in self._done.files]
-        write_shards(self._out, list(zip(names, self._rows_of, strict=True)), self._name)
+        write_shards(self._out, list(zip(names, self._rows_of, strict=True)), self._parts.pack)
+
+    def _skipped(self) -> list[str]:
+        """What is wrong with rows that wait in vain."""
+        return [line for number in self._waiting for line in self._read(number, with_values=False).skipped]
 
 
-def _must(piece: Piece | None, path: Path) -> Piece:
-    if piece is None:
-        raise PackedUnreadable(path, "is damaged", "remove it, and type the same command again")
-    return piece
+def _joined(stamps: Iterable[str]) -> str:
+    return xxhash.xxh3_64_hexdigest("\n".join(stamps).encode())

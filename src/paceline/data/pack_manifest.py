@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from paceline.config.errors import PacelineError
 from paceline.data.audio import AudioUnreadable, probe
 from paceline.data.hdf import open_packed
 from paceline.data.hdf_errors import NoSuchStream, is_packed
+from paceline.data.hdf_layout import stamp_of
 from paceline.data.manifest_columns import Manifest
 from paceline.data.pack_piece import Piece, PieceMaker, StreamSpec
 from paceline.data.recordings import Recordings
@@ -63,6 +65,8 @@ class ManifestSource:
         self._own_rate = sample_rate is None
         self._rate = sample_rate or _rate_of(manifest, 0)
         self._recordings: Recordings | None = None
+        self._files_of: dict[Path, list[Path]] = {}
+        """Of packed sources, which are not opened for every row."""
         self.about: dict[str, Any] = {
             "structure": {"kind": "dict", "names": self._streams},
             "sample_rate": self._rate,
@@ -88,6 +92,13 @@ class ManifestSource:
             cuts.append(range(first, last))
             first = last
         return cuts
+
+    def stamp(self, rows: range) -> str:
+        """Sizes and times of change of the recordings; texts are in the fingerprint."""
+        if self._streams == [TEXT]:
+            return ""
+        found = dict.fromkeys(path for row in rows for path in self._files(row))
+        return xxhash.xxh3_64_hexdigest(repr([_stamp(path) for path in found]).encode())
 
     def read(self, rows: range) -> Piece:
         if self._recordings is None:
@@ -121,9 +132,27 @@ class ManifestSource:
                 found.append((StreamSpec(FEATURES, "features", "float32", frames.shape[1:]), frames))
         return found
 
+    def _files(self, row: int) -> list[Path]:
+        """That the audio of a row is read from."""
+        source = self._manifest.source(row)
+        return self._packed_files(source) if is_packed(source) else [self._manifest.audio(row)]
+
+    def _packed_files(self, source: Path) -> list[Path]:
+        if source not in self._files_of:
+            self._files_of[source] = [file.path for file in open_packed(source).files]
+        return self._files_of[source]
+
     def _tag(self, row: int) -> str:
         name, manifest = self._manifest.written_audio(row), self._manifest
         return f"{name}#{manifest.offset(row):g}" if manifest.is_part(row) else name
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """None where there is no such file, which reading it will say."""
+    try:
+        return stamp_of(path)
+    except OSError:
+        return None
 
 
 def _rate_of(manifest: Manifest, row: int) -> int:

@@ -63,6 +63,8 @@ class Piece:
     """Why rows were left out."""
     tops: Mapping[str, int] = field(default_factory=dict)
     """By stream of whole numbers: the largest one, and so how many classes there are."""
+    stamp: str = ""
+    """Of what the rows were read from."""
 
     def __len__(self) -> int:
         return len(self.tags)
@@ -104,7 +106,12 @@ class PieceMaker:
 
 def write_piece(path: Path, piece: Piece) -> None:
     """Whole or not at all."""
-    about = {"specs": [asdict(spec) for spec in piece.specs], "skipped": list(piece.skipped), "tops": dict(piece.tops)}
+    about = {
+        "specs": [asdict(spec) for spec in piece.specs],
+        "skipped": list(piece.skipped),
+        "tops": dict(piece.tops),
+        "stamp": piece.stamp,
+    }
     arrays: dict[str, NDArray[Any]] = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
     lengths = np.array([len(tag) for tag in piece.tags], np.int64)
     arrays |= {"tags": np.frombuffer(b"".join(piece.tags), np.uint8), "tag_lengths": lengths}
@@ -138,6 +145,7 @@ def read_piece(path: Path, *, with_values: bool = True) -> Piece | None:
                 {name.partition("-")[2]: arrays[name] for name in arrays.files if name.startswith("column-")},
                 about["skipped"],
                 about["tops"],
+                about["stamp"],
             )
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None

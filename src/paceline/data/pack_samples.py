@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,8 @@ from paceline.data.pack_piece import Piece, PieceMaker, StreamSpec
 ROWS_AT_ONCE = 256
 """In a piece."""
 _MOST_NAME_BYTES = 1000
+_NUM_LOOKED_AT = 4
+"""Samples by which data is known to be the same."""
 
 
 class NotPackable(PacelineError):
@@ -45,10 +49,14 @@ class SampleSource:
         epoch: int = 0,
         streams: Sequence[str] | None = None,
     ) -> None:
-        """`name`: where the data is from, in words that another run of the same command has, too."""
+        """`name`: where the data is from, in words that another run of the same command has, too.
+
+        Some samples are looked at: where they are others than they were, a packing that was stopped does not go on.
+        """
         self._data, self._rows, self._seed, self._epoch = data, rows, seed, epoch
         self._tags = getattr(data, "tags", None)
-        parts, kind = _parts(data[rows[0]])
+        with _dice_put_back():
+            parts, kind = self._parts_of(rows[0])
         there = list(parts)
         self._streams = there if streams is None else list(streams)
         for each in self._streams:
@@ -64,7 +72,9 @@ class SampleSource:
         structure = {"kind": "dict" if streams is not None else kind, "names": self._streams}
         self.about: dict[str, Any] = {"structure": structure}
         own = getattr(data, "fingerprint", "")
-        identity = f"{name}|{own}|{len(data)}|{rows}|{seed}|{epoch}|{structure}"
+        with _dice_put_back():
+            seen = [self._digest(row) for row in _spread(rows)]
+        identity = f"{name}|{own}|{len(data)}|{rows}|{seed}|{epoch}|{structure}|{seen}"
         self.fingerprint = xxhash.xxh3_64_hexdigest(identity.encode())
 
     def __len__(self) -> int:
@@ -74,18 +84,59 @@ class SampleSource:
         number = ROWS_AT_ONCE if most_bytes is None else max(1, min(ROWS_AT_ONCE, most_bytes // self._row_bytes))
         return [range(first, min(first + number, len(self))) for first in range(0, len(self), number)]
 
+    def stamp(self, rows: range) -> str:
+        """What samples are made of is not known; some of them are in the fingerprint."""
+        return ""
+
     def read(self, rows: range) -> Piece:
         maker = PieceMaker()
         for row in rows:
             sample = self._rows[row]
-            seed_everything(key(self._seed, self._epoch, sample))  # as `Fetch` does
-            parts, _ = _parts(self._data[sample])
             tag = f"seq-{sample}" if self._tags is None else str(self._tags[sample])
-            missing = [name for name in self._streams if name not in parts]
-            if missing:
-                raise NotPackable(sample, f"it has no {missing[0]!r}")
-            maker.add(tag, [_stream(name, parts[name], sample) for name in self._streams])
+            maker.add(tag, self._sample(sample))
         return maker.finish({name: column[rows.start : rows.stop] for name, column in self._columns.items()})
+
+    def _sample(self, sample: int) -> list[tuple[StreamSpec, NDArray[Any]]]:
+        parts, _ = self._parts_of(sample)
+        missing = [name for name in self._streams if name not in parts]
+        if missing:
+            raise NotPackable(sample, f"it has no {missing[0]!r}")
+        return [_stream(name, parts[name], sample) for name in self._streams]
+
+    def _parts_of(self, sample: int) -> tuple[dict[str, Any], str]:
+        seed_everything(key(self._seed, self._epoch, sample))  # as `Fetch` does
+        return _parts(self._data[sample])
+
+    def _digest(self, sample: int) -> str:
+        """Of what a sample holds; empty where it is another one each time, whatever the seed."""
+        seen = {_digest(self._sample(sample)) for _ in range(2)}
+        return seen.pop() if len(seen) == 1 else ""
+
+
+def _spread(rows: range) -> list[int]:
+    """Some rows from all over the data, the first and the last among them."""
+    places = np.unique(np.linspace(0, len(rows) - 1, _NUM_LOOKED_AT).astype(np.int64))
+    return [rows[place] for place in places.tolist()]
+
+
+def _digest(sample: Sequence[tuple[StreamSpec, NDArray[Any]]]) -> str:
+    digest = xxhash.xxh3_64()
+    for spec, values in sample:
+        digest.update(repr((spec, values.shape)).encode())
+        digest.update(values.tobytes())
+    return digest.hexdigest()
+
+
+@contextmanager
+def _dice_put_back() -> Iterator[None]:
+    """Samples are drawn, and the numbers that the caller draws next stay the same."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
 
 
 def _parts(sample: Any) -> tuple[dict[str, Any], str]:
