@@ -144,14 +144,16 @@ def _own_parts(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]]) -> tup
             part, _, name = key.partition(":")
             split.setdefault(part, {})[name] = tensor
         ranks.append(split)
-    world = engine.link.world
-    if not isinstance(engine.strategy, AveragedParameters) or not ranks:
+    if not ranks:
         return {}, parts["optimizer"]
+    world, averages = engine.link.world, isinstance(engine.strategy, AveragedParameters)
     is_kept = any("optimizer" in each for each in ranks)
-    own = ranks[world.rank] if len(ranks) == world.size else {}
-    if not is_kept or engine.config.sync_state == "reset":
+    own = ranks[world.rank] if averages and len(ranks) == world.size else {}
+    # One rank does not average, and a run may go on with `grad`: the states of all are still what it goes on from.
+    policy = engine.config.sync_state if engine.config.reduce == "param" else "average"
+    if not is_kept or policy == "reset":
         return own, parts["optimizer"]
-    if engine.config.sync_state == "keep":
+    if policy == "keep":
         if not own:
             raise RanksHaveTheirOwn(len(ranks), world.size)
         return own, own.get("optimizer", {})
