@@ -22,6 +22,7 @@ from paceline.speed.precision import (
     apply,
     autocast,
     capabilities,
+    distinct,
     levels,
     resolve,
     resolve_way,
@@ -251,6 +252,13 @@ def test_which_levels_a_device_has() -> None:
     assert levels(None, DEVICES["GPU"]) == [0, 1]
     assert levels("fp16", DEVICES["GPU"]) == [0, 1, 2, 3]
     assert levels("fp64", DEVICES["CPU"]) == [0, 1]
+
+
+def test_levels_that_compute_alike_count_once() -> None:
+    assert distinct([0, 1, 2, 3], None, DEVICES["GPU sm80"]) == [0, 1, 2, 3]
+    assert distinct([0, 1], None, DEVICES["GPU"]) == [0]  # without TF32
+    assert distinct([0, 1, 2, 3], None, DEVICES["CPU bf16"]) == [0, 2, 3]
+    assert distinct([0, 1, 2, 3], "fp16", DEVICES["GPU sm80"]) == [0, 1, 3]  # exact, TF32, compiled
 
 
 def test_unsupported_level_names_the_way_out() -> None:
