@@ -17,6 +17,7 @@ import pytest
 from paceline.cli.options import train_options
 from paceline.config.load import load
 from paceline.recipes.continual.settings import ContinualSettings
+from tests.recipes.continual.small import alone, train
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "continual" / "main.py"
@@ -68,6 +69,58 @@ def test_its_defaults_are_mammoths(example: ModuleType) -> None:
         [*example.translate(["--model", "er", "--dataset", "seq-mnist", "--model_config", "best"]), "--lr", "0.5"]
     )
     assert (ours.lr, ours.buffer_size) == (0.5, 200)
+
+
+def test_words_that_say_how_not_what(example: ModuleType) -> None:
+    """They have a meaning here, or are accepted with the reason why nothing is done."""
+    line = "--model er --dataset seq-mnist --nowand 1 --num_workers 0 --device cpu --non_verbose 1 --eval_epochs 2"
+    line += " --wandb_project mine --enable_other_metrics 1 --joint 0 --label_perc 1 --base_path files"
+    settings = settings_of(example.translate(line.split()))
+    assert (settings.workers, settings.device, settings.progress, settings.val_every_epochs) == (0, "cpu", "lines", 2)
+    assert settings.data_root == Path("files")
+    assert settings.loggers == ("tensorboard",)
+    said = example.notes(example.read(line.split()))
+    assert [note.partition(":")[0] for note in said] == ["--enable_other_metrics", "--wandb_project"]
+    asked = example.translate(["--model", "er", "--dataset", "seq-mnist", "--wandb_project", "mine", "--device", "gpu"])
+    assert settings_of(asked).loggers == ("tensorboard", "wandb")
+    assert settings_of(asked).device == "cuda"
+
+
+def test_schedules(example: ModuleType, tmp_path: Path) -> None:
+    """Of each task, as theirs; milestones only where these are steps there, too."""
+    line = "--model er --dataset seq-mnist --lr 0.1 --lr_scheduler multisteplr --lr_milestones 35 45"
+    steps = settings_of(example.translate([*line.split(), "--scheduler_mode", "iter"]))
+    assert (steps.schedule, steps.milestones, steps.decay) == ("piecewise", (35, 45), 0.1)
+    cosine = settings_of(example.translate(["--model", "er", "--dataset", "seq-mnist", "--lr_scheduler", "cosine"]))
+    assert cosine.schedule == "cosine"
+    records = train(alone(), {"schedule": "cosine", "steps": 3}, str(tmp_path))["records"]
+    rates = [record["lr"] for record in records]
+    assert len(rates) == 15
+    assert rates[::3] == pytest.approx([0.1] * 5)
+    assert rates[2] < 0.05
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("--bufer_size 5 --n_epoch 2", ["--bufer_size: there is no such option", "--buffer_size?", "--n_epochs?"]),
+        ("--nesterv", ["--nesterv: there is no such option"]),
+        ("--lr_scheduler multisteplr --lr_milestones 3", ["are epochs", "--scheduler_mode iter"]),
+        ("--device cuda:1", ["CUDA_VISIBLE_DEVICES=1 python"]),
+        ("--joint 1 --noise_rate 0.2", ["--joint 1: cannot be done", "--model joint", "--noise_rate 0.2"]),
+        ("--fitting_mode early_stopping", ["--fitting_mode early_stopping: cannot be done here"]),
+    ],
+)
+def test_what_cannot_be_done_is_said_at_once(
+    words: str, parts: list[str], example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        example.translate(["--model", "er", "--dataset", "seq-mnist", *words.split()])
+    assert left.value.code == 2
+    shown = capsys.readouterr().err
+    assert "usage" not in shown
+    for part in parts:
+        assert part in shown, shown
 
 
 def test_loadcheck_is_a_run_or_a_checkpoint(example: ModuleType, tmp_path: Path) -> None:

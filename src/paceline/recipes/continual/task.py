@@ -126,9 +126,9 @@ class Continual(Task):
         return self.method.stages()
 
     def default_stages(self) -> list[Stage]:
-        """One per task."""
+        """One per task; each begins with a new optimizer and at the start of the schedule, as in Mammoth."""
         return [
-            Stage(experience.name, partial(self._stage_data, number), restart_optimizer=True)
+            Stage(experience.name, partial(self._stage_data, number), restart_optimizer=True, restart_schedule=True)
             for number, experience in enumerate(self.stream.experiences)
         ]
 
