@@ -6,13 +6,11 @@ kills says nothing, and that is how it is known.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +25,7 @@ from paceline.train.contract import OutOfMemory
 from paceline.train.tune import Failure, FailureKind, Speed
 from paceline.train.tune_space import Facts
 from paceline.world.failure import is_broken_link, user_message
+from paceline.world.parent import end_with_parent
 
 SPEC, FACTS, SPEED, LOG = "trial.json", "facts.json", "speed.json", "output.txt"
 POLL_S = 0.05
@@ -60,9 +59,7 @@ class Spec:
 
 def die_with_parent() -> None:
     """A trial must not outlive the search, and if memory runs out, it is the one to go."""
-    if sys.platform == "linux":
-        death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL, 0, 0, 0)
+    end_with_parent(signal.SIGKILL)
     try:
         Path("/proc/self/oom_score_adj").write_text("1000")
     except OSError:
