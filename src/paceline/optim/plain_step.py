@@ -31,6 +31,6 @@ def _inner(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any] | None:
         or optimizer._optimizer_step_post_hooks
         or torch_optimizer._global_optimizer_pre_hooks
         or torch_optimizer._global_optimizer_post_hooks
-        or torch.autograd._profiler_enabled()
+        or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     )
     return None if is_heard else getattr(outer, "__wrapped__", None)
