@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -75,26 +74,6 @@ def test_a_mistake_of_the_task_is_said_as_it_is() -> None:
 
     with pytest.raises(ValueError, match="wrong in -O0"):
         choose(ALL, measure, lambda ways: {})
-
-
-def test_of_a_way_that_failed_only_the_reason_is_kept() -> None:
-    class Model:
-        pass
-
-    held: list[weakref.ref[Model]] = []
-
-    def measure(way: Way, limit_s: float) -> float:
-        assert not any(each() for each in held)
-        model = Model()
-        held.append(weakref.ref(model))
-        try:
-            raise MemoryError
-        except MemoryError as error:
-            raise CannotRun("out of memory") from error
-
-    with pytest.raises(MemoryError):
-        choose(ALL, measure, lambda ways: {})
-    assert len(held) == len(ALL)
 
 
 def test_what_the_machine_did_meanwhile_does_not_decide() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -115,6 +116,33 @@ def test_whatever_a_way_runs_into_is_a_reason(error: type[Exception] | None, why
         step_seconds(Way(2), 1.0, ring=ring(task))
     assert isinstance(caught.value.__cause__, error or NonFiniteLoss)
     assert step_seconds(Way(0), 1.0, ring=ring(task)) > 0
+
+
+class Watched(Broken):
+    """Knows whether the models that it was given are still there."""
+
+    error = ValueError
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.models: list[weakref.ref[nn.Module]] = []
+
+    def loss(self, model: nn.Module, grain: Grain) -> Any:
+        self.models.append(weakref.ref(model))
+        return super().loss(model, grain)
+
+
+def test_nothing_of_a_way_stays_in_memory() -> None:
+    """The next one has it all to itself; of one that failed only the reason is kept."""
+    task = Watched()
+    made = ring(task)
+    step_seconds(Way(0), 1.0, ring=made)
+    in_turns([Way(0), Way(1)], ring=made)
+    with pytest.raises(CannotRun) as caught:
+        step_seconds(Way(2), 1.0, ring=made)
+    assert caught.value.__cause__ is not None
+    assert len(task.models) > 3 * FEWEST_ROUNDS
+    assert not any(model() for model in task.models)
 
 
 def test_out_of_memory_has_its_own_word() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +92,6 @@ def choose(
         try:
             seconds[way] = measure(way, HOPELESS * best)
         except CannotRun as error:
-            _let_go(error)
             failures[way] = error
     if not seconds:
         raise _nothing_runs(failures)
@@ -102,7 +100,6 @@ def choose(
         try:
             seconds.update(in_turns(last))
         except CannotRun as error:
-            _let_go(error)
             notes.append(f"{', '.join(way.name for way in last)} were timed one after the other only: {error}")
     last.sort(key=lambda way: seconds[way])
     tied = [way for way in last if seconds[way] <= TIE * seconds[last[0]]]
@@ -127,13 +124,6 @@ def change(way: Way) -> tuple[int, bool, bool]:
     """How far a way is from `-O0`, for comparison: the level first, then kernels, which round otherwise than torch's;
     a graph changes no number."""
     return way.level, way.kernels, way.graphs
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Of what was being computed: a failure is kept, the model that it held is not."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def _nothing_runs(failures: Mapping[Way, CannotRun]) -> BaseException:

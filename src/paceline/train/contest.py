@@ -7,6 +7,7 @@ import copy
 import gc
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -98,11 +99,8 @@ def step_seconds(way: Way, limit_s: float, *, ring: Ring) -> float:
     Once a few warm rounds have all taken more than `limit_s`, that is the answer. Raises `CannotRun` where the way does
     not work here, from whatever it ran into.
     """
-    with _cannot_run(ring.link.device):
-        round_ = Round(way, ring)
-        for _ in range(WARM_ROUNDS):
-            round_()
-        return enough(round_.seconds, limit_s)
+    with _cleared(ring.link.device):
+        return _one(way, limit_s, ring)
 
 
 def in_turns(ways: Sequence[Way], *, ring: Ring) -> dict[Way, float]:
@@ -110,21 +108,32 @@ def in_turns(ways: Sequence[Way], *, ring: Ring) -> dict[Way, float]:
 
     Raises `CannotRun` where there is no room for copies of the model for all of them.
     """
-    with _cannot_run(ring.link.device):
-        rounds = {way: Round(way, ring) for way in ways}
-        for round_ in rounds.values():
-            for _ in range(WARM_ROUNDS):
-                round_.seconds()
-        times: dict[Way, list[float]] = {way: [] for way in ways}
+    with _cleared(ring.link.device):
+        return _several(ways, ring)
 
-        def turn() -> float:
-            spent = {way: rounds[way].seconds() for way in ways}
-            for way, seconds in spent.items():
-                times[way].append(seconds)
-            return sum(spent.values()) / len(ways)
 
-        enough(turn)
-        return {way: statistics.median(each) for way, each in times.items()}
+def _one(way: Way, limit_s: float, ring: Ring) -> float:
+    round_ = Round(way, ring)
+    for _ in range(WARM_ROUNDS):
+        round_()
+    return enough(round_.seconds, limit_s)
+
+
+def _several(ways: Sequence[Way], ring: Ring) -> dict[Way, float]:
+    rounds = {way: Round(way, ring) for way in ways}
+    for round_ in rounds.values():
+        for _ in range(WARM_ROUNDS):
+            round_.seconds()
+    times: dict[Way, list[float]] = {way: [] for way in ways}
+
+    def turn() -> float:
+        spent = {way: rounds[way].seconds() for way in ways}
+        for way, seconds in spent.items():
+            times[way].append(seconds)
+        return sum(spent.values()) / len(ways)
+
+    enough(turn)
+    return {way: statistics.median(each) for way, each in times.items()}
 
 
 def enough(seconds: Callable[[], float], limit_s: float = float("inf")) -> float:
@@ -137,20 +146,27 @@ def enough(seconds: Callable[[], float], limit_s: float = float("inf")) -> float
 
 
 @contextlib.contextmanager
-def _cannot_run(device: torch.device) -> Iterator[None]:
-    """Whatever a way runs into is no reason to end the run: another may do better. Nothing of it stays in memory."""
+def _cleared(device: torch.device) -> Iterator[None]:
+    """Whatever a way runs into is no reason to end the run: another may do better, with all memory to itself."""
     try:
         yield
-    except CannotRun:
-        raise
-    except (torch.OutOfMemoryError, OutOfMemory) as error:
-        raise CannotRun("out of memory") from error
     except Exception as error:
-        raise CannotRun(first_line(error)) from error
+        _let_go(error)
+        if isinstance(error, CannotRun):
+            raise
+        is_full = isinstance(error, torch.OutOfMemoryError | OutOfMemory)
+        raise CannotRun("out of memory" if is_full else first_line(error)) from error
     finally:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _let_go(error: BaseException | None) -> None:
+    """A failure is kept, for what it says; the model that was being computed is not."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _wait(device: torch.device) -> None:
