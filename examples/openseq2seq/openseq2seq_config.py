@@ -106,12 +106,22 @@ def literal(text: str) -> Any:
 
 def check_known(where: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Refuse what OpenSeq2Seq would refuse, and name what was probably meant."""
-    names = list(known)
-    for name in given:
-        if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean `{close[0]}`?" if close else f"known: {', '.join(names)}"
-            raise ParameterRefused(f"there is no parameter `{where}{name}`", hint)
+    check_all_known([(where, given, known)])
+
+
+def check_all_known(levels: Iterable[tuple[str, Iterable[str], Iterable[str]]]) -> None:
+    """The same for several dictionaries of parameters, all names at once: where, what is given there, what is known."""
+    wrong: dict[str, str] = {}
+    for where, given, known in levels:
+        names = list(known)
+        for name in given:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean `{close[0]}`?" if close else f"known: {', '.join(names)}"
+                wrong[f"there is no parameter `{where}{name}`"] = hint
+    if wrong:
+        *before, (what, hint) = wrong.items()
+        raise ParameterRefused("".join(f"{each}\n  {meant}\nerror: " for each, meant in before) + what, hint)
 
 
 def plain(value: Any) -> str:

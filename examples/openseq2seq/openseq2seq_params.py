@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from openseq2seq_config import ParameterRefused, check_known, plain
+from openseq2seq_config import ParameterRefused, check_all_known, plain
 from openseq2seq_schedule import schedule
 
 Values = dict[str, Any]
@@ -48,6 +48,7 @@ LARC = {
 }
 OPTIMIZERS = {"SGD": "sgd", "Momentum": "sgd", "Adam": "adam", "AdamW": "adamw", "NovoGrad": "novograd"}
 OPTIMIZER_PARAMS = ["momentum", "beta1", "beta2", "weight_decay", "learning_rate"]
+OPTIMIZER_PARAMS_WITHOUT_EFFECT = ["epsilon", "use_nesterov", "grad_averaging"]
 
 
 def translate(
@@ -55,8 +56,8 @@ def translate(
 ) -> tuple[Values, list[str]]:
     """Settings, and what is to be said of them. `train` and `validate` are the base parameters merged with those of
     their mode."""
+    check_all_known(level for params in (train, validate) for level in _levels(params))
     for params in (train, validate):
-        check_known("", params, KNOWN)
         _check_kinds(params)
     for name in ("use_horovod", "batch_size_per_gpu"):
         if name not in train:
@@ -78,6 +79,15 @@ def translate(
     values |= {"save_every_epochs": None, "val_every_epochs": None}
     values |= _precision(given, has_gpu, words) | _larc(given) | _optimizer(given, words)
     return values | schedule(given), words
+
+
+def _levels(params: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], Iterable[str]]]:
+    """The dictionaries whose names are all known: where, what is given, what is known."""
+    inner = {"larc_params": LARC, "optimizer_params": [*OPTIMIZER_PARAMS, *OPTIMIZER_PARAMS_WITHOUT_EFFECT]}
+    return [
+        ("", params, KNOWN),
+        *((f"{name}/", params[name], known) for name, known in inner.items() if isinstance(params.get(name), dict)),
+    ]
 
 
 def count_towers(params: Mapping[str, Any]) -> int:
@@ -113,7 +123,6 @@ def _larc(given: Values) -> Values:
     params = given.get("larc_params")
     if params is None:
         return {}
-    check_known("larc_params/", params, LARC)
     if "larc_eta" not in params:
         raise ParameterRefused("`larc_params` has no `larc_eta`", "0.002, say")
     if "max_grad_norm" in given:
@@ -126,9 +135,8 @@ def _optimizer(given: Values, words: list[str]) -> Values:
     params = given.get("optimizer_params", {})
     if name not in OPTIMIZERS:
         raise ParameterRefused(f"`optimizer` {name} is not translated", f"translated are {', '.join(OPTIMIZERS)}")
-    ignored = [key for key in ("epsilon", "use_nesterov", "grad_averaging") if key in params]
+    ignored = [key for key in OPTIMIZER_PARAMS_WITHOUT_EFFECT if key in params]
     words += [f"`optimizer_params/{key}` has no effect here" for key in ignored]
-    check_known("optimizer_params/", set(params) - set(ignored), OPTIMIZER_PARAMS)
     values: Values = {"optimizer": OPTIMIZERS[name]}
     if OPTIMIZERS[name] == "sgd":
         values["momentum"] = params.get("momentum", 0.0)

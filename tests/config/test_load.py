@@ -156,6 +156,31 @@ def test_mistakes_between_fields_are_found_beside_those_of_fields() -> None:
     ]
 
 
+def test_all_mistakes_between_fields_are_found() -> None:
+    assert wrong("--reduce", "param", "--sync-step", 4, "--shard", "full", "--sync-batchnorm", "all") == [
+        "--sync-batchnorm all, --reduce param: --sync-batchnorm needs --reduce grad: with param, ranks do not meet in a"
+        " step",
+        "--shard full, --reduce param: --shard full needs --reduce grad: with param, every rank has a whole model",
+    ]
+    assert wrong("--sync-step", 4, "--wire", "int8", "--outer", "nesterov") == [
+        "--wire int8: --wire int8 is for --reduce param; gradients travel as full, fp16 or bf16",
+        "--sync-step 4, --outer nesterov: --sync-step and --outer: for --reduce param, too",
+    ]
+    several = wrong("--clip-norm", 1, "--clip-value", 1, "--shard", "full", "-O3", "--scale-lr", "sqrt")
+    assert [problem.partition(":")[0] for problem in several] == [
+        "-O3, --shard full",
+        "--clip-norm 1, --clip-value 1",
+        "--scale-lr sqrt",
+    ]
+
+
+def test_an_option_without_its_value_says_which_there_are() -> None:
+    with pytest.raises(SettingsInvalid) as caught:
+        load(TrainConfig, ["--epochs", "1", "--horovod_scale_lr"], prog="paceline train")
+    assert str(caught.value) == "--horovod_scale_lr: needs a value"
+    assert caught.value.hint == "one of none, linear, sqrt"
+
+
 def test_positional_words() -> None:
     words = ["runs/a", "--fast", "--", "x.wav", "-y.wav"]
     options = load(Fetch, words, prog="paceline fetch", positional=("run", "files"))

@@ -300,6 +300,12 @@ def test_a_task_beside_the_config(tmp_path: Path) -> None:
         (["--config_file=bad.py"], "", "error: `use_horovod` is missing in base_params"),
         ([*SEED, "--larc_params/larc_etta=1"], None, "did you mean `larc_eta`?"),
         ([*SEED, "--prnt_loss_steps=1"], None, "did you mean `print_loss_steps`?"),
+        (
+            [*SEED, "--optimiser=x", "--larc_params/larc_etta=1"],
+            None,
+            "error: there is no parameter `optimiser`\n  did you mean `optimizer`?\n"
+            "error: there is no parameter `larc_params/larc_etta`\n  did you mean `larc_eta`?\n",
+        ),
         ([*SEED, "--print_loss_steps"], None, "base parameters are typed as --name=value"),
         ([*SEED, "--eval_steps=None"], None, "`eval_steps` is missing"),
     ],

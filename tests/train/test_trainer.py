@@ -314,6 +314,12 @@ def test_a_validation_set_that_cannot_be_cut_is_named(data: Any, words: str) -> 
         trainer(Sets({"dev": data}), None, epochs=1)
 
 
+def test_a_validation_set_without_a_name_gets_one() -> None:
+    with pytest.raises(NotASet, match="is a list, not {name: data set}") as refused:
+        trainer(Sets([1, 2]), None, epochs=1)  # type: ignore[arg-type]
+    assert '`return {"dev": data}`' in refused.value.hint
+
+
 def test_validation_batches_keep_to_the_cost_of_a_grain() -> None:
     class Long(Sets):
         def lengths(self, data: Any) -> Any:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, create_model
 
 from paceline.cli.options import POSITIONAL, task_settings
 from paceline.cli.train import take_task
@@ -52,11 +52,10 @@ class TuneCommand(Section):
     csv: Path | None = None
     """File for the rates and losses of the sweep."""
 
-    @model_validator(mode="after")
-    def _rates_rise(self) -> TuneCommand:
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         if self.lr_from >= self.lr_to:
-            raise ValueError("`lr_from` must be below `lr_to`: the rate rises")
-        return self
+            yield "`lr_from` must be below `lr_to`: the rate rises"
 
 
 class NotUnderLauncher(PacelineError):

@@ -6,6 +6,7 @@ A field marked `free` may differ between a run and its resumption without changi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -40,6 +41,20 @@ def free(default: Any, **extra: Any) -> Any:
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    def contradictions(self) -> Iterator[str]:
+        """What is wrong between settings that are right by themselves: a line each, with their names in backticks.
+
+        All are found before any is said. A class adds its own to those of `super()`.
+        """
+        yield from ()
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Section:
+        wrong = list(self.contradictions())
+        if wrong:
+            raise ValueError("\n".join(wrong))
+        return self
 
 
 class RunSettings(Section):
@@ -107,12 +122,11 @@ class DataSettings(Section):
         """Cap on samples per step."""
         return self.global_batch or self.batch_per_device or (2**31 - 1 if self.batch_cost else 32)
 
-    @model_validator(mode="after")
-    def _one_batch(self) -> DataSettings:
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         if self.batch_per_device is not None and (self.global_batch is not None or self.batch_cost is not None):
             other = "global_batch" if self.global_batch is not None else "batch_cost"
-            raise ValueError(f"set `batch_per_device` or `{other}`, not both")
-        return self
+            yield f"set `batch_per_device` or `{other}`, not both"
 
 
 class StepSettings(Section):
@@ -141,6 +155,9 @@ class StepSettings(Section):
     """Name patterns of modules whose activations are recomputed in backward."""
     ema: Fraction = 0.0
     """Decay of an exponential moving average of the weights (0: none); validation then uses the average."""
+
+
+_FOR_PARAM = ("sync_step", "sync_seconds", "sync_state", "sync_overlap", "outer", "outer_lr", "outer_momentum")
 
 
 class ReduceSettings(Section):
@@ -180,23 +197,25 @@ class ReduceSettings(Section):
         word = str(given).lower()
         return "full" if word in full else "none" if word in none else given
 
-    @model_validator(mode="after")
-    def _reduction_is_whole(self) -> ReduceSettings:
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         if self.sync_step is not None and self.sync_seconds is not None:
-            raise ValueError("set `sync_step` or `sync_seconds`, not both")
+            yield "set `sync_step` or `sync_seconds`, not both"
         if self.reduce == "param" and self.sync_step is None and self.sync_seconds is None:
-            raise ValueError("set `sync_step` (100, say) or `sync_seconds`: when to average with `reduce` param")
+            yield "set `sync_step` (100, say) or `sync_seconds`: when to average with `reduce` param"
         if self.reduce == "param" and self.sync_batchnorm != "no":
-            raise ValueError("`sync_batchnorm` needs `reduce` grad: with param, ranks do not meet in a step")
+            yield "`sync_batchnorm` needs `reduce` grad: with param, ranks do not meet in a step"
         if self.reduce == "grad" and self.wire == "int8":
-            raise ValueError("`wire` int8 is for `reduce` param; gradients travel as full, fp16 or bf16")
+            yield "`wire` int8 is for `reduce` param; gradients travel as full, fp16 or bf16"
+            others = [name for name in _FOR_PARAM if getattr(self, name) != type(self).model_fields[name].default]
+            if others:
+                yield f"{' and '.join(f'`{name}`' for name in others)}: for `reduce` param, too"
         if self.shard == "full":
             if self.reduce == "param":
-                raise ValueError("`shard` full needs `reduce` grad: with param, every rank has a whole model")
-            if self.sync_batchnorm != "no" or self.wire != "full":
+                yield "`shard` full needs `reduce` grad: with param, every rank has a whole model"
+            elif self.sync_batchnorm != "no" or self.wire != "full":
                 other = "wire" if self.wire != "full" else "sync_batchnorm"
-                raise ValueError(f"`{other}` does not go with `shard` full yet: leave out one of them")
-        return self
+                yield f"`{other}` does not go with `shard` full yet: leave out one of them"
 
 
 class GroupSettings(Section):
@@ -348,30 +367,28 @@ class EngineConfig(StepSettings, ReduceSettings, WorldSettings):
         taken = _WHOLE_MODEL_LEVELS if self.shard == "full" else ()
         return tuple(level for level in known if level != "auto" and level not in taken)
 
-    @model_validator(mode="after")
-    def _can_be_sharded(self) -> EngineConfig:
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         if self.shard == "full":
             if self.precision in ("fp16-master", "fp16-pure"):
-                raise ValueError(f"`precision` {self.precision} does not go with `shard` full: use fp16 or level 2")
+                yield f"`precision` {self.precision} does not go with `shard` full: use fp16 or level 2"
             if self.loss_scale == "logmax":
-                raise ValueError("`loss_scale` logmax does not go with `shard` full: use backoff or a number")
+                yield "`loss_scale` logmax does not go with `shard` full: use backoff or a number"
             if self.level in _WHOLE_MODEL_LEVELS:
                 why = "compiles the whole model" if self.level == 3 else "may compile or replace the whole model"
-                raise ValueError(f"`level` {self.level} {why}, which does not go with `shard` full: use level 2")
-        return self
+                yield f"`level` {self.level} {why}, which does not go with `shard` full: use level 2"
 
 
 class TrainConfig(LoopSettings, ObserveSettings, OptimSettings, EngineConfig, DataSettings, RunSettings):
     """All settings of a training run."""
 
-    @model_validator(mode="after")
-    def _complete(self) -> TrainConfig:
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         if self.epochs is None and self.steps is None:
-            raise ValueError("set `epochs` or `steps`: how long to train")
+            yield "set `epochs` or `steps`: how long to train"
         if self.clip_norm is not None and self.clip_value is not None:
-            raise ValueError("set `clip_norm` or `clip_value`, not both")
+            yield "set `clip_norm` or `clip_value`, not both"
         if self.optimizer == "lars" and self.larc is not None:
-            raise ValueError("LARS has layer-wise rates already: set `larc` with another optimizer, or leave it out")
+            yield "LARS has layer-wise rates already: set `larc` with another optimizer, or leave it out"
         if self.scale_lr != "none" and self.batch_per_device is None:
-            raise ValueError("`scale_lr` needs `batch_per_device`: with a global batch, ranks do not change the batch")
-        return self
+            yield "`scale_lr` needs `batch_per_device`: with a global batch, ranks do not change the batch"

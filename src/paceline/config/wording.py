@@ -47,10 +47,15 @@ def across(
 ) -> list[Problem]:
     """Problems of several fields together; none that are but a consequence of a field that is `wrong` by itself."""
     found = []
-    for detail in error.errors(include_url=False):
-        text = _own_words(detail)
+    lines = [
+        line
+        for detail in error.errors(include_url=False)
+        if not detail["loc"]
+        for line in _own_words(detail).splitlines()
+    ]
+    for text in lines:
         named = [name for name in re.findall(r"`(\w+)`", text) if name in model.model_fields]
-        if detail["loc"] or wrong & set(named):
+        if wrong & set(named):
             continue
         places = [f"{given[name].where} {given[name].text}".strip() for name in named if name in given]
         for name in named:

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from paceline.config.aliases import ALIASES, SHORT
 from paceline.config.problems import WORDS, Place, Problem, nearest
-from paceline.config.values import Given, expand, is_flag, length, sequence
+from paceline.config.values import Given, choices, expand, is_flag, length, sequence
 
 HELP_WORDS = ("-h", "--help")
 CONFIG = "config"
@@ -150,7 +150,9 @@ class _Reader:
         if not values:
             meant = resolve(self._model, where.lstrip("-")) or ""
             what = "needs a value" if self._at == len(self._words) else f"needs a value before {self._words[self._at]}"
-            self.typed.problems.append(Problem(where, what, place=self._place, meant=meant))
+            known = choices(self._model.model_fields[meant].annotation) if meant else []
+            hint = f"one of {', '.join(map(str, known))}" if len(known) > 1 else ""
+            self.typed.problems.append(Problem(where, what, hint, place=self._place, meant=meant))
         return values
 
     def _keep(self, name: str, where: str, values: list[str], *, is_shown: bool = True) -> None:

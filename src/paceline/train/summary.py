@@ -329,12 +329,13 @@ _IDLE: list[tuple[str, tuple[str, ...], _Test]] = [
 
 
 def idle(facts: Facts) -> list[str]:
-    """Settings that were set and have no effect in this run, one sentence per reason."""
+    """Settings that were set and have no effect in this run, one sentence per reason, each setting for its first."""
     fields = TrainConfig.model_fields
-    lines = []
+    lines, said = [], set[str]()
     for reason, names, applies in _IDLE:
-        changed = [name for name in names if getattr(facts.config, name) != fields[name].default]
+        changed = [name for name in names if getattr(facts.config, name) != fields[name].default and name not in said]
         if changed and applies(facts):
+            said |= set(changed)
             words = " and ".join(f"`{name}`" for name in changed)
             lines.append(f"{words} {'has' if len(changed) == 1 else 'have'} no effect {reason}")
     if facts.folder is None and "tensorboard" in facts.config.loggers and "loggers" in facts.config.model_fields_set:

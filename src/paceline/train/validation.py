@@ -29,9 +29,10 @@ class NotASet(PacelineError):
 
     hint = "give a data set with __len__ and __getitem__ and at least one sample, or leave it out of `val_data`"
 
-    def __init__(self, what: str, why: str) -> None:
+    def __init__(self, what: str, why: str, hint: str | None = None) -> None:
         super().__init__(f"{what} {why}")
         self.what = what
+        self.hint = self.hint if hint is None else hint
 
 
 class UnknownMonitor(PacelineError):
@@ -101,7 +102,9 @@ class Validation:
         if sets is None:
             sets = {} if config.mode == "train" else task.val_data()
             if not isinstance(sets, Mapping):
-                raise NotASet("what `val_data` returned", f"is a {type(sets).__name__}, not {{name: data set}}")
+                kind = type(sets).__name__
+                hint = 'a data set gets a name, which its metrics have, too: `return {"dev": data}`'
+                raise NotASet("what `val_data` returned", f"is a {kind}, not {{name: data set}}", hint)
         self._sets = {
             name: fixed_set(task, engine, config, grains, f"validation set {name!r}", data)
             for name, data in sets.items()

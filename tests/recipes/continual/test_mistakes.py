@@ -31,7 +31,11 @@ from tests.recipes.continual.small import MLP, alone
         ("--dataset seq-mnist --data-root void", ["mnist needs train-images-idx3-ubyte.gz", "download https://"]),
         ("--dataset seq-cifar100 --data-root void", ["cifar100 needs cifar-100-binary.tar.gz", "--data-root"]),
         ("--method none.py:Mine", ["there is no method none.py:Mine", "path/to/file.py:ClassName"]),
-        ("--method own.py:Yours", ["there is no method own.py:Yours", "there: Mine"]),
+        (
+            "--method own.py:Mean --limit-batches 1 --out run --progress none",
+            ["`loss` of method Mean returned a single tensor (a mean?)", "return Answer(sum, count, output)"],
+        ),
+        ("--method own.py:Yours", ["there is no method own.py:Yours", "there: Mean, Mine"]),
         ("--method broken.py:Mine", ["broken.py fails while it is imported", "ZeroDivisionError"]),
         ("--backbone own.py:Net", ["own.py:Net cannot be made: TypeError", "Model((3, 32, 32), 10)"]),
         ("--dataset-distribution random_seed_offset", ["--dataset-distribution", "a stream has one order"]),
@@ -43,6 +47,7 @@ def test_message(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     own = "from torch import nn\nfrom paceline.recipes.continual.method import Method\nclass Mine(Method):\n    pass\n"
+    own += "class Mean(Method):\n    def loss(self, net, now, replay):\n        return net(now.x).mean()\n"
     Path("own.py").write_text(own + "class Net(nn.Module):\n    pass\n")
     Path("broken.py").write_text("1 / 0\n")
     assert main(["train", "continual", *words.split()]) == 2

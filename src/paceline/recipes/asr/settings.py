@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -95,8 +96,7 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
         is_recipe = isinstance(values, dict) and values.get("optimizer", OPTIMIZER) == OPTIMIZER
         return {**values, "betas": BETAS} if is_recipe and "betas" not in values else values
 
-    @model_validator(mode="after")
-    def _has_data(self) -> AsrSettings:
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         if not self.train_manifest and self.mode in ("train", "train_eval"):
-            raise ValueError("set `train_manifest`: what to train on (`paceline manifest scan FOLDER` makes one)")
-        return self
+            yield "set `train_manifest`: what to train on (`paceline manifest scan FOLDER` makes one)"

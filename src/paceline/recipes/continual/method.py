@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from paceline.config.errors import PacelineError
 from paceline.train.task import Stage
 
 if TYPE_CHECKING:
@@ -65,6 +66,16 @@ class Answer:
     """Outputs for the new examples."""
     replayed_logits: Tensor | None = None
     """Outputs for the first draw, where there was one: they keep loss-aware admission up to date."""
+
+
+class NotAnAnswer(PacelineError):
+    """A method's `loss` returned something else."""
+
+    hint = "return Answer(sum, count, output): the sum of the losses, their number, the outputs for `now.x`"
+
+    def __init__(self, method: Method, returned: object) -> None:
+        what = "a single tensor (a mean?)" if isinstance(returned, Tensor) else f"a {type(returned).__name__}"
+        super().__init__(f"`loss` of method {type(method).__name__} returned {what}, not an Answer")
 
 
 class Method:

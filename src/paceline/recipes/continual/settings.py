@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -111,18 +112,15 @@ class ContinualSettings(TrainConfig, ContinualMethod, ContinualData):
             return name
         return _known(name, "network", BACKBONE_NAMES, BACKBONE_NAMES)
 
-    @model_validator(mode="after")
-    def _fits(self) -> ContinualSettings:
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         if self.replay_size > self.buffer_size and self.method not in ("finetune", "joint", "lwf", "ewc_on", "gdumb"):
             which = "" if self.minibatch_size else ": as many as `global_batch`, because `minibatch_size` is not set"
-            raise ValueError(
-                f"`buffer_size` is {self.buffer_size}, smaller than a replay batch of {self.replay_size}{which}"
-            )
+            yield f"`buffer_size` is {self.buffer_size}, smaller than a replay batch of {self.replay_size}{which}"
         if self.dataset_distribution != "shard":
-            raise ValueError("`dataset_distribution` must be shard: a stream has one order, which all ranks share")
+            yield "`dataset_distribution` must be shard: a stream has one order, which all ranks share"
         if self.batch_cost is not None:
-            raise ValueError("`batch_cost` has no meaning here: pictures have no lengths; set `global_batch`")
-        return self
+            yield "`batch_cost` has no meaning here: pictures have no lengths; set `global_batch`"
 
     @property
     def replay_size(self) -> int:

@@ -22,7 +22,7 @@ from paceline.data.plan import BatchRule
 from paceline.recipes.continual import backbones, streams
 from paceline.recipes.continual.files import Labelled
 from paceline.recipes.continual.matrix import Results
-from paceline.recipes.continual.method import Answer, Incoming, Method, Replayed
+from paceline.recipes.continual.method import Answer, Incoming, Method, NotAnAnswer, Replayed
 from paceline.recipes.continual.methods import METHODS
 from paceline.recipes.continual.own import class_from_file
 from paceline.recipes.continual.plot import heat_map
@@ -189,6 +189,8 @@ class Continual(Task):
         replay = [self._replayed(drawn[self._grain]) for drawn in self._drawn] if self.num_replayed else []
         now = Incoming(x, y, self._batch.num_samples, self._step_labels)
         answer = self.method.loss(lambda stored: model(self.stream.view(stored, True)), now, replay)
+        if not isinstance(answer, Answer):
+            raise NotAnAnswer(self.method, answer)
         self._grain += 1
         if self.buffer is not None:
             self._answers.append((grain, answer))
