@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 
 from paceline.config.errors import PacelineError
 from paceline.world.agents import AgentMeeting, LauncherUnreached, Node, NodesMissing
+from paceline.world.pulse import Listener
 from tests.world.test_failure import TIMEOUT_S, free_port
 
 
@@ -86,8 +88,11 @@ LAUNCHER = (
 )
 
 
-def run_both(job: str, max_restarts: int) -> list[tuple[int, str, str]]:
-    """Two launchers of two ranks each, as on two machines; exit code, output and errors of each."""
+def run_both(job: str, max_restarts: int, victim: int | None = None) -> list[tuple[int, str, str]]:
+    """Two launchers of two ranks each, as on two machines; exit code, output and errors of each.
+
+    The launcher `victim` is killed as soon as rank 0 says that it is ready.
+    """
     port = str(free_port())
     with ExitStack() as stack:
         processes = [
@@ -103,6 +108,11 @@ def run_both(job: str, max_restarts: int) -> list[tuple[int, str, str]]:
         ]
         for process in processes:
             stack.callback(process.kill)
+        if victim is not None:
+            stdout = processes[0].stdout
+            assert stdout is not None
+            assert stdout.readline() == "ready\n"
+            processes[victim].kill()
         texts = [process.communicate(timeout=2 * TIMEOUT_S) for process in processes]
     return [(process.returncode, *text) for process, text in zip(processes, texts, strict=True)]
 
@@ -122,3 +132,20 @@ def test_a_crash_is_printed_once_and_ends_both() -> None:
     assert errors.count("Traceback") == 1
     assert errors.splitlines()[-2].endswith("RuntimeError: rank one has a bug")
     assert errors.splitlines()[-1] == "  rank 1: starting, before the first step, collective 1 (barrier)"
+
+
+def test_a_launcher_that_is_killed_is_named_by_the_other() -> None:
+    """Its ranks save and leave, and so all do: for the launcher that is left this looks like an end that went well."""
+    (first, out, err), (second, _, _) = run_both("save_when_told", max_restarts=1, victim=1)
+    assert (first, second) == (1, -9)
+    assert "rank 0 saved" in out
+    assert err == f"error: the launcher of node 1 on {socket.gethostname()} ended without a word (killed?)\n"
+
+
+def test_a_launcher_is_silent_when_nothing_new_was_heard_for_long() -> None:
+    listener = Listener(silent_s=5.0)
+    assert listener.silent({0: 3, 1: 7}, 100.0) == set()  # counted from here, whatever was before
+    assert listener.silent({0: 4, 1: 7}, 104.0) == set()
+    assert listener.silent({0: 4, 1: 7}, 105.0) == {1}
+    assert listener.silent({0: 4, 1: 8}, 106.0) == set()
+    assert listener.silent({0: 4, 1: 8}, 109.0) == {0}

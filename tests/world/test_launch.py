@@ -59,8 +59,9 @@ def test_a_crash_is_printed_once() -> None:
     assert err.splitlines()[-1] == "  rank 1: starting, before the first step, collective 1 (barrier)"
 
 
-def test_a_mistake_gives_exit_code_2() -> None:
-    assert run("all_are_mistaken_before_they_meet") == (
+@pytest.mark.parametrize("max_restarts", [0, 2])
+def test_a_mistake_gives_exit_code_2_and_is_not_tried_again(max_restarts: int) -> None:
+    assert run("all_are_mistaken_before_they_meet", max_restarts=max_restarts) == (
         2,
         "",
         "error: train.json is not there\n  give a file that exists\n",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from paceline.world.link import Link
+from paceline.world.parent import is_orphan
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 IMPATIENT_AFTER_S = 1.0
@@ -36,3 +40,10 @@ def on_stop_signal(ask: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def stop_reason(link: Link) -> str:
+    """Why the ranks stop: asked to, or because a launcher that was killed cannot look after its ranks any more."""
+    hosts = link.gather_objects(socket.gethostname() if is_orphan() else None)
+    names = ", ".join(dict.fromkeys(host for host in hosts if host is not None))
+    return f"the launcher on {names} is gone" if names else "asked to stop"

@@ -29,7 +29,7 @@ from paceline.train.notes import notes
 from paceline.train.position import Position
 from paceline.train.result import Result
 from paceline.train.scaling import for_ranks
-from paceline.train.signals import on_stop_signal
+from paceline.train.signals import on_stop_signal, stop_reason
 from paceline.train.step import Step
 from paceline.train.task import Stage, Task, attach, overrides
 from paceline.train.validation import Validation
@@ -263,7 +263,8 @@ class Trainer:
         for line in [] if self.fastest is None else self.fastest.lines():
             self.progress.say(line)
         if status == "stopped":
-            self.progress.say(f"asked to stop: saved after step {self.position.num_steps}; `--resume auto` goes on")
+            why = stop_reason(self.link)
+            self.progress.say(f"{why}: saved after step {self.position.num_steps}; `--resume auto` goes on")
         self.link.barrier()
         self.clock.lap("communication")
         return Result(

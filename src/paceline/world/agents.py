@@ -17,6 +17,7 @@ from paceline.config.errors import PacelineError
 from paceline.world.discover import OWN_RUN_ID
 from paceline.world.hostlist import fold
 from paceline.world.meeting import NotReached, PrefixStore, Store, TCPStore, connect, poll, serve
+from paceline.world.pulse import Listener, Pulse, beats
 
 _HOST = "127.0.0.1"
 # How long the launcher that serves the store stays for the others, whose ranks still read why the job failed.
@@ -97,7 +98,11 @@ class AgentMeeting(RendezvousHandler):
         """Ranks of the whole job."""
         self.leaving: signal.Signals | None = None
         """The signal by which the ranks were told to leave: nobody starts again then."""
-        self._audience = node.count
+        self.silent: dict[int, str] = {}
+        """Machines whose launchers ended without a word, by the number of the node; known at the end only."""
+        self._num_told = 0
+        self._others = [rank for rank in range(node.count) if rank != node.rank]
+        self._pulse: Pulse | None = None
         self.store: Store
         if node.meeting is None:
             served = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
@@ -122,12 +127,14 @@ class AgentMeeting(RendezvousHandler):
         if first != text:
             other = Agent(**json.loads(first)).host
             raise AgentsDisagree(f"two launchers say --node-rank {self.node.rank}: on {other} and {self.mine.host}")
+        if self._pulse is None and self.node.count > 1:
+            self._pulse = Pulse(self._agents, self.node.rank)
         # Whoever is first in this round makes the others come.
         self._agents.add(f"round/{round_number}", 1)
         keys = [self._key(round_number, rank) for rank in range(self.node.count)]
         if not poll(lambda: self.leaving is not None or self._agents.check(keys), self.node.timeout_s):
             here = [rank for rank in range(self.node.count) if self._agents.check([keys[rank]])]
-            self._audience = len(here)
+            self._others = [rank for rank in here if rank != self.node.rank]
             missing = [rank for rank in range(self.node.count) if rank not in here]
             raise NodesMissing(self.node, missing, [self._agent(round_number, rank).host for rank in here])
         if self.leaving is not None:
@@ -156,16 +163,43 @@ class AgentMeeting(RendezvousHandler):
             return 0  # the launcher of node 0 is gone: the ranks notice by themselves, and leave
         return waiting
 
+    def leave(self, number: signal.Signals) -> None:
+        """The user wants this launcher to end; who says so again does not want to wait for other machines either."""
+        self.leaving = number
+        self._num_told += 1
+
+    def finish(self, timeout_s: float) -> None:
+        """After ranks that went well: wait for those of the other machines, as long as these have their launchers."""
+        self._wait_for_all("finished", timeout_s)
+
     def linger(self) -> None:
         """After the end: the launcher that serves the store stays until the others have ended too."""
-        if self.node.count == 1:
+        if self._pulse is None:
             return
         try:
-            self._agents.add("left", 1)
-            if self.node.rank == 0:
-                poll(lambda: self._agents.add("left", 0) >= self._audience, _LINGER_S)
+            self._wait_for_all("left", _LINGER_S if self.node.rank == 0 else 0.0)
         except DistError:
-            return
+            pass
+        finally:
+            self._pulse.stop()
+
+    def _wait_for_all(self, what: str, timeout_s: float) -> None:
+        """Say `what`, and wait until every other launcher has said so, has left, or has fallen silent."""
+        self._agents.set(f"{what}/{self.node.rank}", "")
+        told, listener = self._num_told, Listener()
+
+        def done() -> bool:
+            awaited = [
+                rank
+                for rank in self._others
+                if rank not in self.silent and not any(self._agents.check([f"{key}/{rank}"]) for key in (what, "left"))
+            ]
+            for rank in listener.silent(beats(self._agents, awaited)):
+                self.silent[rank] = self._agent(self.rounds - 1, rank).host if self.rounds else "its machine"
+                awaited.remove(rank)
+            return not awaited or self._num_told > told
+
+        poll(done, timeout_s)
 
     def _key(self, round_number: int, rank: int) -> str:
         return f"agent/{round_number}/{rank}"

@@ -27,10 +27,13 @@ from paceline.world.agents import AgentMeeting, Node
 from paceline.world.board import EXIT_CRASH, EXIT_INTERRUPT, EXIT_USER_ERROR, FailureBoard, Seen
 from paceline.world.meeting import attempt_store
 from paceline.world.resources import DeviceChoice, MoreRanksThanDevices, threads_per_rank
+from paceline.world.watch import exit_now
 
 ALONE = Node()
 # After Ctrl-C nothing is saved, so the ranks need no long time.
 _INTERRUPT_GRACE_S = 10.0
+# How long ranks of other machines may take to end after those of this one have.
+_FINISH_S = 300.0
 
 
 class LauncherGone(PacelineError):
@@ -81,14 +84,20 @@ def launch(
     agent = _Agent(spec, meeting, _Console(), grace_s)
     with _quiet_agent(), _environment(num_procs), agent.signals_forwarded():
         try:
-            return _judge(agent, meeting, agent.run())
+            code = _judge(agent, meeting, agent.run())
         except SignalException as stopped:
             # Signals that stay the agent's own, such as SIGHUP: it has passed them on and waited.
-            return 128 + int(stopped.sigval)
+            code = 128 + int(stopped.sigval)
         except DistError:
             raise LauncherGone(node) from None
         finally:
             meeting.linger()
+    for rank, host in meeting.silent.items():
+        sys.stderr.write(f"error: the launcher of node {rank} on {host} ended without a word (killed?)\n")
+    if meeting.silent:
+        # Taking down a store whose clients were killed lasts up to ten seconds, in which nothing happens.
+        exit_now(code or EXIT_CRASH)
+    return code
 
 
 def _judge(agent: _Agent, meeting: AgentMeeting, result: RunResult) -> int:
@@ -164,6 +173,20 @@ class _Agent(LocalElasticAgent):
             self._send(number)
         return pids
 
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if any(failure.exitcode == EXIT_USER_ERROR for failure in result.failures.values()):
+            self._no_more_restarts()  # a mistake is still one the second time
+        return result
+
+    def _exit_barrier(self) -> None:
+        # The agent's own waits for five minutes for a launcher that was killed, and listens to no signal.
+        self._meeting.finish(_FINISH_S)
+
+    def _no_more_restarts(self) -> None:
+        self._worker_group.spec.max_restarts -= self._remaining_restarts
+        self._remaining_restarts = 0
+
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         # Also when it was another machine that had to start again: all agents count the same attempts.
         self._remaining_restarts = worker_group.spec.max_restarts - self._meeting.rounds
@@ -194,9 +217,8 @@ class _Agent(LocalElasticAgent):
         self._pending.append(received)
         if received != signal.SIGUSR1:
             # Ranks that are told to leave must not be started again.
-            self._meeting.leaving = received
-            self._worker_group.spec.max_restarts -= self._remaining_restarts
-            self._remaining_restarts = 0
+            self._meeting.leave(received)
+            self._no_more_restarts()
             if received == signal.SIGINT:
                 self._end_after(0.0 if self.interrupted else _INTERRUPT_GRACE_S)
                 self.interrupted = True
