@@ -6,7 +6,6 @@ all workers and ranks of a machine share. Nothing is open that a fork could brea
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ from numpy.typing import NDArray
 
 from paceline.data.hdf_errors import NoSuchStream, PackedUnreadable
 from paceline.data.hdf_layout import Kind, PackedFile, Shards, StreamPlace, read_layout, stamp_of
-from paceline.data.read_ahead import ReadAhead, Span
 from paceline.data.strings import Strings
 
 
@@ -75,8 +73,6 @@ class Stream:
         self.lengths: NDArray[np.int64] = np.concatenate([np.diff(place.starts) for place in places])
         """Steps of each row."""
         self._begins = np.concatenate([place.starts[:-1] for place in places])
-        self._step_bytes = first.dtype.itemsize * math.prod(first.shape)
-        self._ahead = ReadAhead([values.span for values in self._values]) if self.is_mapped else None
         self._file_of = np.repeat(np.arange(len(files), dtype=np.int32), [len(place.starts) - 1 for place in places])
 
     def __len__(self) -> int:
@@ -97,10 +93,6 @@ class Stream:
         longest = int(lengths.max(initial=0))
         padded = np.empty((len(rows), longest, *self.shape), self.dtype) if out is None else out
         width = padded.shape[1]
-        if self._ahead is not None and len(rows):
-            number = int(self._file_of[rows[0]])
-            begin = self._values[number].span.begin + int(self._begins[rows[0]]) * self._step_bytes
-            self._ahead.asked(number, begin, int(lengths.sum()) * self._step_bytes)
         sources = [self._values[number].array for number in self._file_of[rows].tolist()]
         places = zip(padded, sources, self._begins[rows].tolist(), lengths.tolist(), strict=True)
         for row, source, begin, length in places:
@@ -132,12 +124,6 @@ class _Values:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_array": None}
-
-    @property
-    def span(self) -> Span:
-        """Where it lies, if it is mapped."""
-        offset = self.place.offset or 0
-        return Span(self.path, offset, offset + self.place.nbytes)
 
     @property
     def array(self) -> Any:
