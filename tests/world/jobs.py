@@ -76,6 +76,13 @@ def one_is_mistaken(world: World) -> None:
         link.barrier()
 
 
+def the_first_is_mistaken_before_it_meets(world: World) -> None:
+    """Nobody waits for rank 1 once it knows, and it knows while it still waits for the others."""
+    if world.rank == 0:
+        raise NoSuchFile("train.json is not there")
+    add_up(world)
+
+
 def all_are_mistaken_before_they_meet(world: World) -> None:
     raise NoSuchFile("train.json is not there")
 

@@ -118,9 +118,11 @@ def test_a_crash_ends_all_ranks_and_is_printed_once(job: str) -> None:
     assert "rank 1 on" in err
 
 
-@pytest.mark.parametrize("job", ["one_is_mistaken", "all_are_mistaken_before_they_meet"])
+@pytest.mark.parametrize(
+    "job", ["one_is_mistaken", "the_first_is_mistaken_before_it_meets", "all_are_mistaken_before_they_meet"]
+)
 def test_a_mistake_is_printed_once_without_traceback(job: str) -> None:
-    codes, _, err = run_by_hand(job, [0, 1], 2)
+    codes, _, err = run_by_hand(job, [0, 1], 2, TORCH_CPP_LOG_LEVEL="ERROR")  # as the command line has it
     assert codes == [2, 2]
     assert err == "error: train.json is not there\n  give a file that exists\n"
 

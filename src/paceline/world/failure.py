@@ -106,6 +106,9 @@ def _fail(world: World, error: BaseException) -> NoReturn:
                 mine = _look(board, world, mine)
             first = board.post(mine)
     except (DistError, PacelineError):
+        heard = _last_meeting.watch.heard if _last_meeting is not None else None
+        if heard is not None:
+            exit_now(heard.exit_code)  # the rank that served the store has said why, and waited for nobody else
         # The store went with the rank that served it. All survivors are here: let one per machine speak.
         if mine.kind == "lost":
             gone = "the launcher is gone" if world.launcher_hosts_store else describe(0, _host(0), None, is_alive=False)

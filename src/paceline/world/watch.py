@@ -66,6 +66,8 @@ class FailureWatch:
         self._world, self._host = world, socket.gethostname()
         self._grace_s = _GRACE_S if grace_s is None else min(grace_s, _GRACE_S)
         self.overdue_s: float | None = None
+        self.heard: Failure | None = None
+        """What another rank has reported, once this watch has read it: the store may be gone when others ask."""
         self._beats = 0
         self._place, self._since = (0, 0), time.monotonic()
         self._stopped = threading.Event()
@@ -134,6 +136,7 @@ class FailureWatch:
         if is_mine:  # before others know and end, which the main thread would notice, and end too
             _print(f"{failure}\n")
         stacks.dump(f"rank {failure.rank} on {failure.host} reported: {failure.message}")
+        self.heard = failure
         board.acknowledge(self._world.rank)
         if serves(self._world):
             poll(lambda: board.all_know(self._world.size), LINGER_S)
