@@ -296,7 +296,7 @@ class ObserveSettings(Section):
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = free(("tensorboard",))
     """Where metrics go beside `metrics.jsonl`; needs the package of that name."""
     progress: Literal["auto", "bar", "lines", "none"] = free("auto")
-    """A bar on a terminal or in a notebook, plain lines elsewhere."""
+    """A bar on a terminal or in a notebook, plain lines elsewhere and under mpirun."""
     rank_logs: bool = free(True)
     """Each rank's own log file in the run folder, when there are several."""
     profile: str = Field("no", json_schema_extra={"free": True, "bare": "auto"})
