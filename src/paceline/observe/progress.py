@@ -44,9 +44,7 @@ class Progress:
         self._console = Console(
             file=sys.stdout, quiet=not enabled, highlight=False, soft_wrap=True, force_jupyter=False
         )
-        style = choose_style(
-            asked, is_terminal=self._console.is_terminal and not is_relayed, is_notebook=in_notebook
-        )
+        style = choose_style(asked, is_terminal=self._console.is_terminal and not is_relayed, is_notebook=in_notebook)
         self._style: Style = style if enabled else "none"
         self._bar: Bar | None = None
         if self._style == "notebook":
