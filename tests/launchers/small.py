@@ -89,6 +89,8 @@ class Ends(Small):
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
+                if self.world.launcher == "environment":
+                    return  # who lets it go on wants to see how it fares
             while True:
                 time.sleep(1.0)
 

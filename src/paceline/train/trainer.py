@@ -35,6 +35,7 @@ from paceline.train.task import Stage, Task, attach, overrides
 from paceline.train.validation import Validation
 from paceline.train.watching import watchers_of
 from paceline.world import stacks
+from paceline.world.failure import log_if_lost
 from paceline.world.link import Link
 from paceline.world.trail import trail
 
@@ -87,7 +88,7 @@ class Trainer:
         status = "finished"
         try:
             with rank_log(self.keeper.rank_log_file, summary.rank_line(self.link)):
-                with on_stop_signal(self._ask_to_stop):
+                with on_stop_signal(self._ask_to_stop), log_if_lost(self.link.world):
                     for number in range(self.position.stage, len(self.stages)):
                         status = self._train_stage(number)
                         if status == "stopped":

@@ -10,13 +10,15 @@ import atexit
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from torch.distributed import DistBackendError, DistError, DistNetworkError
 
 from paceline.config.errors import PacelineError
+from paceline.world import stacks
 from paceline.world.board import EXIT_INTERRUPT, EXIT_USER_ERROR, Failure, FailureBoard, Kind, describe, who_is_missing
 from paceline.world.discover import World
 from paceline.world.meeting import FirstRankUnreached, MeetingPointTaken, Store, meet, poll
@@ -29,8 +31,13 @@ _LOOK_S = 3.0
 # How long a rank that failed before it ever met the others tries to reach them.
 _LATE_MEETING_S = 3.0
 
+# A process that did not run for so long was stopped; a busy machine lets its threads wait for less.
+_ASLEEP_S = 3.0
+
 # The store of the last `start` in this process: also after it was closed, as a late failure still wants to be told.
 _last_meeting: Meeting | None = None
+# The error that is in the log already.
+_logged: BaseException | None = None
 
 
 @dataclass
@@ -98,6 +105,10 @@ def is_broken_link(error: BaseException | None) -> bool:
 
 def _fail(world: World, error: BaseException) -> NoReturn:
     mine = _report(world, error)
+    if mine.kind == "lost":
+        _log_lost(mine, error)
+        if stacks.has_log():
+            mine = replace(mine, trace="")  # who is lost is told by the message; the log has the rest
     first, board = mine, None
     try:
         board = _board(world, error)
@@ -111,8 +122,7 @@ def _fail(world: World, error: BaseException) -> NoReturn:
             exit_now(heard.exit_code)  # the rank that served the store has said why, and waited for nobody else
         # The store went with the rank that served it. All survivors are here: let one per machine speak.
         if mine.kind == "lost":
-            gone = "the launcher is gone" if world.launcher_hosts_store else describe(0, _host(0), None, is_alive=False)
-            mine = replace(mine, lost=gone)
+            mine = replace(mine, lost=_who_is_gone(world))
         board, first = None, mine
         if mine.kind == "lost" and world.rank != 1 and world.local_rank != 0:
             exit_now(mine.exit_code)
@@ -131,6 +141,34 @@ def _fail(world: World, error: BaseException) -> NoReturn:
         except DistError:
             exit_now(first.exit_code)
     exit_now(first.exit_code)
+
+
+@contextmanager
+def log_if_lost(world: World) -> Iterator[None]:
+    """Have a broken link in the log of this rank at once: launchers end the ranks that are left within moments."""
+    try:
+        yield
+    except Exception as error:
+        if world.size > 1 and is_broken_link(error):
+            _log_lost(_report(world, error), error)
+        raise
+
+
+def _log_lost(mine: Failure, error: BaseException) -> None:
+    global _logged
+    if error is not _logged:
+        stacks.dump(f"{mine.trace}\nrank {mine.rank} on {mine.host} lost the other ranks: {mine.where}")
+        _logged = error
+
+
+def _who_is_gone(world: World) -> str:
+    """What became of the process that served the store."""
+    slept_s = _last_meeting.watch.slept_s if _last_meeting is not None else 0.0
+    if slept_s >= _ASLEEP_S:
+        return f"it did not run for {slept_s:.0f} s itself (stopped?), and they have ended meanwhile"
+    if world.launcher_hosts_store:
+        return "the launcher is gone"
+    return describe(0, _host(0), None, is_alive=False)
 
 
 def _audience(world: World, first: Failure, error: BaseException) -> int:

@@ -16,6 +16,11 @@ def send_to(path: Path | None) -> None:
     _path = path
 
 
+def has_log() -> bool:
+    """Whether there is a place for what would only fill the screen."""
+    return _path is not None
+
+
 def dump(why: str) -> None:
     """Add the stacks of all threads to the log, under a line that says why."""
     path = _path

@@ -70,6 +70,8 @@ class FailureWatch:
         """What another rank has reported, once this watch has read it: the store may be gone when others ask."""
         self._beats = 0
         self._place, self._since = (0, 0), time.monotonic()
+        self._waits_since: float | None = None
+        self._slept_s = 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-failure-watch", daemon=True)
         # A thread inside C++ code when the interpreter ends would abort the process.
@@ -80,6 +82,19 @@ class FailureWatch:
         """End the watch, without waiting for its last look."""
         self._stopped.set()
 
+    @property
+    def slept_s(self) -> float:
+        """For how long this process did not run at all, though its watch wanted to: somebody had stopped it."""
+        since = self._waits_since
+        now_s = 0.0 if since is None else time.monotonic() - since - _EVERY_S
+        return max(self._slept_s, now_s)
+
+    def _wait(self) -> bool:
+        self._waits_since = time.monotonic()
+        stopped = self._stopped.wait(_EVERY_S)
+        self._slept_s, self._waits_since = self.slept_s, None
+        return stopped
+
     def _finish(self) -> None:
         self._stopped.set()
         self._thread.join()
@@ -87,7 +102,7 @@ class FailureWatch:
     def _run(self) -> None:
         board: FailureBoard | None = None
         unanswered = 0
-        while not self._stopped.wait(_EVERY_S):
+        while not self._wait():
             try:
                 board = board or FailureBoard(meet_apart(self._world, _EVERY_S))
                 self._say(board)
