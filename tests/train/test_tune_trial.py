@@ -297,7 +297,9 @@ def test_a_rank_that_does_not_listen_ends_with_its_trial(tmp_path: Path, leader:
         rank = os.pidfd_open(int((tmp_path / "trial" / "pid").read_text()))
     except ProcessLookupError:
         return  # gone and forgotten
-    ended, _, _ = select.select([rank], [], [], 20.0)
+    waiting = select.poll()  # `select` takes no descriptor past 1024
+    waiting.register(rank, select.POLLIN)
+    ended = waiting.poll(20_000)
     if not ended:
         signal.pidfd_send_signal(rank, signal.SIGKILL)
     os.close(rank)
