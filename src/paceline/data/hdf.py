@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from paceline.data.hdf_errors import NoSuchStream, PackedUnreadable
 from paceline.data.hdf_layout import Kind, PackedFile, Shards, StreamPlace, read_layout, stamp_of
+from paceline.data.mapping import mapped
 from paceline.data.strings import Strings
 
 
@@ -145,8 +146,7 @@ class _Values:
             return _Chunks(self.path, place.dataset, place.shape)
         if place.nbytes == 0:
             return np.empty(shape, place.dtype)
-        # As a plain array: slices of a `memmap` are slow.
-        return np.memmap(self.path, place.dtype, "r", place.offset, shape).view(np.ndarray)
+        return mapped(self.path, place.offset, place.nbytes).view(place.dtype).reshape(shape)
 
 
 class _Chunks:
