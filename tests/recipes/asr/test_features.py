@@ -18,7 +18,7 @@ from paceline.recipes.asr import features as module
 from paceline.recipes.asr.features import FeatureSettings, FrontEndMisfit, LogMel, mel_filters
 from paceline.recipes.asr.keyed import below, keyed, normal
 
-DATA = Path("/work/shared/data")
+DATA = Path(__file__).parents[4] / "shared" / "data"
 NETWORKS_OWN = FeatureSettings(n_fft=512)
 """As the shipped networks have it."""
 # What librosa's documentation prints for mel_frequencies(n_mels=40): Slaney's mels between 0 and 11025 Hz.
