@@ -167,7 +167,7 @@ def test_a_shard_is_a_share(link: Link) -> None:
         index = np.array_split(np.arange(buffer.num_seen, buffer.num_seen + 20), link.world.size)[link.world.rank]
         buffer.observe(items_of(index), 20, pieces)
     assert 0.6 * 200 / link.world.size < buffer.num_held < 1.5 * 200 / link.world.size
-    assert len(buffer._store) <= 2 * 200 / link.world.size
+    assert len(buffer._store.rows) <= 2 * 200 / link.world.size
 
 
 @ranks(2)
@@ -181,7 +181,7 @@ def test_ranks_that_disagree_are_found(link: Link) -> None:
             buffer.observe(items_of(own), 4, (0, 1))
             buffer.draw(2, (0, 1))
             if link.world.rank == 1 and fault == "payload":
-                buffer._store[0, 3] ^= 1
+                buffer._store.rows[0, 3] ^= 1
             if link.world.rank == 1 and fault == "decision":
                 buffer.slots.index[2] += 1
             buffer.observe(items_of(own), 4, (0, 1))
@@ -207,11 +207,11 @@ def test_digest_sees_every_change_that_counts() -> None:
     same = filled().digest()
     assert filled().digest() == same
     changed = filled()
-    changed._store[2, 0] ^= 1  # a logit's lowest bit
+    changed._store.rows[2, 0] ^= 1  # a logit's lowest bit
     assert changed.digest() == same
     assert changed.digest(exact_only=False) != filled().digest(exact_only=False)
     changed = filled()
-    changed._store[4, 30] ^= 1  # a pixel
+    changed._store.rows[4, 30] ^= 1  # a pixel
     assert changed.digest() != same
     changed = filled()
     changed.slots.row[[1, 2]] = changed.slots.row[[2, 1]]

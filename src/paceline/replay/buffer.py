@@ -23,11 +23,11 @@ from paceline.replay.exchange import Arrival, numbers_of_all, to_all, to_each, w
 from paceline.replay.layout import Field, Layout
 from paceline.replay.pieces import Cut, Pieces, cut
 from paceline.replay.slots import NOWHERE, SlotTable
+from paceline.replay.store import Integers, Store
 from paceline.replay.strategy import Admission, Strategy
 from paceline.world.link import Link
 
 Mode = Literal["replicated", "sharded"]
-Integers = NDArray[np.int64]
 Items = dict[str, torch.Tensor]
 
 CHECK_EVERY = 100
@@ -74,7 +74,7 @@ class ReplayBuffer:
         self._link, self._check_every = link, check_every
         self._rank, self._num_ranks = link.world.rank, link.world.size
         self._is_sharded = mode == "sharded" and self._num_ranks > 1
-        self._store = self.layout.empty(0 if self._is_sharded else capacity, link.device)
+        self._store = self._empty_store()
         self._admission = Admission(strategy, seed, capacity)
         self._landing: tuple[Integers, Integers, Integers, Arrival] | None = None
         self._ahead: tuple[Request, Arrival] | None = None
@@ -157,7 +157,7 @@ class ReplayBuffer:
         if self._num_ranks > 1:
             one = self._cut(request.size, request.pieces)
             slots = slots.reshape(request.draws, -1)[:, one.mine].reshape(-1)
-        return self._read(self.slots.row[slots])
+        return self._store.read(self.slots.row[slots])
 
     def _send(self, request: Request) -> Arrival:
         one = self._cut(request.size, request.pieces)
@@ -172,10 +172,10 @@ class ReplayBuffer:
         order = np.empty(len(sources), np.int64)  # they arrive by owner
         order[np.argsort(sources, kind="stable")] = np.arange(len(sources))
         return to_each(
-            self._read(self.slots.row[slots[sent]]),
+            self._store.read(self.slots.row[slots[sent]]),
             np.bincount(receivers[sent], minlength=self._num_ranks).tolist(),
             np.bincount(sources, minlength=self._num_ranks).tolist(),
-            self._index(order),
+            self._store.index(order),
         )
 
     # -- what to keep --------------------------------------------------------------------------------------------
@@ -306,25 +306,15 @@ class ReplayBuffer:
             places, owners, number, arrival = self._landing
             self._landing = None
             rows = arrival.wait()
-            self._write(places, rows[self._index(owners), self._index(number)])
+            self._write(places, rows[self._store.index(owners), self._store.index(number)])
 
     # -- payload on this rank ------------------------------------------------------------------------------------
 
-    def _read(self, rows: Integers) -> torch.Tensor:
-        return self._store.index_select(0, self._index(rows))
+    def _empty_store(self) -> Store:
+        return Store(self.layout, self.capacity, 0 if self._is_sharded else self.capacity, self._link.device)
 
     def _write(self, rows: Integers, payload: torch.Tensor) -> None:
-        if self.slots.num_rows > len(self._store):
-            room = max(self.slots.num_rows, min(self.capacity, len(self._store) + len(self._store) // 2))
-            grown = self.layout.empty(room, self._link.device)
-            grown[: len(self._store)] = self._store
-            self._store = grown
-        if len(rows):
-            self._store.index_copy_(0, self._index(rows), payload)
-
-    def _index(self, numbers: Integers) -> torch.Tensor:
-        found = torch.from_numpy(np.ascontiguousarray(numbers))
-        return found if self._link.device.type == "cpu" else found.to(self._link.device, non_blocking=True)
+        self._store.write(rows, payload, self.slots.num_rows)
 
     def _cut(self, num_positions: int, pieces: Pieces) -> Cut:
         return cut(num_positions, pieces, self._rank, self._num_ranks)
@@ -340,7 +330,7 @@ class ReplayBuffer:
 
     def _digest_part(self, exact_only: bool) -> int:
         slots = np.flatnonzero(self.slots.row != NOWHERE)
-        sums = digest.row_sums(self._read(self.slots.row[slots]), self.layout, exact_only)
+        sums = digest.row_sums(self._store.read(self.slots.row[slots]), self.layout, exact_only)
         return digest.digest(slots, self.slots.index[slots], sums)
 
     def _check(self) -> None:
@@ -367,7 +357,7 @@ class ReplayBuffer:
             if self._rank:
                 return {}
         else:
-            rows = self._read(self.slots.row[stored])
+            rows = self._store.read(self.slots.row[stored])
         table = self.slots
         return {
             "num_seen": torch.tensor(self.num_seen),
@@ -392,7 +382,7 @@ class ReplayBuffer:
             state["classes_seen"].numpy().copy(), state["classes_full"].numpy().astype(np.bool_)
         )
         self.slots = SlotTable(self.capacity)
-        self._store = self.layout.empty(0 if self._is_sharded else self.capacity, self._link.device)
+        self._store = self._empty_store()
         if not len(index):
             return
         slots = np.arange(len(index))
