@@ -12,11 +12,13 @@ A name with `@64` is for that batch alone.
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,11 +33,11 @@ from table import Row, parser, show
 
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
-from paceline.recipes.asr import fused
+from paceline.recipes.asr.accelerate import accelerate
 from paceline.recipes.asr.ctc import ctc_loss_sum
 from paceline.recipes.asr.encoder import Decoder, Encoder
 from paceline.recipes.asr.network import NetworkSettings, read_network
-from paceline.speed.choice import CannotRun, choose
+from paceline.speed.choice import choose
 from paceline.speed.way import Way, candidates
 from paceline.train import contest
 from paceline.train.task import Task
@@ -92,10 +94,7 @@ class Bench(Task):
 
     def accelerate(self, model: nn.Module) -> Sequence[str]:
         assert isinstance(model, Network)
-        reasons = fused.accelerate(model.encoder)
-        if reasons:
-            raise CannotRun("; ".join(reasons[:3]))
-        return reasons
+        return accelerate(model.encoder)
 
     def recordable(self, grain: Grain) -> Any:
         return grain.data
@@ -159,8 +158,11 @@ def as_two_dimensional(model: nn.Module) -> None:
             module.forward = partial(forward, module)  # type: ignore[method-assign]
 
 
-def lightning(network: NetworkSettings, batch: dict[str, Tensor]) -> float:
-    """Milliseconds per step of its Trainer."""
+def lightning(network: NetworkSettings, size: int) -> tuple[float, float]:
+    """Milliseconds per step of its Trainer, and GiB; in a process of its own: it asks for PyTorch's older switch of
+    fp32 products, which PyTorch refuses once the newer one, which the others use, has been set."""
+    torch.backends.cudnn.benchmark = True
+    batch = make_batch(size)
     try:
         import lightning.pytorch as pl
     except ImportError:
@@ -196,9 +198,12 @@ def lightning(network: NetworkSettings, batch: dict[str, Tensor]) -> float:
     )  # fmt: skip
     data = torch.utils.data.DataLoader([batch] * (WARM + STEPS), batch_size=None)
     trainer.fit(Module(), data)
-    return 1e3 * statistics.median(
-        after - before for before, after in zip(marks[WARM - 1 :], marks[WARM:], strict=False)
-    )
+    spent = [after - before for before, after in zip(marks[WARM - 1 :], marks[WARM:], strict=False)]
+    return 1e3 * statistics.median(spent), peak_gib()
+
+
+def peak_gib() -> float:
+    return torch.cuda.max_memory_allocated() / 2**30
 
 
 def step_ms(step: Callable[[], None]) -> float:
@@ -229,32 +234,35 @@ class Ours:
         return contest.Ring(self.task, self.config, self.link, self.task.model(), [self.grain])
 
 
-def measure(name: str, network: NetworkSettings, batch: dict[str, Tensor], profile: bool) -> tuple[float, str]:
-    """Milliseconds per step, and which way it was."""
+def measure(name: str, network: NetworkSettings, size: int, profile: bool) -> tuple[float, float, str]:
+    """Milliseconds per step, GiB, and which way it was."""
     if name == "lightning":
-        return lightning(network, batch), ""
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+            return *other.submit(lightning, network, size).result(), ""
+    batch = make_batch(size)
     if name == "O4":
-        return fastest(Ours(network, batch), network, profile)
+        return fastest(Ours(network, batch), profile)
     if name.startswith("O"):
-        return step_ms(Ours(network, batch).round(Way(int(name[1:])))), ""
-    dtype = torch.float16 if name == "fp16" else torch.bfloat16
-    return step_ms(by_hand(network, batch, dtype, compiled="compile" in name, channels_last="channels" in name)), ""
+        step = Ours(network, batch).round(Way(int(name[1:])))
+    else:
+        dtype = torch.float16 if name == "fp16" else torch.bfloat16
+        step = by_hand(network, batch, dtype, compiled="compile" in name, channels_last="channels" in name)
+    return step_ms(step), peak_gib(), ""
 
 
-def fastest(ours: Ours, network: NetworkSettings, profile: bool) -> tuple[float, str]:
+def fastest(ours: Ours, profile: bool) -> tuple[float, float, str]:
     """As a run at `-O4` chooses; the winner timed once more, as all others are, without what the losers held."""
-    has_kernels = not fused.obstacles(Encoder(network))
-    ways = candidates([0, 1, 2, 3], has_kernels=has_kernels, can_graph=True)
+    ways = candidates([0, 1, 2, 3], has_kernels=True, can_graph=True)
     ring = ours.ring()
     choice = choose(ways, partial(contest.step_seconds, ring=ring), partial(contest.in_turns, ring=ring))
     print("\n".join([choice.line("measured"), *choice.notes]), file=sys.stderr, flush=True)
     clean()
     torch.cuda.reset_peak_memory_stats()
     step = ours.round(choice.way)
-    ms = step_ms(step)
+    ms, peak = step_ms(step), peak_gib()
     if profile:
         show_profile(step)
-    return ms, choice.way.name
+    return ms, peak, choice.way.name
 
 
 def show_profile(step: Callable[[], None]) -> None:
@@ -300,11 +308,10 @@ def main() -> None:
             clean()
             torch.cuda.reset_peak_memory_stats()
             try:
-                ms, way = measure(name, network, make_batch(size), options.profile)
+                ms, peak, way = measure(name, network, size, options.profile)
             except Exception as error:  # the others still count
                 print(f"{name}, batch {size}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr, flush=True)
                 continue
-            peak = torch.cuda.max_memory_allocated() / 2**30
             found[name, size] = rate = size / ms * 1e3
             if name in PLAIN:
                 best_plain = max(best_plain, rate)

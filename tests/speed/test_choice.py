@@ -38,17 +38,16 @@ def test_candidates() -> None:
     assert names[:2] == ["-O2 + kernels + graphs", "-O2 + kernels"]
     assert set(names) == {
         *(f"-O{level}" for level in range(4)),
-        "-O2 + graphs",
-        "-O3 + graphs",
-        "-O2 + kernels",
-        "-O2 + kernels + graphs",
+        *(f"-O{level} + graphs" for level in (2, 3)),
+        *(f"-O{level} + kernels" for level in (2, 3)),
+        *(f"-O{level} + kernels + graphs" for level in (2, 3)),
     }
     assert names.index("-O2") < names.index("-O3")
     plain = candidates([0, 1], has_kernels=True, can_graph=False)  # a GPU without bf16 has no use for the kernels
     assert [way.name for way in plain] == ["-O0", "-O1"] or [way.name for way in plain] == ["-O1", "-O0"]
 
 
-@pytest.mark.parametrize("best", [way.name for way in ALL])
+@pytest.mark.parametrize("best", [way.name for way in ALL if way.graphs or not way.is_compiled])
 def test_never_slower_than_any_other(best: str) -> None:
     seconds = {way.name: 1.0 + number / 10 for number, way in enumerate(ALL)} | {best: 0.5}
     choice = choose(ALL, *clocks(seconds))
@@ -117,6 +116,17 @@ def test_compiling_is_not_tried_where_it_cannot_win() -> None:
     assert any(note.startswith("-O3 was not tried") for note in choice.notes)
     asked.clear()
     choose(ALL, *clocks(seconds | {"-O2": 3.0}, asked=asked))
+    assert "-O3 + graphs" in asked
+
+
+def test_compiled_with_graphs_is_not_compiled_again_without() -> None:
+    asked: list[str] = []
+    seconds = {way.name: 1.0 for way in ALL}
+    choose(ALL, *clocks(seconds, asked=asked))
+    assert [name for name in asked if "-O3" in name] == ["-O3 + kernels + graphs", "-O3 + graphs"]
+    asked.clear()
+    del seconds["-O3 + graphs"]  # cannot be recorded
+    choose(ALL, *clocks(seconds | {"-O3": 0.5}, asked=asked))
     assert "-O3" in asked
 
 

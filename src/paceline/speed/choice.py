@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,8 @@ def choose(
         if way.is_compiled and plain is not None and plain > MOST_BY_COMPILING * best:
             notes.append(f"{way.name} was not tried: -O2 alone is {plain / best:.1f} times slower than the best")
             continue
+        if way.is_compiled and replace(way, graphs=True) in seconds:
+            continue  # the same kernels with gaps in between, and minutes of compiling
         try:
             seconds[way] = measure(way, HOPELESS * best)
         except CannotRun as error:

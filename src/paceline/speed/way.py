@@ -38,17 +38,15 @@ class Way:
 def candidates(levels: Iterable[int], *, has_kernels: bool, can_graph: bool) -> list[Way]:
     """What is worth measuring, the likely winners first, so that the hopeless are known after one step.
 
-    `levels` are those that the device can compute. Kernels are for bf16, so they stand on level 2; compiling on top of
-    them is left out, because what a compiler would fuse is what they have fused already.
+    `levels` are those that the device can compute. Kernels are for bf16, so they stand on level 2, or 3: where they are
+    not for everything, a compiler may fuse the rest.
     """
-    offered = sorted(levels, reverse=True)
-    found: list[Way] = []
-    if has_kernels and 2 in offered:
-        found += [Way(2, kernels=True, graphs=True)] if can_graph else []
-        found.append(Way(2, kernels=True))
     # Level 2 before level 3: it needs no compilation, and tells whether that could still win.
-    for level in sorted(offered, key=lambda level: (level < 2, level if level >= 2 else -level)):
-        if can_graph and level >= 2:
-            found.append(Way(level, graphs=True))
-        found.append(Way(level))
-    return found
+    ranked = sorted(levels, key=lambda level: (level < 2, level if level >= 2 else -level))
+    return [
+        Way(level, kernels, graphs)
+        for level in ranked
+        for kernels in (True, False)
+        for graphs in (True, False)
+        if (has_kernels or not kernels) and (can_graph or not graphs) and (level >= 2 or not (kernels or graphs))
+    ]

@@ -110,7 +110,7 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor, frames: Frames) -> Tensor:
         if self.is_masked:
-            x = x.masked_fill(frames.beyond, 0.0)
+            x = frames.masked(x)
         y: Tensor = self.norm(self.conv(x))
         return y
 

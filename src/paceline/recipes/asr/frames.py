@@ -18,6 +18,13 @@ class Frames(NamedTuple):
     beyond: Tensor
     """(batch, 1, time) bool: true for frames behind the end of their utterance."""
 
+    def masked(self, x: Tensor) -> Tensor:
+        """(batch, channels, time) with zeros behind the end of each utterance, in memory as `x` lies.
+
+        One pass; `masked_fill` would copy into the usual order first.
+        """
+        return torch.where(self.beyond, 0.0, x)
+
     def strided(self, stride: int) -> Frames:
         """The same utterances after a convolution with this stride and "same" padding."""
         if stride == 1:

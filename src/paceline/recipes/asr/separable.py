@@ -61,7 +61,7 @@ class SubBlock(nn.Module):
 
     def masked(self, x: Tensor, frames: Frames) -> Tensor:
         """Without what stands behind the end of each utterance, if the network's convolutions are masked."""
-        return x.masked_fill(frames.beyond, 0.0) if self.is_masked else x
+        return frames.masked(x) if self.is_masked else x
 
 
 class SeparableConv(SubBlock):
@@ -109,7 +109,7 @@ class SqueezeExcite(nn.Module):
         """(batch, channels, time) -> the same."""
         # Sums over a thousand frames need at least float32.
         dtype = torch.promote_types(x.dtype, torch.float32)
-        total = x.masked_fill(frames.beyond, 0.0).sum(-1, dtype=dtype)
+        total = frames.masked(x).sum(-1, dtype=dtype)
         mean = total / frames.lengths.clamp(min=1).unsqueeze(1)
         weights = torch.sigmoid(self.expand(self.activation(self.squeeze(mean.to(self.squeeze.weight.dtype)))))
         return x * weights.to(x.dtype).unsqueeze(-1)

@@ -27,7 +27,6 @@ from paceline.recipes.asr.settings import AsrSettings, UseSettings
 from paceline.recipes.asr.text import Labels
 from paceline.recipes.asr.utterances import Utterances, collate
 from paceline.recipes.asr.weights import read_weights
-from paceline.speed.choice import CannotRun
 from paceline.train.run import MARK
 from paceline.train.task import Sums, Task
 
@@ -79,13 +78,10 @@ class Asr(Task):
         return ladder(data, self.settings.network) if self.settings.level == 4 else collate
 
     def accelerate(self, model: nn.Module) -> Sequence[str]:
-        from paceline.recipes.asr import fused  # needs Triton, which is there wherever kernels are offered
+        from paceline.recipes.asr.accelerate import accelerate  # needs Triton, there wherever kernels are offered
 
         assert isinstance(model, AcousticModel)
-        reasons = fused.accelerate(model.encoder)
-        if not fused.is_accelerated(model.encoder):
-            raise CannotRun("; ".join(reasons))
-        return reasons
+        return accelerate(model.encoder)
 
     def recordable(self, grain: Grain) -> dict[str, Tensor]:
         self._note_unread(grain)
