@@ -6,8 +6,8 @@ For each case: what its epoch's record says was wrong, which must be what was do
 run. A machine that is busy with other things is found as well (`cores`), and may hide the rest, which is then said.
 Where the advice is a setting, the same run with that setting typed, in samples per second. A rank has one thread, and
 the second of two epochs counts. It lasts seconds: one of less than a second is not judged, which would be an error
-here. `recompiles` (one rank, one epoch) needs a C++ compiler, begins without a cache and takes a minute; `launches` and
-`precision` need a GPU, and without one are left out.
+here. `recompiles` (one rank, one epoch) needs a C++ compiler, begins without a cache and takes a minute; the last four
+need a GPU, and without one are left out.
 
     healthy          a small network on data in memory
     data             reading a sample takes milliseconds on rank 1 (a slow disk), reading by the training process
@@ -18,6 +18,8 @@ here. `recompiles` (one rank, one epoch) needs a C++ compiler, begins without a 
     recompiles       -O3, and a loop over time whose length changes from batch to batch
     launches         hundreds of tiny layers on a GPU
     precision        -O0 on a GPU that has bf16
+    depthwise        depthwise convolutions in bf16 on a GPU that computes them slowly in it
+    healthy-gpu      large products in bf16 on a GPU
 """
 
 from __future__ import annotations
@@ -192,6 +194,31 @@ class ManyLayers(Healthy):
     depth, num_samples = 300, 4096
 
 
+class Wide(Healthy):
+    """Enough to compute for a GPU."""
+
+    depth, hidden, num_samples = 8, 4096, 131_072
+
+
+class WideForLong(Wide):
+    num_samples = 1_048_576
+
+
+class Depthwise(Healthy):
+    """Each channel over 1,024 frames by itself, several times."""
+
+    width, depth, num_samples = 256, 6, 8192
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            *(nn.Conv1d(self.width, self.width, 33, padding=16, groups=self.width) for _ in range(self.depth))
+        )
+
+    def loss(self, model: nn.Module, grain: Grain) -> tuple[torch.Tensor, int]:
+        x = grain[0].unsqueeze(2).expand(-1, -1, 1024)
+        return (model(x) - x).square().sum(), len(x)
+
+
 # -- what makes it slow, and what should be said -----------------------------------------------------------------------
 
 
@@ -226,7 +253,16 @@ CASES: dict[str, Case] = {
         num_ranks=1,
     ),
     "launches": Case(ManyLayers, "launches", {"global_batch": 16, "level": 2}, needs_gpu=True, num_ranks=1),
-    "precision": Case(Healthy, "precision", {"global_batch": 2048}, {"level": 2}, needs_gpu=True, num_ranks=1),
+    "precision": Case(Wide, "precision", {"global_batch": 4096}, {"level": 2}, needs_gpu=True, num_ranks=1),
+    "depthwise": Case(
+        Depthwise,
+        "precision",
+        {"global_batch": 64, "level": 2},
+        {"level": 0, "precision": "fp16"},
+        needs_gpu=True,
+        num_ranks=1,
+    ),
+    "healthy-gpu": Case(WideForLong, None, {"global_batch": 4096, "level": 2}, needs_gpu=True, num_ranks=1),
 }
 
 

@@ -3,11 +3,11 @@
     python benchmarks/gpu/end_to_end.py rate [--batch 64] [--steps 160] [--utterances 1024] [--network quartznet15x5]
     python benchmarks/gpu/end_to_end.py curve --data .../librispeech [--steps 500] [--csv curve.csv]
 
-`rate`: utterances of 16.7 s lie as int16 in one memory-mapped file; workers read and collate them, the GPU makes
-features, masks and the step. The bare step is the same engine on one grain that lies on the GPU already, front end
-included. `curve`: real speech, decoded once, trained on at `-O4` and three times (three seeds) at `-O2`; the losses go
-to a CSV, and `-O4` lies within the spread if it is no further from the mean of the three than one of them is from the
-mean of the others, in windows of 25 steps.
+`rate`: utterances of 16.7 s are packed by `paceline pack`; workers read and collate them, the GPU makes features,
+masks and the step. The bare step is the same engine on one grain that lies on the GPU already, front end included.
+`curve`: real speech, packed, trained on at `-O4` and three times (three seeds) at `-O2`; the losses go to a CSV, and
+`-O4` lies within the spread if it is no further from the mean of the three than one of them is from the mean of the
+others, in windows of 25 steps.
 """
 
 from __future__ import annotations
@@ -22,19 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import soundfile
 import torch
 from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from table import Row, machine, parser, show
 
-from paceline.data.audio import read_audio
 from paceline.data.grain import Batch, Grain
-from paceline.recipes.asr.network import read_network
 from paceline.recipes.asr.settings import AsrSettings
 from paceline.recipes.asr.task import Asr
-from paceline.recipes.asr.text import Labels
-from paceline.recipes.asr.utterances import Utterance
 from paceline.train.benchmark import benchmark
 from paceline.train.trainer import Trainer
 from paceline.world.discover import discover
@@ -46,48 +43,17 @@ WINDOW = 25
 SEEDS = (0, 1, 2)
 
 
-class Packed:
-    """Utterances in one file of int16, mapped into memory by whoever reads."""
-
-    reads_leave_nothing_open = True
-
-    def __init__(self, file: Path, offsets: NDArray[np.int64], texts: list[NDArray[np.int64]]) -> None:
-        self._file, self._offsets, self._texts = file, offsets, texts
-        self.lengths = np.diff(offsets) / RATE
-        self.most_labels = max(len(text) for text in texts)
-        self._samples: Any = None
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    def __getitem__(self, index: int) -> Utterance:
-        if self._samples is None:
-            self._samples = np.memmap(self._file, np.int16, "r")
-        key = int(torch.randint(2**62, ()))
-        return Utterance(self._samples[self._offsets[index] : self._offsets[index + 1]], self._texts[index], key)
+def pack(manifest: Path, out: Path) -> Path:
+    """As a user would, before training."""
+    subprocess.run([sys.executable, "-m", "paceline", "pack", manifest, out], check=True)
+    return out
 
 
-class PackedAsr(Asr):
-    """Speech recognition on data that is there already."""
-
-    def __init__(self, data: Packed) -> None:
-        super().__init__()
-        self._data = data
-
-    def train_data(self) -> Any:
-        return self._data
-
-    def val_data(self) -> dict[str, Any]:
-        return {}
-
-    def report(self) -> None:
-        pass
-
-
-def settings(options: Any, **more: Any) -> AsrSettings:
+def settings(options: Any, data: Path, **more: Any) -> AsrSettings:
     plain: dict[str, Any] = {
         "network": options.network,
-        "train_manifest": (Path("none.json"),),
+        "train_manifest": (data,),
+        "max_seconds": None,
         "global_batch": options.batch,
         "grains": 1,
         "steps": options.steps,
@@ -107,19 +73,22 @@ def link_of(options: Any) -> Link:
 # -- rate --------------------------------------------------------------------------------------------------------------
 
 
-def synthetic(folder: Path, number: int, seconds: float) -> Packed:
+def synthetic(folder: Path, number: int, seconds: float) -> Path:
+    """Noise, and letters to go with it, packed."""
     random = np.random.default_rng(0)
-    samples = round(seconds * RATE)
-    file = folder / "audio.int16"
-    some = [random.integers(-8000, 8000, samples, dtype=np.int16) for _ in range(16)]
-    with file.open("wb") as out:
-        for index in range(number):
-            out.write(np.roll(some[index % 16], index).data)
-    texts = [random.integers(0, 28, NUM_LABELS) for _ in range(number)]
-    return Packed(file, np.arange(number + 1, dtype=np.int64) * samples, texts)
+    some = [random.integers(-8000, 8000, round(seconds * RATE), dtype=np.int16) for _ in range(16)]
+    letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
+    lines = []
+    for index in range(number):
+        soundfile.write(folder / f"{index}.wav", np.roll(some[index % 16], index), RATE, subtype="PCM_16")
+        text = "".join(random.choice(letters, NUM_LABELS))
+        lines.append(json.dumps({"audio_filepath": f"{index}.wav", "duration": seconds, "text": text}))
+    manifest = folder / "train.json"
+    manifest.write_text("\n".join(lines))
+    return pack(manifest, folder / "train.h5")
 
 
-def bare(task: PackedAsr, config: AsrSettings, link: Link, num_steps: int) -> float:
+def bare(task: Asr, config: AsrSettings, link: Link, num_steps: int) -> float:
     """Utterances per second of the step alone, set up as the run would be, on one grain that is on the device."""
     trainer = Trainer(task, config.model_copy(update={"progress": "none"}), link)
     feed = trainer._feed(0, trainer.stages[0])
@@ -147,10 +116,11 @@ def rate(options: Any) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         data = synthetic(Path(folder), options.utterances, options.seconds)
         link = link_of(options)
-        config = settings(options, level=options.level, bench_steps=options.steps, bench_start=options.steps // 4)
-        alone = bare(PackedAsr(data), config, link, max(8, options.steps // 4))
+        timed = {"bench_steps": options.steps, "bench_start": options.steps // 4}
+        config = settings(options, data, level=options.level, **timed)
+        alone = bare(Asr(), config, link, max(8, options.steps // 4))
         print(f"bare step: {alone:,.0f} utterances/s", flush=True)
-        found = benchmark(PackedAsr(data), config, link)
+        found = benchmark(Asr(), config, link)
         waited = found.seconds.get("data", 0.0) / found.wall_s
         print(
             f"end to end: {found.objects_per_s:,.0f} utterances/s, {100 * waited:.1f}% of it waiting for data",
@@ -167,23 +137,8 @@ def rate(options: Any) -> list[Row]:
 # -- curve -------------------------------------------------------------------------------------------------------------
 
 
-def real(folder: Path, manifest: Path, labels: Labels, name: str) -> Packed:
-    lines = [json.loads(line) for line in manifest.read_text().splitlines()]
-    file, ends, texts = folder / f"{name}.int16", [0], []
-    with file.open("wb") as out:
-        for line in lines:
-            audio = read_audio(manifest.parent / line["audio_filepath"], sample_rate=RATE)
-            out.write(np.ascontiguousarray(audio).data)
-            ends.append(ends[-1] + len(audio))
-            texts.append(np.asarray(labels.encode(line["text"]), np.int64))
-    return Packed(file, np.asarray(ends, np.int64), texts)
-
-
 def train(options: Any) -> None:
     """One curve, in a process of its own: the GPU is mostly idle while plain PyTorch launches its kernels."""
-    data = real(
-        options.out.parent, options.data / "train.json", Labels(read_network(options.network).labels), options.out.name
-    )
     more = {
         "out": options.out,
         "save_every_epochs": None,
@@ -191,7 +146,7 @@ def train(options: Any) -> None:
         "level": options.level,
         "seed": options.seed,
     }
-    Trainer(PackedAsr(data), settings(options, **more), link_of(options)).fit()
+    Trainer(Asr(), settings(options, options.data, **more), link_of(options)).fit()
 
 
 def losses(options: Any, folder: Path, ways: list[tuple[int, int]]) -> list[list[float]]:
@@ -252,6 +207,7 @@ def curve(options: Any) -> list[Row]:
     ways = [(options.level, 0), *((2, seed) for seed in SEEDS)]
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
+        options.data = pack(options.data / "train.json", Path(folder) / "train.h5")
         found = losses(options, Path(folder), ways)
         print(f"{len(ways)} runs of {options.steps} steps in {time.perf_counter() - began:.0f} s", flush=True)
         log = (Path(folder) / f"level{options.level}-seed0.log").read_text().splitlines()
@@ -289,7 +245,7 @@ def main() -> None:
     arguments.add_argument("--utterances", type=int, default=1024)
     arguments.add_argument("--seconds", type=float, default=SECONDS)
     arguments.add_argument("--lr", type=float, default=0.01)
-    arguments.add_argument("--data", type=Path, help="folder of librispeech with train.json")
+    arguments.add_argument("--data", type=Path, help="folder of librispeech with train.json; of `train`, a packed file")
     arguments.add_argument("--seed", type=int, default=0, help="of `train`, which is one run of `curve`")
     arguments.add_argument("--out", type=Path, help="run folder of `train`")
     arguments.add_argument("--csv", type=Path, default=Path("curve.csv"))
