@@ -216,7 +216,7 @@ class Depthwise(Healthy):
 
     def loss(self, model: nn.Module, grain: Grain) -> tuple[torch.Tensor, int]:
         x = grain[0].unsqueeze(2).expand(-1, -1, 1024)
-        return (model(x) - x).square().sum(), len(x)
+        return (model(x) - x).square().mean((1, 2)).sum(), len(x)
 
 
 # -- what makes it slow, and what should be said -----------------------------------------------------------------------

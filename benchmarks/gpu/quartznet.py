@@ -6,7 +6,7 @@ A step is forward, CTC, backward and fused AdamW on a batch of 16.7 s utterances
 to 100 %, 200 labels), median of 8 after 3. `bf16`, `fp16`, `bf16-compile` are loops as their user would write them,
 `lightning` is its Trainer; `O0` to `O3` are our engine, and `O4` the fastest of its ways, found as a run finds it.
 `bf16-channels-last` runs convolutions as two-dimensional ones of height 1. `--profile` shows where a step of `O4` goes.
-A name with `@64` is for that batch alone.
+A name with `@64` is for that batch alone; `O2+kernels+graphs` is one of the ways that `O4` may choose.
 """
 
 from __future__ import annotations
@@ -243,7 +243,8 @@ def measure(name: str, network: NetworkSettings, size: int, profile: bool) -> tu
     if name == "O4":
         return fastest(Ours(network, batch), profile)
     if name.startswith("O"):
-        step = Ours(network, batch).round(Way(int(name[1:])))
+        level, *more = name[1:].split("+")
+        step = Ours(network, batch).round(Way(int(level), "kernels" in more, "graphs" in more))
     else:
         dtype = torch.float16 if name == "fp16" else torch.bfloat16
         step = by_hand(network, batch, dtype, compiled="compile" in name, channels_last="channels" in name)
@@ -254,7 +255,13 @@ def fastest(ours: Ours, profile: bool) -> tuple[float, float, str]:
     """As a run at `-O4` chooses; the winner timed once more, as all others are, without what the losers held."""
     ways = candidates([0, 1, 2, 3], has_kernels=True, can_graph=True)
     ring = ours.ring()
-    choice = choose(ways, partial(contest.step_seconds, ring=ring), partial(contest.in_turns, ring=ring))
+
+    def seconds(way: Way, limit_s: float) -> float:
+        found = contest.step_seconds(way, limit_s, ring=ring)
+        print(f"  {way.name}: {1e3 * found:.4g} ms", file=sys.stderr, flush=True)
+        return found
+
+    choice = choose(ways, seconds, partial(contest.in_turns, ring=ring))
     print("\n".join([choice.line("measured"), *choice.notes]), file=sys.stderr, flush=True)
     clean()
     torch.cuda.reset_peak_memory_stats()
