@@ -32,10 +32,7 @@ def encode(encoder: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor,
 
 
 def _forward(self: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    device = features.device.type
-    if not (self.training and torch.is_autocast_enabled(device)):
-        return Encoder.forward(self, features, lengths)
-    if torch.get_autocast_dtype(device) is not torch.bfloat16:
+    if not self.trains_in_bfloat16(features.device):
         return Encoder.forward(self, features, lengths)
     return encode(self, features.to(torch.bfloat16), lengths)
 

@@ -51,6 +51,11 @@ class Encoder(nn.Module):
             x, frames = block(chain or [x], frames)
         return x, frames.lengths
 
+    def trains_in_bfloat16(self, device: torch.device) -> bool:
+        """Whether this is a pass that a faster way may stand in for: training under bfloat16 autocast."""
+        is_autocast = torch.is_autocast_enabled(device.type)
+        return self.training and is_autocast and torch.get_autocast_dtype(device.type) is torch.bfloat16
+
     def output_length(self, frames: int) -> int:
         """Frames that come out for so many that go in, without asking a device."""
         return self.settings.output_length(frames)

@@ -99,7 +99,7 @@ class Signal(NamedTuple):
 
 
 def _forward(self: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    if not (self.training and is_autocast_to_bfloat16(features.device)):
+    if not self.trains_in_bfloat16(features.device):
         return Encoder.forward(self, features, lengths)
     return encode(self, features.to(torch.bfloat16), lengths)
 
@@ -126,10 +126,6 @@ def check_size(channels: int, batch: int, frames: int) -> None:
     """The kernels count elements in 32 bits; the contest of ways tries the largest grains, and takes another way."""
     if channels * batch * frames >= 2**31:
         raise CannotRun(f"{batch} utterances of {frames} frames in {channels} channels are past 2^31 elements")
-
-
-def is_autocast_to_bfloat16(device: torch.device) -> bool:
-    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) is torch.bfloat16
 
 
 def _through(block: Block, signal: Signal, seen: Seen) -> Signal:
