@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from paceline.data.hdf_errors import NoSuchStream, PackedUnreadable
 from paceline.data.hdf_layout import Kind, PackedFile, Shards, StreamPlace, read_layout, stamp_of
 from paceline.data.mapping import mapped
+from paceline.data.page_cache import available_bytes, stays_cached
 from paceline.data.strings import Strings
 
 
@@ -70,7 +71,8 @@ class Stream:
         first = places[0]
         self.name, self.kind, self.is_single = name, first.kind, first.is_single
         self.dtype, self.shape = first.dtype, first.shape
-        self._values = [_Values(file.path, file.stamp, place) for file, place in zip(files, places, strict=True)]
+        total = sum(place.nbytes for place in places)
+        self._values = [_Values(file.path, file.stamp, place, total) for file, place in zip(files, places, strict=True)]
         self.lengths: NDArray[np.int64] = np.concatenate([np.diff(place.starts) for place in places])
         """Steps of each row."""
         self._begins = np.concatenate([place.starts[:-1] for place in places])
@@ -119,8 +121,10 @@ class Stream:
 class _Values:
     """All steps of a stream in one file, mapped when they are first asked for, in each process by itself."""
 
-    def __init__(self, path: Path, stamp: tuple[int, int], place: StreamPlace) -> None:
+    def __init__(self, path: Path, stamp: tuple[int, int], place: StreamPlace, total_bytes: int) -> None:
+        """`total_bytes`: of the stream in all files."""
         self.path, self.stamp, self.place = Path(os.path.abspath(path)), stamp, place
+        self._total_bytes = total_bytes
         self._array: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,7 +150,11 @@ class _Values:
             return _Chunks(self.path, place.dataset, place.shape)
         if place.nbytes == 0:
             return np.empty(shape, place.dtype)
-        return mapped(self.path, place.offset, place.nbytes).view(place.dtype).reshape(shape)
+        # An epoch then reads every byte once. What is read for its neighbours' sake and gone before they are asked for
+        # would be read many times over.
+        is_kept = stays_cached(self._total_bytes, available_bytes())
+        found = mapped(self.path, place.offset, place.nbytes, in_large_pieces=is_kept)
+        return found.view(place.dtype).reshape(shape)
 
 
 class _Chunks:
