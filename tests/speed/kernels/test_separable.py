@@ -117,6 +117,47 @@ def test_stream(kernels: Any, kernel: int, dilation: int, way: tiles.Streaming) 
         assert distance(found, case.forward(reference.depthwise_forward)) < TRUNCATED
 
 
+@pytest.mark.parametrize("has_affine", [True, False])
+@pytest.mark.parametrize(
+    ("kernel", "dilation", "frames", "batch", "way"),
+    [
+        (1, 1, 17, 3, tiles.BackwardStreaming(16, 16, 16, 0, groups=1)),
+        (5, 1, 70, 20, tiles.BackwardStreaming(16, 16, 32, 0, groups=1)),
+        (7, 2, 70, 35, tiles.BackwardStreaming(16, 16, 32, 0, groups=2)),
+        (11, 2, 33, 20, tiles.BackwardStreaming(16, 32, 64, 0, groups=2)),
+        (33, 1, 61, 16, tiles.BackwardStreaming(16, 16, 32, 16, groups=1)),
+        (41, 2, 150, 5, tiles.BackwardStreaming(16, 64, 128, 32, groups=1)),
+        (75, 1, 131, 33, tiles.BackwardStreaming(16, 64, 128, 32, groups=3)),
+        (95, 1, 190, 3, tiles.BackwardStreaming(16, 64, 128, 32, groups=1)),
+    ],
+)
+def test_stream_backward(
+    kernels: Any, kernel: int, dilation: int, frames: int, batch: int, way: tiles.BackwardStreaming, has_affine: bool
+) -> None:
+    from paceline.speed.kernels import stream_backward
+
+    def backward(*given: Any, needs_data: bool) -> Any:
+        g, x, affine, moments, added, lengths, _, weight, _, _ = given
+        return stream_backward.backward(
+            *(g, x, affine, moments, added, lengths, weight, dilation, way), needs_data=needs_data
+        )
+
+    for has_added in (True, False):
+        case = make_case(
+            kernel, dilation=dilation, frames=frames, batch=batch, has_affine=has_affine, has_added=has_added
+        )
+        data, weight, sums = case.backward(backward)
+        expected, of_weight, expected_sums = case.backward(reference.depthwise_backward)
+        assert distance(data, expected) < TRUNCATED
+        assert not data[~reference.held(case.lengths_in, data.shape[-1]).expand_as(data)].any()
+        assert distance(weight, of_weight) < (TRUNCATED if has_affine else SUMS)
+        if has_affine:
+            assert distance(sums, expected_sums) < SUMS
+        nothing, alone, _ = case.backward(backward, needs_data=False)
+        assert not nothing.numel()
+        assert torch.equal(alone, weight)
+
+
 @pytest.mark.parametrize(("batch", "frames"), [(1, 5), (35, 150)])
 def test_batch_norm(kernels: Any, batch: int, frames: int) -> None:
     _, _, norm = kernels

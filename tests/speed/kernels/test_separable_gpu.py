@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 from paceline.recipes.asr import fused
 from paceline.recipes.asr.encoder import Encoder
 from paceline.recipes.asr.network import read_network
-from paceline.speed.kernels import depthwise, norm, ops, reference
+from paceline.speed.kernels import depthwise, norm, ops, reference, tiles
 from tests.speed.kernels.separable import Case, distance, make_case
 
 pytestmark = [
@@ -70,6 +71,41 @@ def test_every_filter(kernel: int) -> None:
             seed=kernel,
         )
     )
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="chosen on Hopper alone"
+)
+@pytest.mark.parametrize("kernel", range(1, 98, 4))
+def test_backward_as_a_stream(kernel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few channels and short utterances too, for which it is not chosen."""
+    dice = random.Random(kernel)
+    dilation = 2 if kernel <= 47 and kernel % 3 == 0 else 1
+    taken: list[tiles.BackwardStreaming] = []
+    decide = tiles.backward_streaming
+
+    def of_long_ones(kernel: int, stride: int, dilation: int, channels: int, batch: int, row: int) -> Any:
+        way = decide(kernel, stride, dilation, 512, 64, 848)
+        assert way is not None
+        taken.append(replace(way, groups=1 + batch % 2))
+        return taken[-1]
+
+    monkeypatch.setattr(depthwise.tiles, "backward_streaming", of_long_ones)
+    for has_affine in (True, False):
+        check(
+            make_case(
+                kernel,
+                dilation=dilation,
+                frames=dice.randint(15, 500),
+                batch=dice.randint(1, 130),
+                channels=dice.choice([16, 48]),
+                has_affine=has_affine,
+                has_added=dice.random() < 0.5,
+                device="cuda",
+                seed=kernel,
+            )
+        )
+    assert taken
 
 
 @pytest.mark.parametrize(("stride", "dilation"), [(2, 1), (4, 1), (1, 2), (1, 3)])

@@ -56,3 +56,40 @@ def test_a_stream_reaches_one_tile_and_is_filled(kernel: int, stride: int, dilat
     if way is not None:
         assert way.tile % way.chunk == 0
         assert batch / (way.rows * math.ceil(batch / way.rows)) >= 2 / 3
+
+
+@given(odd, st.sampled_from([1, 2]), st.integers(1, 3), st.sampled_from([64, 256, 384, 512]), st.integers(1, 600))
+def test_a_stream_backward_has_its_window_in_hand(
+    kernel: int, stride: int, dilation: int, channels: int, batch: int
+) -> None:
+    reach, row = tiles.padding(kernel, dilation), 848
+    way = tiles.backward_streaming(kernel, stride, dilation, channels, batch, row)
+    if stride > 1 or reach > 48 or channels * batch < 128 * 64:
+        assert way is None
+    elif batch % 64 == 0 and channels * batch >= 256 * 64:
+        assert way is not None
+    if way is not None:
+        left = tiles.window_start(kernel, dilation)
+        assert left % 8 == 0
+        assert reach <= left
+        assert left + way.tile + reach <= way.wide + way.more
+        assert way.rows * way.groups < batch + way.rows  # no program without an utterance
+
+
+def test_a_stream_backward_is_for_whole_groups_of_long_utterances() -> None:
+    def is_chosen(kernel: int, batch: int, row: int) -> bool:
+        return tiles.backward_streaming(kernel, 1, 1, 512, batch, row) is not None
+
+    assert [is_chosen(75, batch, 848) for batch in (40, 48, 64, 65, 100)] == [False, True, True, False, True]
+    assert [is_chosen(33, batch, 848) for batch in (48, 59, 60, 64)] == [False, False, True, True]
+    assert [is_chosen(75, 64, row) for row in (64, 256, 320, 848)] == [False, False, True, True]
+
+
+def test_a_stream_backward_fills_the_machine() -> None:
+    def groups(channels: int, batch: int) -> int:
+        way = tiles.backward_streaming(51, 1, 1, channels, batch, 848)
+        assert way is not None
+        return way.groups
+
+    assert [groups(channels, 64) for channels in (256, 512)] == [1, 1]
+    assert [groups(channels, 256) for channels in (256, 384, 512)] == [4, 2, 4]  # 256, 768 and 512 of 264 at a time

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.speed.kernels import stream, tiles
+from paceline.speed.kernels import stream, stream_backward, tiles
 
 
 @triton.jit
@@ -288,6 +288,11 @@ def backward(
     """
     channels, batch, row_in = x.shape
     kernel = weight.shape[-1]
+    way = tiles.backward_streaming(kernel, stride, dilation, *x.shape) if tiling is None and _is_hopper(x) else None
+    if way is not None:
+        return stream_backward.backward(
+            *(g, x, affine, moments, added, lengths_in, weight, dilation, way), needs_data=needs_data
+        )
     tiling = tiling or tiles.backward_tiling(kernel, dilation, batch * triton.cdiv(row_in, 64))
     window = tiles.backward_window(kernel, stride, dilation, tiling)
     tiles_per_row = triton.cdiv(row_in, tiling.tile)
@@ -331,3 +336,8 @@ def backward(
         num_stages=tiling.stages,
     )
     return h, weight_parts, sum_parts
+
+
+def _is_hopper(x: Tensor) -> bool:
+    """Elsewhere what a stream holds at a time may not fit into a multiprocessor."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9

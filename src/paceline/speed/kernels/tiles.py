@@ -46,6 +46,23 @@ class Streaming:
 
 
 @dataclass(frozen=True)
+class BackwardStreaming:
+    """One way to walk along time backward: see `stream_backward`."""
+
+    rows: int
+    """Utterances per product."""
+    tile: int
+    wide: int
+    """Frames of the window in its first chunk."""
+    more: int
+    """And in its second, or 0."""
+    groups: int
+    """Of `rows` utterances that one program works through with the same filter."""
+    warps: int = 4
+    stages: int = 3
+
+
+@dataclass(frozen=True)
 class Window:
     """Where a tile's window begins, and how many chunks it has."""
 
@@ -77,8 +94,17 @@ def backward_window(kernel: int, stride: int, dilation: int, tiling: Tiling) -> 
 
 
 def _window(before: int, last: int, chunk: int) -> Window:
-    left = -(-before // 8) * 8
+    left = _aligned(before)
     return Window(left, -(-(left + last + 1) // chunk))
+
+
+def window_start(kernel: int, dilation: int) -> int:
+    """How many frames before its tile a window begins that no stride widens."""
+    return _aligned(padding(kernel, dilation))
+
+
+def _aligned(frames: int) -> int:
+    return -(-frames // 8) * 8
 
 
 def streaming(kernel: int, stride: int, dilation: int, batch: int) -> Streaming | None:
@@ -91,6 +117,35 @@ def streaming(kernel: int, stride: int, dilation: int, batch: int) -> Streaming 
     if stride > 1 or reach > 64 or 3 * batch < 2 * 64 * -(-batch // 64):
         return None
     return Streaming(rows=64, tile=64, chunk=32 if reach <= 32 else 64)
+
+
+def backward_streaming(
+    kernel: int, stride: int, dilation: int, channels: int, batch: int, row: int
+) -> BackwardStreaming | None:
+    """The fastest way backward on an H200, for a window of at most 160 frames around a tile of 64.
+
+    A stream takes 64 utterances and tiles of 64 frames, there or not, and as long as for some tiles more to begin and
+    to end. By tile it is 1.9 times as fast as the general kernel at least, 1.3 times where that one has to fetch no
+    more than 64 frames for 32; with less than two programs per multiprocessor none was measured.
+    """
+    reach, blocks = padding(kernel, dilation), -(-batch // 64)
+    window = window_start(kernel, dilation) + 64 + reach
+    gain, further = (1.3, 2) if reach <= 16 else (1.9, 4)
+    is_faster = gain * batch * row / 64 >= 64 * blocks * (-(-row // 64) + further)
+    if stride > 1 or window > 160 or blocks * channels < 256 or not is_faster:
+        return None
+    groups = _groups(blocks, channels)
+    return BackwardStreaming(rows=64, tile=64, wide=128, more=32 if window > 128 else 0, groups=groups)
+
+
+def _groups(blocks: int, channels: int) -> int:
+    """With which 132 multiprocessors are done first, if to begin and to end a program takes a quarter of a group."""
+
+    def quarters(groups: int) -> int:
+        programs = -(-blocks // groups) * channels
+        return -(-programs // (2 * 132)) * (4 * groups + 1)
+
+    return min(range(1, blocks + 1), key=quarters)
 
 
 def forward_tiling(rows: int) -> Tiling:
