@@ -5,7 +5,7 @@
 A step is forward, CTC, backward and fused AdamW on a batch of 16.7 s utterances (1,672 frames of 64 mels, lengths 70
 to 100 %, 200 labels), median of 8 after 3. `bf16`, `fp16`, `bf16-compile` are loops as their user would write them,
 `lightning` is its Trainer; `O0` to `O3` are our engine, and `O4` the fastest of its ways, found as a run finds it.
-`bf16-channels-last` runs convolutions as two-dimensional ones of height 1. `--profile` shows where a step of `O4` goes.
+`bf16-channels-last` runs convolutions as two-dimensional ones of height 1. `--profile` shows where a step goes.
 A name with `@64` is for that batch alone; `O2+kernels+graphs` is one of the ways that `O4` may choose.
 """
 
@@ -248,7 +248,10 @@ def measure(name: str, network: NetworkSettings, size: int, profile: bool) -> tu
     else:
         dtype = torch.float16 if name == "fp16" else torch.bfloat16
         step = by_hand(network, batch, dtype, compiled="compile" in name, channels_last="channels" in name)
-    return step_ms(step), peak_gib(), ""
+    found = step_ms(step), peak_gib(), ""
+    if profile:
+        show_profile(step)
+    return found
 
 
 def fastest(ours: Ours, profile: bool) -> tuple[float, float, str]:
