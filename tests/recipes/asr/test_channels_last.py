@@ -13,7 +13,7 @@ from paceline.recipes.asr import channels_last
 from paceline.recipes.asr.accelerate import accelerate
 from paceline.recipes.asr.encoder import Encoder
 from paceline.recipes.asr.network import read_network
-from tests.recipes.asr.test_fused import LENGTHS, MELS, make_encoder, trained
+from tests.recipes.asr.test_fused import LENGTHS, MELS, assert_same, make_encoder
 from tests.speed.kernels.separable import distance
 
 DENSE: dict[str, Any] = {"repeat": 2, "residual": True, "residual_dense": True}
@@ -37,17 +37,7 @@ def test_same_as_the_plain_encoder(change: dict[str, Any], conv_mask: bool) -> N
     plain = make_encoder(blocks, conv_mask=conv_mask).double()
     ours = copy.deepcopy(plain)
     channels_last.accelerate(ours)
-    out, lengths = plain(MELS.double(), LENGTHS)
-    found, after = channels_last.encode(ours, MELS.double(), LENGTHS)
-    assert torch.equal(lengths, after)
-    expected, gradients = trained(plain, out, lengths)
-    result, ours_gradients = trained(ours, found, after)
-    assert distance(result, expected) < 1e-12
-    names = [name for name, _ in plain.named_parameters()]
-    for name, gradient, wanted in zip(names, ours_gradients, gradients, strict=True):
-        assert distance(gradient, wanted) < 1e-10, name
-    for (name, buffer), wanted in zip(ours.named_buffers(), plain.buffers(), strict=True):
-        assert distance(buffer, wanted) < 1e-12, name
+    assert_same(plain, ours, channels_last.encode)
 
 
 def test_no_layer_leaves_the_layout() -> None:
