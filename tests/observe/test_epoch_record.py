@@ -45,6 +45,8 @@ def test_ranks_are_added_up_over_the_time_of_the_longest() -> None:
         "exchange": pytest.approx(0.12 * 0.4),
         "waiting": pytest.approx(0.12 * 0.6),
         "last": [0.0, 1.0],
+        # The first rank waited (0.1 + 0.3 - 2 x 0.05) of the 0.5 s, and has 10 s of its own.
+        "waited_for": [0.0, pytest.approx(2.4 * 0.6 / 10.0)],
     }
 
 

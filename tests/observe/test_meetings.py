@@ -24,6 +24,7 @@ def test_the_wait_of_the_last_is_the_exchange() -> None:
     moving = 4 * 2 * 0.05
     assert found.exchange == pytest.approx(moving / (moving + idle))
     assert found.last == (0.25, 0.75)
+    assert found.waited_for == pytest.approx((0.1 / (moving + idle), 0.9 / (moving + idle)))
 
 
 @given(st.integers(2, 6), st.integers(1, 40), st.integers(0, 10**6))
@@ -35,6 +36,7 @@ def test_shares_of_any_arrivals(size: int, number: int, seed: int) -> None:
     assert sum(found.last) == pytest.approx(1.0)
     idle = sum(max(each) - came for each in arrivals for came in each)
     moving = 0.1 * size * number
+    assert sum(found.waited_for) == pytest.approx(idle / (moving + idle))
     assert found.exchange == pytest.approx(moving / (moving + idle))
 
 

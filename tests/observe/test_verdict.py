@@ -10,6 +10,7 @@ import pytest
 
 from paceline.config.settings import DataSettings, ReduceSettings, TrainConfig
 from paceline.observe.clock import PHASES
+from paceline.observe.epoch_record import RankEpoch, Units, epoch_numbers
 from paceline.observe.verdict import Finding, Kind, enough_workers, news, verdict
 
 WAY = {
@@ -177,7 +178,7 @@ def test_what_a_missing_core_cannot_explain_is_said_beside_it() -> None:
     assert [finding.kind for finding in verdict(busy)] == ["communication", "cores"]
     ranks = [seconds(compute=28.0, communication=72.0), seconds(compute=96.0, communication=4.0)]
     busy = epoch(*ranks, meetings=met(0.03, 0.35, 0.0, 1.0), core_wait=[25.0, 35.0])
-    assert [finding.kind for finding in verdict(busy)] == ["cores", "straggler"]
+    assert [finding.kind for finding in verdict(busy)] == ["straggler", "cores"]
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -206,15 +207,47 @@ def test_a_straggler_is_named_by_rank_and_host() -> None:
     ranks = [seconds(compute=70.0, communication=30.0)] * 2 + [seconds(compute=97.0, communication=3.0)]
     found = only(epoch(*ranks, meetings=met(0.03, 0.2, 0.04, 0.04, 0.92)))
     assert found.kind == "straggler"
-    assert (found.rank, found.host, found.share) == (2, "beta", 0.2)
+    assert (found.rank, found.host, found.share) == (2, "beta", pytest.approx(0.3)), "0.2 of three ranks' time"
     assert found.text == (
-        "rank 2 on beta is late: others wait 20 % of the time for it (slower in forward and backward)"
+        "rank 2 on beta is late: others wait 30 % of their time for it (slower in forward and backward)"
     )
+
+
+def measured(*ranks: dict[str, float], waits: list[list[float]], **more: Any) -> dict[str, Any]:
+    """The record of what ranks measured, as a run makes it."""
+    seen = [RankEpoch(each, seconds(), 1, waits=wait) for each, wait in zip(ranks, waits, strict=True)]
+    return {**epoch(*ranks), **epoch_numbers(seen, Units()), "core_wait": [0.0] * len(ranks), **more}
+
+
+def test_what_others_wait_is_a_share_of_their_own_time() -> None:
+    """Two ranks share three grains of 10 ms: of the 20 ms of a step, the one with one grain waits 10."""
+    ranks = [seconds(compute=10.0, communication=10.4), seconds(compute=20.0, communication=0.4)]
+    waits = [[0.0104] * 1000, [0.0004] * 1000]
+    found = only(measured(*ranks, waits=waits, work=[100.0, 200.0]))
+    assert found.text == "rank 1 has 100 % more to compute: others wait 49 % of their time for it"
+    assert found.share == pytest.approx((20.4 - 15.4) / 20.4), "15 ms of computing on both would be even"
+    found = only(measured(*ranks, waits=waits, work=[100.0, 100.0]))
+    assert found.kind == "straggler"
+    assert "others wait 49 % of their time for it" in found.text
+    assert found.share == pytest.approx((20.4 - 10.4) / 20.4), "10 ms on both, if it were as fast as the other"
+
+
+def test_what_is_waited_for_others_is_not_blamed_on_the_straggler() -> None:
+    """Rank 2 is late by 1 at eight meetings of ten, rank 0 by 4 at the other two."""
+    waits = [[1.0] * 8 + [0.0] * 2, [1.0] * 8 + [4.0] * 2, [0.0] * 8 + [4.0] * 2]
+    ranks = [
+        seconds(compute=92.0, communication=8.0),
+        seconds(compute=84.0, communication=16.0),
+        seconds(compute=92.0, communication=8.0),
+    ]
+    record = measured(*ranks, waits=waits)
+    assert record["meetings"]["waited_for"] == pytest.approx([16 / 200, 0.0, 16 / 200])
+    assert verdict(record) == []
 
 
 def test_ranks_that_are_late_in_turns_are_no_stragglers() -> None:
     assert verdict(epoch(*PAIR, meetings=met(0.03, 0.2, 0.6, 0.4))) == []
-    assert verdict(epoch(*PAIR, meetings=met(0.03, 0.09, 0.0, 1.0))) == []
+    assert verdict(epoch(*PAIR, meetings=met(0.03, 0.049, 0.0, 1.0))) == []
 
 
 def test_a_rank_that_is_late_because_of_data_is_data_bound() -> None:
@@ -228,7 +261,7 @@ def test_a_rank_with_more_to_compute_is_no_straggler() -> None:
     found = only(record)
     assert found.kind == "balance"
     assert found.line == (
-        "rank 0 has 50 % more to compute: others wait 20 % of the time for it: "
+        "rank 0 has 50 % more to compute: others wait 40 % of their time for it: "
         "`--grains 8` can be shared out more evenly"
     )
     assert only({**record, "work": [110.0, 100.0]}).kind == "straggler", "it is half again as slow for a tenth more"
@@ -322,7 +355,7 @@ def everything_wrong() -> list[Finding]:
 
 def test_the_costliest_comes_first() -> None:
     found = everything_wrong()
-    kinds: list[Kind] = ["launches", "padding", "data", "communication", "straggler", "recompiles", "precision"]
+    kinds: list[Kind] = ["launches", "padding", "data", "straggler", "communication", "recompiles", "precision"]
     assert [finding.kind for finding in found] == kinds
     shares = [finding.share for finding in found]
     assert shares == sorted(shares, reverse=True)

@@ -84,12 +84,13 @@ def epoch_numbers(
             found["mfu"] = found["flops_per_s"] / (peak_flops * len(ranks))
     met = meetings([rank.waits for rank in ranks])
     if met is not None:
-        total = sum(sum(rank.values()) for rank in seconds)
-        share = sum(rank["communication"] for rank in seconds) / total
+        each = [sum(rank.values()) for rank in seconds]
+        total, met_s = sum(each), sum(rank["communication"] for rank in seconds)
         found["meetings"] = {
-            "exchange": share * met.exchange,
-            "waiting": share * (1 - met.exchange),
+            "exchange": met_s / total * met.exchange,
+            "waiting": met_s / total * (1 - met.exchange),
             "last": list(met.last),
+            "waited_for": [met_s * share / (total - own) for share, own in zip(met.waited_for, each, strict=True)],
         }
     if device is not None:
         found["device"] = {"name": device, **_device([rank.device for rank in ranks if rank.device is not None])}

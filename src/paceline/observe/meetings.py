@@ -40,6 +40,8 @@ class Meetings:
     """Share of all communication time in which numbers moved; the rest was waiting for the last rank."""
     last: tuple[float, ...]
     """By rank: share of the meetings to which it came last."""
+    waited_for: tuple[float, ...]
+    """By rank: share of all communication time in which the others waited for it."""
 
 
 def meetings(waits: Sequence[Sequence[float]]) -> Meetings | None:
@@ -49,6 +51,13 @@ def meetings(waits: Sequence[Sequence[float]]) -> Meetings | None:
     if len(waits) < 2 or not total:
         return None
     exchange = sum(min(each) * len(each) for each in together)
-    came_last = [each.index(min(each)) for each in together]
-    last = tuple(came_last.count(rank) / len(together) for rank in range(len(waits)))
-    return Meetings(exchange / total, last)
+    last, waited_for = [0] * len(waits), [0.0] * len(waits)
+    for each in together:
+        rank = each.index(min(each))
+        last[rank] += 1
+        waited_for[rank] += sum(each) - min(each) * len(each)
+    return Meetings(
+        exchange / total,
+        tuple(times / len(together) for times in last),
+        tuple(seconds / total for seconds in waited_for),
+    )

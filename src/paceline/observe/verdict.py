@@ -12,8 +12,9 @@ Keys of a record of kind `epoch`, beside step, epoch, (stage,) steps, loss and s
     flops_per_s      over all ranks, where the task knows its FLOPs; mfu: of the devices' peak, where that is known
     memory           by rank: host_bytes (of the process), device_bytes (None on a CPU), the most so far
     core_wait        by rank: seconds in which it could have gone on, but had no core (None where that is not known)
-    meetings         of several ranks: exchange and waiting (shares of their time: moving numbers, and waiting for one
-                     that is late), last (by rank: share of the meetings to which it came last)
+    meetings         of several ranks: exchange and waiting (shares of all ranks' time: moving numbers, and waiting for
+                     one that is late), last (by rank: share of the meetings to which it came last), waited_for (by
+                     rank: share of the others' time in which they waited for it)
     device           of GPUs: name, sampled_steps, ms (by rank: ms of a step by phase), caught_up (by rank: share of the
                      steps whose work was done before the host had launched it all)
     compile          where the model is compiled: recompiles, seconds
@@ -70,7 +71,8 @@ class Finding:
     rank: int | None = None
     host: str | None = None
     share: float = 0.0
-    """Of the time (of the work, for padding) that it costs, as far as is known."""
+    """What the epoch would have been shorter by (of the work, for padding), as far as is known: findings come in this
+    order. A late rank costs what the others wait; uneven work less, as they would have more of it."""
 
     @property
     def matter(self) -> Matter:
@@ -186,10 +188,13 @@ def _lighter(way: Mapping[str, Any]) -> str:
 def _straggler(record: Mapping[str, Any]) -> Iterator[Finding]:
     """The rank that others wait for is the one that waits least: it comes last to nearly every meeting."""
     meetings = record.get("meetings", {})
-    last, share = meetings.get("last", []), meetings.get("waiting", 0.0)
-    if len(last) < 2 or share < WAITING_SHARE or max(last) < LAST_SHARE:
+    last = meetings.get("last", [])
+    if len(last) < 2 or max(last) < LAST_SHARE:
         return
     rank = max(range(len(last)), key=last.__getitem__)
+    share = _waited_for(meetings, rank)
+    if share < WAITING_SHARE:
+        return
     phase = _slow_phase(record["seconds"], rank)
     if phase == "data" and _shares(record, "data")[rank] >= DATA_SHARE:
         return  # that it waits for data has been said, with what to do about it
@@ -197,20 +202,29 @@ def _straggler(record: Mapping[str, Any]) -> Iterator[Finding]:
     more = _beyond_others(record.get("work", []), rank)
     slower = _beyond_others([each.get("compute", 0.0) for each in record["seconds"]], rank)
     if phase == "compute" and more >= MORE_WORK and slower < 2 * more:
-        text = f"rank {rank} has {_percent(more)} more to compute: others wait {_percent(share)} of the time for it"
+        text = f"rank {rank} has {_percent(more)} more to compute: others wait {_percent(share)} of their time for it"
         advice = f"`--grains {4 * len(last)}` can be shared out more evenly"
-        yield Finding("balance", text, advice, rank, host, share)
+        # Shared out evenly, every rank would compute for as long as all of them together do now, divided by them.
+        yield Finding("balance", text, advice, rank, host, share * (len(last) - 1) / len(last))
         return
     why = {"compute": "slower in forward and backward", "data": "longer data wait"}.get(phase, f"longer in {phase}")
     waits = _core_wait_shares(record)
-    others = (len(last) - 1) / len(last)  # `share` is of all ranks' time, its own too
-    if max(waits) >= CORE_WAIT_SHARE and share - waits[rank] * others < WAITING_SHARE:
+    if max(waits) >= CORE_WAIT_SHARE and share - waits[rank] < WAITING_SHARE:
         return  # a missing core may be all of it, and has been said
-    if waits[rank] - statistics.median(waits[:rank] + waits[rank + 1 :]) >= 0.7 * share / others:
+    if waits[rank] - statistics.median(waits[:rank] + waits[rank + 1 :]) >= 0.7 * share:
         why = "it had no free core"
-    text = f"rank {rank} on {host} is late: others wait {_percent(share)} of the time for it ({why})"
+    text = f"rank {rank} on {host} is late: others wait {_percent(share)} of their time for it ({why})"
     advice = f"see what else runs on {host}, or whether its device is slower: `paceline doctor` on all ranks"
     yield Finding("straggler", text, advice, rank, host, share)
+
+
+def _waited_for(meetings: Mapping[str, Any], rank: int) -> float:
+    """The share of the others' own time in which they waited for a rank."""
+    if "waited_for" in meetings:
+        return float(meetings["waited_for"][rank])
+    # An older record has only what all ranks waited, of the time of all, the late one's too.
+    number = len(meetings["last"])
+    return float(meetings.get("waiting", 0.0)) * number / (number - 1)
 
 
 def _beyond_others(values: Sequence[float], rank: int) -> float:
