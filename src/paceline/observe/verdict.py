@@ -88,8 +88,7 @@ class Finding:
 
 def verdict(record: Mapping[str, Any]) -> list[Finding]:
     """What held the epoch of this record back, the costliest first; nothing, if nothing did or too little was seen."""
-    seconds = record.get("seconds") or [{}]
-    if record.get("steps", 0) < LEAST_STEPS or max(sum(rank.values()) for rank in seconds) < LEAST_SECONDS:
+    if not is_judged(record):
         return []
     found = [
         *_data(record),
@@ -102,6 +101,12 @@ def verdict(record: Mapping[str, Any]) -> list[Finding]:
         *_precision(record),
     ]
     return sorted(found, key=lambda finding: -finding.share)
+
+
+def is_judged(record: Mapping[str, Any]) -> bool:
+    """Whether enough was seen of this epoch to say what held it back."""
+    seconds = record.get("seconds") or [{}]
+    return bool(record.get("steps", 0) >= LEAST_STEPS and max(sum(rank.values()) for rank in seconds) >= LEAST_SECONDS)
 
 
 def news(told: Mapping[Matter, float], found: Sequence[Finding], change: float = 0.1) -> list[Finding]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.observe.report.runs import RunRecord
-from paceline.observe.verdict import verdict
+from paceline.observe.verdict import LEAST_SECONDS, LEAST_STEPS, is_judged, verdict
 from paceline.observe.watcher import Record
 
 
@@ -46,6 +46,21 @@ def held_back(run: RunRecord) -> list[Held]:
         epochs = tuple(number for number, _ in told)
         joined.append(Held(kind, str(last["text"]), str(last["advice"]), share, epochs, len(run.epochs)))
     return sorted(joined, key=lambda held: -held.share)
+
+
+def nothing_found(run: RunRecord) -> tuple[bool, str]:
+    """What no finding means: whether that is good, and in words. An epoch that was not judged says nothing."""
+    judged = sum(is_judged(epoch) for epoch in run.epochs)
+    if not run.epochs:
+        return False, "No epoch has ended: nothing can be said yet."
+    too_short = f"shorter than {LEAST_STEPS} steps or {LEAST_SECONDS:g} second"
+    if judged == 0:
+        which = "The one epoch was" if len(run.epochs) == 1 else f"All {len(run.epochs)} epochs were"
+        return False, f"{which} {too_short}: too little to say what holds the run back."
+    seen = "Nothing that is known to hold runs back was seen"
+    if judged == len(run.epochs):
+        return True, f"{seen}."
+    return True, f"{seen} in {judged} of {len(run.epochs)} epochs; the others were {too_short}, and were not judged."
 
 
 def _findings(epoch: Record) -> Sequence[dict[str, Any]]:

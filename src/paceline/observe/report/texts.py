@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 
-from paceline.observe.report.findings import held_back
+from paceline.observe.report.findings import held_back, nothing_found
 from paceline.observe.report.runs import RunRecord
 from paceline.observe.report.samples import marked, samples_of
 from paceline.observe.report.settings import differences, settings_of, start_of
@@ -53,10 +53,10 @@ def verdicts(runs: Sequence[RunRecord]) -> str:
         ]
         if lines:
             blocks.append(f'{_heading(run, runs)}<ul class="plain">{"".join(lines)}</ul>')
-        elif run.epochs:
-            blocks.append(f'<p class="good">{_named(run, runs)}Nothing that is known to hold runs back was seen.</p>')
         else:
-            blocks.append(f"<p>{_named(run, runs)}No epoch has ended: nothing can be said yet.</p>")
+            is_good, said = nothing_found(run)
+            look = ' class="good"' if is_good else ""
+            blocks.append(f"<p{look}>{_named(run, runs)}{said}</p>")
     return "".join(blocks)
 
 
