@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paceline.config.errors import PacelineError
 from paceline.config.paths import near
+from paceline.data.hdf_errors import is_packed
 
 MOST_SHOWN = 20
 """Bad lines that are shown with their text; of the others there is a count."""
@@ -71,6 +72,14 @@ def _hint(bad: Sequence[BadLine], total: int, is_all: bool) -> str:
     if total == 1 and bad[0].what.startswith('"duration"'):
         return f"add the length in seconds, or let `paceline manifest scan {file}` measure it"
     these = "it" if total == 1 else "them"
+    if is_packed(bad[0].path):
+        again = f"pack {file} again from what it was made of"
+        if is_all:
+            return f"{again}: without {these} nothing is left"
+        return (
+            f"{again}, take what is sound of it (`paceline pack {file} sound.h5 --bad-data skip`), "
+            f"or go on without {these} with `--bad-data skip`"
+        )
     if is_all:
         return f"mend {these} (`paceline manifest scan {file}` measures durations): without {these} nothing is left"
     return (

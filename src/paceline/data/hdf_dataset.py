@@ -12,6 +12,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from paceline.data.hdf import Packed, Stream, open_packed
+from paceline.data.hdf_checked import CheckedRows
 from paceline.data.hdf_layout import Layout
 
 
@@ -33,6 +34,7 @@ class PackedDataset:
         self._kind: str = "dict" if streams is not None else structure["kind"]
         names = list(streams) if streams is not None else structure.get("names", self._packed.names)
         self._streams = [self._packed.stream(name) for name in names]
+        self._checked = CheckedRows(self._packed, names)
         columns = self._packed.columns
         self.lengths: NDArray[Any] = columns["lengths"] if "lengths" in columns else self._streams[0].lengths
         """What a sample costs: as the packed data set said, else the steps of its first stream."""
@@ -61,6 +63,13 @@ class PackedDataset:
         if self._kind == "dict":
             return {stream.name: value for stream, value in zip(self._streams, values, strict=True)}
         return tuple(values) if self._kind == "tuple" else values[0]
+
+    def require_sound(self, index: int) -> None:
+        """Raise `RowDamaged` if the bytes of a sample are not those that were packed.
+
+        Reading a sample does not look: that would cost as much as the reading.
+        """
+        self._checked.require(index % len(self))
 
     @property
     def tags(self) -> Sequence[str]:

@@ -29,8 +29,13 @@ class Damage:
     """In the whole data set, counted from 0."""
 
     def __str__(self) -> str:
+        return f"{near(self.path)}: {self.what}"
+
+    @property
+    def what(self) -> str:
+        """Without the name of the file."""
         rows = f"row {self.rows[0] + 1}" if len(self.rows) == 1 else f"rows {self.rows[0] + 1} to {self.rows[-1] + 1}"
-        return f"{near(self.path)}: {rows} of stream {self.stream!r}: the bytes are not those that were written"
+        return f"{rows} of stream {self.stream!r}: the bytes are not those that were written"
 
 
 def verify(

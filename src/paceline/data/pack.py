@@ -38,6 +38,8 @@ class Source(Protocol):
     """What a reader must know of it, as JSON."""
     fingerprint: str
     """Another one for other rows, or for the same in another form."""
+    skip_bad: bool
+    """Whether rows that cannot be read are left out. A packing that was stopped by one may go on so, or without."""
 
     def __len__(self) -> int: ...
 
@@ -168,7 +170,9 @@ class _Work:
 
     def _is_there(self, number: int) -> bool:
         piece = read_piece(self._parts.piece(number), with_values=False)
-        return piece is not None and piece.stamp == self._source.stamp(self._cuts[number])
+        if piece is None or (piece.skipped and not self._source.skip_bad):
+            return False
+        return piece.stamp == self._source.stamp(self._cuts[number])
 
     def _take_shards(self) -> int:
         """Shards that are written already; the first piece that is in none of them."""
@@ -185,6 +189,8 @@ class _Work:
         except PackedUnreadable:
             return None
         if not isinstance(found, PackedFile) or found.about.get("pack") != self._parts.pack:
+            return None
+        if found.about["skipped"] and not self._source.skip_bad:
             return None
         begin, end = found.about["pieces"]
         with ThreadPoolExecutor(_LOOKS_AT_ONCE) as pool:

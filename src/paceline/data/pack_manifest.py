@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from paceline.config.errors import PacelineError
 from paceline.data.audio import AudioUnreadable, probe
 from paceline.data.hdf import open_packed
+from paceline.data.hdf_checked import CheckedRows, RowDamaged
 from paceline.data.hdf_errors import NoSuchStream, is_packed
 from paceline.data.hdf_layout import stamp_of
+from paceline.data.hdf_manifest import no_audio
 from paceline.data.manifest_columns import Manifest
 from paceline.data.pack_piece import Piece, PieceMaker, StreamSpec
 from paceline.data.recordings import Recordings
@@ -31,7 +33,8 @@ class RatesDiffer(PacelineError):
 
     def __init__(self, where: str, rate: int, first: int) -> None:
         super().__init__(f"{where}: its sample rate is {rate} Hz, and {first} Hz before")
-        self.hint = f"say at which rate all is to be packed: `--sample-rate {min(rate, first)}`"
+        low, high = sorted((rate, first))
+        self.hint = f"say at which rate all is to be packed: `--sample-rate {low}` or `--sample-rate {high}`"
 
 
 class AudioBroken(PacelineError):
@@ -61,10 +64,15 @@ class ManifestSource:
         for name in self._streams:
             if name not in there:
                 raise NoSuchStream(name, there)
-        self._manifest, self._features, self._skip_bad = manifest, features, skip_bad
+        self._manifest, self._features, self.skip_bad = manifest, features, skip_bad
+        for path in filter(is_packed, manifest.sources) if self._streams != [TEXT] else ():
+            if (packed := open_packed(path)).of_kind("audio") is None:
+                raise no_audio(path, packed)  # features would pass for samples
         self._own_rate = sample_rate is None
         self._rate = sample_rate or _rate_of(manifest, 0)
         self._recordings: Recordings | None = None
+        self._checked: dict[Path, CheckedRows] = {}
+        """Of packed sources."""
         self._files_of: dict[Path, list[Path]] = {}
         """Of packed sources, which are not opened for every row."""
         self.about: dict[str, Any] = {
@@ -77,7 +85,7 @@ class ManifestSource:
         digest = xxhash.xxh3_64()
         for column in manifest.content():
             digest.update(np.ascontiguousarray(column).view(np.uint8).data)
-        self.fingerprint = f"{digest.hexdigest()}-{self._rate}-{skip_bad}"
+        self.fingerprint = f"{digest.hexdigest()}-{self._rate}"
 
     def __len__(self) -> int:
         return len(self._manifest)
@@ -106,13 +114,29 @@ class ManifestSource:
         maker, kept, skipped = PieceMaker(), [], []
         for row in rows:
             try:
+                self._check(row)
                 maker.add(self._tag(row), self._row(row))
                 kept.append(row)
+            except RowDamaged as damaged:
+                if not self.skip_bad:
+                    raise
+                skipped.append(f"{self._manifest.where(row)}: {damaged.damage.what}")
             except AudioUnreadable as unreadable:
-                if not self._skip_bad:
+                if not self.skip_bad:
                     raise AudioBroken(self._manifest.where(row), str(unreadable)) from None
                 skipped.append(f"{self._manifest.where(row)}: {unreadable}")
         return maker.finish({"lengths": self._manifest.durations[kept]}, skipped)
+
+    def _check(self, row: int) -> None:
+        """A packed row goes by what it was when it was packed: its copy would bear digests of whatever it is now."""
+        source = self._manifest.source(row)
+        if not is_packed(source):
+            return
+        if source not in self._checked:
+            packed = open_packed(source)
+            wanted = [packed.of_kind("text" if name == TEXT else "audio") for name in self._streams]
+            self._checked[source] = CheckedRows(packed, [stream.name for stream in wanted if stream is not None])
+        self._checked[source].require(self._manifest.line(row) - 1)
 
     def _row(self, row: int) -> list[tuple[StreamSpec, NDArray[Any]]]:
         found: list[tuple[StreamSpec, NDArray[Any]]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from paceline.config.errors import PacelineError
+from paceline.config.errors import PacelineError, first_line
 from paceline.config.keys import key
 from paceline.data.fetch import seed_everything
+from paceline.data.hdf_checked import RowDamaged
+from paceline.data.hdf_dataset import PackedDataset
 from paceline.data.hdf_errors import NoSuchStream
 from paceline.data.hdf_layout import Kind
 from paceline.data.pack_piece import Piece, PieceMaker, StreamSpec
@@ -36,6 +39,19 @@ class NotPackable(PacelineError):
         self.row = row
 
 
+class SampleFails(PacelineError):
+    """The data set raised when it was asked for a sample: its own traceback is shown, ours is not."""
+
+    def __init__(self, row: int, error: Exception) -> None:
+        # The first frame is the one that asks.
+        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        shown = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+        is_ours = isinstance(error, PacelineError)
+        super().__init__(f"sample {row}: {error}" if is_ours else f"sample {row} cannot be read\n\n{shown}\n")
+        self.row, self.why = row, first_line(error)
+        self.hint = "mend it, or leave out all samples that fail: `--bad-data skip`"
+
+
 class SampleSource:
     """A data set in its own order. What is random in a sample is drawn as in an epoch of training, and then fixed."""
 
@@ -48,6 +64,7 @@ class SampleSource:
         seed: int = 0,
         epoch: int = 0,
         streams: Sequence[str] | None = None,
+        skip_bad: bool = False,
     ) -> None:
         """`name`: where the data is from, in words that another run of the same command has, too.
 
@@ -55,14 +72,15 @@ class SampleSource:
         """
         self._data, self._rows, self._seed, self._epoch = data, rows, seed, epoch
         self._tags = getattr(data, "tags", None)
+        self.skip_bad = skip_bad
         with _dice_put_back():
-            parts, kind = self._parts_of(rows[0])
+            first, parts, kind = self._first()
         there = list(parts)
         self._streams = there if streams is None else list(streams)
         for each in self._streams:
             if each not in there:
                 raise NoSuchStream(each, there)
-        self._row_bytes = 1 + sum(_stream(each, parts[each], rows[0])[1].nbytes for each in self._streams)
+        self._row_bytes = 1 + sum(_stream(each, parts[each], first)[1].nbytes for each in self._streams)
         """Of the first one, for want of a better guess."""
         self._columns = {
             column: np.asarray(values)[rows.start : rows.stop]
@@ -89,12 +107,30 @@ class SampleSource:
         return ""
 
     def read(self, rows: range) -> Piece:
-        maker = PieceMaker()
+        maker, kept, skipped = PieceMaker(), [], []
         for row in rows:
             sample = self._rows[row]
             tag = f"seq-{sample}" if self._tags is None else str(self._tags[sample])
-            maker.add(tag, self._sample(sample))
-        return maker.finish({name: column[rows.start : rows.stop] for name, column in self._columns.items()})
+            try:
+                found = self._sample(sample)
+            except (SampleFails, RowDamaged) as bad:
+                if not self.skip_bad:
+                    raise
+                skipped.append(f"sample {sample}: {bad.why if isinstance(bad, SampleFails) else bad}")
+                continue
+            maker.add(tag, found)
+            kept.append(row)
+        return maker.finish({name: column[kept] for name, column in self._columns.items()}, skipped)
+
+    def _first(self) -> tuple[int, dict[str, Any], str]:
+        """The first sample that can be read, and all that it is; the others are like it."""
+        for sample in self._rows:
+            try:
+                return sample, *self._parts_of(sample)
+            except (SampleFails, RowDamaged):
+                if not self.skip_bad or sample == self._rows[-1]:
+                    raise
+        raise AssertionError("there are rows")
 
     def _sample(self, sample: int) -> list[tuple[StreamSpec, NDArray[Any]]]:
         parts, _ = self._parts_of(sample)
@@ -104,12 +140,23 @@ class SampleSource:
         return [_stream(name, parts[name], sample) for name in self._streams]
 
     def _parts_of(self, sample: int) -> tuple[dict[str, Any], str]:
+        if isinstance(self._data, PackedDataset):
+            self._data.require_sound(sample)
         seed_everything(key(self._seed, self._epoch, sample))  # as `Fetch` does
-        return _parts(self._data[sample])
+        try:
+            found = self._data[sample]
+        except Exception as error:
+            raise SampleFails(sample, error) from None
+        return _parts(found)
 
     def _digest(self, sample: int) -> str:
-        """Of what a sample holds; empty where it is another one each time, whatever the seed."""
-        seen = {_digest(self._sample(sample)) for _ in range(2)}
+        """Of what a sample holds; empty where it is another one each time, whatever the seed, or is left out."""
+        try:
+            seen = {_digest(self._sample(sample)) for _ in range(2)}
+        except (SampleFails, RowDamaged):
+            if not self.skip_bad:
+                raise
+            return ""
         return seen.pop() if len(seen) == 1 else ""
 
 
