@@ -21,6 +21,7 @@ from paceline.train.tune_space import Facts, LevelFacts
 
 HERE = Path(__file__).parent
 GOOD = f"{HERE / 'tasks_for_tests.py'}:Good"
+LEARNABLE = f"{HERE / 'tasks_to_tune.py'}:Learnable"
 HUNGRY = f"{HERE / 'tasks_to_tune.py'}:Hungry"
 FACTS = Facts(
     device="cpu",
@@ -217,17 +218,55 @@ def test_a_race_for_real() -> None:
 # -- the learning rate -------------------------------------------------------------------------------------------------
 
 
+SWEEP = ["--global-batch", "16", "--device", "cpu", "--threads", "1", "--optimizer", "sgd", "--lr"]
+
+
 def test_a_learning_rate_is_suggested(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ["--global-batch", "16", "--device", "cpu", "--threads", "1", "--optimizer", "sgd", "--lr-to", "1e4"]
-    shown = printed(capsys, GOOD, "--lr", *words, "--lr-steps", "60", "--csv", "sweep.csv")
+    shown = printed(capsys, LEARNABLE, *SWEEP, "--lr-to", "1e4", "--csv", "sweep.csv")
     lines = shown.splitlines()
     assert ["learning", "rate", "loss", "smoothed"] in [line.split() for line in lines]
     assert any(line.startswith("steepest descent: ") for line in lines)
     assert any(line.startswith("divergence: ") for line in lines)
+    assert any(line.startswith("suggested: `--lr ") for line in lines)
     rows = (tmp_path / "sweep.csv").read_text().splitlines()
     assert rows[0] == "lr,loss,smoothed"
     assert float(rows[1].split(",")[0]) == 1e-6
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sweep.csv"]  # no run, no checkpoint
+
+
+def test_rates_that_say_nothing_are_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed(capsys, GOOD, *SWEEP, "--lr-from", "1e-12", "--lr-to", "1e-11", "--lr-steps", "60")
+    assert "suggested" not in shown
+    assert "smaller of the two" not in shown
+    assert "no suggestion: the loss neither fell nor rose" in shown
+    assert "try `--lr-from 1e-11 --lr-to 10`" in shown
+    shown = printed(capsys, GOOD, *SWEEP, "--lr-from", "1e3", "--lr-to", "1e4", "--lr-steps", "60")
+    assert "no suggestion: the loss rose" in shown
+
+
+def test_an_interrupted_sweep_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A real Ctrl-C, in the middle of the first steps of many."""
+    task = tmp_path / "own.py"
+    task.write_text(
+        f"""import os, signal, sys
+sys.path.insert(0, {str(HERE)!r})
+from tasks_for_tests import Good
+class Stopped(Good):
+    steps = 0
+    def loss(self, model, grain):
+        self.steps += 1
+        if self.steps == 30:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().loss(model, grain)
+"""
+    )
+    words = [*SWEEP, "--lr-steps", "20000", "--csv", "sweep.csv"]
+    assert main(["tune", f"{task}:Stopped", *words]) == 130
+    shown = capsys.readouterr().out
+    assert "interrupted after 30 of 20000 steps" in shown
+    assert "suggested" not in shown
+    assert "no suggestion: the loss had not yet risen again" in shown
+    assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 31
 
 
 def test_lr_is_a_flag_or_a_number() -> None:

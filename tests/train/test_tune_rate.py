@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.train.task import Task
 from paceline.train.tune_plot import plot
-from paceline.train.tune_rate import Point, Suggestion, diverged_at, rate_at, smooth, suggest
-from paceline.train.tune_sweep import sweep
+from paceline.train.tune_rate import Point, Suggestion, diverged_at, rate_at, smooth, suggest, wider
+from paceline.train.tune_sweep import is_cut_short, sweep
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.train.small import BATCH, SmallTask, alone, fresh_net, raw_steps, sgd
@@ -110,8 +111,68 @@ def test_divergence_is_told_from_noise() -> None:
 
 def test_a_loss_that_never_falls_gets_no_suggestion() -> None:
     said = suggest(curve(*[2.0 + 0.01 * number for number in range(60)]))
-    assert (said.steepest, said.rate) == (None, None)
+    assert (said.steepest, said.rate, said.doubt) == (None, None, "high")
     assert Suggestion(1e-2, 0.05).rate == pytest.approx(0.005)
+
+
+def noisy(level: float, deviation: float, num: int, seed: int) -> list[float]:
+    chance = random.Random(seed)
+    return [chance.gauss(level, deviation) for _ in range(num)]
+
+
+def test_noise_between_batches_is_no_fall() -> None:
+    """Rates so small that nothing is learned: whatever the noise, its steepest place is no answer."""
+    doubts = [suggest(curve(*noisy(2.3, 0.2, 200, seed))).doubt for seed in range(200)]
+    assert doubts.count("flat") >= 196
+
+
+def falling(middle: int, num: int) -> list[float]:
+    """2.3 to 0.3 around a step."""
+    return [2.3 - 2 / (1 + math.exp(-(number - middle) / 4)) for number in range(num)]
+
+
+def test_what_a_sweep_must_have_seen() -> None:
+    """The rule is the smaller of two rates: it is known where the other cannot be smaller."""
+    # 20 steps are a factor of ten; the average looks back ten steps.
+    assert suggest(curve(*falling(50, 100))).doubt is None  # diverges beyond step 99, so a tenth is beyond step 79
+    assert suggest(curve(*falling(50, 70))).doubt == "open"
+    diverging = [*falling(50, 70), *[40.0] * 10]
+    said = suggest(curve(*diverging))
+    assert said.tenth is not None
+    assert said.steepest is not None
+    assert said.rate == said.tenth < said.steepest
+    # Untrained weights have 2.3; the first of these rates throws them far away, and they never come back.
+    thrown = [2.3, 60.0, 300.0, *[100 / (1 + 0.2 * number) for number in range(60)]]
+    assert suggest(curve(*thrown)).doubt == "high"
+    assert suggest(curve(2.3, 9.0, math.nan)).doubt == "high"
+    assert suggest(curve(*[2.3] * 60, *[50.0] * 5)).doubt == "hasty"
+    assert suggest(curve(*falling(-5, 80))).doubt == "early"
+    # After the lowest, a fall is one from a height that it has just been thrown to.
+    bounced = [*falling(50, 90), *[0.3 + 0.2 * number for number in range(8)], *[0.5] * 12]
+    said = suggest(curve(*bounced))
+    assert said.steepest == suggest(curve(*bounced[:90])).steepest
+    assert suggest(curve(*falling(5, 8))).doubt == "short"
+    for unknown in (thrown, falling(50, 70), falling(-5, 80)):
+        assert suggest(curve(*unknown)).rate is None
+
+
+def test_an_interrupted_sweep_suggests_only_what_it_has_seen() -> None:
+    fall_and_rise = [*falling(50, 90), *[0.3 + 0.05 * number for number in range(20)]]
+    whole = suggest(curve(*fall_and_rise))
+    assert whole.rate is not None
+    for num in (0, 1, 5, 30, 60, 90):
+        assert suggest(curve(*fall_and_rise[:num]), is_interrupted=True).doubt == "interrupted"
+    assert suggest(curve(*fall_and_rise), is_interrupted=True) == whole
+    assert is_cut_short(curve(*fall_and_rise), 200)
+    assert not is_cut_short(curve(*fall_and_rise), 110)
+    assert not is_cut_short(curve(2.3, 2.3, math.nan), 200)  # it diverged: that is its end
+
+
+def test_the_next_sweep_goes_where_the_answer_may_be() -> None:
+    assert wider("flat", 1e-9, 1e-8, 1e-6, 10.0) == (1e-8, 10.0)
+    assert wider("high", 5.0, 50.0, 1e-6, 10.0) == (1e-6, 50.0)
+    assert wider("early", 1e-7, 1.0, 1e-6, 10.0) == (pytest.approx(1e-9), 1.0)
+    assert wider("open", 1e-5, 20.0, 1e-6, 10.0) == (1e-5, 2000.0)
 
 
 def test_the_plot_has_its_lowest_point_where_the_curve_has() -> None:

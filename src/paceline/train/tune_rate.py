@@ -3,17 +3,21 @@
 The rate rises exponentially, a factor per step (Smith 2017, "Cyclical Learning Rates for Training Neural Networks").
 The loss is smoothed, and the sweep ends where it has diverged. Two rules give a rate:
 
-- steepest: where the smoothed loss falls fastest per factor of the rate;
+- steepest: where the smoothed loss, on the way to its lowest, falls fastest per factor of the rate;
 - a tenth of the rate at which the loss diverges.
 
-The suggestion is the smaller of the two.
+The suggestion is the smaller of the two, where that is known: a sweep that saw no fall, or too little of what comes
+before or after it, gives a doubt instead (`Doubt`).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import Literal
 
 SMOOTHING = 0.9
 """Weight of what was before; the average is mended for its start at 0, as Adam's are."""
@@ -23,6 +27,26 @@ half as much beyond that: a loss that rises from 0.1 to 0.3 after 2.3 at the sta
 FIRST_STEPS = 10
 """Steps whose smoothed loss is too rough to judge."""
 BELOW = 10.0
+NOISE = 2.0
+"""A loss has fallen, or risen, where it changed by more than so many standard deviations between batches."""
+LEAST = 0.01
+"""And by more than this share of what it was at first."""
+TURNED = 0.1
+"""Share of its fall by which the loss must be above its lowest again, for that to be a minimum."""
+WIDER = 100.0
+"""Factor by which a sweep that says too little is to be wider."""
+
+Doubt = Literal["short", "interrupted", "flat", "high", "hasty", "early", "open"]
+"""Why a sweep gives no rate:
+
+- short: too few steps for any slope;
+- interrupted: it was stopped before the loss rose again;
+- flat: the loss neither fell nor rose;
+- high: it rose without having fallen;
+- hasty: so it did, but long after the first rates: there were too few steps to learn anything between;
+- early: it falls most steeply at the very first rates, so that lower ones may be steeper;
+- open: it does not diverge, and a tenth of where it would may be less than the steepest rate.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,12 +63,19 @@ class Suggestion:
     """None: the loss falls nowhere."""
     diverges: float | None
     """None: it did not diverge."""
+    doubt: Doubt | None = None
+    """Why the rates that were found prove nothing."""
+
+    @property
+    def tenth(self) -> float | None:
+        return None if self.diverges is None else self.diverges / BELOW
 
     @property
     def rate(self) -> float | None:
-        tenth = None if self.diverges is None else self.diverges / BELOW
-        found = [rate for rate in (self.steepest, tenth) if rate is not None]
-        return min(found) if found and self.steepest is not None else None
+        """The smaller of both rules; None where it is not known."""
+        if self.doubt is not None or self.steepest is None:
+            return None
+        return self.steepest if self.tenth is None else min(self.steepest, self.tenth)
 
 
 def rate_at(step: int, steps: int, first: float, last: float) -> float:
@@ -80,16 +111,57 @@ def diverged_at(losses: Sequence[float]) -> int | None:
     return None
 
 
-def suggest(points: Sequence[Point]) -> Suggestion:
-    """Both rules, for the points of a sweep in order."""
+def suggest(points: Sequence[Point], *, is_interrupted: bool = False) -> Suggestion:
+    """Both rules, for the points of a sweep in order, and whether they can be trusted."""
     losses = [point.loss for point in points]
     end = diverged_at(losses)
+    diverges = None if end is None else points[end].rate
     smoothed = smooth(losses)[: len(points) if end is None else end]
+    lowest = min(range(len(smoothed)), key=lambda step: (step < FIRST_STEPS, smoothed[step]), default=0)
     slopes = [
         ((smoothed[step + 1] - smoothed[step - 1]) / math.log(points[step + 1].rate / points[step - 1].rate), step)
         for step in range(FIRST_STEPS, len(smoothed) - 1)
+        if step <= lowest + 1  # a fall after that is one from a height it has just been thrown to
     ]
-    steepest = None
-    if slopes and min(slopes)[0] < 0:
-        steepest = points[min(slopes)[1]].rate
-    return Suggestion(steepest, None if end is None else points[end].rate)
+    if not slopes:
+        return Suggestion(None, diverges, "high" if end is not None else "interrupted" if is_interrupted else "short")
+    slope, place = min(slopes)
+    course = _course(losses[: len(smoothed)], smoothed)
+    steepest = points[place].rate if slope < 0 and course in ("fell", "turned") else None
+    doubt: Doubt | None = None
+    if is_interrupted and end is None and course != "turned":
+        doubt = "interrupted"
+    elif steepest is None:
+        doubt = "flat" if course == "stayed" and end is None else "high"
+        if end is not None and points[end].rate > WIDER * points[0].rate:
+            doubt = "hasty"
+    elif place <= FIRST_STEPS + 1:
+        doubt = "early"
+    elif end is None and steepest > points[-1].rate / BELOW:
+        doubt = "open"  # it diverges above the last rate, if anywhere: a tenth of that may be the smaller
+    return Suggestion(steepest, diverges, doubt)
+
+
+def wider(doubt: Doubt, first: float, last: float, least: float, most: float) -> tuple[float, float]:
+    """Where the next sweep might begin and end after one that said too little; at least from `least` to `most`."""
+    if doubt in ("high", "early"):
+        return min(least, first / WIDER), last
+    if doubt in ("flat", "open"):
+        return last if doubt == "flat" else first, max(most, last * WIDER)
+    return first, last
+
+
+def _course(losses: Sequence[float], smoothed: Sequence[float]) -> Literal["fell", "turned", "rose", "stayed"]:
+    """What a loss did until it diverged, as far as the noise between batches lets it be seen; "turned": fell, then
+    rose. The first loss is that of untrained weights, whatever the rate."""
+    noise = max(NOISE * _deviation(losses), LEAST * abs(losses[0]))
+    start, best = min(losses[0], smoothed[FIRST_STEPS]), min(smoothed[FIRST_STEPS:])
+    if start - best > noise:
+        return "turned" if smoothed[-1] - best > max(noise, TURNED * (start - best)) else "fell"
+    return "rose" if smoothed[-1] - losses[0] > noise else "stayed"
+
+
+def _deviation(losses: Sequence[float]) -> float:
+    """Standard deviation between batches, of whatever trend, by the median step from one loss to the next."""
+    steps = [abs(after - before) for before, after in itertools.pairwise(losses)]
+    return median(steps) / 0.6745 / math.sqrt(2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from paceline.config.settings import TrainConfig
@@ -26,12 +26,20 @@ def sweep(
     steps: int,
     tell: Callable[[int], None] = lambda done: None,
 ) -> list[Point]:
-    """Losses under learning rates from `first` to `last`, until the loss diverges; on the first rank, else nothing."""
+    """Losses under learning rates from `first` to `last`, until the loss diverges; on the first rank, else nothing.
+
+    Fewer than `steps` that have not diverged (`is_cut_short`) are those of a sweep that a signal ended.
+    """
     watching = _Losses(tell)
     running = _Sweep(task, config, link, watching, first, last, steps)
     watching.is_enough = running.stop
     running.fit()
     return watching.points
+
+
+def is_cut_short(points: Sequence[Point], steps: int) -> bool:
+    """Whether a sweep ended before it was over."""
+    return len(points) < steps and diverged_at([point.loss for point in points]) is None
 
 
 class _Losses(Watcher):
@@ -68,4 +76,5 @@ class _Sweep(Trainer):
         return lambda step: rate_at(step, self._num_rates, self._first_rate, self._last_rate)
 
     def _close(self, status: str) -> Result:
-        return super()._close("finished")  # one that was stopped has nothing to go on from
+        # One that was stopped has no run to go on with, and must not say so; `is_cut_short` tells.
+        return super()._close("finished")
