@@ -89,7 +89,8 @@ def _extract(options: PackOptions) -> int:
     if len(found.skipped) > MOST_SHOWN:
         told.append(f"... and {len(found.skipped) - MOST_SHOWN:,} more")
     if found.num_others:
-        told.append(f"{near(folder)}: {found.num_others:,} other files were there, and stay")
+        many = f"{found.num_others:,} other files were there, and stay"
+        told.append(f"{near(folder)}: {many if found.num_others > 1 else '1 other file was there, and stays'}")
     told.append(f"{near(found.manifest)}: {found.num_rows:,} rows")
     sys.stdout.write("\n".join(told) + "\n")
     return 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.config.paths import near
+from paceline.config.units import duration, size
+from paceline.data.bad_line import MOST_SHOWN
 from paceline.data.hdf import Packed, Stream
 
 
@@ -17,12 +19,23 @@ def info(packed: Packed) -> list[str]:
     if packed.sample_rate is not None:
         told.append(f"  sample rate: {packed.sample_rate} Hz")
     if "lengths" in packed.columns and packed.sample_rate is not None:
-        told.append(f"  length: {float(packed.columns['lengths'].sum()) / 3600:,.2f} h")
+        told.append(f"  length: {duration(float(packed.columns['lengths'].sum()))}")
     told += [f"  {_stream(packed.stream(name))}" for name in packed.names]
     if len(packed):
         told.append(f"  tags: {packed.tags[0]} ... {packed.tags[len(packed) - 1]}")
-    skipped = sum(len(file.about.get("skipped", ())) for file in packed.files)
-    return told + ([f"  left out when it was packed: {skipped:,}"] if skipped else [])
+    return told + _left_out(packed)
+
+
+def _left_out(packed: Packed) -> list[str]:
+    """Lines and recordings that could not be used when it was packed: how many, and the first of them."""
+    lines = packed.about.get("bad_lines", {"number": 0, "first": []})  # in all shards the same
+    rows = [line for file in packed.files for line in file.about.get("skipped", ())]
+    number = int(lines["number"]) + len(rows)
+    if not number:
+        return []
+    named = [*lines["first"], *rows][:MOST_SHOWN]
+    more = [f"    ... and {number - len(named):,} more"] if number > len(named) else []
+    return [f"  left out when it was packed: {number:,}", *(f"    {line}" for line in named), *more]
 
 
 def _stream(stream: Stream) -> str:
@@ -32,4 +45,4 @@ def _stream(stream: Stream) -> str:
     shape = f" ({', '.join(map(str, stream.shape))} each)" if stream.shape else ""
     span = f"{steps.min(initial=2**62):,} to {steps.max(initial=0):,} steps" if len(steps) else "no rows"
     slow = "" if stream.is_mapped else ", in chunks: `paceline pack` it again to read it at memory speed"
-    return f"{stream.name}: {kind}{stream.dtype}{shape}, {span}, {nbytes / 1e6:,.1f} MB{slow}"
+    return f"{stream.name}: {kind}{stream.dtype}{shape}, {span}, {size(nbytes)}{slow}"

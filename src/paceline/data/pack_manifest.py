@@ -69,7 +69,7 @@ class ManifestSource:
             if (packed := open_packed(path)).of_kind("audio") is None:
                 raise no_audio(path, packed)  # features would pass for samples
         self._own_rate = sample_rate is None
-        self._rate = sample_rate or _rate_of(manifest, 0)
+        self._rate = sample_rate or _first_rate(manifest, skip_bad)
         self._recordings: Recordings | None = None
         self._checked: dict[Path, CheckedRows] = {}
         """Of packed sources."""
@@ -177,6 +177,16 @@ def _stamp(path: Path) -> tuple[int, int] | None:
         return stamp_of(path)
     except OSError:
         return None
+
+
+def _first_rate(manifest: Manifest, skip_bad: bool) -> int:
+    """Of the first recording, or of the first that can be read."""
+    for row in range(len(manifest) - 1) if skip_bad else ():
+        try:
+            return _rate_of(manifest, row)
+        except AudioUnreadable:
+            pass
+    return _rate_of(manifest, len(manifest) - 1 if skip_bad else 0)
 
 
 def _rate_of(manifest: Manifest, row: int) -> int:

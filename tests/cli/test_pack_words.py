@@ -1,0 +1,221 @@
+"""`paceline pack` told something that cannot be, or that would have no effect."""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import yaml
+
+from paceline.cli.main import main
+from paceline.data.hdf import open_packed
+from paceline.data.hdf_dataset import PackedDataset
+from tests.recipes.asr import tiny
+
+Shown = pytest.CaptureFixture[str]
+OWN = """
+import torch
+import paceline
+
+class Own(paceline.Task):
+    def train_data(self):
+        return [torch.tensor([row]) for row in range(9)]
+
+def empty():
+    return []
+
+def nothing():
+    return None
+
+def stream():
+    return iter([1, 2])
+
+class Fails:
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, row):
+        if row in (9, 10):
+            return compute(row)
+        return torch.tensor([row])
+
+def compute(row):
+    raise ValueError(f"no row like {row}")
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    tiny.speech(tmp_path, "train", 4, seed=1)
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny.NETWORK))
+    return tmp_path
+
+
+def said(capsys: Shown, *words: str, code: int = 0) -> str:
+    capsys.readouterr()
+    found = main(["pack", *words])
+    printed = capsys.readouterr()
+    assert found == code, printed
+    assert "src/paceline" not in printed.err, "no frames of ours"
+    return printed.err if code == 2 else printed.out
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "hint"),
+    [
+        (["train.json", "a.h5", "--part", "dev"], "`--part` has no effect on manifests", "leave it out"),
+        (["train.json", "a.h5", "--epoch", "2", "--seed", "1"], "`--epoch`, `--seed` have no effect", "leave them out"),
+        (["train.json", "a.h5", "--network", "tiny.yaml"], "`--network` has no effect without `--features`", ""),
+        (["own.py:Own", "a.h5", "--features"], "`--features` has no effect on the data of a task", ""),
+        (["own.py:Own", "a.h5", "--sample-rate", "8000"], "`--sample-rate` has no effect", ""),
+        (["own.py:Fails", "a.h5", "--part", "dev"], "`--part` has no effect on a data set that is no task", ""),
+        (["rows.h5", "a.h5", "--sample-rate", "8000"], "`--sample-rate` has no effect on packed data that is not", ""),
+        (["--extract", "train.h5", "x", "--streams", "audio"], "`--streams` has no effect with `--extract`", ""),
+        (["--extract", "train.h5", "x", "--layout", "returnn"], "`--layout` has no effect with `--extract`", ""),
+        (["--info", "train.h5", "--force"], "`--force` has no effect with `--info`", ""),
+        (["--verify", "train.h5", "--bad-data", "skip"], "`--bad-data` has no effect with `--verify`", ""),
+        (
+            ["train.json", "a.h5", "--features", "--network", "tiny.yaml", "--sample-rate", "16000"],
+            "`--sample-rate 16000`: the front end of tiny.yaml hears 8000 Hz",
+            "leave it out, or name a network",
+        ),
+        (["--verify"], "no packed file is named", "paceline pack --verify train.h5"),
+        (["--info"], "no packed file is named", "paceline pack --info train.h5"),
+        (
+            ["own.py", "a.h5"],
+            "own.py: nothing in it is named",
+            "there are: Own, empty, nothing, stream, Fails, compute",
+        ),
+        (["own.py:strem", "a.h5"], "own.py has no 'strem'", "did you mean own.py:stream? there are: Own, empty"),
+        (["own.py:empty", "a.h5"], "own.py:empty: holds no rows", "at least one"),
+        (["own.py:nothing", "a.h5"], "own.py:nothing: is None, and no data set", "__getitem__"),
+        (["own.py:NUMBER", "a.h5"], "own.py:NUMBER: is of type int, and no data set", "__getitem__"),
+        (["own.py:stream", "a.h5"], "error: own.py:stream: its data can only be iterated", "__getitem__"),
+        (["mels.h5,train.json", "a.h5"], "mels.h5: holds no audio of a known sample rate, but features", "pack the"),
+    ],
+)
+def test_mistakes(capsys: Shown, words: list[str], what: str, hint: str) -> None:
+    said(capsys, "train.json", "train.h5")
+    said(capsys, "train.json", "mels.h5", "--features", "--network", "tiny.yaml", "--sample-rate", "8000")
+    said(capsys, "own.py:Own", "rows.h5")
+    error = said(capsys, *words, code=2)
+    assert what in error
+    assert hint in error
+    assert not list(Path().glob("a.h5*"))
+
+
+def test_both_rates_are_named(folder: Path, capsys: Shown) -> None:
+    for rate in (16000, 8000):
+        soundfile.write(folder / f"{rate}.wav", np.zeros(rate, np.int16), rate)
+    lines = [{"audio_filepath": f"{rate}.wav", "duration": 1.0, "text": "a"} for rate in (16000, 8000)]
+    (folder / "two.json").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    error = said(capsys, "two.json", "a.h5", code=2)
+    assert "`--sample-rate 8000` or `--sample-rate 16000`" in error
+
+
+@pytest.mark.parametrize("row", [9, 10])
+def test_a_sample_that_raises(capsys: Shown, row: int) -> None:
+    """Named, with the frames of its own code and none of the machinery around it."""
+    error = said(capsys, "own.py:Fails", "a.h5", "--start-seq", str(row), code=2)
+    assert error.startswith(f"error: sample {row} cannot be read\n")
+    assert f"ValueError: no row like {row}" in error
+    assert error.count("own.py") == 2, "where it is asked for, and where it fails"
+    assert error.count("File ") == 2
+    out = said(capsys, "own.py:Fails", "a.h5", "--bad-data", "skip")
+    assert "skipped sample 9: ValueError: no row like 9\nskipped sample 10: " in out
+    rows = [value for value in range(20) if value not in (9, 10)]
+    assert [value.item() for value in PackedDataset("a.h5")] == rows
+    assert [open_packed(Path("a.h5")).tags[at] for at in range(18)] == [f"seq-{value}" for value in rows]
+
+
+def test_a_sample_that_raises_in_another_process(capsys: Shown) -> None:
+    error = said(capsys, "own.py:Fails", "a.h5", "--processes", "2", code=2)
+    assert error.startswith("error: sample 9 cannot be read\n")
+    assert "concurrent" not in error
+
+
+# -- what was packed -------------------------------------------------------------------------------------------------
+
+
+def test_one_file_that_cannot_be_read_does_not_hide_the_others(capsys: Shown) -> None:
+    said(capsys, "train.json", "train.h5")
+    Path("bad.h5").write_text("no")
+    for action, sign in (("--verify", "read: sound"), ("--info", "sample rate")):
+        capsys.readouterr()
+        assert main(["pack", action, "train.h5", "bad.h5", "none.h5", "train.h5"]) == 2
+        printed = capsys.readouterr()
+        assert printed.out.count(sign) == 2
+        assert "bad.h5: is not HDF5" in printed.err
+        assert "none.h5: there is no such file" in printed.err
+
+
+def test_all_that_was_left_out_is_named(folder: Path, capsys: Shown) -> None:
+    (folder / "bad.wav").write_text("no")
+    bad: list[Any] = ["{", {"audio_filepath": "bad.wav", "duration": 1.0, "text": "a"}]
+    tiny.manifest(folder / "all.json", [*bad, *tiny.lines_of(folder / "train.json")])
+    said(capsys, "all.json", "a.h5", "--bad-data", "skip")
+    told = said(capsys, "--info", "a.h5")
+    assert "left out when it was packed: 2" in told
+    assert "    all.json:1: is not JSON" in told
+    assert "    all.json:2: bad.wav: is not audio" in told
+
+
+# -- extraction ------------------------------------------------------------------------------------------------------
+
+
+def files(folder: str) -> set[str]:
+    return {str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def test_force_leaves_nothing_of_an_earlier_extraction(capsys: Shown) -> None:
+    """And takes nothing that was not of it."""
+    said(capsys, "train.json", "train.h5")
+    said(capsys, "--extract", "train.h5", "x")
+    Path("x/notes.txt").write_text("mine")
+    out = said(capsys, "--extract", "train.h5", "x", "--end-seq", "1", "--force")
+    assert "x: 1 other file was there, and stays" in out
+    wavs = {line["audio_filepath"] for line in tiny.lines_of(Path("x/manifest.json"))}
+    assert wavs == {"train/0.wav", "train/1.wav"}
+    assert files("x") == {*wavs, "manifest.json", "notes.txt", ".paceline-extracted"}
+    said(capsys, "own.py:Own", "rows.h5")
+    said(capsys, "--extract", "rows.h5", "x", "--force", "--end-seq", "0")
+    assert files("x") == {"seq-0.npz", "manifest.json", "notes.txt", ".paceline-extracted"}
+    assert not Path("x/train").exists()
+
+
+def test_extraction_onto_recordings_keeps_them(folder: Path, capsys: Shown) -> None:
+    said(capsys, "train.json", "train.h5")
+    Path("train/manifest.json").write_text(Path("train.json").read_text().replace("train/", ""))
+    before = files("train")
+    said(capsys, "--extract", "train.h5", "train", "--force")
+    assert before < files("train")
+
+
+def test_a_full_disk_during_extraction(capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    said(capsys, "train.json", "train.h5")
+    real = Path.write_bytes
+
+    def full(self: Path, data: Any) -> int:
+        if self.name == "2.wav":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        error = said(capsys, "--extract", "train.h5", "x", code=2)
+    assert "x cannot be written: No space left on device" in error
+    assert "kB more are needed there, and " in error
+    assert "type the same command" in error
+    said(capsys, "--extract", "train.h5", "x")
+    assert len(tiny.lines_of(Path("x/manifest.json"))) == 4
