@@ -11,7 +11,7 @@ import pytest
 from paceline.config.settings import DataSettings, ReduceSettings, TrainConfig
 from paceline.observe.clock import PHASES
 from paceline.observe.epoch_record import RankEpoch, Units, epoch_numbers
-from paceline.observe.verdict import Finding, Kind, enough_workers, news, verdict
+from paceline.observe.verdict import Finding, Kind, enough_workers, is_judged, news, verdict
 
 WAY = {
     "level": 0,
@@ -74,6 +74,11 @@ def test_too_little_was_seen(few: dict[str, Any]) -> None:
     waiting = epoch(seconds(data=60.0, compute=40.0))
     assert only(waiting).kind == "data"
     assert verdict({**waiting, **few}) == []
+
+
+@pytest.mark.parametrize(("steps", "since_s", "judged"), [(10, 1.0, True), (9, 50.0, False), (900, 0.9, False)])
+def test_after_a_resume_that_launch_is_judged(steps: int, since_s: float, judged: bool) -> None:
+    assert is_judged({**epoch(), "launch": {"steps": steps, "seconds": since_s}}) == judged
 
 
 def test_a_record_of_an_older_run_is_judged_by_what_it_has() -> None:

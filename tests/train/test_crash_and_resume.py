@@ -123,6 +123,11 @@ def check_same(whole: Path, broken: Path, *, bitwise: bool) -> None:
     assert [record["step"] for record in other_records] == list(range(STEPS))
     for record, other in zip(records, other_records, strict=True):
         assert record["loss"] == (other["loss"] if bitwise else pytest.approx(other["loss"], rel=1e-12))
+    epochs, other_epochs = (read(folder / "run" / "metrics.jsonl", "epoch") for folder in (whole, broken))
+    for record, other in zip(epochs, other_epochs, strict=True):
+        for name in ("step", "epoch", "steps", "samples", "skipped", "padding"):
+            assert record[name] == other[name], name
+        assert record["loss"] == (other["loss"] if bitwise else pytest.approx(other["loss"], rel=1e-12))
     for part, tensors in parts.items():
         for name, tensor in tensors.items():
             other_tensor = other_parts[part][name]

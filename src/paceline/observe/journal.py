@@ -24,8 +24,13 @@ class Journal(Watcher):
     """`metrics.jsonl` of a run."""
 
     def __init__(self, path: Path, *, next_step: int = 0, next_validation: int = 0) -> None:
+        self._path = path
+        self.last_epoch = -1
+        """The last step of the last epoch that is written down."""
         if path.exists():
-            _drop_from(path, {"step": next_step, "epoch": next_step, "validation": next_validation})
+            next_steps = {"step": next_step, "epoch": next_step, "validation": next_validation}
+            self._keep(lambda record: record["step"] < next_steps[record["kind"]])
+            self.last_epoch = max((record["step"] for record in read(path, "epoch")), default=-1)
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
     def step(self, records: list[Record]) -> None:
@@ -44,6 +49,13 @@ class Journal(Watcher):
         self._file.flush()
 
     def epoch(self, record: Record) -> None:
+        """Also an epoch of which the first part is written down, because the run ended there and was given more."""
+        before = self.last_epoch
+        if before > record["step"] - record.get("steps", 0):
+            self._file.close()
+            self._keep(lambda line: line["kind"] != "epoch" or line["step"] != before)
+            self._file = self._path.open("a", encoding="utf-8")
+        self.last_epoch = record["step"]
         self._write(record)
 
     def validation(self, record: Record) -> None:
@@ -55,6 +67,22 @@ class Journal(Watcher):
     def _write(self, record: Record) -> None:
         self._file.write(_line(record))
         self._file.flush()
+
+    def _keep(self, is_kept: Callable[[Record], bool]) -> None:
+        """Drop the other lines; one cut short by a crash goes too. The file is whole at every moment."""
+        kept = []
+        for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
+            try:
+                if line.endswith("\n") and is_kept(json.loads(line)):
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError):
+                continue
+        aside = self._path.with_suffix(".writing")
+        with aside.open("w", encoding="utf-8") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, self._path)
 
 
 def _own(record: Record) -> Record:
@@ -74,25 +102,6 @@ def _map(value: Any, change: Callable[[float], Any]) -> Any:
     if isinstance(value, list):
         return [_map(entry, change) for entry in value]
     return change(value) if isinstance(value, float) else value
-
-
-def _drop_from(path: Path, next_steps: dict[str, int]) -> None:
-    """Keep the lines of steps before the next one of their kind; a line cut short by a crash goes too."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-            is_past = record["step"] < next_steps[record["kind"]]
-        except (ValueError, KeyError, TypeError):
-            continue
-        if is_past and line.endswith("\n"):
-            kept.append(line)
-    aside = path.with_suffix(".writing")
-    with aside.open("w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
 
 
 def read(path: Path, kind: str = "step") -> list[Record]:

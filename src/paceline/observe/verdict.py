@@ -19,6 +19,9 @@ Keys of a record of kind `epoch`, beside step, epoch, (stage,) steps, loss and s
                      steps whose work was done before the host had launched it all)
     compile          where the model is compiled: recompiles, seconds
     way              the settings and facts that findings depend on
+    launch           where the run was resumed within this epoch: steps and seconds since. Meetings, device, compile,
+                     memory, FLOPs, way and findings are of these; all else is of the whole epoch, without steps that
+                     were lost and done again
     findings         by weight: kind, text, advice, rank, host, share
 
 A record of kind `validation` has `seconds`, its own time on the first rank.
@@ -105,6 +108,9 @@ def verdict(record: Mapping[str, Any]) -> list[Finding]:
 
 def is_judged(record: Mapping[str, Any]) -> bool:
     """Whether enough was seen of this epoch to say what held it back."""
+    launch = record.get("launch")
+    if launch:  # the run was resumed within this epoch, and findings are of what it has done since
+        return bool(launch["steps"] >= LEAST_STEPS and launch["seconds"] >= LEAST_SECONDS)
     seconds = record.get("seconds") or [{}]
     return bool(record.get("steps", 0) >= LEAST_STEPS and max(sum(rank.values()) for rank in seconds) >= LEAST_SECONDS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ class Keeper:
         if before not in (None, self.grains):
             progress.say(f"{self.grains} grains instead of {before}: numerics change from here on")
         self.found = self._find(stored)
+        self.so_far: dict[str, Any] | None = None if self.found is None else self.found.state.get("so_far")
+        """Of the epoch that the checkpoint is in the middle of; an older one does not say."""
         self._check_ranks()
 
     @property
@@ -93,8 +95,18 @@ class Keeper:
             self._choice = choice
             self._write("running")
 
-    def save(self, engine: Engine, position: Position, task: Task, score: float | None) -> None:
-        """Everything, unless this very moment has been saved already. All ranks must call it."""
+    def save(
+        self,
+        engine: Engine,
+        position: Position,
+        task: Task,
+        score: float | None,
+        so_far: Callable[[], dict[str, Any] | None],
+    ) -> None:
+        """Everything, unless this very moment has been saved already. All ranks must call it.
+
+        `so_far` gives the sums of the epoch, as plain values.
+        """
         moment = position.state()
         if self._run is None or moment == self._saved:
             return
@@ -102,6 +114,7 @@ class Keeper:
         engine.sync()
         engine.statistics.total()
         ranks = gather_tensors(self._link, state.collect_own(engine)) if engine.averages else []
+        sums = so_far()
         own = task.state()  # on all ranks: what a task has may be spread over them
         wanted = self._writer is not None or engine.shards is not None
         collected = state.collect(engine, self._in_pieces) if wanted else None
@@ -114,6 +127,7 @@ class Keeper:
             record = {
                 "engine": values,
                 "position": moment,
+                "so_far": sums,
                 "precision": engine.precision.name,
                 "world_size": self._link.world.size,
                 "about": task.about(),

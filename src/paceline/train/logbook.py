@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 
 from paceline.data.grain import Batch
+from paceline.observe.epoch_sums import EpochSums, Mean
+from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress, epoch_line
 from paceline.observe.throughput import phrase
 from paceline.observe.verdict import Finding, Matter, news, verdict
@@ -39,10 +40,10 @@ class Logbook:
         self._pending: list[tuple[Step, float | None]] = []
         self._status = "failed"  # until the run is closed
         self._is_over = False
-        self._losses: list[float] = []
+        self._mean = Mean()
         self._findings: dict[Matter, Finding] = {}
         self._told: dict[Matter, float] = {}
-        self._skipped = 0
+        self._skipped = self._first = 0
         self._stage: str | None = None
         self._padding: float | None = None
         self.loss = float("nan")
@@ -70,7 +71,7 @@ class Logbook:
         self._clock.lap("compute")  # what was waited for is the device
         self._meter.settle()
         self.loss = losses[-1]
-        self._losses += losses
+        self._mean.add(losses)
         if self._watchers:
             epoch = self._position.epoch
             records = [
@@ -101,42 +102,46 @@ class Logbook:
     def begin_epoch(self, feed: Feed, data: DataFacts, stage: str | None) -> None:
         """`stage` is named where there are several."""
         self._clock.lap("setup")
-        self._losses = []
-        self._skipped = self._engine.skips.state()[0]
         self._stage, self._padding = stage, data.padding
         self._progress.epoch(self._title, data.num_steps, self._position.step)
         self._clock.lap("logging")
-        self._meter.begin_epoch(feed)
+        self._meter.begin_epoch(feed, is_resumed=self._position.step > 0)
+        earlier = self._meter.earlier
+        self._first, self._mean = self._position.step, Mean(earlier.losses, earlier.num_losses)
+        self._skipped = self._engine.skips.state()[0] - earlier.skipped
 
     def end_epoch(self, steps: int) -> None:
         """What the epoch was like, over all ranks; all must call it. `steps` are those of this launch."""
         self.flush()
-        if steps == 0:
-            return  # saved at the very end of an epoch, which was written down then
-        measured = self._meter.end_epoch()
-        finite = [loss for loss in self._losses if math.isfinite(loss)]
-        loss = math.fsum(finite) / len(finite) if finite else math.nan
+        earlier = self._meter.earlier
+        if steps == 0 and (earlier.steps == 0 or self._is_written):
+            return  # saved at the very end of an epoch
+        launch, whole = self._meter.end_epoch() if steps else (self._meter.recall(), {})
+        loss = self._mean.value
         skipped = self._engine.skips.state()[0] - self._skipped
         record = {
             "kind": "epoch",
             "step": self._engine.num_steps - 1,
             "epoch": self._position.epoch,
             **({} if self._stage is None else {"stage": self._stage}),
-            "steps": steps,
+            "steps": steps or earlier.steps,
             "loss": loss,
             "skipped": skipped,
             "padding": self._padding,
             **counters(self._engine),
-            **measured,
+            **launch,
         }
         findings = verdict(record)
+        if steps and earlier.steps:
+            record["launch"] = {"steps": steps, "seconds": max(sum(rank.values()) for rank in record["seconds"])}
+            record |= {**whole, "steps": earlier.steps + steps}
         record["findings"] = [finding.as_record() for finding in findings]
         for watcher in self._watchers:
             watcher.epoch(record)
         self._progress.tell(
             epoch_line(
                 self._title,
-                steps,
+                record["steps"],
                 max(sum(rank.values()) for rank in record["seconds"]),
                 record["computing"],
                 loss=loss,
@@ -146,8 +151,25 @@ class Logbook:
         )
         if skipped:
             self._progress.tell(f"  {skipped} of these steps skipped: their gradients were not finite")
+        if findings and "launch" in record:
+            self._progress.tell(f"  the run was resumed: what held it back is of the last {steps} of these steps")
         self._tell_findings(findings)
         self._clock.lap("logging")
+
+    def so_far(self) -> Record | None:
+        """What the epoch has come to, for a checkpoint; None between epochs. All ranks must call it."""
+        if self._position.step == 0:
+            return None
+        steps = self._meter.earlier.steps + self._position.step - self._first
+        skipped = self._engine.skips.state()[0] - self._skipped
+        ranks, losses = tuple(self._meter.so_far()), tuple(self._mean.parts)
+        return EpochSums(steps, losses, self._mean.number, skipped, ranks).state()
+
+    @property
+    def _is_written(self) -> bool:
+        """Whether the last step is that of an epoch in the journal; there is one on the first rank only."""
+        last = self._engine.num_steps - 1
+        return all(watcher.last_epoch == last for watcher in self._watchers if isinstance(watcher, Journal))
 
     def _tell_findings(self, findings: list[Finding]) -> None:
         """Each matter once, and again when it has become another one in size."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from paceline.data.grain import Batch
 from paceline.observe.clock import Clock, elapsed
 from paceline.observe.device_clock import DeviceClock
 from paceline.observe.epoch_record import RankEpoch, Units, epoch_numbers
+from paceline.observe.epoch_sums import EpochSums, added, whole
 from paceline.observe.throughput import peak_flops
 from paceline.observe.watcher import Record
 from paceline.speed import precision, recompiles
@@ -36,8 +38,12 @@ def make_clock(device: torch.device) -> Clock:
 class Meter:
     """One rank's instruments. What they show is put together once an epoch."""
 
-    def __init__(self, clock: Clock, engine: Engine, task: Task, config: TrainConfig) -> None:
+    def __init__(
+        self, clock: Clock, engine: Engine, task: Task, config: TrainConfig, so_far: Mapping[str, Any] | None = None
+    ) -> None:
+        """`so_far` is what a checkpoint had of the epoch that it is in the middle of."""
         self.clock, self._engine, self._task, self._config = clock, engine, task, config
+        self.earlier = EpochSums.load(so_far)
         self._before = self._ended = clock.read()
         self._compiled = recompiles.read()
         self._device = None if engine.device.type == "cpu" else precision.capabilities(engine.device)
@@ -45,12 +51,16 @@ class Meter:
         self._core_wait_s: float | None = None
         self._lengths: NDArray[Any] | None = None
 
-    def begin_epoch(self, feed: Feed) -> None:
+    def begin_epoch(self, feed: Feed, is_resumed: bool = False) -> None:
+        """`is_resumed` says that steps of it were done by an earlier launch."""
         clock = self.clock
+        if not is_resumed:
+            self.earlier = EpochSums()
         if isinstance(clock, DeviceClock):
             clock.meets_on_host = self._engine.averages
         clock.begin_epoch()
         self._before, self._core_wait_s = clock.read(), core_wait_s()
+        self._between = elapsed(self._ended, self._before)
         self._num_samples, self._count, self._length, self._work, self._grains = 0, 0.0, 0.0, 0.0, 0
         self._unread: list[NDArray[np.int64]] = []
         if feed is self._feed:
@@ -83,15 +93,36 @@ class Meter:
                 self._work += len(lengths) * float(lengths.max())
             self._unread = []
 
-    def end_epoch(self) -> Record:
-        """What all ranks have measured of the epoch, and what its verdict depends on; all must call it."""
-        self.settle()
+    def end_epoch(self) -> tuple[Record, Record]:
+        """What all ranks have measured since this launch began the epoch, and what its verdict depends on; and those
+        numbers that can be had of the whole epoch. All ranks must call it."""
         now, compiled = self.clock.read(), recompiles.read()
+        ranks = self._engine.link.gather_objects(self._measured(now, compiled))
+        self.clock.lap("communication")
+        self._ended, self._compiled = now, compiled
+        name = None if self._device is None else self._device.name
+        peak = None if name is None else peak_flops(name, self._dtype)
+        numbers = epoch_numbers(ranks, self._units, device=name, peak_flops=peak)
+        numbers |= {"hosts": list(self._engine.link.hosts), "way": self._way()}
+        return numbers, whole(added(self.earlier.ranks, ranks), self._units)
+
+    def recall(self) -> Record:
+        """What earlier launches measured of an epoch of which they did all steps."""
+        return {**epoch_numbers(self.earlier.ranks, self._units), "way": self._way()}
+
+    def so_far(self) -> list[RankEpoch]:
+        """By rank, what this launch and those before it have measured of the epoch. All ranks must call it."""
+        mine = self._measured(self.clock.read(), self._compiled)
+        return added(self.earlier.ranks, self._engine.link.gather_objects(mine))
+
+    def _measured(self, now: dict[str, float], compiled: recompiles.Compiled) -> RankEpoch:
+        """On this rank, by this launch."""
+        self.settle()
         lately = compiled.since(self._compiled)
         compiles = self._engine.precision.compile
-        mine = RankEpoch(
+        return RankEpoch(
             elapsed(self._before, now),
-            elapsed(self._ended, self._before),
+            self._between,
             self._num_samples,
             self._count,
             None if self._lengths is None else self._length,
@@ -104,13 +135,6 @@ class Meter:
             lately.recompiles if compiles else None,
             lately.seconds,
         )
-        ranks = self._engine.link.gather_objects(mine)
-        self.clock.lap("communication")
-        self._ended, self._compiled = now, compiled
-        name = None if self._device is None else self._device.name
-        peak = None if name is None else peak_flops(name, self._dtype)
-        numbers = epoch_numbers(ranks, self._units, device=name, peak_flops=peak)
-        return {**numbers, "hosts": list(self._engine.link.hosts), "way": self._way()}
 
     def _way(self) -> Record:
         config, world, feed = self._config, self._engine.link.world, self._feed

@@ -73,7 +73,7 @@ class Trainer:
         if self.keeper.metrics_file is not None:
             done, validated = self.engine.num_steps, max(0, self.position.validated)
             watching.insert(0, Journal(self.keeper.metrics_file, next_step=done, next_validation=validated))
-        meter = Meter(self.clock, self.engine, task, config)
+        meter = Meter(self.clock, self.engine, task, config, self.keeper.so_far)
         self.log = Logbook(
             watching, self.progress, self.engine, self.position, meter, lambda: notes(self.engine, self.larc)
         )
@@ -215,7 +215,8 @@ class Trainer:
         self.clock.lap("other")
         trail.doing = "saving"
         self.log.flush()  # a step is written down before a checkpoint that contains it
-        self.keeper.save(self.engine, self.position, self.task, self.position.score if self.position.is_fresh else None)
+        score = self.position.score if self.position.is_fresh else None
+        self.keeper.save(self.engine, self.position, self.task, score, self.log.so_far)
         self.clock.lap("checkpoint")
 
     # -- when to end ---------------------------------------------------------------------------------------------
