@@ -115,6 +115,16 @@ def test_every_rank_has_its_steps_and_phases(two_ranks: Path) -> None:
         assert phases[0]["ts"] <= steps[0]["ts"] <= steps[0]["ts"] + steps[0]["dur"] <= steps[1]["ts"] + 1e-3
 
 
+def test_the_axis_begins_with_the_first_event(two_ranks: Path) -> None:
+    """Perfetto drops what lies before 0. torch sees the ranks wait for each other just before the first step."""
+    events = trace.read(two_ranks)["traceEvents"]
+    moments = [event["ts"] for event in events if event["ph"] != "M"]
+    assert min(moments) == 0.0
+    assert not any("ts" in event for event in events if event["ph"] == "M"), "a name has no time"
+    ours = [event["ts"] for rank in range(2) for event in _of(events, rank, trace.PHASE)]
+    assert min(ours) > 0.0, "the wait is seen"
+
+
 def test_torch_agrees_when_the_optimizer_stepped(two_ranks: Path) -> None:
     """torch.profiler has its own clock: on our axis, its optimizer steps lie in our phases of that name."""
     events = trace.read(two_ranks)["traceEvents"]

@@ -212,11 +212,14 @@ class Timeline:
         began_ns = min([self._began, *(began for _, began, _ in tape.laps[:1])]) + offset.ns
         everyone = self._link.gather_objects((began_ns, offset.uncertainty_ns))
         origin_ns, uncertainty_ns = min(began for began, _ in everyone), max(unsure for _, unsure in everyone)
-        part = Part(self._events(tape, profiler, offset.ns - origin_ns), snapshot)
+        events = self._events(tape, profiler, offset.ns - origin_ns)
+        # torch has seen what came just before the window; readers of timelines drop what is before 0.
+        first_us = min(self._link.gather_objects(trace.earliest_us(events)))
+        part = Part(trace.pack(trace.earlier(events, first_us)), snapshot)
         self._write(in_turn(self._link, part), uncertainty_ns)
         self._clock.lap("logging")
 
-    def _events(self, tape: trace.Tape, profiler: profile | None, shift_ns: int) -> bytes:
+    def _events(self, tape: trace.Tape, profiler: profile | None, shift_ns: int) -> list[trace.Event]:
         rank, host = self._link.world.rank, self._link.hosts[self._link.world.rank]
         events = trace.rank_events(rank, f"{host}, {self._link.device}", tape, shift_ns)
         if profiler is not None:
@@ -224,7 +227,7 @@ class Timeline:
             shift_us = shift_ns / 1e3 + _clock_difference_us(seen, self._marks)
             kept = [event for event in seen if event.get("name") != _MARK]
             events += trace.torch_events(rank, kept, shift_us, os.getpid())
-        return trace.pack(events)
+        return events
 
     def _write(self, parts: Iterator[Part], uncertainty_ns: int) -> None:
         """On the first rank. A disk that is full does not end a training run: it is said."""

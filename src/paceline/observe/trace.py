@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterable, Sequence
@@ -71,6 +72,9 @@ def torch_events(rank: int, events: Iterable[Event], shift_us: float, own_pid: i
             continue  # names and order of processes are ours; "Spans" and "Traces" say nothing of the run
         own = processes.setdefault(process, pid + len(processes))
         track = threads.setdefault((process, event.get("tid")), _FIRST_TORCH_TRACK + len(threads))
+        if kind == "M":  # a name holds at all times
+            moved.append({**{name: value for name, value in event.items() if name != "ts"}, "pid": own, "tid": track})
+            continue
         event = {**event, "pid": own, "tid": track, "ts": event.get("ts", 0.0) + shift_us}
         if kind in _FLOWS:
             event["id"] = f"{rank}:{event['id']}"  # an arrow must not lead to another rank
@@ -87,6 +91,16 @@ def _torch_memory(event: Event) -> Event:
     args = event["args"]
     where = "cpu" if args.get("Device Type") == 0 else f"device {args.get('Device Id')}"
     return _count(f"torch memory, {where}", event["pid"], event["ts"], allocated_bytes=args.get("Total Allocated", 0))
+
+
+def earliest_us(events: Iterable[Event]) -> float:
+    """When the first of them began; infinity where none has a time."""
+    return min((float(event["ts"]) for event in events if "ts" in event), default=math.inf)
+
+
+def earlier(events: Iterable[Event], by_us: float) -> list[Event]:
+    """The same events, so much earlier."""
+    return [{**event, "ts": event["ts"] - by_us} if "ts" in event else event for event in events]
 
 
 def pack(events: Sequence[Event]) -> bytes:
