@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -22,13 +23,14 @@ from hypothesis import strategies as st
 from paceline.config.paths import CannotWrite
 from paceline.data import hdf_write, pack_manifest, pack_samples
 from paceline.data.collate import stack_collate
+from paceline.data.disk_full import DiskFull
 from paceline.data.fetch import Fetch, Request, seed_everything
 from paceline.data.hdf import open_packed
 from paceline.data.hdf_dataset import PackedDataset
 from paceline.data.hdf_errors import NoSuchStream, PackedUnreadable
 from paceline.data.hdf_verify import verify
 from paceline.data.manifest import read_manifests
-from paceline.data.pack import NothingToPack, PackExists, pack
+from paceline.data.pack import NothingToPack, PackExists, bytes_left, pack
 from paceline.data.pack_manifest import AudioBroken, ManifestSource, RatesDiffer
 from paceline.data.pack_parts import OtherParts
 from paceline.data.pack_piece import Piece, StreamsDiffer, read_piece
@@ -117,14 +119,46 @@ def test_an_end_that_fails_costs_no_piece(tmp_path: Path, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as patch:
         patch.setattr(hdf_write.os, "pwrite", full)
-        with pytest.raises(CannotWrite, match="a.h5 cannot be written: No space left"):
+        with pytest.raises(DiskFull, match="a.h5 cannot be written: No space left") as caught:
             packed(out)
+    assert re.match(r"about [\d.]+ kB more are needed there, and .* are free: make room", caught.value.hint)
+    assert caught.value.hint.endswith("type the same command: it goes on where it was")
     assert [path.name for path in tmp_path.iterdir()] == ["a.h5.parts"]
     done = packed(out, Sentences(dies=_write_down(tmp_path / "read")))
     assert done.num_kept == NUMBER
     assert (tmp_path / "read").read_text() == ""
     (tmp_path / "read").unlink()
     assert_whole(out, Sentences())
+
+
+def test_bytes_that_are_still_needed() -> None:
+    """Pieces stay until what they make up is written: data once more, or a shard of it."""
+    assert bytes_left(100, None) == 200
+    assert bytes_left(100, None, in_pieces=120) == 100
+    assert bytes_left(100, 500, in_pieces=40) == 160
+    assert bytes_left(100, 30) == 130
+    assert bytes_left(100, 30, in_pieces=10, in_shards=60) == 60
+    assert bytes_left(100, 30, in_shards=120) == 0
+
+
+def test_a_packing_may_go_on_without_what_stopped_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was left out is not taken for whole by one that may leave out nothing."""
+    monkeypatch.setattr(pack_manifest, "PIECE_S", 0.4)
+    write(tmp_path / "good.wav", tone(0.5))
+    (tmp_path / "bad.wav").write_text("no")
+    names = ["good", "good", "good", "bad"]
+    speech(tmp_path, *({"audio_filepath": f"{name}.wav", "duration": 0.5, "text": "a"} for name in names))
+    manifest, _ = read_manifests([tmp_path / "all.json"])
+    with pytest.raises(AudioBroken, match="all.json:4"):
+        pack(ManifestSource(manifest), tmp_path / "a.h5")
+    with monkeypatch.context() as patch:
+        patch.setattr(hdf_write.os, "pwrite", lambda *words: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        with pytest.raises(DiskFull):
+            pack(ManifestSource(manifest, skip_bad=True), tmp_path / "a.h5")
+    with pytest.raises(AudioBroken, match="all.json:4"):
+        pack(ManifestSource(manifest), tmp_path / "a.h5")
+    done = pack(ManifestSource(manifest, skip_bad=True), tmp_path / "a.h5")
+    assert (done.num_rows, done.num_kept, len(done.skipped)) == (3, 4, 1)
 
 
 def test_a_disk_that_lies_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +367,7 @@ def test_several_sample_rates(tmp_path: Path) -> None:
         lines.append({"audio_filepath": f"{rate}.wav", "duration": 0.5, "text": "a"})
     with pytest.raises(RatesDiffer, match="all.json:2: its sample rate is 16000 Hz, and 8000 Hz before") as caught:
         pack(speech(tmp_path, *lines), tmp_path / "a.h5")
-    assert "--sample-rate 8000" in caught.value.hint
+    assert "`--sample-rate 8000` or `--sample-rate 16000`" in caught.value.hint
     manifest, _ = read_manifests([tmp_path / "all.json"])
     pack(ManifestSource(manifest, sample_rate=8000), tmp_path / "b.h5")
     assert open_packed(tmp_path / "b.h5").stream("audio").lengths.tolist() == [4000, 4000]

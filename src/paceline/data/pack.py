@@ -20,10 +20,12 @@ import xxhash
 
 from paceline.config.errors import PacelineError
 from paceline.config.paths import CannotWrite, near
+from paceline.data.disk_full import cannot_write
 from paceline.data.hdf_errors import PackedUnreadable
 from paceline.data.hdf_layout import Layout, PackedFile, read_layout
 from paceline.data.hdf_write import agree_on_sizes, content_of, write_file, write_shards
-from paceline.data.pack_parts import Parts, open_parts
+from paceline.data.pack_lock import locked
+from paceline.data.pack_parts import Parts, open_parts, parts_folder
 from paceline.data.pack_piece import Piece, StreamsDiffer, read_piece, write_piece
 from paceline.data.pack_processes import in_processes
 
@@ -38,6 +40,8 @@ class Source(Protocol):
     """What a reader must know of it, as JSON."""
     fingerprint: str
     """Another one for other rows, or for the same in another form."""
+    num_bytes: int
+    """Of all rows, about."""
     skip_bad: bool
     """Whether rows that cannot be read are left out. A packing that was stopped by one may go on so, or without."""
 
@@ -103,13 +107,28 @@ def pack(
     if out.exists() and not force:
         raise PackExists(out)
     try:
-        parts = open_parts(out, identity, force)
-        work = _Work(source, cuts, out, parts, layout, shard_bytes)
-        found = work.run(processes, progress or (lambda done: None))
-        parts.finish(found.files)
+        with locked(out, parts_folder(out)):
+            if out.exists() and not force:  # by another packing, until now
+                raise PackExists(out)
+            parts = open_parts(out, identity, force)
+            try:
+                found = _Work(source, cuts, out, parts, layout, shard_bytes).run(
+                    processes, progress or (lambda done: None)
+                )
+            except (OSError, CannotWrite) as error:
+                cause = error.error if isinstance(error, CannotWrite) else error
+                num_left = bytes_left(source.num_bytes, shard_bytes, *parts.num_bytes())
+                raise cannot_write(out, cause, num_left, "it goes on where it was") from error
+            parts.finish(found.files)
     except OSError as error:
-        raise CannotWrite(out, error) from error
+        raise cannot_write(out, error, bytes_left(source.num_bytes, shard_bytes), "it begins anew") from error
     return found
+
+
+def bytes_left(total: int, shard_bytes: int | None, in_pieces: int = 0, in_shards: int = 0) -> int:
+    """That are still needed, about: for what is in no shard yet, and for the pieces of it, or of a shard at a time."""
+    missing = max(total - in_shards, 0)
+    return missing + max(min(missing, shard_bytes or missing) - in_pieces, 0)
 
 
 class _Work:

@@ -70,6 +70,8 @@ class ManifestSource:
                 raise no_audio(path, packed)  # features would pass for samples
         self._own_rate = sample_rate is None
         self._rate = sample_rate or _first_rate(manifest, skip_bad)
+        seconds = float(manifest.durations.sum()) if self._streams != [TEXT] else 0.0
+        self.num_bytes = round(2 * self._rate * seconds) + manifest.texts.nbytes  # features are about as large as audio
         self._recordings: Recordings | None = None
         self._checked: dict[Path, CheckedRows] = {}
         """Of packed sources."""

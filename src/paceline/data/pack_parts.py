@@ -16,6 +16,7 @@ from paceline.config.errors import PacelineError
 from paceline.config.paths import near
 from paceline.data.hdf_errors import PackedUnreadable
 from paceline.data.hdf_layout import PackedFile, Shards, read_layout
+from paceline.data.pack_lock import LOCK
 
 _PLAN = "plan.json"
 """The packing's name and, each in a line, the files that it replaces."""
@@ -64,6 +65,12 @@ class Parts:
         sync(self._out.parent)
         return named
 
+    def num_bytes(self) -> tuple[int, int]:
+        """(of pieces, of shards) that are on the disk so far."""
+        shards = [*self._folder.glob(f"*{self._out.suffix}"), *_shards_named(self._out, self.pack)]
+        pieces = self._folder.glob("*.npz")
+        return sum(path.stat().st_size for path in pieces), sum(path.stat().st_size for path in shards)
+
     def finish(self, files: Sequence[Path]) -> None:
         """The packed file has its name: what it replaced may go, and all parts."""
         for path in {*self._replaced, *_shards_named(self._out, self.pack)} - set(files):
@@ -72,24 +79,31 @@ class Parts:
 
 
 def open_parts(out: Path, identity: str, force: bool) -> Parts:
-    """A folder for parts of this packing, and of no other."""
-    folder = out.with_name(f"{out.name}.parts")
+    """The folder for parts of this packing, and of no other; it is there, and locked."""
+    folder = parts_folder(out)
     replaced = set(_shards_of(out))
-    if folder.exists():
-        known, *names = _read_plan(folder)
-        earlier = {out.with_name(name) for name in names}
-        if known.startswith(identity):
-            return Parts(out, folder, known, replaced | earlier)
-        if not force and (known or any(path.name != _PLAN for path in folder.iterdir())):
-            raise OtherParts(folder)
-        if known:
-            # A kill may have come when shards had their names: nothing stands for them, unless `out` does.
-            replaced |= earlier | set(_shards_named(out, known))
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+    known, *names = _read_plan(folder)
+    earlier = {out.with_name(name) for name in names}
+    if known.startswith(identity):
+        return Parts(out, folder, known, replaced | earlier)
+    others = [path for path in folder.iterdir() if path.name not in (_PLAN, LOCK)]
+    if not force and (known or others):
+        raise OtherParts(folder)
+    if known:
+        # A kill may have come when shards had their names: nothing stands for them, unless `out` does.
+        replaced |= earlier | set(_shards_named(out, known))
+    for path in others:  # before the plan, which they must not seem to belong to
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     pack = _unused_name(out, identity)
-    (folder / _PLAN).write_text("\n".join([pack, *sorted(path.name for path in replaced)]))
+    unfinished = folder / f"{_PLAN}.new"
+    unfinished.write_text("\n".join([pack, *sorted(path.name for path in replaced)]))
+    unfinished.replace(folder / _PLAN)
     return Parts(out, folder, pack, replaced)
+
+
+def parts_folder(out: Path) -> Path:
+    """`train.h5.parts`"""
+    return out.with_name(f"{out.name}.parts")
 
 
 def _read_plan(folder: Path) -> list[str]:

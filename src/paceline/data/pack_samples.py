@@ -82,6 +82,7 @@ class SampleSource:
                 raise NoSuchStream(each, there)
         self._row_bytes = 1 + sum(_stream(each, parts[each], first)[1].nbytes for each in self._streams)
         """Of the first one, for want of a better guess."""
+        self.num_bytes = len(rows) * self._row_bytes
         self._columns = {
             column: np.asarray(values)[rows.start : rows.stop]
             for column in ("lengths", "counts")
