@@ -248,7 +248,7 @@ def test_filters_count_hours(tmp_path: Path) -> None:
     assert (reading.too_long.number, reading.too_long.hours) == (4, pytest.approx(93.6 / 3600))
     assert reading.files[1].too_long == (2, pytest.approx(46.8 / 3600))
     assert reading.lines()[0] == (
-        "8 utterances, 0.01 h, dropped 2 (0.00 h) shorter than 0.1 s, dropped 4 (0.03 h) longer than 16.7 s"
+        "8 utterances, 40.6 s, dropped 2 (0.1 s) shorter than 0.1 s, dropped 4 (1.6 min) longer than 16.7 s"
     )
     assert reading.lines()[1].startswith(f"  {paths[0]}: 4 utterances, ")
     first, _ = read_manifests(paths, min_seconds=0.2, max_utterances=6)
@@ -256,7 +256,7 @@ def test_filters_count_hours(tmp_path: Path) -> None:
     assert first.where(5) == f"{paths[1]}:3"
     write(paths[1], "not looked at")
     assert len(read_manifests(paths, max_utterances=3)[0]) == 3
-    with pytest.raises(NothingKept, match="nothing is left: 0 utterances, 0.00 h, dropped 7"):
+    with pytest.raises(NothingKept, match="nothing is left: 0 utterances, 0.0 s, dropped 7"):
         read_manifests(paths[:1], min_seconds=60)
 
 

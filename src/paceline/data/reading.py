@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.config.paths import near
+from paceline.config.units import duration
 from paceline.data.bad_line import BadLine, shown
 
 
@@ -18,7 +19,11 @@ class Amount(NamedTuple):
     hours: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.number:,} ({self.hours:,.2f} h)"
+        return f"{self.number:,} ({self.length})"
+
+    @property
+    def length(self) -> str:
+        return duration(3600 * self.hours)
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class Reading:
         return told + shown(self.bad, self.num_bad)
 
     def _words(self, kept: Amount, too_short: Amount, too_long: Amount, num_bad: int) -> str:
-        parts = [f"{kept.number:,} utterance{'s' * (kept.number != 1)}, {kept.hours:,.2f} h"]
+        parts = [f"{kept.number:,} utterance{'s' * (kept.number != 1)}, {kept.length}"]
         if too_short.number:
             parts.append(f"dropped {too_short} shorter than {self.min_seconds:g} s")
         if too_long.number:
