@@ -140,6 +140,11 @@ def test_command_line_is_understood(
     capsys.readouterr()
 
 
+def test_the_table_of_commands_has_all_of_them() -> None:
+    table = re.findall(r"^\| \[`(\w+)`\]", (DOCS / "commands.md").read_text(), re.MULTILINE)
+    assert sorted(table) == sorted(COMMANDS)
+
+
 def _understand(words: list[str], folder: Path) -> None:
     """Read the words as the command would; whatever is wrong with them is raised."""
     command, rest = words[0], words[1:]
