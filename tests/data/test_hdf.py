@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from paceline.data import hdf
 from paceline.data.collate import pad_collate
 from paceline.data.fetch import Fetch, Request
 from paceline.data.hdf import open_packed
@@ -273,6 +275,25 @@ def test_a_file_that_changes_while_it_is_used(tmp_path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(PackedUnreadable, match="has been changed since it was opened"):
         data[0]
+
+
+def test_a_file_that_is_cut_short_while_it_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next touch of what is gone would end the process by SIGBUS."""
+    monkeypatch.setattr(hdf, "LOOK_EVERY_S", 0.0)
+    path, kept = tmp_path / "a.h5", tmp_path / "kept.h5"
+    packed(path)
+    stream = open_packed(path).stream("features")
+    rows = np.arange(len(stream))
+    before = stream.pad(rows)[0]
+    path.rename(kept)
+    shutil.copy(kept, path)
+    os.truncate(path, 2000)  # another file by now: the map has all of the first
+    assert np.array_equal(stream.pad(rows)[0], before)
+    kept.replace(path)
+    os.truncate(path, 2000)
+    for read in (lambda: stream.pad(rows), lambda: stream.view(0)):
+        with pytest.raises(PackedUnreadable, match=r"a.h5: has been cut short while it was read: 2,000 bytes are left"):
+            read()
 
 
 def test_shards_that_do_not_belong_together(tmp_path: Path) -> None:

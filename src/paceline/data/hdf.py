@@ -7,6 +7,7 @@ all workers and ranks of a machine share. Nothing is open that a fork could brea
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from paceline.data.hdf_layout import Kind, PackedFile, Shards, StreamPlace, read
 from paceline.data.mapping import mapped
 from paceline.data.page_cache import available_bytes, stays_cached
 from paceline.data.strings import Strings
+
+LOOK_EVERY_S = 0.1
+"""Whether a mapped file still has its size is asked no more often."""
 
 
 class Packed:
@@ -96,10 +100,11 @@ class Stream:
         longest = int(lengths.max(initial=0))
         padded = np.empty((len(rows), longest, *self.shape), self.dtype) if out is None else out
         width = padded.shape[1]
-        sources = [self._values[number].array for number in self._file_of[rows].tolist()]
-        places = zip(padded, sources, self._begins[rows].tolist(), lengths.tolist(), strict=True)
-        for row, source, begin, length in places:
-            row[:length] = source[begin : begin + length]
+        files = self._file_of[rows].tolist()
+        sources = {number: self._values[number].array for number in set(files)}
+        places = zip(padded, files, self._begins[rows].tolist(), lengths.tolist(), strict=True)
+        for row, number, begin, length in places:
+            row[:length] = sources[number][begin : begin + length]
             if length < width:
                 row[length:] = 0
         return padded, lengths
@@ -126,15 +131,36 @@ class _Values:
         self.path, self.stamp, self.place = Path(os.path.abspath(path)), stamp, place
         self._total_bytes = total_bytes
         self._array: Any = None
+        self._inode, self._looked_s = 0, 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_array": None}
 
     @property
     def array(self) -> Any:
+        now_s = time.monotonic()
         if self._array is None:
             self._array = self._open()
+        elif now_s > self._looked_s + LOOK_EVERY_S:
+            self._check_size()
+        else:
+            return self._array
+        self._looked_s = now_s
         return self._array
+
+    def _check_size(self) -> None:
+        """A file that is cut short while it is mapped ends the process at the next touch, without a word."""
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return  # moved or removed: the map still has all of it
+        if self.place.offset is None or found.st_ino != self._inode:
+            return
+        end = self.place.offset + self.place.nbytes
+        if found.st_size < end:
+            left = f"{found.st_size:,} bytes are left of it, and a stream of it ends at {end:,}"
+            hint = "pack it again, and go on with `--resume auto`"
+            raise PackedUnreadable(self.path, f"has been cut short while it was read: {left}", hint)
 
     def _open(self) -> Any:
         try:
@@ -144,6 +170,7 @@ class _Values:
         if now != self.stamp:  # a map of a file that was cut short would end the process
             hint = "start again, and leave the file alone meanwhile"
             raise PackedUnreadable(self.path, "has been changed since it was opened", hint)
+        self._inode = os.stat(self.path).st_ino
         place = self.place
         shape = (int(place.starts[-1]), *place.shape)
         if place.offset is None:

@@ -125,12 +125,18 @@ def _read_board(meeting: AgentMeeting, attempt: int, ranks: list[int]) -> tuple[
         return False, {}  # the store is gone with the launcher of node 0
 
 
+_CAUSES: dict[int, str] = {
+    signal.SIGKILL: " (out of memory? see `dmesg`)",
+    signal.SIGBUS: " (a file that it had mapped was cut short, or /dev/shm is full)",
+}
+
+
 def _name_silent_dead(codes: Mapping[int, int], places: Mapping[int, Seen | None]) -> None:
     """Say which ranks were ended by a signal, where no rank could report anything itself."""
     # The agent ends the remaining ranks with SIGTERM; these are consequences, not causes.
     dead = {rank: -code for rank, code in codes.items() if code < 0 and -code != signal.SIGTERM}
     for rank, number in sorted(dead.items()):
-        cause = " (out of memory? see `dmesg`)" if number == signal.SIGKILL else ""
+        cause = _CAUSES.get(number, "")
         seen = places.get(rank)
         name = f"rank {rank}" + (f" on {seen.host}" if seen is not None else "")
         where = f"\n  last seen {seen.where}" if seen is not None else ""
