@@ -185,6 +185,21 @@ def test_runners_take_turns(tmp_path: Path) -> None:
     assert race(silent, [(tmp_path / "e", SPEC), (tmp_path / "f", SPEC)], 4, 0.5, lambda: None) == []
 
 
+def test_an_interrupted_race_lets_its_runners_leave(tmp_path: Path) -> None:
+    """Those that wait for their turn hear no signal; they are told, and not killed after seconds."""
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    said = RUNNER.replace("sys.exit(0)", "sys.exit((folder / 'left').touch())")
+
+    def tick() -> None:
+        if (tmp_path / "b" / "ready-0").exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        race([sys.executable, "-c", deaf + said], [(tmp_path / "a", SPEC), (tmp_path / "b", SPEC)], 99, 60.0, tick)
+    assert (tmp_path / "a" / "left").exists()
+    assert (tmp_path / "b" / "left").exists()
+
+
 def test_the_word_to_go_is_a_file(tmp_path: Path) -> None:
     pace = FilePace(tmp_path)
     (tmp_path / "go-0").touch()

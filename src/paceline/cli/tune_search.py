@@ -20,19 +20,21 @@ from paceline.config.settings import TrainConfig
 from paceline.observe.bars import SideBar
 from paceline.train import tune_report, tune_space
 from paceline.train.tune import (
-    RACE_ROUNDS,
     Changes,
+    Contest,
     Failure,
     Found,
     Speed,
     Trial,
-    is_decided,
+    budget_for,
     make_fit,
     ratios_of,
     search,
 )
 from paceline.train.tune_process import Spec, run_trial
+from paceline.train.tune_proof import RACE_ROUNDS, is_decided
 from paceline.train.tune_race import race
+from paceline.world.board import EXIT_INTERRUPT
 from paceline.world.launch import count_procs
 
 TRIALS_IN_BUDGET = 40
@@ -40,10 +42,7 @@ TRIALS_IN_BUDGET = 40
 LEAST_MEASURE_S, MOST_MEASURE_S = 1.0, 10.0
 ROOM = 0.7
 """Share of the memory that two trials side by side may take."""
-ENOUGH_TRIALS = 20
-"""That many trials are enough for a search in most cases."""
 COMMAND = (sys.executable, "-m", "paceline.cli.trial")
-INTERRUPTED = 130
 
 
 class FileExists(PacelineError):
@@ -89,13 +88,11 @@ def tune(options: TuneCommand, settings: TrainConfig, *, is_length_ours: bool) -
     try:
         found = tuner.search()
     except KeyboardInterrupt:
-        nobody = {"": ""}
-        _print(tune_report.table(Found(tuple(tuner.trials), {}, nobody)) if tuner.trials else [])
-        _print(["interrupted: nothing is written"])
-        return INTERRUPTED
+        _print(tuner.so_far())
+        return EXIT_INTERRUPT
     finally:
         tuner.close()
-    lines = report(found, tuner.left_out)
+    lines = report(found, tuner.left_out, tuner.enough_s)
     _print(lines)
     given = settings.model_dump(mode="json", exclude_unset=True)
     if is_length_ours:
@@ -108,15 +105,15 @@ def tune(options: TuneCommand, settings: TrainConfig, *, is_length_ours: bool) -
     return 0
 
 
-def report(found: Found, left_out: list[str]) -> list[str]:
+def report(found: Found, left_out: list[str], enough_s: float) -> list[str]:
     """The table, who won, and what that means."""
     lines = tune_report.table(found)
     lines += [f"not tried: {reason}" for reason in left_out]
     if found.untried:
-        wall_s = max(trial.wall_s for trial in found.trials)
         lines.append(
-            f"not tried: {', '.join(found.untried)}: no time left; `--budget {ENOUGH_TRIALS * wall_s:.0f}` has it"
+            f"not tried: {', '.join(found.untried)}: no time left; `--budget {enough_s:.0f}` has it, more or less"
         )
+    lines += tune_report.unproven(found)
     lines.append(tune_report.sentence(found))
     changed = tune_report.numerics(found.winner)
     if changed:
@@ -161,7 +158,10 @@ class _Tuner:
         self._hopeless: dict[str, Failure] = {}
         """What does not fit will not fit the next time."""
         self.trials: list[Trial] = []
+        self.contests: list[Contest] = []
         self.left_out: list[str] = []
+        self.enough_s = options.budget
+        """A budget in which all knobs have their turn, about."""
 
     def search(self) -> Found:
         default = self.measure({}, self._left_s())
@@ -183,8 +183,22 @@ class _Tuner:
             facts, default.outcome, config, self._options.knobs, keep_numerics=self._options.keep_numerics
         )
         found = search(default, knobs, self.measure, self._left_s, self.race)
+        untried = [knob for knob in knobs if knob.name in found.untried]
+        trial_s = statistics.median(trial.wall_s for trial in found.trials)
+        self.enough_s = budget_for(max(self._spent_s(), self._options.budget), trial_s, untried)
         earlier = tuple(tried[:-1]) if default.changes else ()
-        return Found((*earlier, *found.trials), found.base, found.winner, found.rounds, found.rival, found.untried)
+        return dataclasses.replace(found, trials=(*earlier, *found.trials))
+
+    def so_far(self) -> list[str]:
+        """What a search that is interrupted has measured."""
+        trials, races = len(self.trials), len(self.contests)
+        came = f"after {self._spent_s():.0f} of {self._options.budget:.0f} s, {trials} trials and {races} races"
+        if not self.trials:
+            return [f"interrupted {came}: nothing was measured, nothing is written"]
+        nobody = {"": ""}
+        found = Found(tuple(self.trials), {}, nobody, contests=tuple(self.contests))
+        proven = tune_report.proven(found)
+        return [*tune_report.table(found), *proven, f"interrupted {came}: nothing is written"]
 
     def measure(self, changes: Changes, limit_s: float) -> Trial:
         """One trial, in processes of its own."""
@@ -236,8 +250,9 @@ class _Tuner:
             )
         pairs = [(_with_rate(first, rate), _with_rate(second, other)) for rate, other in rates]
         if pairs:
-            middle = statistics.median(ratios_of(pairs))
-            self._say(f"{names[1]} against {names[0]}: {middle:.2f}x as fast in {len(pairs)} rounds in turns")
+            contest = Contest(first.changes, second.changes, tuple(ratios_of(pairs)))
+            self.contests.append(contest)
+            self._say(f"{names[1]} against {names[0]}: {contest.ratio:.2f}x as fast in {len(pairs)} rounds in turns")
         return pairs
 
     def close(self) -> None:
@@ -275,7 +290,7 @@ class _Tuner:
     def _tell(self, name: str, trial: Trial) -> None:
         outcome = trial.outcome
         if isinstance(outcome, Speed):
-            what = f"{outcome.samples_per_s:.4g} samples/s"
+            what = f"{tune_report.number(outcome.samples_per_s)} samples/s"
         else:
             lines = outcome.what.strip().splitlines() or [outcome.kind]
             what = f"{outcome.kind}: {lines[-1 if outcome.kind == 'failed' else 0]}"

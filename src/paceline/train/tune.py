@@ -3,7 +3,8 @@
 It decides only; `measure` runs a trial, `race` runs two side by side, and `left_s` says how much of the budget is left.
 Noise must not pick:
 
-- a value that looks faster races what it would replace, in turns, and must be ahead more often than luck explains;
+- a value that looks faster races what it would replace, in turns, and must be ahead by more than luck explains (see
+  tune_proof.py);
 - what was found then races the default in the same way. Else the default wins.
 
 Where two trials do not fit into memory side by side, they are run one after the other, and all rounds must be won.
@@ -11,23 +12,21 @@ Where two trials do not fit into memory side by side, they are run one after the
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from paceline.train.tune_proof import FEW, is_ahead, is_decided
+
 MARGIN = 0.02
 """A gain below this share is not worth a setting."""
-RACE_ROUNDS = 15
 RACE_COST = 1.5
 """Time that a race takes, in trials of both: it starts each of them once."""
 MOST_ROUNDS, LEAST_ROUNDS = 3, 2
 """Rounds of trials one after the other."""
-LUCK = 0.05
-"""A setting that is as fast as the other looks faster in so many races at most."""
-FEW = 5
-"""Of fewer rounds, all must be won."""
 FINAL_SHARE = 0.4
 """Of the time left after the default was measured: what is kept for the race against it."""
 
@@ -89,10 +88,25 @@ class Knob:
 
 
 @dataclass(frozen=True)
+class Contest:
+    """Two settings, measured in turns."""
+
+    first: Changes
+    second: Changes
+    ratios: tuple[float, ...]
+    """Speed of the second over the first's, round by round."""
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ratios)
+
+
+@dataclass(frozen=True)
 class Found:
     """What came out of a search."""
 
     trials: tuple[Trial, ...]
+    """Each alone on the machine."""
     base: Changes
     """What the others are compared with: nothing changed, unless the default does not fit into memory."""
     winner: Changes
@@ -102,6 +116,8 @@ class Found:
     """What was in the final."""
     untried: tuple[str, ...] = ()
     """Knobs for which there was no time."""
+    contests: tuple[Contest, ...] = ()
+    """All that were held, the final too."""
 
     @property
     def default_wins(self) -> bool:
@@ -118,31 +134,15 @@ Race = Callable[[Trial, Trial, float], Pairs]
 """Run two settings side by side, for so many seconds at most; nothing where that is not possible."""
 
 
-def wins_needed(rounds: int) -> int:
-    """Rounds to be won: all of a few, else so many that two equals do it by luck in at most 5 % of races."""
-    if rounds < FEW:
-        return rounds
-    ways, wins = 0, rounds + 1
-    while ways + math.comb(rounds, wins - 1) <= LUCK * 2**rounds:
-        wins -= 1
-        ways += math.comb(rounds, wins)
-    return wins
-
-
 def ratios_of(pairs: Pairs) -> list[float]:
     return [second.samples_per_s / first.samples_per_s for first, second in pairs]
 
 
-def is_ahead(ratios: Sequence[float]) -> bool:
-    """Whether the second of a pair is faster, and that is no luck."""
-    return bool(ratios) and sum(ratio > 1 for ratio in ratios) >= wins_needed(len(ratios))
-
-
-def is_decided(ratios: Sequence[float]) -> bool:
-    """Whether the rounds that are left of a race cannot change who wins."""
-    needed = wins_needed(RACE_ROUNDS)
-    won = sum(ratio > 1 for ratio in ratios)
-    return won >= needed or len(ratios) - won > RACE_ROUNDS - needed
+def budget_for(spent_s: float, trial_s: float, knobs: Sequence[Knob]) -> float:
+    """About how many seconds a search needs that also has time for these knobs: each of their values, and a race."""
+    values = sum(len(way) for knob in knobs for way in knob.ways)
+    needed = spent_s + trial_s * (values + 2 * RACE_COST * len(knobs))
+    return 10.0 * math.ceil(needed / 10)
 
 
 def search(
@@ -188,10 +188,15 @@ class _Climb:
         """The last race, of which settings."""
         self.best = default
         self.trials = [default]
+        self.contests: list[Contest] = []
 
     def turn(self, knob: Knob) -> bool:
         """Try a knob's values; whether there was time for at least one."""
-        here, best, has_tried = self.best, self.best, False
+        here = self.best
+        # What looks faster than anything that was seen of it is not passed over: the race will tell.
+        seen = [trial.samples_per_s for trial in (here, *self._alone(here.changes))]
+        here = best = dataclasses.replace(here, outcome=_at(here.outcome, min(seen)))
+        has_tried = False
         for way in knob.ways:
             last = here
             for value in way:
@@ -205,6 +210,7 @@ class _Climb:
             if last.samples_per_s > best.samples_per_s:
                 best = last
         if best is not here:
+            here = self.best
             self.best = self._confirmed(here, best) if self._has_time(here, best) else best  # the final will tell
         return has_tried
 
@@ -219,7 +225,7 @@ class _Climb:
     def finish(self, untried: tuple[str, ...]) -> Found:
         base, rival = self._base, self.best
         if rival.changes == base.changes:
-            return Found(tuple(self.trials), base.changes, base.changes, untried=untried)
+            return Found(tuple(self.trials), base.changes, base.changes, untried=untried, contests=tuple(self.contests))
         if self._raced is not None and self._raced[:2] == (base.changes, rival.changes):
             pairs = self._raced[2]  # only one knob was worth turning: this race has been
         else:
@@ -227,16 +233,23 @@ class _Climb:
         ratios = ratios_of(pairs)
         wins = len(ratios) >= LEAST_ROUNDS and is_ahead(ratios)
         winner = rival.changes if wins else base.changes
-        return Found(tuple(self.trials), base.changes, winner, tuple(ratios), rival.changes, untried)
+        return Found(
+            tuple(self.trials), base.changes, winner, tuple(ratios), rival.changes, untried, tuple(self.contests)
+        )
 
     def _contest(self, first: Trial, second: Trial, limit_s: float, rounds: int) -> Pairs:
+        pairs = self._rounds(first, second, limit_s, rounds)
+        if pairs:
+            self.contests.append(Contest(first.changes, second.changes, tuple(ratios_of(pairs))))
+        return pairs
+
+    def _rounds(self, first: Trial, second: Trial, limit_s: float, rounds: int) -> Pairs:
         """Both again, side by side; or in turns, the second first: what was last before is now first."""
         before_s = self._left_s()
         pairs = [] if self._race is None else list(self._race(first, second, limit_s))
         if len(pairs) >= FEW or is_decided(ratios_of(pairs)):
             self._raced = (first.changes, second.changes, pairs)
             self._final_s = max(self._final_s, before_s - self._left_s())  # a race to come takes as long
-            self.trials += [_middle([pair[index] for pair in pairs]) for index in (0, 1)]
             return pairs
         pairs = []
         for number in range(rounds):
@@ -248,6 +261,9 @@ class _Climb:
                 break
             pairs.append((tried[id(first)], tried[id(second)]))
         return pairs
+
+    def _alone(self, changes: Changes) -> list[Trial]:
+        return [trial for trial in self.trials if trial.changes == changes and isinstance(trial.outcome, Speed)]
 
     def _has_time(self, *trials: Trial) -> bool:
         return self._left_s() - self._final_s >= sum(trial.wall_s for trial in trials)
@@ -261,6 +277,11 @@ class _Climb:
         trial = self._measure(changes, self._limit_s())
         self.trials.append(trial)
         return trial
+
+
+def _at(outcome: Speed | Failure, samples_per_s: float) -> Speed:
+    assert isinstance(outcome, Speed)
+    return dataclasses.replace(outcome, samples_per_s=samples_per_s)
 
 
 def _middle(trials: Sequence[Trial]) -> Trial:

@@ -53,25 +53,28 @@ def race(
     deadline = time.monotonic() + limit_s
     found: list[tuple[float, float]] = []
     with ExitStack() as stack:
-        runners = []
-        for folder, spec in entries:
-            runners.append((stack.enter_context(started(command, folder, spec)), folder))
-            # One after the other: warming up beside another would be slow.
-            if not _wait(*runners[-1], READY, deadline, tick):
-                return []
-        for number in range(rounds):
-            rates = [0.0, 0.0]
-            for index in (0, 1) if number % 2 == 0 else (1, 0):
-                process, folder = runners[index]
-                (folder / f"go-{number}").touch()
-                if not _wait(process, folder, f"part-{number}", deadline, tick):
-                    return found
-                rates[index] = float(json.loads((folder / f"part-{number}").read_text(encoding="utf-8")))
-            found.append((rates[0], rates[1]))
-            if is_decided(found):
-                break
-        for _, folder in runners:
-            (folder / ENOUGH).touch()
+        runners: list[tuple[Popen[bytes], Path]] = []
+        try:
+            for folder, spec in entries:
+                runners.append((stack.enter_context(started(command, folder, spec)), folder))
+                # One after the other: warming up beside another would be slow.
+                if not _wait(*runners[-1], READY, deadline, tick):
+                    return []
+            for number in range(rounds):
+                rates = [0.0, 0.0]
+                for index in (0, 1) if number % 2 == 0 else (1, 0):
+                    process, folder = runners[index]
+                    (folder / f"go-{number}").touch()
+                    if not _wait(process, folder, f"part-{number}", deadline, tick):
+                        return found
+                    rates[index] = float(json.loads((folder / f"part-{number}").read_text(encoding="utf-8")))
+                found.append((rates[0], rates[1]))
+                if is_decided(found):
+                    break
+        finally:
+            # Also when it is interrupted: one that waits for its turn hears nothing else, and would have to be killed.
+            for _, folder in runners:
+                (folder / ENOUGH).touch()
     return found
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
-from paceline.train.tune import LEAST_ROUNDS, Changes, Failure, Found, Speed, Trial, speed_of, wins_needed
+from paceline.train.tune import LEAST_ROUNDS, MARGIN, Changes, Contest, Failure, Found, Trial, speed_of
+from paceline.train.tune_proof import is_ahead, luck
 from paceline.train.tune_space import is_free
 
 HEAD = "# Written by `paceline tune`"
 """How a file of ours is known."""
-COLUMNS = ("setting", "samples/s", "vs default", "memory", "spread", "results")
+COLUMNS = ("setting", "samples/s", "alone", "in turns", "memory", "spread", "results")
+"""`alone` compares what was measured one after the other, each with the machine to itself: the samples/s. `in turns` is
+of races, which decide."""
 _FAILURES = {
     "memory": "out of memory",
     "killed": "killed (out of memory?)",
@@ -34,34 +36,60 @@ def numerics(changes: Changes) -> str:
 
 
 def rows(found: Found) -> list[tuple[str, ...]]:
-    """One row per setting, in the order they were first tried. What raced the default has the ratio of that race."""
-    by_label: dict[str, list[Trial]] = {}
-    for trial in found.trials:
-        by_label.setdefault(label(trial.changes), []).append(trial)
-    compared = speed_of(by_label[label(found.base)])
+    """One row per setting, in the order they were first tried."""
     lines: list[tuple[str, ...]] = []
-    for name, each in by_label.items():
+    for name, each in _by_label(found).items():
         outcome = speed_of(each)
-        mark = " *" if name == label(found.winner) else ""
+        changes = each[0].changes
         if isinstance(outcome, Failure):
-            lines.append((name, "-", _FAILURES[outcome.kind], "-", "-", _results(each[0].changes)))
+            lines.append((name, "-", "-", _FAILURES[outcome.kind], "-", "-", _results(changes)))
             continue
-        ratio = "-"
-        if found.rounds and name == label(found.rival):
-            ratio = f"{statistics.median(found.rounds):.2f}x"
-        elif isinstance(compared, Speed):
-            ratio = f"{outcome.samples_per_s / compared.samples_per_s:.2f}x"
+        alone = _alone(found, changes)
         lines.append(
             (
-                name + mark,
-                f"{outcome.samples_per_s:.4g}",
-                ratio,
+                name + (" *" if name == label(found.winner) else ""),
+                number(outcome.samples_per_s),
+                "-" if alone is None else f"{alone:.2f}x",
+                _in_turns(found, changes),
                 size(outcome.memory_bytes),
                 f"±{100 * outcome.spread:.1f}%",
-                _results(each[0].changes),
+                _results(changes),
             )
         )
     return lines
+
+
+def _by_label(found: Found) -> dict[str, list[Trial]]:
+    by_label: dict[str, list[Trial]] = {}
+    for trial in found.trials:
+        by_label.setdefault(label(trial.changes), []).append(trial)
+    return by_label
+
+
+def _alone(found: Found, changes: Changes) -> float | None:
+    """Speed over the default's, both measured alone."""
+    trials = _by_label(found)
+    mine, others = (speed_of(trials[label(which)]) for which in (changes, found.base))
+    if isinstance(mine, Failure) or isinstance(others, Failure):
+        return None
+    return mine.samples_per_s / others.samples_per_s
+
+
+def _contest(found: Found, changes: Changes) -> Contest | None:
+    """The race that tells most of a setting: against the default if there was one, else the last."""
+    races = [contest for contest in found.contests if label(contest.second) == label(changes)]
+    finals = [contest for contest in races if label(contest.first) == label(found.base)]
+    return next(reversed(finals or races), None)
+
+
+def _in_turns(found: Found, changes: Changes) -> str:
+    if label(changes) == label(found.base):
+        return "-"
+    contest, alone = _contest(found, changes), _alone(found, changes)
+    if contest is None:
+        return "not raced" if alone is not None and alone > 1 + MARGIN else "-"
+    other = "" if label(contest.first) == label(found.base) else f" of {label(contest.first)}"
+    return f"{contest.ratio:.2f}x{other}"
 
 
 def table(found: Found) -> list[str]:
@@ -83,31 +111,66 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
+def number(value: float) -> str:
+    """Samples per second: four digits, or all that come before the point."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+
+
 def sentence(found: Found) -> str:
     """Who won, and how surely."""
     base = "the default" if not found.base else f"`{label(found.base)}`"
     if not found.default_wins:
-        won = f"{statistics.median(found.rounds):.2f}x as fast as {base}"
-        return f"`{label(found.winner)}` is {won}: ahead in {_rounds(found)}"
+        contest = Contest(found.base, found.winner, found.rounds)
+        return f"`{label(found.winner)}` is {contest.ratio:.2f}x as fast as {base}: {_rounds(contest)}"
     if all(trial.changes == found.base for trial in found.trials):
         no_time = "there was no time to try anything else (set a larger `--budget`)"
         return f"{base} stays: {no_time if found.untried else 'there was nothing else to try'}"
-    if not found.rival:
-        return f"{base} wins: nothing that was tried is faster"
-    if len(found.rounds) < LEAST_ROUNDS:
+    if found.rival and len(found.rounds) < LEAST_ROUNDS:
         return f"{base} stays: there was no time to race `{label(found.rival)}` against it (set a larger `--budget`)"
-    needed = wins_needed(len(found.rounds))
-    return (
-        f"{base} wins: `{label(found.rival)}` seemed faster at first, but was ahead in only {_rounds(found)}; "
-        f"less than {needed} may be luck"
-    )
+    if found.contests:
+        return f"{base} stays: nothing is proven to be faster in turns"
+    if any((_alone(found, trial.changes) or 0) > 1 + MARGIN for trial in found.trials):
+        return f"{base} stays: what looked faster alone was not raced"
+    return f"{base} wins: nothing that was tried is faster"
 
 
-def _rounds(found: Found) -> str:
-    """`14 of 15 rounds against it (0.98x to 1.31x)`"""
-    ahead = sum(ratio > 1 for ratio in found.rounds)
-    span = f"{min(found.rounds):.2f}x to {max(found.rounds):.2f}x"
-    return f"{ahead} of {len(found.rounds)} rounds in turns ({span})"
+def unproven(found: Found) -> list[str]:
+    """What looked faster than the default alone and was not found to be: why not."""
+    lines = []
+    for name, each in _by_label(found).items():
+        alone, contest = _alone(found, each[0].changes), _contest(found, each[0].changes)
+        if name in (label(found.base), label(found.winner)) or alone is None:
+            continue
+        if contest is not None and not _has_won(contest):
+            seemed = f"looked {alone:.2f}x as fast alone" if alone > 1 else "seemed faster at first"
+            against = "" if label(contest.first) == label(found.base) else f" against `{label(contest.first)}`"
+            lines.append(f"`{name}` {seemed}, but was {contest.ratio:.2f}x in turns{against}: {_rounds(contest)}")
+        elif contest is None and found.default_wins and alone > 1 + MARGIN and name != label(found.rival):
+            lines.append(f"`{name}` looked {alone:.2f}x as fast alone, but was not raced")
+    return lines
+
+
+def proven(found: Found) -> list[str]:
+    """What won a race, of a search that did not come to its end."""
+    return [
+        f"`{label(contest.second)}` is {contest.ratio:.2f}x as fast as `{label(contest.first)}`: {_rounds(contest)}"
+        for contest in found.contests
+        if _has_won(contest)
+    ]
+
+
+def _has_won(contest: Contest) -> bool:
+    return is_ahead(contest.ratios) and contest.ratio > 1 + MARGIN
+
+
+def _rounds(contest: Contest) -> str:
+    """`ahead in 14 of 15 rounds in turns (0.98x to 1.31x), which luck does in 0.1% of races`"""
+    ratios = contest.ratios
+    ahead = sum(ratio > 1 for ratio in ratios)
+    span = f"{min(ratios):.2f}x to {max(ratios):.2f}x"
+    by_luck = 100 * luck(ratios)
+    often = "in less than 0.1%" if by_luck < 0.1 else f"in {by_luck:.1f}%" if by_luck < 10 else f"in {by_luck:.0f}%"
+    return f"ahead in {ahead} of {len(ratios)} rounds in turns ({span}), as luck is {often} of races"
 
 
 def file_text(task: str, given: Mapping[str, Any], found: Found, lines: Sequence[str]) -> str:
