@@ -10,13 +10,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from paceline.cli.main import main
+from paceline.config.paths import near
 from paceline.observe.journal import read
+from paceline.train.run import Run
+from tests.train.test_checkpoint import small_disk
 
 FILE = Path(__file__).parent / "tasks_for_tests.py"
 TIMEOUT_S = 90
@@ -166,3 +170,18 @@ def test_a_bug_on_one_rank_is_printed_once(tmp_path: Path) -> None:
     assert "rank 1 on " in error
     assert error.splitlines()[-2].endswith("failed first: ValueError: one rank has a bug")
     assert error.splitlines()[-1].startswith("  rank 1: training, step 0, collective ")
+
+
+def test_a_full_disk_is_said_before_the_first_step(mistake: Mistake, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with small_disk(disk, 4096):
+        with suppress(OSError), (disk / "full").open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        shown = mistake("Good", "--out", disk / "run", "--epochs", "1")
+        assert f"{near(disk / 'run' / 'run.json')} cannot be written: No space left on device" in shown
+        assert "make room there, or choose another `--out`" in shown
+        (disk / "full").unlink()
+        assert not (disk / "run" / "run.json").exists()
+        assert Run(disk / "run").check(may_exist=False) is None, "the same command may be typed again"

@@ -71,3 +71,11 @@ def test_without_a_file_nothing_is_changed() -> None:
     with rank_log(None, "header"):
         assert warnings.showwarning is shown
         assert not logging.getLogger("paceline").handlers
+
+
+def test_a_full_disk_is_no_reason_to_fail_or_to_fill_the_console(capfd: pytest.CaptureFixture[str]) -> None:
+    with rank_log(Path("/dev/full"), "rank 1 of 2"):
+        logging.getLogger("paceline.data").info("12 files")
+    with pytest.raises(ZeroDivisionError), rank_log(Path("/dev/full"), "rank 1 of 2"):
+        _ = 1 // 0
+    assert capfd.readouterr().err == ""

@@ -8,13 +8,25 @@ import socket
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 FORMAT = "%(asctime)s %(levelname)s %(message)s"
 SAID = "paceline.said"
 """Logger of what is said on the console; it has no other way out than these files."""
+
+
+class _LogFile(logging.FileHandler):
+    """A full disk takes no lines: that is not shown in their place, and keeps no rank from training or from ending."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
 
 
 @contextmanager
@@ -27,7 +39,7 @@ def rank_log(path: Path | None, header: str) -> Iterator[None]:
         yield
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = logging.FileHandler(path, encoding="utf-8")
+    file = _LogFile(path, encoding="utf-8")
     file.setFormatter(logging.Formatter(FORMAT))
     ours = logging.getLogger("paceline")
     level, shown = ours.level, warnings.showwarning

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.config.errors import PacelineError
+from paceline.config.paths import CannotWrite
 from paceline.config.record import start_record
 from paceline.config.settings import TrainConfig
 from paceline.observe.progress import Progress
@@ -77,7 +79,11 @@ class Keeper:
         if self._run is not None and self._link.is_first:
             self._run.lock()
             self._starts.append(start_record())
-        self._write("running")
+        try:
+            self._write("running")
+        except CannotWrite:
+            self.unlock()
+            raise
         if self._run is not None and (self._link.is_first or self._in_pieces):
             self._writer = Checkpointer(
                 self._run.checkpoints,
@@ -149,13 +155,18 @@ class Keeper:
     def mark_failed(self) -> None:
         """The run ended with an error; its checkpoints stay what they are."""
         if self._link.is_first and self._writer is not None and self._run is not None:
-            self._write("failed")
-            self._run.unlock()
+            with suppress(CannotWrite):  # what made the run fail matters more, and may be the same
+                self._write("failed")
+            self.unlock()
 
     def close(self, status: str) -> None:
         if self._writer is not None:
             self._writer.close()
         self._write(status)
+        self.unlock()
+
+    def unlock(self) -> None:
+        """Let others train in this folder."""
         if self._run is not None:
             self._run.unlock()
 

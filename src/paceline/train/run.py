@@ -12,14 +12,20 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from paceline.config.errors import PacelineError
 from paceline.config.folder import MARK as MARK
+from paceline.config.paths import CannotWrite
+from paceline.config.run_lock import LOCK, owner
 
-_MAY_BE_FIRST = (".lock", "batch", "logs")
+_MAY_BE_FIRST = (LOCK, "batch", "logs")
+_TRIES, _PAUSE_S = 10, 0.02
+"""Who only looks whether a run is running has its lock for a moment."""
 
 
 class NotARun(PacelineError):
@@ -51,6 +57,12 @@ class RunBusy(PacelineError):
         self.folder = folder
 
 
+class NoRoom(CannotWrite):
+    """A run that cannot write down what it is."""
+
+    hint = "make room there, or choose another `--out`"
+
+
 class Run:
     """The folder of one run; only the first rank writes to it."""
 
@@ -63,20 +75,26 @@ class Run:
     def lock(self) -> None:
         """Keep others out until this process ends."""
         self.make()
-        file = (self.folder / ".lock").open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            owner = file.read().strip()
-            file.close()
-            raise RunBusy(self.folder, owner or "another process") from None
-        except OSError:
-            file.close()  # a file system without locks: nothing can be promised there
-            return
+        with self._writing(LOCK):
+            file = (self.folder / LOCK).open("a+", encoding="utf-8")
+        for attempt in range(_TRIES):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if attempt + 1 < _TRIES:
+                    time.sleep(_PAUSE_S)
+                    continue
+                file.seek(0)
+                other = file.read().strip()
+                file.close()
+                raise RunBusy(self.folder, other or "another process") from None
+            except OSError:
+                file.close()  # a file system without locks: nothing can be promised there
+                return
         file.truncate(0)
-        file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        with suppress(OSError):  # a full disk: the lock holds, whether or not it says who has it
+            os.write(file.fileno(), f"{owner()}\n".encode())
         self._lock = file
 
     def unlock(self) -> None:
@@ -116,8 +134,19 @@ class Run:
     def write(self, record: dict[str, Any]) -> None:
         self.make()
         aside = self.folder / f".{MARK}"
-        with aside.open("w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, self.folder / MARK)
+        with self._writing(MARK):
+            try:
+                with aside.open("w", encoding="utf-8") as file:
+                    json.dump(record, file, indent=1)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(aside, self.folder / MARK)
+            finally:
+                aside.unlink(missing_ok=True)
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise NoRoom(self.folder / name, error) from error
