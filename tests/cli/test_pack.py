@@ -58,6 +58,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def lines_of(path: str) -> list[dict[str, Any]]:
+    return tiny.lines_of(Path(path))
+
+
 def shown(capsys: Shown, *words: str, code: int = 0) -> str:
     capsys.readouterr()
     found = main(["pack", *words])
@@ -81,6 +85,47 @@ def test_a_manifest_there_and_back(folder: Path, capsys: Shown) -> None:
     assert main(["manifest", "stats", "wavs/manifest.json", "--check"]) == 0
     assert main(["manifest", "stats", "train.h5", "--check"]) == 0
     assert "is not an empty folder" in shown(capsys, "--extract", "train.h5", "wavs", code=2)
+
+
+@pytest.mark.parametrize("layout", ["paceline", "returnn"])
+def test_other_keys_of_a_manifest_are_kept(folder: Path, capsys: Shown, layout: str) -> None:
+    """Through packing, packing again beside lines without them, and extraction: a split by speaker can follow."""
+    lines = [
+        {**line, "speaker": f"é{row % 4}", "more": {"of": [row]}} for row, line in enumerate(lines_of("train.json"))
+    ]
+    tiny.manifest(folder / "named.json", lines)
+    tiny.speech(folder, "plain", 2, seed=3)
+    shown(capsys, "named.json", "a.h5", "--shard-size", "50kB", "--layout", layout)
+    shown(capsys, "plain.json", "a.h5", "b.h5", "--start-seq", "1")
+    shown(capsys, "--extract", "b.h5", "wavs")
+    found = lines_of("wavs/manifest.json")
+    assert [(line.get("speaker"), line.get("more")) for line in found] == [
+        (None, None),
+        *((line["speaker"], line["more"]) for line in lines),
+    ]
+    shown(capsys, "--extract", "a.h5", "all")
+    assert main(["manifest", "split", "all/manifest.json", "--by", "speaker", "--parts", "train=0.5,val=0.5"]) == 0
+    parts = [{line["speaker"] for line in lines_of(f"all/manifest-{part}.json")} for part in ("train", "val")]
+    assert parts[0] | parts[1] == {"é0", "é1", "é2", "é3"}
+    assert not parts[0] & parts[1]
+
+
+def test_other_keys_that_are_damaged_are_found_out(folder: Path, capsys: Shown) -> None:
+    lines = [{**line, "speaker": "anna"} for line in lines_of("train.json")]
+    tiny.manifest(folder / "named.json", lines)
+    shown(capsys, "named.json", "a.h5")
+    Path("a.h5").write_bytes(Path("a.h5").read_bytes().replace(b'"anna"', b'"anne"', 1))
+    assert "its index is not the one that was written" in shown(capsys, "--info", "a.h5", code=2)
+
+
+def test_a_shard_that_is_missing(folder: Path, capsys: Shown) -> None:
+    shown(capsys, "train.json", "train.h5", "--shard-size", "50kB")
+    first, second = sorted(folder.glob("train-*.h5"))
+    second.unlink()
+    error = shown(capsys, "--info", "train.h5", code=2)
+    assert f"{second.name}: there is no such file, and it is shard 2 of 2 of train.h5" in error
+    assert "put it back beside train.h5" in error
+    assert first.name not in error, "another shard is not what was meant"
 
 
 def test_info(folder: Path, capsys: Shown) -> None:

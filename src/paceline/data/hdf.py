@@ -6,6 +6,7 @@ all workers and ranks of a machine share. Nothing is open that a fork could brea
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ class Packed:
         self.about = files[0].about
         self.tags = Strings.concat([file.tags for file in files])
         self.columns = {name: np.concatenate([file.columns[name] for file in files]) for name in files[0].columns}
+        self.extras = _extras(files)
         self._streams = {name: Stream(files, name) for name in files[0].streams}
 
     def __len__(self) -> int:
@@ -51,6 +53,11 @@ class Packed:
     def of_kind(self, kind: Kind) -> Stream | None:
         """The first stream that means this."""
         return next((stream for stream in self._streams.values() if stream.kind == kind), None)
+
+    def extra(self, row: int) -> dict[str, Any]:
+        """What the line of a row said in its manifest beside what we know: `{"speaker": "anna"}`"""
+        found: dict[str, Any] = json.loads(raw) if self.extras is not None and (raw := self.extras.raw(row)) else {}
+        return found
 
     @property
     def sample_rate(self) -> int | None:
@@ -210,6 +217,12 @@ def _place(file: PackedFile, first: PackedFile, name: str) -> StreamPlace:
     return place
 
 
+def _extras(files: Sequence[PackedFile]) -> Strings | None:
+    if all(file.extras is None for file in files):
+        return None
+    return Strings.concat([file.extras or Strings.pack([b""] * len(file)) for file in files])
+
+
 def _is_fresh(path: Path, stamp: tuple[int, int] | None, packed: Packed) -> bool:
     return _stamp(path) == stamp and all(_stamp(file.path) == file.stamp for file in packed.files)
 
@@ -230,6 +243,9 @@ def _open(path: Path) -> Packed:
 
 def _shard(whole: Shards, number: int) -> PackedFile:
     path = whole.files[number]
+    if not path.exists():
+        what = f"there is no such file, and it is shard {number + 1} of {len(whole.files)} of {whole.path.name}"
+        raise PackedUnreadable(path, what, f"put it back beside {whole.path.name}, or pack that again")
     found = read_layout(path)
     if not isinstance(found, PackedFile) or found.about.get("pack") != whole.pack:
         raise PackedUnreadable(path, f"is not the shard that {whole.path.name} was made with")

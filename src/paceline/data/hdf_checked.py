@@ -67,6 +67,7 @@ class _CheckedStream:
         before = self._ends[file] - (len(place.starts) - 1)
         block = int(np.searchsorted(place.blocks, row - before, side="right")) - 1
         if (file, block) not in self._is_sound:
+            self._stream.view(row)  # says so where the file was cut short meanwhile
             found = block_digests(values, place.starts, place.blocks, [block])[0]
             self._is_sound[file, block] = bool(found == place.digests[block])
         if self._is_sound[file, block]:

@@ -71,6 +71,11 @@ class PackedDataset:
         """
         self._checked.require(index % len(self))
 
+    def extra(self, index: int) -> bytes:
+        """What the line of a packed manifest said beside what Paceline knows, as JSON; empty where it is nothing."""
+        extras = self._packed.extras
+        return b"" if extras is None else extras.raw(index % len(self))
+
     @property
     def tags(self) -> Sequence[str]:
         """What each row is called."""

@@ -75,6 +75,8 @@ class PackedFile:
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """One number per row: `lengths` (of audio in seconds), `counts`."""
     about: Mapping[str, Any] = field(default_factory=dict)
+    extras: Strings | None = None
+    """Of each row what its line in a manifest said beside what we know, as JSON."""
 
     def __len__(self) -> int:
         return len(self.tags)
@@ -186,8 +188,18 @@ def _read_ours(path: Path, stamp: tuple[int, int], file: Any) -> PackedFile | Sh
             blocks[name],
             digests[name],
         )
-    found = PackedFile(path, stamp, about["layout"], streams, tags, columns, about)
+    found = PackedFile(path, stamp, about["layout"], streams, tags, columns, about, _read_extras(path, ours))
     check_places(found)
+    return found
+
+
+def _read_extras(path: Path, ours: Any) -> Strings | None:
+    if "extra" not in ours:
+        return None
+    found = Strings(ours["extra/values"][...], ours["extra/starts"][...])
+    # With a digest of its own: files are read by versions that know nothing of it.
+    if index_digest("", [found.packed, found.lengths]) != ours["extra"].attrs["digest"]:
+        raise PackedUnreadable(path, "is damaged: its index is not the one that was written")
     return found
 
 

@@ -41,6 +41,8 @@ class Content:
     tops: Mapping[str, int]
     """The largest number of streams of whole numbers."""
     about: Mapping[str, Any]
+    extras: Strings | None = None
+    """What lines say beside what we know, as JSON; none where no line does."""
 
     def dataset(self, spec: StreamSpec, layout: Layout) -> str:
         """Where a stream lies in the file."""
@@ -60,7 +62,8 @@ def content_of(pieces: Iterable[Piece], about: Mapping[str, Any]) -> Content:
     tags = Strings.pack(tag for piece in found for tag in piece.tags)
     columns = {name: np.concatenate([piece.columns[name] for piece in found]) for name in found[0].columns}
     tops = {name: max(piece.tops[name] for piece in found) for name in found[0].tops}
-    return Content(specs, starts, tags, columns, tops, about)
+    extras = Strings.pack(text for piece in found for text in piece.extras or [b""] * len(piece))
+    return Content(specs, starts, tags, columns, tops, about, extras if any(piece.extras for piece in found) else None)
 
 
 def write_file(path: Path, layout: Layout, content: Content, pieces: Callable[[], Iterable[Piece]]) -> None:
@@ -168,6 +171,9 @@ def _lay_out(path: Path, layout: Layout, content: Content) -> dict[str, int]:
             shape = spec.shape or ((1,) if layout == "returnn" and spec.kind == "audio" else ())
             offsets[spec.name] = _allocate(file, name, (int(starts[-1]), *shape), spec.dtype)
         ours["tags/values"], ours["tags/starts"] = content.tags.packed, _starts(content.tags)
+        if content.extras is not None:
+            ours["extra/values"], ours["extra/starts"] = content.extras.packed, _starts(content.extras)
+            ours["extra"].attrs["digest"] = index_digest("", [content.extras.packed, content.extras.lengths])
         columns = ours.create_group("columns")
         for name, column in content.columns.items():
             columns[name] = column

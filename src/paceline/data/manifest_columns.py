@@ -168,7 +168,10 @@ class Manifest:
             rows = np.flatnonzero(self._source_of == number)
             rows = rows[np.argsort(self._line_of[rows], kind="stable")]
             if is_packed(path):
-                yield from ((row, self._as_line(row)) for row in rows.tolist())
+                from paceline.data.hdf import open_packed
+
+                packed = open_packed(path)
+                yield from ((row, self._as_line(row, packed.extra(self.line(row) - 1))) for row in rows.tolist())
                 continue
             with path.open("rb") as file:
                 at, raw = 0, b""
@@ -180,10 +183,10 @@ class Manifest:
                             raise ManifestChanged(path, self.line(row))
                     yield row, raw.removeprefix(b"\xef\xbb\xbf") if at == 1 else raw
 
-    def _as_line(self, row: int) -> bytes:
+    def _as_line(self, row: int, extra: dict[str, Any]) -> bytes:
         """Of packed data, which has no lines: what one would say of it."""
         line = {"audio_filepath": self.written_audio(row), "duration": float(self.durations[row])}
-        return json_text({**line, "text": self.text(row)}).encode()
+        return json_text({**line, "text": self.text(row), **extra}).encode()
 
 
 def row_numbers(rows: ArrayLike) -> NDArray[np.int64]:

@@ -155,7 +155,7 @@ def _speech(packed: Packed, row: int, path: Path, name: str) -> dict[str, Any]:
     soundfile.write(written, np.asarray(audio.view(row)), packed.sample_rate, subtype="PCM_16", format="WAV")
     path.write_bytes(written.getbuffer())
     line = {"audio_filepath": name, "duration": float(durations(packed)[row])}
-    return line if text is None else {**line, "text": text.text(row)}
+    return {**line, **({} if text is None else {"text": text.text(row)}), **packed.extra(row)}
 
 
 def _arrays(packed: Packed, row: int, path: Path, name: str) -> dict[str, Any]:
@@ -168,4 +168,4 @@ def _arrays(packed: Packed, row: int, path: Path, name: str) -> dict[str, Any]:
         else:
             arrays[each] = stream.view(row)[0] if stream.is_single else stream.view(row)
     np.savez(path, allow_pickle=False, **arrays)
-    return {"file": name, "tag": packed.tags[row], **texts}
+    return {**packed.extra(row), "file": name, "tag": packed.tags[row], **texts}

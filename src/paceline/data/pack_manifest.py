@@ -18,6 +18,7 @@ from paceline.data.hdf_errors import NoSuchStream, is_packed
 from paceline.data.hdf_layout import stamp_of
 from paceline.data.hdf_manifest import no_audio
 from paceline.data.manifest_columns import Manifest
+from paceline.data.manifest_extra import extra_keys
 from paceline.data.pack_piece import Piece, PieceMaker, StreamSpec
 from paceline.data.recordings import Recordings
 
@@ -84,8 +85,9 @@ class ManifestSource:
         }
         if features is not None:
             self.about["features"] = about_features
+        self._extras = extra_keys(manifest)
         digest = xxhash.xxh3_64()
-        for column in manifest.content():
+        for column in (*manifest.content(), self._extras.packed, self._extras.lengths):
             digest.update(np.ascontiguousarray(column).view(np.uint8).data)
         self.fingerprint = f"{digest.hexdigest()}-{self._rate}"
 
@@ -127,7 +129,8 @@ class ManifestSource:
                 if not self.skip_bad:
                     raise AudioBroken(self._manifest.where(row), str(unreadable)) from None
                 skipped.append(f"{self._manifest.where(row)}: {unreadable}")
-        return maker.finish({"lengths": self._manifest.durations[kept]}, skipped)
+        extras = [self._extras.raw(row) for row in kept]
+        return maker.finish({"lengths": self._manifest.durations[kept]}, skipped, extras)
 
     def _check(self, row: int) -> None:
         """A packed row goes by what it was when it was packed: its copy would bear digests of whatever it is now."""

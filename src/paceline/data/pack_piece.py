@@ -65,6 +65,8 @@ class Piece:
     """By stream of whole numbers: the largest one, and so how many classes there are."""
     stamp: str = ""
     """Of what the rows were read from."""
+    extras: Sequence[bytes] = ()
+    """Of each row what else its line says, as JSON; none where no row has anything."""
 
     def __len__(self) -> int:
         return len(self.tags)
@@ -93,7 +95,9 @@ class PieceMaker:
             self._rows[spec.name].append(values)
         self._tags.append(tag.encode("utf-8", "surrogateescape"))
 
-    def finish(self, columns: Mapping[str, NDArray[Any]], skipped: Sequence[str] = ()) -> Piece:
+    def finish(
+        self, columns: Mapping[str, NDArray[Any]], skipped: Sequence[str] = (), extras: Sequence[bytes] = ()
+    ) -> Piece:
         lengths = {name: np.array([len(row) for row in rows], np.int64) for name, rows in self._rows.items()}
         values = {name: np.concatenate(rows) for name, rows in self._rows.items()}
         tops = {
@@ -101,7 +105,9 @@ class PieceMaker:
             for spec in self._specs
             if not spec.shape and spec.kind not in ("audio", "text") and np.dtype(spec.dtype).kind in "iub"
         }
-        return Piece(self._specs, values, lengths, self._tags, columns, skipped, tops)
+        return Piece(
+            self._specs, values, lengths, self._tags, columns, skipped, tops, extras=extras if any(extras) else ()
+        )
 
 
 def write_piece(path: Path, piece: Piece) -> None:
@@ -113,8 +119,9 @@ def write_piece(path: Path, piece: Piece) -> None:
         "stamp": piece.stamp,
     }
     arrays: dict[str, NDArray[Any]] = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
-    lengths = np.array([len(tag) for tag in piece.tags], np.int64)
-    arrays |= {"tags": np.frombuffer(b"".join(piece.tags), np.uint8), "tag_lengths": lengths}
+    for name, texts in (("tag", piece.tags), ("extra", piece.extras)):
+        arrays[f"{name}s"] = np.frombuffer(b"".join(texts), np.uint8)
+        arrays[f"{name}_lengths"] = np.array([len(text) for text in texts], np.int64)
     arrays |= {f"values-{name}": values for name, values in piece.values.items()}
     arrays |= {f"lengths-{name}": values for name, values in piece.lengths.items()}
     arrays |= {f"column-{name}": values for name, values in piece.columns.items()}
@@ -135,17 +142,22 @@ def read_piece(path: Path, *, with_values: bool = True) -> Piece | None:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             about = json.loads(arrays["about"].tobytes())
             specs = [StreamSpec(**{**each, "shape": tuple(each["shape"])}) for each in about["specs"]]
-            ends = np.cumsum(arrays["tag_lengths"]).tolist()
-            packed = arrays["tags"].tobytes()
             return Piece(
                 specs,
                 {spec.name: arrays[f"values-{spec.name}"] for spec in specs} if with_values else {},
                 {spec.name: arrays[f"lengths-{spec.name}"] for spec in specs},
-                [packed[begin:end] for begin, end in zip([0, *ends], ends, strict=False)],
+                _texts(arrays, "tag"),
                 {name.partition("-")[2]: arrays[name] for name in arrays.files if name.startswith("column-")},
                 about["skipped"],
                 about["tops"],
                 about["stamp"],
+                _texts(arrays, "extra"),
             )
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
+
+
+def _texts(arrays: Any, name: str) -> list[bytes]:
+    ends = np.cumsum(arrays[f"{name}_lengths"]).tolist()
+    packed = arrays[f"{name}s"].tobytes()
+    return [packed[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]

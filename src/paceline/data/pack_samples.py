@@ -121,7 +121,8 @@ class SampleSource:
                 continue
             maker.add(tag, found)
             kept.append(row)
-        return maker.finish({name: column[kept] for name, column in self._columns.items()}, skipped)
+        extras = [self._data.extra(self._rows[row]) for row in kept] if isinstance(self._data, PackedDataset) else []
+        return maker.finish({name: column[kept] for name, column in self._columns.items()}, skipped, extras)
 
     def _first(self) -> tuple[int, dict[str, Any], str]:
         """The first sample that can be read, and all that it is; the others are like it."""
