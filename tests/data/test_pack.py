@@ -444,6 +444,7 @@ def test_bad_rows_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         done = pack(source, tmp_path / f"{first}.h5", shard_bytes=1000)
         bad = [row for row in rows if names[row] == "bad"]
         assert [int(line.split(":")[1]) for line in done.skipped] == [row + 1 for row in bad]
+        assert open_packed(tmp_path / f"{first}.h5").skipped == done.skipped
         assert done.num_rows == len(rows) - len(bad)
 
 

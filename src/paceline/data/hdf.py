@@ -29,8 +29,10 @@ LOOK_EVERY_S = 0.1
 class Packed:
     """The rows of one packed file, or of all shards that a file stands for."""
 
-    def __init__(self, path: Path, files: Sequence[PackedFile]) -> None:
+    def __init__(self, path: Path, files: Sequence[PackedFile], skipped: Sequence[str] = ()) -> None:
+        """`skipped`: rows that were left out, beside those of which the files tell."""
         self.path, self.files = path, tuple(files)
+        self.skipped = [*(line for file in files for line in file.about.get("skipped", ())), *skipped]
         self.about = files[0].about
         self.tags = Strings.concat([file.tags for file in files])
         self.columns = {name: np.concatenate([file.columns[name] for file in files]) for name in files[0].columns}
@@ -238,7 +240,7 @@ def _open(path: Path) -> Packed:
     found = read_layout(path)
     if isinstance(found, PackedFile):
         return Packed(path, [found])
-    return Packed(path, [_shard(found, number) for number in range(len(found.files))])
+    return Packed(path, [_shard(found, number) for number in range(len(found.files))], found.skipped)
 
 
 def _shard(whole: Shards, number: int) -> PackedFile:

@@ -29,11 +29,10 @@ def info(packed: Packed) -> list[str]:
 def _left_out(packed: Packed) -> list[str]:
     """Lines and recordings that could not be used when it was packed: how many, and the first of them."""
     lines = packed.about.get("bad_lines", {"number": 0, "first": []})  # in all shards the same
-    rows = [line for file in packed.files for line in file.about.get("skipped", ())]
-    number = int(lines["number"]) + len(rows)
+    number = int(lines["number"]) + len(packed.skipped)
     if not number:
         return []
-    named = [*lines["first"], *rows][:MOST_SHOWN]
+    named = [*lines["first"], *packed.skipped][:MOST_SHOWN]
     more = [f"    ... and {number - len(named):,} more"] if number > len(named) else []
     return [f"  left out when it was packed: {number:,}", *(f"    {line}" for line in named), *more]
 

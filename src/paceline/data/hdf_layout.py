@@ -90,6 +90,8 @@ class Shards:
     files: Sequence[Path]
     num_rows: Sequence[int]
     pack: str
+    skipped: Sequence[str] = ()
+    """Why rows behind those of the last shard were left out; of others their shards tell."""
 
 
 def stamp_of(path: Path) -> tuple[int, int]:
@@ -165,7 +167,8 @@ def _read_ours(path: Path, stamp: tuple[int, int], file: Any) -> PackedFile | Sh
         if index_digest(written, []) != ours.attrs["digest"]:
             raise PackedUnreadable(path, "is damaged: what it says of its shards has been changed")
         files = [path.with_name(each["name"]) for each in about["shards"]]
-        return Shards(path, files, [each["num_rows"] for each in about["shards"]], about["pack"])
+        num_rows = [each["num_rows"] for each in about["shards"]]
+        return Shards(path, files, num_rows, about["pack"], about.get("skipped", ()))
     starts = {name: ours[f"starts/{name}"][...] for name in about["streams"]}
     blocks = {name: ours[f"blocks/{name}"][...] for name in about["streams"]}
     digests = {name: ours[f"digests/{name}"][...] for name in about["streams"]}

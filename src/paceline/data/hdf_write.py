@@ -81,12 +81,12 @@ def write_file(path: Path, layout: Layout, content: Content, pieces: Callable[[]
         unfinished.unlink(missing_ok=True)
 
 
-def write_shards(path: Path, files: Sequence[tuple[str, int]], pack: str) -> None:
+def write_shards(path: Path, files: Sequence[tuple[str, int]], pack: str, skipped: Sequence[str] = ()) -> None:
     """The file that stands for shards, given as (name, number of rows)."""
     import h5py
 
     shards = [{"name": name, "num_rows": number} for name, number in files]
-    about = json.dumps({"version": VERSION, "pack": pack, "shards": shards})
+    about = json.dumps({"version": VERSION, "pack": pack, "shards": shards, "skipped": list(skipped)})
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         with h5py.File(unfinished, "w") as file:

@@ -266,12 +266,13 @@ class _Work:
             return
         if self._waiting:
             self._write_shard()
-        self._done.skipped += self._skipped()
+        last = self._skipped()
+        self._done.skipped += last
         if self._layout == "returnn":
             agree_on_sizes([self._parts.find_shard(number) for number in range(len(self._rows_of))])
         self._done.files = self._parts.name_shards(len(self._rows_of))
         names = [path.name for path in self._done.files]
-        write_shards(self._out, list(zip(names, self._rows_of, strict=True)), self._parts.pack)
+        write_shards(self._out, list(zip(names, self._rows_of, strict=True)), self._parts.pack, last)
 
     def _skipped(self) -> list[str]:
         """What is wrong with rows that wait in vain."""
