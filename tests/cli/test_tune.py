@@ -157,7 +157,7 @@ def test_an_interrupted_search_shows_what_it_has(
     measured_by(monkeypatch, rule)
     assert main(["tune", GOOD]) == 130
     shown = capsys.readouterr().out
-    assert "of 120 s, 2 trials and 0 races: nothing is written" in shown
+    assert "of 120 s: nothing is written" in shown
     assert "*" not in shown
     assert [line.split()[0] for line in shown.splitlines() if "1.00x" in line] == ["default", "level"]
     assert list(tmp_path.iterdir()) == []
@@ -171,16 +171,13 @@ def test_a_bug_in_the_task_is_shown(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_memory_is_survived_on_several_ranks() -> None:
+def test_memory_is_survived_on_several_ranks(tmp_path: Path) -> None:
     """For real, on two processes each: one of them is killed, and the next trial goes on."""
     options = OPTIONS(task=HUNGRY, epochs=1, procs=2, budget=40.0)
     settings = TrainConfig(epochs=1, global_batch=16, device="cpu", threads=1, level=0, workers=0, progress="none")
-    tuner = tune_search._Tuner(options, settings, 2)
-    try:
-        killed = tuner.measure({}, 100.0).outcome
-        fits = tuner.measure({"grains": 4}, 100.0).outcome
-    finally:
-        tuner.close()
+    tuner = tune_search._Tuner(options, settings, 2, tmp_path)
+    killed = tuner.measure({}, 100.0).outcome
+    fits = tuner.measure({"grains": 4}, 100.0).outcome
     assert isinstance(killed, Failure)
     assert (killed.kind, "rank 1" in killed.what) == ("killed", True), killed
     assert isinstance(fits, Speed), fits
@@ -199,17 +196,14 @@ def test_two_settings_race_where_memory_has_room_for_both() -> None:
     assert not tune_search.has_room(tried(1), tried(1), None)
 
 
-def test_a_race_for_real() -> None:
+def test_a_race_for_real(tmp_path: Path) -> None:
     """Two trials stay alive and take turns."""
     options = OPTIONS(task=GOOD, epochs=1, budget=40.0)
     settings = TrainConfig(epochs=1, global_batch=16, device="cpu", threads=1, level=0, workers=0, progress="none")
-    tuner = tune_search._Tuner(options, settings, 1)
+    tuner = tune_search._Tuner(options, settings, 1, tmp_path)
     tuner._facts = dataclasses.replace(FACTS, memory_bytes=1000)
-    try:
-        one, other = [Trial({"grains": grains}, Speed(1.0, memory_bytes=100), 1.0) for grains in (2, 4)]
-        pairs = tuner.race(one, other, 200.0)
-    finally:
-        tuner.close()
+    one, other = [Trial({"grains": grains}, Speed(1.0, memory_bytes=100), 1.0) for grains in (2, 4)]
+    pairs = tuner.race(one, other, 200.0)
     assert is_decided(ratios_of(pairs))
     assert len(pairs) >= FIRST_LOOK
     assert all(first.changes == {"grains": 2} and second.changes == {"grains": 4} for first, second in pairs)

@@ -18,11 +18,10 @@ from paceline.world.start import start
 
 def main(folder: Path) -> int:
     spec, world = read_spec(folder), discover(os.environ)
-    if world.launcher == "plain":
-        die_with_parent()
-        if spec.procs > 1:
-            command = [sys.executable, "-m", "paceline.cli.trial", str(folder)]
-            return launch(spec.procs, command, device=spec.settings.get("device", "auto"), grace_s=LEAVE_S)
+    die_with_parent()
+    if world.launcher == "plain" and spec.procs > 1:
+        command = [sys.executable, "-m", "paceline.cli.trial", str(folder)]
+        return launch(spec.procs, command, device=spec.settings.get("device", "auto"), grace_s=LEAVE_S)
     return fail_together(world, lambda: _measure(world, folder))
 
 
@@ -38,6 +37,7 @@ def _measure(world: World, folder: Path) -> int:
             start_timeout_s=config.start_timeout_s,
             timeout_s=config.timeout_s,
         )
+        die_with_parent()  # `start` has asked for SIGTERM, on which ranks save and leave: here is nothing to save
         with link:
             speed = trial(
                 make_task(found, spec.task),

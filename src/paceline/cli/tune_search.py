@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from paceline.train.tune import (
     ratios_of,
     search,
 )
+from paceline.train.tune_folder import AskedToLeave, leaving_when_asked, work_folder
 from paceline.train.tune_process import Spec, run_trial
 from paceline.train.tune_proof import RACE_ROUNDS, is_decided
 from paceline.train.tune_race import race
@@ -84,14 +83,13 @@ def tune(options: TuneCommand, settings: TrainConfig, *, is_length_ours: bool) -
     """Search, and say what was found."""
     check_target(options.write)
     procs = count_procs(options.procs, settings.device, torch.cuda.device_count())
-    tuner = _Tuner(options, settings, procs)
-    try:
-        found = tuner.search()
-    except KeyboardInterrupt:
-        _print(tuner.so_far())
-        return EXIT_INTERRUPT
-    finally:
-        tuner.close()
+    with leaving_when_asked(), work_folder() as folder:
+        tuner = _Tuner(options, settings, procs, folder)
+        try:
+            found = tuner.search()
+        except KeyboardInterrupt as stopped:
+            _print(tuner.so_far())
+            return 128 + stopped.number if isinstance(stopped, AskedToLeave) else EXIT_INTERRUPT
     lines = report(found, tuner.left_out, tuner.enough_s)
     _print(lines)
     given = settings.model_dump(mode="json", exclude_unset=True)
@@ -147,11 +145,10 @@ def write_text(path: Path, text: str) -> None:
 class _Tuner:
     """A search under way."""
 
-    def __init__(self, options: TuneCommand, settings: TrainConfig, procs: int) -> None:
-        self._options, self._settings, self._procs = options, settings, procs
+    def __init__(self, options: TuneCommand, settings: TrainConfig, procs: int, folder: Path) -> None:
+        self._options, self._settings, self._procs, self._folder = options, settings, procs, folder
         self._given = settings.model_dump(mode="json", exclude_unset=True)
         self._measure_s = min(MOST_MEASURE_S, max(LEAST_MEASURE_S, options.budget / TRIALS_IN_BUDGET))
-        self._folder = Path(tempfile.mkdtemp(prefix="paceline-tune-"))
         self._began = time.monotonic()
         self._facts: tune_space.Facts | None = None
         self._num_races = 0
@@ -191,8 +188,7 @@ class _Tuner:
 
     def so_far(self) -> list[str]:
         """What a search that is interrupted has measured."""
-        trials, races = len(self.trials), len(self.contests)
-        came = f"after {self._spent_s():.0f} of {self._options.budget:.0f} s, {trials} trials and {races} races"
+        came = f"after {self._spent_s():.0f} of {self._options.budget:.0f} s"
         if not self.trials:
             return [f"interrupted {came}: nothing was measured, nothing is written"]
         nobody = {"": ""}
@@ -254,9 +250,6 @@ class _Tuner:
             self.contests.append(contest)
             self._say(f"{names[1]} against {names[0]}: {contest.ratio:.2f}x as fast in {len(pairs)} rounds in turns")
         return pairs
-
-    def close(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _make_fit(self, default: Trial) -> tuple[Trial | None, list[Trial]]:
         assert isinstance(default.outcome, Failure)

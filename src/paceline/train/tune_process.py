@@ -25,7 +25,7 @@ from paceline.train.contract import OutOfMemory
 from paceline.train.tune import Failure, FailureKind, Speed
 from paceline.train.tune_space import Facts
 from paceline.world.failure import is_broken_link, user_message
-from paceline.world.parent import end_with_parent
+from paceline.world.parent import bound, end_with_parent
 
 SPEC, FACTS, SPEED, LOG = "trial.json", "facts.json", "speed.json", "output.txt"
 POLL_S = 0.05
@@ -58,7 +58,7 @@ class Spec:
 
 
 def die_with_parent() -> None:
-    """A trial must not outlive the search, and if memory runs out, it is the one to go."""
+    """A trial must not outlive the search, nor a rank its launcher; and if memory runs out, it is the one to go."""
     end_with_parent(signal.SIGKILL)
     try:
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -133,7 +133,11 @@ def started(command: Sequence[str], folder: Path, spec: Spec) -> Iterator[subpro
     _write(folder / SPEC, dataclasses.asdict(spec))
     with (folder / LOG).open("wb") as log:
         process = subprocess.Popen(
-            [*command, str(folder)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            bound([*command, str(folder)], signal.SIGKILL),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         try:
             yield process

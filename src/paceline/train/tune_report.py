@@ -164,13 +164,13 @@ def _has_won(contest: Contest) -> bool:
 
 
 def _rounds(contest: Contest) -> str:
-    """`ahead in 14 of 15 rounds in turns (0.98x to 1.31x), which luck does in 0.1% of races`"""
+    """`ahead in 14 of 15 rounds in turns (0.98x to 1.31x); luck alone looks as good in 0.1% of races`"""
     ratios = contest.ratios
     ahead = sum(ratio > 1 for ratio in ratios)
     span = f"{min(ratios):.2f}x to {max(ratios):.2f}x"
     by_luck = 100 * luck(ratios)
     often = "in less than 0.1%" if by_luck < 0.1 else f"in {by_luck:.1f}%" if by_luck < 10 else f"in {by_luck:.0f}%"
-    return f"ahead in {ahead} of {len(ratios)} rounds in turns ({span}), as luck is {often} of races"
+    return f"ahead in {ahead} of {len(ratios)} rounds in turns ({span}); luck alone looks as good {often} of races"
 
 
 def file_text(task: str, given: Mapping[str, Any], found: Found, lines: Sequence[str]) -> str:

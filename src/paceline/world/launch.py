@@ -26,6 +26,7 @@ from paceline.config.errors import PacelineError
 from paceline.world.agents import AgentMeeting, Node
 from paceline.world.board import EXIT_CRASH, EXIT_INTERRUPT, EXIT_USER_ERROR, FailureBoard, Seen
 from paceline.world.meeting import attempt_store
+from paceline.world.parent import bound
 from paceline.world.resources import DeviceChoice, MoreRanksThanDevices, threads_per_rank
 from paceline.world.watch import exit_now
 
@@ -72,6 +73,7 @@ def launch(
     """
     num_procs = count_procs(procs, device, torch.cuda.device_count())
     meeting = AgentMeeting(node, num_procs, max_restarts)
+    command = bound(command, signal.SIGTERM)  # a launcher that is killed leaves no rank behind, not even a fresh one
     spec = WorkerSpec(
         role="rank",
         local_world_size=num_procs,

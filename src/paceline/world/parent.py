@@ -6,10 +6,27 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, which stays over an exec
+_BIND = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({_DEATH_SIGNAL}, int(sys.argv[2]), 0, 0, 0)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 _parent: int | None = None
+
+
+def bound(command: Sequence[str], how: signal.Signals) -> list[str]:
+    """The command, for this process to start, of a process that gets this signal when this one is gone.
+
+    From its beginning on: importing torch takes seconds, in which a process cannot ask for that itself.
+    """
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _BIND, str(os.getpid()), str(int(how)), *command]
 
 
 def end_with_parent(how: signal.Signals) -> None:
