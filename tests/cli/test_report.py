@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from paceline.cli.main import main
 from tests.observe.report.made import usual, write_run
+from tests.train.test_checkpoint import small_disk
 
 pytest.importorskip("plotly", reason="plotly is not installed")
 
@@ -34,6 +36,30 @@ def test_a_page_for_several_runs_lies_here(
     assert (tmp_path / "other.html").exists()
 
 
+def test_a_full_disk_keeps_no_half_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, disk = write_run(tmp_path / "a", usual()), tmp_path / "disk"
+    disk.mkdir()
+    with small_disk(disk, 64 * 1024):
+        assert main(["report", str(run), "--out", str(disk / "page.html")]) == 2
+        assert list(disk.iterdir()) == []
+        errors = capsys.readouterr().err
+    assert "page.html cannot be written: No space left on device" in errors
+    assert "are needed there" in errors
+    assert "make room" in errors
+
+
+def test_lines_that_cannot_be_read_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "a", usual())
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'garbage\n\xff\xfe\n{"kind": "step"}\n[1, 2]\n{"kind": "step", "st')
+    assert main(["report", str(run)]) == 0
+    assert f"; left out, because they cannot be read: 4 lines of {run / 'metrics.jsonl'}" in capsys.readouterr().out
+    assert "4 lines of metrics.jsonl cannot be read" in (run / "report.html").read_text(encoding="utf-8")
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    (line,) = json.loads(capsys.readouterr().out)
+    assert (line["steps"], line["loss"]) == (4, 1.0)
+
+
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "a", usual())
     empty = write_run(tmp_path / "empty", [], status="running")
@@ -41,7 +67,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([], "RUNS: is missing"),
         ([tmp_path / "absent"], "there is no folder"),
         ([tmp_path], "holds no run"),
-        ([empty], "has no steps yet (status: running)"),
+        ([empty], "has no steps yet (status: running or died)"),
         ([run, "--out", tmp_path / "no" / "such" / "place.html"], "cannot be written: No such file or directory"),
         ([run, "--out", tmp_path], "cannot be written"),
         ([run, "--output", "x.html"], "--out"),

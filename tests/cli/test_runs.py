@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +47,26 @@ def test_runs_are_listed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert line["loss"] == read(metrics)[-1]["loss"]
         assert (line["metric"], line["last"], line["best"]) == ("dev/loss", scores[-1], min(scores))
         assert line["when"].startswith("20")
+
+
+def test_a_run_that_was_killed_is_not_running(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As SIGKILL leaves it: `running` in run.json, and a lock that nobody has."""
+    shutil.copytree(runs / "a", tmp_path / "a")
+    record = json.loads((tmp_path / "a" / "run.json").read_text())
+    (tmp_path / "a" / "run.json").write_text(json.dumps({**record, "status": "running"}))
+
+    def status() -> str:
+        capsys.readouterr()
+        assert main(["runs", str(tmp_path), "--json"]) == 0
+        (line,) = json.loads(capsys.readouterr().out)
+        return str(line["status"])
+
+    assert status() == "died"
+    with (tmp_path / "a" / ".lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert status() == "running"
+    (tmp_path / "a" / ".lock").write_text("pid 5 on node7\n")
+    assert status() == "running or died on node7"
 
 
 def test_the_table_has_a_line_per_run(

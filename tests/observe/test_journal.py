@@ -20,6 +20,8 @@ def test_a_resumed_run_drops_what_it_will_do_again(tmp_path: Path) -> None:
     fill(path, 0, 7)
     with path.open("a") as file:
         file.write('{"kind": "step", "st')  # killed while writing
+    with path.open("ab") as file:
+        file.write(b"\n\xff\xfe\n")  # and the disk is not what it was
     fill(path, 4, 9)
     assert [record["step"] for record in read(path)] == list(range(9))
     assert [record["step"] for record in read(path, "epoch")] == [8], "the epoch that ended past the checkpoint is gone"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from paceline.config.errors import PacelineError
 from paceline.config.load import load
-from paceline.config.paths import CannotWrite, near
+from paceline.config.paths import near
 from paceline.config.settings import Section
 
 PAGE = "report.html"
@@ -44,8 +45,9 @@ def run(argv: Sequence[str]) -> int:
 
 def write_report(folders: Sequence[Path], path: Path) -> str:
     """Make the page; returns the line that says so. It has its name only when it is complete."""
+    from paceline.data.disk_full import cannot_write
     from paceline.observe.report.page import page
-    from paceline.observe.report.runs import read_runs
+    from paceline.observe.report.runs import METRICS, read_runs
 
     runs = read_runs(folders)
     text = page(runs)
@@ -56,7 +58,13 @@ def write_report(folders: Sequence[Path], path: Path) -> str:
         aside.write_text(text, encoding="utf-8")
         os.replace(aside, path)
     except OSError as error:
-        raise CannotWrite(path, error) from error
-    unfinished = [run.name for run in runs if run.status in ("running", "failed")]
+        with suppress(OSError):  # half a page is of no use, and the room may be
+            aside.unlink(missing_ok=True)
+        raise cannot_write(path, error, len(text.encode()), "it writes the page") from error
+    unfinished = [run.name for run in runs if run.status not in ("finished", "early", "stopped")]
     said = f" ({', '.join(unfinished)}: not finished, shown as far as it came)" if unfinished else ""
+    for run in runs:
+        if run.num_unread:
+            lines = f"{run.num_unread} line{'s' * (run.num_unread > 1)} of {near(run.folder / METRICS)}"
+            said += f"; left out, because they cannot be read: {lines}"
     return f"report in {near(path)}, {path.stat().st_size / 1e6:.1f} MB; it opens in any browser, also offline{said}"

@@ -14,6 +14,7 @@ from typing import Any
 from paceline.config.errors import PacelineError
 from paceline.config.folder import MARK
 from paceline.config.load import load
+from paceline.config.run_lock import status_now
 from paceline.config.settings import Section
 
 with warnings.catch_warnings():
@@ -94,7 +95,7 @@ def read_line(run: Path, base: Path) -> RunLine:
     try:
         record = json.loads((run / MARK).read_text(encoding="utf-8"))
         settings, starts = record["settings"], record.get("starts", [])
-        task, status = _short(str(record["task"])), str(record["status"])
+        task, status = _short(str(record["task"])), status_now(run, str(record["status"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return RunLine(name, "?", f"{MARK} is broken", 0, None, None, None, None, None)
     step, validations = _read_metrics(run / "metrics.jsonl")
@@ -115,20 +116,28 @@ def read_line(run: Path, base: Path) -> RunLine:
 
 
 def _read_metrics(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The last step and all validations. Most lines are steps and are not parsed."""
+    """The last step and all validations; lines that are none are left out. Most are steps and are not parsed."""
     last, validations = "", []
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 if not line.endswith("\n"):
                     break  # being written, or cut short by a crash
                 if '"kind": "validation"' in line:
-                    validations.append(json.loads(line))
-                elif '"kind": "step"' in line:
+                    validations.append(_parsed(line))
+                elif line.startswith('{"kind": "step", "step": ') and line.endswith("}\n"):
                     last = line
-    except FileNotFoundError:
+    except OSError:
         return {}, []
-    return json.loads(last) if last else {}, validations
+    return _parsed(last), [record for record in validations if record]
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _show(lines: list[RunLine]) -> None:

@@ -71,7 +71,7 @@ class Journal(Watcher):
     def _keep(self, is_kept: Callable[[Record], bool]) -> None:
         """Drop the other lines; one cut short by a crash goes too. The file is whole at every moment."""
         kept = []
-        for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
+        for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
             try:
                 if line.endswith("\n") and is_kept(json.loads(line)):
                     kept.append(line)

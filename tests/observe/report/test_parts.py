@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,13 @@ def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path: Path) -> None:
         file.write('{"kind": "step", "st')
     run = read_run(folder)
     assert [record["step"] for record in run.steps] == [0, 1, 2, 3]
-    assert "not finished" in run.standing
+    assert run.standing == "not finished: running or died, which cannot be told from here"
+    assert run.num_unread == 0, "a line may be cut short at the end"
+    (folder / ".lock").write_text(f"pid 1 on {socket.gethostname()}\n")
+    assert read_run(folder).standing.startswith("died without a word")
+    with (folder / ".lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert read_run(folder).standing == "not finished: still running"
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
@@ -48,7 +56,20 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         read_run(write_run(tmp_path / "empty", [], status="running"))
     with pytest.raises(EmptyRun) as failed:
         read_run(write_run(tmp_path / "failed", [], status="failed"))
-    assert "failed before its first step" in failed.value.hint
+    assert "failed before its first steps" in failed.value.hint
+    died = write_run(tmp_path / "died", [], status="running")
+    (died / ".lock").write_text(f"pid 1 on {socket.gethostname()}\n")
+    with pytest.raises(EmptyRun, match=r"no steps yet \(status: died\)") as failed:
+        read_run(died)
+    assert "died before its first steps" in failed.value.hint
+    for status in ("finished", "early", "stopped"):
+        over = write_run(tmp_path / status, [], status=status)
+        with pytest.raises(EmptyRun, match=rf"metrics.jsonl holds no steps, and the run is over \(status: {status}\)"):
+            read_run(over)
+        (over / "metrics.jsonl").unlink()
+        with pytest.raises(EmptyRun, match=r"metrics.jsonl is missing") as lost:
+            read_run(over)
+        assert "wait" not in lost.value.hint
     (tmp_path / "broken").mkdir()
     for text, why in (("{", "Expecting"), ('{"task": "a"}', "no 'status'"), ("[]", "indices")):
         (tmp_path / "broken" / "run.json").write_text(text)
@@ -83,9 +104,23 @@ def test_smoothing_halves_weights() -> None:
     assert constant == pytest.approx([3.0] * 9), "no start from 0"
     values = [1.0, None, 5.0]
     weight = 0.5 ** (1 / 2)
-    assert smooth(values, half_life=2) == [1.0, None, pytest.approx((weight * 1 + 5) / (weight + 1))]
+    ends = [(1 + weight * 5) / (1 + weight), (weight * 1 + 5) / (weight + 1)]
+    assert smooth(values, half_life=2) == [pytest.approx(ends[0]), None, pytest.approx(ends[1])]
     assert short(float("nan")) is None
     assert short(0.123456789) == 0.12346
+
+
+@given(st.lists(st.floats(-100, 100), max_size=60), st.floats(0.5, 20))
+def test_smoothing_is_the_weighted_mean_of_both_sides(values: list[float], half_life: float) -> None:
+    for place, smoothed in enumerate(smooth(values, half_life)):
+        weights = [0.5 ** (abs(other - place) / half_life) for other in range(len(values))]
+        expected = sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
+        assert smoothed == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_jump_is_where_it_was() -> None:
+    smoothed = smooth([8.0] * 100 + [2.0] * 100, half_life=10)
+    assert smoothed[99] > 5.0 > smoothed[100], "half way at the jump itself, not many steps after it"
 
 
 def test_losses_that_are_not_finite_are_gaps_and_said(tmp_path: Path) -> None:

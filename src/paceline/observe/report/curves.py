@@ -41,7 +41,7 @@ def loss(runs: Sequence[RunRecord]) -> Figure:
             traces.append(_curve(steps, values, run.name, number))
             continue
         traces.append(_curve(steps, values, run.name, number, is_faint=True))
-        traces.append(_curve(steps, smooth(values, max(3, len(values) / 50)), run.name, number))
+        traces.append(_curve(steps, smooth(values, max(2, len(values) / 100)), run.name, number))
     is_smoothed = any(len(run.steps) >= SMOOTH_FROM for run in runs)
     about = "Each step's loss over all ranks" + (", faint; smoothed, strong." if is_smoothed else ".")
     if lost:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.config.errors import PacelineError
 from paceline.config.folder import MARK
+from paceline.config.run_lock import DIED, RUNNING, UNSEEN, status_now
 from paceline.observe.watcher import Record
 
 METRICS, CONTINUAL, TIMELINES = "metrics.jsonl", "continual.json", "profile"
@@ -36,16 +37,23 @@ class BrokenRun(PacelineError):
 
 
 class EmptyRun(PacelineError):
-    """A run that has not done a step: there is nothing to show."""
+    """A run of which no step is written down: there is nothing to show."""
 
     def __init__(self, folder: Path, status: str) -> None:
-        super().__init__(f"{folder} has no steps yet (status: {status})")
+        metrics = folder / METRICS
+        is_begun = status in ("failed", DIED, RUNNING) or status.startswith(UNSEEN)
+        if is_begun:
+            super().__init__(f"{folder} has no steps yet (status: {status})")
+        else:
+            lost = "holds no steps" if metrics.exists() else "is missing"
+            super().__init__(f"{metrics} {lost}, and the run is over (status: {status})")
         self.folder = folder
-        self.hint = (
-            "it failed before its first step: `logs/` and what it printed say why"
-            if status == "failed"
-            else "wait for its first steps, which are written every `log_every` steps"
-        )
+        if not is_begun:
+            self.hint = f"bring back the {METRICS} that the run wrote, or leave this run out"
+        elif status in ("failed", DIED):
+            self.hint = f"it {status} before its first steps were written: `logs/` and what it printed say why"
+        else:
+            self.hint = "wait for its first steps, which are written every `log_every` steps"
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,8 @@ class RunRecord:
     continual: dict[str, Any] | None = None
     """Matrices and numbers of a continual-learning run."""
     timelines: list[Path] = field(default_factory=list)
+    num_unread: int = 0
+    """Lines of its journal that are none of a journal."""
 
     @property
     def metrics(self) -> list[str]:
@@ -102,8 +112,9 @@ class RunRecord:
             "early": "finished early: patience ran out",
             "stopped": "stopped by a signal: `--resume auto` goes on",
             "failed": "failed",
-            "running": "not finished: still running, or ended without a word",
-        }.get(self.status, self.status)
+            RUNNING: "not finished: still running",
+            DIED: "died without a word (killed, or for want of memory): `--resume auto` goes on",
+        }.get(self.status, f"not finished: {self.status}, which cannot be told from here")
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
@@ -125,9 +136,8 @@ def read_run(folder: Path, name: str | None = None) -> RunRecord:
         raise BrokenRun(folder, f"it has no {error.args[0]!r}") from error
     except (OSError, ValueError, TypeError) as error:
         raise BrokenRun(folder, str(error)) from error
-    by_kind: dict[str, list[Record]] = {"step": [], "epoch": [], "validation": []}
-    for record in _records(folder / METRICS):
-        by_kind.setdefault(record["kind"], []).append(record)
+    status = status_now(folder, status)
+    by_kind, num_unread = _read_journal(folder / METRICS)
     if not by_kind["step"]:
         raise EmptyRun(folder, status)
     return RunRecord(
@@ -143,6 +153,7 @@ def read_run(folder: Path, name: str | None = None) -> RunRecord:
         validations=by_kind["validation"],
         continual=_read_continual(folder / CONTINUAL),
         timelines=sorted((folder / TIMELINES).glob("*.json.gz")),
+        num_unread=num_unread,
     )
 
 
@@ -155,18 +166,37 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     return [f"{folder.name} ({number})" for number, folder in enumerate(folders, 1)]  # one run, given twice
 
 
-def _records(path: Path) -> Iterator[Record]:
+def _read_journal(path: Path) -> tuple[dict[str, list[Record]], int]:
+    """Records by kind, and the number of lines that are none. The last line may be cut short: by a crash, or as it is
+    being written."""
+    by_kind: dict[str, list[Record]] = {"step": [], "epoch": [], "validation": []}
+    num_unread = 0
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    continue  # cut short by a crash, or being written
-                if isinstance(record, dict) and "kind" in record:
-                    yield record
+                record = _record(line)
+                if record is not None:
+                    by_kind.setdefault(record["kind"], []).append(record)
+                else:
+                    num_unread += line.endswith("\n")
     except FileNotFoundError:
-        return
+        pass
+    return by_kind, num_unread
+
+
+def _record(line: str) -> Record | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_one = isinstance(record, dict) and isinstance(record.get("kind"), str) and _is_count(record.get("step"))
+    if not is_one or (record["kind"] == "epoch" and not _is_count(record.get("epoch"))):
+        return None
+    return dict(record)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _read_continual(path: Path) -> dict[str, Any] | None:

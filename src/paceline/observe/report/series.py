@@ -30,20 +30,30 @@ def thin(values: Sequence[float | None], most: int = MOST_POINTS) -> list[int]:
 
 
 def smooth(values: Sequence[float | None], half_life: float) -> list[float | None]:
-    """Exponential average with the weight of a value halved every so many; gaps stay gaps.
+    """Average of the values before and after, the weight of one halved every so many places; gaps stay gaps.
 
-    The first values are not pulled towards 0: the sum is divided by the sum of its weights.
+    Both sides count alike, so a jump is where it was: what only looks back comes too late. The values at the ends are
+    not pulled towards 0: a sum is divided by the sum of its weights.
     """
     keep = 0.5 ** (1 / max(half_life, 1e-9))
-    total, weight = 0.0, 0.0
-    smoothed: list[float | None] = []
+    known = [value for value in values if value is not None]
+    ahead, back = _decayed(known, keep), _decayed(known[::-1], keep)[::-1]
+    # A value is in the sum of either side: once too often.
+    found = [
+        (before[0] + after[0] - value) / (before[1] + after[1] - 1)
+        for value, before, after in zip(known, ahead, back, strict=True)
+    ]
+    left = iter(found)
+    return [None if value is None else next(left) for value in values]
+
+
+def _decayed(values: Sequence[float], keep: float) -> list[tuple[float, float]]:
+    """At each place the sum of the values so far, and of their weights."""
+    total, weight, sums = 0.0, 0.0, []
     for value in values:
-        if value is None:
-            smoothed.append(None)
-            continue
-        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        smoothed.append(total / weight)
-    return smoothed
+        total, weight = keep * total + value, keep * weight + 1
+        sums.append((total, weight))
+    return sums
 
 
 def short(value: float | None, digits: int = 5) -> float | None:

@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 
 from paceline.observe.report.findings import held_back, nothing_found
-from paceline.observe.report.runs import RunRecord
+from paceline.observe.report.runs import METRICS, RunRecord
 from paceline.observe.report.samples import marked, samples_of
 from paceline.observe.report.settings import differences, settings_of, start_of
 from paceline.observe.report.summary import comparison, facts
@@ -31,6 +31,12 @@ def summary(runs: Sequence[RunRecord]) -> str:
         f'<p class="note">{_named(run, runs)}{with_code(run.standing[:1].upper() + run.standing[1:])}.</p>'
         for run in runs
         if run.status != "finished"
+    ]
+    notes += [
+        f'<p class="note">{_named(run, runs)}{_lines(run.num_unread)} of {METRICS} cannot be read: '
+        "what stood there is not on this page.</p>"
+        for run in runs
+        if run.num_unread
     ]
     if len(runs) > 1:
         return "".join(notes) + table(*comparison(runs), first_is_head=True)
@@ -139,6 +145,10 @@ def _text_row(name: str, text: str) -> str:
 
 def _joined(texts: Mapping[str, str]) -> str:
     return escape("; ".join(f"{name}: {text}" for name, text in texts.items()))
+
+
+def _lines(number: int) -> str:
+    return "1 line" if number == 1 else f"{number:,} lines"
 
 
 def _heading(run: RunRecord, runs: Sequence[RunRecord]) -> str:
