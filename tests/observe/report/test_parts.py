@@ -197,6 +197,10 @@ def test_time_is_split_by_epoch_and_rank_with_what_was_between(tmp_path: Path) -
     run = made(tmp_path, [*usual(), epoch(2, [{"compute": 5.0}, {"compute": 6.0}], between=between)])
     by_epoch, by_rank = spent([run])[:2]
     bars = {trace["name"]: trace for trace in by_epoch.traces}
+    assert "resumed" not in by_epoch.about.lower()
+    again = epoch(2, [{"compute": 5.0}], launch={"steps": 1, "seconds": 2.0})
+    (figure, *_) = spent([made(tmp_path, [*usual(), again], "again")])
+    assert "Resumed within epoch 3: without what was lost" in figure.about
     assert bars["validation"]["y"] == [0, 0, 0, 0, 3, 4]
     assert bars["compute"]["y"] == [7, 9, 7, 9, 5, 6]
     assert bars["data"]["x"][0] == ["epoch 1"] * 2 + ["epoch 2"] * 2 + ["epoch 3"] * 2

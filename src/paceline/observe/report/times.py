@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.observe.report.figure import PHASE_COLORS, Figure, Trace, axis, color, line
+from paceline.observe.report.findings import ranges
 from paceline.observe.report.runs import RunRecord
 from paceline.observe.report.series import short, thin
 from paceline.observe.watcher import Record
@@ -79,12 +80,14 @@ def _by_epoch(run: RunRecord, epochs: Sequence[Record], number: int, num_runs: i
     ]
     which = "each epoch" if stride == 1 else f"one epoch in {stride}"
     who = "on each rank" if is_each else "mean over the ranks" if num_ranks > 1 else "on one rank"
+    resumed = [place for place, epoch in enumerate(epochs, 1) if epoch.get("launch")]
+    lost = f" Resumed within epoch {ranges(resumed)}: without what was lost and done again." if resumed else ""
     return Figure(
         f"time-epochs-{number}",
         f"Time by epoch{_of(run, num_runs)}",
         traces,
         {"barmode": "stack", "xaxis": axis("" if is_each else "epoch", type=None if not is_each else "multicategory")},
-        f"Seconds of {which}, {who}, with what came just before it: the last one's validation and checkpoint.",
+        f"Seconds of {which}, {who}, with what came just before it: the last one's validation and checkpoint.{lost}",
         size="wide" if len(bars) > BARS_IN_HALF else "half",
     )
 
