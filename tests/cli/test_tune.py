@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.cli import tune_search
+from paceline.cli import tune_lr, tune_search
 from paceline.cli.main import main
 from paceline.cli.tune import OPTIONS, TuneCommand, range_test_words, with_length
 from paceline.config.settings import TrainConfig
@@ -276,7 +276,7 @@ def test_lr_is_a_flag_or_a_number() -> None:
 
 
 def test_an_epoch_stands_in_where_no_length_is_given(tmp_path: Path) -> None:
-    assert with_length(OPTIONS, ["--lr", "1"]) == (["--lr", "1", "--epochs", "1"], True)
+    assert with_length(OPTIONS, ["--lr", "1"]) == (["--epochs", "1", "--lr", "1"], True)
     assert with_length(OPTIONS, ["--steps", "5"]) == (["--steps", "5"], False)
     (tmp_path / "a.yaml").write_text("epochs: 3\n")
     assert with_length(OPTIONS, ["--config", "a.yaml"]) == (["--config", "a.yaml"], False)
@@ -299,6 +299,54 @@ def test_mistakes_are_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setenv("MASTER_PORT", "29511")
     assert "starts its own ranks" in printed(capsys, GOOD, code=2)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_missing_is_what_was_not_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed(capsys, code=2)
+    assert "TASK" in shown
+    assert "epochs" not in shown  # it is not needed
+    shown = printed(capsys, GOOD, "--global-batch", "16", "--knobs", code=2)
+    assert "--knobs: needs a value\n" in shown
+    assert "epochs" not in shown
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a folder that nobody can write to")
+def test_a_file_that_cannot_be_written_is_known_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    tried = measured_by(monkeypatch, lambda settings: 100.0)
+    monkeypatch.setattr(tune_lr, "sweep", lambda *_, **__: tried.append({}) or [])
+    assert "/proc/t.yaml cannot be written" in printed(capsys, GOOD, "--write", "/proc/t.yaml", code=2)
+    assert "/proc/a.csv cannot be written" in printed(capsys, GOOD, "--lr", "--csv", "/proc/a.csv", code=2)
+    assert "it is no file" in printed(capsys, GOOD, "--write", "/dev/null", code=2)
+    assert tried == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--lr-from", "1e-5"], "--lr-from belongs to the range test: add `--lr` without a number"),
+        (["--csv", "a.csv"], "--csv belongs to the range test"),
+        (["--lr", "--write", "lr.yaml"], "--write has no meaning in the range test"),
+        (["--lr", "--knobs", "level"], "--knobs has no meaning in the range test"),
+        (["--mode", "eval"], "--mode must be train or train_eval"),
+        (["--benchmark"], "--benchmark times one setting in `paceline train`"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    tried = measured_by(monkeypatch, lambda settings: 100.0)
+    assert said in printed(capsys, GOOD, *words, code=2)
+    assert tried == []
+
+
+def test_settings_without_effect_are_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    measured_by(monkeypatch, lambda settings: 100.0)
+    shown = printed(capsys, GOOD, "--out", "run", "--resume", "auto", "--profile", "--patience", "3")
+    assert shown.startswith("without effect here, as nothing is kept: --out, --resume, --profile, --patience\n")
+    assert "without effect" not in printed(capsys, GOOD, "--lr", "0.1")
 
 
 def test_options_of_the_search_and_of_the_task_do_not_clash() -> None:

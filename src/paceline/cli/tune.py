@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -19,10 +20,18 @@ from paceline.config.errors import PacelineError
 from paceline.config.files import read_file
 from paceline.config.load import load
 from paceline.config.settings import PositiveFloat, Section, TrainConfig
-from paceline.config.words import read_words
+from paceline.config.words import dashed, read_words
 from paceline.world.discover import discover
 
 PROG = "paceline tune"
+EXIT_INTERRUPT = 130  # as in world/board.py, which needs torch
+OF_SEARCH = ("budget", "knobs", "keep_numerics", "write")
+OF_RANGE_TEST = ("lr_from", "lr_to", "lr_steps", "csv")
+UNKEPT = (
+    *("out", "exp_name", "resume", "loggers", "profile", "profile_ranks", "profile_memory", "monitor", "patience"),
+    *("save_every_steps", "save_every_epochs", "val_every_steps", "val_every_epochs"),
+)
+"""Settings of `paceline train` about what is kept and looked at, of which a trial has nothing."""
 KnobName = Literal["level", "compile", "grains", "workers", "order", "threads"]
 
 
@@ -56,6 +65,15 @@ class TuneCommand(Section):
         yield from super().contradictions()
         if self.lr_from >= self.lr_to:
             yield "`lr_from` must be below `lr_to`: the rate rises"
+        for name in sorted(self.model_fields_set & set(OF_SEARCH if self.range_test else OF_RANGE_TEST)):
+            if self.range_test:
+                yield f"`{name}` has no meaning in the range test: leave it or the bare `--lr` out"
+            else:
+                yield f"`{name}` belongs to the range test: add `--lr` without a number"
+        if getattr(self, "mode", "train") in ("eval", "infer"):
+            yield "`mode` must be train or train_eval: nothing else can be tuned"
+        if getattr(self, "benchmark", False):
+            yield "`benchmark` times one setting in `paceline train`: leave it out"
 
 
 class NotUnderLauncher(PacelineError):
@@ -78,10 +96,19 @@ OPTIONS = tune_options(TrainConfig)
 
 
 def run(argv: Sequence[str]) -> int:
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted before anything was measured\n")
+        return EXIT_INTERRUPT
+
+
+def _run(argv: Sequence[str]) -> int:
     words = range_test_words(argv)
     name, rest = take_task(words, OPTIONS)
     if name is None:
-        load(OPTIONS, words, prog=PROG, positional=POSITIONAL)  # shows help, or says what is missing
+        # Shows help, or says what is missing.
+        load(OPTIONS, with_length(OPTIONS, words)[0], prog=PROG, positional=POSITIONAL)
     assert name is not None
     world = discover(os.environ)
     from paceline.cli.tasks import find_task  # from here on torch is needed
@@ -91,6 +118,9 @@ def run(argv: Sequence[str]) -> int:
     rest, is_length_ours = with_length(model, rest)
     options = load(model, [name, *rest], prog=PROG, positional=POSITIONAL)
     settings = task_settings(options, found.Settings)
+    idle = without_effect(settings)
+    if idle and world.rank == 0 and world.launcher != "procs":  # whose launcher has said so
+        sys.stdout.write(f"without effect here, as nothing is kept: {', '.join(idle)}\n")
     if options.range_test:
         from paceline.cli.tune_lr import range_test
 
@@ -120,4 +150,12 @@ def with_length(model: type[Section], words: list[str]) -> tuple[list[str], bool
         given |= set(read_file(model, file)[0])
     has_own = any(model.model_fields[name].default is not None for name in ("epochs", "steps"))
     is_missing = not has_own and not given & {"epochs", "steps"}
-    return ([*words, "--epochs", "1"] if is_missing else words), is_missing
+    # In front, so that no option that lacks its value is told of a word that nobody typed.
+    return (["--epochs", "1", *words] if is_missing else words), is_missing
+
+
+def without_effect(settings: TrainConfig) -> list[str]:
+    """Settings that were given and do nothing here, as they are typed."""
+    fields = type(settings).model_fields
+    given = [name for name in UNKEPT if name in settings.model_fields_set]
+    return [dashed(name) for name in given if getattr(settings, name) != fields[name].get_default()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ TRIALS_IN_BUDGET = 40
 LEAST_MEASURE_S, MOST_MEASURE_S = 1.0, 10.0
 ROOM = 0.7
 """Share of the memory that two trials side by side may take."""
+PROBE = 1 << 16
+"""Bytes for which a disk must have room."""
 COMMAND = (sys.executable, "-m", "paceline.cli.trial")
 
 
@@ -124,15 +127,28 @@ def report(found: Found, left_out: list[str], enough_s: float) -> list[str]:
 def check_target(path: Path) -> None:
     """Before anything is measured: may the file be written?"""
     check_folder(path)
+    if path.exists() and not path.is_file():
+        raise CannotWrite(path, "it is no file")
     if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(tune_report.HEAD):
         raise FileExists(path)
 
 
 def check_folder(path: Path) -> None:
+    """Whether a file can be written, by doing so: a disk may be full, or for reading only."""
     if path.is_dir():
         raise CannotWrite(path, "it is a folder")
-    if not path.resolve().parent.is_dir():
+    folder = path.resolve().parent
+    if not folder.is_dir():
         raise CannotWrite(path, "there is no such folder")
+    try:
+        if path.exists():
+            path.open("ab").close()
+        else:
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                probe.write(b"." * PROBE)
+                probe.flush()
+    except OSError as error:
+        raise CannotWrite(path, str(error.strerror)) from None
 
 
 def write_text(path: Path, text: str) -> None:
