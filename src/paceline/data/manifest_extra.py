@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from paceline.config.json_text import json_text
+from paceline.data.hdf import open_packed
+from paceline.data.hdf_errors import is_packed
 from paceline.data.manifest_columns import Manifest
 from paceline.data.manifest_line import AUDIO_KEYS, parse_object
 from paceline.data.strings import Strings
@@ -13,8 +17,18 @@ _KNOWN = frozenset((*AUDIO_KEYS, "duration", "offset", "text", "text_filepath"))
 def extra_keys(manifest: Manifest) -> Strings:
     """Of each row a JSON object, empty text where there is nothing more."""
     found = [b""] * len(manifest)
-    for row, raw in manifest.raw_lines():
+    is_line = np.ones(len(manifest), bool)
+    for number, path in enumerate(manifest.sources):
+        if not is_packed(path):
+            continue
+        is_mine = manifest.source_numbers == number
+        is_line &= ~is_mine
+        if (extras := open_packed(path).extras) is not None:
+            for row in np.flatnonzero(is_mine).tolist():
+                found[row] = extras.raw(manifest.line(row) - 1)
+    lines = np.flatnonzero(is_line)
+    for at, raw in manifest.take(lines).raw_lines():
         extra = {key: value for key, value in parse_object(raw).items() if key not in _KNOWN}
         if extra:
-            found[row] = json_text(extra).encode()
+            found[lines[at]] = json_text(extra).encode()
     return Strings.pack(found)
