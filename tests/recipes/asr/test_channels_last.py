@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.recipes.asr import channels_last
+from paceline.recipes.asr import channels_last, fused
 from paceline.recipes.asr.accelerate import accelerate
 from paceline.recipes.asr.encoder import Encoder
 from paceline.recipes.asr.network import read_network
+from paceline.speed.kernels.time_conv import time_conv
+from tests.recipes.asr.test_fused import BLOCKS as SEPARABLE
 from tests.recipes.asr.test_fused import LENGTHS, MELS, assert_same, make_encoder
 from tests.speed.kernels.separable import distance
 
@@ -40,25 +44,40 @@ def test_same_as_the_plain_encoder(change: dict[str, Any], conv_mask: bool) -> N
     assert_same(plain, ours, channels_last.encode)
 
 
-def test_no_layer_leaves_the_layout() -> None:
+class Layouts(TorchDispatchMode):
+    """Of all activations that large operators take: whether a frame's channels lie side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[bool]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().split("::")[1].removesuffix(".default")
+        if name in OPERATORS:
+            activations = [each for each in args if isinstance(each, Tensor) and each.dim() + (name in PICTURES) >= 4]
+            activations = activations or [args[0]]
+            self.seen.setdefault(name, []).extend(
+                each.stride(1 if each.dim() == 4 else -1) == 1 for each in activations
+            )
+        assert "as_strided" not in name, "a gradient through a view that was written to"
+        return func(*args, **(kwargs or {}))
+
+
+PICTURES = ("native_batch_norm", "native_batch_norm_backward", "_batch_norm_with_update", "batch_norm_backward")
+OPERATORS = (*PICTURES, "time_conv", "time_conv_backward", "native_dropout", "relu", "threshold_backward")
+
+
+@pytest.mark.parametrize("change", [{}, {"separable": True}, {"groups": 2}, {"se": True}])
+def test_no_layer_leaves_the_layout(change: dict[str, Any]) -> None:
     """One that did would cost copies, forth and back, and nobody would notice."""
-    encoder = make_encoder([{**block, "dropout": 0.2} for block in BLOCKS])
+    encoder = make_encoder([BLOCKS[0], {**BLOCKS[1], **change}, *({**block, "dropout": 0.2} for block in BLOCKS[2:])])
     accelerate(encoder)
-    for name, module in encoder.named_modules():
-        if isinstance(module, nn.Conv1d | nn.BatchNorm1d | nn.ReLU | nn.Dropout):
-
-            def seen(_: nn.Module, inputs: tuple[Tensor], output: Tensor, name: str = name) -> None:
-                assert inputs[0].stride(1) == output.stride(1) == 1, name
-                output.register_hook(lambda gradient: check(gradient, name))
-
-            module.register_forward_hook(seen)
-
-    def check(gradient: Tensor, name: str) -> None:
-        assert gradient.stride(1) == 1, f"gradient of {name}"
-
-    with torch.autocast("cpu", torch.bfloat16):
+    with Layouts() as layouts, torch.autocast("cpu", torch.bfloat16):
         out, _ = encoder(MELS, LENGTHS)
-    out.float().square().sum().backward()
+        out.float().square().sum().backward()
+    assert {"time_conv", "time_conv_backward", "relu", "threshold_backward"} <= set(layouts.seen)
+    layouts.seen["threshold_backward"].pop(0)  # the encoder hands out (batch, channels, time)
+    assert all(all(each) for each in layouts.seen.values()), layouts.seen
 
 
 def test_stands_in_for_training_in_bfloat16_only() -> None:
@@ -68,17 +87,21 @@ def test_stands_in_for_training_in_bfloat16_only() -> None:
     assert line.startswith("block 0: kernel 11 over all channels at once, not separable and ")
     assert list(ours.state_dict()) == list(plain.state_dict())
     for training, dtype in ((True, None), (True, torch.float16), (False, torch.bfloat16)):
-        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None), torch.no_grad():
+        autocast = torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
+        with Layouts() as layouts, autocast, torch.no_grad():
             outs = [encoder.train(training)(MELS, LENGTHS)[0] for encoder in (ours, plain)]
         assert torch.equal(*outs)
-        assert outs[0].stride(1) > 1
-    with torch.autocast("cpu", torch.bfloat16):
-        out, _ = ours.train()(MELS, LENGTHS)
-    assert out.stride(1) == 1
+        assert "time_conv" not in layouts.seen
+    with Layouts() as layouts, torch.autocast("cpu", torch.bfloat16):
+        ours.train()(MELS, LENGTHS)
+    assert "time_conv" in layouts.seen
+    fused.restore(ours)
+    assert not fused.is_accelerated(ours)
 
 
-def test_frozen_batch_norm_stays_frozen() -> None:
-    ours = make_encoder(BLOCKS)
+@pytest.mark.parametrize("blocks", [BLOCKS, SEPARABLE], ids=["channels last", "kernels"])
+def test_frozen_batch_norm_stays_frozen(blocks: list[dict[str, Any]]) -> None:
+    ours = make_encoder(blocks)
     accelerate(ours)
     norm = ours.get_submodule("blocks.1.layers.0.norm").eval()
     with torch.autocast("cpu", torch.bfloat16):
@@ -88,16 +111,30 @@ def test_frozen_batch_norm_stays_frozen() -> None:
     assert int(ours.get_buffer("blocks.1.layers.1.norm.num_batches_tracked")) == 1
 
 
-def test_dropout_is_as_often() -> None:
-    encoder = make_encoder([{"filters": 512, "kernel": 3, "dropout": 0.3}])
-    accelerate(encoder)
-    (dropout,) = (module for module in encoder.modules() if isinstance(module, nn.Dropout))
-    x = torch.ones(4, 50, 512).transpose(1, 2)
-    out = dropout(x)
-    assert out.stride() == x.stride()
-    assert float((out == 0).float().mean()) == pytest.approx(0.3, abs=0.01)
-    assert set(out.unique().tolist()) == {0.0, float(torch.tensor(1 / 0.7))}
-    assert torch.equal(dropout.eval()(x), x)
+def test_operators_keep_their_word() -> None:
+    x, weight = torch.randn(2, 9, 6, requires_grad=True), torch.randn(4, 3, 5, requires_grad=True)
+    for figures in ((1, 2, 1, 2), (2, 2, 1, 2), (1, 4, 2, 2)):
+        torch.library.opcheck(time_conv, (x, weight, *figures))
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch about its own compiler
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_for_batches_of_any_size_and_length() -> None:
+    """As in a run sizes and lengths are marked as changing, which PyTorch's own convolution does not survive."""
+    plain = make_encoder([*BLOCKS[:2], BLOCKS[4]]).double()
+    ours = copy.deepcopy(plain)
+    compiled = torch.compile(channels_last.encode)
+    torch._dynamo.utils.counters.clear()
+    for batch, frames in ((3, 61), (2, 90), (4, 40)):
+        mels, lengths = torch.randn(batch, 64, frames, dtype=torch.float64), torch.randint(20, frames, (batch,))
+
+        def encode(encoder: Encoder, mels: Tensor, lengths: Tensor) -> Any:
+            for tensor, sizes in ((mels, (0, 2)), (lengths, (0,))):
+                torch._dynamo.maybe_mark_dynamic(tensor, sizes)
+            return compiled(encoder, mels, lengths)
+
+        assert_same(plain, ours, encode, mels, lengths)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.gpu

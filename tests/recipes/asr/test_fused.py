@@ -40,10 +40,16 @@ def trained(encoder: Encoder, out: Tensor, lengths: Tensor) -> tuple[Tensor, lis
     return (out * mask).detach(), list(gradients)
 
 
-def assert_same(plain: Encoder, ours: Encoder, encode: Callable[[Encoder, Tensor, Tensor], Any]) -> None:
+def assert_same(
+    plain: Encoder,
+    ours: Encoder,
+    encode: Callable[[Encoder, Tensor, Tensor], Any],
+    mels: Tensor = MELS,
+    lengths_in: Tensor = LENGTHS,
+) -> None:
     """Outputs, gradients and running statistics of a training pass in float64."""
-    out, lengths = plain(MELS.double(), LENGTHS)
-    found, after = encode(ours, MELS.double(), LENGTHS)
+    out, lengths = plain(mels.double(), lengths_in)
+    found, after = encode(ours, mels.double(), lengths_in)
     assert torch.equal(lengths, after)
     expected, gradients = trained(plain, out, lengths)
     result, ours_gradients = trained(ours, found, after)

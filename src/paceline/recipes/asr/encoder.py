@@ -52,9 +52,10 @@ class Encoder(nn.Module):
         return x, frames.lengths
 
     def trains_in_bfloat16(self, device: torch.device) -> bool:
-        """Whether this is a pass that a faster way may stand in for: training under bfloat16 autocast."""
-        is_autocast = torch.is_autocast_enabled(device.type)
-        return self.training and is_autocast and torch.get_autocast_dtype(device.type) is torch.bfloat16
+        """Whether a faster way may stand in for this pass: training under bfloat16 autocast, with no layer frozen."""
+        if not torch.is_autocast_enabled(device.type) or torch.get_autocast_dtype(device.type) is not torch.bfloat16:
+            return False
+        return all(module.training for module in self.modules())
 
     def output_length(self, frames: int) -> int:
         """Frames that come out for so many that go in, without asking a device."""
