@@ -183,5 +183,22 @@ def test_a_full_disk_is_said_before_the_first_step(mistake: Mistake, tmp_path: P
         assert f"{near(disk / 'run' / 'run.json')} cannot be written: No space left on device" in shown
         assert "make room there, or choose another `--out`" in shown
         (disk / "full").unlink()
+        assert main(arguments("Good", "--out", disk / "run", "--epochs", "1")) == 2, "one page: not even its settings"
         assert not (disk / "run" / "run.json").exists()
         assert Run(disk / "run").check(may_exist=False) is None, "the same command may be typed again"
+
+
+def test_a_disk_that_fills_up_is_said_and_the_run_goes_on_when_there_is_room(mistake: Mistake, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    seldom = ("--save-every-epochs", "1000", "--keep-best", "0")  # the journal fills it, not a checkpoint
+    words = ("--out", disk / "run", "--steps", "400", "--loggers", "none", "--progress", "none", *seldom)
+    with small_disk(disk, 2**20):
+        (disk / "full").write_bytes(bytes(2**20 - 24 * 1024))
+        shown = mistake("Good", *words)
+        assert f"{near(disk / 'run')} cannot be written: No space left on device" in shown
+        assert "`--resume auto`" in shown
+        assert "could not end" not in shown
+        (disk / "full").unlink()
+        assert main(arguments("Good", *words, "--resume", "auto")) == 0
+        assert [record["step"] for record in read(disk / "run" / "metrics.jsonl")] == list(range(400))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import errno
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -18,6 +21,7 @@ from paceline.train.feed import Feed
 from paceline.train.meter import Meter
 from paceline.train.position import Position
 from paceline.train.recorded import counters
+from paceline.train.run import DiskFilled
 from paceline.train.step import Step
 from paceline.train.summary import DataFacts
 
@@ -40,6 +44,7 @@ class Logbook:
         self._pending: list[tuple[Step, float | None]] = []
         self._status = "failed"  # until the run is closed
         self._is_over = False
+        self._folder: Path | None = None
         self._mean = Mean()
         self._findings: dict[Matter, Finding] = {}
         self._told: dict[Matter, float] = {}
@@ -50,6 +55,7 @@ class Logbook:
         """Of the last step that was read."""
 
     def start(self, info: RunInfo) -> None:
+        self._folder = info.folder
         for watcher in self._watchers:
             watcher.start(info)
 
@@ -79,8 +85,9 @@ class Logbook:
                 for (step, rate), loss in zip(ready, losses, strict=True)
             ]
             records[-1] |= self._more()
-            for watcher in self._watchers:
-                watcher.step(records)
+            with self._writing():
+                for watcher in self._watchers:
+                    watcher.step(records)
         self._progress.step(self._position.step, self.loss, self._engine.rate, skipped)
         self._clock.lap("logging")
 
@@ -95,8 +102,9 @@ class Logbook:
         }
         if samples:
             record["samples"] = samples
-        for watcher in self._watchers:
-            watcher.validation(record)
+        with self._writing():
+            for watcher in self._watchers:
+                watcher.validation(record)
         self._progress.validation(metrics, samples)
 
     def begin_epoch(self, feed: Feed, data: DataFacts, stage: str | None) -> None:
@@ -136,8 +144,9 @@ class Logbook:
             record["launch"] = {"steps": steps, "seconds": max(sum(rank.values()) for rank in record["seconds"])}
             record |= {**whole, "steps": earlier.steps + steps}
         record["findings"] = [finding.as_record() for finding in findings]
-        for watcher in self._watchers:
-            watcher.epoch(record)
+        with self._writing():
+            for watcher in self._watchers:
+                watcher.epoch(record)
         self._progress.tell(
             epoch_line(
                 self._title,
@@ -200,15 +209,31 @@ class Logbook:
             try:
                 watcher.end(self._status)
             except Exception as error:
+                if self._status == "failed" and _is_full(error):
+                    continue  # said already, or less than what made the run fail
                 failed.append(error)
                 self._progress.say(f"{type(watcher).__name__} could not end: {type(error).__name__}: {error}")
         if failed and self._status != "failed":  # else what made the run fail matters more
             raise failed[0]
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A disk that has filled up is no mistake of this program."""
+        try:
+            yield
+        except OSError as error:
+            if self._folder is None or not _is_full(error):
+                raise
+            raise DiskFilled(self._folder, error) from error
+
     @property
     def _title(self) -> str:
         stage = "" if self._stage is None else f"stage {self._stage}, "
         return f"{stage}epoch {self._position.epoch + 1}"
+
+
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _read_losses(steps: list[Step]) -> list[float]:

@@ -63,6 +63,12 @@ class NoRoom(CannotWrite):
     hint = "make room there, or choose another `--out`"
 
 
+class DiskFilled(CannotWrite):
+    """A run that can no longer write down what it does."""
+
+    hint = "free some space there, then go on with `--resume auto`"
+
+
 class Run:
     """The folder of one run; only the first rank writes to it."""
 
