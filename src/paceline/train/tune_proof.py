@@ -34,7 +34,7 @@ def luck(ratios: Sequence[float]) -> float:
     for rank in ranks:
         ways = [count + (ways[total - rank] if total >= rank else 0) for total, count in enumerate(ways)]
     won = sum(rank for rank, ratio in zip(ranks, ratios, strict=True) if ratio > 1)
-    return sum(ways[won:]) / 2 ** len(ranks)
+    return sum(ways[won:]) / 2.0 ** len(ranks)
 
 
 def is_ahead(ratios: Sequence[float]) -> bool:
