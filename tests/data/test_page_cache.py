@@ -41,6 +41,13 @@ def test_half_of_the_memory(num_bytes: int, available: int, expected: bool) -> N
         ("0::/job/step\n", {"job/step/memory.max": "max", "job/memory.max": str(4 * GIB)}, 4),
         ("0::/job\n", {"job/memory.max": str(4 * GIB), "memory.max": str(3 * GIB)}, 3),
         ("0::/job\n", {"job/memory.max": str(64 * GIB)}, 24),
+        ("0::/job\n", {"job/memory.max": str(16 * GIB), "job/memory.stat": f"anon {15 * GIB}\nfile {GIB}"}, 1),
+        ("0::/job\n", {"job/memory.max": str(4 * GIB), "job/memory.stat": f"anon {5 * GIB}"}, 0),
+        (
+            "4:memory:/a\n",
+            {"memory/a/memory.limit_in_bytes": f"{8 * GIB}", "memory/a/memory.stat": f"rss 1\ntotal_rss {6 * GIB}"},
+            2,
+        ),
         # version 1: a container sees its own group as the outermost one, under a name that leads nowhere
         ("5:cpu:/x\n4:memory:/docker/abc\n", {"memory/memory.limit_in_bytes": str(2 * GIB)}, 2),
         ("4:hugetlb,memory:/a\n", {"memory/a/memory.limit_in_bytes": str(2**63 - 4096)}, 24),

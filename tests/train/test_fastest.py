@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -36,10 +36,10 @@ GPU = Capabilities("cuda", "an H200", bf16=True, tf32=True, fp16=True, compiler=
 class Kernels(SmallTask):
     """Its kernel is its plain module, twice as sure of itself."""
 
-    accelerated = 0
+    accelerated: ClassVar[list[nn.Module]] = []
 
     def accelerate(self, model: nn.Module) -> list[str]:
-        type(self).accelerated += 1
+        self.accelerated.append(model)
         return ["head: it is too small"]
 
 
@@ -164,12 +164,24 @@ def test_kernels_are_put_into_the_model_that_is_trained(
 ) -> None:
     monkeypatch.setattr(fastest, "why_no_kernels", lambda *_: None)
     times |= {"-O2 + kernels": 1.0, "-O2": 2.0}
-    Kernels.accelerated = 0
+    Kernels.accelerated.clear()
     run = trainer(Kernels(), tmp_path / "run", level=4, steps=4)
     run.fit()
     assert run.engine.precision.kernels
-    assert Kernels.accelerated == 1
+    assert sum(model is run.engine.model for model in Kernels.accelerated) == 1
     assert "without a kernel: head: it is too small" in said(capsys)
+
+
+def test_a_choice_is_made_anew_for_other_kernels(
+    tmp_path: Path, times: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Within a version they get faster, and there are more ways to choose from."""
+    times |= {"-O2": 1.0}
+    known = "measured by an earlier run on this machine"
+    for number, digest in enumerate(("one", "one", "other")):
+        monkeypatch.setattr(fastest, "_digest_of", lambda _, digest=digest: digest)
+        trainer(SmallTask(), tmp_path / str(number), level=4, steps=1).fit()
+        assert (known in said(capsys)) == (number == 1)
 
 
 @pytest.mark.parametrize("grains", [1, 2])

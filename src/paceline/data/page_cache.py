@@ -22,8 +22,15 @@ def available_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgr
     room = [int(line.split()[1]) << 10 for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:")]
     # The page cache counts as the job's or the container's that reads: its limit holds for both.
     for name in memory_limits(_lines(proc / "self/cgroup")):
-        room += [int(line) for line in _lines(groups / name) if line.isdigit()]
+        taken = _taken(_lines((groups / name).with_name("memory.stat")))
+        room += [max(0, int(line) - taken) for line in _lines(groups / name) if line.isdigit()]
     return min(room, default=0)
+
+
+def _taken(lines: list[str]) -> int:
+    """Bytes of a group that no page cache can have, by its `memory.stat`; the older kind of groups calls them `rss`."""
+    counts = dict(line.split(maxsplit=1) for line in lines)
+    return int(counts.get("anon") or counts.get("total_rss") or 0)
 
 
 def memory_limits(lines: list[str]) -> Iterator[PurePosixPath]:

@@ -23,7 +23,7 @@ NEAR = 1.2
 TIE = 1.03
 """Ways within this factor of the fastest count as equally fast: less than that is noise."""
 MOST_BY_COMPILING = 4.0
-"""Where -O2 alone is so many times slower than the best, compiling it, which takes minutes, is not tried."""
+"""Where the same at -O2 is so many times slower than the best, compiling it, which takes minutes, is not tried."""
 
 
 class CannotRun(Exception):
@@ -85,12 +85,10 @@ def choose(
     notes: list[str] = []
     for way in ways:
         best = min(seconds.values(), default=float("inf"))
-        plain = seconds.get(Way(2))
-        if way.is_compiled and plain is not None and plain > MOST_BY_COMPILING * best:
-            notes.append(f"{way.name} was not tried: -O2 alone is {plain / best:.1f} times slower than the best")
+        why = _not_worth_compiling(way, seconds, best) if way.is_compiled else None
+        if why is not None:
+            notes.append(f"{way.name} was not tried: {why}")
             continue
-        if way.is_compiled and replace(way, graphs=True) in seconds:
-            continue  # the same kernels with gaps in between, and minutes of compiling
         try:
             seconds[way] = measure(way, HOPELESS * best)
         except CannotRun as error:
@@ -109,6 +107,15 @@ def choose(
     times = {way.name: round(1e3 * seconds[way], 4) for way in [*last, *others]}
     failed = [f"{way.name} cannot run here: {why}" for way, why in failures.items()]
     return Choice(min(tied, key=change), times, (*failed, *notes))
+
+
+def _not_worth_compiling(way: Way, seconds: Mapping[Way, float], best: float) -> str | None:
+    """Compiling takes minutes: why it cannot win, or None."""
+    recorded, plain = replace(way, graphs=True), replace(way, level=2)
+    if recorded in seconds:
+        return f"{recorded.name} runs the same kernels without gaps between them"
+    slower = seconds.get(plain, best) / best
+    return f"{plain.name} is {slower:.1f} times slower than the best" if slower > MOST_BY_COMPILING else None
 
 
 def finalists(seconds: Mapping[Way, float]) -> list[Way]:

@@ -35,18 +35,19 @@ class Way:
         return cls(int(record["level"]), bool(record["kernels"]), bool(record["graphs"]))
 
 
-def candidates(levels: Iterable[int], *, has_kernels: bool, can_graph: bool) -> list[Way]:
+def candidates(levels: Iterable[int], *, has_kernels: bool, can_graph: bool, leaves_some: bool = False) -> list[Way]:
     """What is worth measuring, the likely winners first, so that the hopeless are known after one step.
 
-    `levels` are those that the device can compute. Kernels are for bf16, so they stand on level 2, or 3: where they are
-    not for everything, a compiler may fuse the rest.
+    `levels` are those that the device can compute. Kernels are for bf16, so they stand on level 2. On 3 as well where
+    they leave some of the network as it was: a compiler may fuse that, and what they have fused already it may not.
     """
     # Level 2 before level 3: it needs no compilation, and tells whether that could still win.
     ranked = sorted(levels, key=lambda level: (level < 2, level if level >= 2 else -level))
+    kernel_levels = ([2, 3] if leaves_some else [2]) if has_kernels else []
+    graph_levels = [2, 3] if can_graph else []
     return [
         Way(level, kernels, graphs)
         for level in ranked
-        for kernels in (True, False)
-        for graphs in (True, False)
-        if (has_kernels or not kernels) and (can_graph or not graphs) and (level >= 2 or not (kernels or graphs))
+        for kernels in ([True, False] if level in kernel_levels else [False])
+        for graphs in ([True, False] if level in graph_levels else [False])
     ]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import importlib.metadata
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +18,8 @@ import torch
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.observe.progress import Progress
-from paceline.speed import precision
-from paceline.speed.choice import Choice, Shelf, cache_folder, choose
+from paceline.speed import kernels, precision
+from paceline.speed.choice import CannotRun, Choice, Shelf, cache_folder, choose
 from paceline.speed.graphs import MOST_GRAPHS, CudaRecorder, Graphs
 from paceline.speed.precision import Precision
 from paceline.speed.way import Way, candidates
@@ -123,12 +126,11 @@ class Fastest:
     def _find(self, feed: Feed) -> tuple[Choice, str]:
         picks = costly_shapes(feed.plan(0), MEASURED_SHAPES, feed.collate)
         grains = list(feed.read((pick.step, pick.number) for pick in picks))
-        facts, shelf = self._facts(grains), Shelf(cache_folder(os.environ))
+        ways = self._ways()
+        facts, shelf = self._facts(grains, ways), Shelf(cache_folder(os.environ))
         known = shelf.find(facts)
         if known is not None:
             return known, "measured by an earlier run on this machine"
-        levels = precision.distinct(self._levels, self._config.precision, self._capabilities)
-        ways = candidates(levels, has_kernels=self._no_kernels is None, can_graph=self._no_graphs is None)
         self._progress.say(f"-O4: timing {len(ways)} ways to compute a step, once on this machine")
 
         ring = contest.Ring(self._task, self._config, self._engine.link, self._engine.model, grains)
@@ -154,6 +156,14 @@ class Fastest:
             self._progress.say(problem)
         return choice, "measured"
 
+    def _ways(self) -> list[Way]:
+        levels = precision.distinct(self._levels, self._config.precision, self._capabilities)
+        has_kernels, leaves_some = self._no_kernels is None, False
+        if has_kernels:
+            with contextlib.suppress(CannotRun):  # which measuring them will say
+                leaves_some = bool(self._task.accelerate(copy.deepcopy(self._engine.model)))
+        return candidates(levels, has_kernels=has_kernels, can_graph=self._no_graphs is None, leaves_some=leaves_some)
+
     def _take(self, choice: Choice, source: str, way: Way | None = None) -> None:
         """`way`: what of the choice can be had here, where that is not all of it."""
         self.choice = choice
@@ -176,7 +186,7 @@ class Fastest:
             if number % 8 == 0 or number == len(picks):
                 self._progress.say(f"CUDA graphs: {recorded.graphs.num_recorded} recorded of {number} shapes")
 
-    def _facts(self, grains: list[Grain]) -> dict[str, Any]:
+    def _facts(self, grains: list[Grain], ways: list[Way]) -> dict[str, Any]:
         """What a choice depends on."""
         config, model = self._config, self._engine.model
         named = [f"{name} {tuple(value.shape)} {value.requires_grad}" for name, value in model.named_parameters()]
@@ -185,6 +195,8 @@ class Fastest:
             "device": self._capabilities.name,
             "threads": torch.get_num_threads() if self._capabilities.device == "cpu" else None,
             "versions": {name: _version(name) for name in ("torch", "triton", "paceline")},
+            "kernels": _digest_of(kernels.__path__),
+            "ways": [way.name for way in ways],
             "cuda": torch.version.cuda,
             "network": network,
             "settings": config.model_dump(mode="json", include=MATTERS),
@@ -234,6 +246,12 @@ def why_no_graphs(task: Task, config: TrainConfig, capabilities: precision.Capab
     if config.checkpoint_activations:
         return "no CUDA graphs: `checkpoint_activations` keeps random states aside, which cannot be recorded"
     return None
+
+
+def _digest_of(folders: Iterable[str]) -> str:
+    """Of the sources in there: kernels get faster within a version."""
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _version(package: str) -> str | None:

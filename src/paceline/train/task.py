@@ -158,8 +158,8 @@ class Task:
 
     def accelerate(self, model: torch.nn.Module) -> Sequence[str]:
         """Let kernels of the task's own stand in for modules of the model, which keeps its weights and their names; it
-        is on its device and in training (`-O4`). Returns which parts stay as they were, and why; raises `CannotRun`
-        where that is all of them."""
+        is on its device and in training (`-O4`). Returns which parts stay without one, and why: a compiler may do
+        something for those. Raises `CannotRun` where nothing can be done for this model."""
         return []
 
     def recordable(self, grain: Grain) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +17,15 @@ from paceline.recipes.asr.accelerate import accelerate
 from paceline.recipes.asr.encoder import Encoder
 from paceline.recipes.asr.network import read_network
 from paceline.speed.kernels.time_conv import time_conv
+from paceline.speed.way import Way
+from paceline.train import fastest
+from paceline.world.link import Link
+from tests.ranks import run_ranks
+from tests.recipes.asr import tiny
 from tests.recipes.asr.test_fused import BLOCKS as SEPARABLE
 from tests.recipes.asr.test_fused import LENGTHS, MELS, assert_same, make_encoder
 from tests.speed.kernels.separable import distance
+from tests.train.small import alone
 
 DENSE: dict[str, Any] = {"repeat": 2, "residual": True, "residual_dense": True}
 BLOCKS: list[dict[str, Any]] = [
@@ -135,6 +142,57 @@ def test_compiled_for_batches_of_any_size_and_length() -> None:
 
         assert_same(plain, ours, encode, mels, lengths)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+JASPER = {
+    **tiny.NETWORK,
+    "blocks": [
+        {"filters": 16, "kernel": 5, "stride": 2, "dropout": 0.2},
+        {"filters": 16, "kernel": 3, "dropout": 0.2, **DENSE},
+        {"filters": 16, "kernel": 1},
+    ],
+}
+
+
+def train(link: Link, data: Path, out: Path, way: Way, **changes: Any) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(out))
+        patched.setattr(fastest, "why_no_kernels", lambda *_: None)
+        patched.setattr(fastest, "candidates", lambda *_, **__: [way])
+        run = tiny.train(tiny.settings(data, out=out / "run", network=JASPER, level=4, **changes), link)
+    assert run.engine.precision.kernels
+
+
+def train_on_ranks(link: Link, data: Path, folder: Path) -> None:
+    train(link, data, folder / str(link.world.size), Way(2, kernels=True), epochs=2)
+
+
+@pytest.fixture
+def speech(tmp_path: Path) -> Path:
+    tiny.speech(tmp_path / "speech", "train", 26, seed=1)
+    return tmp_path / "speech"
+
+
+def test_a_run_is_the_same_on_two_ranks(tmp_path: Path, speech: Path) -> None:
+    for size in (1, 2):
+        run_ranks(size, train_on_ranks, speech, tmp_path)
+    one, two = (tiny.losses_of(tmp_path / str(size) / "run") for size in (1, 2))
+    assert one == pytest.approx(two, rel=1e-5)
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path, speech: Path) -> None:
+    way, changes = Way(2, kernels=True), {"epochs": None, "schedule": "constant", "warmup_ratio": None}
+    train(alone(), speech, tmp_path / "whole", way, steps=4, **changes)
+    train(alone(), speech, tmp_path / "part", way, steps=2, **changes)
+    train(alone(), speech, tmp_path / "part", way, steps=4, resume="auto", allow_change=True, **changes)
+    assert tiny.losses_of(tmp_path / "whole" / "run") == tiny.losses_of(tmp_path / "part" / "run")
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch about its own compiler
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_run_is_compiled(tmp_path: Path, speech: Path) -> None:
+    train(alone(), speech, tmp_path, Way(3, kernels=True), epochs=None, steps=2)
+    assert len(tiny.losses_of(tmp_path / "run")) == 2
 
 
 @pytest.mark.gpu
