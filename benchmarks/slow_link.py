@@ -28,12 +28,12 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from slow_hosts import INTERFACE, NETWORK, build_network, host, limit, remove_network, sent_bytes
 from table import Row, parser, show
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -49,7 +49,6 @@ from paceline.world.start import start
 RANKS, EVERY, WARM = 4, 50, 50
 WIDTHS = (320, 1500, 1500, 1500, 10)  # 5.0 M parameters
 SAMPLES, BATCH, LR, MOMENTUM = 4096, 8, 0.005, 0.9
-INTERFACE, NETWORK, BRIDGE = "eth0", "10.77.0", "slowlink"
 PORT = 29_417
 
 
@@ -250,9 +249,9 @@ def measure(case: Case, warm: int, timed: int, step_s: float) -> dict[str, float
     for number in range(warm):
         run(number)
     case.link.barrier()
-    before, sent, syncs = time.perf_counter(), _sent_bytes(), len(case.sync_s)
+    before, sent, syncs = time.perf_counter(), sent_bytes(), len(case.sync_s)
     own = [run(warm + number) for number in range(timed)]
-    took, sent = time.perf_counter() - before, _sent_bytes() - sent
+    took, sent = time.perf_counter() - before, sent_bytes() - sent
     case.link.barrier()
     blocked = case.sync_s[syncs:]
     return {
@@ -304,52 +303,7 @@ def tell(link: Link, message: dict[str, Any]) -> None:
         print(json.dumps(message), flush=True)
 
 
-def _sent_bytes() -> int:
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name.strip() == INTERFACE:
-            return int(rest.split()[8])
-    raise AssertionError(f"no {INTERFACE} here")
-
-
 # -- the hosts ---------------------------------------------------------------------------------------------------------
-
-
-def run(*command: str) -> None:
-    subprocess.run(command, check=True)
-
-
-def host(rank: int) -> str:
-    return f"{BRIDGE}{rank}"
-
-
-def build_network() -> None:
-    run("ip", "link", "add", BRIDGE, "type", "bridge")
-    run("ip", "link", "set", BRIDGE, "up")
-    for rank in range(RANKS):
-        name = host(rank)
-        run("ip", "netns", "add", name)
-        run("ip", "link", "add", name, "type", "veth", "peer", "name", INTERFACE, "netns", name)
-        run("ip", "link", "set", name, "master", BRIDGE, "up")
-        run("ip", "-n", name, "address", "add", f"{NETWORK}.{rank + 1}/24", "dev", INTERFACE)
-        run("ip", "-n", name, "link", "set", INTERFACE, "up")
-        run("ip", "-n", name, "link", "set", "lo", "up")
-
-
-def limit(rate: str) -> None:
-    """Both directions of every host."""
-    shape = ("root", "tbf", "rate", rate, "burst", "64kb", "latency", "50ms")
-    for rank in range(RANKS):
-        run("tc", "qdisc", "add", "dev", host(rank), *shape)
-        run("tc", "-n", host(rank), "qdisc", "add", "dev", INTERFACE, *shape)
-
-
-def remove_network() -> None:
-    for rank in range(RANKS):
-        # A namespace takes its interfaces with it only some time later: the link first, so that it can be made again.
-        subprocess.run(["ip", "link", "del", host(rank)], capture_output=True)
-        subprocess.run(["ip", "netns", "del", host(rank)], capture_output=True)
-    subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
 
 
 def run_hosts(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -373,7 +327,7 @@ def run_hosts(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 continue
             message = json.loads(line)
             if "ready" in message:
-                limit(options["rate"])
+                limit(RANKS, options["rate"])
                 first.stdin.write("\n")
                 first.stdin.flush()
             else:
@@ -404,8 +358,8 @@ def main() -> None:
     options = {
         name: getattr(given, name) for name in ("rate", "rounds", "intervals", "ddp_steps", "loss_steps", "step_ms")
     }
-    remove_network()
-    build_network()
+    remove_network(RANKS)
+    build_network(RANKS)
     losses: dict[str, float] = {}
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     try:
@@ -419,7 +373,7 @@ def main() -> None:
                 found[name][metric].append(statistics.mean(rank[metric] for rank in message["ranks"]))
             print(f"round {message['round'] + 1}: {name}: {found[name]['steps/s'][-1]:.3g} steps/s", file=sys.stderr)
     finally:
-        remove_network()
+        remove_network(RANKS)
     medians = {
         name: {metric: statistics.median(values) for metric, values in case.items()} for name, case in found.items()
     }
