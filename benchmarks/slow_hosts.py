@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 INTERFACE, NETWORK, BRIDGE = "eth0", "10.77.0", "slowlink"
 
