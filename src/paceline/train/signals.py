@@ -6,9 +6,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
 
 from paceline.world.link import Link
 from paceline.world.parent import is_orphan
@@ -19,14 +19,25 @@ IMPATIENT_AFTER_S = 1.0
 
 
 @contextmanager
-def on_stop_signal(ask: Callable[[], None]) -> Iterator[None]:
-    """Call `ask` when a stop signal arrives; outside the main thread Python delivers none and nothing is changed."""
+def handled(numbers: Iterable[int], handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Signals go to `handle` meanwhile; outside the main thread Python delivers none and nothing is changed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def on_stop_signal(ask: Callable[[], None]) -> Iterator[None]:
+    """Call `ask` when a stop signal arrives."""
     asked_at: float | None = None
 
-    def handle(number: int, frame: Any) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         nonlocal asked_at
         now = time.monotonic()
         if number == signal.SIGINT and asked_at is not None and now - asked_at > IMPATIENT_AFTER_S:
@@ -34,12 +45,8 @@ def on_stop_signal(ask: Callable[[], None]) -> Iterator[None]:
         asked_at = asked_at or now
         ask()
 
-    before = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
-    try:
+    with handled(STOP_SIGNALS, handle):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def stop_reason(link: Link) -> str:

@@ -10,11 +10,12 @@ import fcntl
 import shutil
 import signal
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+
+from paceline.train.signals import handled
 
 PREFIX = "paceline-tune-"
 LOCK = "alive"
@@ -32,9 +33,6 @@ class AskedToLeave(KeyboardInterrupt):
 @contextmanager
 def leaving_when_asked() -> Iterator[None]:
     """SIGTERM and SIGHUP, too, unwind what was begun; more of them do not disturb that."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     numbers = (signal.SIGTERM, signal.SIGHUP)
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -42,12 +40,8 @@ def leaving_when_asked() -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)
         raise AskedToLeave(number)
 
-    before = {number: signal.signal(number, leave) for number in numbers}
-    try:
+    with handled(numbers, leave):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
