@@ -172,6 +172,22 @@ def test_kernels_are_put_into_the_model_that_is_trained(
     assert "without a kernel: head: it is too small" in said(capsys)
 
 
+class Broken(SmallTask):
+    def accelerate(self, model: nn.Module) -> list[str]:
+        raise RuntimeError("no such instruction")
+
+
+def test_kernels_that_fail_cost_only_themselves(
+    tmp_path: Path, times: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fastest, "why_no_kernels", lambda *_: None)
+    times |= {"-O2": 1.0}
+    run = trainer(Broken(), tmp_path / "run", level=4, steps=1)
+    run.fit()
+    assert run.fastest.choice.way.name == "-O2"
+    assert any(note.startswith("-O2 + kernels cannot run here") for note in run.fastest.choice.notes)
+
+
 def test_a_choice_is_made_anew_for_other_kernels(
     tmp_path: Path, times: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.observe.progress import Progress
 from paceline.speed import kernels, precision
-from paceline.speed.choice import CannotRun, Choice, Shelf, cache_folder, choose
+from paceline.speed.choice import Choice, Shelf, cache_folder, choose
 from paceline.speed.graphs import MOST_GRAPHS, CudaRecorder, Graphs
 from paceline.speed.precision import Precision
 from paceline.speed.way import Way, candidates
@@ -160,7 +160,7 @@ class Fastest:
         levels = precision.distinct(self._levels, self._config.precision, self._capabilities)
         has_kernels, leaves_some = self._no_kernels is None, False
         if has_kernels:
-            with contextlib.suppress(CannotRun):  # which measuring them will say
+            with contextlib.suppress(Exception):  # whatever it runs into, measuring them says
                 leaves_some = bool(self._task.accelerate(copy.deepcopy(self._engine.model)))
         return candidates(levels, has_kernels=has_kernels, can_graph=self._no_graphs is None, leaves_some=leaves_some)
 
