@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from paceline.train.checkpoint import Checkpointer
+from paceline.train.checkpoint.writer import Checkpointer
 
 WIDTH = 1024
 STEPS_BEFORE = 30

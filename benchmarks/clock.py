@@ -52,7 +52,7 @@ def train(rank: int, size: int, port: int, folder: str, epochs: int, pipe: Any) 
     from paceline import TrainConfig
     from paceline.recipes.digits import Digits
     from paceline.train.trainer import Trainer
-    from paceline.world.discover import World
+    from paceline.world.discover.environment import World
     from paceline.world.start import start
 
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115

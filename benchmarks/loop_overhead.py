@@ -117,7 +117,7 @@ def trainer(num_steps: int, own_loader: bool) -> float:
 
     from paceline import Task, TrainConfig
     from paceline.train.trainer import Trainer
-    from paceline.world.discover import discover
+    from paceline.world.discover.environment import discover
     from paceline.world.start import start
 
     class Tiny(Task):

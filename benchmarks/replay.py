@@ -99,7 +99,7 @@ def work(rank: int, size: int, port: int, num_steps: int, pipe: Any) -> None:
     from paceline.data.cut import seats
     from paceline.replay.buffer import ReplayBuffer
     from paceline.replay.layout import Field
-    from paceline.world.discover import World
+    from paceline.world.discover.environment import World
     from paceline.world.start import start
 
     meeting = f"127.0.0.1:{port}" if size > 1 else None
@@ -150,7 +150,7 @@ def whole_steps(rank: int, size: int, port: int, num_steps: int, pipe: Any) -> N
     from paceline.recipes.continual.settings import ContinualSettings
     from paceline.recipes.continual.task import Continual
     from paceline.train.trainer import Trainer
-    from paceline.world.discover import World
+    from paceline.world.discover.environment import World
     from paceline.world.start import start
 
     meeting = f"127.0.0.1:{port}" if size > 1 else None
@@ -284,7 +284,7 @@ def ours(root: Path, num_steps: int) -> float:
     from paceline.recipes.continual.settings import ContinualSettings
     from paceline.recipes.continual.task import Continual
     from paceline.train.trainer import Trainer
-    from paceline.world.discover import World
+    from paceline.world.discover.environment import World
     from paceline.world.start import start
 
     link = start(World(0, 0, 1, 1, 0, 1, "benchmark", None), device="cpu", threads=1)

@@ -42,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.data.grain import Batch, Grain
 from paceline.train.engine import Engine
-from paceline.world.discover import World
+from paceline.world.discover.environment import World
 from paceline.world.link import Link
 from paceline.world.start import start
 

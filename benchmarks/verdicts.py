@@ -42,10 +42,10 @@ from torch import nn
 
 from paceline import Task, TrainConfig
 from paceline.data.grain import Grain
+from paceline.observe.callback import Record, Watcher
 from paceline.observe.verdict import LEAST_SECONDS
-from paceline.observe.watcher import Record, Watcher
 from paceline.train.trainer import Trainer
-from paceline.world.discover import World
+from paceline.world.discover.environment import World
 from paceline.world.link import Link
 from paceline.world.start import start
 

@@ -17,12 +17,12 @@ from paceline.cli.completion import HOMES
 from paceline.cli.main import COMMANDS
 from paceline.cli.recipes import RECIPES
 from paceline.cli.tasks import find_task
-from paceline.cli.tune import TuneCommand
+from paceline.cli.tune.command import TuneCommand
 from paceline.config.aliases import ALIASES, SHORT
-from paceline.config.explain import Option, parts
+from paceline.config.command_line import dashed
+from paceline.config.parse import choices, is_flag, item, length, section, sequence, variants
+from paceline.config.sections import Option, parts
 from paceline.config.settings import GroupSettings, TrainConfig
-from paceline.config.values import choices, is_flag, item, length, section, sequence, variants
-from paceline.config.words import dashed
 
 PAGE = Path(__file__).with_name("options.md")
 HEAD = """\

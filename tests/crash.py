@@ -28,7 +28,7 @@ _attempts = 0
 
 @functools.cache
 def _store() -> Any:
-    from paceline.world.meeting import TCPStore
+    from paceline.world.store import TCPStore
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -60,7 +60,7 @@ def run_until_death(size: int, function: Callable[..., None], *args: Any) -> lis
 
 
 def _work(rank: int, size: int, port: int, attempt: int, name: tuple[str, str], args: Any, path: list[str]) -> None:
-    from paceline.world.discover import World
+    from paceline.world.discover.environment import World
     from paceline.world.start import start
 
     sys.path[:] = path

@@ -86,7 +86,7 @@ class Pool:
     """The processes, and the store where they meet: one store for all tests, a new attempt in it for each."""
 
     def __init__(self) -> None:
-        from paceline.world.meeting import TCPStore
+        from paceline.world.store import TCPStore
 
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         # A server that has imported torch once and forks: a new worker takes milliseconds.
@@ -196,7 +196,7 @@ def _serve(pipe: Connection, stacks: str) -> None:
 
 
 def _answer(job: dict[str, Any]) -> bytes:
-    from paceline.world.discover import World
+    from paceline.world.discover.environment import World
     from paceline.world.start import start
 
     sys.path[:] = job["path"]

@@ -22,19 +22,19 @@ import yaml
 from pydantic import create_model
 
 import paceline
-from paceline.cli import tune
 from paceline.cli.completion import HOMES
 from paceline.cli.main import COMMANDS, main
 from paceline.cli.options import TrainCommand, train_options
 from paceline.cli.recipes import RECIPES
 from paceline.cli.tasks import find_task
 from paceline.cli.train import take_task
+from paceline.cli.tune import command as tune
 from paceline.config.aliases import ALIASES
+from paceline.config.command_line import read_words
 from paceline.config.load import load
 from paceline.config.settings import Section, TrainConfig
-from paceline.config.words import read_words
 from paceline.observe.journal import read
-from paceline.recipes.asr.network import NetworkSettings
+from paceline.recipes.asr.network.config import NetworkSettings
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

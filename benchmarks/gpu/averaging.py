@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from table import Row, parser, show
 
 from paceline.train.engine import Engine
-from paceline.world.discover import World
+from paceline.world.discover.environment import World
 from paceline.world.start import start
 
 WAYS: dict[str, dict[str, Any]] = {

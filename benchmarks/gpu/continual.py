@@ -36,7 +36,7 @@ def run(method: str, level: int, root: Path, epochs: int, seed: int, backbone: s
     from paceline.recipes.continual.settings import ContinualSettings
     from paceline.recipes.continual.task import Continual
     from paceline.train.trainer import Trainer
-    from paceline.world.discover import World
+    from paceline.world.discover.environment import World
     from paceline.world.start import start
 
     link = start(World(0, 0, 1, 1, 0, 1, "benchmark", None), device="auto")

@@ -34,7 +34,7 @@ from paceline.recipes.asr.settings import AsrSettings
 from paceline.recipes.asr.task import Asr
 from paceline.train.benchmark import benchmark
 from paceline.train.trainer import Trainer
-from paceline.world.discover import discover
+from paceline.world.discover.environment import discover
 from paceline.world.link import Link
 from paceline.world.start import start
 

@@ -33,15 +33,15 @@ from table import Row, parser, show
 
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
-from paceline.recipes.asr.accelerate import accelerate
-from paceline.recipes.asr.ctc import ctc_loss_sum
-from paceline.recipes.asr.encoder import Decoder, Encoder
-from paceline.recipes.asr.network import NetworkSettings, read_network
-from paceline.speed.choice import choose
-from paceline.speed.way import Way, candidates
-from paceline.train import contest
+from paceline.recipes.asr.fast.accelerate import accelerate
+from paceline.recipes.asr.network.config import NetworkSettings, read_network
+from paceline.recipes.asr.network.encoder import Decoder, Encoder
+from paceline.recipes.asr.text.ctc import ctc_loss_sum
+from paceline.speed.autotune.candidates import Way, candidates
+from paceline.speed.autotune.choice import choose
+from paceline.train.autotune import contest
 from paceline.train.task import Task
-from paceline.world.discover import discover
+from paceline.world.discover.environment import discover
 from paceline.world.start import start
 
 FRAMES, LABELS, WARM, STEPS = 1672, 200, 3, 8

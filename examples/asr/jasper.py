@@ -17,10 +17,10 @@ import sys
 from pathlib import Path
 
 from paceline.cli.main import main
-from paceline.config.errors import PacelineError
-from paceline.recipes.asr.nemo_yaml import max_seconds
-from paceline.recipes.asr.network import read_document
-from paceline.world.discover import discover
+from paceline.core.errors import PacelineError
+from paceline.recipes.asr.exchange.nemo_yaml import max_seconds
+from paceline.recipes.asr.network.config import read_document
+from paceline.world.discover.environment import discover
 
 SCHEDULES = {
     "CosineAnnealing": "cosine",

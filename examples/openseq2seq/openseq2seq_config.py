@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from paceline.cli.tasks import guarded
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 
 NAMES_ONLY = ("tensorflow", "open_seq2seq")
 

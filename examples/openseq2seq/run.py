@@ -23,10 +23,10 @@ from openseq2seq_params import count_towers, translate
 
 from paceline.cli.main import main
 from paceline.cli.recipes import RECIPES
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 from paceline.train.task import Task
-from paceline.world.discover import discover
-from paceline.world.failure import user_message
+from paceline.world.discover.environment import discover
+from paceline.world.failure.together import user_message
 
 
 def task_name(model: Any) -> str:

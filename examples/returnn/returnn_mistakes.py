@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 
 
 class OptionRefused(PacelineError):

@@ -27,10 +27,10 @@ from returnn_options import KNOWN, translate
 from paceline.cli.main import main
 from paceline.cli.recipes import RECIPES
 from paceline.cli.tasks import guarded
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 from paceline.train.task import Task
-from paceline.world.discover import discover
-from paceline.world.failure import user_message
+from paceline.world.discover.environment import discover
+from paceline.world.failure.together import user_message
 
 
 def read_words(argv: Sequence[str]) -> tuple[Path, dict[str, Any]]:

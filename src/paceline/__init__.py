@@ -9,36 +9,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.config.errors import PacelineError as PacelineError
     from paceline.config.settings import TrainConfig as TrainConfig
+    from paceline.core.errors import PacelineError as PacelineError
     from paceline.data.collate import pad_collate as pad_collate
     from paceline.data.grain import Batch as Batch
     from paceline.data.grain import Grain as Grain
-    from paceline.data.hdf_dataset import PackedDataset as PackedDataset
-    from paceline.observe.watcher import Watcher as Watcher
+    from paceline.data.packed.dataset import PackedDataset as PackedDataset
+    from paceline.observe.callback import Watcher as Watcher
     from paceline.train.engine import Engine as Engine
     from paceline.train.fit import fit as fit
     from paceline.train.result import Result as Result
     from paceline.train.task import Stage as Stage
     from paceline.train.task import Task as Task
-    from paceline.world.discover import World as World
+    from paceline.world.discover.environment import World as World
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "PacelineError": "paceline.config.errors",
+    "PacelineError": "paceline.core.errors",
     "TrainConfig": "paceline.config.settings",
     "pad_collate": "paceline.data.collate",
     "Batch": "paceline.data.grain",
     "Grain": "paceline.data.grain",
-    "PackedDataset": "paceline.data.hdf_dataset",
-    "Watcher": "paceline.observe.watcher",
+    "PackedDataset": "paceline.data.packed.dataset",
+    "Watcher": "paceline.observe.callback",
     "Engine": "paceline.train.engine",
     "fit": "paceline.train.fit",
     "Stage": "paceline.train.task",
     "Task": "paceline.train.task",
     "Result": "paceline.train.result",
-    "World": "paceline.world.discover",
+    "World": "paceline.world.discover.environment",
 }
 __all__ = sorted(_HOMES)
 

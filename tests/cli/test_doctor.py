@@ -9,8 +9,8 @@ import pytest
 
 from paceline.cli import doctor
 from paceline.cli.main import main
-from paceline.world import findings
-from paceline.world.findings import Finding
+from paceline.world.doctor import findings
+from paceline.world.doctor.findings import Finding
 
 
 def test_json_and_exit_code(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from paceline.cli.main import main
-from paceline.data.manifest import read_manifests
+from paceline.data.manifest.read import read_manifests
 from tests.data.sounds import tone, write
 from tests.recipes.asr.tiny import damaged
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main
-from paceline.recipes.asr.manifest_split import BadParts, TooFewGroups, assign, parse_parts
+from paceline.recipes.asr.manifests.split import BadParts, TooFewGroups, assign, parse_parts
 from tests.cli.test_manifest import Shown, lines, manifest
 
 

@@ -11,9 +11,9 @@ import soundfile
 import yaml
 
 from paceline.cli.main import main
-from paceline.data import hdf_write
-from paceline.data.hdf import open_packed
-from paceline.data.hdf_dataset import PackedDataset
+from paceline.data.packed import writer as hdf_write
+from paceline.data.packed.dataset import PackedDataset
+from paceline.data.packed.reader import open_packed
 from tests.recipes.asr import tiny
 
 Shown = pytest.CaptureFixture[str]

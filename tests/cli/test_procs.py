@@ -7,8 +7,8 @@ import pytest
 from paceline.cli.main import main
 from paceline.cli.procs import check_procs
 from paceline.config.problems import SettingsInvalid
-from paceline.world.discover import World
-from tests.world.test_discover import OPEN_MPI
+from paceline.world.discover.environment import World
+from tests.world.discover.test_environment import OPEN_MPI
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.cli.main import main
 from tests.observe.report.made import usual, write_run
-from tests.train.test_checkpoint import small_disk
+from tests.train.checkpoint.test_writer import small_disk
 
 pytest.importorskip("plotly", reason="plotly is not installed")
 

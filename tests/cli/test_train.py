@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from paceline.cli.main import main
-from paceline.config.paths import near
+from paceline.core.paths import near
 from paceline.observe.journal import read
 from paceline.train.run import Run
-from tests.train.test_checkpoint import small_disk
+from tests.train.checkpoint.test_writer import small_disk
 
 FILE = Path(__file__).parent / "tasks_for_tests.py"
 TIMEOUT_S = 90

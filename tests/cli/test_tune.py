@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.cli import tune_lr, tune_search
 from paceline.cli.main import main
-from paceline.cli.tune import OPTIONS, TuneCommand, range_test_words, with_length
+from paceline.cli.tune import range_test as tune_lr
+from paceline.cli.tune import search as tune_search
+from paceline.cli.tune.command import OPTIONS, TuneCommand, range_test_words, with_length
 from paceline.config.settings import TrainConfig
-from paceline.train.tune import Failure, Speed, Trial, ratios_of
-from paceline.train.tune_process import Spec
-from paceline.train.tune_proof import FIRST_LOOK, is_decided
-from paceline.train.tune_space import Facts, LevelFacts
+from paceline.train.tune.knobs import Facts, LevelFacts
+from paceline.train.tune.process import Spec
+from paceline.train.tune.proof import FIRST_LOOK, is_decided
+from paceline.train.tune.search import Failure, Speed, Trial, ratios_of
 
 HERE = Path(__file__).parent
 GOOD = f"{HERE / 'tasks_for_tests.py'}:Good"

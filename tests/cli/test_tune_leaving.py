@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.train import tune_folder
-from paceline.train.tune_folder import AskedToLeave, leaving_when_asked, work_folder
+from paceline.train.tune import folder as tune_folder
+from paceline.train.tune.folder import AskedToLeave, leaving_when_asked, work_folder
 
 TASK = f"{Path(__file__).parent / 'tasks_for_tests.py'}:Good"
 

@@ -7,8 +7,8 @@ from typing import Literal
 import pytest
 from pydantic import ValidationError
 
-from paceline.config.keys import key
 from paceline.config.settings import TrainConfig
+from paceline.core.keys import key
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.data.audio import AudioUnreadable, probe, read_audio
-from paceline.data.audio_check import check, check_all
-from paceline.data.manifest import read_manifests
+from paceline.data.audio.check import check, check_all
+from paceline.data.audio.read import AudioUnreadable, probe, read_audio
+from paceline.data.manifest.read import read_manifests
 from tests.data.sounds import FORMATS, tone, write
 
 RATE = 16000

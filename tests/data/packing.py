@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.hdf import Packed, open_packed
-from paceline.data.pack import Packing, pack
-from paceline.data.pack_samples import SampleSource
+from paceline.data.packed.from_samples import SampleSource
+from paceline.data.packed.pack import Packing, pack
+from paceline.data.packed.reader import Packed, open_packed
 
 NUMBER = 40
 

@@ -15,9 +15,9 @@ import pytest
 import soundfile
 from numpy.typing import NDArray
 
-from paceline.data.audio import AudioUnreadable, probe, read_audio
-from paceline.data.audio_check import check, check_all, measure
-from paceline.data.manifest import read_manifests
+from paceline.data.audio.check import check, check_all, measure
+from paceline.data.audio.read import AudioUnreadable, probe, read_audio
+from paceline.data.manifest.read import read_manifests
 from tests.data.sounds import FORMATS, LOSSLESS, tone, write
 
 RATE = 16000

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 import paceline.data.loader as loader_module
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 from paceline.data.ahead import Seat
 from paceline.data.collate import ShapesDiffer, pad_collate, stack_collate
 from paceline.data.fetch import Fetch, Request

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.data.manifest import BadManifest, read_manifests
+from paceline.data.manifest.read import BadManifest, read_manifests
 
 NUMBER = 10_000
 VALUES: list[Any] = [

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 from paceline.data.cut import CUT_TOLERANCE, MIN_GRAIN, assign, cut
 from paceline.data.plan import ORDERS, BadPlanSetting, BadSampleNumbers, BatchRule, LengthsNeeded, Plan
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.launchers import small
-from tests.world.test_failure import free_port
+from tests.world.failure.test_together import free_port
 
 COLLECTIVE_S = 8.0
 RANKS = 3

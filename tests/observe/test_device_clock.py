@@ -9,7 +9,7 @@ import pytest
 from paceline.observe import clock as host_clock
 from paceline.observe.clock import PHASES
 from paceline.observe.device_clock import STEP_PHASES, DeviceClock, DeviceTime, apportion
-from paceline.observe.meetings import meetings
+from paceline.observe.rank_waits import meetings
 
 
 class Machine:

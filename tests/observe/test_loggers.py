@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from paceline.observe import loggers
+from paceline.observe.callback import NotAWatcher, RunInfo, Watcher, checked
 from paceline.observe.loggers import LoggerNotInstalled
-from paceline.observe.watcher import NotAWatcher, RunInfo, Watcher, checked
 
 READER = """
 import json, sys

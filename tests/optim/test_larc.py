@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config.settings import TrainConfig
-from paceline.observe.watcher import Watcher
+from paceline.observe.callback import Watcher
 from paceline.optim.larc import LARS, Larc, Rule, rule_of
 from paceline.optim.layerwise import OutOfRange, SparseGradient
 from paceline.optim.novograd import NovoGrad

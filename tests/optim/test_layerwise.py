@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 from paceline.optim import state
 from paceline.optim.lamb import Lamb
 from paceline.optim.layerwise import OutOfRange, SparseGradient

@@ -12,8 +12,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from paceline.config.errors import PacelineError
 from paceline.config.settings import OptimSettings, TrainConfig
+from paceline.core.errors import PacelineError
 from paceline.optim.schedule import (
     SCHEDULES,
     MinLrAboveLr,

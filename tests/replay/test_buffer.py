@@ -14,7 +14,7 @@ from paceline.replay.buffer import ReplayBuffer
 from paceline.replay.errors import BufferDiverged, BufferTooSmall, Needed, StateMisfit
 from paceline.replay.layout import Field, ItemMisfit, Layout
 from paceline.replay.strategy import Strategy
-from paceline.world.discover import World
+from paceline.world.discover.environment import World
 from paceline.world.link import Link
 from paceline.world.start import start
 from tests.ranks import ranks, run_ranks

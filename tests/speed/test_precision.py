@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.speed.autotune.candidates import Way
 from paceline.speed.master import Masters, cast_inputs, to_half
 from paceline.speed.precision import (
     Capabilities,
@@ -28,7 +29,6 @@ from paceline.speed.precision import (
     resolve_way,
     rows,
 )
-from paceline.speed.way import Way
 
 DEVICES = {
     "CPU": Capabilities("cpu", "an old CPU", bf16=False, tf32=False, fp16=True, compiler=True),

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from paceline.speed import precision
-from paceline.speed.choice import CannotRun
-from paceline.speed.way import Way
-from paceline.train import contest
+from paceline.speed.autotune.candidates import Way
+from paceline.speed.autotune.choice import CannotRun
+from paceline.train.autotune import contest
 from tests.train.small import CPU
 
 

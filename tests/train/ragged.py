@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.config.keys import key
+from paceline.core.keys import key
 from paceline.data.collate import pad_collate
 from paceline.data.grain import Grain
 from paceline.data.plan import BatchRule, Plan

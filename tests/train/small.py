@@ -20,7 +20,7 @@ from paceline.observe.journal import read
 from paceline.speed.precision import Capabilities
 from paceline.train.task import Task
 from paceline.train.trainer import Trainer
-from paceline.world.discover import World
+from paceline.world.discover.environment import World
 from paceline.world.link import Link
 from paceline.world.start import start
 

@@ -16,7 +16,8 @@ from torch.utils.data import ConcatDataset
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.observe.journal import read
-from paceline.train import apply, restore
+from paceline.train import apply
+from paceline.train.checkpoint import reader as restore
 from paceline.train.fit import run_mode
 from paceline.train.task import NoInputs, Stage, Task
 from paceline.train.trainer import Trainer

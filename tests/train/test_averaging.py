@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from paceline.observe.journal import read
-from paceline.train import restore
+from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint.state import RanksHaveTheirOwn
 from paceline.train.engine import Engine
-from paceline.train.state import RanksHaveTheirOwn
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import RanksFailed, ranks, run_ranks

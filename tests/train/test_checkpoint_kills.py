@@ -15,8 +15,8 @@ KILLS = """
 import json, os, pathlib, random, select, shutil, signal, sys, time
 import torch
 from paceline.train import snapshot
-from paceline.train.checkpoint import Checkpointer
-from paceline.train.restore import listed, load, newest
+from paceline.train.checkpoint.writer import Checkpointer
+from paceline.train.checkpoint.reader import listed, load, newest
 
 def parts(step):
     return {part: {"w": torch.full((size,), float(step))} for part, size in (("model", 60000), ("optimizer", 1000))}

@@ -15,7 +15,8 @@ import torch
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.observe.journal import read
-from paceline.train import restore, trainer
+from paceline.train import trainer
+from paceline.train.checkpoint import reader as restore
 from paceline.world.link import Link
 from tests.crash import KILLED, run_until_death
 from tests.train.ragged import RaggedTask

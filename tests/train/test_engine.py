@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from paceline.config.keys import key
+from paceline.core.keys import key
 from paceline.data.grain import Batch, Grain
-from paceline.train import restore, state
-from paceline.train.checkpoint import Checkpointer
+from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint import state
+from paceline.train.checkpoint.writer import Checkpointer
 from paceline.train.contract import LossContract, NoGradients, NonFiniteLoss, OutOfMemory, TooManySkipped
 from paceline.train.engine import Engine
-from paceline.world.discover import discover
+from paceline.world.discover.environment import discover
 from paceline.world.link import Link
 from paceline.world.start import start
 from tests.ranks import ranks, run_ranks

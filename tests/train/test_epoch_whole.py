@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.observe.journal import read
-from paceline.train import restore
+from paceline.train.checkpoint import reader as restore
 from tests.train.small import NUM_SAMPLES, STEPS_PER_EPOCH, SmallTask, trainer
 from tests.train.test_trainer_resume import StoppingTask
 

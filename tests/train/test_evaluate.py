@@ -79,7 +79,7 @@ def run_wrong(link: Link) -> None:
 
 
 def test_a_mean_is_no_metric() -> None:
-    from paceline.world.discover import discover
+    from paceline.world.discover.environment import discover
     from paceline.world.start import start
 
     with pytest.raises(MetricContract, match="'loss' is Tensor"):

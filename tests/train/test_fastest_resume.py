@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.parallel.averaging import AveragedParameters
+from paceline.parallel.averaged import AveragedParameters
 from paceline.speed import precision
 from paceline.speed.graphs import Graphs
 from paceline.speed.precision import Capabilities
-from paceline.train import contest, fastest, restore, state
+from paceline.train.autotune import contest
+from paceline.train.autotune import run_choice as fastest
+from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint import state
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import run_ranks

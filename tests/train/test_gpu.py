@@ -16,11 +16,11 @@ from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.observe.journal import read
 from paceline.optim.larc import Larc, Rule
-from paceline.train import restore
+from paceline.train.checkpoint import reader as restore
 from paceline.train.engine import Engine
 from paceline.train.task import Task
 from paceline.train.trainer import Trainer
-from paceline.world.discover import discover
+from paceline.world.discover.environment import discover
 from paceline.world.link import Link
 from paceline.world.start import start
 

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from paceline.observe.journal import read
-from paceline.parallel.averaging import AveragedParameters
-from paceline.parallel.gradients import SummedGradients
+from paceline.parallel.averaged import AveragedParameters
 from paceline.parallel.sharded import ShardedGradients
+from paceline.parallel.summed import SummedGradients
 from paceline.train.trainer import Trainer
-from paceline.world.discover import World
+from paceline.world.discover.environment import World
+from paceline.world.failure.flight_recorder import trail
 from paceline.world.resources import DeviceChoice
 from paceline.world.start import start
-from paceline.world.trail import trail
 from tests.train.apart import WeightedTask, config
 
 ALONE = World(0, 0, 1, 1, 0, 1, "plain", None)

@@ -15,10 +15,10 @@ from torch import nn
 
 import paceline
 from paceline.observe import loggers
+from paceline.observe.callback import Record, RunInfo, Watcher
 from paceline.observe.clock import PHASES
 from paceline.observe.journal import read
 from paceline.observe.loggers import LoggerNotInstalled
-from paceline.observe.watcher import Record, RunInfo, Watcher
 from paceline.train.task import Stage
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link

@@ -17,12 +17,12 @@ from torch import nn
 
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
-from paceline.data.hdf_dataset import PackedDataset
+from paceline.data.packed.dataset import PackedDataset
 from paceline.observe import verdict as verdicts
+from paceline.observe.callback import Watcher
 from paceline.observe.clock import PHASES, Clock
 from paceline.observe.device_clock import DeviceClock
 from paceline.observe.journal import read
-from paceline.observe.watcher import Watcher
 from paceline.speed import recompiles
 from paceline.train import meter
 from paceline.train.task import Task

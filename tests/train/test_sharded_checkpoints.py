@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.observe.journal import read
-from paceline.train import pieces, restore
-from paceline.train.checkpoint import Checkpointer, PiecesMissing
+from paceline.train.checkpoint import pieces
+from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint.writer import Checkpointer, PiecesMissing
 from tests.ranks import run_ranks
 from tests.train.sharded import fit
 

@@ -13,7 +13,7 @@ from paceline.config.settings import EngineConfig, TrainConfig
 from paceline.observe.journal import read
 from paceline.parallel.sharded import UnevenUse
 from paceline.parallel.sharding import CalledAround, CannotShard
-from paceline.train import restore
+from paceline.train.checkpoint import reader as restore
 from paceline.train.engine import Engine
 from paceline.train.task import Stage
 from paceline.world.link import Link

@@ -11,7 +11,7 @@ import pytest
 from paceline.config.settings import GroupSettings, TrainConfig
 from paceline.speed.precision import Capabilities, resolve
 from paceline.train.summary import DataFacts, Facts, ModelFacts, Seat, data_line, idle, rows
-from paceline.world.discover import World
+from paceline.world.discover.environment import World
 from tests.train.ragged import RaggedTask
 from tests.train.small import SmallTask, trainer
 

@@ -15,7 +15,7 @@ from torch import nn
 from paceline.config.settings import TrainConfig
 from paceline.observe.journal import read
 from paceline.optim import schedule
-from paceline.train import restore
+from paceline.train.checkpoint import reader as restore
 from paceline.train.task import Stage
 from paceline.world.link import Link
 from tests.ranks import run_ranks

@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.config.settings import GroupSettings
 from paceline.observe.journal import read
-from paceline.train import restore
+from paceline.train.checkpoint import reader as restore
 from paceline.train.validation import NotASet, UnknownMonitor
 from tests.train.ragged import Net as RaggedNet
 from tests.train.ragged import Ragged, RaggedTask

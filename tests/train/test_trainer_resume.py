@@ -14,10 +14,10 @@ from torch import nn
 
 from paceline.config.settings import TrainConfig
 from paceline.observe.journal import read
-from paceline.train import restore
+from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint.state import WeightsMisfit
 from paceline.train.position import SettingsChanged
 from paceline.train.run import RunExists
-from paceline.train.state import WeightsMisfit
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.crash import run_until_death

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.train.tune import Changes, Failure, Found, Knob, Speed, Trial, ratios_of, search
-from paceline.train.tune_proof import is_decided
+from paceline.train.tune import search
+from paceline.train.tune.proof import is_decided
+from paceline.train.tune.search import Changes, Failure, Found, Knob, Speed, Trial, ratios_of
 
 TRIAL_S = 5.0
 

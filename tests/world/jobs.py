@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from paceline.config.errors import PacelineError
-from paceline.world import watch
-from paceline.world.discover import World, discover
-from paceline.world.failure import fail_together
+from paceline.core.errors import PacelineError
+from paceline.world.discover.environment import World, discover
+from paceline.world.failure import watchdog as watch
+from paceline.world.failure.together import fail_together
 from paceline.world.link import Link
 from paceline.world.start import start
 

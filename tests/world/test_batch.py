@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.world.batch import BatchJob, NotADuration, NotASize, mebibytes, seconds
-from paceline.world.sge import GpusPerSlot, GridEngine, sge_script
-from paceline.world.slurm import slurm_script
+from paceline.world.launch.batch_script import BatchJob, NotADuration, NotASize, mebibytes, seconds
+from paceline.world.launch.sge import GpusPerSlot, GridEngine, sge_script
+from paceline.world.launch.slurm import slurm_script
 
 GOLDEN = Path(__file__).with_name("golden")
 JOB = BatchJob(

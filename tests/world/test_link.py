@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.world.discover import World
+from paceline.world.discover.environment import World
 from paceline.world.link import Link
 from paceline.world.start import start
 from tests.ranks import RanksFailed, ranks, run_ranks

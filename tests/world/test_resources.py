@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.world.launch import count_procs
+from paceline.world.launch.launcher import count_procs
 from paceline.world.resources import MoreRanksThanDevices, NoCudaDevice, device_name, threads_per_rank
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from paceline.world import start as module
-from paceline.world.discover import World
+from paceline.world.discover.environment import World
 from paceline.world.link import Link
-from paceline.world.preflight import Present
 from paceline.world.resources import MoreRanksThanDevices, NoCudaDevice
+from paceline.world.roll_call import Present
 from tests.ranks import ranks
 
 PLAIN = World(0, 0, 1, 1, 0, 1, "plain", None)

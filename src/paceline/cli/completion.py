@@ -6,9 +6,9 @@ import importlib
 from collections.abc import Sequence
 from typing import Literal
 
+from paceline.config.help import Command, completion
 from paceline.config.load import load
 from paceline.config.settings import Section
-from paceline.config.usage import Command, completion
 
 
 class CompletionOptions(Section):
@@ -20,11 +20,11 @@ class CompletionOptions(Section):
 
 HOMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "train": ("train:OPTIONS", ("task",)),
-    "tune": ("tune:OPTIONS", ("task",)),
+    "tune": ("tune.command:OPTIONS", ("task",)),
     "eval": ("eval:EvalOptions", ("run",)),
     "infer": ("infer:InferOptions", ("run", "inputs")),
     "manifest": ("manifest:ManifestOptions", ("action", "path")),
-    "pack": ("pack:PackOptions", ("paths",)),
+    "pack": ("pack.command:PackOptions", ("paths",)),
     "export": ("export:ExportOptions", ("run", "folder")),
     "launch": ("launch:LaunchOptions", ()),
     "submit": ("submit:SubmitOptions", ("scheduler",)),

@@ -13,9 +13,9 @@ from typing import Any
 from paceline.cli import train
 from paceline.cli.options import TrainCommand, train_options
 from paceline.cli.report import PAGE, write_report
-from paceline.config.files import read_file
-from paceline.config.values import Given
-from paceline.config.words import asks_for_help, dashed, read_words
+from paceline.config.command_line import asks_for_help, dashed, read_words
+from paceline.config.parse import Given
+from paceline.config.yaml_file import read_file
 from paceline.observe.journal import read
 from paceline.observe.progress import clock_time
 
@@ -91,7 +91,7 @@ def own_words(given: Collection[str], corpus: Path, out: Path | None, num_cores:
 
 def _speak(folder: Path) -> None:
     from paceline.observe.bars import SideBar
-    from paceline.recipes.asr.speak import CorpusSettings, find_corpus, make_corpus
+    from paceline.recipes.asr.demo.speak import CorpusSettings, find_corpus, make_corpus
 
     spoken = find_corpus(folder, CorpusSettings())
     again = "new" if spoken is None else "as made before"

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.config.folder import MARK
 from paceline.config.load import load
+from paceline.config.run_path import MARK
 from paceline.config.settings import Section
 from paceline.observe.report.runs import NoRun
 from paceline.observe.report.settings import ABSENT, OWN_NAMES

@@ -16,10 +16,10 @@ from pydantic import Field
 from paceline.cli.procs import check_procs
 from paceline.config.load import load
 from paceline.config.settings import PositiveFloat, Section
-from paceline.world.discover import World, discover
+from paceline.world.discover.environment import World, discover
 
 if TYPE_CHECKING:
-    from paceline.world.findings import Finding
+    from paceline.world.doctor.findings import Finding
     from paceline.world.link import Link
 
 PROG = "paceline doctor"
@@ -48,10 +48,10 @@ with warnings.catch_warnings():
 def run(argv: Sequence[str]) -> int:
     options = load(DoctorOptions, argv, prog=PROG)
     world = discover(os.environ)
-    from paceline.world.failure import fail_together
+    from paceline.world.failure.together import fail_together
 
     if world.launcher == "plain" and options.procs > 1:
-        from paceline.world.launch import launch
+        from paceline.world.launch.launcher import launch
 
         command = [sys.executable, "-m", "paceline", "doctor", *argv]
         return fail_together(world, lambda: launch(options.procs, command, device=options.device))
@@ -76,8 +76,8 @@ def _check(world: World, options: DoctorOptions) -> int:
 
 def examine(link: Link, folder: Path) -> list[Finding]:
     """Ask, measure and judge, on all ranks; each gets the same answer."""
-    from paceline.world import facts, findings, measure
-    from paceline.world.allocation import find_allocation
+    from paceline.world.discover.allocation import find_allocation
+    from paceline.world.doctor import facts, findings, measure
 
     world = link.world
     roll = link.gather_objects(facts.collect(world, folder, link.threads))

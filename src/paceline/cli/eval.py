@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from pydantic import ValidationError, create_model
 
 from paceline.cli.procs import check_procs
-from paceline.config.errors import PacelineError
-from paceline.config.folder import MARK
+from paceline.config.command_line import Typed, read_words
 from paceline.config.load import load
+from paceline.config.run_path import MARK
 from paceline.config.settings import Positive, Section, TrainConfig
-from paceline.config.words import Typed, read_words
+from paceline.core.errors import PacelineError
 
 if TYPE_CHECKING:
     from paceline.train.task import Task
@@ -95,7 +95,9 @@ def run(argv: Sequence[str]) -> int:
 
 def evaluate(options: EvalOptions) -> int:
     """Validate on this rank, with all others; the first one prints."""
-    from paceline.train import apply, outcome, restore
+    from paceline.train import apply
+    from paceline.train import predictions as outcome
+    from paceline.train.checkpoint import reader as restore
 
     task, config, link = open_run(options, {"mode": "eval"}, {"val_manifest": options.manifest})
     with link:
@@ -120,9 +122,9 @@ def run_here_or_on_procs(
     """Do `here` as the rank that this process is, or start `--procs` ranks that each do."""
     model = with_task_options(model, read_words(model, argv, positional), argv)
     options = load(model, argv, prog=f"paceline {command}", positional=positional)
-    from paceline.world.discover import discover
-    from paceline.world.failure import fail_together
-    from paceline.world.launch import launch
+    from paceline.world.discover.environment import discover
+    from paceline.world.failure.together import fail_together
+    from paceline.world.launch.launcher import launch
 
     world = discover(os.environ)
     if world.size == 1 and world.launcher == "plain" and options.procs != 1:
@@ -171,7 +173,7 @@ def open_run(
     `manifests` says which setting `--manifest` stands for.
     """
     from paceline.train.apply import read_run
-    from paceline.world.discover import discover
+    from paceline.world.discover.environment import discover
     from paceline.world.start import start
 
     record = read_run(options.run)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.eval import UseOptions, open_run, run_here_or_on_procs
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 
 
 class InferOptions(UseOptions):
@@ -52,7 +52,8 @@ def run(argv: Sequence[str]) -> int:
 
 def infer(options: InferOptions) -> int:
     """Predict on this rank, with all others; the first one writes."""
-    from paceline.train import apply, outcome
+    from paceline.train import apply
+    from paceline.train import predictions as outcome
 
     # A run that was tried out on a few batches is not meant to predict only those.
     task, config, link = open_run(options, {"mode": "infer", "limit_batches": None}, {})

@@ -17,10 +17,10 @@ from paceline.cli.main import COMMANDS
 from paceline.config.load import load
 from paceline.config.problems import Problem, SettingsInvalid
 from paceline.config.settings import Positive, PositiveFloat, Section
-from paceline.world.discover import MeetingPointUnknown, World, discover
+from paceline.world.discover.environment import MeetingPointUnknown, World, discover
 
 if TYPE_CHECKING:
-    from paceline.world.agents import Node
+    from paceline.world.launch.agents import Node
 
 PROG = "paceline launch"
 RANKED = ("train", "eval", "infer", "doctor")
@@ -57,8 +57,8 @@ def run(argv: Sequence[str]) -> int:
     own, command = words[:at], words[at + 1 :]
     around = _around(os.environ)
     options = _load(own, command, around)
-    from paceline.world.failure import fail_together
-    from paceline.world.launch import launch
+    from paceline.world.failure.together import fail_together
+    from paceline.world.launch.launcher import launch
 
     return fail_together(
         ALONE,
@@ -75,7 +75,7 @@ def run(argv: Sequence[str]) -> int:
 
 def place(options: LaunchOptions, around: World) -> Node:
     """This machine among all, as typed, or as srun or mpirun says that started this launcher once per machine."""
-    from paceline.world.agents import Node
+    from paceline.world.launch.agents import Node
 
     if options.nnodes == 1:
         return Node(timeout_s=options.start_timeout_s)

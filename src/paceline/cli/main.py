@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.config.errors import PacelineError
+    from paceline.core.errors import PacelineError
 
 COMMANDS = {
     "train": "train a task on this machine or under any launcher",
@@ -31,6 +31,9 @@ COMMANDS = {
     "completion": "print a script that completes commands and options in your shell",
 }
 
+_HOMES = {"pack": "paceline.cli.pack.command", "tune": "paceline.cli.tune.command"}
+"""Commands that have a folder; the others have a file of their name."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 for success, 2 for a user's mistake, 1 for a crash."""
@@ -38,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # names of files that are no UTF-8 are printed as they are
     if words and words[0].startswith("--local"):
-        from paceline.config.errors import PacelineError
-        from paceline.world.local_rank import without_local_rank
+        from paceline.core.errors import PacelineError
+        from paceline.world.discover.local_rank import without_local_rank
 
         try:
             words = without_local_rank(words, os.environ)
@@ -62,14 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, words: list[str]) -> int:
-    from paceline.config.errors import PacelineError
+    from paceline.core.errors import PacelineError
 
     # Read when torch is imported: its store warns once per connection where a name server does not know the peer, and
     # prints C++ frames when a peer is gone, which our own message says better.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch.profiler says when it starts and stops, which nobody asked
     try:
-        code: int = importlib.import_module(f"paceline.cli.{name}").run(words)
+        code: int = importlib.import_module(_HOMES.get(name, f"paceline.cli.{name}")).run(words)
     except PacelineError as error:
         return _mistake(error)
     except SystemExit as left:  # after `--help`

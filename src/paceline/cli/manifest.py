@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from paceline.config.errors import PacelineError
-from paceline.config.json_text import json_text
 from paceline.config.load import load
-from paceline.config.paths import CannotWrite
 from paceline.config.settings import Positive, Section
+from paceline.core.errors import PacelineError
+from paceline.core.json_text import json_text
+from paceline.core.paths import CannotWrite
 from paceline.observe.bars import SideBar
 
 if TYPE_CHECKING:
-    from paceline.data.manifest import Manifest
+    from paceline.data.manifest.read import Manifest
 
 PROG = "paceline manifest"
 ACTIONS = {
@@ -126,8 +126,8 @@ def _help() -> str:
 
 
 def _scan(options: ScanOptions) -> int:
-    from paceline.data.manifest import NotAManifest
-    from paceline.recipes.asr import manifest_scan as scanning
+    from paceline.data.manifest.read import NotAManifest
+    from paceline.recipes.asr.manifests import scan as scanning
 
     try:
         if not options.path.exists():
@@ -149,14 +149,14 @@ def _scan(options: ScanOptions) -> int:
 def _stats(options: StatsOptions) -> int:
     from dataclasses import asdict
 
-    from paceline.data.bad_line import shown
-    from paceline.data.manifest import read_manifests
-    from paceline.recipes.asr import manifest_stats
+    from paceline.data.manifest.bad_line import shown
+    from paceline.data.manifest.read import read_manifests
+    from paceline.recipes.asr.manifests import stats as manifest_stats
 
     manifest, reading = read_manifests(options.path, min_seconds=0.0, bad_data="skip")
     bad, num_bad = list(reading.bad), reading.num_bad
     if options.check:
-        from paceline.data.audio_check import check_all
+        from paceline.data.audio.check import check_all
 
         with SideBar("checking", len(manifest)) as bar:
             threads = _threads(options.threads)
@@ -175,10 +175,10 @@ def _stats(options: StatsOptions) -> int:
 
 
 def _split(options: SplitOptions) -> int:
-    from paceline.data.hdf_errors import is_packed
-    from paceline.data.manifest import NotAManifest, manifest_paths, read_manifests
-    from paceline.recipes.asr import manifest_split as splitting
-    from paceline.recipes.asr.manifest_scan import write_lines
+    from paceline.data.manifest.read import NotAManifest, manifest_paths, read_manifests
+    from paceline.data.packed.errors import is_packed
+    from paceline.recipes.asr.manifests import split as splitting
+    from paceline.recipes.asr.manifests.scan import write_lines
 
     parts = splitting.parse_parts(options.parts)
     for path in filter(is_packed, manifest_paths(options.path)):
@@ -206,7 +206,7 @@ def _split(options: SplitOptions) -> int:
 
 def _groups(manifest: Manifest, by: str | None) -> list[str]:
     """The group of each row."""
-    from paceline.data.manifest_line import parse_object
+    from paceline.data.manifest.line import parse_object
 
     if by is None:
         return [manifest.written_audio(row) for row in range(len(manifest))]
@@ -222,7 +222,7 @@ def _groups(manifest: Manifest, by: str | None) -> list[str]:
 
 
 def _refuse_overwriting(paths: list[Path], force: bool) -> None:
-    from paceline.recipes.asr.manifest_scan import WouldOverwrite
+    from paceline.recipes.asr.manifests.scan import WouldOverwrite
 
     for path in paths:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from paceline.config.problems import Problem, SettingsInvalid
-from paceline.world.discover import World
+from paceline.world.discover.environment import World
 
 _TYPED = {
     "openmpi": ("mpirun (Open MPI)", "mpirun -np {procs} ..."),

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from paceline.config.errors import PacelineError
 from paceline.config.load import load
-from paceline.config.paths import near
 from paceline.config.settings import Section
+from paceline.core.errors import PacelineError
+from paceline.core.paths import near
 
 PAGE = "report.html"
 
@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
 
 def write_report(folders: Sequence[Path], path: Path) -> str:
     """Make the page; returns the line that says so. It has its name only when it is complete."""
-    from paceline.data.disk_full import cannot_write
+    from paceline.core.disk_full import cannot_write
     from paceline.observe.report.page import page
     from paceline.observe.report.runs import METRICS, read_runs
 

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config.errors import PacelineError
-from paceline.config.folder import MARK
 from paceline.config.load import load
-from paceline.config.run_lock import status_now
+from paceline.config.run_path import MARK
 from paceline.config.settings import Section
+from paceline.core.errors import PacelineError
+from paceline.core.run_lock import status_now
 
 with warnings.catch_warnings():
     # `json` hides a method that pydantic itself has given up; it is the word that users know.

@@ -15,15 +15,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from paceline.cli.launch import RANKED
-from paceline.config.errors import PacelineError
-from paceline.config.folder import MARK, run_folder
+from paceline.config.command_line import asks_for_help, dashed
 from paceline.config.load import load
 from paceline.config.problems import Problem, SettingsInvalid
+from paceline.config.run_path import MARK, run_folder
 from paceline.config.settings import Positive, Section, TrainConfig
-from paceline.config.words import asks_for_help, dashed
-from paceline.world.batch import BatchJob, mebibytes, seconds
-from paceline.world.sge import GridEngine, sge_script
-from paceline.world.slurm import slurm_script
+from paceline.core.errors import PacelineError
+from paceline.world.launch.batch_script import BatchJob, mebibytes, seconds
+from paceline.world.launch.sge import GridEngine, sge_script
+from paceline.world.launch.slurm import slurm_script
 
 PROG = "paceline submit"
 _Name = Annotated[str, Field(pattern=r"^[^\s'\"\\$#]+$")]

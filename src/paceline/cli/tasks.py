@@ -13,7 +13,7 @@ from types import ModuleType, TracebackType
 from typing import TypeVar
 
 from paceline.cli.recipes import EXTRAS, RECIPES
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 from paceline.train.task import Task
 
 T = TypeVar("T")

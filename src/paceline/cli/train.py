@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from paceline.cli.options import POSITIONAL, TrainCommand, task_settings, train_options
 from paceline.cli.procs import check_procs
 from paceline.cli.recipes import RECIPES
-from paceline.config.errors import PacelineError
-from paceline.config.folder import run_folder
+from paceline.config.command_line import read_words
 from paceline.config.load import as_yaml, load
 from paceline.config.problems import Problem, SettingsInvalid
+from paceline.config.run_path import run_folder
 from paceline.config.settings import Section, TrainConfig
-from paceline.config.words import read_words
-from paceline.world.discover import World, discover
+from paceline.core.errors import PacelineError
+from paceline.world.discover.environment import World, discover
 
 if TYPE_CHECKING:
     from paceline.train.task import Task
@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
         load(OPTIONS, words, prog=PROG, positional=POSITIONAL)  # shows help, or says what is missing
     assert name is not None
     world = discover(os.environ)
-    from paceline.world.failure import fail_together  # from here on torch is needed
+    from paceline.world.failure.together import fail_together  # from here on torch is needed
 
     return fail_together(world, lambda: _run(world, name, rest))
 
@@ -106,7 +106,7 @@ def _launch(options: TrainCommand, settings: TrainConfig, words: list[str]) -> i
     """Start the ranks that do the same in processes of their own; they agree on the folder themselves."""
     import torch
 
-    from paceline.world.launch import count_procs, launch
+    from paceline.world.launch.launcher import count_procs, launch
 
     procs = count_procs(
         "auto" if options.distributed == "dp" else options.procs, settings.device, torch.cuda.device_count()
@@ -129,7 +129,7 @@ def _with_folder(world: World, settings: TrainConfig, name: str) -> TrainConfig:
 
 
 def _agree(world: World, settings: TrainConfig, name: str) -> Path | None:
-    from paceline.world.meeting import meet
+    from paceline.world.store import meet
 
     # The place of the first attempt, so that restarted ranks find what it decided.
     store = meet(replace(world, attempt=0), settings.start_timeout_s)

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from paceline.config import wording
-from paceline.config.explain import parts
-from paceline.config.files import read_file
+from paceline.config import messages as wording
+from paceline.config.command_line import asks_for_help, read_words
+from paceline.config.parse import Given, convert
 from paceline.config.problems import WORDS, Problem, SettingsInvalid
+from paceline.config.sections import parts
 from paceline.config.settings import Section
-from paceline.config.values import Given, convert
-from paceline.config.words import asks_for_help, read_words
+from paceline.config.yaml_file import read_file
 
 S = TypeVar("S", bound=Section)
 
@@ -28,7 +28,7 @@ def load(model: type[S], words: Sequence[str], *, prog: str, positional: Sequenc
     `positional` names the fields that are given without an option name, in order; a tuple takes all that are left.
     """
     if asks_for_help(words):
-        from paceline.config.usage import show_help
+        from paceline.config.help import show_help
 
         show_help(model, prog=prog, positional=positional)
     typed = read_words(model, words, positional)

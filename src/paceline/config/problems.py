@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.config.aliases import MEANT
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 
 Place = tuple[int, int]
 """For showing mistakes in the order they were made: (which source, where in it)."""

@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 
 
 class ShapesDiffer(PacelineError):

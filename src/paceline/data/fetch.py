@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
-from paceline.config.errors import PacelineError
-from paceline.config.keys import key
+from paceline.core.errors import PacelineError
+from paceline.core.keys import key
 from paceline.data.collate import stack_collate
 from paceline.data.grain import Grain
 

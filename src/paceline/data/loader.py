@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 from paceline.data.ahead import Ahead, Seat, Then, Turn
 from paceline.data.fetch import Fetch, Request, same
 from paceline.data.grain import Batch, Grain, map_tensors

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 from paceline.data.cut import Ids, Numbers, assign, by_length, cut
 
 ORDERS = ("none", "random", "sorted", "laplace", "bucket")

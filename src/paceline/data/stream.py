@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.config.keys import key
+from paceline.core.keys import key
 from paceline.data.collate import stack_collate
 from paceline.data.fetch import seed_everything
 from paceline.data.grain import Batch, Grain

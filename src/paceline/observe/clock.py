@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter_ns
 
-from paceline.observe.meetings import Thinned
+from paceline.observe.rank_waits import Thinned
 
 PHASES = (
     "setup",

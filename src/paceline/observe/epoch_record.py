@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from paceline.observe.callback import Record
 from paceline.observe.clock import computing_share
 from paceline.observe.device_clock import DeviceTime, apportion
-from paceline.observe.meetings import meetings
+from paceline.observe.rank_waits import meetings
 from paceline.observe.throughput import rates
-from paceline.observe.watcher import Record
 
 
 @dataclass(frozen=True)

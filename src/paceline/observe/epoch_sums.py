@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline.observe.callback import Record
 from paceline.observe.device_clock import apportion
 from paceline.observe.epoch_record import RankEpoch, Units, epoch_numbers
-from paceline.observe.watcher import Record
 
 _SUMMED = ("seconds", "between", "num_samples", "count", "length", "work", "core_wait_s")
 WHOLE = ("samples", "objects_per_s", "core_wait", "work", "computing", "seconds", "between", "rates")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.observe.watcher import Record, Watcher
+from paceline.observe.callback import Record, Watcher
 
 _STEP = '{"kind": "step", "step": %d, "epoch": %d, "loss": %r, "lr": %r}\n'
 NUM_STEP_FIELDS = 5

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.config.errors import PacelineError
-from paceline.observe.watcher import Record, RunInfo, Watcher
+from paceline.core.errors import PacelineError
+from paceline.observe.callback import Record, RunInfo, Watcher
 
 EPOCH_NUMBERS = ("loss", "computing", "padding", "objects_per_s", "flops_per_s", "mfu")
 """What of an epoch's record is drawn over time."""

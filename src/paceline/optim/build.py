@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.config.errors import PacelineError
 from paceline.config.settings import GroupSettings, OptimSettings
+from paceline.core.errors import PacelineError
 from paceline.optim.lamb import Lamb
 from paceline.optim.novograd import NovoGrad
 

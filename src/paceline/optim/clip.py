@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.optim.pointers import Table, Tables, fit, has_kernels
+from paceline.optim.kernels.pointers import Table, Tables, fit, has_kernels
 
 
 class ClipNorm:
@@ -26,7 +26,7 @@ class ClipNorm:
         table = self._table(gradients)
         if table is None:
             return torch.nn.utils.get_total_norm(gradients)
-        from paceline.optim import fused  # Triton may be missing where this is not reached
+        from paceline.optim.kernels import fused  # Triton may be missing where this is not reached
 
         return fused.norm(table, torch.float32)
 
@@ -36,7 +36,7 @@ class ClipNorm:
         if table is None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
             return
-        from paceline.optim import fused
+        from paceline.optim.kernels import fused
 
         fused.clip(table, torch.float32, norm, self.max_norm)
 
@@ -45,7 +45,7 @@ class ClipNorm:
         # torch's norm of short dtypes is rounded to them; so is what a run logs of it
         if first.dtype != torch.float32 or not has_kernels(first.dtype, first.device, self.fused):
             return None
-        from paceline.optim.kernels import CHUNK
+        from paceline.optim.kernels.many_tensors import CHUNK
 
         found = [gradient for gradient in gradients if gradient.numel()]
         if not found or not fit(found, torch.float32, first.device):

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from paceline.config.settings import OptimSettings
+from paceline.optim.kernels.pointers import Tables, fit, has_kernels
 from paceline.optim.layerwise import JoinNorms, OutOfRange, alike, by_size, norms, scale, unflatten, with_gradient
-from paceline.optim.pointers import Tables, fit, has_kernels
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,8 @@ class Larc:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if not has_kernels(dtype, device, self.fused) or not fit(gradients, dtype, device):
             return None
-        from paceline.optim import fused, kernels  # Triton may be missing where this is not reached
+        from paceline.optim.kernels import fused
+        from paceline.optim.kernels import many_tensors as kernels  # Triton may be missing where this is not reached
 
         table = self._tables.of([parameters, gradients], kernels.CHUNK, [dtype, dtype])
         return None if table is None else fused.larc(table, dtype, self.rule, lr, decay)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.config.errors import PacelineError
-from paceline.optim.pointers import Table, Tables, fit, has_kernels
+from paceline.core.errors import PacelineError
+from paceline.optim.kernels.pointers import Table, Tables, fit, has_kernels
 
 JoinNorms = Callable[[Tensor], Tensor]
 
@@ -203,7 +203,7 @@ class Layerwise(torch.optim.Optimizer):
         dtype, device = parameters[0].dtype, parameters[0].device
         if not self._may_fuse(dtype, device) or not fit(gradients, dtype, device):
             return False
-        from paceline.optim.kernels import CHUNK  # Triton may be missing where this is not reached
+        from paceline.optim.kernels.many_tensors import CHUNK  # Triton may be missing where this is not reached
 
         columns = [parameters, gradients, *self._columns(self._state_of(group, parameters))]
         dtypes = [dtype, dtype, *[torch.float32] * (len(columns) - 2)]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.optim.kernels.pointers import Table
 from paceline.optim.layerwise import Bucket, Layerwise, OutOfRange, check
-from paceline.optim.pointers import Table
 
 
 class NovoGrad(Layerwise):
@@ -65,7 +65,7 @@ class NovoGrad(Layerwise):
         return [state[name] for name in names if name in state]
 
     def _launch(self, group: dict[str, Any], table: Table, dtype: torch.dtype, found_inf: Tensor) -> None:
-        from paceline.optim import fused  # Triton may be missing where this is not reached
+        from paceline.optim.kernels import fused  # Triton may be missing where this is not reached
 
         fused.novograd(table, dtype, group, found_inf, getattr(self, "grad_scale", None))
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from paceline.config.errors import PacelineError
 from paceline.config.settings import OptimSettings
+from paceline.core.errors import PacelineError
 
 
 class MinLrAboveLr(PacelineError):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 
 _NUMBERS = ("lr", "initial_lr", "lr_scale", "weight_decay", "betas", "momentum", "dampening", "eps", "alpha", "rho")
 _CHOICES = ("nesterov", "centered", "amsgrad", "maximize", "decoupled_weight_decay", "grad_averaging", "luc")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.parallel.outer import Outer
 from paceline.parallel.wire import Exchange, Wire
-from paceline.world.trail import trail
+from paceline.world.failure.flight_recorder import trail
 
 
 class FlatAverage:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.config.errors import PacelineError
-from paceline.world.discover import World
-from paceline.world.trail import trail
+from paceline.core.errors import PacelineError
+from paceline.world.discover.environment import World
+from paceline.world.failure.flight_recorder import trail
 
 
 class GroupDoesNotDivide(PacelineError):

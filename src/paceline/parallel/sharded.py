@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 from paceline.parallel.sharding import Shards
 from paceline.parallel.strategy import Strategy, Tally
 from paceline.world.link import Link

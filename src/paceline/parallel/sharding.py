@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 from paceline.world.link import Link
 
 MIN_BLOCK = 2**16

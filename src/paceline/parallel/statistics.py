@@ -13,7 +13,7 @@ import logging
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 from paceline.parallel.joined_norm import JoinedBatchNorm
 from paceline.world.link import Link
 

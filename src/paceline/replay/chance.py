@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config.keys import key
+from paceline.core.keys import key
 
 ADMISSION, VICTIM, DRAW = 0x61646D, 0x766963, 0x647261
 """Streams of one seed: whether an item is admitted, which one it replaces, what is replayed."""

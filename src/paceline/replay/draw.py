@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config.keys import key
+from paceline.core.keys import key
 from paceline.replay.chance import DRAW, from_start
 
 Slots = NDArray[np.int64]

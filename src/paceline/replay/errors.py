@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 
 
 class BufferTooSmall(PacelineError):

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from paceline.world.failure.flight_recorder import trail
 from paceline.world.link import Link
-from paceline.world.trail import trail
 
 
 class Arrival:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 
 WORD = 8
 """Every field begins at a whole word, so that a row can be read as any dtype without a copy."""

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from paceline.config.errors import first_line
+from paceline.core.errors import first_line
 
 MOST_GRAPHS = 32
 WARM_RUNS = 2

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 from paceline.speed.precision import Precision
 
 SCALE_MIN = 1.0

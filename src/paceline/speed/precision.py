@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import torch
 
-from paceline.config.errors import PacelineError
-from paceline.speed.way import Way
+from paceline.core.errors import PacelineError
+from paceline.speed.autotune.candidates import Way
 from paceline.world.installed import has_triton
 
 Level = Literal["auto", 0, 1, 2, 3, 4]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 
 
 class ModulePatternUnmatched(PacelineError):

@@ -13,15 +13,16 @@ from typing import Any, Literal
 
 import torch
 
-from paceline.config.errors import PacelineError
-from paceline.config.keys import key
 from paceline.config.settings import TrainConfig
+from paceline.core.errors import PacelineError
+from paceline.core.keys import key
 from paceline.data.fetch import seed_everything
 from paceline.data.grain import Grain, map_tensors
-from paceline.train import restore, state
 from paceline.train import task as tasks
+from paceline.train.autotune.run_choice import precision_for_use
+from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint import state
 from paceline.train.engine import Engine
-from paceline.train.fastest import precision_for_use
 from paceline.train.position import Position
 from paceline.train.run import MARK, NotARun, Run
 from paceline.train.task import Task, overrides

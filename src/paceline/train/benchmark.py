@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from paceline.config.errors import PacelineError
 from paceline.config.settings import TrainConfig
+from paceline.core.errors import PacelineError
 from paceline.data.grain import Grain
 from paceline.observe.clock import elapsed
 from paceline.train.feed import Feed

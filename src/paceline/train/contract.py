@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 
 
 class LossContract(PacelineError):

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from paceline.config.keys import key
 from paceline.config.settings import DataSettings, EngineConfig
+from paceline.core.keys import key
 from paceline.data.grain import Batch, Grain
 from paceline.observe.clock import Clock
 from paceline.optim.build import zero_first_momentum
@@ -30,15 +30,15 @@ from paceline.parallel.strategy import Tally
 from paceline.speed import loss_scale, master, precision, recompute
 from paceline.speed.compile import compile_in_place
 from paceline.train import looking, own_loop, reduction
+from paceline.train.autotune.recorded import RecordedGrains
 from paceline.train.contract import NoGradients, NonFiniteLoss, OutOfMemory, check_pair, unpack
 from paceline.train.dice import Dice
-from paceline.train.recorded import RecordedGrains
 from paceline.train.skips import SkipCount
 from paceline.train.step import Step
-from paceline.world.discover import discover
+from paceline.world.discover.environment import discover
+from paceline.world.failure.flight_recorder import trail
 from paceline.world.link import Link
 from paceline.world.start import start
-from paceline.world.trail import trail
 
 Loss = Callable[[Grain], Any]
 

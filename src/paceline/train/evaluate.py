@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.config.errors import PacelineError
-from paceline.config.keys import key
+from paceline.core.errors import PacelineError
+from paceline.core.keys import key
 from paceline.data.fetch import seed_everything
 from paceline.data.grain import Grain
 from paceline.data.loader import Loader

@@ -8,8 +8,8 @@ from typing import Any
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
-from paceline.config.errors import PacelineError
 from paceline.config.settings import DataSettings
+from paceline.core.errors import PacelineError
 from paceline.data.ahead import Seat, Turn
 from paceline.data.fetch import Request
 from paceline.data.grain import Batch, Grain

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 
 
 class RanksDiffer(PacelineError):

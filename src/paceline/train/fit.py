@@ -9,16 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.config.folder import run_folder
+from paceline.config.run_path import run_folder
 from paceline.config.settings import TrainConfig
-from paceline.observe.watcher import Watcher
-from paceline.train import apply, outcome, restore
+from paceline.observe.callback import Watcher
+from paceline.train import apply
+from paceline.train import predictions as outcome
 from paceline.train.benchmark import benchmark
+from paceline.train.checkpoint import reader as restore
 from paceline.train.result import Result
 from paceline.train.run import MARK
 from paceline.train.task import Task
 from paceline.train.trainer import Trainer
-from paceline.world.discover import discover
+from paceline.world.discover.environment import discover
 from paceline.world.link import Link
 from paceline.world.start import start
 

@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 
 from paceline.data.grain import Batch
+from paceline.observe.callback import Record, RunInfo, Samples, Watcher
 from paceline.observe.epoch_sums import EpochSums, Mean
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress, epoch_line
 from paceline.observe.throughput import phrase
 from paceline.observe.verdict import Finding, Matter, news, verdict
-from paceline.observe.watcher import Record, RunInfo, Samples, Watcher
+from paceline.train.autotune.recorded import counters
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
 from paceline.train.meter import Meter
 from paceline.train.position import Position
-from paceline.train.recorded import counters
 from paceline.train.run import DiskFilled
 from paceline.train.step import Step
 from paceline.train.summary import DataFacts

@@ -16,12 +16,12 @@ from torch import nn
 
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Batch
+from paceline.observe.callback import Record
 from paceline.observe.clock import Clock, elapsed
 from paceline.observe.device_clock import DeviceClock
 from paceline.observe.epoch_record import RankEpoch, Units, epoch_numbers
 from paceline.observe.epoch_sums import EpochSums, added, whole
 from paceline.observe.throughput import peak_flops
-from paceline.observe.watcher import Record
 from paceline.speed import precision, recompiles
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.optim.larc import Larc
-from paceline.train import state
+from paceline.train.checkpoint import state
 from paceline.train.engine import Engine
 
 

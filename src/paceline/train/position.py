@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from paceline.config.errors import PacelineError
 from paceline.config.settings import TrainConfig
+from paceline.core.errors import PacelineError
 
 NEWBOB_LOOKS_AT = ("val_every_steps", "val_every_epochs", "monitor", "monitor_mode")
 """Settings that change numerics where validation scores decide the learning rate."""

@@ -6,12 +6,12 @@ import torch
 
 from paceline.config.settings import EngineConfig
 from paceline.optim.ema import WeightAverage
-from paceline.parallel.averaging import AveragedParameters
-from paceline.parallel.gradients import SummedGradients
+from paceline.parallel.averaged import AveragedParameters
 from paceline.parallel.joined_norm import JoinedNorms
 from paceline.parallel.sharded import ShardedGradients
 from paceline.parallel.sharding import Shards, shard
 from paceline.parallel.strategy import Alone, Strategy
+from paceline.parallel.summed import SummedGradients
 from paceline.speed.master import Masters
 from paceline.world.link import Link
 from paceline.world.start import patience

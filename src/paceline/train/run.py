@@ -18,10 +18,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.config.errors import PacelineError
-from paceline.config.folder import MARK as MARK
-from paceline.config.paths import CannotWrite
-from paceline.config.run_lock import LOCK, owner
+from paceline.config.run_path import MARK as MARK
+from paceline.core.errors import PacelineError
+from paceline.core.paths import CannotWrite
+from paceline.core.run_lock import LOCK, owner
 
 _MAY_BE_FIRST = (LOCK, "batch", "logs")
 _TRIES, _PAUSE_S = 10, 0.02

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from paceline.world.link import Link
-from paceline.world.parent import is_orphan
+from paceline.world.parent_process import is_orphan
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 IMPATIENT_AFTER_S = 1.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.train import restore
+from paceline.train.checkpoint import reader as restore
 from paceline.train.task import Task
 
 

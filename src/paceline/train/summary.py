@@ -14,7 +14,7 @@ from paceline.speed import precision
 from paceline.speed.precision import Precision
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
-from paceline.world.discover import World
+from paceline.world.discover.environment import World
 from paceline.world.link import Link
 
 Rows = list[tuple[str, str]]

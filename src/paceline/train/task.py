@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.config.errors import PacelineError
 from paceline.config.settings import OptimSettings, Section, TrainConfig
+from paceline.core.errors import PacelineError
 from paceline.data.grain import Batch, Grain
-from paceline.observe.watcher import Watcher
+from paceline.observe.callback import Watcher
 from paceline.optim import build
-from paceline.world.discover import World
+from paceline.world.discover.environment import World
 from paceline.world.link import Link
 
 if TYPE_CHECKING:

@@ -7,22 +7,24 @@ from functools import partial
 
 import torch
 
-from paceline.config.keys import key
 from paceline.config.settings import TrainConfig
-from paceline.observe import timeline
+from paceline.core.keys import key
+from paceline.observe.callback import RunInfo, Watcher
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.rank_log import rank_log
-from paceline.observe.watcher import RunInfo, Watcher
+from paceline.observe.timeline import recorder as timeline
 from paceline.optim import build, larc, schedule
-from paceline.train import restore, start_weights, state, summary
+from paceline.train import start_weights, summary
+from paceline.train.autotune.run_choice import Fastest
+from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint import state
+from paceline.train.checkpoint.manager import Keeper
 from paceline.train.due import due_since, is_due, next_due
 from paceline.train.engine import Engine
-from paceline.train.fastest import Fastest
 from paceline.train.feed import Feed, NothingRead
 from paceline.train.fingerprint import DataChanged
 from paceline.train.horizon import schedule_steps
-from paceline.train.keeper import Keeper
 from paceline.train.logbook import Logbook
 from paceline.train.meter import Meter, make_clock
 from paceline.train.notes import notes
@@ -34,10 +36,10 @@ from paceline.train.step import Step
 from paceline.train.task import Stage, Task, attach, overrides
 from paceline.train.validation import Validation
 from paceline.train.watching import watchers_of
-from paceline.world import stacks
-from paceline.world.failure import log_if_lost
+from paceline.world.failure import stacks
+from paceline.world.failure.flight_recorder import trail
+from paceline.world.failure.together import log_if_lost
 from paceline.world.link import Link
-from paceline.world.trail import trail
 
 
 class Trainer:

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config.errors import PacelineError
 from paceline.config.settings import TrainConfig
+from paceline.core.errors import PacelineError
 from paceline.data.grain import Grain
 from paceline.data.loader import Loader
 from paceline.data.plan import BatchRule, Plan
-from paceline.observe.watcher import Samples
+from paceline.observe.callback import Samples
 from paceline.train.engine import Engine
 from paceline.train.evaluate import evaluate, evaluation_plan
 from paceline.train.position import Position

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from paceline.config.settings import TrainConfig
 from paceline.observe import loggers
-from paceline.observe.watcher import Watcher, checked
+from paceline.observe.callback import Watcher, checked
 from paceline.train.task import Task
 
 

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from paceline.world.discover import World
-from paceline.world.meeting import Store, poll
-from paceline.world.trail import trail
-from paceline.world.watch import FailureWatch
+from paceline.world.discover.environment import World
+from paceline.world.failure.flight_recorder import trail
+from paceline.world.failure.watchdog import FailureWatch
+from paceline.world.store import Store, poll
 
 Reduction = Literal["sum", "max", "min"]
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 

@@ -12,18 +12,18 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from paceline.world import stacks
-from paceline.world.board import FailureBoard, Seen
-from paceline.world.discover import World
-from paceline.world.failure import remember_meeting
-from paceline.world.interfaces import find_interface
+from paceline.world.discover.environment import World
+from paceline.world.discover.interfaces import find_interface
+from paceline.world.failure import stacks
+from paceline.world.failure.board import FailureBoard, Seen
+from paceline.world.failure.flight_recorder import trail
+from paceline.world.failure.together import remember_meeting
+from paceline.world.failure.watchdog import FailureWatch
 from paceline.world.link import Link
-from paceline.world.meeting import HashStore, PrefixStore, Store, meet
-from paceline.world.parent import end_with_parent
-from paceline.world.preflight import Present, roll_call
+from paceline.world.parent_process import end_with_parent
 from paceline.world.resources import DeviceChoice, MoreRanksThanDevices, device_name, threads_per_rank
-from paceline.world.trail import trail
-from paceline.world.watch import FailureWatch
+from paceline.world.roll_call import Present, roll_call
+from paceline.world.store import HashStore, PrefixStore, Store, meet
 
 # Starts so far at each meeting point. All ranks start equally often, so the number keeps their keys apart.
 _starts: Counter[tuple[str | None, int]] = Counter()

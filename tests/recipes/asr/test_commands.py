@@ -19,9 +19,9 @@ import paceline.asr
 from paceline.cli.main import main
 from paceline.cli.tasks import PackagesMissing, find_task
 from paceline.observe.journal import read
-from paceline.recipes.asr.decode import beam_batch
 from paceline.recipes.asr.settings import AsrSettings
-from paceline.train import restore
+from paceline.recipes.asr.text.decode import beam_batch
+from paceline.train.checkpoint import reader as restore
 from tests.recipes.asr import tiny
 
 Type = Callable[..., str]
@@ -107,7 +107,7 @@ def test_eval_with_a_beam(folder: Path, shown: Type, monkeypatch: pytest.MonkeyP
         widths.append(width)
         return beam_batch(log_probs, lengths, blank, width)
 
-    monkeypatch.setattr("paceline.recipes.asr.decode.beam_batch", spied)
+    monkeypatch.setattr("paceline.recipes.asr.text.decode.beam_batch", spied)
     for words, width in (((), 16), (("--beam-width", 4), 4)):
         widths.clear()
         table = shown("eval", "--decoder", "beam", "--device", "cpu", *words, folder / "run")

@@ -13,10 +13,10 @@ import pytest
 from paceline.cli import demo
 from paceline.cli.options import POSITIONAL, train_options
 from paceline.config.load import load
-from paceline.recipes.asr import speak
-from paceline.recipes.asr.network import NetworkSettings, read_network
+from paceline.recipes.asr.demo import speak
+from paceline.recipes.asr.demo.speak import SAMPLE_RATE, CorpusSettings, make_corpus
+from paceline.recipes.asr.network.config import NetworkSettings, read_network
 from paceline.recipes.asr.settings import AsrSettings
-from paceline.recipes.asr.speak import SAMPLE_RATE, CorpusSettings, make_corpus
 
 ROOT = Path(__file__).parents[3]
 FSDD = ROOT.parent / "shared" / "data" / "fsdd"

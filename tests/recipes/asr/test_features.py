@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from torch import nn
 
-from paceline.config.keys import key
-from paceline.recipes.asr import features as module
-from paceline.recipes.asr.features import FeatureSettings, FrontEndMisfit, LogMel, mel_filters
-from paceline.recipes.asr.keyed import below, keyed, normal
+from paceline.core.keys import key
+from paceline.recipes.asr.sound import features as module
+from paceline.recipes.asr.sound.features import FeatureSettings, FrontEndMisfit, LogMel, mel_filters
+from paceline.recipes.asr.sound.keyed import below, keyed, normal
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 NETWORKS_OWN = FeatureSettings(n_fft=512)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.recipes.asr.features import FeatureSettings, LogMel
-from paceline.recipes.asr.keyed import keyed, normal
-from paceline.recipes.asr.spec_augment import SpecAugment, SpecAugmentSettings
+from paceline.recipes.asr.sound.features import FeatureSettings, LogMel
+from paceline.recipes.asr.sound.keyed import keyed, normal
+from paceline.recipes.asr.sound.spec_augment import SpecAugment, SpecAugmentSettings
 from paceline.speed import precision
 
 pytestmark = [

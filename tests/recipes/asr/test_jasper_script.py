@@ -15,10 +15,10 @@ import yaml
 
 from paceline.cli.options import POSITIONAL, task_settings, train_options
 from paceline.config.load import load
-from paceline.recipes.asr.sets import name_sets
+from paceline.recipes.asr.data.sets import name_sets
 from paceline.recipes.asr.settings import AsrSettings
 from tests.recipes.asr import tiny
-from tests.recipes.asr.test_network import nemo_0
+from tests.recipes.asr.network.test_config import nemo_0
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "asr" / "jasper.py"
 SEED = (

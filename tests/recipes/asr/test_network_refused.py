@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from paceline.config.errors import PacelineError
 from paceline.config.settings import Section
-from paceline.recipes.asr.network import (
+from paceline.core.errors import PacelineError
+from paceline.recipes.asr.network.config import (
     NetworkSettings,
     read_network,
 )
-from tests.recipes.asr.test_network import BLOCK, nemo_0, nemo_1, refusal, written
+from tests.recipes.asr.network.test_config import BLOCK, nemo_0, nemo_1, refusal, written
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,18 @@ import torch
 import yaml
 
 from paceline.cli.main import main
-from paceline.data.bad_line import BadManifest
+from paceline.data.audio.recordings import Recordings
 from paceline.data.fetch import Fetch, Request
-from paceline.data.hdf_errors import PackedMisfit
-from paceline.data.manifest import NothingKept, read_manifests
-from paceline.data.recordings import Recordings
-from paceline.recipes.asr.inputs import open_inputs
-from paceline.recipes.asr.ladder import ladder
-from paceline.recipes.asr.model import AcousticModel
-from paceline.recipes.asr.network import NetworkSettings
-from paceline.recipes.asr.perturb import find_clips
-from paceline.recipes.asr.text import EncodedTexts
-from paceline.recipes.asr.utterances import Utterances, collate
+from paceline.data.manifest.bad_line import BadManifest
+from paceline.data.manifest.read import NothingKept, read_manifests
+from paceline.data.packed.errors import PackedMisfit
+from paceline.recipes.asr.data.inputs import open_inputs
+from paceline.recipes.asr.data.ladder import ladder
+from paceline.recipes.asr.data.utterances import Utterances, collate
+from paceline.recipes.asr.network.config import NetworkSettings
+from paceline.recipes.asr.network.model import AcousticModel
+from paceline.recipes.asr.sound.perturb import find_clips
+from paceline.recipes.asr.text.labels import EncodedTexts
 from tests.recipes.asr import tiny
 
 NOTHING_RANDOM = {**tiny.PLAIN, "features": {**tiny.PLAIN["features"], "dither": 0.0}}

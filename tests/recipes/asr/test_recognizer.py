@@ -12,9 +12,9 @@ import torch
 
 import paceline.asr
 import paceline.recipes.asr.recognizer as recognizer_module
-from paceline.config.errors import PacelineError
-from paceline.recipes.asr.export import write_export
-from paceline.recipes.asr.inputs import InputsUnreadable
+from paceline.core.errors import PacelineError
+from paceline.recipes.asr.data.inputs import InputsUnreadable
+from paceline.recipes.asr.exchange.export import write_export
 from paceline.recipes.asr.recognizer import NoSuchChoice, NotAudio, NotSpeech, Recognizer, _batches
 from paceline.train import apply
 from tests.recipes.asr import tiny

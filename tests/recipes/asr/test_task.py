@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from paceline.config.keys import key
-from paceline.data.audio import AudioUnreadable
-from paceline.data.audio_check import check
+from paceline.core.keys import key
+from paceline.data.audio.check import check
+from paceline.data.audio.read import AudioUnreadable
 from paceline.data.grain import Grain
 from paceline.data.plan import BatchRule, Plan
-from paceline.recipes.asr.corpus import BAD_DATA
-from paceline.recipes.asr.model import AcousticModel
-from paceline.recipes.asr.network import read_network
-from paceline.train import restore
+from paceline.recipes.asr.data.corpus import BAD_DATA
+from paceline.recipes.asr.network.config import read_network
+from paceline.recipes.asr.network.model import AcousticModel
+from paceline.train.checkpoint import reader as restore
 from paceline.train.position import SettingsChanged
 from paceline.train.summary import data_facts
 from paceline.train.task import attach

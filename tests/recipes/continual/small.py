@@ -12,7 +12,7 @@ from paceline.observe.journal import read
 from paceline.recipes.continual.settings import ContinualSettings
 from paceline.recipes.continual.task import Continual
 from paceline.train.trainer import Trainer
-from paceline.world.discover import World
+from paceline.world.discover.environment import World
 from paceline.world.link import Link
 from paceline.world.start import start
 

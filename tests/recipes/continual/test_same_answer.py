@@ -15,7 +15,7 @@ from paceline.observe.journal import read
 from paceline.recipes.continual.methods import METHODS
 from paceline.recipes.continual.settings import ContinualSettings
 from paceline.recipes.continual.task import Continual
-from paceline.train import restore
+from paceline.train.checkpoint import reader as restore
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.crash import KILLED, run_until_death

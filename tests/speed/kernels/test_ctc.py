@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from paceline.recipes.asr.ctc import ctc_loss_sum
+from paceline.recipes.asr.text.ctc import ctc_loss_sum
 from paceline.speed.kernels.ctc import ctc_losses
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels run there")

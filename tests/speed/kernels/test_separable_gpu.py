@@ -14,9 +14,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from paceline.recipes.asr import fused
-from paceline.recipes.asr.encoder import Encoder
-from paceline.recipes.asr.network import read_network
+from paceline.recipes.asr.fast import fused
+from paceline.recipes.asr.network.config import read_network
+from paceline.recipes.asr.network.encoder import Encoder
 from paceline.speed.kernels import depthwise, norm, ops, reference, tiles
 from tests.speed.kernels.separable import Case, distance, make_case
 

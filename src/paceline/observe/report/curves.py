@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.observe.callback import Record
 from paceline.observe.report.figure import DASHES, Figure, Trace, axis, color, line
 from paceline.observe.report.runs import RunRecord
 from paceline.observe.report.series import short, smooth, thin
-from paceline.observe.watcher import Record
 
 DOTS_UP_TO = 40
 """Curves of fewer points show each of them."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.observe.callback import Record
 from paceline.observe.report.runs import RunRecord
 from paceline.observe.verdict import LEAST_SECONDS, LEAST_STEPS, is_judged, verdict
-from paceline.observe.watcher import Record
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.observe import trace
 from paceline.observe.report.figure import PHASE_COLORS, Figure, Trace, axis
 from paceline.observe.report.runs import RunRecord
 from paceline.observe.report.series import short
+from paceline.observe.timeline import trace
 
 MOST_SPANS = 4000
 """Of one plot; more steps are for Perfetto."""

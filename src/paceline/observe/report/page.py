@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from itertools import groupby
 from string import Template
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 from paceline.observe.report import texts
 from paceline.observe.report.curves import learning
 from paceline.observe.report.figure import Figure

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.config.errors import PacelineError
-from paceline.config.folder import MARK
-from paceline.config.run_lock import DIED, RUNNING, UNSEEN, status_now
-from paceline.observe.watcher import Record
+from paceline.config.run_path import MARK
+from paceline.core.errors import PacelineError
+from paceline.core.run_lock import DIED, RUNNING, UNSEEN, status_now
+from paceline.observe.callback import Record
 
 METRICS, CONTINUAL, TIMELINES = "metrics.jsonl", "continual.json", "profile"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.observe.callback import Record
 from paceline.observe.report.figure import PHASE_COLORS, Figure, Trace, axis, color, line
 from paceline.observe.report.findings import ranges
 from paceline.observe.report.runs import RunRecord
 from paceline.observe.report.series import short, thin
-from paceline.observe.watcher import Record
 
 DOTS_UP_TO = 40
 BARS_IN_HALF = 8

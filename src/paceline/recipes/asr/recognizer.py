@@ -11,15 +11,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.config.errors import PacelineError
-from paceline.data.audio import AudioFacts, AudioUnreadable, read_audio
-from paceline.recipes.asr.decode import transcripts
-from paceline.recipes.asr.inputs import InputsUnreadable, measure_all
-from paceline.recipes.asr.model import AcousticModel
-from paceline.recipes.asr.network import NetworkSettings, read_network
-from paceline.recipes.asr.text import Labels
-from paceline.recipes.asr.utterances import Utterance, collate
-from paceline.recipes.asr.weights import read_model
+from paceline.core.errors import PacelineError
+from paceline.data.audio.read import AudioFacts, AudioUnreadable, read_audio
+from paceline.recipes.asr.data.inputs import InputsUnreadable, measure_all
+from paceline.recipes.asr.data.utterances import Utterance, collate
+from paceline.recipes.asr.exchange.weights import read_model
+from paceline.recipes.asr.network.config import NetworkSettings, read_network
+from paceline.recipes.asr.network.model import AcousticModel
+from paceline.recipes.asr.text.decode import transcripts
+from paceline.recipes.asr.text.labels import Labels
 from paceline.train.apply import Which, find_checkpoint, read_run, read_weights
 
 BATCH_SECONDS = 240.0

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from paceline.config.paths import AbsolutePath
 from paceline.config.settings import (
     Fraction,
     OptimizerName,
@@ -19,10 +18,11 @@ from paceline.config.settings import (
     TrainConfig,
     free,
 )
-from paceline.recipes.asr.network import NetworkSettings, read_network
-from paceline.recipes.asr.perturb import PerturbSettings
-from paceline.recipes.asr.sets import SetWord
-from paceline.recipes.asr.text import TextMode
+from paceline.core.paths import AbsolutePath
+from paceline.recipes.asr.data.sets import SetWord
+from paceline.recipes.asr.network.config import NetworkSettings, read_network
+from paceline.recipes.asr.sound.perturb import PerturbSettings
+from paceline.recipes.asr.text.labels import TextMode
 
 OPTIMIZER: OptimizerName = "novograd"
 BETAS = (0.95, 0.5)

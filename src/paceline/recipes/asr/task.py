@@ -9,24 +9,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.config.errors import PacelineError
-from paceline.data.bad_line import BadLine, shown
+from paceline.core.errors import PacelineError
 from paceline.data.grain import Grain
-from paceline.recipes.asr.corpus import Corpus, Opening, Part, list_bad, parts_of
-from paceline.recipes.asr.ctc import ctc_loss_sum
-from paceline.recipes.asr.decode import transcripts
-from paceline.recipes.asr.error_rate import character_errors, word_errors
-from paceline.recipes.asr.export import write_export
-from paceline.recipes.asr.flops import training_flops
-from paceline.recipes.asr.inputs import open_inputs
-from paceline.recipes.asr.ladder import ladder
-from paceline.recipes.asr.model import AcousticModel
-from paceline.recipes.asr.packing import check_packed
-from paceline.recipes.asr.perturb import check_clips
+from paceline.data.manifest.bad_line import BadLine, shown
+from paceline.recipes.asr.data.corpus import Corpus, Opening, Part, list_bad, parts_of
+from paceline.recipes.asr.data.inputs import open_inputs
+from paceline.recipes.asr.data.ladder import ladder
+from paceline.recipes.asr.data.packing import check_packed
+from paceline.recipes.asr.data.utterances import Utterances, collate
+from paceline.recipes.asr.exchange.export import write_export
+from paceline.recipes.asr.exchange.weights import read_weights
+from paceline.recipes.asr.network.flops import training_flops
+from paceline.recipes.asr.network.model import AcousticModel
 from paceline.recipes.asr.settings import AsrSettings, UseSettings
-from paceline.recipes.asr.text import Labels
-from paceline.recipes.asr.utterances import Utterances, collate
-from paceline.recipes.asr.weights import read_weights
+from paceline.recipes.asr.sound.perturb import check_clips
+from paceline.recipes.asr.text.ctc import ctc_loss_sum
+from paceline.recipes.asr.text.decode import transcripts
+from paceline.recipes.asr.text.error_rate import character_errors, word_errors
+from paceline.recipes.asr.text.labels import Labels
 from paceline.train.run import MARK
 from paceline.train.task import Sums, Task
 
@@ -78,7 +78,7 @@ class Asr(Task):
         return ladder(data, self.settings.network) if self.settings.level == 4 else collate
 
     def accelerate(self, model: nn.Module) -> Sequence[str]:
-        from paceline.recipes.asr.accelerate import accelerate  # needs Triton, there wherever kernels are offered
+        from paceline.recipes.asr.fast.accelerate import accelerate  # needs Triton, there wherever kernels are offered
 
         assert isinstance(model, AcousticModel)
         return accelerate(model.encoder)

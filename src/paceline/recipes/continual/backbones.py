@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 from paceline.recipes.continual.own import class_from_file
 
 

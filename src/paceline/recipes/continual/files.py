@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 
 IMAGE_BYTES = 3 * 32 * 32
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 from paceline.recipes.continual.files import Labelled, Split
 
 Scenario = Literal["class", "task", "domain"]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 from paceline.train.task import Stage
 
 if TYPE_CHECKING:

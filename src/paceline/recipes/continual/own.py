@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 
 
 class NoSuchClass(PacelineError):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.config.keys import key
+from paceline.core.keys import key
 from paceline.recipes.continual import files, pixels
 from paceline.recipes.continual.files import Split
 from paceline.recipes.continual.incremental import Experience, Scenario, class_incremental, domain_incremental

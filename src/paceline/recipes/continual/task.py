@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.config.errors import PacelineError
+from paceline.core.errors import PacelineError
 from paceline.data.cut import seats
 from paceline.data.grain import Batch, Grain
 from paceline.data.loader import Loader

@@ -1,0 +1,179 @@
+"""What the words of `paceline pack` mean: manifests, packed files, a task or a data set."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from paceline.cli.pack.options import PackOptions, PackUsage, refuse_idle, rows_of
+from paceline.cli.recipes import RECIPES
+from paceline.config.load import load
+from paceline.data.packed.errors import is_packed
+
+if TYPE_CHECKING:
+    from paceline.data.packed.pack import Source
+
+_OF_SPEECH = ("sample_rate", "features", "network")
+_OF_TASKS = ("part", "task_config")
+_OF_RANDOM = ("epoch", "seed")
+"""Options that mean something only there."""
+
+
+def source_of(options: PackOptions, words: Sequence[str]) -> Source:
+    """What the words mean."""
+    for word in words:
+        if word.endswith(".py"):
+            raise PackUsage(f"{word}: nothing in it is named", f"type {word}:NAME; {_there(word)}")
+    tasks = [word for word in words if word in RECIPES or ".py:" in word]
+    if tasks and len(words) > 1:
+        raise PackUsage(f"{tasks[0]} is a task, and {len(words) - 1} more inputs are given", "pack a task by itself")
+    if tasks:
+        refuse_idle(options, "on the data of a task", _OF_SPEECH)
+        data = _data(options, tasks[0])
+        return _samples(options, data, tasks[0], f"{options.part}:{_code(options, tasks[0])}")
+    if all(map(is_packed, words)) and not all(map(_is_speech, words)):
+        if len(words) > 1:
+            raise PackUsage("several packed files that are not speech", "pack them one by one")
+        from paceline.data.packed.dataset import PackedDataset
+
+        refuse_idle(options, "on packed data that is not speech", {*_OF_SPEECH, *_OF_TASKS, *_OF_RANDOM})
+        return _samples(options, PackedDataset(words[0]), words[0])
+    return _speech(options, words)
+
+
+def _speech(options: PackOptions, words: Sequence[str]) -> Source:
+    from paceline.data.manifest.read import read_manifests
+
+    try:
+        from paceline.data.packed.from_manifest import ManifestSource
+    except ModuleNotFoundError as error:  # soundfile, soxr
+        hint = "pip install 'paceline[asr]'"
+        raise PackUsage(f"audio needs the package {error.name}, which is not installed", hint) from None
+    refuse_idle(options, "on manifests and packed speech", {*_OF_TASKS, *_OF_RANDOM})
+    if not options.features:
+        refuse_idle(options, "without `--features`", {"network"})
+    needs_text = options.streams is None or "text" in options.streams
+    manifest, reading = read_manifests(words, min_seconds=0.0, bad_data=options.bad_data, needs_text=needs_text)
+    for line in reading.lines():
+        sys.stdout.write(f"{line}\n")
+    rows = rows_of(options, len(manifest), ", ".join(words))
+    features: Any = None
+    if options.features:
+        from paceline.recipes.asr.data.packing import Features
+
+        features = Features(options.network)
+        if options.sample_rate not in (None, features.sample_rate):
+            what = f"`--sample-rate {options.sample_rate}`: the front end of {options.network} hears"
+            hint = "leave it out, or name a network of that rate with `--network`"
+            raise PackUsage(f"{what} {features.sample_rate} Hz", hint)
+    source = ManifestSource(
+        manifest.take(rows) if len(rows) < len(manifest) else manifest,
+        sample_rate=features.sample_rate if features is not None else options.sample_rate,
+        streams=options.streams,
+        features=features,
+        about_features=features.about if features is not None else None,
+        skip_bad=options.bad_data == "skip",
+    )
+    if reading.num_bad:
+        source.about["bad_lines"] = {"number": reading.num_bad, "first": [str(line) for line in reading.bad]}
+    return source
+
+
+def _samples(options: PackOptions, data: Any, name: str, version: str = "") -> Source:
+    """`version`: another one where the same name means other data."""
+    from paceline.data.packed.from_samples import SampleSource
+
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        what = "its data can only be iterated" if hasattr(data, "__iter__") else f"is {_kind(data)}, and no data set"
+        raise PackUsage(f"{name}: {what}", "give it `__getitem__` and `__len__`")
+    return SampleSource(
+        data,
+        rows_of(options, len(data), name),
+        name=f"{name}:{version}",
+        seed=options.seed,
+        epoch=options.epoch - 1,
+        streams=options.streams,
+        skip_bad=options.bad_data == "skip",
+    )
+
+
+def _kind(data: Any) -> str:
+    return "None" if data is None else f"of type {type(data).__name__}"
+
+
+def _data(options: PackOptions, name: str) -> Any:
+    """What `file.py:name` is: a data set, a function that returns one, or else a task."""
+    from paceline.cli import tasks
+    from paceline.train.task import Task
+
+    path, _, member = name.rpartition(":")
+    if not path:
+        return _task_data(options, name)
+    module = tasks.import_file(Path(path))
+    if not hasattr(module, member):
+        raise PackUsage(f"{path} has no {member!r}", _there(path, member))
+    found = getattr(module, member)
+    if isinstance(found, type) and issubclass(found, Task):
+        return _task_data(options, name)
+    refuse_idle(options, "on a data set that is no task", _OF_TASKS)
+    return tasks.guarded(Path(path), f"{member}() is called", found) if callable(found) else found
+
+
+def _there(path: str, meant: str = "") -> str:
+    """What in a file can be packed: tasks, classes and functions that it defines, and sequences."""
+    from paceline.cli import tasks
+
+    module = tasks.import_file(Path(path))
+    names = [name for name, value in vars(module).items() if not name.startswith("_") and _may_be_data(value, module)]
+    nearest = difflib.get_close_matches(meant, names, n=1)
+    guess = f"did you mean {path}:{nearest[0]}? " if nearest else ""
+    return f"{guess}there are: {', '.join(names)}" if names else "it has no task, no function and no data set"
+
+
+def _may_be_data(value: Any, module: ModuleType) -> bool:
+    if callable(value):
+        return getattr(value, "__module__", None) == module.__name__
+    return hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, str | bytes | dict)
+
+
+def _code(options: PackOptions, name: str) -> str:
+    """Of the files that make the data what it is: changed, they make other samples of the same names."""
+    import xxhash
+
+    paths = [Path(name.rpartition(":")[0]), options.task_config]  # a recipe has no file of the user's
+    return "-".join(
+        xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in paths if path is not None and path.is_file()
+    )
+
+
+def _task_data(options: PackOptions, name: str) -> Any:
+    """The data of a task, made as training would make it."""
+    from paceline.cli.tasks import load_task
+    from paceline.train.task import attach
+    from paceline.world.discover.environment import discover
+    from paceline.world.start import start
+
+    if name == "asr":
+        raise PackUsage("the recipe 'asr' is packed from its manifests", "type `paceline pack train.json train.h5`")
+    task = load_task(name)
+    # How long to train is of no matter here, and no task can do without an answer.
+    config = ["--epochs", "1"] if options.task_config is None else ["--config", str(options.task_config)]
+    settings = load(task.Settings, config, prog="paceline pack")
+    attach(task, settings, start(discover({}), device="cpu"), print)
+    stages = {stage.name: stage.data for stage in task.stages()}
+    part = options.part or next(iter(stages))
+    sets = stages if part in stages else task.val_data()
+    if part not in sets:
+        raise PackUsage(f"{name} has no data {part!r}", f"there are: {', '.join([*stages, *task.val_data()])}")
+    return sets[part]() if callable(sets[part]) else sets[part]
+
+
+def _is_speech(word: str) -> bool:
+    from paceline.data.packed.reader import open_packed
+
+    packed = open_packed(Path(word))
+    return packed.of_kind("audio") is not None and packed.sample_rate is not None

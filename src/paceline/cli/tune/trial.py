@@ -1,0 +1,59 @@
+"""`python -m paceline.cli.tune.trial FOLDER`: one trial of `paceline tune`, alone or as launcher of several ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from paceline.cli.tasks import find_task, make_task
+from paceline.train.tune.process import LEAVE_S, die_with_parent, read_spec, write_end, write_facts, write_speed
+from paceline.train.tune.race import FilePace
+from paceline.train.tune.trial import trial
+from paceline.world.discover.environment import World, discover
+from paceline.world.failure.together import fail_together
+from paceline.world.launch.launcher import launch
+from paceline.world.start import start
+
+
+def main(folder: Path) -> int:
+    spec, world = read_spec(folder), discover(os.environ)
+    die_with_parent()
+    if world.launcher == "plain" and spec.procs > 1:
+        command = [sys.executable, "-m", "paceline.cli.tune.trial", str(folder)]
+        return launch(spec.procs, command, device=spec.settings.get("device", "auto"), grace_s=LEAVE_S)
+    return fail_together(world, lambda: _measure(world, folder))
+
+
+def _measure(world: World, folder: Path) -> int:
+    spec = read_spec(folder)
+    try:
+        found = find_task(spec.task)
+        config = found.Settings(**spec.settings)
+        link = start(
+            world,
+            device=config.device,
+            threads=config.threads,
+            start_timeout_s=config.start_timeout_s,
+            timeout_s=config.timeout_s,
+        )
+        die_with_parent()  # `start` has asked for SIGTERM, on which ranks save and leave: here is nothing to save
+        with link:
+            speed = trial(
+                make_task(found, spec.task),
+                config,
+                link,
+                spec.measure_s,
+                tell=lambda facts: write_facts(folder, facts),
+                pace=FilePace(folder) if spec.is_paced else None,
+            )
+            if link.is_first:
+                write_speed(folder, speed)
+    except BaseException as error:
+        write_end(folder, world.rank, error)
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,103 @@
+"""`--help` and shell completion, made by tyro from the same models that are loaded."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+import tyro
+from pydantic import BaseModel, create_model
+
+from paceline.config.parse import choices, is_flag, item, length, section, sequence, variants
+from paceline.config.sections import Option, Part, parts
+
+_CONFIG = Option(
+    "config", Path | None, None, False, "YAML file with settings; may be given several times, later ones win."
+)
+_SHORT_HELP = {"level": ("-O",)}
+Command = tuple[type[BaseModel], Sequence[str]]
+"""A model and its positional fields."""
+
+
+def show_help(model: type[BaseModel], *, prog: str, positional: Sequence[str] = ()) -> NoReturn:
+    """Print a command's options, section by section, and leave."""
+    tyro.cli(_screen(model, positional), prog=prog, description=_about(model), args=["--help"])
+    raise SystemExit(0)
+
+
+def completion(commands: Mapping[str, Command], *, prog: str, shell: Literal["bash", "zsh", "fish"]) -> NoReturn:
+    """Print a script for the shell that completes commands, options and their words."""
+    each: list[Any] = [
+        Annotated[_screen(model, positional), tyro.conf.subcommand(name=name)]
+        for name, (model, positional) in commands.items()
+    ]
+    any_of_them: Any = functools.reduce(operator.or_, each)
+    tyro.cli(any_of_them, prog=prog, args=["--tyro-print-completion", shell])
+    raise SystemExit(0)
+
+
+def _screen(model: type[BaseModel], positional: Sequence[str]) -> type[BaseModel]:
+    """A model with one group per section: tyro shows a box for each."""
+    groups = parts(model)
+    head = Part(groups[0].name, groups[0].about, (*groups[0].options, _CONFIG))
+    fields: dict[str, Any] = {}
+    for part in [head, *groups[1:]]:
+        chosen: dict[str, Any] = {option.name: _field(option, option.name in positional) for option in part.options}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Field name", category=UserWarning)  # `json`
+            group = create_model(part.name, __doc__=part.about, **chosen)
+        fields[f"{part.name}_"] = (Annotated[group, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=part.name)], ...)
+    screen: type[BaseModel] = create_model(model.__name__, **fields)
+    return screen
+
+
+def _field(option: Option, is_positional: bool) -> Any:
+    """As tyro should show it. Defaults are shown as text: nothing is parsed here."""
+    hint = "(required)" if option.is_required else f"(default: {_shown(option.default)})"
+    if is_positional:
+        metavar = option.name.upper() + (" ..." if sequence(option.annotation) is not None else "")
+        argument = tyro.conf.arg(metavar=metavar, help=option.about, help_behavior_hint="")
+        return Annotated[str, tyro.conf.Positional, argument], ...
+    if is_flag(option.annotation):
+        return Annotated[bool, tyro.conf.arg(help=option.about, help_behavior_hint=hint)], bool(option.default)
+    words = [str(choice) for choice in choices(option.annotation)]
+    kind: Any = Path if Path in variants(option.annotation) else str
+    if words and len([each for each in variants(option.annotation) if each is not type(None)]) == 1:
+        kind = Literal[tuple(words)]
+    aliases = _SHORT_HELP.get(option.name, ())
+    argument = tyro.conf.arg(
+        metavar=_metavar(option.annotation), help=option.about, help_behavior_hint=hint, aliases=aliases
+    )
+    return Annotated[kind | None, argument], None
+
+
+def _metavar(annotation: Any) -> str:
+    kinds = [kind for kind in variants(annotation) if kind is not type(None)]
+    inner = sequence(annotation)
+    if inner is not None:
+        model = section(item(annotation, 0))
+        count = length(annotation)
+        one = ",".join(f"{name}=X" for name in model.model_fields) if model else _metavar(item(annotation, 0))
+        return f"{one} ..." if count is None else " ".join([one] * count)
+    names = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
+    words = choices(annotation)
+    shown = ["{" + ",".join(map(str, words)) + "}"] if words else []
+    return "|".join([*shown, *(names.get(kind, "VALUE") for kind in kinds if not _is_literal(kind))])
+
+
+def _is_literal(kind: Any) -> bool:
+    return bool(choices(kind))
+
+
+def _shown(default: Any) -> str:
+    if default is None or default == ():
+        return "none"
+    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+def _about(model: type[BaseModel]) -> str:
+    return model.__doc__ or ""

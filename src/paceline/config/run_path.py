@@ -1,0 +1,60 @@
+"""Which folder a run gets: a pure decision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path, PurePath
+
+from paceline.config.settings import RunSettings
+from paceline.core.errors import PacelineError
+
+MARK = "run.json"
+
+
+class WhichRun(PacelineError):
+    """A run is to go on, but not said which."""
+
+    hint = "add `--out FOLDER`, the run's folder, or `--exp-name NAME`; `paceline runs` lists runs"
+
+    def __init__(self) -> None:
+        super().__init__("`--resume auto` needs to know the run")
+
+
+class NotAName(PacelineError):
+    """A run's name that would lead out of the folder of runs."""
+
+    hint = "type a name such as `quartznet-a`; `--runs-dir` says where it goes, `--out` names any folder"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"--exp-name {name}: is a path, not a name")
+        self.name = name
+
+
+def run_folder(settings: RunSettings, *, task: str, moment: str, exists: Callable[[Path], bool]) -> Path:
+    """`out`, else the named run, else the run of the checkpoint to go on from, else one named for task and moment.
+
+    A new run never gets a folder that exists: a number is appended.
+    """
+    if settings.out is not None:
+        return settings.out
+    if settings.exp_name is not None:
+        pure = PurePath(settings.exp_name)
+        if pure.is_absolute() or ".." in pure.parts or not pure.parts:
+            raise NotAName(settings.exp_name)
+        named = settings.runs_dir / settings.exp_name
+        return named if settings.resume == "auto" else _unused(named, exists)
+    if settings.resume == "auto":
+        raise WhichRun
+    if isinstance(settings.resume, Path):
+        run = settings.resume.resolve().parent.parent
+        if exists(run / MARK):
+            return run
+    return _unused(settings.runs_dir / f"{task}-{moment}", exists)
+
+
+def _unused(path: Path, exists: Callable[[Path], bool]) -> Path:
+    number, candidate = 1, path
+    while exists(candidate):
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate

@@ -1,0 +1,111 @@
+"""Settings from a YAML file, each with the line it stands on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from paceline.config.command_line import resolve
+from paceline.config.parse import Given
+from paceline.config.problems import Place, Problem, nearest
+
+
+def read_file(
+    model: type[BaseModel], file: str, positional: Sequence[str] = (), number: int = 0
+) -> tuple[dict[str, Given], list[Problem]]:
+    """What a file, the `number`-th, sets, and its mistakes."""
+    path = Path(file)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}, [Problem("--config", "there is no such file", _other_files(path), file, (number, 0))]
+    except IsADirectoryError:
+        hint = _other_files(path / "any.yaml")
+        return {}, [Problem("--config", "is a folder, not a file", hint, file, (number, 0))]
+    except UnicodeDecodeError:
+        return {}, [Problem("--config", "is not a text file (UTF-8)", "", file, (number, 0))]
+    except OSError as error:
+        return {}, [Problem("--config", f"cannot be read: {error.strerror}", "", file, (number, 0))]
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        return {}, [_syntax(file, text, error, (number, 0))]
+    except yaml.YAMLError as error:  # characters that YAML does not allow
+        return {}, [Problem(file, f"is not YAML: {str(error).splitlines()[0]}", place=(number, 0))]
+    if root is None:
+        return {}, []
+    if not isinstance(root, yaml.MappingNode):
+        where = f"{file}:{root.start_mark.line + 1}"
+        return {}, [Problem(where, "must hold lines of the form `name: value`", place=(number, 0))]
+    return _read(model, file, root, positional, number)
+
+
+def _read(
+    model: type[BaseModel], file: str, root: yaml.MappingNode, positional: Sequence[str], number: int
+) -> tuple[dict[str, Given], list[Problem]]:
+    given: dict[str, Given] = {}
+    problems: list[Problem] = []
+    options = [name for name in model.model_fields if name not in positional]
+    for key_node, node in root.value:
+        key, line = _text(key_node), key_node.start_mark.line + 1
+        where, place = f"{file}:{line}: {key}", (number, line)
+        name = resolve(model, key)
+        if name in positional:
+            hint = "take this line out"
+            problems.append(Problem(where, "is typed on the command line, not set in a file", hint, place=place))
+        elif name is None:
+            meant = nearest(key, options)
+            hint = f"did you mean {meant}?" if meant else "`--print-config` shows all settings as such a file"
+            problems.append(
+                Problem(where, "there is no such setting", hint, _text(node), place, is_unknown=True, meant=meant or "")
+            )
+        elif name in given:
+            what = f"given twice, first in line {given[name].place[1]}"
+            problems.append(Problem(where, what, "keep one of the two lines", _text(node), place))
+        else:
+            given[name] = Given(_raw(node), where, _text(node), place)
+    return given, problems
+
+
+def _raw(node: yaml.Node) -> Any:
+    if isinstance(node, yaml.ScalarNode):
+        return None if node.tag == "tag:yaml.org,2002:null" else node.value
+    if isinstance(node, yaml.SequenceNode):
+        return [_raw(entry) for entry in node.value]
+    return {_text(key): _raw(value) for key, value in node.value}
+
+
+def _text(node: yaml.Node) -> str:
+    """A value in short, for messages."""
+    if isinstance(node, yaml.ScalarNode):
+        return str(node.value) or "(empty)"
+    if isinstance(node, yaml.SequenceNode):
+        return f"[{', '.join(_text(entry) for entry in node.value)}]"
+    return "{" + ", ".join(f"{_text(key)}: {_text(value)}" for key, value in node.value) + "}"
+
+
+def _syntax(file: str, text: str, error: yaml.MarkedYAMLError, place: Place) -> Problem:
+    mark = error.problem_mark or error.context_mark
+    reason = error.problem or error.context or "it cannot be read"
+    if mark is None:
+        return Problem(file, f"is not YAML: {reason}", place=place)
+    lines = text.splitlines()
+    line = lines[mark.line] if mark.line < len(lines) else ""
+    hint = f"{line}\n{' ' * mark.column}^" if line.strip() else ""
+    return Problem(f"{file}:{mark.line + 1}:{mark.column + 1}", f"is not YAML: {reason}", hint, place=place)
+
+
+def _other_files(path: Path) -> str:
+    """What is there instead."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"there is no folder {folder} either"
+    names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".yaml", ".yml"))
+    meant = nearest(path.name, names)
+    if meant:
+        return f"did you mean {folder / meant}?"
+    return f"YAML files in {folder}: {', '.join(names[:10])}" if names else f"there are no YAML files in {folder}"

@@ -1,0 +1,86 @@
+"""The root of every failure that is the user's to mend, and how one is declared.
+
+    class RunBusy(PacelineError):
+        \"\"\"Another process is training in this folder.\"\"\"
+
+        folder: Path
+        owner: str
+        sentence = "{folder} is being trained by {owner}"
+        hint = "wait for it or stop it, or choose another `--out`"
+
+    raise RunBusy(folder, owner)
+
+Annotated names are the fields, given by position or by name. `sentence` and `hint` are format strings over the fields
+and over properties of the class, so a sentence that needs a decision takes it in a property.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from typing_extensions import dataclass_transform
+
+
+@dataclass_transform()
+class PacelineError(Exception):
+    """A mistake the user can mend: `str(error)` says what and why, `hint` says what to type next.
+
+    The command line prints both without a traceback and exits with code 2.
+    """
+
+    sentence: ClassVar[str] = ""
+    hint: str = ""
+    _fields: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        names = [name for name, kind in inspect.get_annotations(cls).items() if not str(kind).startswith("ClassVar")]
+        cls._fields = (*cls._fields, *(name for name in names if name not in cls._fields))
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        if not self.sentence:
+            super().__init__(*values)
+            return
+        given = dict(zip(self._fields, values, strict=False)) | named
+        missing = [name for name in self._fields if name not in given and not hasattr(type(self), name)]
+        if missing or len(values) > len(self._fields) or not set(named) <= set(self._fields):
+            raise TypeError(f"{type(self).__name__} takes {self._fields}, not {values} and {named}")
+        self.__dict__.update(given)
+        names = _Attributes(self)
+        super().__init__(self.sentence.format_map(names))
+        self.hint = type(self).hint.format_map(names)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the message and the fields as they are; `__init__` is not called again."""
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+class _Attributes(Mapping[str, Any]):
+    """An object's attributes, as `str.format_map` wants them."""
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dir(self._owner))
+
+    def __len__(self) -> int:
+        return len(dir(self._owner))
+
+
+def first_line(error: BaseException) -> str:
+    """Return `ValueError: <first line of its message>`."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _restored(kind: type[PacelineError], args: tuple[Any, ...], values: dict[str, Any]) -> PacelineError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(values)
+    return error

@@ -1,0 +1,88 @@
+"""A line of a manifest that cannot be used: where it stands, what is wrong with it, and how a user is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.errors import PacelineError
+from paceline.core.paths import near
+from paceline.data.packed.errors import is_packed
+
+MOST_SHOWN = 20
+"""Bad lines that are shown with their text; of the others there is a count."""
+_MOST_CHARACTERS = 100
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """One line, and why it cannot be used."""
+
+    path: Path
+    """The manifest, as it was named."""
+    line: int
+    """Counted from 1."""
+    what: str
+    text: str = ""
+    """How the line begins."""
+    row: int = -1
+    """Where it is a line of a `Manifest` whose audio is at fault: its row there."""
+
+    def __str__(self) -> str:
+        return f"{near(self.path)}:{self.line}: {self.what}"
+
+
+class BadManifest(PacelineError):
+    """Lines that cannot be used, where none may be left out."""
+
+    def __init__(self, bad: Sequence[BadLine], total: int | None = None, *, is_all: bool = False) -> None:
+        """`is_all`: without them nothing would be left."""
+        self.bad = tuple(bad[:MOST_SHOWN])
+        self.total = len(bad) if total is None else total
+        self.hint = _hint(self.bad, self.total, is_all)
+        if self.total == 1:
+            super().__init__("\n  ".join(filter(None, [str(bad[0]), bad[0].text])))
+            return
+        files = ", ".join(dict.fromkeys(near(line.path) for line in self.bad))
+        super().__init__("\n".join([f"{self.total:,} bad lines in {files}", *shown(self.bad, self.total)]))
+
+
+def shown(bad: Sequence[BadLine], total: int, margin: str = "  ") -> list[str]:
+    """The first of the bad lines as a user reads them, and how many there are beside."""
+    lines = []
+    for each in bad[:MOST_SHOWN]:
+        lines.append(f"{margin}{each}")
+        if each.text:
+            lines.append(f"{margin}  {each.text}")
+    if total > MOST_SHOWN:
+        lines.append(f"{margin}... and {total - MOST_SHOWN:,} more")
+    return lines
+
+
+def beginning(raw: bytes) -> str:
+    """How a line begins, as text that can be printed whatever it holds."""
+    text = raw[: 4 * _MOST_CHARACTERS].decode("utf-8", "backslashreplace").strip()
+    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."
+
+
+def _hint(bad: Sequence[BadLine], total: int, is_all: bool) -> str:
+    file = near(bad[0].path)
+    if total == 1 and bad[0].what.startswith('"duration"'):
+        return f"add the length in seconds, or let `paceline manifest scan {file}` measure it"
+    these = "it" if total == 1 else "them"
+    if is_packed(bad[0].path):
+        again = f"pack {file} again from what it was made of"
+        if is_all:
+            return f"{again}: without {these} nothing is left"
+        return (
+            f"{again}, take what is sound of it (`paceline pack {file} sound.h5 --bad-data skip`), "
+            f"or go on without {these} with `--bad-data skip`"
+        )
+    if is_all:
+        return f"mend {these} (`paceline manifest scan {file}` measures durations): without {these} nothing is left"
+    return (
+        f"mend {these}, let `paceline manifest scan {file}` write a manifest of what is sound, "
+        f"or go on without {these} with `--bad-data skip`"
+    )

@@ -1,0 +1,284 @@
+"""NeMo's manifests: one JSON object per line, one or several files read into one data set.
+
+Packed files (`.h5`) are read beside them, each row as a line.
+
+A line names `audio_filepath` (or `audio_filename`), `duration` in seconds, `text` (or `text_filepath`) and, for a part
+of a longer file, `offset`; paths are relative to the manifest's folder, other keys are ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.errors import PacelineError
+from paceline.core.paths import near
+from paceline.data.manifest.account import Amount, FileReading, Reading
+from paceline.data.manifest.bad_line import MOST_SHOWN, BadLine, BadManifest, beginning
+from paceline.data.manifest.columns import Manifest
+from paceline.data.manifest.line import Line, LineInvalid, parse_line
+from paceline.data.packed.errors import is_packed
+from paceline.data.strings import Strings
+
+__all__ = ["BadData", "BadLine", "BadManifest", "Manifest", "NotAManifest", "NothingKept", "Reading", "read_manifests"]
+
+BadData = Literal["stop", "skip"]
+"""What to do about data that cannot be used."""
+MOST_LISTED = 1000
+"""Skipped lines that are kept with their place; the others are counted."""
+_LINES_AT_ONCE = 1 << 16
+_BOM = b"\xef\xbb\xbf"
+
+
+class NotAManifest(PacelineError):
+    """A path that holds no JSON lines."""
+
+    def __init__(self, path: Path | str, what: str, hint: str = "") -> None:
+        super().__init__(f"{near(path)}: {what}")
+        self.path, self.hint = path, hint
+
+
+class NothingKept(PacelineError):
+    """Every utterance is too short or too long."""
+
+    hint = "set other limits; `paceline manifest stats FILE` shows how long the utterances are"
+
+    def __init__(self, reading: Reading) -> None:
+        files = ", ".join(near(file.path) for file in reading.files)
+        super().__init__(f"{files}: nothing is left: {reading.lines()[0]}")
+        self.reading = reading
+
+
+def read_manifests(
+    spec: str | Sequence[Path | str],
+    *,
+    min_seconds: float = 0.1,
+    max_seconds: float | None = None,
+    max_utterances: int | None = None,
+    bad_data: BadData = "stop",
+    needs_text: bool = True,
+) -> tuple[Manifest, Reading]:
+    """One data set from one or several files, which a string names with commas between.
+
+    Utterances outside the limits are dropped, never trimmed; `max_utterances` keeps the first ones, and what follows
+    is not looked at. A line that cannot be used stops everything, with all such lines in one error, or is skipped.
+    Without `needs_text` a line may do without a transcript, and none is read from a file.
+    """
+    paths = manifest_paths(spec)
+    for path in paths:
+        if not is_packed(path):
+            _refuse_what_is_no_file(path)
+    reader = _Reader(paths, min_seconds, max_seconds, max_utterances, needs_text)
+    files = []
+    for number in range(len(paths)):
+        files.append(reader.read(number))
+        if reader.is_full:
+            break
+    reading = Reading(tuple(files), tuple(reader.bad), min_seconds, max_seconds)
+    are_all_bad = reading.num_bad == sum(file.num_lines for file in files)
+    if reading.num_bad and (bad_data == "stop" or are_all_bad):
+        raise BadManifest(reading.bad, reading.num_bad, is_all=are_all_bad)
+    if not reading.kept.number:
+        raise NothingKept(reading)
+    return reader.columns.finish(paths), reading
+
+
+def manifest_paths(spec: str | Sequence[Path | str]) -> list[Path]:
+    """The files that are named."""
+    names = [name.strip() for name in spec.split(",")] if isinstance(spec, str) else spec
+    paths = [Path(name) for name in names if str(name)]
+    if not paths:
+        raise NotAManifest(repr(spec), "names no manifest", "give one file, or several with commas between")
+    return paths
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, with their numbers from 1; an encoding's mark at the beginning is left out."""
+    _refuse_what_is_no_file(path)
+    is_empty = True
+    try:
+        with path.open("rb", buffering=1 << 20) as file:
+            for number, raw in enumerate(file, 1):
+                if number == 1:
+                    _refuse_other_formats(path, raw)
+                    raw = raw.removeprefix(_BOM)
+                if raw.isspace() or not raw:
+                    continue
+                if is_empty:
+                    _refuse_array(path, raw)
+                    is_empty = False
+                yield number, raw
+    except OSError as error:
+        raise NotAManifest(path, f"cannot be read: {error.strerror}") from None
+    if is_empty:
+        raise NotAManifest(
+            path, "is empty", "it must hold one JSON object per line; `paceline manifest scan FOLDER` makes one"
+        )
+
+
+class _Columns:
+    """Lines on their way into arrays: Python objects only for the newest of them."""
+
+    def __init__(self) -> None:
+        self._lines: list[Line] = []
+        self._numbers: list[int] = []
+        self._parts: list[Manifest] = []
+
+    def add(self, line: Line, number: int, source: int) -> None:
+        self._lines.append(line)
+        self._numbers.append(number)
+        if len(self._lines) == _LINES_AT_ONCE:
+            self.flush(source)
+
+    def flush(self, source: int) -> None:
+        """What is waiting, all of one file, becomes arrays."""
+        audio, seconds, texts, offsets = zip(*self._lines, strict=True) if self._lines else ((), (), (), ())
+        part = Manifest(
+            (),
+            audio=Strings.pack(audio),
+            texts=Strings.pack(texts),
+            durations=np.array(seconds, dtype=np.float64),
+            offsets=np.array(offsets, dtype=np.float64),
+            source_of=np.full(len(audio), source, dtype=np.int32),
+            line_of=np.array(self._numbers, dtype=np.int32),
+        )
+        self._parts.append(part)
+        self._lines, self._numbers = [], []
+
+    def take(self, part: Manifest) -> None:
+        """Rows that are columns already."""
+        self._parts.append(part)
+
+    def finish(self, sources: Sequence[Path]) -> Manifest:
+        whole = Manifest.concat(self._parts)  # parts without sources of their own: their numbers are not shifted
+        return whole.named(sources)
+
+
+class _Reader:
+    """Reads file after file: sound lines go into columns, the others into an account."""
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        min_seconds: float,
+        max_seconds: float | None,
+        max_utterances: int | None,
+        needs_text: bool,
+    ) -> None:
+        self._paths, self._needs_text = paths, needs_text
+        self._shortest = min_seconds
+        self._longest = float("inf") if max_seconds is None else max_seconds
+        self._most = float("inf") if max_utterances is None else max_utterances
+        self._number = 0
+        self.columns = _Columns()
+        self.bad: list[BadLine] = []
+
+    @property
+    def is_full(self) -> bool:
+        return self._number >= self._most
+
+    def read(self, source: int) -> FileReading:
+        """One file, up to the most utterances that are wanted."""
+        path, before = self._paths[source], self._number
+        if is_packed(path):
+            return self._read_packed(source)
+        short, long, num_bad = 0, 0, 0
+        kept_s, short_s, long_s = 0.0, 0.0, 0.0
+        folder = path.parent
+        for number, raw in read_lines(path):
+            try:
+                line = parse_line(raw, folder, self._needs_text)
+            except LineInvalid as invalid:
+                num_bad += 1
+                self._keep_bad(path, number, str(invalid), raw)
+                continue
+            if line.seconds < self._shortest:
+                short, short_s = short + 1, short_s + line.seconds
+            elif line.seconds > self._longest:
+                long, long_s = long + 1, long_s + line.seconds
+            else:
+                self._number, kept_s = self._number + 1, kept_s + line.seconds
+                self.columns.add(line, number, source)
+                if self._number >= self._most:
+                    break
+        self.columns.flush(source)
+        return FileReading(
+            path,
+            kept=Amount(self._number - before, kept_s / 3600),
+            too_short=Amount(short, short_s / 3600),
+            too_long=Amount(long, long_s / 3600),
+            num_bad=num_bad,
+        )
+
+    def _read_packed(self, source: int) -> FileReading:
+        from paceline.data.packed.manifest_rows import read_packed
+
+        found = read_packed(self._paths[source], source=source, needs_text=self._needs_text)
+        is_short, is_long = found.durations < self._shortest, found.durations > self._longest
+        rows = np.flatnonzero(~is_short & ~is_long)
+        if len(rows) >= self._most - self._number:  # what follows is not looked at
+            rows = rows[: int(self._most - self._number)]
+            is_short, is_long = is_short[: rows[-1] + 1], is_long[: rows[-1] + 1]
+        part = found if len(rows) == len(found) else found.take(rows)
+        self._number += len(rows)
+        self.columns.take(part)
+        short, long = (found.durations[: len(mask)][mask] for mask in (is_short, is_long))
+        return FileReading(
+            self._paths[source],
+            kept=_amount(part.durations),
+            too_short=_amount(short),
+            too_long=_amount(long),
+            num_bad=0,
+        )
+
+    def _keep_bad(self, path: Path, number: int, what: str, raw: bytes) -> None:
+        if len(self.bad) < MOST_LISTED:
+            text = beginning(raw) if len(self.bad) < MOST_SHOWN else ""
+            self.bad.append(BadLine(path, number, what, text))
+
+
+def _amount(seconds: NDArray[np.float64]) -> Amount:
+    return Amount(len(seconds), float(seconds.sum()) / 3600)
+
+
+def _refuse_what_is_no_file(path: Path) -> None:
+    try:
+        _refuse_other_things(path)
+    except OSError as error:  # a name too long, a folder that may not be looked into
+        raise NotAManifest(path, f"cannot be read: {error.strerror}") from None
+
+
+def _refuse_other_things(path: Path) -> None:
+    if is_packed(path):
+        raise NotAManifest(path, "is HDF5, not JSON lines", "give the JSON-lines manifest it was made from")
+    if path.is_dir():
+        hint = f"name a file in it, or make one with `paceline manifest scan {near(path)}`"
+        raise NotAManifest(path, "is a folder, not a manifest", hint)
+    if not path.exists():
+        others = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+        meant = [near(path.with_name(name)) for name in difflib.get_close_matches(path.name, others, n=1)]
+        raise NotAManifest(path, "there is no such file", f"did you mean {meant[0]}?" if meant else "")
+
+
+def _refuse_other_formats(path: Path, raw: bytes) -> None:
+    """By how a file begins: what would otherwise be one bad line after the other."""
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise NotAManifest(path, "is UTF-16", "save it as UTF-8")
+    if raw.startswith(b"\x1f\x8b"):
+        raise NotAManifest(path, "is compressed", f"unpack it: `gunzip {near(path)}`")
+    if raw.startswith(b"\x89HDF"):
+        hint = "packed data is known by its name: let it end in .h5"
+        raise NotAManifest(path, "is HDF5, not JSON lines", hint)
+
+
+def _refuse_array(path: Path, raw: bytes) -> None:
+    begin = raw.strip()[:200]
+    if begin.startswith(b"[") and begin[1:].lstrip()[:1] in (b"", b"{"):
+        python = "import json,sys; [print(json.dumps(x)) for x in json.load(sys.stdin)]"
+        hint = f"write one object per line: `python -c '{python}' < {near(path)} > lines.json`"
+        raise NotAManifest(path, "is one JSON array, not one JSON object per line", hint)

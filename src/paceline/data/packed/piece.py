@@ -1,0 +1,163 @@
+"""A piece of packing: some rows, read by one process and kept in a file of its own until the packed file is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.errors import PacelineError
+from paceline.data.packed.layout import Kind
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """What a stream is, whichever rows there are."""
+
+    name: str
+    kind: Kind
+    dtype: str
+    shape: tuple[int, ...] = ()
+    """Of one step."""
+    is_single: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.dtype} (any, {', '.join(map(str, self.shape))})" if self.shape else f"{self.dtype} (any)"
+
+
+class StreamsDiffer(PacelineError):
+    """Rows that cannot lie in one data set."""
+
+    hint = "rows may differ in their first axis only: give all the same other axes, and the same type"
+
+    def __init__(self, tag: str, found: Sequence[StreamSpec], expected: Sequence[StreamSpec]) -> None:
+        named = {spec.name: spec for spec in expected}
+        other = next((spec for spec in found if named.get(spec.name) != spec), None)
+        if other is not None and other.name in named:
+            what = f"stream {other.name!r} is {other}, and {named[other.name]} before"
+        else:
+            names = ", ".join(spec.name for spec in found), ", ".join(named)
+            what = f"its streams are {names[0]}, and {names[1]} before"
+        super().__init__(f"{tag}: {what}")
+
+
+@dataclass
+class Piece:
+    """Rows that follow each other."""
+
+    specs: Sequence[StreamSpec]
+    values: Mapping[str, NDArray[Any]]
+    """By stream: all steps of all rows."""
+    lengths: Mapping[str, NDArray[np.int64]]
+    """By stream: steps of each row."""
+    tags: Sequence[bytes]
+    columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    skipped: Sequence[str] = ()
+    """Why rows were left out."""
+    tops: Mapping[str, int] = field(default_factory=dict)
+    """By stream of whole numbers: the largest one, and so how many classes there are."""
+    stamp: str = ""
+    """Of what the rows were read from."""
+    extras: Sequence[bytes] = ()
+    """Of each row what else its line says, as JSON; none where no row has anything."""
+
+    def __len__(self) -> int:
+        return len(self.tags)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(values.nbytes for values in self.values.values())
+
+
+class PieceMaker:
+    """Puts rows together."""
+
+    def __init__(self) -> None:
+        self._specs: list[StreamSpec] = []
+        self._rows: dict[str, list[NDArray[Any]]] = {}
+        self._tags: list[bytes] = []
+
+    def add(self, tag: str, row: Sequence[tuple[StreamSpec, NDArray[Any]]]) -> None:
+        specs = [spec for spec, _ in row]
+        if not self._tags:
+            self._specs = specs
+            self._rows = {spec.name: [] for spec in specs}
+        elif specs != self._specs:
+            raise StreamsDiffer(tag, specs, self._specs)
+        for spec, values in row:
+            self._rows[spec.name].append(values)
+        self._tags.append(tag.encode("utf-8", "surrogateescape"))
+
+    def finish(
+        self, columns: Mapping[str, NDArray[Any]], skipped: Sequence[str] = (), extras: Sequence[bytes] = ()
+    ) -> Piece:
+        lengths = {name: np.array([len(row) for row in rows], np.int64) for name, rows in self._rows.items()}
+        values = {name: np.concatenate(rows) for name, rows in self._rows.items()}
+        tops = {
+            spec.name: int(values[spec.name].max(initial=-1))
+            for spec in self._specs
+            if not spec.shape and spec.kind not in ("audio", "text") and np.dtype(spec.dtype).kind in "iub"
+        }
+        return Piece(
+            self._specs, values, lengths, self._tags, columns, skipped, tops, extras=extras if any(extras) else ()
+        )
+
+
+def write_piece(path: Path, piece: Piece) -> None:
+    """Whole or not at all."""
+    about = {
+        "specs": [asdict(spec) for spec in piece.specs],
+        "skipped": list(piece.skipped),
+        "tops": dict(piece.tops),
+        "stamp": piece.stamp,
+    }
+    arrays: dict[str, NDArray[Any]] = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
+    for name, texts in (("tag", piece.tags), ("extra", piece.extras)):
+        arrays[f"{name}s"] = np.frombuffer(b"".join(texts), np.uint8)
+        arrays[f"{name}_lengths"] = np.array([len(text) for text in texts], np.int64)
+    arrays |= {f"values-{name}": values for name, values in piece.values.items()}
+    arrays |= {f"lengths-{name}": values for name, values in piece.lengths.items()}
+    arrays |= {f"column-{name}": values for name, values in piece.columns.items()}
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    try:
+        with unfinished.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def read_piece(path: Path, *, with_values: bool = True) -> Piece | None:
+    """What `write_piece` wrote; None where it is not there, or not whole."""
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            about = json.loads(arrays["about"].tobytes())
+            specs = [StreamSpec(**{**each, "shape": tuple(each["shape"])}) for each in about["specs"]]
+            return Piece(
+                specs,
+                {spec.name: arrays[f"values-{spec.name}"] for spec in specs} if with_values else {},
+                {spec.name: arrays[f"lengths-{spec.name}"] for spec in specs},
+                _texts(arrays, "tag"),
+                {name.partition("-")[2]: arrays[name] for name in arrays.files if name.startswith("column-")},
+                about["skipped"],
+                about["tops"],
+                about["stamp"],
+                _texts(arrays, "extra"),
+            )
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+
+
+def _texts(arrays: Any, name: str) -> list[bytes]:
+    ends = np.cumsum(arrays[f"{name}_lengths"]).tolist()
+    packed = arrays[f"{name}s"].tobytes()
+    return [packed[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]

@@ -1,0 +1,180 @@
+"""Manifests opened for use: lines read and filtered, audio files looked at, texts brought to the labels.
+
+What is wrong is found before training begins, all of it; it ends the run, or is left out and listed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.config.problems import first_lines
+from paceline.data.audio.check import check_all
+from paceline.data.manifest.account import Reading
+from paceline.data.manifest.bad_line import BadLine, BadManifest, shown
+from paceline.data.manifest.columns import Manifest
+from paceline.data.manifest.read import read_manifests
+from paceline.observe.bars import SideBar
+from paceline.recipes.asr.data.packing import check_packed
+from paceline.recipes.asr.data.sets import name_sets
+from paceline.recipes.asr.network.config import NetworkSettings
+from paceline.recipes.asr.settings import AsrSettings
+from paceline.recipes.asr.sound.features import LogMel
+from paceline.recipes.asr.sound.perturb import is_active
+from paceline.recipes.asr.text.labels import EncodedTexts, Labels, TextReport, encode_all, required_frames
+
+TRAINING = "train"
+BAD_DATA = "bad-data.txt"
+"""In the run folder: the lines that `bad_data: skip` left out."""
+MOST_THREADS = 16
+"""That look at audio files, on one rank."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a data set of the run is made of."""
+
+    name: str
+    paths: tuple[Path, ...]
+    is_training: bool = False
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A data set, ready to be read."""
+
+    manifest: Manifest
+    texts: EncodedTexts
+
+
+@dataclass(frozen=True)
+class _Look:
+    """A data set after a first look: what it holds, and what of it cannot be used."""
+
+    manifest: Manifest | None
+    """None where not one line can be used."""
+    reading: Reading | None
+    bad: Sequence[BadLine]
+    """By file and line; of lines that are no utterances, those that reading lists."""
+    num_bad: int
+
+
+def parts_of(settings: AsrSettings) -> list[Part]:
+    """The data sets that a run with these settings uses."""
+    parts = []
+    if settings.mode in ("train", "train_eval"):
+        parts.append(Part(TRAINING, settings.train_manifest, is_training=True))
+    if settings.mode != "train":
+        parts += [Part(name, paths) for name, paths in name_sets(settings.val_manifest).items()]
+    return parts
+
+
+class Opening:
+    """Opens the data sets of a run. All ranks must do it together: each looks at its share of the audio."""
+
+    def __init__(
+        self,
+        settings: AsrSettings,
+        share: tuple[int, int],
+        gather: Callable[[Any], list[Any]],
+        say: Callable[[str], None],
+    ) -> None:
+        self._settings, self._share, self._gather, self._say = settings, share, gather, say
+        self.bad: list[BadLine] = []
+        """What was left out, as far as it is listed."""
+        self.num_bad = 0
+
+    def open(self, parts: Sequence[Part]) -> dict[Part, Corpus]:
+        """Each ready to be read. What is bad in any of them is reported together."""
+        looks = {part: self._look(part) for part in parts}
+        is_stopped = self._settings.bad_data == "stop"
+        refused = [look for look in looks.values() if look.num_bad and (is_stopped or look.manifest is None)]
+        if refused:
+            bad = [line for look in refused for line in look.bad]
+            is_all = any(look.manifest is None for look in refused)
+            raise BadManifest(bad, sum(look.num_bad for look in refused), is_all=is_all)
+        self.bad = [line for look in looks.values() for line in look.bad]
+        self.num_bad = sum(look.num_bad for look in looks.values())
+        return {part: self._finish(part, look) for part, look in looks.items()}
+
+    def _look(self, part: Part) -> _Look:
+        settings = self._settings
+        is_perturbed = part.is_training and is_active(settings)
+        check_packed(part.paths, settings.network, is_perturbed=is_perturbed)
+        limits: Mapping[str, Any] = {"min_seconds": 0.0}
+        if part.is_training:
+            limits = {
+                "min_seconds": settings.min_seconds,
+                "max_seconds": settings.max_seconds,
+                "max_utterances": settings.max_utterances,
+            }
+        try:
+            # Bad lines are only collected here: the audio of the others may have faults that belong beside them.
+            manifest, reading = read_manifests(part.paths, bad_data="skip", **limits)
+        except BadManifest as error:
+            return _Look(None, None, error.bad, error.total)
+        audio = self._check_audio(manifest)
+        order = {path: number for number, path in enumerate(part.paths)}
+        bad = sorted([*reading.bad, *audio], key=lambda line: (order[line.path], line.line))
+        is_good = np.ones(len(manifest), bool)
+        is_good[[line.row for line in audio]] = False
+        kept = manifest.take(is_good) if audio else manifest
+        return _Look(kept if len(kept) else None, reading, bad, reading.num_bad + len(audio))
+
+    def _check_audio(self, manifest: Manifest) -> list[BadLine]:
+        """Lines of which the audio is at fault, seen by whichever rank."""
+        if not self._settings.check_audio:
+            return []
+        rank, size = self._share
+        threads = min(MOST_THREADS, 2 * len(os.sched_getaffinity(0)))
+        rows = np.arange(rank, len(manifest), size)
+        with SideBar("audio files") if rank == 0 else nullcontext() as bar:
+            progress = None if bar is None else partial(bar.show, total=len(rows))
+            mine = check_all(manifest, rows, threads=threads, progress=progress)
+        return [line for lines in self._gather(mine) for line in lines]
+
+    def _finish(self, part: Part, look: _Look) -> Corpus:
+        manifest, reading = look.manifest, look.reading
+        assert manifest is not None
+        assert reading is not None
+        for line in reading.lines():
+            self._say(f"{part.name}: {line}" if not line.startswith(" ") else line)
+        audio = [line for line in look.bad if line.row >= 0]
+        if audio:
+            self._say(f"{part.name}: skipped {len(audio):,} with bad audio")
+            for line in shown(audio, len(audio)):
+                self._say(line)
+        texts, report = encode_all(_texts(manifest), Labels(self._settings.network.labels), self._settings.text_rules)
+        for remark in remarks(report, manifest, texts, self._settings.network):
+            self._say(f"{part.name}: {remark}")
+        return Corpus(manifest, texts)
+
+
+def list_bad(folder: Path, bad: Sequence[BadLine], num_bad: int) -> None:
+    """Write down in a run's folder what was left out of it."""
+    text = "".join(f"{line}\n" for line in first_lines(bad, len(bad), num_bad, margin=""))
+    (folder / BAD_DATA).write_text(text, encoding="utf-8", errors="surrogateescape")
+
+
+def _texts(manifest: Manifest) -> Any:
+    return (manifest.text(row) for row in range(len(manifest)))
+
+
+def remarks(report: TextReport, manifest: Manifest, texts: EncodedTexts, network: NetworkSettings) -> list[str]:
+    """What a user should know of the transcripts."""
+    found = [str(report)] if report.num_changed or report.dropped or report.num_empty else []
+    samples = np.rint(manifest.durations * network.sample_rate).astype(np.int64)
+    hop = LogMel(network.features, network.sample_rate).hop_samples
+    frames, where = np.unique(-(-samples // hop), return_inverse=True)
+    outputs = np.array([network.output_length(int(number)) for number in frames])[where]
+    num_short = int(np.count_nonzero(required_frames(texts) > outputs))
+    if num_short:
+        found.append(f"{num_short:,} too short for their transcripts add nothing to the loss")
+    return found

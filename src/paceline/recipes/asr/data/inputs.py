@@ -1,0 +1,133 @@
+"""What somebody wants transcribed: audio files, folders of them, manifests, all as one data set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from paceline.config.problems import first_lines
+from paceline.core.errors import PacelineError
+from paceline.data.audio.check import check_all, in_threads, measure
+from paceline.data.audio.file import AudioFacts, AudioUnreadable, audio_below
+from paceline.data.manifest.bad_line import MOST_SHOWN, BadManifest
+from paceline.data.manifest.columns import Manifest
+from paceline.data.manifest.read import read_manifests
+from paceline.data.packed.errors import is_packed
+from paceline.data.strings import Strings
+from paceline.recipes.asr.data.utterances import Utterances
+from paceline.recipes.asr.text.labels import EncodedTexts
+
+THREADS = 8
+SKIP_HINT = "mend them, leave them out, or add `--bad-data skip`"
+
+
+class NothingToHear(PacelineError):
+    """A word that leads to no audio."""
+
+    hint = "give audio files, folders of them, manifests (.json, .jsonl) or packed files (.h5)"
+
+    def __init__(self, word: str, why: str) -> None:
+        super().__init__(f"{word}: {why}")
+
+
+class InputsUnreadable(PacelineError):
+    """Recordings that cannot be transcribed, all of them."""
+
+    def __init__(self, problems: Sequence[str], total: int, hint: str) -> None:
+        self.hint = hint
+        number = f"{total:,} recordings" if total > 1 else "1 recording"
+        super().__init__("\n".join([f"{number} cannot be used", *first_lines(problems, MOST_SHOWN, total)]))
+
+
+@dataclass
+class _Problems:
+    """What is wrong with all that was named."""
+
+    listed: list[str] = field(default_factory=list)
+    total: int = 0
+
+    def add(self, found: Iterable[object], total: int) -> None:
+        self.listed += map(str, found)
+        self.total += total
+
+
+def open_inputs(
+    words: Sequence[str], sample_rate: int, *, skip_bad: bool, check_audio: bool, say: Callable[[str], None]
+) -> Utterances:
+    """The recordings that the words mean, in their order, without transcripts."""
+    problems = _Problems()
+    named = [_named(word) for word in words]
+    loose = list(dict.fromkeys(file for files in named if isinstance(files, list) for file in files))
+    measured = measure_all(loose)
+    bad = [found for found in measured.values() if isinstance(found, AudioUnreadable)]
+    problems.add(bad, len(bad))
+    parts = [
+        _of_files(each, measured) if isinstance(each, list) else _of_manifest(each, check_audio, problems)
+        for each in named
+    ]
+    parts = [part for part in parts if len(part)]
+    if problems.total and (not skip_bad or not parts):
+        raise InputsUnreadable(problems.listed, problems.total, SKIP_HINT if parts else "without them nothing is left")
+    for problem in problems.listed:
+        say(f"skipped {problem}")
+    manifest = Manifest.concat(parts)
+    nothing = EncodedTexts(np.zeros(0, np.uint8), np.zeros(len(manifest) + 1, np.int64))
+    return Utterances(manifest, nothing, sample_rate, skip_bad=skip_bad)
+
+
+def measure_all(files: Sequence[Path]) -> dict[Path, AudioFacts | AudioUnreadable]:
+    """How long each file is, or why it cannot be read."""
+    return dict(zip(files, in_threads(_measure, files, THREADS), strict=True))
+
+
+def _named(word: str) -> Path | list[Path]:
+    """A manifest, or the audio files that a word stands for."""
+    path = Path(word)
+    if path.suffix.lower() in (".json", ".jsonl") or is_packed(path):
+        return path
+    if not os.path.isdir(path):  # also where a name is too long to be one
+        return [path]
+    files = audio_below(path)
+    if not files:
+        raise NothingToHear(word, "there is no audio in this folder")
+    return files
+
+
+def _of_manifest(path: Path, check_audio: bool, problems: _Problems) -> Manifest:
+    try:
+        manifest, reading = read_manifests([path], needs_text=False, min_seconds=0.0, bad_data="skip")
+    except BadManifest as error:
+        problems.add(error.bad, error.total)
+        return _of_files([], {})
+    problems.add(reading.bad, reading.num_bad)
+    bad = check_all(manifest, np.arange(len(manifest)), threads=THREADS) if check_audio else []
+    problems.add(bad, len(bad))
+    is_good = np.ones(len(manifest), bool)
+    is_good[[line.row for line in bad]] = False
+    return manifest.take(is_good)
+
+
+def _measure(path: Path) -> AudioFacts | AudioUnreadable:
+    try:
+        return measure(path)
+    except AudioUnreadable as error:
+        return error
+
+
+def _of_files(files: Sequence[Path], measured: Mapping[Path, AudioFacts | AudioUnreadable]) -> Manifest:
+    """Those that can be read."""
+    facts = [(file, found) for file in files if isinstance(found := measured[file], AudioFacts)]
+    number = len(facts)
+    return Manifest(
+        [Path("command line")],
+        audio=Strings.pack(str(file).encode("utf-8", "surrogateescape") for file, _ in facts),
+        texts=Strings.pack(b"" for _ in facts),
+        durations=np.array([found.seconds for _, found in facts], np.float64),
+        offsets=np.full(number, np.nan),
+        source_of=np.zeros(number, np.int32),
+        line_of=np.arange(1, number + 1, dtype=np.int32),
+    )

@@ -1,0 +1,60 @@
+"""Batches of few shapes, for `-O4`: audio padded to the next of at most 32 lengths, texts to one width.
+
+A CUDA graph is for one shape, and a kernel is tuned for one. What padding means stays what it was: no output of an
+utterance depends on it, and batch statistics in training count padded frames as zeros, as NeMo does; there are more of
+them, so that losses differ a little from those at `-O2`, as they do when a batch is cut otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.recipes.asr.data.padding import Collate
+from paceline.recipes.asr.data.utterances import Utterances
+from paceline.recipes.asr.network.config import NetworkSettings
+from paceline.recipes.asr.sound.features import LogMel
+from paceline.train.autotune.shapes import RUNGS
+
+LABELS_MULTIPLE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ladder(Collate):
+    """Collates a grain to a shape of the ladder, with all lengths as tensors, too."""
+
+    network: NetworkSettings
+    hop_samples: int
+    row_samples: int = 1
+    """Samples per row of the audio that is padded: a hop, where rows are frames that were packed."""
+
+    def padded(self, seconds: float) -> int:
+        """See `shapes.Padding`: of an utterance of this length, by the rule that grains are padded by."""
+        return self.width(np.array([-(-round(seconds * self.network.sample_rate) // self.row_samples)]))
+
+    def grain(self, *padded: Any) -> dict[str, Any]:
+        data = super().grain(*padded)
+        frames = [
+            0 if bad is not None else self.network.output_length(-(-length // self.hop_samples))
+            for length, bad in zip(data["num_samples"], data["bad"], strict=True)
+        ]
+        data["out_frames"], data["text_lengths"] = torch.tensor(frames), torch.tensor(data["num_labels"])
+        return data
+
+
+def ladder(data: Utterances, network: NetworkSettings) -> Ladder:
+    """Rungs of equal distance up to the longest utterance, each a whole number of padded frames."""
+    front = LogMel(network.features, network.sample_rate)
+    longest = math.ceil(float(data.lengths.max()) * network.sample_rate / front.hop_samples)
+    multiple = max(1, network.features.pad_to)
+    rung_frames = math.ceil(longest / RUNGS / multiple) * multiple
+    num_labels = math.ceil(max(1, data.most_labels) / LABELS_MULTIPLE) * LABELS_MULTIPLE
+    # Where features were packed, their frames are counted, not samples.
+    hop, row = (1, front.hop_samples) if data.holds_features else (front.hop_samples, 1)
+    return Ladder(
+        audio_multiple=rung_frames * hop, text_width=num_labels, network=network, hop_samples=hop, row_samples=row
+    )

@@ -1,0 +1,76 @@
+"""Utterances padded into a grain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.data.manifest.bad_line import BadLine
+
+
+class Utterance(NamedTuple):
+    """One sample, before it is padded."""
+
+    audio: NDArray[Any]
+    """(samples) int16, or (frames, features) float32 where features were packed."""
+    text: NDArray[Any]
+    key: int
+    """Decides its masks, on any rank and in any batch."""
+    bad: BadLine | None = None
+    """Why its audio cannot be read: silence stands in its place, and it must not count as heard."""
+
+
+@dataclass(frozen=True)
+class Collate:
+    """Pads audio and texts of a grain. Lengths are there twice: for the device, and for the host, who must not ask."""
+
+    audio_multiple: int = 1
+    """Audio is padded to a multiple of this."""
+    text_width: int = 1
+    """Texts are padded to this, at least."""
+
+    def __call__(self, samples: list[Utterance]) -> dict[str, Any]:
+        lengths = np.array([len(sample.audio) for sample in samples])
+        first = samples[0].audio
+        audio = np.empty((len(samples), self.width(lengths), *first.shape[1:]), first.dtype)
+        for row, sample in enumerate(samples):
+            audio[row, : lengths[row]] = sample.audio
+            audio[row, lengths[row] :] = 0
+        keys = np.array([sample.key for sample in samples])
+        return self.grain(audio, lengths, [sample.text for sample in samples], keys, [sample.bad for sample in samples])
+
+    def width(self, lengths: NDArray[np.int64]) -> int:
+        """What audio of these lengths is padded to."""
+        return -(-int(lengths.max()) // self.audio_multiple) * self.audio_multiple
+
+    def grain(
+        self,
+        audio: NDArray[Any],
+        lengths: NDArray[np.int64],
+        texts: Sequence[NDArray[Any]],
+        keys: NDArray[np.int64],
+        bad: list[BadLine | None],
+    ) -> dict[str, Any]:
+        """A grain of audio that is padded already."""
+        num_labels = [len(text) for text in texts]
+        text = np.zeros((len(texts), max(self.text_width, *num_labels)), np.int64)
+        for row, labels in enumerate(texts):
+            text[row, : num_labels[row]] = labels
+        return {
+            "audio": torch.from_numpy(audio),
+            "lengths": torch.from_numpy(lengths),
+            "text": torch.from_numpy(text),
+            "keys": torch.from_numpy(keys),
+            "num_samples": lengths.tolist(),
+            "num_labels": num_labels,
+            "bad": bad,
+        }
+
+
+collate = Collate()
+"""No wider than the longest."""

@@ -1,0 +1,121 @@
+"""Utterances of a manifest as a data set: audio is read and perturbed by whoever asks, keyed by the sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from paceline.core.paths import near
+from paceline.data.audio.check import bad_audio
+from paceline.data.audio.read import AudioUnreadable
+from paceline.data.audio.recordings import Recordings
+from paceline.data.manifest.read import Manifest
+from paceline.recipes.asr.data.padding import Collate, Utterance, collate
+from paceline.recipes.asr.sound.perturb import PerturbSettings, is_active, max_stretch, perturb
+from paceline.recipes.asr.text.labels import EncodedTexts
+
+__all__ = ["Utterance", "Utterances", "collate"]
+
+
+class Utterances:
+    """Map-style: no Python object per line, so that workers share one copy of it."""
+
+    reads_leave_nothing_open = True
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        texts: EncodedTexts,
+        sample_rate: int,
+        perturb_settings: PerturbSettings | None = None,
+        *,
+        skip_bad: bool = False,
+    ) -> None:
+        self._manifest, self._texts, self._sample_rate = manifest, texts, sample_rate
+        is_perturbed = perturb_settings is not None and is_active(perturb_settings)
+        self._perturb, self._skip_bad = perturb_settings if is_perturbed else None, skip_bad
+        self._recordings = Recordings(manifest, sample_rate)
+        stretch = 1.0 if perturb_settings is None else max_stretch(perturb_settings)
+        self.lengths: NDArray[np.float64] = manifest.durations * stretch
+        """Seconds, as long as a perturbation may make them."""
+        self.total_length = float(manifest.durations.sum())
+        """Seconds, as they were recorded."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of what is read for whom: another file, another text or another order gives another one."""
+        digest = xxhash.xxh3_64()
+        for column in (*self._manifest.content(), self._texts.ids, self._texts.offsets):
+            digest.update(np.ascontiguousarray(column).view(np.uint8).data)
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._manifest)
+
+    def __getitem__(self, index: int) -> Utterance:
+        # The loader has seeded torch with (seed, epoch, sample): one draw carries that on.
+        key = int(torch.randint(2**62, ()))
+        try:
+            audio = self._recordings.read(index)
+        except AudioUnreadable as unreadable:  # damage that a look at the ends of a file does not show
+            return self._bad(index, key, unreadable)
+        if self._perturb is not None:
+            audio = perturb(audio, self._sample_rate, self._perturb, np.random.default_rng(key))
+        return Utterance(audio, self._texts[index], key)
+
+    def _bad(self, index: int, key: int, unreadable: AudioUnreadable) -> Utterance:
+        manifest = self._manifest
+        if not self._skip_bad:
+            found = AudioUnreadable(unreadable.path, unreadable.why, manifest.where(index))
+            if manifest.source(index).is_file():
+                check = f"`paceline manifest stats {near(manifest.source(index))} --check` finds all such files"
+                found.hint = f"{check}, `--bad-data skip` goes on without them"
+            raise found from None
+        silence = np.zeros(max(1, round(float(manifest.durations[index]) * self._sample_rate)), np.int16)
+        return Utterance(silence, self._texts[index], key, bad_audio(manifest, index, unreadable.why))
+
+    def read_grain(self, samples: NDArray[np.int64], seeds: Sequence[int], collate: Any) -> dict[str, Any] | None:
+        """What `collate` makes of these samples; None where they must be read one by one.
+
+        Packed audio that nothing changes is copied from the file into the batch, without an object per utterance.
+        """
+        if self._perturb is not None or not isinstance(collate, Collate):
+            return None
+        packed = self._recordings.packed(samples)
+        if packed is None:
+            return None
+        stream, rows = packed
+        room = np.empty((len(rows), collate.width(stream.lengths[rows]), *stream.shape), stream.dtype)
+        audio, lengths = stream.pad(rows, out=room)
+        keys = np.empty(len(samples), np.int64)
+        for place, seed in enumerate(seeds):  # as the loader seeds a sample, and `__getitem__` then draws
+            torch.default_generator.manual_seed(seed)
+            keys[place] = int(torch.randint(2**62, ()))
+        texts = [self._texts[sample] for sample in samples.tolist()]
+        return collate.grain(audio, lengths, texts, keys, [None] * len(samples))
+
+    @property
+    def holds_features(self) -> bool:
+        """Whether `audio` is features, computed when the file was packed."""
+        return self._recordings.holds_features
+
+    @property
+    def is_packed(self) -> bool:
+        """A run that waits for this data is not advised to pack it."""
+        return self._recordings.are_packed
+
+    @property
+    def most_labels(self) -> int:
+        """Of the longest text."""
+        return int(self._texts.lengths.max(initial=0))
+
+    @property
+    def names(self) -> Sequence[str]:
+        """How each utterance is called in what is printed of it."""
+        return [near(self._manifest.audio(index)) for index in range(len(self))]

@@ -1,0 +1,166 @@
+"""Weights from a `.nemo` archive of a QuartzNet or Jasper: a tar with `model_config.yaml` and `model_weights.ckpt`.
+
+Nothing of the archive is unpacked to a path it names, and nothing in it is executed: the configuration is read as plain
+YAML, the weights with torch's loader for tensors only.
+"""
+
+from __future__ import annotations
+
+import lzma
+import re
+import shutil
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import PacelineError
+from paceline.recipes.asr.exchange.document import NotYaml, parse
+from paceline.recipes.asr.exchange.export import WeightsDiffer, check_weights
+from paceline.recipes.asr.network.config import BlockSettings, NetworkInvalid, NetworkSettings, build_network
+
+CONFIG = "model_config.yaml"
+WEIGHTS = "model_weights.ckpt"
+MAX_BYTES = {CONFIG: 2**22, WEIGHTS: 2**32}
+"""Jasper 10x5 DR takes 1.3 GB."""
+MAX_MEMBERS = 10_000
+_NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+# Window, filters and transform of the front end, which ours computes itself, and the spectrogram augmentation.
+_IGNORED = re.compile(r"(preprocessor|spec_augmentation)\.")
+
+
+class NotANemoArchive(PacelineError):
+    """A file that does not hold a model as NeMo saves it."""
+
+    hint = f"a .nemo archive of an EncDecCTCModel is a tar file with {CONFIG} and {WEIGHTS}"
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path}: {why}")
+        self.path = path
+
+
+def read_nemo(path: Path) -> tuple[NetworkSettings, dict[str, Tensor]]:
+    """The network and its weights, with our names; every weight of the archive is used, or known to be needless."""
+    with tempfile.TemporaryFile() as file:
+        config = _read_members(path, file)
+        network = _read_config(path, config)
+        weights = _read_weights(path, file)
+    is_masked = any(name.endswith(".conv.weight") for name in weights)
+    names = nemo_names(network, is_masked=is_masked)
+    renamed = {ours: weights[theirs] for ours, theirs in names.items() if theirs in weights}
+    counters = {ours for ours in names if ours.endswith(".num_batches_tracked")}
+    missing = [f"{theirs} is missing" for ours, theirs in names.items() if ours not in renamed and ours not in counters]
+    used = set(names.values())
+    extra = [f"{name} is not known" for name in weights if name not in used and not _IGNORED.match(name)]
+    if missing or extra:
+        raise WeightsDiffer(path, [*missing, *extra])
+    # Counters matter to nobody here: batch norms with a momentum never read them.
+    zeros = {name: torch.zeros((), dtype=torch.int64) for name in counters}
+    renamed = zeros | {
+        name: tensor.to(torch.int64 if name in counters else torch.float32) for name, tensor in renamed.items()
+    }
+    check_weights(network, renamed, path)
+    return network, renamed
+
+
+def nemo_names(network: NetworkSettings, *, is_masked: bool) -> dict[str, str]:
+    """What NeMo 1.x calls each of our weights.
+
+    A block's `mconv` is one flat list: convolution (two if separable), batch norm, shuffle if grouped, activation and
+    dropout for each sub-block; the last one has no activation there and ends with squeeze and excite, if any. Where
+    convolutions are masked, a convolution lies inside of a module as `conv`.
+    """
+    conv = "conv.weight" if is_masked else "weight"
+    names = {f"decoder.conv.{part}": f"decoder.decoder_layers.0.{part}" for part in ("weight", "bias")}
+    chain = 0
+    for index, block in enumerate(network.blocks):
+        ours, theirs = f"encoder.blocks.{index}", f"encoder.encoder.{index}"
+        names |= {f"{ours}.{a}": f"{theirs}.{b}" for a, b in _layer_names(block, conv).items()}
+        chain = chain + 1 if block.residual_dense else 0
+        for number in range(max(chain, 1) if block.residual else 0):
+            names[f"{ours}.residuals.{number}.conv.weight"] = f"{theirs}.res.{number}.0.{conv}"
+            for part in _NORM:
+                names[f"{ours}.residuals.{number}.norm.{part}"] = f"{theirs}.res.{number}.1.{part}"
+    return names
+
+
+def _layer_names(block: BlockSettings, conv: str) -> dict[str, str]:
+    names: dict[str, str] = {}
+    at = 0
+    for number in range(block.repeat):
+        for kind in ("depthwise", "pointwise") if block.separable else ("conv",):
+            names[f"layers.{number}.{kind}.weight"] = f"mconv.{at}.{conv}"
+            at += 1
+        names |= {f"layers.{number}.norm.{part}": f"mconv.{at}.{part}" for part in _NORM}
+        at += 2 if block.groups > 1 else 1
+        if number < block.repeat - 1:
+            at += 2
+        elif block.se:
+            names[f"layers.{number}.excite.squeeze.weight"] = f"mconv.{at}.fc.0.weight"
+            names[f"layers.{number}.excite.expand.weight"] = f"mconv.{at}.fc.2.weight"
+    return names
+
+
+def _read_members(path: Path, weights: IO[bytes]) -> bytes:
+    """The configuration; the weights are copied into an open file without a name."""
+    found: dict[str, bytes] = {}
+    try:
+        with tarfile.open(path, "r:*") as archive:
+            for number, member in enumerate(archive):
+                name = member.name.removeprefix("./")
+                if number >= MAX_MEMBERS:
+                    raise NotANemoArchive(path, f"it holds more than {MAX_MEMBERS} files")
+                if name not in MAX_BYTES:
+                    continue
+                _check_member(path, member, name, is_second=name in found)
+                file = archive.extractfile(member)
+                assert file is not None
+                found[name] = file.read() if name == CONFIG else b""
+                if name == WEIGHTS:
+                    shutil.copyfileobj(file, weights, 2**20)
+    except FileNotFoundError:
+        raise NotANemoArchive(path, "there is no such file") from None
+    except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError) as error:
+        raise NotANemoArchive(path, f"it is no tar file, or a damaged one: {error}") from None
+    except OSError as error:
+        raise NotANemoArchive(path, f"it cannot be read: {error.strerror or error}") from None
+    for name in MAX_BYTES:
+        if name not in found:
+            raise NotANemoArchive(path, f"there is no {name} in it")
+    weights.seek(0)
+    return found[CONFIG]
+
+
+def _check_member(path: Path, member: tarfile.TarInfo, name: str, *, is_second: bool) -> None:
+    if not member.isreg():
+        raise NotANemoArchive(path, f"{name} in it is a link or folder, not a file")
+    if member.size > MAX_BYTES[name]:
+        raise NotANemoArchive(path, f"{name} in it has {member.size:,} bytes; at most {MAX_BYTES[name]:,} are read")
+    if is_second:
+        raise NotANemoArchive(path, f"{name} is in it twice")
+
+
+def _read_config(path: Path, config: bytes) -> NetworkSettings:
+    name = f"{path}/{CONFIG}"
+    try:
+        return build_network(parse(name, config.decode("utf-8")))
+    except NotYaml as error:
+        raise NetworkInvalid(name, [error.problem]) from None
+    except UnicodeDecodeError:
+        raise NotANemoArchive(path, f"{CONFIG} in it is not text") from None
+
+
+def _read_weights(path: Path, file: IO[bytes]) -> dict[str, Tensor]:
+    try:
+        weights: Any = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged or hostile file can fail in any way
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise NotANemoArchive(path, f"{WEIGHTS} in it cannot be read as tensors only: {reason}") from None
+    if not isinstance(weights, Mapping) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+        raise NotANemoArchive(path, f"{WEIGHTS} in it does not hold tensors by name")
+    return {str(name): tensor for name, tensor in weights.items()}

@@ -1,0 +1,355 @@
+"""NeMo's ways of writing a network in YAML, brought to ours.
+
+NeMo 0.x names sections for classes (`JasperEncoder`), 1.x for roles (`encoder`), perhaps inside of `model` and with
+arguments inside of `params`; a few 0.11 files put all into `init_params`. What a section says about the network is
+translated or refused by name, never dropped; sections about data and optimizers are not read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from paceline.config.problems import Problem, nearest
+from paceline.recipes.asr.exchange.document import Document, Location
+
+_ANY = object()
+"""A value that makes no difference to the network."""
+
+# Key -> our name, or the only value that is supported.
+_BLOCK = {
+    name: name
+    for name in (
+        "filters",
+        "repeat",
+        "kernel",
+        "stride",
+        "dilation",
+        "dropout",
+        "residual",
+        "residual_dense",
+        "separable",
+        "groups",
+        "se",
+        "se_reduction_ratio",
+    )
+}
+_BLOCK_ONLY: dict[str, Any] = {
+    "heads": -1,
+    "tied": False,
+    "kernel_size_factor": 1.0,
+    "residual_mode": "add",
+    "se_context_size": -1,
+    "se_interpolation_mode": _ANY,  # of a context that is not the whole utterance
+    "stride_last": _ANY,  # without a stride, or with repeat 1, it says nothing
+    "future_context": -1,
+}
+_ENCODER = {"activation": "activation", "conv_mask": "conv_mask", "init_mode": "init_mode"}
+_ENCODER_ONLY: dict[str, Any] = {
+    "normalization_mode": "batch",
+    "norm_groups": _ANY,  # of group norm
+    "residual_mode": "add",
+    "frame_splicing": 1,
+    "quantize": False,
+    "jasper": _ANY,
+    "feat_in": _ANY,
+}
+_FEATURES = {
+    "features": "num_mels",
+    "window_size": "window_s",
+    "window_stride": "stride_s",
+    "window": "window",
+    "n_fft": "n_fft",
+    "preemph": "preemphasis",
+    "dither": "dither",
+    "mag_power": "mag_power",
+    "log_zero_guard_value": "log_guard",
+    "normalize": "normalize",
+    "lowfreq": "low_hz",
+    "highfreq": "high_hz",
+    "pad_to": "pad_to",
+}
+_FEATURES_ONLY: dict[str, Any] = {
+    "feat_type": "logfbank",
+    "log": True,
+    "log_zero_guard_type": "add",
+    "frame_splicing": 1,
+    "exact_pad": False,
+    "stft_exact_pad": False,
+    "pad_value": 0,
+    "pre_pad": 0,
+    "nb_augmentation_prob": 0,
+    "n_window_size": None,
+    "n_window_stride": None,
+    "mel_norm": "slaney",
+    "sample_rate": _ANY,
+    "stft_conv": _ANY,  # another way to the same numbers
+    "use_grads": _ANY,
+    "nb_max_freq": _ANY,
+    "rng": _ANY,
+    "int_values": _ANY,
+}
+_AUGMENT = {
+    name: name
+    for name in ("freq_masks", "time_masks", "freq_width", "time_width", "rect_masks", "rect_time", "rect_freq")
+}
+_AUGMENT_ONLY: dict[str, Any] = {
+    "mask_value": 0,
+    "rng": _ANY,
+    "use_numba_spec_augment": _ANY,
+    "use_vectorized_code": _ANY,
+}
+# What an absent value means there, in our words.
+_ABSENT: dict[str, Any] = {"preemphasis": 0.0, "normalize": "none", "window": "ones", "pad_to": 0}
+_GUARDS = {"tiny": torch.finfo(torch.float32).tiny, "eps": torch.finfo(torch.float32).eps}
+_CLASSES = {
+    "encoder": ("ConvASREncoder", "JasperEncoder"),
+    "preprocessor": ("AudioToMelSpectrogramPreprocessor", "AudioPreprocessing"),
+    "spec_augment": ("SpectrogramAugmentation",),
+    "decoder": ("ConvASRDecoder", "JasperDecoderForCTC"),
+}
+_HEADS = ("_target_", "cls", "header", "params", "init_params")
+_INTERPOLATION = re.compile(r"\$\{([\w.-]+)\}")
+MAX_HOPS = 20
+"""Interpolations may point to interpolations, but not in a circle."""
+
+
+@dataclass
+class Translated:
+    """A network in our words, and where each part stands in the document."""
+
+    values: dict[str, Any]
+    origins: dict[Location, Location] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def origin(self, location: Location) -> Location:
+        """Where a value of ours stands in the document; in our own form it is the same place."""
+        for end in range(len(location), 0, -1):
+            if location[:end] in self.origins:
+                return (*self.origins[location[:end]], *location[end:])
+        return () if self.origins else location
+
+
+def is_nemo(value: Mapping[str, Any]) -> bool:
+    """Whether a document is in one of NeMo's forms."""
+    return bool(_places(value))
+
+
+def translate(document: Document) -> Translated:
+    """Bring a document for which `is_nemo` holds to our form."""
+    return _Translator(document).translate()
+
+
+def max_seconds(value: Mapping[str, Any]) -> float | None:
+    """The longest training utterance that a NeMo file wants, if it says."""
+    data = _mapping(value.get("AudioToTextDataLayer")) or _mapping(_mapping(value.get("model", value)).get("train_ds"))
+    longest = _mapping(data.get("train")).get("max_duration", data.get("max_duration"))
+    return float(longest) if isinstance(longest, int | float) else None
+
+
+class _Translator:
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.places = _places(document.value)
+        self.done = Translated({})
+
+    def translate(self) -> Translated:
+        features = self._section("preprocessor", _FEATURES, _FEATURES_ONLY, ("features",))
+        features = {name: _ABSENT.get(name) if value is None else value for name, value in features.items()}
+        features["log_guard"] = _GUARDS.get(str(features.get("log_guard")), features.get("log_guard"))
+        self.done.values["features"] = {name: value for name, value in features.items() if name != "log_guard" or value}
+        self.done.values["spec_augment"] = self._section("spec_augment", _AUGMENT, _AUGMENT_ONLY, ("spec_augment",))
+        self.done.values |= self._section("encoder", _ENCODER, _ENCODER_ONLY, ())
+        self._blocks()
+        self._labels()
+        self._sample_rate()
+        return self.done
+
+    def _section(self, role: str, names: Mapping[str, str], only: Mapping[str, Any], ours: Location) -> dict[str, Any]:
+        place = self.places.get(role)
+        if ours:
+            self.done.origins[ours] = place or ()
+        section = self._get(place) if place is not None else None
+        if section is None:
+            return {}
+        assert place is not None
+        if not isinstance(section, Mapping):
+            self._refuse(place, "must hold lines of the form `name: value`")
+            return {}
+        self._check_class(role, place)
+        return self._take(section, place, names, only, ours)
+
+    def _take(
+        self,
+        section: Mapping[str, Any],
+        place: Location,
+        names: Mapping[str, str],
+        only: Mapping[str, Any],
+        ours: Location,
+    ) -> dict[str, Any]:
+        taken: dict[str, Any] = {}
+        for key in section:
+            here = (*place, key)
+            if key in names:
+                taken[names[key]] = self._get(here)
+                self.done.origins[(*ours, names[key])] = here
+            elif key in only:
+                value = self._get(here)
+                if only[key] is not _ANY and not _is_same(value, only[key]):
+                    right = "null" if only[key] is None else str(only[key]).lower()
+                    self._refuse(here, f"is not supported; only {right} is", str(value))
+            elif key not in _HEADS:
+                meant = nearest(str(key), [*names, *only])
+                hint = f"did you mean {meant}?" if meant else "take the line out if it does not matter to the network"
+                self._refuse(here, "is not known here, so it cannot be left out silently", hint=hint)
+        return taken
+
+    def _blocks(self) -> None:
+        place = (*self.places["encoder"], "jasper")
+        self.done.origins[("blocks",)] = place
+        listed = self._get(place)
+        if not isinstance(listed, list):
+            self._refuse(place, "must be a list of blocks")
+            return
+        blocks: list[Any] = []
+        for index, block in enumerate(listed):
+            if isinstance(block, Mapping):
+                taken = self._take(block, (*place, index), _BLOCK, _BLOCK_ONLY, ("blocks", index))
+                if taken.get("se") and "JasperEncoder" not in self.places["encoder"]:
+                    taken.setdefault("se_reduction_ratio", 8)  # the default of NeMo 1.x; of 0.x and ours: 16
+                blocks.append(taken)
+            else:
+                blocks.append(block)
+        self.done.values["blocks"] = blocks
+
+    def _labels(self) -> None:
+        decoder = self._get(self.places["decoder"]) if "decoder" in self.places else None
+        places: list[Location] = []
+        if isinstance(decoder, Mapping):
+            self._check_class("decoder", self.places["decoder"])
+            places.append((*self.places["decoder"], "vocabulary"))
+        places += [("labels",), ("model", "labels")]
+        for place in places:
+            labels = self._get(place)
+            if labels is not None:
+                self.done.values["labels"] = labels
+                self.done.origins[("labels",)] = place
+                break
+        classes = decoder.get("num_classes") if isinstance(decoder, Mapping) else None
+        told = self.done.values.get("labels")
+        if isinstance(told, list) and isinstance(classes, int) and classes > 0 and classes != len(told):
+            self._refuse((*self.places["decoder"], "num_classes"), f"but there are {len(told)} labels", str(classes))
+
+    def _sample_rate(self) -> None:
+        places: list[Location] = [("sample_rate",), ("model", "sample_rate")]
+        if "preprocessor" in self.places:
+            places.append((*self.places["preprocessor"], "sample_rate"))
+        said = {place: rate for place in places if (rate := self._get(place)) is not None}
+        if len({str(rate) for rate in said.values()}) > 1:
+            self._refuse(places[-1], f"but sample_rate is {next(iter(said.values()))}", str(said.get(places[-1])))
+        for place, rate in list(said.items())[:1]:
+            self.done.values["sample_rate"] = rate
+            self.done.origins[("sample_rate",)] = place
+        width = self._get((*self.places["encoder"], "feat_in"))
+        mels = self.done.values["features"].get("num_mels", 64)
+        if width is not None and not _is_same(width, mels):
+            self._refuse((*self.places["encoder"], "feat_in"), f"but there are {mels} features", str(width))
+
+    def _check_class(self, role: str, place: Location) -> None:
+        outer = place[:-1] if place[-1] in ("params", "init_params") else place
+        section = _mapping(self._get(outer))
+        named = section.get("_target_") or section.get("cls") or _mapping(section.get("header")).get("full_spec")
+        if isinstance(named, str) and named.rpartition(".")[2] not in _CLASSES[role]:
+            self._refuse(outer, f"is of class {named.rpartition('.')[2]}; only {_CLASSES[role][0]} is supported")
+
+    def _get(self, place: Location, hops: int = 0) -> Any:
+        """The value at a place, through interpolations such as `${model.sample_rate}`; None where there is none."""
+        value: Any = self.document.value
+        for at, part in enumerate(place):
+            if isinstance(value, str):
+                value = self._resolved(value, place[:at], hops)
+            if isinstance(value, Mapping):
+                value = value.get(part)
+            elif isinstance(value, list) and str(part).isdigit() and int(part) < len(value):
+                value = value[int(part)]
+            else:
+                return None
+        return self._resolved(value, place, hops)
+
+    def _resolved(self, value: Any, place: Location, hops: int) -> Any:
+        if isinstance(value, list):
+            return [self._resolved(entry, place, hops) for entry in value]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        match = _INTERPOLATION.fullmatch(value)
+        if match is not None and hops < MAX_HOPS:
+            target = tuple(match[1].split("."))
+            # A saved model config is what stood below `model`, with interpolations that may still name it.
+            for candidate in (target, target[1:] if target[0] == "model" else ("model", *target)):
+                found = self._get(candidate, hops + 1) if candidate else None
+                if found is not None:
+                    return found
+        if hops == 0:
+            self._refuse(place, "points to nothing that can be found here", value)
+        return None
+
+    def _refuse(self, place: Location, what: str, given: str = "", hint: str = "") -> None:
+        problem = Problem(self.document.where(place), what, hint, given)
+        if problem not in self.done.problems:
+            self.done.problems.append(problem)
+
+
+def _places(value: Mapping[str, Any]) -> dict[str, Location]:
+    """Where the arguments of each part stand; nothing where the document is not NeMo's."""
+    if "JasperEncoder" in value:
+        old = {
+            "encoder": "JasperEncoder",
+            "preprocessor": "AudioToMelSpectrogramPreprocessor",
+            "spec_augment": "SpectrogramAugmentation",
+        }
+        if "AudioPreprocessing" in value:  # its name up to 0.8
+            old["preprocessor"] = "AudioPreprocessing"
+        return {role: _arguments(value, (name,)) for role, name in old.items() if name in value}
+    roles = ("encoder", "preprocessor", "spec_augment", "decoder")
+    for above, suffix in (((), ""), (("model",), ""), (("init_params",), "_params")):
+        inside: Any = value
+        for part in above:
+            inside = _mapping(inside).get(part)
+        found = {
+            role: _arguments(value, (*above, role + suffix)) for role in roles if role + suffix in _mapping(inside)
+        }
+        if "encoder" in found and "jasper" in _mapping(_at(value, found["encoder"])):
+            return found
+    return {}
+
+
+def _arguments(value: Mapping[str, Any], place: Location) -> Location:
+    section = _mapping(_at(value, place))
+    inner = next((name for name in ("params", "init_params") if isinstance(section.get(name), Mapping)), None)
+    return (*place, inner) if inner is not None else place
+
+
+def _at(value: Any, place: Location) -> Any:
+    for part in place:
+        value = _mapping(value).get(part)
+    return value
+
+
+def _mapping(value: Any) -> Mapping[Any, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _is_same(value: Any, wanted: Any) -> bool:
+    """Whether a value, perhaps still text or alone in a list, is the wanted one."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if str(value).lower() == str(wanted).lower():
+        return True
+    try:
+        return float(value) == float(wanted)
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,113 @@
+"""Weights from outside (a NeMo archive, an exported folder, a checkpoint), refused where they mean something else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import PacelineError
+from paceline.recipes.asr.exchange.export import check_labels, check_weights, is_export, read_export
+from paceline.recipes.asr.exchange.nemo import read_nemo
+from paceline.recipes.asr.network.config import NetworkSettings
+from paceline.recipes.asr.network.encoder import weight_shapes
+from paceline.train import apply
+from paceline.train.checkpoint import reader as restore
+from paceline.train.run import MARK
+
+DECODER = "decoder."
+
+
+class NoWeights(PacelineError):
+    """What `init_from` names holds no weights that can be started from."""
+
+    hint = "name a checkpoint (RUN/checkpoints/step-...), an exported folder or a .nemo archive"
+
+    def __init__(self, path: Path) -> None:
+        why = "there is no such file or folder"
+        if (path / MARK).exists():
+            why = "is a run, not one of its checkpoints"
+            names = [str(checkpoint) for checkpoint in restore.listed(path / "checkpoints")]
+            self.hint = f"name one of them: {', '.join(names)}" if names else "it has none yet"
+        elif path.exists():
+            why = "is no checkpoint, no exported model and no .nemo archive"
+        super().__init__(f"{path}: {why}")
+
+
+class RatesDiffer(PacelineError):
+    """A model that hears audio at another rate: its features stand for other frequencies."""
+
+    def __init__(self, ours: int, theirs: int, where: Path) -> None:
+        super().__init__(f"{where} is a model for {theirs} Hz, and the network is for {ours} Hz")
+        self.hint = f"set `sample_rate: {theirs}` in the network's file; audio of any rate is resampled to it"
+
+
+class _Known(NamedTuple):
+    """What is known of a model beside its weights; None where nothing says it."""
+
+    labels: tuple[str, ...] | None = None
+    sample_rate: int | None = None
+
+
+def read_model(path: Path) -> tuple[NetworkSettings, dict[str, Tensor]] | None:
+    """Network and weights of a file that holds both; None where it is neither an archive nor an export."""
+    if path.suffix == ".nemo":
+        return read_nemo(path)
+    return read_export(path) if is_export(path) else None
+
+
+def read_weights(
+    path: Path, network: NetworkSettings, *, new_decoder: bool, say: Callable[[str], None]
+) -> Mapping[str, Tensor]:
+    """What `init_from` names, for a model of this network; weights of another one are refused, not taken in part.
+
+    A decoder for other labels has other meanings even where its shape fits: it is refused, or left out on request. Of a
+    checkpoint with an average of its weights, that is what is taken.
+    """
+    found = read_model(path)
+    if found is None:
+        if not (path / restore.DIGESTS).exists():
+            raise NoWeights(path)
+        weights: Mapping[str, Tensor] = apply.read_weights(path)
+        known = _known_of(path)
+    else:
+        theirs, weights = found
+        known = _Known(theirs.labels, theirs.sample_rate)
+    if known.labels is None and not new_decoder:
+        say(f"{path} does not say which labels it is for: whether they are this network's could not be checked")
+    elif known.labels is not None and not new_decoder:
+        check_labels(network.labels, known.labels, path)
+    if known.sample_rate not in (None, network.sample_rate):
+        raise RatesDiffer(network.sample_rate, known.sample_rate or 0, path)
+    if new_decoder:
+        ours = {name: shape for name, shape in weight_shapes(network).items() if name.startswith(DECODER)}
+        weights = without_decoder(weights)
+        check_weights(network, {**weights, **{name: torch.empty(ours[name], device="meta") for name in ours}}, path)
+        return weights
+    check_weights(network, weights, path)
+    return weights
+
+
+def without_decoder(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in weights.items() if not name.startswith(DECODER)}
+
+
+def _known_of(checkpoint: Path) -> _Known:
+    """As the checkpoint itself says, or, of one that was saved before they did, the record of the run it lies in."""
+    about = restore.load(checkpoint, [], verify=False).state.get("about") or _network_of_run(checkpoint)
+    try:
+        return _Known(tuple(about["labels"]), int(about["sample_rate"]))
+    except (KeyError, TypeError, ValueError):
+        return _Known()
+
+
+def _network_of_run(checkpoint: Path) -> Any:
+    record = checkpoint.resolve().parent.parent / MARK
+    try:
+        return json.loads(record.read_text(encoding="utf-8"))["settings"]["network"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

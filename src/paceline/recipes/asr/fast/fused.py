@@ -1,0 +1,216 @@
+"""Training an encoder of separable convolutions through our own kernels: same parameters, same state dict, other way.
+
+Activations travel as (channel, batch, time), rows padded to 16 frames, in bfloat16; batch norm, ReLU and length mask
+are applied by whoever reads them next. Evaluation, and whatever is not bfloat16 autocast, goes the plain way.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.recipes.asr.network.encoder import Block, Encoder, Residual
+from paceline.recipes.asr.network.frames import frames_of, strided_length
+from paceline.recipes.asr.network.separable import BATCH_NORM_MOMENTUM, PlainConv, SeparableConv
+from paceline.speed.autotune.choice import CannotRun
+from paceline.speed.kernels import ops
+from paceline.speed.kernels.joining import join
+from paceline.speed.kernels.tiles import padded_frames
+
+
+def accelerate(encoder: Encoder) -> list[str]:
+    """From now on train through the kernels; or leave it as it is, and say every reason why."""
+    reasons = obstacles(encoder)
+    if not reasons:
+        encoder.forward = MethodType(_forward, encoder)  # type: ignore[method-assign]
+    return reasons
+
+
+def restore(encoder: Encoder) -> None:
+    """Back to the plain modules."""
+    encoder.__dict__.pop("forward", None)
+
+
+def is_accelerated(encoder: Encoder) -> bool:
+    return "forward" in encoder.__dict__
+
+
+def obstacles(encoder: Encoder) -> list[str]:
+    """What of this network the kernels cannot do."""
+    reasons = []
+    if encoder.settings.activation != "relu":
+        reasons.append(f"activation {encoder.settings.activation}: the kernels know relu")
+    for number, settings in enumerate(encoder.settings.blocks):
+        block = f"block {number}: "
+        if not settings.separable and settings.kernel * settings.stride > 1:
+            reasons.append(f"{block}kernel {settings.kernel} over all channels at once, not separable")
+        if settings.groups > 1:
+            reasons.append(f"{block}{settings.groups} groups of channels")
+        if settings.se:
+            reasons.append(f"{block}squeeze and excite")
+        if settings.dropout > 0:
+            reasons.append(f"{block}dropout {settings.dropout}")
+        if settings.residual_dense:
+            reasons.append(f"{block}residuals of several blocks")
+        if settings.filters % 16:
+            reasons.append(f"{block}{settings.filters} filters, no multiple of 16")
+        if settings.stride not in (1, 2, 4):
+            reasons.append(f"{block}stride {settings.stride}")
+    for name, module in encoder.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and type(module) is not nn.BatchNorm1d:
+            reasons.append(f"{name} is a {type(module).__name__}")
+        elif isinstance(module, nn.BatchNorm1d) and module.momentum != BATCH_NORM_MOMENTUM:
+            reasons.append(f"{name} has momentum {module.momentum}")
+    return reasons
+
+
+Seen = list[tuple[nn.BatchNorm1d, Tensor]]
+"""The batch norms of a pass, with the moments of its batch."""
+
+
+class Signal(NamedTuple):
+    """What goes from block to block."""
+
+    values: Tensor
+    """(channel, batch, row) bfloat16: activations, or raw values whose batch norm is still to be applied."""
+    affine: Tensor | None
+    moments: Tensor | None
+    lengths: Tensor
+    """(batch,) int32."""
+    frames: int
+
+    def activated(self) -> Signal:
+        """With activations in full."""
+        if self.affine is None or self.moments is None:
+            return self
+        values = join(self.values, self.affine, self.moments, None, None, None, self.lengths, None)
+        return self._replace(values=values, affine=None, moments=None)
+
+    def unpacked(self) -> Tensor:
+        """(batch, channel, frames): activations as everybody else has them."""
+        if self.affine is None or self.moments is None:
+            return self.values[..., : self.frames].transpose(0, 1)
+        out: Tensor = join(self.values, self.affine, self.moments, None, None, None, self.lengths, self.frames)
+        return out
+
+
+def _forward(self: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    if not self.trains_in_bfloat16(features.device):
+        return Encoder.forward(self, features, lengths)
+    return encode(self, features.to(torch.bfloat16), lengths)
+
+
+def encode(encoder: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """The encoder's training pass, in the dtype of its features: bfloat16, or float64 to check it on a CPU."""
+    frames = features.shape[-1]
+    valid = lengths if encoder.settings.conv_mask else torch.full_like(lengths, frames)
+    beyond = frames_of(valid, frames).beyond
+    values = features.detach().masked_fill(beyond, 0.0).transpose(0, 1)
+    values = F.pad(values, (0, padded_frames(frames) - frames))
+    check_size(max(encoder.settings.channels), len(lengths), padded_frames(frames))
+    signal = Signal(values.contiguous(), None, None, valid.to(torch.int32), frames)
+    seen: Seen = []
+    for block in encoder.blocks:
+        assert isinstance(block, Block)
+        signal = _through(block, signal, seen)
+        lengths = strided_length(lengths, block.stride)
+    _track(seen)
+    return signal.unpacked(), lengths
+
+
+def check_size(channels: int, batch: int, frames: int) -> None:
+    """The kernels count elements in 32 bits; the contest of ways tries the largest grains, and takes another way."""
+    if channels * batch * frames >= 2**31:
+        raise CannotRun(f"{batch} utterances of {frames} frames in {channels} channels are past 2^31 elements")
+
+
+def _through(block: Block, signal: Signal, seen: Seen) -> Signal:
+    shortcut = block.residuals[0] if block.residuals else None
+    assert isinstance(shortcut, Residual | None)
+    residual = None
+    for layer in block.layers:
+        if isinstance(layer, SeparableConv):
+            # The residual starts where the first sub-block does, so that both gradients meet in one kernel.
+            signal, found = _separable(signal, layer, shortcut, seen)
+            residual = found or residual
+        else:
+            assert isinstance(layer, PlainConv)
+            signal = signal.activated()
+            if shortcut is not None:
+                residual = _across(signal, shortcut.conv, shortcut.norm, seen)
+            signal = _across(signal, layer.conv, layer.norm, seen)
+        shortcut = None
+    if residual is None:
+        return signal
+    assert signal.affine is not None
+    assert signal.moments is not None
+    joined = join(
+        signal.values,
+        signal.affine,
+        signal.moments,
+        residual.values,
+        residual.affine,
+        residual.moments,
+        signal.lengths,
+        None,
+    )
+    return Signal(joined, None, None, signal.lengths, signal.frames)
+
+
+def _separable(
+    signal: Signal, layer: SeparableConv, shortcut: Residual | None, seen: Seen
+) -> tuple[Signal, Signal | None]:
+    stride, dilation = layer.depthwise.stride[0], layer.depthwise.dilation[0]
+    frames, lengths = signal.frames, signal.lengths
+    if stride > 1:
+        frames, lengths = strided_length(frames, stride), strided_length(lengths, stride)
+    of_shortcut: tuple[Tensor | None, ...] = (None, None, None)
+    if shortcut is not None:
+        signal = signal.activated()
+        of_shortcut = (shortcut.conv.weight, shortcut.norm.weight, shortcut.norm.bias)
+    y, affine, moments, _, other, other_affine, other_moments = ops.separable(
+        signal.values,
+        signal.affine,
+        signal.moments,
+        signal.lengths,
+        lengths,
+        layer.depthwise.weight,
+        layer.pointwise.weight,
+        layer.norm.weight,
+        layer.norm.bias,
+        *of_shortcut,
+        frames,
+        stride,
+        dilation,
+        layer.norm.eps,
+    )
+    seen.append((layer.norm, moments))
+    if shortcut is None:
+        return Signal(y, affine, moments, lengths, frames), None
+    seen.append((shortcut.norm, other_moments))
+    return Signal(y, affine, moments, lengths, frames), Signal(other, other_affine, other_moments, lengths, frames)
+
+
+def _across(signal: Signal, conv: nn.Conv1d, norm: nn.BatchNorm1d, seen: Seen) -> Signal:
+    """A product over channels and its batch norm."""
+    y, affine, moments = ops.pointwise(
+        signal.values, signal.lengths, conv.weight, norm.weight, norm.bias, signal.frames, norm.eps
+    )
+    seen.append((norm, moments))
+    return signal._replace(values=y, affine=affine, moments=moments)
+
+
+@torch.no_grad()
+def _track(seen: Seen) -> None:
+    """The running statistics of all batch norms, in three kernels."""
+    momentum = seen[0][0].momentum
+    assert momentum is not None
+    for name, row in (("running_mean", 0), ("running_var", 2)):
+        torch._foreach_lerp_(
+            [norm.get_buffer(name) for norm, _ in seen], [moments[row] for _, moments in seen], momentum
+        )
+    torch._foreach_add_([norm.get_buffer("num_batches_tracked") for norm, _ in seen], 1)

@@ -1,0 +1,328 @@
+"""An acoustic network as settings: labels, front end, augmentation and the list of blocks, read from YAML.
+
+The block list is NeMo's (Jasper: arXiv 1904.03288, QuartzNet: arXiv 1910.10261). `read_network` takes the name of a
+shipped network, a file in our own form or in NeMo's, or what a run has stored.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ValidationError, field_validator, model_validator
+
+from paceline.config.problems import Problem, nearest
+from paceline.config.settings import Fraction, Positive, Section
+from paceline.core.errors import PacelineError
+from paceline.recipes.asr.exchange.document import Document, Location, NotYaml, parse
+from paceline.recipes.asr.exchange.nemo_yaml import Translated, is_nemo, translate
+from paceline.recipes.asr.network.frames import strided_length
+from paceline.recipes.asr.sound.features import FeatureSettings
+from paceline.recipes.asr.sound.spec_augment import SpecAugmentSettings
+
+ENGLISH = (" ", *"abcdefghijklmnopqrstuvwxyz", "'")
+"""NeMo's 28 labels; the blank of CTC comes after them."""
+ALSO_CALLED = {"jasper15x5sep": "quartznet15x5"}
+"""NeMo's own earlier names of shipped networks."""
+MAX_BYTES = 4_000_000
+
+
+class NetworkInvalid(PacelineError, ValueError):
+    """A network that cannot be built, with every reason. Also a ValueError, so that settings can hold networks."""
+
+    def __init__(self, name: str, problems: Sequence[Problem]) -> None:
+        self.name, self.problems = name, tuple(problems)
+        if len(problems) == 1:
+            super().__init__(str(problems[0]))
+            self.hint = problems[0].hint
+            return
+        lines = [f"{len(problems)} mistakes in the network {name}"]
+        for problem in problems:
+            lines.append(f"  {problem}")
+            lines += [f"    {problem.hint}"] if problem.hint else []
+        super().__init__("\n".join(lines))
+
+
+def _only_entry(value: Any) -> Any:
+    """NeMo writes kernel, stride and dilation as lists with one entry."""
+    if isinstance(value, list | tuple):
+        if len(value) != 1:
+            raise ValueError(f"must be one number, not {len(value)}: sound has one axis of time")
+        return value[0]
+    return value
+
+
+One = Annotated[Positive, BeforeValidator(_only_entry)]
+
+
+class BlockSettings(Section):
+    """One block: `repeat` sub-blocks of convolution, batch norm, activation and dropout."""
+
+    filters: Positive
+    """Channels it puts out."""
+    kernel: One
+    """Width of the convolution in frames; odd."""
+    repeat: Positive = 1
+    """Sub-blocks."""
+    stride: One = 1
+    """Every so many frames are kept."""
+    dilation: One = 1
+    """Frames between the taps of the kernel."""
+    dropout: Fraction = 0.0
+    """Share of activations dropped in training, after each sub-block."""
+    residual: bool = False
+    """Add the block's input, through a 1x1 convolution and a batch norm, before the last activation."""
+    residual_dense: bool = False
+    """Add the inputs of all dense blocks directly before this one as well (Jasper DR)."""
+    separable: bool = False
+    """Split the convolution into one per channel over time and one over channels at each frame."""
+    groups: Positive = 1
+    """Groups of channels that the convolution over channels keeps apart; they are shuffled after it."""
+    se: bool = False
+    """Squeeze and excite: weigh channels by their mean over the utterance, before the residual is added."""
+    se_reduction_ratio: Positive = 16
+    """How much narrower the middle of squeeze and excite is."""
+
+    @model_validator(mode="after")
+    def _buildable(self) -> BlockSettings:
+        wrong = []
+        if self.kernel % 2 == 0:
+            wrong.append(f"kernel {self.kernel} is even and has no middle frame: take {self.kernel + 1}, as NeMo does")
+        if self.stride > 1 and self.dilation > 1:
+            wrong.append(f"stride {self.stride} and dilation {self.dilation} cannot be combined: one of them must be 1")
+        if self.stride > 1 and self.residual:
+            wrong.append(
+                f"stride {self.stride} leaves another length than the residual has: give the stride a block of its own"
+            )
+        if self.stride > 1 and self.repeat > 1:
+            wrong.append(
+                f"stride {self.stride} in each of {self.repeat} sub-blocks would shorten the utterance "
+                f"{self.stride**self.repeat}-fold: give the stride a block of its own, with repeat 1"
+            )
+        if self.residual_dense and not self.residual:
+            wrong.append("residual_dense needs residual: true")
+        if self.filters % self.groups:
+            wrong.append(f"groups {self.groups} do not divide its {self.filters} filters")
+        if self.se and self.filters < self.se_reduction_ratio:
+            wrong.append(f"se_reduction_ratio {self.se_reduction_ratio} leaves nothing of {self.filters} filters")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
+
+
+class NetworkSettings(Section):
+    """All that makes an acoustic model beside its weights."""
+
+    sample_rate: Positive = 16000
+    """Samples per second that the network hears."""
+    labels: tuple[str, ...] = ENGLISH
+    """What it writes, one character each; class `len(labels)` is the blank of CTC."""
+    features: FeatureSettings = FeatureSettings(n_fft=512)
+    """From sound to mels."""
+    spec_augment: SpecAugmentSettings = SpecAugmentSettings()
+    """What is hidden of the mels in training."""
+    activation: Literal["relu", "hardtanh", "selu", "swish"] = "relu"
+    """After each batch norm."""
+    conv_mask: bool = True
+    """Set frames behind an utterance's end to 0 before each convolution, so that padding changes nothing."""
+    init_mode: Literal["xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal"] = "xavier_uniform"
+    """How weights are drawn at the start."""
+    blocks: tuple[BlockSettings, ...]
+    """From the mels upwards."""
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _one_text(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, str) else value
+
+    @field_validator("labels", mode="after")
+    @classmethod
+    def _characters(cls, labels: tuple[str, ...]) -> tuple[str, ...]:
+        long = [label for label in labels if len(label) != 1]
+        if long:
+            shown = ", ".join(repr(label) for label in long[:5])
+            raise ValueError(f"must be single characters; {len(long)} are not: {shown}")
+        twice = sorted(label for label, count in Counter(labels).items() if count > 1)
+        if twice or not labels:
+            raise ValueError(f"hold {', '.join(map(repr, twice))} more than once" if twice else "are empty")
+        return labels
+
+    @field_validator("blocks", mode="after")
+    @classmethod
+    def _some(cls, blocks: tuple[BlockSettings, ...]) -> tuple[BlockSettings, ...]:
+        if not blocks:
+            raise ValueError("must be at least one block")
+        return blocks
+
+    @model_validator(mode="after")
+    def _joined(self) -> NetworkSettings:
+        wrong = [
+            f"block {number}: groups {block.groups} do not divide the {channels} channels it gets"
+            for number, (block, channels) in enumerate(zip(self.blocks, self.channels, strict=False), 1)
+            if channels % block.groups
+        ]
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """What each block gets, and at the end what the last one puts out."""
+        return (self.features.num_mels, *(block.filters for block in self.blocks))
+
+    @property
+    def num_classes(self) -> int:
+        """Labels and the blank."""
+        return len(self.labels) + 1
+
+    def output_length(self, frames: int) -> int:
+        """Frames that come out for so many mel frames of an utterance."""
+        return functools.reduce(strided_length, (block.stride for block in self.blocks), frames)
+
+
+def shipped_names() -> list[str]:
+    """The networks that come with Paceline."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in _folder().iterdir() if entry.name.endswith(".yaml"))
+
+
+def read_network(what: str | Path | Mapping[str, Any] | NetworkSettings) -> NetworkSettings:
+    """A shipped name, a YAML file (ours or NeMo's), a mapping of the same form, or settings as they are."""
+    if isinstance(what, NetworkSettings):
+        return what
+    if isinstance(what, Mapping):
+        return build_network(Document("network", what, {}))
+    if not isinstance(what, str | Path):
+        hint = f"shipped: {', '.join(shipped_names())}"
+        raise NetworkInvalid(str(what), [Problem("network", "must be a name, a file or a mapping", hint, repr(what))])
+    given = str(what)
+    name = _name(given)
+    # A bare name is a shipped network even where a folder is called the same; with a suffix, an existing file wins.
+    if name in shipped_names() and not (given.endswith(".yaml") and Path(given).is_file()):
+        return _shipped(name)
+    return build_network(read_document(Path(what)))
+
+
+def read_document(path: Path) -> Document:
+    """A YAML file of a network; a folder stands for its `network.yaml`."""
+    if path.is_dir():
+        path = path / "network.yaml"
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise NetworkInvalid(
+                str(path), [Problem(str(path), "is too large to be a network in YAML", _not_yaml(path))]
+            )
+        return parse(str(path), path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise NetworkInvalid(str(path), [_unknown(path)]) from None
+    except UnicodeDecodeError:
+        raise NetworkInvalid(str(path), [Problem(str(path), "is not a text file", _not_yaml(path))]) from None
+    except OSError as error:
+        raise NetworkInvalid(str(path), [Problem(str(path), f"cannot be read: {error.strerror}")]) from None
+    except NotYaml as error:
+        raise NetworkInvalid(str(path), [error.problem]) from None
+
+
+def _name(given: str) -> str:
+    """What a network of this name is called among those that are shipped."""
+    name = given.removesuffix(".yaml")
+    return ALSO_CALLED.get(name.lower(), name)
+
+
+@functools.cache
+def _shipped(name: str) -> NetworkSettings:
+    return build_network(parse(f"{name}.yaml", (_folder() / f"{name}.yaml").read_text(encoding="utf-8")))
+
+
+def _folder() -> Any:
+    return resources.files("paceline.recipes.asr") / "networks"
+
+
+def build_network(document: Document) -> NetworkSettings:
+    """The network that a document of any of the forms describes."""
+    value = document.value
+    if not isinstance(value, Mapping):
+        raise NetworkInvalid(document.name, [Problem(document.name, "must hold lines of the form `name: value`")])
+    if is_nemo(value):
+        ours = translate(document)
+    elif "blocks" in value:
+        ours = Translated(dict(value))
+    else:
+        what = "is no network: it has neither `blocks` nor NeMo's `JasperEncoder` or `encoder` with a list `jasper`"
+        near = {key: nearest(str(key), ["blocks", "JasperEncoder", "encoder"]) for key in value}
+        hint = next((f"{key}: did you mean {meant}?" for key, meant in near.items() if meant), "")
+        raise NetworkInvalid(document.name, [Problem(document.name, what, hint)])
+    problems = [*document.repeated, *ours.problems]
+    try:
+        network = NetworkSettings.model_validate(ours.values)
+    except ValidationError as error:
+        problems += _problems(error, document, ours)
+    if problems:
+        raise NetworkInvalid(document.name, problems)
+    return network
+
+
+def _problems(error: ValidationError, document: Document, ours: Translated) -> list[Problem]:
+    """One problem per wrong value, with the line and the name it has in the document."""
+    found: dict[Location, list[Any]] = {}
+    for detail in error.errors(include_url=False):
+        found.setdefault(_own_part(detail["loc"]), []).append(detail)
+    problems = []
+    for location, details in found.items():
+        given = details[0]["input"]
+        shown = str(given) if isinstance(given, str | int | float | list) and len(str(given)) < 60 else ""
+        where = document.where(ours.origin(location))
+        if details[0]["type"] == "extra_forbidden":
+            fields = _model_at(location).model_fields
+            meant = nearest(str(location[-1]), fields)
+            hint = f"did you mean {meant}?" if meant else f"there are: {', '.join(fields)}"
+            problems.append(Problem(where, "there is no such setting", hint, shown))
+        elif details[0]["type"] == "missing":
+            problems.append(Problem(document.where(ours.origin(location[:-1])), f"{location[-1]} is missing"))
+        else:
+            what = ", or ".join(dict.fromkeys(_phrase(detail) for detail in details))
+            problems.append(Problem(where, what, given=shown))
+    return problems
+
+
+def _phrase(detail: Any) -> str:
+    own = detail.get("ctx", {}).get("error")
+    if own is not None:
+        return str(own)
+    message = re.sub(r"^(Input|Value) should be ", "must be ", str(detail["msg"]))
+    return message[0].lower() + message[1:]
+
+
+def _own_part(location: tuple[int | str, ...]) -> Location:
+    """Down to a setting, without the names that pydantic gives to the types a setting may have."""
+    depth = {"blocks": 3, "features": 2, "spec_augment": 2, "labels": 2}
+    return location[: depth.get(str(location[0]), 1)] if location else ()
+
+
+def _model_at(location: Location) -> type[BaseModel]:
+    """The settings that a key at this place belongs to."""
+    inner: dict[Any, type[BaseModel]] = {
+        "features": FeatureSettings,
+        "spec_augment": SpecAugmentSettings,
+        "blocks": BlockSettings,
+    }
+    return inner.get(location[0], NetworkSettings) if len(location) > 1 else NetworkSettings
+
+
+def _unknown(path: Path) -> Problem:
+    name, names = _name(path.name), shipped_names()
+    if name in names:
+        return Problem(str(path), "there is no such file", f"a network of this name is shipped: type {name} alone")
+    meant = nearest(name, [*names, *ALSO_CALLED])
+    hint = f"did you mean {meant}?" if meant else f"shipped: {', '.join(names)}; or give a YAML file"
+    return Problem(str(path), "is neither a file nor a shipped network", hint)
+
+
+def _not_yaml(path: Path) -> str:
+    if path.suffix == ".nemo":
+        return "a .nemo archive holds weights too: give it where weights are read, its network comes with it"
+    return ""

@@ -1,0 +1,155 @@
+"""QuartzNet and Jasper: blocks of masked convolutions over mel frames, and the decoder that reads letters off them.
+
+Lengths are exact: a stride of s leaves ceil(length / s) frames, and no output of an utterance depends on how far its
+batch was padded. In training the batch statistics count padded frames as zeros, as in NeMo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.recipes.asr.network.config import BlockSettings, NetworkSettings
+from paceline.recipes.asr.network.frames import Frames, frames_of
+from paceline.recipes.asr.network.separable import PlainConv, SeparableConv, batch_norm
+
+_INITIALIZERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "xavier_uniform": nn.init.xavier_uniform_,
+    "xavier_normal": nn.init.xavier_normal_,
+    "kaiming_uniform": partial(nn.init.kaiming_uniform_, nonlinearity="relu"),
+    "kaiming_normal": partial(nn.init.kaiming_normal_, nonlinearity="relu"),
+}
+
+
+class Encoder(nn.Module):
+    """Features of mels to features of letters, at a lower rate."""
+
+    def __init__(self, settings: NetworkSettings) -> None:
+        super().__init__()
+        self.settings = settings
+        self.blocks = nn.ModuleList()
+        chain: list[int] = []  # channels of the inputs of the dense blocks directly before
+        for block, channels in zip(settings.blocks, settings.channels, strict=False):
+            chain = [*chain, channels] if block.residual_dense else []
+            self.blocks.append(Block(settings, block, channels, chain or [channels]))
+        _initialize(self, settings.init_mode)
+
+    def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """(batch, mel, time), (batch,) int64 -> (batch, channels, time after strides), (batch,) int64.
+
+        What stands behind an utterance's length in the output means nothing.
+        """
+        frames = frames_of(lengths, features.shape[-1])
+        x = features
+        chain: list[Tensor] = []
+        for block, settings in zip(self.blocks, self.settings.blocks, strict=True):
+            chain = [*chain, x] if settings.residual_dense else []
+            x, frames = block(chain or [x], frames)
+        return x, frames.lengths
+
+    def trains_in_bfloat16(self, device: torch.device) -> bool:
+        """Whether a faster way may stand in for this pass: training under bfloat16 autocast, with no layer frozen."""
+        if not torch.is_autocast_enabled(device.type) or torch.get_autocast_dtype(device.type) is not torch.bfloat16:
+            return False
+        return all(module.training for module in self.modules())
+
+    def output_length(self, frames: int) -> int:
+        """Frames that come out for so many that go in, without asking a device."""
+        return self.settings.output_length(frames)
+
+
+class Block(nn.Module):
+    """Sub-blocks in a row, and what is added to the last one before its activation."""
+
+    def __init__(
+        self, network: NetworkSettings, settings: BlockSettings, channels: int, residual_channels: Sequence[int]
+    ) -> None:
+        super().__init__()
+        self.stride = settings.stride
+        kind = SeparableConv if settings.separable else PlainConv
+        self.layers = nn.ModuleList(
+            kind(
+                channels if number == 0 else settings.filters,
+                settings,
+                network.activation,
+                is_masked=network.conv_mask,
+                is_last=number == settings.repeat - 1,
+            )
+            for number in range(settings.repeat)
+        )
+        self.residuals = nn.ModuleList(
+            Residual(width, settings.filters, is_masked=network.conv_mask)
+            for width in residual_channels
+            if settings.residual
+        )
+
+    def forward(self, inputs: Sequence[Tensor], frames: Frames) -> tuple[Tensor, Frames]:
+        """`inputs` end with the block's own; those before it, of a dense block, are only added."""
+        x, after = inputs[-1], frames.strided(self.stride)
+        residual = self._residual(inputs, frames)
+        last = len(self.layers) - 1
+        for number, layer in enumerate(self.layers):
+            # Only a block of one sub-block may have a stride.
+            x = layer(x, frames, after, residual if number == last else None)
+        return x, after
+
+    def _residual(self, inputs: Sequence[Tensor], frames: Frames) -> Tensor | None:
+        total: Tensor | None = None
+        for residual, x in zip(self.residuals, inputs, strict=False):
+            y = residual(x, frames)
+            total = y if total is None else total + y
+        return total
+
+
+class Residual(nn.Module):
+    """A block's input brought to the width of its output."""
+
+    def __init__(self, channels: int, filters: int, *, is_masked: bool) -> None:
+        super().__init__()
+        self.is_masked = is_masked
+        self.conv = nn.Conv1d(channels, filters, 1, bias=False)
+        self.norm = batch_norm(filters)
+
+    def forward(self, x: Tensor, frames: Frames) -> Tensor:
+        if self.is_masked:
+            x = frames.masked(x)
+        y: Tensor = self.norm(self.conv(x))
+        return y
+
+
+class Decoder(nn.Module):
+    """Log-probabilities of labels and blank at each frame."""
+
+    def __init__(self, channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(channels, num_classes, 1)
+        _initialize(self, "xavier_uniform")
+
+    def forward(self, encoded: Tensor) -> Tensor:
+        """(batch, channels, time) -> (batch, time, classes) in float32, or float64 if it was computed in that."""
+        scores = self.conv(encoded).transpose(1, 2)
+        return F.log_softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """What it, and with it the network, computes in unless autocast says otherwise."""
+        return self.conv.weight.dtype
+
+
+def weight_shapes(network: NetworkSettings) -> dict[str, torch.Size]:
+    """Name and shape of everything that a model of this network keeps, without making it."""
+    with torch.device("meta"):
+        parts = {"encoder": Encoder(network), "decoder": Decoder(network.channels[-1], network.num_classes)}
+    return {
+        f"{part}.{name}": tensor.shape for part, module in parts.items() for name, tensor in module.state_dict().items()
+    }
+
+
+def _initialize(module: nn.Module, mode: str) -> None:
+    for layer in module.modules():
+        if isinstance(layer, nn.Conv1d | nn.Linear):
+            _INITIALIZERS[mode](layer.weight)

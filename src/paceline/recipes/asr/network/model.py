@@ -1,0 +1,60 @@
+"""From audio to letters: front end, masks for training, encoder, decoder, as one module that knows only tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from paceline.recipes.asr.network.config import NetworkSettings
+from paceline.recipes.asr.network.encoder import Decoder, Encoder
+from paceline.recipes.asr.sound.features import LogMel, not_compiled
+from paceline.recipes.asr.sound.spec_augment import SpecAugment, SpecAugmentSettings
+
+
+class AcousticModel(nn.Module):
+    """Log-probabilities of labels and blank, for every frame of int16 audio."""
+
+    def __init__(self, network: NetworkSettings, *, spec_augment: bool = True) -> None:
+        super().__init__()
+        self.features = LogMel(network.features, network.sample_rate)
+        self.spec_augment = SpecAugment(network.spec_augment if spec_augment else SpecAugmentSettings())
+        self.encoder = Encoder(network)
+        self.decoder = Decoder(network.channels[-1], network.num_classes)
+
+    def forward(self, audio: Tensor, lengths: Tensor, keys: Tensor | None = None) -> Tensor:
+        """(batch, samples) with their true lengths -> (batch, frames, labels + 1), the blank last.
+
+        Features that were computed before are taken as (batch, frames, mels).
+
+        `keys` decide which noise and which masks an utterance gets in training.
+        """
+        features, frames = self._hear(audio, lengths, keys)
+        encoded, _ = self.encoder(features.to(self._dtype), frames)
+        log_probs: Tensor = self.decoder(encoded)
+        return log_probs
+
+    @not_compiled
+    def _hear(self, audio: Tensor, lengths: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Masked features and their lengths. Nothing is won by compiling this: FFT and gathers are kernels already."""
+        if audio.dim() == 3:
+            features, frames = self.features.computed(audio), lengths
+        else:
+            features, frames = self.features(audio, lengths, keys)
+        if keys is not None:
+            features = self.spec_augment(features, frames, keys)
+        # Batches differ in size and length: what is compiled next is to be compiled once, not for the first of them.
+        for tensor, sizes in ((features, (0, 2)), (frames, (0,))):
+            torch._dynamo.maybe_mark_dynamic(tensor, sizes)
+        return features, frames
+
+    def output_length(self, num_samples: int) -> int:
+        """Frames of log-probabilities that belong to so many samples of audio."""
+        return self.output_frames(self.features.num_frames(num_samples))
+
+    def output_frames(self, num_frames: int) -> int:
+        """Frames of log-probabilities that belong to so many frames of features."""
+        return self.encoder.output_length(num_frames)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.decoder.weight_dtype

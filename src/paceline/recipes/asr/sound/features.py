@@ -1,0 +1,271 @@
+"""The acoustic front end: from int16 audio to normalised log-mel features, on the audio's own device.
+
+The numbers are those of NeMo's front end on each utterance alone (pre-emphasis, centred STFT with reflected edges,
+power, Slaney's mel filters, log, mean 0 and deviation 1 per utterance), however far the batch is padded.
+
+Everything is computed in float64 and rounded to float32 at the end. A float32 FFT moves features of real speech by more
+than 1e-4, since the logarithm and the division by a small deviation magnify its rounding. And float64 is what neither
+autocast nor TF32 touches, so that features do not depend on the level.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Literal, TypeVar, overload
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from paceline.config.settings import Fraction, Positive, PositiveFloat, Section
+from paceline.core.errors import PacelineError
+from paceline.recipes.asr.sound.keyed import normal
+
+STD_GUARD = 1e-5
+"""Added to the standard deviation, as the reference does."""
+DITHER_STREAM = 1
+"""Keeps the noise of a key apart from other numbers drawn for it."""
+FRAMES_AT_ONCE = {"cpu": 1024, "cuda": 131072}
+"""Spectra held at a time: on a CPU what the cache holds, on a GPU what fits beside a model (1.3 GB at 512 points)."""
+
+Function = TypeVar("Function", bound=Callable[..., object])
+not_compiled: Callable[[Function], Function] = torch.compiler.disable
+
+
+class FeatureSettings(Section):
+    """How audio becomes features."""
+
+    num_mels: Positive = 64
+    """Mel filters, the features per frame."""
+    window_s: PositiveFloat = 0.02
+    """Seconds that a frame looks at."""
+    stride_s: PositiveFloat = 0.01
+    """Seconds from frame to frame."""
+    n_fft: Positive | None = None
+    """Points of the Fourier transform; the next power of two of the window if not set."""
+    window: Literal["hann", "hamming", "blackman", "bartlett", "ones"] = "hann"
+    """Shape of the window, symmetric."""
+    preemphasis: Fraction = 0.97
+    """Share of the sample before that is taken off each sample; 0: none."""
+    dither: Annotated[float, Field(ge=0)] = 1e-5
+    """Standard deviation of the noise added in training, where full scale is 1."""
+    mag_power: PositiveFloat = 2.0
+    """Power of the magnitudes that the filters add up: 2 for energies."""
+    log_guard: PositiveFloat = 2.0**-24
+    """Added before the logarithm."""
+    normalize: Literal["per_feature", "all_features", "none"] = "per_feature"
+    """What gets mean 0 and deviation 1 in each utterance: every filter, all together, or nothing."""
+    low_hz: Annotated[float, Field(ge=0)] = 0.0
+    """Where the lowest filter begins."""
+    high_hz: PositiveFloat | None = None
+    """Where the highest filter ends; half the sample rate if not set."""
+    pad_to: Annotated[int, Field(ge=0)] = 16
+    """The number of frames in a batch is a multiple of this; 0: as it comes."""
+
+    @model_validator(mode="after")
+    def _has_band(self) -> FeatureSettings:
+        if self.high_hz is not None and self.high_hz <= self.low_hz:
+            raise ValueError(f"`high_hz` {self.high_hz:g} is not above `low_hz` {self.low_hz:g}")
+        return self
+
+
+class FrontEndMisfit(PacelineError):
+    """Feature settings that cannot work at the sample rate."""
+
+    def __init__(self, sample_rate: int, reason: str, hint: str) -> None:
+        super().__init__(f"no features at {sample_rate} Hz: {reason}")
+        self.sample_rate = sample_rate
+        self.hint = hint
+
+
+class LogMel(nn.Module):
+    """Log-mel features of a batch of audio, in one pass without waiting for the device.
+
+    An utterance shorter than half a window is reflected as often as needed to fill one; a single sample is repeated.
+    One frame alone has no deviation and becomes 0 (with `per_feature`), as does an utterance of silence.
+    """
+
+    window_bits: Tensor
+    filter_bits: Tensor
+
+    def __init__(self, settings: FeatureSettings, sample_rate: int) -> None:
+        super().__init__()
+        self.settings = settings
+        self.sample_rate = sample_rate
+        self.window_samples = _samples(settings.window_s, sample_rate)
+        self.hop_samples = _samples(settings.stride_s, sample_rate)
+        self.n_fft = settings.n_fft or 2 ** math.ceil(math.log2(max(self.window_samples, 1)))
+        _check(settings, sample_rate, self.window_samples, self.hop_samples, self.n_fft)
+        filters = mel_filters(
+            sample_rate, self.n_fft, settings.num_mels, settings.low_hz, settings.high_hz or sample_rate / 2
+        )
+        _check_filters(filters, sample_rate, self.n_fft)
+        # The window lies in the middle of the transform's points; what lies outside of it is never read.
+        self._before = self.n_fft // 2 - (self.n_fft - self.window_samples) // 2
+        self._after = self.window_samples - 1 - self._before
+        # Kept as bits: a model that is turned to fp16 takes its floating buffers along, and these must stay exact.
+        window = _window(settings.window, self.window_samples)
+        self.register_buffer("window_bits", window.view(torch.int64), persistent=False)
+        # (bin, mel)
+        self.register_buffer("filter_bits", torch.from_numpy(filters.T.copy()).view(torch.int64), persistent=False)
+
+    @overload
+    def num_frames(self, samples: int) -> int: ...
+    @overload
+    def num_frames(self, samples: Tensor) -> Tensor: ...
+    def num_frames(self, samples: int | Tensor) -> int | Tensor:
+        """Frames of so many samples."""
+        return -(-samples // self.hop_samples)
+
+    # Compiled, the FFT would fall back to this same code with a warning about complex numbers, and every new width of a
+    # batch would be compiled anew.
+    @not_compiled
+    @torch.no_grad()
+    def forward(self, audio: Tensor, lengths: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(batch, samples) int16 or floating, int64 lengths -> (batch, mel, frame) float32, int64 lengths in frames.
+
+        `keys` (batch,) give each sample its own dither in training; without them the device's generator does.
+        """
+        if audio.shape[1] == 0:
+            audio = F.pad(audio, (0, 1))
+        signal = audio.to(torch.float64)
+        if audio.dtype == torch.int16:
+            signal.mul_(2.0**-15)
+        elif signal is audio:
+            signal = audio.clone()
+        if self.training and self.settings.dither > 0:
+            if keys is None:
+                keys = torch.randint(2**62, (len(audio),), device=audio.device)
+            signal.add_(normal(keys, DITHER_STREAM, audio.shape[1]), alpha=self.settings.dither)
+        energies = self._log_energies(self._with_edges(signal, lengths), self.num_frames(audio.shape[1]))
+        frames = self.num_frames(lengths)
+        return self._normalized(energies, frames), frames
+
+    def computed(self, features: Tensor) -> Tensor:
+        """(batch, frame, mel) that `forward` would have given, padded as it pads: (batch, mel, frame)."""
+        missing = -features.shape[1] % max(self.settings.pad_to, 1)
+        return F.pad(features, (0, 0, 0, missing)).transpose(1, 2).contiguous()
+
+    def _with_edges(self, signal: Tensor, lengths: Tensor) -> Tensor:
+        """Pre-emphasis, then each utterance reflected at its own beginning and end."""
+        before, after, samples = self._before, self._after, signal.shape[1]
+        edged = signal.new_zeros(len(signal), before + samples + after)
+        middle = edged[:, before : before + samples]
+        middle[:, 0] = signal[:, 0]
+        torch.sub(signal[:, 1:], signal[:, :-1], alpha=self.settings.preemphasis, out=middle[:, 1:])
+        positions = torch.arange(-before, 0, device=signal.device)
+        head = middle.gather(1, _reflected(positions, lengths[:, None]))
+        positions = lengths[:, None] + torch.arange(after, device=signal.device)
+        tail = middle.gather(1, _reflected(positions, lengths[:, None]))
+        edged[:, :before] = head
+        return edged.scatter_(1, before + positions, tail)
+
+    def _log_energies(self, edged: Tensor, num_frames: int) -> Tensor:
+        """(batch, samples) -> (batch, frame, mel), some frames of all utterances at a time."""
+        window, filters = self.window_bits.view(torch.float64), self.filter_bits.view(torch.float64)
+        frames = edged.unfold(1, self.window_samples, self.hop_samples)  # as many as `num_frames`
+        energies = edged.new_empty(len(edged), num_frames, self.settings.num_mels)
+        step = max(1, FRAMES_AT_ONCE[edged.device.type] // max(len(edged), 1))
+        for start in range(0, num_frames, step):
+            some = frames[:, start : start + step]
+            windowed = some.new_zeros(*some.shape[:2], self.n_fft)
+            torch.mul(some, window, out=windowed[:, :, : self.window_samples])
+            spectrum = torch.fft.rfft(windowed)
+            power = spectrum.real.square().addcmul_(spectrum.imag, spectrum.imag)
+            if self.settings.mag_power != 2.0:
+                power = power.pow_(self.settings.mag_power / 2)
+            energies[:, start : start + step] = power @ filters
+        return energies.add_(self.settings.log_guard).log_()
+
+    def _normalized(self, energies: Tensor, frames: Tensor) -> Tensor:
+        """(batch, frame, mel) -> (batch, mel, frame) float32, 0 behind an utterance's end."""
+        batch, num_frames, mels = energies.shape
+        count = frames[:, None, None]
+        valid = torch.arange(num_frames, device=energies.device)[:, None] < count
+        if self.settings.normalize != "none":
+            together = self.settings.normalize == "all_features"
+            over, values = ((1, 2), count * mels) if together else ((1,), count)
+            energies.mul_(valid)
+            mean = energies.sum(over, keepdim=True) / values.clamp(min=1)
+            energies.sub_(mean).mul_(valid)
+            variance = energies.square().sum(over, keepdim=True) / (values - 1).clamp(min=1)
+            energies.div_(variance.sqrt_().add_(STD_GUARD))
+        else:
+            energies.mul_(valid)
+        multiple = max(self.settings.pad_to, 1)
+        features = energies.new_zeros(batch, mels, -(-num_frames // multiple) * multiple, dtype=torch.float32)
+        features[:, :, :num_frames] = energies.transpose(1, 2)
+        return features
+
+
+def mel_filters(sample_rate: int, n_fft: int, num_mels: int, low_hz: float, high_hz: float) -> NDArray[np.float64]:
+    """Slaney's triangles, each of area 1 over Hz: (mel, bin).
+
+    Their corners are evenly spaced in mels, which are linear up to 1000 Hz (15 mels) and logarithmic above, 27 mels for
+    a factor of 6.4 (M. Slaney, Auditory Toolbox, 1998).
+    """
+    corners = _hz(np.linspace(_mels(low_hz), _mels(high_hz), num_mels + 2))
+    left, centre, right = corners[:-2, None], corners[1:-1, None], corners[2:, None]
+    bins = np.arange(n_fft // 2 + 1) * (sample_rate / n_fft)
+    triangles = np.minimum((bins - left) / (centre - left), (right - bins) / (right - centre))
+    filters: NDArray[np.float64] = np.maximum(triangles, 0.0) * (2.0 / (right - left))
+    return filters
+
+
+def _mels(hz: float) -> float:
+    return hz * 3 / 200 if hz < 1000 else 15 + 27 * math.log(hz / 1000) / math.log(6.4)
+
+
+def _hz(mels: NDArray[np.float64]) -> NDArray[np.float64]:
+    hz: NDArray[np.float64] = np.where(mels < 15, mels * 200 / 3, 1000 * 6.4 ** ((mels - 15) / 27))
+    return hz
+
+
+def _reflected(positions: Tensor, lengths: Tensor) -> Tensor:
+    """Where a position outside of an utterance reads, the edges being mirrors that are not repeated themselves."""
+    period = (2 * lengths - 2).clamp(min=1)
+    inside = positions.remainder(period)
+    return torch.minimum(inside, period - inside)
+
+
+def _window(name: str, samples: int) -> Tensor:
+    if name == "ones":
+        return torch.ones(samples, dtype=torch.float64)
+    make = {
+        "hann": torch.hann_window,
+        "hamming": torch.hamming_window,
+        "blackman": torch.blackman_window,
+        "bartlett": torch.bartlett_window,
+    }[name]
+    return make(samples, periodic=False, dtype=torch.float64)
+
+
+def _samples(seconds: float, sample_rate: int) -> int:
+    """Whole samples in a time; what the product lacks by rounding is no reason to lose one."""
+    return math.floor(seconds * sample_rate + 1e-6)
+
+
+def _check(settings: FeatureSettings, sample_rate: int, window: int, hop: int, n_fft: int) -> None:
+    if hop < 1 or window < 1:
+        name = "stride_s" if hop < 1 else "window_s"
+        reason = f"`{name}` {getattr(settings, name):g} is shorter than a sample"
+        raise FrontEndMisfit(sample_rate, reason, f"set `{name}` to at least {1 / sample_rate:g}")
+    if n_fft < window:
+        reason = f"`n_fft` {n_fft} is less than the {window} samples of `window_s` {settings.window_s:g}"
+        raise FrontEndMisfit(sample_rate, reason, f"set `n_fft` to {2 ** math.ceil(math.log2(window))} or leave it out")
+    highest = settings.high_hz or sample_rate / 2
+    if highest > sample_rate / 2 or settings.low_hz >= highest:
+        band = f"{settings.low_hz:g} to {highest:g} Hz"
+        reason = f"the filters' band {band} is not within 0 to {sample_rate / 2:g} Hz"
+        raise FrontEndMisfit(sample_rate, reason, "change `low_hz` and `high_hz`, or leave them out")
+
+
+def _check_filters(filters: NDArray[np.float64], sample_rate: int, n_fft: int) -> None:
+    empty = np.flatnonzero(filters.sum(1) == 0)
+    if len(empty):
+        reason = f"{len(empty)} of {len(filters)} mel filters lie between two of the {n_fft} points of the transform"
+        raise FrontEndMisfit(sample_rate, reason, "set fewer `num_mels`, or a larger `n_fft`")

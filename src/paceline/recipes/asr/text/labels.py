@@ -1,0 +1,349 @@
+"""Transcripts as label ids: which characters a model writes, and how any text is brought down to them.
+
+All transcripts of a manifest are held in one array of ids, so that a million of them cost workers nothing to receive.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from typing import Any, Final, Literal, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.errors import PacelineError
+from paceline.recipes.asr.text.english import expand
+
+TextMode = Literal["en", "basic", "none"]
+
+MAX_LABELS: Final = 2**15 - 1
+_CHUNK_TEXTS: Final = 1 << 14
+_MAX_SHOWN: Final = 20
+_APOSTROPHES: Final = "\u2018\u2019\u201a\u201b\u02bc\u02bb\u2032\u00b4\u0060\uff07"
+_QUOTES: Final = "\u201c\u201d\u201e\u201f\u00ab\u00bb\u2039\u203a\u2033\u300c\u300d"
+_HYPHENS: Final = "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"
+_PLAIN: Final = {
+    **dict.fromkeys(_APOSTROPHES, "'"),
+    **dict.fromkeys(_QUOTES, '"'),
+    **dict.fromkeys(_HYPHENS, "-"),
+    **dict.fromkeys("\u2014\u2015", " - "),  # dashes that part clauses must not join words
+    "\u2044": "/",
+}
+_QUOTED: Final = re.compile("\u2018(.*?)\u2019(?!\\w)", re.DOTALL)
+_INNER_APOSTROPHE: Final = re.compile(r"(?<=\w)'(?=\w)")
+_SPACES: Final = re.compile(r"  +")
+
+
+class BadLabels(PacelineError):
+    """A list of labels that cannot name the outputs of a model."""
+
+    hint = 'give each label once, as one character, such as labels: [" ", "a", "b", "\'"]'
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"`labels` cannot be used: {why}")
+
+
+class OutsideLabels(PacelineError):
+    """A text with characters that the model cannot write, where it should have been normalised."""
+
+    hint = 'normalise texts first: `text_rules` "en" or "basic"'
+
+    def __init__(self, text: str, characters: str) -> None:
+        super().__init__(f"{text!r} has characters outside the labels: {' '.join(map(_shown, characters))}")
+        self.characters = characters
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The characters that a model writes, in the order of its outputs; the blank of CTC comes after the last."""
+
+    symbols: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.symbols:
+            raise BadLabels("there is none")
+        if len(self.symbols) > MAX_LABELS:
+            raise BadLabels(f"{len(self.symbols):,} are more than {MAX_LABELS:,}")
+        long = [symbol for symbol in self.symbols if not isinstance(symbol, str) or len(symbol) != 1]
+        if long:
+            raise BadLabels(f"{long[0]!r} is not one character; word pieces are not supported")
+        twice = [symbol for symbol, count in Counter(self.symbols).items() if count > 1]
+        if twice:
+            raise BadLabels(f"{twice[0]!r} stands there more than once")
+
+    def __len__(self) -> int:
+        return len(self.symbols)
+
+    @property
+    def blank(self) -> int:
+        return len(self.symbols)
+
+    @cached_property
+    def characters(self) -> frozenset[str]:
+        return frozenset(self.symbols)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest that holds every id."""
+        return np.dtype(np.uint8 if len(self) <= 256 else np.int16)
+
+    def encode(self, text: str) -> list[int]:
+        ids = [self._id_of.get(character, -1) for character in text]
+        if -1 in ids:
+            outside = {character: None for character in text if character not in self.characters}
+            raise OutsideLabels(text, "".join(outside))
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join([self.symbols[label] for label in ids])
+
+    @cached_property
+    def _id_of(self) -> dict[str, int]:
+        return {symbol: number for number, symbol in enumerate(self.symbols)}
+
+    @cached_property
+    def _id_by_code(self) -> NDArray[np.int16]:
+        """The id of each Unicode code point up to the highest label's, -1 where it is no label."""
+        table = np.full(max(map(ord, self.symbols)) + 2, -1, np.int16)
+        table[[ord(symbol) for symbol in self.symbols]] = np.arange(len(self), dtype=np.int16)
+        return table
+
+    def _ids(self, joined: str) -> NDArray[np.int16]:
+        codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32)
+        return self._id_by_code[np.minimum(codes, len(self._id_by_code) - 1)]
+
+
+ENGLISH: Final = Labels((" ", *"abcdefghijklmnopqrstuvwxyz", "'"))
+"""What QuartzNet and Jasper write: 28 labels, the blank is 28."""
+
+
+@dataclass(frozen=True)
+class Normalized:
+    """A text in labels only, and what was lost on the way."""
+
+    text: str
+    changed: bool
+    dropped: Mapping[str, int]
+    """How often each character was dropped because no label stands for it."""
+
+
+class _Plain(dict[int, str]):
+    """The plain form of each character that is no label: NFKC, and ASCII for typographic signs."""
+
+    def __init__(self, labels: frozenset[str]) -> None:
+        self._labels = labels
+
+    def __missing__(self, code: int) -> str:
+        character = chr(code)
+        if character in self._labels:
+            plain = character
+        else:
+            plain = _PLAIN.get(character) or unicodedata.normalize("NFKC", character)
+            plain = "".join(_PLAIN.get(part, part) for part in plain)
+        self[code] = plain
+        return plain
+
+
+class _Spelling(dict[int, str]):
+    """What stands for each character in the labels, worked out when it is first met; for `str.translate`."""
+
+    def __init__(self, labels: frozenset[str]) -> None:
+        self._labels = labels
+        self.lost: set[str] = set()
+        """Characters met that no label stands for."""
+
+    def __missing__(self, code: int) -> str:
+        character = chr(code)
+        spelled = self._in_labels(character)
+        if spelled is None:
+            kind = unicodedata.category(character)
+            # punctuation parts words; format characters (soft hyphen, byte order mark) have no sound: neither is a loss
+            spelled = " " if kind[0] in "PSZ" or character.isspace() else ""
+            if not (kind[0] in "PZ" or kind == "Cf" or character.isspace()):
+                self.lost.add(character)
+            spelled = spelled if " " in self._labels else ""
+        self[code] = spelled
+        return spelled
+
+    def _in_labels(self, character: str) -> str | None:
+        parts = unicodedata.normalize("NFD", character)
+        for form in (character, parts, parts[0]):  # whole, base letter and accents apart, base letter alone
+            for cased in (form, form.lower(), form.upper()):
+                if self._labels.issuperset(cased):
+                    return cased
+        return None
+
+
+class Normalizer:
+    """Brings texts down to the labels. Made once per label set: what it learns of a character is kept.
+
+    "none" only drops what is outside the labels. "basic" also turns compatibility forms and typographic signs into
+    plain ones, follows the labels' case, strips accents that are no labels and turns punctuation into space. "en" also
+    writes numbers, + & % and a few abbreviations as English words. A character that is a label is never changed.
+    """
+
+    def __init__(self, labels: Labels, mode: TextMode) -> None:
+        self._labels = labels
+        self._mode = mode
+        self._spelling = _Spelling(labels.characters)
+        self._plain = _Plain(labels.characters)
+
+    def __call__(self, text: str) -> Normalized:
+        clean = text
+        dropped: dict[str, int] = {}
+        if self._mode != "none":
+            clean = self._unify(clean)
+            if self._mode == "en":
+                clean = expand(clean, self._labels.characters)
+            if "'" in clean and "'" not in self._labels.characters:
+                clean = _INNER_APOSTROPHE.sub("", clean)
+            spelled = clean.translate(self._spelling)
+            if self._spelling.lost:
+                dropped = _count(clean, self._spelling.lost)
+            clean = _SPACES.sub(" ", spelled).strip(" ")
+        elif not self._labels.characters.issuperset(clean):
+            dropped = _count(clean, set(clean) - self._labels.characters)
+            clean = "".join([character for character in clean if character not in dropped])
+        return Normalized(clean, clean != text, dropped)
+
+    def _unify(self, text: str) -> str:
+        """Signs and letters that only look different as one; code points that labels do not tell apart."""
+        if text.isascii():
+            return text.replace("`", "'") if "`" in text and "`" not in self._labels.characters else text
+        if not unicodedata.is_normalized("NFC", text):
+            text = unicodedata.normalize("NFC", text)
+        if "\u2018" in text and not self._labels.characters.issuperset("\u2018\u2019"):
+            text = _QUOTED.sub(r" \1 ", text)
+        return text.translate(self._plain)
+
+
+def normalize(text: str, labels: Labels, mode: TextMode) -> Normalized:
+    """One text in labels only. For many texts make a `Normalizer` once, or use `encode_all`."""
+    return Normalizer(labels, mode)(text)
+
+
+@dataclass
+class TextReport:
+    """What normalising did to all texts of a data set, to be said before training."""
+
+    num_texts: int = 0
+    num_changed: int = 0
+    num_empty: int = 0
+    """Texts of which nothing is left."""
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: TextReport) -> None:
+        self.num_texts += other.num_texts
+        self.num_changed += other.num_changed
+        self.num_empty += other.num_empty
+        self.dropped.update(other.dropped)
+
+    def __str__(self) -> str:
+        lines = [f"normalised {self.num_changed:,} of {self.num_texts:,} texts"]
+        if self.dropped:
+            by_count = sorted(self.dropped.items(), key=lambda pair: (-pair[1], pair[0]))
+            named = [f"{_shown(character)} {count:,}" for character, count in by_count[:_MAX_SHOWN]]
+            more = f" and {len(by_count) - _MAX_SHOWN:,} more" if len(by_count) > _MAX_SHOWN else ""
+            lines.append(f"dropped characters outside the labels: {', '.join(named)}{more}")
+        if self.num_empty:
+            lines.append(f"{self.num_empty:,} empty")
+        return "; ".join(lines)
+
+
+@dataclass(frozen=True)
+class EncodedTexts:
+    """The label ids of many texts in one array: text i is `ids[offsets[i] : offsets[i + 1]]`."""
+
+    ids: NDArray[Any]
+    offsets: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> NDArray[Any]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        return self.ids[self.offsets[index] : self.offsets[index + 1]]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.offsets)
+
+
+@overload
+def required_frames(ids: Sequence[int] | NDArray[Any]) -> int: ...
+@overload
+def required_frames(ids: EncodedTexts) -> NDArray[np.int64]: ...
+
+
+def required_frames(ids: Sequence[int] | NDArray[Any] | EncodedTexts) -> int | NDArray[np.int64]:
+    """The least number of frames in which CTC can write a text: one per label, and a blank between equal neighbours."""
+    if not isinstance(ids, EncodedTexts):
+        array = np.asarray(ids)
+        return len(array) + int(np.count_nonzero(array[1:] == array[:-1]))
+    first, end = ids.offsets[:-1], ids.offsets[1:]
+    repeats = np.zeros(len(ids.ids) + 1, np.int64)  # equal pairs that end before this position
+    np.cumsum(ids.ids[1:] == ids.ids[:-1], out=repeats[2:])
+    inside = repeats[end] - repeats[np.minimum(first + 1, end)]
+    return np.asarray(ids.lengths + inside, np.int64)
+
+
+def encode_all(texts: Iterable[str], labels: Labels, mode: TextMode) -> tuple[EncodedTexts, TextReport]:
+    """The ids of all texts, normalised, and what that changed. Texts that already consist of labels cost least."""
+    normalizer = Normalizer(labels, mode)
+    report = TextReport()
+    ids: list[NDArray[Any]] = []
+    lengths: list[NDArray[np.int64]] = []
+    for chunk in _chunks(texts):
+        for number in _to_normalize(chunk, labels, mode):
+            normalized = normalizer(chunk[number])
+            chunk[number] = normalized.text
+            report.num_changed += normalized.changed
+            report.dropped.update(normalized.dropped)
+        ids.append(labels._ids("".join(chunk)).astype(labels.dtype))
+        lengths.append(_lengths(chunk))
+        report.num_texts += len(chunk)
+        report.num_empty += int(np.count_nonzero(lengths[-1] == 0))
+    offsets = np.zeros(report.num_texts + 1, np.int64)
+    np.cumsum(np.concatenate([np.empty(0, np.int64), *lengths]), out=offsets[1:])
+    return EncodedTexts(np.concatenate([np.empty(0, labels.dtype), *ids]), offsets), report
+
+
+def _to_normalize(texts: list[str], labels: Labels, mode: TextMode) -> list[int]:
+    """The numbers of the texts that are not yet what the normaliser would make of them."""
+    lengths = _lengths(texts)
+    text_of = np.repeat(np.arange(len(texts)), lengths)
+    ids = labels._ids("".join(texts))
+    wrong = ids < 0
+    if mode != "none" and " " in labels.characters:
+        space = ids == labels.encode(" ")[0]
+        starts = np.append(True, text_of[1:] != text_of[:-1])[: len(ids)]
+        ends = np.append(starts[1:], True)[: len(ids)]
+        wrong |= space & (starts | ends | np.append(False, space[:-1])[: len(ids)])
+    return [int(number) for number in np.unique(text_of[wrong])]
+
+
+def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Few enough texts at a time that the arrays to look at them stay small."""
+    rest = iter(texts)
+    while chunk := list(islice(rest, _CHUNK_TEXTS)):
+        yield chunk
+
+
+def _lengths(texts: list[str]) -> NDArray[np.int64]:
+    return np.fromiter(map(len, texts), np.int64, len(texts))
+
+
+def _count(text: str, characters: set[str]) -> dict[str, int]:
+    return {character: text.count(character) for character in sorted(characters.intersection(text))}
+
+
+def _shown(character: str) -> str:
+    return character if character.isprintable() and not character.isspace() else f"U+{ord(character):04X}"

@@ -1,0 +1,225 @@
+"""A run on disk: opened once, resumed if asked, saved as it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from paceline.config.settings import TrainConfig
+from paceline.core.errors import PacelineError
+from paceline.core.paths import CannotWrite
+from paceline.core.record import start_record
+from paceline.observe.progress import Progress
+from paceline.parallel.gather import gather_tensors
+from paceline.train.checkpoint import pieces, state
+from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint.writer import Checkpointer
+from paceline.train.engine import Engine
+from paceline.train.position import Position, SettingsChanged, choose_grains, settings_changed
+from paceline.train.run import MARK, Run
+from paceline.train.task import Task
+from paceline.world.link import Link
+
+
+class NotACheckpoint(PacelineError):
+    """`resume` names something else than a checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        is_run = (path / MARK).exists()
+        super().__init__(f"{path} is {'a run, not a checkpoint' if is_run else 'not a checkpoint'}")
+        self.path = path
+        self.hint = (
+            f"add `--out {path} --resume auto` to go on with it"
+            if is_run
+            else "checkpoints are folders like <run>/checkpoints/step-00000120"
+        )
+
+
+class Keeper:
+    """The run folder of a trainer; without `out` nothing is written. All ranks read, the first one writes."""
+
+    def __init__(self, config: TrainConfig, link: Link, progress: Progress, task: str) -> None:
+        self._config, self._link, self._progress, self._task = config, link, progress, task
+        self._run = Run(config.out) if config.out is not None else None
+        self._writer: Checkpointer | None = None
+        self._saved: dict[str, Any] | None = None
+        self._choice: dict[str, Any] | None = None
+        stored = self._check()
+        is_own = stored is not None and self._run is not None and (self._run.folder / MARK).exists()
+        self._starts: list[dict[str, Any]] = list(stored.get("starts", [])) if stored is not None and is_own else []
+        before: int | None = stored["grains"] if stored is not None else None
+        may_regrain = config.regrain or (config.allow_change and config.grains is not None)
+        self.grains = choose_grains(config.grains, before, link.world.size, may_regrain)
+        if before not in (None, self.grains):
+            progress.say(f"{self.grains} grains instead of {before}: numerics change from here on")
+        self.found = self._find(stored)
+        self.so_far: dict[str, Any] | None = None if self.found is None else self.found.state.get("so_far")
+        """Of the epoch that the checkpoint is in the middle of; an older one does not say."""
+        self._check_ranks()
+
+    @property
+    def metrics_file(self) -> Path | None:
+        return self._run.metrics if self._run is not None and self._link.is_first else None
+
+    @property
+    def rank_log_file(self) -> Path | None:
+        """Where this rank's own log goes, where there are several ranks."""
+        if self._run is None or self._link.world.size == 1 or not self._config.rank_logs:
+            return None
+        return self._run.folder / "logs" / f"rank-{self._link.world.rank}.log"
+
+    def open(self) -> None:
+        """Make the folder a run. Called when everything is set up, so that a mistake before leaves nothing behind."""
+        # Every rank has looked at the folder before the first one writes to it.
+        self._link.barrier()
+        if self._run is not None and self._link.is_first:
+            self._run.lock()
+            self._starts.append(start_record())
+        try:
+            self._write("running")
+        except CannotWrite:
+            self.unlock()
+            raise
+        if self._run is not None and (self._link.is_first or self._in_pieces):
+            self._writer = Checkpointer(
+                self._run.checkpoints,
+                keep_last=self._config.keep_last,
+                keep_best=self._config.keep_best,
+                mode=self._config.monitor_mode,
+                rank=self._link.world.rank,
+                num_writers=self._link.world.size if self._in_pieces else 1,
+                timeout_s=self._config.timeout_s,
+            )
+
+    def keep_choice(self, choice: dict[str, Any] | None) -> None:
+        """What `-O4` has chosen: a resumed run takes the same. Written at once, for whoever looks at the run."""
+        if choice != self._choice:
+            self._choice = choice
+            self._write("running")
+
+    def save(
+        self,
+        engine: Engine,
+        position: Position,
+        task: Task,
+        score: float | None,
+        so_far: Callable[[], dict[str, Any] | None],
+    ) -> None:
+        """Everything, unless this very moment has been saved already. All ranks must call it.
+
+        `so_far` gives the sums of the epoch, as plain values.
+        """
+        moment = position.state()
+        if self._run is None or moment == self._saved:
+            return
+        self._saved = moment
+        engine.sync()
+        engine.statistics.total()
+        ranks = gather_tensors(self._link, state.collect_own(engine)) if engine.averages else []
+        sums = so_far()
+        own = task.state()  # on all ranks: what a task has may be spread over them
+        wanted = self._writer is not None or engine.shards is not None
+        collected = state.collect(engine, self._in_pieces) if wanted else None
+        if self._writer is not None and collected is not None:
+            whole, values = collected
+            parts: dict[str, Mapping[str, Tensor]] = dict(whole)
+            parts |= {f"{state.RANK}{number}": tensors for number, tensors in enumerate(ranks)}
+            if own:
+                parts["task"] = own
+            record = {
+                "engine": values,
+                "position": moment,
+                "so_far": sums,
+                "precision": engine.precision.name,
+                "world_size": self._link.world.size,
+                "about": task.about(),
+                "choice": self._choice,
+            }
+            if self._in_pieces:
+                self._writer.wait()
+                self._link.barrier()  # the folder of the save before has its name
+                world = self._link.world
+                parts = pieces.own_share(parts, world.rank, world.size, partial(state.is_piece, engine))
+            self._writer.save(engine.num_steps, parts, record, score)
+        engine.statistics.share()
+
+    @property
+    def _in_pieces(self) -> bool:
+        """Whether every rank writes its own pieces of a checkpoint."""
+        return self._link.has_group and self._config.shard == "full" and self._config.checkpoint_form == "sharded"
+
+    def mark_failed(self) -> None:
+        """The run ended with an error; its checkpoints stay what they are."""
+        if self._link.is_first and self._writer is not None and self._run is not None:
+            with suppress(CannotWrite):  # what made the run fail matters more, and may be the same
+                self._write("failed")
+            self.unlock()
+
+    def close(self, status: str) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._write(status)
+        self.unlock()
+
+    def unlock(self) -> None:
+        """Let others train in this folder."""
+        if self._run is not None:
+            self._run.unlock()
+
+    def _check(self) -> dict[str, Any] | None:
+        resume = self._config.resume
+        stored = None if self._run is None else self._run.check(may_exist=resume != "no")
+        if stored is None and isinstance(resume, Path):
+            # From <another run>/checkpoints/<checkpoint>: what that run was made with counts.
+            other = resume.resolve().parent.parent
+            stored = Run(other).check(may_exist=True) if (other / MARK).exists() else None
+        if stored is not None and not self._config.allow_change:
+            changes = settings_changed({**stored["settings"], "grains": stored["grains"]}, self._config)
+            if changes:
+                raise SettingsChanged(changes)
+        return stored
+
+    def check_precision(self, precision: str) -> None:
+        """`level: auto` may mean something else on another device."""
+        before = None if self.found is None else self.found.state.get("precision")
+        if before not in (None, precision) and not self._config.allow_change:
+            raise SettingsChanged({"precision on this device": (before, precision)})
+
+    def _check_ranks(self) -> None:
+        """With `random_seed_offset` the ranks themselves decide which sample comes when."""
+        config, ranks = self._config, self._link.world.size
+        if self.found is None or config.allow_change or config.dataset_distribution == "shard":
+            return
+        if self.found.state["world_size"] != ranks:
+            raise SettingsChanged({"ranks (with random_seed_offset)": (self.found.state["world_size"], ranks)})
+
+    def _find(self, stored: dict[str, Any] | None) -> restore.Checkpoint | None:
+        """The checkpoint to go on from."""
+        resume = self._config.resume
+        if isinstance(resume, Path):
+            if not (resume / restore.DIGESTS).exists():
+                raise NotACheckpoint(resume)
+            return restore.load(resume)
+        if resume == "no" or stored is None or self._run is None:
+            return None
+        chosen: Path | None = None
+        if self._link.is_first:  # one rank looks and verifies, so that all take the same
+            looked = restore.newest(self._run.checkpoints)
+            for broken in looked.broken:
+                self._progress.say(f"skipped a broken checkpoint: {broken}")
+            chosen = None if looked.checkpoint is None else looked.checkpoint.path
+        chosen = self._link.broadcast_object(chosen)
+        return None if chosen is None else restore.load(chosen, verify=False)
+
+    def _write(self, status: str) -> None:
+        if self._run is not None and self._link.is_first:
+            settings = self._config.model_dump(mode="json")
+            record = {"status": status, "grains": self.grains, "task": self._task, "settings": settings}
+            if self._choice is not None:
+                record["choice"] = self._choice
+            self._run.write({**record, "starts": self._starts})

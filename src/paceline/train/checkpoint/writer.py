@@ -1,0 +1,254 @@
+"""Keep what a run needs to go on: written in the background, whole or not at all; the last and the best are kept.
+
+A checkpoint is written aside, synced to disk and only then given its name, so a kill at any moment leaves the
+checkpoints that were there, and at most a folder that nobody takes for one. `restore.py` says what is in a checkpoint
+and reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from paceline.core.disk import sync
+from paceline.core.errors import PacelineError
+from paceline.train.checkpoint.reader import (
+    DIGESTS,
+    FORMAT,
+    LEFT,
+    REMOVING,
+    REPLACED,
+    STATE,
+    TENSORS,
+    WRITING,
+    Mode,
+    by_score,
+    listed,
+    step_of,
+)
+from paceline.train.checkpoint.snapshot import Snapshot, refill, write_file
+from paceline.world.store import poll
+
+
+class CheckpointFailed(PacelineError):
+    """The disk refused a checkpoint; those before it are untouched."""
+
+    hint = "free some space or choose another folder with `--out`, then go on with `--resume auto`"
+
+    def __init__(self, path: Path, what: str, error: OSError) -> None:
+        super().__init__(f"{path}: {what}: {error}")
+        self.path, self.what, self.error = path, what, error
+
+
+class PiecesMissing(PacelineError):
+    """Ranks did not write their pieces of a checkpoint; those before it are untouched."""
+
+    hint = "look into the logs of these ranks; all ranks must write to the same run folder"
+
+    def __init__(self, path: Path, ranks: list[int], waited_s: float) -> None:
+        names = ", ".join(map(str, ranks))
+        super().__init__(f"{path}: no pieces from rank {names} in {waited_s:g} s, so the checkpoint was not written")
+        self.path, self.ranks = path, ranks
+
+
+class StateNotPlain(PacelineError):
+    """A value of the state that JSON would not give back as it was."""
+
+    hint = "keep numbers, strings, lists and dicts with string keys in the state, and tensors in a part"
+
+    def __init__(self, where: str, value: object) -> None:
+        super().__init__(f"{where} is a {type(value).__name__}, which JSON cannot hold")
+        self.where, self.value = where, value
+
+
+class Checkpointer:
+    """Writes the checkpoints of one run, in the background, and keeps the last and the best.
+
+    One process per run may have one, or every rank where checkpoints are written in pieces: then each writes its files
+    into the same folder, and the first, when all are there, gives it its name. Nobody may save before the save before
+    is over on the first rank. Steps only grow: folders of a later step than the one saved are what a resumption
+    from an earlier point left behind; they are put aside as `left-step-...` and neither found nor deleted.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: int = 2,
+        keep_best: int = 1,
+        mode: Mode = "min",
+        background: bool = True,
+        rank: int = 0,
+        num_writers: int = 1,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        """`timeout_s` is how long the first of several writers waits for the others."""
+        assert keep_last >= 1, keep_last
+        assert mode in ("min", "max"), mode
+        self.folder, self.keep_last, self.keep_best, self.mode = folder, keep_last, keep_best, mode
+        self.stall_s = 0.0
+        """Seconds that callers have been blocked so far."""
+        self._background = background
+        self._rank, self._num_writers, self._timeout_s = rank, num_writers, timeout_s
+        self._kept: dict[str, Snapshot] = {}
+        self._pending: Future[None] | None = None
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            sync(folder.parent)
+            if rank == 0:
+                _clean(folder)
+        except OSError as error:
+            raise CheckpointFailed(folder, "checkpoints cannot be kept here", error) from error
+
+    def save(
+        self,
+        step: int,
+        parts: Mapping[str, Mapping[str, Tensor]],
+        state: Mapping[str, Any],
+        score: float | None = None,
+    ) -> None:
+        """Take a copy of everything and have it written; blocks for the copy and for a write still going on."""
+        assert all(re.fullmatch(r"\w[\w.-]*", part) for part in parts), list(parts)
+        with self._stalled():
+            self._settle()
+            _check_plain(dict(state), "state")
+            document = {"format": FORMAT, "step": step, "score": score, "mode": self.mode, "state": dict(state)}
+            text = json.dumps(document, indent=1).encode()
+            refill(self._kept, parts)
+            self._pending = self._writer.submit(self._write, step, text)
+            if not self._background:
+                self._settle()
+
+    def wait(self) -> None:
+        """Return when the last save is on disk."""
+        with self._stalled():
+            self._settle()
+
+    def close(self) -> None:
+        """Finish the last save and let the buffers go."""
+        try:
+            self.wait()
+        finally:
+            self._writer.shutdown()
+            self._kept = {}
+
+    @contextmanager
+    def _stalled(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stall_s += time.perf_counter() - start
+
+    def _settle(self) -> None:
+        if self._pending is None:
+            return
+        # An interrupt here leaves the write pending, so that nobody refills the buffers it reads from.
+        wait_for([self._pending])
+        pending, self._pending = self._pending, None
+        pending.result()
+
+    def _write(self, step: int, state: bytes) -> None:
+        final = self.folder / f"step-{step:08d}"
+        aside = self.folder / (WRITING + final.name)
+        try:
+            aside.mkdir(exist_ok=self._num_writers > 1)
+            digests = {
+                part + TENSORS: snapshot.write(aside / (part + TENSORS)) for part, snapshot in self._kept.items()
+            }
+            if self._rank == 0:
+                digests[STATE] = write_file(aside / STATE, state)
+            entries = {
+                file: {"bytes": digest.num_bytes, "xxh3_128": digest.xxh3_128} for file, digest in digests.items()
+            }
+            if self._rank > 0:
+                self._hand_in(aside, entries)
+                return
+            entries |= self._collect(aside, final)
+            write_file(aside / DIGESTS, json.dumps(entries, indent=1).encode())
+            sync(aside)
+            if final.exists():
+                final.rename(self.folder / (REPLACED + final.name))
+            aside.rename(final)
+            sync(self.folder)
+        except OSError as error:
+            if self._rank == 0:  # the others' pieces are not this rank's to remove
+                shutil.rmtree(aside, ignore_errors=True)  # the space it holds is what the next attempt needs
+            raise CheckpointFailed(final, "the checkpoint was not written", error) from error
+        try:
+            self._retain(step)
+        except OSError as error:
+            raise CheckpointFailed(self.folder, "older checkpoints cannot be removed", error) from error
+
+    def _hand_in(self, aside: Path, entries: dict[str, Any]) -> None:
+        """Tell the first rank that the files are on disk, by one that is whole or not there."""
+        unnamed = aside / f".{_handed_in(self._rank)}"
+        write_file(unnamed, json.dumps(entries).encode())
+        sync(aside)
+        unnamed.rename(aside / _handed_in(self._rank))
+
+    def _collect(self, aside: Path, final: Path) -> dict[str, Any]:
+        """Wait for the others' files, and take over what they say about them."""
+        notes = {rank: aside / _handed_in(rank) for rank in range(1, self._num_writers)}
+        if not poll(lambda: all(note.exists() for note in notes.values()), self._timeout_s):
+            raise PiecesMissing(final, [rank for rank, note in notes.items() if not note.exists()], self._timeout_s)
+        entries: dict[str, Any] = {}
+        for note in notes.values():
+            entries |= json.loads(note.read_bytes())
+            note.unlink()
+        return entries
+
+    def _retain(self, step: int) -> None:
+        """Remove what is neither among the last nor the best; the one just written is always among the last."""
+        for later in [path for path in listed(self.folder) if step_of(path) > step]:
+            later.rename(_unused(self.folder / (LEFT + later.name.removeprefix(REPLACED))))
+        paths = listed(self.folder)
+        keep = {*paths[: self.keep_last], *by_score(paths, self.mode)[: self.keep_best]}
+        for path in paths:
+            if path not in keep:
+                path.rename(_unused(self.folder / (REMOVING + path.name)))
+        _clean(self.folder)
+
+
+def _handed_in(rank: int) -> str:
+    return f"rank-{rank}.json"
+
+
+def _check_plain(value: object, where: str) -> None:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise StateNotPlain(f"the key {key!r} of {where}", key)
+            _check_plain(inner, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            _check_plain(inner, f"{where}[{index}]")
+    elif value is not None and not isinstance(value, bool | int | float | str):
+        raise StateNotPlain(where, value)
+
+
+def _clean(folder: Path) -> None:
+    """Delete what is out of sight. What cannot be deleted yet (files on NFS that a process has mapped) is left to the
+    next save, being no failure of this one."""
+    for path in folder.iterdir():
+        replaced = path.name.startswith(REPLACED) and (folder / path.name.removeprefix(REPLACED)).exists()
+        if replaced or path.name.startswith((WRITING, REMOVING)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _unused(path: Path) -> Path:
+    number, candidate = 1, path
+    while candidate.exists():
+        number, candidate = number + 1, path.with_name(f"{path.name}-{number}")
+    return candidate

@@ -1,0 +1,98 @@
+"""What the use of a run gives, in words: metrics as a table, predictions as lines of text or JSON."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.core.errors import PacelineError
+from paceline.core.json_text import json_text
+from paceline.core.paths import CannotWrite
+from paceline.world.link import Link
+
+
+class NotPlain(PacelineError):
+    """A prediction that JSON has no form for."""
+
+    hint = "return numbers, strings, tensors, or lists and dictionaries of them from `predict`"
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(f"a prediction holds a {type(value).__name__}, which cannot be written as JSON")
+
+
+def table(metrics: Mapping[str, float]) -> str:
+    """`set/metric` numbers as a table with one line per set."""
+    rows: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        of, _, metric = name.rpartition("/")
+        rows.setdefault(of, {})[metric] = value
+    names = list(dict.fromkeys(metric for row in rows.values() for metric in row))
+    cells = [["set", *names]]
+    cells += [[of, *(f"{row[name]:.6g}" if name in row else "-" for name in names)] for of, row in rows.items()]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(names) + 1)]
+    lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in cells]
+    return "\n".join([*lines, ""])
+
+
+def write_predictions(
+    pairs: Iterator[tuple[int, Any]], link: Link, line: Callable[[int, Any], str], path: Path | None = None
+) -> int:
+    """A line per sample, to the console or to a file that has its name only when it is complete; how many.
+
+    All ranks must call it; the first one writes.
+    """
+    if path is None or not link.is_first:
+        number = 0
+        for number, pair in enumerate(pairs, 1):  # noqa: B007
+            sys.stdout.write(line(*pair))
+        return number
+    aside = path.with_name(f".{path.name}.writing")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        file = aside.open("w", encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise CannotWrite(path, error) from error
+    try:
+        with file:
+            number = sum(1 for pair in pairs if file.write(line(*pair)))
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    return number
+
+
+def json_line(index: int, prediction: Any, names: Sequence[str] | None = None) -> str:
+    """One sample as a line of JSON; what is not a number (JSON has no word for it) becomes null."""
+    name = {} if names is None else {"name": names[index]}
+    return json_text({"index": index, **name, "prediction": plain(prediction)}) + "\n"
+
+
+def text_line(index: int, prediction: Any, names: Sequence[str] | None = None) -> str:
+    """One sample as `index<TAB>prediction` (or its name), always one line: text as it is, everything else as JSON."""
+    is_line = isinstance(prediction, str) and prediction.isprintable()
+    shown = prediction if is_line else json_text(plain(prediction))
+    return f"{index if names is None else names[index]}\t{shown}\n"
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: tensors as lists, NaN and infinity as null."""
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, dict):
+        return {str(name): plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    raise NotPlain(value)

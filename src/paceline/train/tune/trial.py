@@ -1,0 +1,269 @@
+"""One trial of `paceline tune`, inside its own processes: the training loop, warmed up, then timed in parts."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from paceline.config.settings import TrainConfig
+from paceline.core.errors import PacelineError
+from paceline.data.grain import Grain
+from paceline.observe.clock import computing_share, elapsed
+from paceline.speed import precision
+from paceline.train import summary
+from paceline.train.benchmark import unkept
+from paceline.train.feed import Feed
+from paceline.train.step import Step
+from paceline.train.task import Stage, Task
+from paceline.train.trainer import Trainer
+from paceline.train.tune.knobs import Facts, LevelFacts
+from paceline.train.tune.search import Speed
+from paceline.world.link import Link
+
+LEAST_PARTS, NUM_PARTS = 3, 7
+PATIENCE = 3.0
+"""A trial that takes so many times longer than planned, because the machine is busy, makes do with fewer parts."""
+LEAST_STEPS_PER_PART = 2
+LEAST_WARM, MOST_WARM = 5, 20
+"""Steps of warm-up."""
+UNSETTLED = 3.0
+"""A step so many times longer than others is still part of the warm-up: it compiled, or allocated."""
+_FOREVER = 1_000_000
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank saw of one part of the timed steps."""
+
+    seconds: float
+    num_samples: int
+    length: float | None
+
+
+class Pace(Protocol):
+    """Who lets a trial go on, part by part, and hears of each; asked on the first rank."""
+
+    def may_go(self, number: int) -> bool:
+        """Whether another part is wanted; may take its time."""
+        ...
+
+    def passed(self, number: int, samples_per_s: float) -> None: ...
+
+
+def trial(
+    task: Task,
+    config: TrainConfig,
+    link: Link,
+    measure_s: float,
+    tell: Callable[[Facts], None] = lambda facts: None,
+    pace: Pace | None = None,
+) -> Speed:
+    """Train for about `measure_s` seconds after a warm-up and say how fast it went; nothing is kept.
+
+    All ranks get the same answer. `tell` is told what is known before the first step, on the first rank. With a
+    `pace`, it takes as many parts as that wants.
+    """
+    running = _Trial(task, config, link, measure_s, tell, pace)
+    running.fit()
+    if not running.is_over or not running.parts:
+        raise TrialStopped
+    mine = (running.parts, running.memory_bytes(), running.seconds)
+    ranks = link.gather_objects(mine)
+    rates = join([parts for parts, _, _ in ranks], running.mean_length)
+    return Speed(
+        # Of what else happens on this machine, the median hears least.
+        samples_per_s=statistics.median(rates),
+        spread=statistics.stdev(rates) / statistics.fmean(rates) if len(rates) > 1 else 0.0,
+        memory_bytes=max(memory for _, memory, _ in ranks),
+        data_share=1.0 - computing_share(*(seconds for _, _, seconds in ranks)),
+        workers=running.workers,
+    )
+
+
+class TrialStopped(PacelineError):
+    """A signal ended a trial before it was over."""
+
+    hint = "type the command again"
+
+    def __init__(self) -> None:
+        super().__init__("a trial was asked to stop: nothing was measured")
+
+
+def join(ranks: Sequence[Sequence[Part]], mean_length: float | None) -> list[float]:
+    """Samples per second of each part over all ranks, each part in the time of its slowest rank.
+
+    Where samples have lengths, a second of work is worth as many samples as an average one is long: what a trial
+    happened to see of long and short ones does not make it slow or fast.
+    """
+    rates = []
+    for parts in zip(*ranks, strict=True):
+        seconds = max(part.seconds for part in parts)
+        lengths = [part.length for part in parts if part.length is not None]
+        samples: float = sum(part.num_samples for part in parts)
+        if mean_length and len(lengths) == len(parts):
+            samples = math.fsum(lengths) / mean_length
+        rates.append(samples / seconds)
+    return rates
+
+
+def is_settled(step_s: Sequence[float]) -> bool:
+    """Whether the last steps were about as long as the others."""
+    if len(step_s) < LEAST_WARM:
+        return False
+    return len(step_s) >= MOST_WARM or max(step_s[-3:]) <= UNSETTLED * statistics.median(step_s)
+
+
+def steps_per_part(step_s: float, measure_s: float) -> int:
+    return max(LEAST_STEPS_PER_PART, math.ceil(measure_s / max(step_s, 1e-9) / NUM_PARTS))
+
+
+class _Trial(Trainer):
+    """The training loop over the first stage, until its last part is timed."""
+
+    def __init__(
+        self,
+        task: Task,
+        config: TrainConfig,
+        link: Link,
+        measure_s: float,
+        tell: Callable[[Facts], None],
+        pace: Pace | None,
+    ) -> None:
+        super().__init__(task, unkept(config, _FOREVER), link)
+        self.stages: list[Stage] = [replace(self.stages[0], epochs=None)]
+        self.is_over = False
+        self.parts: list[Part] = []
+        self.mean_length: float | None = None
+        self.workers = 0
+        self.seconds: dict[str, float] = {}
+        self._measure_s, self._tell, self._pace = measure_s, tell, pace
+        self._own_after_step, self._after_step = self._after_step, self._watch
+        self._warm: list[float] = []
+        self._left = 0  # steps of this part that are to come
+        self._per_part, self._is_slow = 0, False
+        self._lengths: Any = None
+        self._num_samples, self._length = 0, 0.0
+        self._began = time.perf_counter()
+        self._before: dict[str, float] = {}
+
+    def memory_bytes(self) -> int:
+        if self.link.device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self.link.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def _feed(self, number: int, stage: Stage) -> Feed:
+        self._data = feed = super()._feed(number, stage)
+        if not feed.is_stream and feed.lengths is not None:
+            self._lengths, self.mean_length = feed.lengths, float(feed.lengths.mean())
+        return feed
+
+    def _introduce(self, feed: Feed) -> None:
+        super()._introduce(feed)
+        data = summary.data_facts(feed, 0)
+        if self.link.is_first:
+            self._tell(_facts(self, data))
+        self._began = time.perf_counter()
+
+    def _watch(self, model: torch.nn.Module, step: Step, grains: list[Grain]) -> None:
+        if self._own_after_step is not None:
+            self._own_after_step(model, step, grains)
+        if not self._per_part:
+            self._warm_up()
+            return
+        self._num_samples += sum(len(grain) for grain in grains)
+        if self._lengths is not None:
+            self._length += sum(float(self._lengths[grain.samples].sum()) for grain in grains)
+        self._left -= 1
+        if self._left == 0 and not self.is_over:
+            self._end_part()
+
+    def _warm_up(self) -> None:
+        """Until all ranks' steps are of the same length; then agree how many of them make a part."""
+        self._warm.append(self._lap())
+        ranks = self.link.gather_objects((is_settled(self._warm), self._warm[-1]))
+        if all(settled for settled, _ in ranks):
+            slowest = max(self.link.gather_objects(statistics.fmean(self._warm[-3:])))
+            self._per_part = self._left = steps_per_part(slowest, self._measure_s)
+            self._before = self.clock.read()
+            self._go_on()
+
+    def _end_part(self) -> None:
+        length = self._length if self._lengths is not None else None
+        self.parts.append(Part(self._lap(), self._num_samples, length))
+        self._num_samples, self._length, self._left = 0, 0.0, self._per_part
+        ranks = self.link.gather_objects(self.parts)
+        if self._pace is not None and self.link.is_first:
+            self._pace.passed(len(self.parts) - 1, join([parts[-1:] for parts in ranks], self.mean_length)[0])
+        taken_s = max(math.fsum(part.seconds for part in parts) for parts in ranks)
+        self._is_slow = len(self.parts) >= LEAST_PARTS and taken_s > PATIENCE * self._measure_s
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Begin another part, or end; all ranks do the same."""
+        if self._pace is None:
+            may_go = len(self.parts) < NUM_PARTS and not self._is_slow
+        else:
+            may_go = self.link.broadcast_object(self._pace.may_go(len(self.parts)) if self.link.is_first else None)
+        if not may_go:
+            self.is_over = True
+            self.clock.lap("compute")
+            self.seconds, self.workers = elapsed(self._before, self.clock.read()), self._data.workers
+        self._lap()
+
+    def _lap(self) -> float:
+        """Seconds since the last lap, the device's work included."""
+        if self.link.device.type == "cuda":
+            torch.cuda.synchronize(self.link.device)
+        began, self._began = self._began, time.perf_counter()
+        return self._began - began
+
+    def _stop_asked(self, step: Step) -> bool:
+        return self.is_over or super()._stop_asked(step)
+
+
+def _facts(trainer: _Trial, data: summary.DataFacts) -> Facts:
+    link, config = trainer.link, trainer.config
+    able = precision.capabilities(link.device)
+    now = trainer.engine.precision
+    levels = []
+    for level in config.possible_levels:
+        try:
+            found = precision.resolve(level, config.precision, able)
+        except (precision.LevelUnsupported, precision.LevelConflict):
+            continue
+        levels.append(LevelFacts(level, _computes(found), found.compile))
+    return Facts(
+        device=able.device,
+        device_name=able.name,
+        ranks=link.world.size,
+        cores=len(os.sched_getaffinity(0)),
+        threads=link.threads,
+        grains=trainer.keeper.grains,
+        levels=tuple(levels),
+        computes=_computes(now),
+        compiles=now.compile,
+        num_samples=data.num_samples,
+        has_lengths=trainer.mean_length is not None,
+        padding=data.padding,
+        is_stream=data.num_samples is None,
+        memory_bytes=_memory_bytes(link),
+    )
+
+
+def _memory_bytes(link: Link) -> int:
+    if link.device.type == "cuda":
+        return torch.cuda.mem_get_info(link.device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // link.world.local_size
+
+
+def _computes(found: precision.Precision) -> str:
+    """The same for levels that differ in name alone."""
+    return repr(replace(found, level=0, name="", notes=()))

@@ -1,0 +1,75 @@
+"""Which machines a scheduler gave to the job, read from its variables; ranks may or may not be started there yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.errors import PacelineError
+from paceline.world.discover.hostlist import expand
+
+ReadText = Callable[[str], "str | None"]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The machines of a job."""
+
+    scheduler: str
+    job: str
+    hosts: tuple[str, ...]
+    """In the scheduler's order; the first one runs the job's script."""
+    slots: int | None = None
+    """Processes or cores that the job may use in all, where the scheduler says so."""
+
+
+class HostfileUnreadable(PacelineError):
+    """Grid Engine's list of hosts is not in the form that it has."""
+
+    hint = "PE_HOSTFILE names a file with lines such as `node1 4 all.q@node1 UNDEFINED`; Grid Engine writes it"
+
+    def __init__(self, line: str) -> None:
+        self.line = line
+        super().__init__(f"PE_HOSTFILE: {line!r} is not `host slots queue cores`")
+
+
+def read_text(path: str) -> str | None:
+    """The text of a file; None where this machine does not have it."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+def find_allocation(env: Mapping[str, str], read: ReadText = read_text) -> Allocation | None:
+    """The job that this process is in: of SLURM, or of Grid Engine; None outside of both.
+
+    Grid Engine keeps its list of hosts on the first one: elsewhere only the job's number is known, and no host.
+    """
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if env.get(name):
+            tasks = env.get("SLURM_NTASKS", "")
+            slots = int(tasks) if tasks.isdecimal() else None
+            return Allocation("slurm", env.get("SLURM_JOB_ID", ""), tuple(expand(env[name])), slots)
+    # JOB_ID alone is a name that anything may use.
+    if not env.get("SGE_TASK_ID") and not env.get("PE_HOSTFILE"):
+        return None
+    text = read(env["PE_HOSTFILE"]) if env.get("PE_HOSTFILE") else None
+    hosts = parse_hostfile(text) if text is not None else {}
+    nslots = env.get("NSLOTS", "")
+    slots = int(nslots) if nslots.isdecimal() else sum(hosts.values()) or None
+    return Allocation("sge", env.get("JOB_ID", ""), tuple(hosts), slots)
+
+
+def parse_hostfile(text: str) -> dict[str, int]:
+    """Grid Engine's lines `host slots queue cores` as slots by host; a host may have a line per queue."""
+    slots: dict[str, int] = {}
+    for line in text.splitlines():
+        words = line.split()
+        if not words:
+            continue
+        if len(words) < 2 or not words[1].isdecimal():
+            raise HostfileUnreadable(line)
+        slots[words[0]] = slots.get(words[0], 0) + int(words[1])
+    return slots

@@ -1,0 +1,148 @@
+"""What one rank can say about its machine, for `paceline doctor`: looked up, not judged."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from paceline.world.discover.environment import World
+from paceline.world.discover.interfaces import HostIsLoopback, address_of, find_interface, list_interfaces
+
+_MIB = 2**20
+PACKAGES = {
+    "tensorboard": "logs",
+    "soundfile": "speech",
+    "soxr": "speech",
+    "rapidfuzz": "speech",
+    "triton": "compiled GPU kernels",
+}
+"""Optional packages, and what they are for."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU that torch sees."""
+
+    name: str
+    memory_mib: int
+    free_mib: int
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One rank and its machine."""
+
+    rank: int
+    host: str
+    python: str
+    paceline: str
+    torch: str
+    cuda: str | None
+    """The CUDA that torch was built for."""
+    nccl: str | None
+    driver: str | None
+    """Of NVIDIA's GPUs, on this machine, whether torch can use it or not."""
+    backends: tuple[str, ...]
+    gpus: tuple[Gpu, ...]
+    cores: tuple[int, ...]
+    """CPU cores this rank may run on."""
+    machine_cores: int
+    threads: int
+    host_address: str | None
+    interfaces: Mapping[str, str]
+    gloo_interface: str | None
+    """The one that gloo is told to use, None: the one of the host's address."""
+    nccl_interface: str | None
+    """NCCL_SOCKET_IFNAME; None: NCCL chooses."""
+    interface_problem: str | None
+    shm_mib: int | None
+    shm_free_mib: int | None
+    disk_free_mib: int
+    packages: Mapping[str, str]
+    """Versions of the optional packages that are there."""
+
+
+def collect(world: World, folder: Path, threads: int) -> Facts:
+    """Everything about this rank; `folder` is where runs are to be kept."""
+    interface, problem = _interface(world)
+    shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    return Facts(
+        rank=world.rank,
+        host=socket.gethostname(),
+        python=".".join(map(str, sys.version_info[:3])),
+        paceline=_version("paceline") or "unknown",
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        nccl=_nccl(),
+        driver=_driver(),
+        backends=tuple(name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)),
+        gpus=tuple(_gpu(index) for index in range(torch.cuda.device_count())),
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+        machine_cores=os.cpu_count() or 1,
+        threads=threads,
+        host_address=address_of(socket.gethostname()),
+        interfaces=list_interfaces(),
+        gloo_interface=interface,
+        nccl_interface=os.environ.get("NCCL_SOCKET_IFNAME"),
+        interface_problem=problem,
+        shm_mib=shm.total // _MIB if shm is not None else None,
+        shm_free_mib=shm.free // _MIB if shm is not None else None,
+        disk_free_mib=shutil.disk_usage(existing(folder)).free // _MIB,
+        packages={name: version for name in PACKAGES if (version := _version(name)) is not None},
+    )
+
+
+def _interface(world: World) -> tuple[str | None, str | None]:
+    named = os.environ.get("GLOO_SOCKET_IFNAME")
+    if named is not None:
+        return named, None
+    try:
+        return find_interface(world), None
+    except HostIsLoopback as error:
+        return None, str(error)
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    path = folder.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _nccl() -> str | None:
+    if torch.version.cuda is None or not dist.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _driver() -> str | None:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    words = text.splitlines()[0].split()
+    return next((word for word in words if word[0].isdigit()), "unknown")
+
+
+def _gpu(index: int) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    return Gpu(properties.name, total // _MIB, free // _MIB, (properties.major, properties.minor))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

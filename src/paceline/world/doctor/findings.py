@@ -1,0 +1,209 @@
+"""What is wrong with a machine or an allocation, and what to do about it: pure judgements on facts and measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.world.discover.allocation import Allocation
+from paceline.world.discover.environment import World
+from paceline.world.discover.hostlist import fold
+from paceline.world.discover.interfaces import HostIsLoopback
+from paceline.world.doctor.facts import PACKAGES, Facts
+from paceline.world.doctor.measure import Reduction, SharedFolder
+
+Verdict = Literal["ok", "warning", "problem"]
+_GIB = 1024
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's table."""
+
+    what: str
+    verdict: Verdict
+    found: str
+    todo: str = ""
+
+
+def ranks(world: World, roll: Sequence[Facts], allocation: Allocation | None) -> Iterator[Finding]:
+    """How many there are, and whether that is what the scheduler has room for."""
+    hosts = list(dict.fromkeys(facts.host for facts in roll))
+    found = f"{world.size} on {fold(hosts)}, by {world.launcher} ({'; '.join(world.why)})"
+    if allocation is not None and allocation.slots is not None and world.size == 1 < allocation.slots:
+        starter = "srun" if allocation.scheduler == "slurm" else "mpirun -np $NSLOTS"
+        yield Finding("ranks", "warning", found, f"check the whole allocation: `{starter} paceline doctor`")
+    else:
+        yield Finding("ranks", "ok", found)
+    if world.meeting is not None:
+        served = "the launcher" if world.launcher_hosts_store else "rank 0"
+        yield Finding("meeting point", "ok", f"all ranks reached {served} at {world.meeting}")
+    if allocation is not None:
+        where = fold(allocation.hosts) or "hosts that only the first one knows"
+        yield Finding("allocation", "ok", f"{allocation.scheduler} job {allocation.job}: {where}")
+
+
+def versions(roll: Sequence[Facts]) -> Iterator[Finding]:
+    for name in ("python", "torch", "paceline", "cuda", "nccl", "driver"):
+        values = {facts.host: str(getattr(facts, name) or "none") for facts in roll}
+        different = sorted(set(values.values()))
+        if len(different) == 1:
+            yield Finding(name, "ok", different[0])
+        elif name == "driver":
+            yield Finding(name, "warning", _by_host(values), "give all machines the same driver")
+        else:
+            yield Finding(name, "problem", _by_host(values), f"install the same {name} on all machines")
+
+
+def devices(roll: Sequence[Facts]) -> Iterator[Finding]:
+    for host, here in _hosts(roll).items():
+        first = here[0]
+        if first.gpus:
+            kinds = sorted({f"{gpu.name} ({gpu.memory_mib // _GIB} GiB)" for gpu in first.gpus})
+            found = f"{host}: {len(first.gpus)} x {', '.join(kinds)}"
+            # A launcher may show each rank only its own GPU.
+            if len(here) > len(first.gpus) > 1:
+                yield Finding("GPUs", "problem", found, f"start at most {len(first.gpus)} ranks there, not {len(here)}")
+            elif any(gpu.free_mib < gpu.memory_mib / 2 for gpu in first.gpus):
+                yield Finding("GPUs", "warning", f"{found}, in use", "`nvidia-smi` says by whom")
+            else:
+                yield Finding("GPUs", "ok", found)
+            if "nccl" not in first.backends:
+                yield Finding(
+                    "NCCL", "problem", f"{host}: torch is built without it", "install torch's Linux CUDA build"
+                )
+        elif first.driver is not None:
+            why = "torch is built without CUDA" if first.cuda is None else "torch sees none"
+            todo = "install a CUDA build of torch" if first.cuda is None else "check CUDA_VISIBLE_DEVICES, `nvidia-smi`"
+            yield Finding("GPUs", "problem", f"{host}: driver {first.driver}, but {why}", todo)
+        else:
+            yield Finding("GPUs", "ok", f"{host}: none, no driver; training runs on the CPU")
+
+
+def cores(roll: Sequence[Facts]) -> Iterator[Finding]:
+    for host, here in _hosts(roll).items():
+        usable = sorted({core for facts in here for core in facts.cores})
+        threads = sum(facts.threads for facts in here)
+        found = f"{host}: {len(usable)} of {here[0].machine_cores} for {len(here)} rank(s), {threads} thread(s) in all"
+        if any(len(facts.cores) == 1 for facts in here) and here[0].machine_cores > len(here):
+            todo = "a rank is bound to one core: `mpirun --bind-to none`, or `srun --cpus-per-task N`"
+            yield Finding("cores", "warning", found, todo)
+        elif threads > len(usable):
+            yield Finding("cores", "warning", found, "ranks take turns on the cores: start fewer, or ask for more")
+        else:
+            yield Finding("cores", "ok", found)
+
+
+def network(world: World, roll: Sequence[Facts]) -> Iterator[Finding]:
+    for host, here in _hosts(roll).items():
+        first = here[0]
+        known = ", ".join(f"{name} {address}" for name, address in first.interfaces.items()) or "none with an address"
+        gloo = first.gloo_interface or f"that of {first.host_address}"
+        found = f"{host}: {known}; gloo uses {gloo}, NCCL {first.nccl_interface or 'chooses itself'}"
+        if first.interface_problem is not None:
+            yield Finding("interfaces", "problem", f"{found}; {first.interface_problem}", HostIsLoopback.hint)
+        elif world.nodes > 1 and (first.gloo_interface or "").startswith("lo"):
+            yield Finding(
+                "interfaces", "problem", found, "unset GLOO_SOCKET_IFNAME, or name one that reaches the others"
+            )
+        elif first.gloo_interface is not None and first.gloo_interface not in first.interfaces:
+            yield Finding(
+                "interfaces", "problem", found, "GLOO_SOCKET_IFNAME names one that is not there or has no address"
+            )
+        else:
+            yield Finding("interfaces", "ok", found)
+        if first.host_address is None or first.host_address.startswith("127."):
+            said = f"{host} means {first.host_address or 'nothing'}"
+            if world.nodes > 1:
+                yield Finding("host name", "ok", f"{said}; the interface was found through the meeting point instead")
+            else:
+                todo = "fine on one machine; for several, give it the network's address in /etc/hosts"
+                yield Finding("host name", "ok", said, todo)
+
+
+def clocks(offsets: Sequence[float], roll: Sequence[Facts]) -> Finding:
+    """Clocks order the lines of different logs, and time limits are counted by them."""
+    worst = max(range(len(offsets)), key=lambda rank: abs(offsets[rank]))
+    found = f"at most {abs(offsets[worst]) * 1e3:.3g} ms apart"
+    if abs(offsets[worst]) < 1.0:
+        return Finding("clocks", "ok", found)
+    where = f"{abs(offsets[worst]):.3g} s between {roll[0].host} and {roll[worst].host}"
+    return Finding(
+        "clocks", "warning", where, "logs of different machines do not line up: set the clocks (NTP, chrony)"
+    )
+
+
+def folder(shared: SharedFolder, roll: Sequence[Facts]) -> Iterator[Finding]:
+    several = len({facts.host for facts in roll}) > 1
+    if shared.problem is not None:
+        yield Finding("run folder", "problem", f"{shared.folder}: {shared.problem}", "name another with --folder")
+        return
+    apart = sorted({*shared.blind, *shared.unseen})
+    if apart:
+        hosts = fold(sorted({roll[rank].host for rank in apart}))
+        todo = "keep runs on a file system that all machines share: name it with --folder, and with --out"
+        yield Finding("run folder", "problem", f"{shared.folder} is another folder on {hosts}", todo)
+        return
+    yield Finding("run folder", "ok", f"{shared.folder}: every rank sees it" if len(roll) > 1 else shared.folder)
+    if not shared.has_locks:
+        what = "a lock does not keep another machine out" if several else "there are no locks"
+        yield Finding("locks", "warning", what, "two trainings in one folder would not notice each other")
+    slow = shared.fsync_s > 0.5
+    found = f"1 MiB safe on the disk after {shared.fsync_s * 1e3:.3g} ms"
+    yield Finding("fsync", "warning" if slow else "ok", found, "checkpoints take long to become safe" if slow else "")
+
+
+def space(roll: Sequence[Facts]) -> Iterator[Finding]:
+    least = min(roll, key=lambda facts: facts.disk_free_mib)
+    found = f"{least.disk_free_mib / _GIB:.1f} GiB free for runs ({least.host})"
+    verdict: Verdict = (
+        "problem" if least.disk_free_mib < _GIB else "warning" if least.disk_free_mib < 10 * _GIB else "ok"
+    )
+    yield Finding("disk", verdict, found, "" if verdict == "ok" else "make room, or keep runs elsewhere")
+    sized = [facts for facts in roll if facts.shm_mib is not None]
+    if sized:
+        small = min(sized, key=lambda facts: facts.shm_free_mib or 0)
+        found = f"{small.shm_free_mib} of {small.shm_mib} MiB free in /dev/shm ({small.host})"
+        if (small.shm_free_mib or 0) < _GIB // 2:
+            todo = "loader workers and NCCL use it: `docker run --shm-size 8g`, or `--workers 0`"
+            yield Finding("shared memory", "warning", found, todo)
+        else:
+            yield Finding("shared memory", "ok", found)
+
+
+def speed(found: Sequence[Reduction], world: World, device: str) -> Iterator[Finding]:
+    """Bounds far from what such links reach: a local socket takes under a millisecond, 1 Gbit/s carries 0.11 GB/s."""
+    first, last = found[0], found[-1]
+    slow = first.seconds > (5e-3 if world.nodes == 1 else 20e-3)
+    text = f"{first.num_bytes} B in {first.seconds * 1e6:.0f} us over {device}"
+    todo = "ranks outnumber cores, or the network is slow to answer" if slow else ""
+    yield Finding("all-reduce latency", "warning" if slow else "ok", text, todo)
+    rows = [f"{_size(entry.num_bytes)} {entry.bytes_per_s / 1e9:.3g} GB/s" for entry in found[1:]]
+    slow = last.bytes_per_s < 0.1e9
+    todo = "slower than 1 Gbit/s: check which interface is used (above)" if slow else ""
+    yield Finding("all-reduce bandwidth", "warning" if slow else "ok", ", ".join(rows), todo)
+
+
+def packages(roll: Sequence[Facts]) -> Finding:
+    missing = [f"{name} ({PACKAGES[name]})" for name in PACKAGES if name not in roll[0].packages]
+    there = ", ".join(f"{name} {version}" for name, version in roll[0].packages.items()) or "none"
+    return Finding("optional packages", "ok", f"{there}; not installed: {', '.join(missing) or 'none'}")
+
+
+def _hosts(roll: Sequence[Facts]) -> dict[str, list[Facts]]:
+    found: dict[str, list[Facts]] = {}
+    for facts in roll:
+        found.setdefault(facts.host, []).append(facts)
+    return found
+
+
+def _by_host(values: dict[str, str]) -> str:
+    return "; ".join(
+        f"{value}: {fold([host for host, other in values.items() if other == value])}"
+        for value in sorted(set(values.values()))
+    )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes >> 20} MiB" if num_bytes >= 1 << 20 else f"{num_bytes >> 10} KiB"

@@ -1,0 +1,230 @@
+"""All ranks fail together, and the first real failure is printed once.
+
+The failing rank posts its report in the store, the first one wins and prints. A rank whose collective broke because
+another is gone looks there before it believes its own error; a rank that computes or hangs is told by its watch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from torch.distributed import DistBackendError, DistError, DistNetworkError
+
+from paceline.core.errors import PacelineError
+from paceline.world.discover.environment import World
+from paceline.world.failure import stacks
+from paceline.world.failure.board import (
+    EXIT_INTERRUPT,
+    EXIT_USER_ERROR,
+    Failure,
+    FailureBoard,
+    Kind,
+    describe,
+    who_is_missing,
+)
+from paceline.world.failure.flight_recorder import trail
+from paceline.world.failure.watchdog import LINGER_S, FailureWatch, exit_now, serves
+from paceline.world.roll_call import RanksMissing
+from paceline.world.store import FirstRankUnreached, MeetingPointTaken, Store, meet, poll
+
+# How long a rank with a broken collective looks for another's report before it files its own.
+_LOOK_S = 3.0
+# How long a rank that failed before it ever met the others tries to reach them.
+_LATE_MEETING_S = 3.0
+
+# A process that did not run for so long was stopped; a busy machine lets its threads wait for less.
+_ASLEEP_S = 3.0
+
+# The store of the last `start` in this process: also after it was closed, as a late failure still wants to be told.
+_last_meeting: Meeting | None = None
+# The error that is in the log already.
+_logged: BaseException | None = None
+
+
+@dataclass
+class Meeting:
+    """What a failing rank needs to know about the job it was in."""
+
+    world: World
+    store: Store
+    watch: FailureWatch
+    hosts: tuple[str, ...] = ()
+    """The machine of each rank, once the roll was called."""
+    look_s: float = _LOOK_S
+
+
+def remember_meeting(world: World, store: Store, watch: FailureWatch, timeout_s: float) -> Meeting:
+    """Let `fail_together` find the store of this job."""
+    global _last_meeting
+    # All is to be over within twice the time-out of a collective, also where that is short.
+    _last_meeting = Meeting(world, store, watch, look_s=min(_LOOK_S, timeout_s / 4))
+    return _last_meeting
+
+
+def fail_together(world: World, job: Callable[[], int | None]) -> int:
+    """Run the whole job of this rank and return its exit code; on a failure, all ranks end with the same code.
+
+    A `PacelineError` is shown without a traceback. With one rank, other exceptions pass through; with several, the
+    process ends here in any case, because a process group may hang or abort when it is taken down.
+    """
+    try:
+        code = job() or 0
+        if world.size > 1:
+            # Threads of the process group that are still there when the interpreter ends abort it, rarely.
+            atexit._run_exitfuncs()
+            exit_now(code)
+        return code
+    except KeyboardInterrupt as error:
+        if world.size > 1:
+            _fail(world, error)
+        return EXIT_INTERRUPT
+    except Exception as error:
+        if world.size > 1:
+            _fail(world, error)
+        if not isinstance(error, PacelineError):
+            raise
+        sys.stderr.write(f"{user_message(error)}\n")
+        return EXIT_USER_ERROR
+
+
+def user_message(error: PacelineError) -> str:
+    """A user's mistake in words: what and why, then what to type next."""
+    return f"error: {error}" + (f"\n  {error.hint}" if error.hint else "")
+
+
+def is_broken_link(error: BaseException | None) -> bool:
+    """Whether the error, or one that caused it, says only that other ranks are gone or silent."""
+    while error is not None:
+        # gloo raises a plain RuntimeError that begins with its source file.
+        if isinstance(error, (DistBackendError, DistNetworkError)):
+            return True
+        if isinstance(error, RuntimeError) and ("gloo/" in str(error) or "Gloo" in str(error)):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _fail(world: World, error: BaseException) -> NoReturn:
+    mine = _report(world, error)
+    if mine.kind == "lost":
+        _log_lost(mine, error)
+        if stacks.has_log():
+            mine = replace(mine, trace="")  # who is lost is told by the message; the log has the rest
+    first, board = mine, None
+    try:
+        board = _board(world, error)
+        if board is not None:
+            if mine.kind == "lost":
+                mine = _look(board, world, mine)
+            first = board.post(mine)
+    except (DistError, PacelineError):
+        heard = _last_meeting.watch.heard if _last_meeting is not None else None
+        if heard is not None:
+            exit_now(heard.exit_code)  # the rank that served the store has said why, and waited for nobody else
+        # The store went with the rank that served it. All survivors are here: let one per machine speak.
+        if mine.kind == "lost":
+            mine = replace(mine, lost=_who_is_gone(world))
+        board, first = None, mine
+        if mine.kind == "lost" and world.rank != 1 and world.local_rank != 0:
+            exit_now(mine.exit_code)
+    if first == mine and mine.kind != "interrupt":
+        sys.stderr.write(f"{mine}\n")
+        sys.stderr.flush()
+    if board is not None:
+        try:
+            board.acknowledge(world.rank)
+            if serves(world):
+                audience = _audience(world, first, error)
+                poll(lambda: board.all_know(audience), LINGER_S)
+                if first.kind == "lost":
+                    # A rank that is stuck, not dead, has a watch that looks here from time to time.
+                    poll(lambda: board.all_know(world.size), _look_s())
+        except DistError:
+            exit_now(first.exit_code)
+    exit_now(first.exit_code)
+
+
+@contextmanager
+def log_if_lost(world: World) -> Iterator[None]:
+    """Have a broken link in the log of this rank at once: launchers end the ranks that are left within moments."""
+    try:
+        yield
+    except Exception as error:
+        if world.size > 1 and is_broken_link(error):
+            _log_lost(_report(world, error), error)
+        raise
+
+
+def _log_lost(mine: Failure, error: BaseException) -> None:
+    global _logged
+    if error is not _logged:
+        stacks.dump(f"{mine.trace}\nrank {mine.rank} on {mine.host} lost the other ranks: {mine.where}")
+        _logged = error
+
+
+def _who_is_gone(world: World) -> str:
+    """What became of the process that served the store."""
+    slept_s = _last_meeting.watch.slept_s if _last_meeting is not None else 0.0
+    if slept_s >= _ASLEEP_S:
+        return f"it did not run for {slept_s:.0f} s itself (stopped?), and they have ended meanwhile"
+    if world.launcher_hosts_store:
+        return "the launcher is gone"
+    return describe(0, _host(0), None, is_alive=False)
+
+
+def _audience(world: World, first: Failure, error: BaseException) -> int:
+    """How many ranks can still hear of the failure."""
+    if isinstance(error, RanksMissing):
+        return len(error.present)
+    return world.size - 1 if first.kind == "lost" else world.size
+
+
+def _look(board: FailureBoard, world: World, mine: Failure) -> Failure:
+    """Give the rank that really failed time to say so; else say who is silent, and where these were last."""
+    board.tell_alive(world.rank)
+    before = {rank: board.last_seen(rank) for rank in board.silent(world.size)}
+    if poll(lambda: board.read() is not None, _look_s()):
+        return mine
+    silent = board.silent(world.size)
+    now = {rank: board.last_seen(rank) for rank in silent}
+    missing = who_is_missing(trail.number, before, now)
+    lines = [describe(rank, _host(rank), now[rank], is_alive) for rank, is_alive in missing.items()]
+    return replace(mine, lost=";\n".join(lines))
+
+
+def _look_s() -> float:
+    return _last_meeting.look_s if _last_meeting is not None else _LOOK_S
+
+
+def _host(rank: int) -> str | None:
+    hosts = _last_meeting.hosts if _last_meeting is not None else ()
+    return hosts[rank] if hosts else None
+
+
+def _board(world: World, error: BaseException) -> FailureBoard | None:
+    """The board of this job; ranks that never met meet now."""
+    if _last_meeting is not None and _last_meeting.world == world:
+        _last_meeting.watch.stop()
+        return FailureBoard(_last_meeting.store)
+    if isinstance(error, (FirstRankUnreached, MeetingPointTaken)):
+        return None
+    return FailureBoard(meet(world, _LATE_MEETING_S))
+
+
+def _report(world: World, error: BaseException) -> Failure:
+    host = socket.gethostname()
+    if isinstance(error, PacelineError):
+        return Failure(world.rank, host, "user", user_message(error))
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(world.rank, host, "interrupt", "interrupted")
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    lines = traceback.format_exception_only(error)
+    kind: Kind = "lost" if is_broken_link(error) else "crash"
+    return Failure(world.rank, host, kind, lines[-1].strip(), trace, where=str(trail))

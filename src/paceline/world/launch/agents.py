@@ -1,0 +1,227 @@
+"""Where the launchers of one job meet, one per machine: who is there, which attempt it is, when all start again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from paceline.core.errors import PacelineError
+from paceline.world.discover.environment import OWN_RUN_ID
+from paceline.world.discover.hostlist import fold
+from paceline.world.launch.heartbeat import Listener, Pulse, beats
+from paceline.world.store import NotReached, PrefixStore, Store, TCPStore, connect, poll, serve
+
+_HOST = "127.0.0.1"
+# How long the launcher that serves the store stays for the others, whose ranks still read why the job failed.
+_LINGER_S = 15.0
+
+
+@dataclass(frozen=True)
+class Node:
+    """This machine among those of a job."""
+
+    rank: int = 0
+    count: int = 1
+    meeting: str | None = None
+    """`host:port` where the launcher of node 0 serves; None on one machine."""
+    timeout_s: float = 300.0
+    """How long launchers wait for each other."""
+
+
+@dataclass(frozen=True)
+class Agent:
+    """What a launcher says about itself."""
+
+    host: str
+    pid: int
+    nodes: int
+    procs: int
+    max_restarts: int
+
+
+class LauncherUnreached(PacelineError):
+    """The launcher of node 0 does not answer."""
+
+    hint = "start `paceline launch --node-rank 0` on the machine that --master-addr names; check firewall and port"
+
+    def __init__(self, node: Node, cause: str) -> None:
+        super().__init__(
+            f"node {node.rank} on {socket.gethostname()}: the launcher of node 0 at {node.meeting} was not reached "
+            f"in {node.timeout_s:g} s ({cause})"
+        )
+
+
+class NodesMissing(PacelineError):
+    """Launchers of other machines did not come."""
+
+    hint = "start `paceline launch` on every machine with its own --node-rank; --start-timeout-s waits longer"
+
+    def __init__(self, node: Node, missing: Sequence[int], present: Sequence[str]) -> None:
+        self.missing = tuple(missing)
+        numbers = ", ".join(map(str, missing))
+        super().__init__(
+            f"{len(missing)} of {node.count} nodes did not arrive in {node.timeout_s:g} s: node {numbers}\n"
+            f"  present: {fold(present) or 'none'}"
+        )
+
+
+class AgentsDisagree(PacelineError):
+    """Two launchers of one job were not started alike."""
+
+    hint = "give each machine its own --node-rank, and the same --nnodes and --max-restarts to all"
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+
+
+class AgentMeeting(RendezvousHandler):
+    """The rendezvous of torch's elastic agents, over one store that lives as long as the job.
+
+    One machine serves it on a port that the system chose, so that no two jobs race for one. Each attempt has keys of
+    its own; an agent that starts again makes the others do so, and all count the same attempts.
+    """
+
+    def __init__(self, node: Node, procs: int, max_restarts: int) -> None:
+        self.node = node
+        self.mine = Agent(socket.gethostname(), os.getpid(), node.count, procs, max_restarts)
+        self.rounds = 0
+        """How often all agents have met."""
+        self.size = procs
+        """Ranks of the whole job."""
+        self.leaving: signal.Signals | None = None
+        """The signal by which the ranks were told to leave: nobody starts again then."""
+        self.silent: dict[int, str] = {}
+        """Machines whose launchers ended without a word, by the number of the node; known at the end only."""
+        self._num_told = 0
+        self._others = [rank for rank in range(node.count) if rank != node.rank]
+        self._pulse: Pulse | None = None
+        self.store: Store
+        if node.meeting is None:
+            served = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+            self.meeting, self.store = f"{_HOST}:{served.port}", served
+        else:
+            self.meeting, self.store = node.meeting, self._join(node.meeting)
+        self._agents = PrefixStore("agents", self.store)
+
+    def _join(self, meeting: str) -> Store:
+        try:
+            if self.node.rank == 0:
+                return serve(meeting, self.node.timeout_s)
+            return connect(meeting, self.node.timeout_s)
+        except NotReached as error:
+            raise LauncherUnreached(self.node, error.cause) from None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until the launchers of all machines are here for the next attempt."""
+        round_number = self.rounds
+        text = json.dumps(asdict(self.mine))
+        first = self._agents.compare_set(self._key(round_number, self.node.rank), "", text).decode()
+        if first != text:
+            other = Agent(**json.loads(first)).host
+            raise AgentsDisagree(f"two launchers say --node-rank {self.node.rank}: on {other} and {self.mine.host}")
+        if self._pulse is None and self.node.count > 1:
+            self._pulse = Pulse(self._agents, self.node.rank)
+        # Whoever is first in this round makes the others come.
+        self._agents.add(f"round/{round_number}", 1)
+        keys = [self._key(round_number, rank) for rank in range(self.node.count)]
+        if not poll(lambda: self.leaving is not None or self._agents.check(keys), self.node.timeout_s):
+            here = [rank for rank in range(self.node.count) if self._agents.check([keys[rank]])]
+            self._others = [rank for rank in here if rank != self.node.rank]
+            missing = [rank for rank in range(self.node.count) if rank not in here]
+            raise NodesMissing(self.node, missing, [self._agent(round_number, rank).host for rank in here])
+        if self.leaving is not None:
+            raise SignalException("told to leave while waiting for the other nodes", self.leaving)
+        agents = [self._agent(round_number, rank) for rank in range(self.node.count)]
+        for rank, agent in enumerate(agents):
+            if (agent.nodes, agent.max_restarts) != (self.mine.nodes, self.mine.max_restarts):
+                raise AgentsDisagree(
+                    f"node {rank} on {agent.host} was started with --nnodes {agent.nodes} --max-restarts "
+                    f"{agent.max_restarts}, node {self.node.rank} on {self.mine.host} with --nnodes "
+                    f"{self.mine.nodes} --max-restarts {self.mine.max_restarts}"
+                )
+        self.rounds += 1
+        self.size = sum(agent.procs for agent in agents)
+        host, _, port = self.meeting.rpartition(":")
+        store = PrefixStore(f"round{round_number}", self.store)
+        return RendezvousInfo(store, self.node.rank, self.node.count, RendezvousStoreInfo(host, int(port)))
+
+    def num_nodes_waiting(self) -> int:
+        """How many launchers wait for this one to start its ranks again."""
+        if self.leaving is not None or self.node.count == 1:
+            return 0
+        try:
+            waiting: int = self._agents.add(f"round/{self.rounds}", 0)
+        except DistError:
+            return 0  # the launcher of node 0 is gone: the ranks notice by themselves, and leave
+        return waiting
+
+    def leave(self, number: signal.Signals) -> None:
+        """The user wants this launcher to end; who says so again does not want to wait for other machines either."""
+        self.leaving = number
+        self._num_told += 1
+
+    def finish(self, timeout_s: float) -> None:
+        """After ranks that went well: wait for those of the other machines, as long as these have their launchers."""
+        self._wait_for_all("finished", timeout_s)
+
+    def linger(self) -> None:
+        """After the end: the launcher that serves the store stays until the others have ended too."""
+        if self._pulse is None:
+            return
+        try:
+            self._wait_for_all("left", _LINGER_S if self.node.rank == 0 else 0.0)
+        except DistError:
+            pass
+        finally:
+            self._pulse.stop()
+
+    def _wait_for_all(self, what: str, timeout_s: float) -> None:
+        """Say `what`, and wait until every other launcher has said so, has left, or has fallen silent."""
+        self._agents.set(f"{what}/{self.node.rank}", "")
+        told, listener = self._num_told, Listener()
+
+        def done() -> bool:
+            awaited = [
+                rank
+                for rank in self._others
+                if rank not in self.silent and not any(self._agents.check([f"{key}/{rank}"]) for key in (what, "left"))
+            ]
+            for rank in listener.silent(beats(self._agents, awaited)):
+                self.silent[rank] = self._agent(self.rounds - 1, rank).host if self.rounds else "its machine"
+                awaited.remove(rank)
+            return not awaited or self._num_told > told
+
+        poll(done, timeout_s)
+
+    def _key(self, round_number: int, rank: int) -> str:
+        return f"agent/{round_number}/{rank}"
+
+    def _agent(self, round_number: int, rank: int) -> Agent:
+        return Agent(**json.loads(self._agents.get(self._key(round_number, rank))))
+
+    def get_backend(self) -> str:
+        return "paceline"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """The machines of a job are fixed: none leaves a rendezvous by itself."""
+
+    def get_run_id(self) -> str:
+        return OWN_RUN_ID
+
+    def shutdown(self) -> bool:
+        return True

@@ -1,0 +1,295 @@
+"""`--procs N`, `paceline launch`: start ranks through torch's elastic agent, with no launcher to install or to learn.
+
+The agent watches and restarts; this file adds what it lacks: signals reach the ranks and leave them time to save,
+one exit code, and silence, because the rank that failed has already said why.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+
+from paceline.core.errors import PacelineError
+from paceline.world.failure.board import EXIT_CRASH, EXIT_INTERRUPT, EXIT_USER_ERROR, FailureBoard, Seen
+from paceline.world.failure.watchdog import exit_now
+from paceline.world.launch.agents import AgentMeeting, Node
+from paceline.world.parent_process import bound
+from paceline.world.resources import DeviceChoice, MoreRanksThanDevices, threads_per_rank
+from paceline.world.store import attempt_store
+
+ALONE = Node()
+# After Ctrl-C nothing is saved, so the ranks need no long time.
+_INTERRUPT_GRACE_S = 10.0
+# How long ranks of other machines may take to end after those of this one have.
+_FINISH_S = 300.0
+
+
+class LauncherGone(PacelineError):
+    """The launcher that served the store ended."""
+
+    hint = "look for its own message on that machine"
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(f"node {node.rank}: the launcher of node 0 at {node.meeting} is gone")
+
+
+def count_procs(asked: int | Literal["auto"], device: DeviceChoice, num_devices: int) -> int:
+    """How many ranks to start: `auto` is one per GPU, and one without GPUs."""
+    if device == "cpu":
+        num_devices = 0
+    if asked == "auto":
+        return max(1, num_devices)
+    if num_devices and asked > num_devices:
+        raise MoreRanksThanDevices(asked, num_devices)
+    return asked
+
+
+def launch(
+    procs: int | Literal["auto"],
+    command: Sequence[str],
+    *,
+    device: DeviceChoice = "auto",
+    max_restarts: int = 0,
+    grace_s: float = 60.0,
+    node: Node = ALONE,
+) -> int:
+    """Run `command` as so many ranks on this machine, one of `node.count` that do so; the exit code for the user.
+
+    SIGTERM and SIGUSR1 go to the ranks, which may save and leave; after SIGTERM they have `grace_s` seconds.
+    To be called from the main thread, as signals are.
+    """
+    num_procs = count_procs(procs, device, torch.cuda.device_count())
+    meeting = AgentMeeting(node, num_procs, max_restarts)
+    command = bound(command, signal.SIGTERM)  # a launcher that is killed leaves no rank behind, not even a fresh one
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=num_procs,
+        entrypoint=command[0],
+        # The agent fills in ${local_rank} like a template; a user's dollar signs must stay what they are.
+        args=tuple(argument.replace("$", "$$") for argument in command[1:]),
+        rdzv_handler=meeting,
+        max_restarts=max_restarts,
+    )
+    agent = _Agent(spec, meeting, _Console(), grace_s)
+    with _quiet_agent(), _environment(num_procs), agent.signals_forwarded():
+        try:
+            code = _judge(agent, meeting, agent.run())
+        except SignalException as stopped:
+            # Signals that stay the agent's own, such as SIGHUP: it has passed them on and waited.
+            code = 128 + int(stopped.sigval)
+        except DistError:
+            raise LauncherGone(node) from None
+        finally:
+            meeting.linger()
+    for rank, host in meeting.silent.items():
+        sys.stderr.write(f"error: the launcher of node {rank} on {host} ended without a word (killed?)\n")
+    if meeting.silent:
+        # Taking down a store whose clients were killed lasts up to ten seconds, in which nothing happens.
+        exit_now(code or EXIT_CRASH)
+    return code
+
+
+def _judge(agent: _Agent, meeting: AgentMeeting, result: RunResult) -> int:
+    """The exit code for the user; what no rank could say is said here."""
+    if agent.interrupted:
+        return EXIT_INTERRUPT
+    if not result.is_failed():
+        return 0
+    codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+    if agent.overdue:
+        sys.stderr.write(f"error: the ranks did not leave within {agent.grace_s:g} s and were ended\n")
+    else:
+        is_reported, places = _read_board(meeting, agent.attempt, list(codes))
+        if not is_reported:
+            _name_silent_dead(codes, places)
+    return EXIT_USER_ERROR if EXIT_USER_ERROR in codes.values() else EXIT_CRASH
+
+
+def _read_board(meeting: AgentMeeting, attempt: int, ranks: list[int]) -> tuple[bool, dict[int, Seen | None]]:
+    """Whether a rank has reported a failure, and where these ranks were last."""
+    try:
+        board = FailureBoard(attempt_store(meeting.store, attempt, meeting.size))
+        return board.read() is not None, {rank: board.last_seen(rank) for rank in ranks}
+    except DistError:
+        return False, {}  # the store is gone with the launcher of node 0
+
+
+_CAUSES: dict[int, str] = {
+    signal.SIGKILL: " (out of memory? see `dmesg`)",
+    signal.SIGBUS: " (a file that it had mapped was cut short, or /dev/shm is full)",
+}
+
+
+def _name_silent_dead(codes: Mapping[int, int], places: Mapping[int, Seen | None]) -> None:
+    """Say which ranks were ended by a signal, where no rank could report anything itself."""
+    # The agent ends the remaining ranks with SIGTERM; these are consequences, not causes.
+    dead = {rank: -code for rank, code in codes.items() if code < 0 and -code != signal.SIGTERM}
+    for rank, number in sorted(dead.items()):
+        cause = _CAUSES.get(number, "")
+        seen = places.get(rank)
+        name = f"rank {rank}" + (f" on {seen.host}" if seen is not None else "")
+        where = f"\n  last seen {seen.where}" if seen is not None else ""
+        sys.stderr.write(f"error: {name} was ended by {signal.Signals(number).name}{cause}{where}\n")
+
+
+class _Agent(LocalElasticAgent):
+    """The elastic agent, with signals that reach its ranks."""
+
+    def __init__(self, spec: WorkerSpec, meeting: AgentMeeting, console: LogsSpecs, grace_s: float) -> None:
+        super().__init__(spec, console)
+        self._meeting = meeting
+        self.interrupted = False
+        self.overdue = False
+        """Whether ranks had to be killed, because they did not leave in time."""
+        self.grace_s = grace_s
+        self._pids: list[int] = []
+        self._pending: list[signal.Signals] = []
+        self._deadline: threading.Timer | None = None
+
+    @property
+    def attempt(self) -> int:
+        return int(self._worker_group.spec.max_restarts - self._remaining_restarts)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        # Starting processes installs the agent's own handlers, which would end all ranks at once.
+        self._install()
+        self._pids = list(pids.values())
+        assert self._pcontext is not None
+        end = self._pcontext.close
+
+        def wake_and_end(*args: Any, **named: Any) -> None:
+            # A rank that somebody has stopped goes on, and ends as the others do, with its stacks in its log.
+            self._send(signal.SIGCONT)
+            end(*args, **named)
+
+        setattr(self._pcontext, "close", wake_and_end)  # noqa: B010  the context closes itself when a rank has ended
+        for number in self._pending:
+            self._send(number)
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if any(failure.exitcode == EXIT_USER_ERROR for failure in result.failures.values()):
+            self._no_more_restarts()  # a mistake is still one the second time
+        return result
+
+    def _exit_barrier(self) -> None:
+        # The agent's own waits for five minutes for a launcher that was killed, and listens to no signal.
+        self._meeting.finish(_FINISH_S)
+
+    def _no_more_restarts(self) -> None:
+        self._worker_group.spec.max_restarts -= self._remaining_restarts
+        self._remaining_restarts = 0
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        # Also when it was another machine that had to start again: all agents count the same attempts.
+        self._remaining_restarts = worker_group.spec.max_restarts - self._meeting.rounds
+        left = self._remaining_restarts
+        sys.stderr.write(f"a rank ended early: starting all ranks again ({left} more restarts allowed)\n")
+        self._pids = []
+        super()._restart_workers(worker_group)
+
+    @contextmanager
+    def signals_forwarded(self) -> Iterator[None]:
+        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+        before = {number: signal.getsignal(number) for number in numbers}
+        self._install()
+        try:
+            yield
+        finally:
+            if self._deadline is not None:
+                self._deadline.cancel()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _install(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._forward)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        received = signal.Signals(number)
+        self._pending.append(received)
+        if received != signal.SIGUSR1:
+            # Ranks that are told to leave must not be started again.
+            self._meeting.leave(received)
+            self._no_more_restarts()
+            if received == signal.SIGINT:
+                self._end_after(0.0 if self.interrupted else _INTERRUPT_GRACE_S)
+                self.interrupted = True
+            elif self._deadline is None:
+                self._end_after(self.grace_s)
+        self._send(received)
+
+    def _end_after(self, seconds: float) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = threading.Timer(seconds, self._end)
+        self._deadline.daemon = True
+        self._deadline.start()
+
+    def _end(self) -> None:
+        self.overdue = True
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        for pid in self._pids:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+
+class _Console(LogsSpecs):
+    """Ranks write to the terminal as they are: no files, no prefixes."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for env in envs.values():
+            env["TORCHELASTIC_ERROR_FILE"] = ""
+        console = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=console, stderrs=console, error_files=dict.fromkeys(envs, os.devnull))
+
+    @property
+    def root_log_dir(self) -> str:
+        return os.devnull
+
+
+@contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """Keep the agent's warnings and its table of failures from the screen: the ranks print the one real message."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    handler, propagate = logging.NullHandler(), logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = propagate
+        logger.removeHandler(handler)
+
+
+@contextmanager
+def _environment(num_procs: int) -> Iterator[None]:
+    """What the ranks inherit: a fair share of threads also for libraries beside torch, and no C++ warnings."""
+    threads = threads_per_rank(len(os.sched_getaffinity(0)), num_procs)
+    wanted = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]

@@ -1,0 +1,131 @@
+"""The roll call before the process group: every rank says who it is, and missing ranks are named instead of waited for.
+
+Rank 0 collects. Its verdict is one key of the store, written once, so that all ranks go on together or fail alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from paceline.core.errors import PacelineError
+from paceline.world.store import Store, poll
+
+# How long the serving rank stays after a refusal, so that the others can read it.
+_LINGER_S = 3.0
+# What the other ranks grant rank 0 beyond its own time-out.
+_MARGIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class Present:
+    """What a rank says about itself."""
+
+    rank: int
+    host: str
+    pid: int
+    device: str
+    cores: tuple[int, ...]
+    """The CPU cores it may run on: launchers bind ranks to cores, or do not."""
+    gpu: str | None = None
+    """Identity of its GPU, the same for all ranks that share it."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (pid {self.pid}, {self.device})"
+
+
+class RanksMissing(PacelineError):
+    """Some ranks did not come in time."""
+
+    hint = (
+        "look for the missing ranks' own messages; if they are only slow to start, raise --start-timeout-s; "
+        "if they were never started, check the launcher's number of processes and nodes"
+    )
+
+    def __init__(self, missing: Sequence[int], present: Sequence[Present], size: int, waited_s: float) -> None:
+        self.missing, self.present = tuple(missing), tuple(present)
+        hosts: dict[str, list[int]] = {}
+        for entry in present:
+            hosts.setdefault(entry.host, []).append(entry.rank)
+        here = "; ".join(f"{host}: {_ranges(ranks)}" for host, ranks in sorted(hosts.items()))
+        super().__init__(
+            f"{len(missing)} of {size} ranks did not arrive in {waited_s:g} s: rank {_ranges(missing)}\n"
+            f"  present: {here or 'none'}\n"
+            f"  likely: they ended with an error, were not started, or cannot reach the meeting point"
+        )
+
+
+class DuplicateRank(PacelineError):
+    """Two processes claim the same rank."""
+
+    hint = (
+        "another job may use the same meeting point: export another MASTER_PORT; "
+        "after an elastic change of nodes, export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+    )
+
+    def __init__(self, first: Present, second: Present) -> None:
+        self.first, self.second = first, second
+        super().__init__(f"two processes say they are rank {first.rank}:\n  {first}\n  {second}")
+
+
+def roll_call(store: Store, mine: Present, size: int, timeout_s: float) -> list[Present]:
+    """All ranks, in order; raises `RanksMissing` or `DuplicateRank` on every rank alike."""
+    text = json.dumps(asdict(mine))
+    first = store.compare_set(_key(mine.rank), "", text)
+    if first.decode() != text:
+        raise DuplicateRank(_present(first), mine)
+    if mine.rank == 0:
+        keys = [_key(rank) for rank in range(size)]
+        poll(lambda: store.check(keys), timeout_s)
+        _publish(store, size, timeout_s)
+    elif not poll(lambda: store.check([_key(0)]), timeout_s) or not poll(
+        lambda: store.check(["verdict"]), timeout_s + _MARGIN_S
+    ):
+        # Rank 0 never came, or died while collecting; any rank can name who is missing.
+        _publish(store, size, timeout_s, gone=0)
+    return _obey(store, mine, size)
+
+
+def _publish(store: Store, size: int, timeout_s: float, gone: int | None = None) -> None:
+    here = [rank for rank in range(size) if rank != gone and store.check([_key(rank)])]
+    verdict = {
+        "missing": [rank for rank in range(size) if rank not in here],
+        "waited_s": timeout_s,
+        "present": [asdict(_present(store.get(_key(rank)))) for rank in here],
+    }
+    store.compare_set("verdict", "", json.dumps(verdict))
+
+
+def _obey(store: Store, mine: Present, size: int) -> list[Present]:
+    verdict = json.loads(store.get("verdict"))
+    present = [_from_json(entry) for entry in verdict["present"]]
+    if not verdict["missing"]:
+        return present
+    store.add("heard", 1)
+    if mine.rank == 0:
+        poll(lambda: store.add("heard", 0) >= len(present), _LINGER_S)
+    raise RanksMissing(verdict["missing"], present, size, verdict["waited_s"])
+
+
+def _key(rank: int) -> str:
+    return f"present/{rank}"
+
+
+def _present(text: bytes) -> Present:
+    return _from_json(json.loads(text))
+
+
+def _from_json(entry: dict[str, object]) -> Present:
+    return Present(**{**entry, "cores": tuple(entry["cores"])})  # type: ignore[arg-type]
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Ranks for people: 0-3, 7."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1][1:] = [rank]
+        else:
+            parts.append([rank])
+    return ", ".join("-".join(map(str, part)) for part in parts)

@@ -1,0 +1,218 @@
+"""An encoder trained with channels last in memory, beside the plain one."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.recipes.asr.fast import channels_last, fused
+from paceline.recipes.asr.fast.accelerate import accelerate
+from paceline.recipes.asr.network.config import read_network
+from paceline.recipes.asr.network.encoder import Encoder
+from paceline.speed.autotune.candidates import Way
+from paceline.speed.kernels.time_conv import time_conv
+from paceline.train.autotune import run_choice as fastest
+from paceline.world.link import Link
+from tests.ranks import run_ranks
+from tests.recipes.asr import tiny
+from tests.recipes.asr.fast.test_fused import BLOCKS as SEPARABLE
+from tests.recipes.asr.fast.test_fused import LENGTHS, MELS, assert_same, make_encoder
+from tests.speed.kernels.separable import distance
+from tests.train.small import alone
+
+DENSE: dict[str, Any] = {"repeat": 2, "residual": True, "residual_dense": True}
+BLOCKS: list[dict[str, Any]] = [
+    {"filters": 32, "kernel": 11, "stride": 2},
+    {"filters": 32, "kernel": 11, **DENSE},
+    {"filters": 48, "kernel": 13, **DENSE},
+    {"filters": 32, "kernel": 7, "dilation": 2},
+    {"filters": 64, "kernel": 1},
+]
+
+
+@pytest.mark.parametrize("conv_mask", [True, False])
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"separable": True}, {"groups": 2}, {"se": True}],
+    ids=["jasper", "separable", "groups", "excited"],
+)
+def test_same_as_the_plain_encoder(change: dict[str, Any], conv_mask: bool) -> None:
+    blocks = [BLOCKS[0], {**BLOCKS[1], **change}, *BLOCKS[2:]]
+    plain = make_encoder(blocks, conv_mask=conv_mask).double()
+    ours = copy.deepcopy(plain)
+    channels_last.accelerate(ours)
+    assert_same(plain, ours, channels_last.encode)
+
+
+class Layouts(TorchDispatchMode):
+    """Of all activations that large operators take: whether a frame's channels lie side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[bool]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().split("::")[1].removesuffix(".default")
+        if name in OPERATORS:
+            activations = [each for each in args if isinstance(each, Tensor) and each.dim() + (name in PICTURES) >= 4]
+            activations = activations or [args[0]]
+            self.seen.setdefault(name, []).extend(
+                each.stride(1 if each.dim() == 4 else -1) == 1 for each in activations
+            )
+        assert "as_strided" not in name, "a gradient through a view that was written to"
+        return func(*args, **(kwargs or {}))
+
+
+PICTURES = ("native_batch_norm", "native_batch_norm_backward", "_batch_norm_with_update", "batch_norm_backward")
+OPERATORS = (*PICTURES, "time_conv", "time_conv_backward", "native_dropout", "relu", "threshold_backward")
+
+
+@pytest.mark.parametrize("change", [{}, {"separable": True}, {"groups": 2}, {"se": True}])
+def test_no_layer_leaves_the_layout(change: dict[str, Any]) -> None:
+    """One that did would cost copies, forth and back, and nobody would notice."""
+    encoder = make_encoder([BLOCKS[0], {**BLOCKS[1], **change}, *({**block, "dropout": 0.2} for block in BLOCKS[2:])])
+    accelerate(encoder)
+    with Layouts() as layouts, torch.autocast("cpu", torch.bfloat16):
+        out, _ = encoder(MELS, LENGTHS)
+        out.float().square().sum().backward()
+    assert {"time_conv", "time_conv_backward", "relu", "threshold_backward"} <= set(layouts.seen)
+    layouts.seen["threshold_backward"].pop(0)  # the encoder hands out (batch, channels, time)
+    assert all(all(each) for each in layouts.seen.values()), layouts.seen
+
+
+def test_stands_in_for_training_in_bfloat16_only() -> None:
+    plain = make_encoder(BLOCKS)
+    ours = copy.deepcopy(plain)
+    (line,) = accelerate(ours)
+    assert line.startswith("block 0: kernel 11 over all channels at once, not separable and ")
+    assert list(ours.state_dict()) == list(plain.state_dict())
+    for training, dtype in ((True, None), (True, torch.float16), (False, torch.bfloat16)):
+        autocast = torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
+        with Layouts() as layouts, autocast, torch.no_grad():
+            outs = [encoder.train(training)(MELS, LENGTHS)[0] for encoder in (ours, plain)]
+        assert torch.equal(*outs)
+        assert "time_conv" not in layouts.seen
+    with Layouts() as layouts, torch.autocast("cpu", torch.bfloat16):
+        ours.train()(MELS, LENGTHS)
+    assert "time_conv" in layouts.seen
+    fused.restore(ours)
+    assert not fused.is_accelerated(ours)
+
+
+@pytest.mark.parametrize("blocks", [BLOCKS, SEPARABLE], ids=["channels last", "kernels"])
+def test_frozen_batch_norm_stays_frozen(blocks: list[dict[str, Any]]) -> None:
+    ours = make_encoder(blocks)
+    accelerate(ours)
+    norm = ours.get_submodule("blocks.1.layers.0.norm").eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours(MELS, LENGTHS)
+    assert int(norm.get_buffer("num_batches_tracked")) == 0
+    assert torch.equal(norm.get_buffer("running_mean"), torch.zeros(32))
+    assert int(ours.get_buffer("blocks.1.layers.1.norm.num_batches_tracked")) == 1
+
+
+def test_operators_keep_their_word() -> None:
+    x, weight = torch.randn(2, 9, 6, requires_grad=True), torch.randn(4, 3, 5, requires_grad=True)
+    for figures in ((1, 2, 1, 2), (2, 2, 1, 2), (1, 4, 2, 2)):
+        torch.library.opcheck(time_conv, (x, weight, *figures))
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch about its own compiler
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_for_batches_of_any_size_and_length() -> None:
+    """As in a run sizes and lengths are marked as changing, which PyTorch's own convolution does not survive."""
+    plain = make_encoder([*BLOCKS[:2], BLOCKS[4]]).double()
+    ours = copy.deepcopy(plain)
+    compiled = torch.compile(channels_last.encode)
+    torch._dynamo.utils.counters.clear()
+    for batch, frames in ((3, 61), (2, 90), (4, 40)):
+        mels, lengths = torch.randn(batch, 64, frames, dtype=torch.float64), torch.randint(20, frames, (batch,))
+
+        def encode(encoder: Encoder, mels: Tensor, lengths: Tensor) -> Any:
+            for tensor, sizes in ((mels, (0, 2)), (lengths, (0,))):
+                torch._dynamo.maybe_mark_dynamic(tensor, sizes)
+            return compiled(encoder, mels, lengths)
+
+        assert_same(plain, ours, encode, mels, lengths)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+JASPER = {
+    **tiny.NETWORK,
+    "blocks": [
+        {"filters": 16, "kernel": 5, "stride": 2, "dropout": 0.2},
+        {"filters": 16, "kernel": 3, "dropout": 0.2, **DENSE},
+        {"filters": 16, "kernel": 1},
+    ],
+}
+
+
+def train(link: Link, data: Path, out: Path, way: Way, **changes: Any) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(out))
+        patched.setattr(fastest, "why_no_kernels", lambda *_: None)
+        patched.setattr(fastest, "candidates", lambda *_, **__: [way])
+        run = tiny.train(tiny.settings(data, out=out / "run", network=JASPER, level=4, **changes), link)
+    assert run.engine.precision.kernels
+
+
+def train_on_ranks(link: Link, data: Path, folder: Path) -> None:
+    train(link, data, folder / str(link.world.size), Way(2, kernels=True), epochs=2)
+
+
+@pytest.fixture
+def speech(tmp_path: Path) -> Path:
+    tiny.speech(tmp_path / "speech", "train", 26, seed=1)
+    return tmp_path / "speech"
+
+
+def test_a_run_is_the_same_on_two_ranks(tmp_path: Path, speech: Path) -> None:
+    for size in (1, 2):
+        run_ranks(size, train_on_ranks, speech, tmp_path)
+    one, two = (tiny.losses_of(tmp_path / str(size) / "run") for size in (1, 2))
+    assert one == pytest.approx(two, rel=1e-5)
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path, speech: Path) -> None:
+    way, changes = Way(2, kernels=True), {"epochs": None, "schedule": "constant", "warmup_ratio": None}
+    train(alone(), speech, tmp_path / "whole", way, steps=4, **changes)
+    train(alone(), speech, tmp_path / "part", way, steps=2, **changes)
+    train(alone(), speech, tmp_path / "part", way, steps=4, resume="auto", allow_change=True, **changes)
+    assert tiny.losses_of(tmp_path / "whole" / "run") == tiny.losses_of(tmp_path / "part" / "run")
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch about its own compiler
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_run_is_compiled(tmp_path: Path, speech: Path) -> None:
+    train(alone(), speech, tmp_path, Way(3, kernels=True), epochs=None, steps=2)
+    assert len(tiny.losses_of(tmp_path / "run")) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore")
+def test_as_right_as_the_plain_one_on_a_gpu() -> None:
+    torch.manual_seed(0)
+    network = read_network({"features": {"n_fft": 512}, "blocks": BLOCKS})
+    plain = Encoder(network).cuda().train()
+    ours, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    accelerate(ours)
+    mels, lengths = torch.randn(16, 64, 333, device="cuda"), torch.randint(100, 334, (16,), device="cuda")
+    factors = torch.randn(16, 64, 167, device="cuda", dtype=torch.float64)
+
+    def gradient(encoder: Encoder, mels: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=mels.dtype is torch.float32):
+            out, after = encoder(mels, lengths)
+        held = torch.arange(167, device="cuda") < after[:, None, None]
+        found = torch.autograd.grad((out * factors * held).sum(), list(encoder.parameters()))
+        return torch.cat([each.flatten().double() for each in found])
+
+    expected = gradient(exact, mels.double())
+    assert distance(gradient(ours, mels), expected) <= 1.2 * distance(gradient(plain, mels), expected)

@@ -1,0 +1,181 @@
+"""The fastest way wins, the hopeless are left early, and what was found is found again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.speed.autotune.candidates import Way, candidates
+from paceline.speed.autotune.choice import (
+    CannotRun,
+    Choice,
+    NothingRuns,
+    Shelf,
+    cache_folder,
+    change,
+    choose,
+    finalists,
+)
+
+ALL = candidates([0, 1, 2, 3], has_kernels=True, can_graph=True, leaves_some=True)
+
+
+def clocks(
+    seconds: dict[str, float], later: dict[str, float] | None = None, asked: list[str] | None = None
+) -> tuple[Any, Any]:
+    """What is measured of each way one after the other, and what in turns (the same, unless said otherwise)."""
+
+    def measure(way: Way, limit_s: float) -> float:
+        if asked is not None:
+            asked.append(way.name)
+        if way.name not in seconds:
+            raise CannotRun("no such thing")
+        return seconds[way.name]
+
+    def in_turns(ways: Sequence[Way]) -> dict[Way, float]:
+        return {way: (seconds | (later or {}))[way.name] for way in ways}
+
+    return measure, in_turns
+
+
+def test_candidates() -> None:
+    names = [way.name for way in ALL]
+    assert names[:2] == ["-O2 + kernels + graphs", "-O2 + kernels"]
+    assert set(names) == {
+        *(f"-O{level}" for level in range(4)),
+        *(f"-O{level} + graphs" for level in (2, 3)),
+        *(f"-O{level} + kernels" for level in (2, 3)),
+        *(f"-O{level} + kernels + graphs" for level in (2, 3)),
+    }
+    assert names.index("-O2") < names.index("-O3")
+    fused = candidates([0, 1, 2, 3], has_kernels=True, can_graph=True)  # nothing is left to a compiler
+    assert {way.name for way in ALL} - {way.name for way in fused} == {"-O3 + kernels", "-O3 + kernels + graphs"}
+    plain = candidates([0, 1], has_kernels=True, can_graph=False)  # a GPU without bf16 has no use for the kernels
+    assert [way.name for way in plain] == ["-O0", "-O1"] or [way.name for way in plain] == ["-O1", "-O0"]
+
+
+@pytest.mark.parametrize("best", [way.name for way in ALL if way.graphs or not way.is_compiled])
+def test_never_slower_than_any_other(best: str) -> None:
+    seconds = {way.name: 1.0 + number / 10 for number, way in enumerate(ALL)} | {best: 0.5}
+    choice = choose(ALL, *clocks(seconds))
+    assert choice.way.name == best
+    assert next(iter(choice.step_ms)) == best
+    assert min(choice.step_ms.values()) == choice.step_ms[best] == 500.0
+
+
+def test_what_cannot_run_is_said_and_left() -> None:
+    choice = choose(ALL, *clocks({"-O2": 2.0, "-O0": 1.0}))
+    assert choice.way == Way(0)
+    assert "-O2 + kernels cannot run here: no such thing" in choice.notes
+    with pytest.raises(NothingRuns, match="-O2 \\+ kernels: no such thing") as caught:
+        choose(ALL, *clocks({}))
+    assert "-O0" in caught.value.hint
+
+
+def test_a_mistake_of_the_task_is_said_as_it_is() -> None:
+    """Every way runs into it; what the plainest says is not about kernels, graphs or compiling."""
+
+    def measure(way: Way, limit_s: float) -> float:
+        raise CannotRun("it is wrong") from ValueError(f"wrong in {way.name}")
+
+    with pytest.raises(ValueError, match="wrong in -O0"):
+        choose(ALL, measure, lambda ways: {})
+
+
+def test_what_the_machine_did_meanwhile_does_not_decide() -> None:
+    """-O0 was disturbed while it was measured, and is the second therefore; in turns it is the fastest."""
+    choice = choose([Way(2), Way(1), Way(0)], *clocks({"-O2": 1.0, "-O1": 3.0, "-O0": 1.9}, {"-O2": 1.5, "-O0": 1.2}))
+    assert choice.way == Way(0)
+    assert list(choice.step_ms) == ["-O0", "-O2", "-O1"]
+    # And one that looked fast while all others were disturbed: what was measured in turns is compared with its like.
+    slowed = choose([Way(2), Way(1), Way(0)], *clocks({"-O2": 1.0, "-O1": 1.3, "-O0": 1.1}, {"-O2": 2.0, "-O0": 1.8}))
+    assert slowed.way == Way(0)
+
+
+def test_of_equals_the_one_that_changes_least() -> None:
+    assert sorted(ALL, key=change)[:3] == [Way(0), Way(1), Way(2)]
+    assert choose(ALL, *clocks({way.name: 1.0 + 0.001 * number for number, way in enumerate(ALL)})).way == Way(0)
+    near = {"-O2 + kernels + graphs": 1.0, "-O2 + graphs": 1.029, "-O0": 1.031}
+    assert choose(ALL, *clocks(near)).way == Way(2, graphs=True)
+
+
+def test_who_is_timed_again() -> None:
+    seconds = {Way(3): 1.0, Way(2): 1.19, Way(1): 1.1, Way(0): 1.21}
+    assert finalists(seconds) == [Way(3), Way(1), Way(2)]
+    assert finalists({Way(2): 1.0, Way(1): 1.9, Way(0): 1.95}) == [Way(2), Way(1)]
+    assert finalists({Way(2): 1.0, Way(0): 2.1}) == [Way(2)]
+
+
+def test_without_room_for_all_at_once_the_first_times_stand() -> None:
+    def in_turns(ways: Sequence[Way]) -> dict[Way, float]:
+        raise CannotRun("out of memory")
+
+    choice = choose([Way(2), Way(0)], clocks({"-O2": 1.0, "-O0": 1.1})[0], in_turns)
+    assert choice.way == Way(2)
+    assert choice.notes == ("-O2, -O0 were timed one after the other only: out of memory",)
+
+
+def test_compiling_is_not_tried_where_it_cannot_win() -> None:
+    asked: list[str] = []
+    seconds = {way.name: 10.0 for way in ALL} | {"-O2 + kernels + graphs": 1.0}
+    choice = choose(ALL, *clocks(seconds, asked=asked))
+    assert [name for name in asked if "-O3" in name] == ["-O3 + kernels + graphs"], "which nobody is far ahead of"
+    assert "-O3 was not tried: -O2 is 10.0 times slower than the best" in choice.notes
+    asked.clear()
+    choose(ALL, *clocks(seconds | {"-O2 + graphs": 3.0}, asked=asked))
+    assert "-O3 + graphs" in asked
+
+
+def test_compiled_with_graphs_is_not_compiled_again_without() -> None:
+    asked: list[str] = []
+    seconds = {way.name: 1.0 for way in ALL}
+    choice = choose(ALL, *clocks(seconds, asked=asked))
+    assert [name for name in asked if "-O3" in name] == ["-O3 + kernels + graphs", "-O3 + graphs"]
+    assert "-O3 was not tried: -O3 + graphs runs the same kernels without gaps between them" in choice.notes
+    asked.clear()
+    del seconds["-O3 + graphs"]  # cannot be recorded
+    choose(ALL, *clocks(seconds | {"-O3": 0.5}, asked=asked))
+    assert "-O3" in asked
+
+
+def test_a_measurement_may_stop_at_twice_the_best() -> None:
+    limits: dict[str, float] = {}
+
+    def measure(way: Way, limit_s: float) -> float:
+        limits[way.name] = limit_s
+        return {"-O2 + kernels + graphs": 3.0, "-O2 + kernels": 1.0}.get(way.name, 2.0)
+
+    choose(ALL, measure, lambda ways: dict.fromkeys(ways, 1.0))
+    assert limits["-O2 + kernels + graphs"] == float("inf")
+    assert limits["-O2 + kernels"] == 6.0
+    assert limits["-O0"] == 2.0
+
+
+def test_kept_for_the_machine(tmp_path: Path) -> None:
+    shelf, choice = Shelf(tmp_path / "ways"), Choice(Way(2, kernels=True), {"-O2 + kernels": 1.5, "-O0": 9.0}, ("so",))
+    facts = {"device": "an H200", "shapes": [(64, 1680)], "versions": {"torch": "2.11"}}
+    assert shelf.find(facts) is None
+    assert shelf.keep(facts, choice) is None
+    assert shelf.find(facts) == choice
+    assert shelf.find(facts | {"device": "an A100"}) is None
+    [file] = (tmp_path / "ways").iterdir()
+    assert json.loads(file.read_text())["facts"]["device"] == "an H200"
+    file.write_text("{")  # cut short
+    assert shelf.find(facts) is None
+    (tmp_path / "file").write_text("")
+    assert "not kept" in str(Shelf(tmp_path / "file" / "ways").keep(facts, choice))
+
+
+def test_where_it_is_kept() -> None:
+    assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/paceline/ways")
+    assert cache_folder({"HOME": "/home/me"}) == Path("/home/me/.cache/paceline/ways")
+
+
+def test_what_is_said() -> None:
+    choice = Choice(Way(2, graphs=True), {"-O2 + graphs": 29.12, "-O0": 1234.5})
+    assert choice.line("measured") == "-O4 is -O2 + graphs: 29.1 ms a step, measured; -O0 1,234 ms"
+    assert Choice(Way(0)).line("as before") == "-O4 is -O0: as before"

@@ -1,0 +1,114 @@
+"""`--procs N` with real processes: what comes out, the exit code, signals, restarts."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TIMEOUT_S = 60
+LAUNCHER = (
+    "import sys; from paceline.world.launch.launcher import launch; "
+    "sys.exit(launch(int(sys.argv[1]), [sys.executable, '-m', 'tests.world.jobs', *sys.argv[3:]], device='cpu', "
+    "max_restarts=int(sys.argv[2]), grace_s=20.0))"
+)
+
+
+def begin(job: str, *arguments: str, max_restarts: int = 0) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, "2", str(max_restarts), job, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def run(job: str, *arguments: str, max_restarts: int = 0) -> tuple[int, str, str]:
+    return finish(begin(job, *arguments, max_restarts=max_restarts))
+
+
+def test_two_procs_add_up_and_nothing_else_is_said() -> None:
+    assert run("add_up") == (0, "sum 1 of 2 by procs, attempt 0\n", "")
+
+
+def test_arguments_arrive_unchanged(tmp_path: Path) -> None:
+    arguments = ["$HOME", "${local_rank}", "$$", "a b"]
+    code, _, err = run("show_arguments", str(tmp_path), *arguments)
+    assert (code, err) == (0, "")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys("01", " ".join(arguments))
+
+
+def test_a_crash_is_printed_once() -> None:
+    code, _, err = run("one_crashes")
+    assert code == 1
+    assert err.count("Traceback") == 1
+    assert "ChildFailedError" not in err
+    assert err.splitlines()[-2].endswith("RuntimeError: rank one has a bug")
+    assert err.splitlines()[-1] == "  rank 1: starting, before the first step, collective 1 (barrier)"
+
+
+@pytest.mark.parametrize("max_restarts", [0, 2])
+def test_a_mistake_gives_exit_code_2_and_is_not_tried_again(max_restarts: int) -> None:
+    assert run("all_are_mistaken_before_they_meet", max_restarts=max_restarts) == (
+        2,
+        "",
+        "error: train.json is not there\n  give a file that exists\n",
+    )
+
+
+def test_a_killed_rank_is_named() -> None:
+    code, _, err = run("one_is_killed")
+    assert code == 1
+    first, second = err.splitlines()
+    assert first == f"error: rank 1 on {socket.gethostname()} was ended by SIGKILL (out of memory? see `dmesg`)"
+    assert second.startswith("  last seen starting, before the first step, ")
+
+
+def test_a_killed_rank_is_restarted_over_gloo() -> None:
+    code, out, err = run("one_is_killed", max_restarts=1)
+    assert (code, out) == (0, "finished in attempt 1\n")
+    assert err == "a rank ended early: starting all ranks again (0 more restarts allowed)\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_ranks_save_and_leave_when_told(number: signal.Signals) -> None:
+    process = begin("save_when_told", max_restarts=1)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    code, out, err = finish(process)
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == ["rank 0 saved", "rank 1 saved"]
+
+
+def test_ranks_do_not_outlive_a_killed_launcher() -> None:
+    process = begin("compute_forever")
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    process.kill()
+    # The ranks hold the other ends of these pipes: they close when the last rank has ended. Linux sends them SIGTERM,
+    # of which this job dies; elsewhere their watch notices.
+    _, _, err = finish(process)
+    where = "  starting, before the first step, collective 1 (barrier)"
+    assert set(err.splitlines()) <= {where, *(f"rank {rank}: the launcher is gone, leaving" for rank in range(2))}
+
+
+def test_control_c() -> None:
+    process = begin("wait_for_interrupt", max_restarts=1)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert (code, err) == (130, "")
