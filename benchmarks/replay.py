@@ -96,7 +96,7 @@ def work(rank: int, size: int, port: int, num_steps: int, pipe: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from paceline.data.cut import seats
+    from paceline.data.partition import grain_ranks
     from paceline.replay.buffer import ReplayBuffer
     from paceline.replay.layout import Field
     from paceline.world.discover.environment import World
@@ -109,7 +109,7 @@ def work(rank: int, size: int, port: int, num_steps: int, pipe: Any) -> None:
     found: dict[tuple[str, str], tuple[float, float]] = {}
     for name, case in SHAPES.items():
         shape, batch, replay = case["shape"], case["batch"], case["replay"]
-        pieces = seats(batch, max(size, 1), size)
+        pieces = grain_ranks(batch, max(size, 1), size)
         parts = np.array_split(np.arange(batch), len(pieces))
         mine = sum(len(part) for part, owner in zip(parts, pieces, strict=True) if owner == rank)
         fields = {"x": Field(torch.uint8, shape), "y": Field(torch.int64), "logits": Field(torch.float32, (10,))}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import PacelineError
-from paceline.data.cut import CUT_TOLERANCE, MIN_GRAIN, assign, cut
+from paceline.data.partition import CUT_TOLERANCE, MIN_GRAIN, assign, cut
 from paceline.data.plan import ORDERS, BadPlanSetting, BadSampleNumbers, BatchRule, LengthsNeeded, Plan
 
 quick = settings(max_examples=60, deadline=None)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.core.errors import PacelineError
-from paceline.data.cut import Ids, Numbers, assign, by_length, cut
+from paceline.data.partition import Ids, Numbers, assign, by_length, cut
 
 ORDERS = ("none", "random", "sorted", "laplace", "bucket")
 DEFAULT_BINS = {"laplace": 2, "bucket": 16}

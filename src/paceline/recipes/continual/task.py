@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from paceline.core.errors import PacelineError
-from paceline.data.cut import seats
 from paceline.data.grain import Batch, Grain
 from paceline.data.loader import Loader
+from paceline.data.partition import grain_ranks
 from paceline.data.plan import BatchRule
 from paceline.recipes.continual import backbones, streams
 from paceline.recipes.continual.files import Labelled
@@ -165,7 +165,7 @@ class Continual(Task):
         self._step_labels = self._labels[batch.samples]
         if self.buffer is None:
             return
-        self._pieces = seats(batch.num_samples, batch.num_grains, self.world.size)
+        self._pieces = grain_ranks(batch.num_samples, batch.num_grains, self.world.size)
         size = self.settings.replay_size
         if size < batch.num_grains:
             raise ReplayTooThin(size, batch.num_grains)

@@ -59,7 +59,7 @@ def assign(costs: Sequence[float], size: int) -> list[list[int]]:
 
 
 @lru_cache(maxsize=64)
-def seats(num_samples: int, num_grains: int, size: int) -> tuple[int, ...]:
+def grain_ranks(num_samples: int, num_grains: int, size: int) -> tuple[int, ...]:
     """The rank of each grain of a batch that was cut without lengths, so that everyone knows who has which sample."""
     costs = [float(len(piece)) for piece in cut(None, num_samples, num_grains)]
     ranks = [0] * len(costs)
