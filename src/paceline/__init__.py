@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from paceline.observe.callback import Watcher as Watcher
     from paceline.train.engine import Engine as Engine
     from paceline.train.fit import fit as fit
-    from paceline.train.result import Result as Result
     from paceline.train.task import Stage as Stage
     from paceline.train.task import Task as Task
+    from paceline.train.trainer import Result as Result
     from paceline.world.discover.environment import World as World
 
 __version__ = "0.1.0"
@@ -37,7 +37,7 @@ _HOMES = {
     "fit": "paceline.train.fit",
     "Stage": "paceline.train.task",
     "Task": "paceline.train.task",
-    "Result": "paceline.train.result",
+    "Result": "paceline.train.trainer",
     "World": "paceline.world.discover.environment",
 }
 __all__ = sorted(_HOMES)

@@ -52,8 +52,8 @@ def test_times_are_those_of_both_launches(tmp_path: Path) -> None:
 def test_an_epoch_whose_end_was_saved_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Killed after the epoch's record, before the next checkpoint: the newest one is from its last step."""
     first = trainer(SmallTask(), tmp_path / "run", epochs=2, save_every_steps=3, keep_best=0)
-    save = first.keeper.save
-    first.keeper.save = lambda *args: save(*args) if first.engine.num_steps <= 3 else None  # type: ignore[method-assign]
+    save = first.checkpoints.save
+    first.checkpoints.save = lambda *args: save(*args) if first.engine.num_steps <= 3 else None  # type: ignore[method-assign]
     first.fit()
     (written, _) = epochs(tmp_path / "run")
     capsys.readouterr()
@@ -75,8 +75,8 @@ def test_a_run_that_is_given_more_has_one_record_of_the_epoch(tmp_path: Path) ->
 
 def test_a_checkpoint_that_is_older_than_these_sums_still_loads(tmp_path: Path) -> None:
     first = trainer(StoppingTask(1), tmp_path / "run", epochs=1)
-    save = first.keeper.save
-    first.keeper.save = lambda *args: save(*args[:-1], lambda: None)  # type: ignore[method-assign]
+    save = first.checkpoints.save
+    first.checkpoints.save = lambda *args: save(*args[:-1], lambda: None)  # type: ignore[method-assign]
     first.fit()
     (file,) = (tmp_path / "run" / "checkpoints").glob("*/state.json")
     assert json.loads(file.read_text())["state"]["so_far"] is None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import paceline
@@ -19,6 +20,7 @@ from paceline.observe.callback import Record, RunInfo, Watcher
 from paceline.observe.clock import PHASES
 from paceline.observe.journal import read
 from paceline.observe.loggers import LoggerNotInstalled
+from paceline.train.logbook import notes
 from paceline.train.task import Stage
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
@@ -134,8 +136,8 @@ def test_the_default_logger_may_be_missing_but_not_one_that_was_asked_for(
 
 def test_tensorboard_after_a_resume_shows_every_step_once(tmp_path: Path) -> None:
     first = trainer(SmallTask(), tmp_path / "run", epochs=3, log_every=1, save_every_epochs=2, keep_best=0)
-    save = first.keeper.save
-    first.keeper.save = lambda *args: save(*args) if first.engine.num_steps <= 6 else None  # type: ignore[method-assign]
+    save = first.checkpoints.save
+    first.checkpoints.save = lambda *args: save(*args) if first.engine.num_steps <= 6 else None  # type: ignore[method-assign]
     first.fit()
     trainer(SmallTask(), tmp_path / "run", epochs=3, log_every=1, resume="auto", allow_change=True).fit()
     shown = read_tensorboard(tmp_path / "run" / "tensorboard")
@@ -239,3 +241,22 @@ def test_a_resumed_run_says_so_in_its_summary(tmp_path: Path, capsys: pytest.Cap
     assert re.search(r"^  resumed +after step 3 \(step-00000003\)$", shown, flags=re.MULTILINE)
     assert "`init_from` has no effect on a resumed run" in shown
     assert task.diary.told[0][1].next_step == 3
+
+
+def test_the_loss_scale_is_in_the_journal_where_there_is_one(tmp_path: Path) -> None:
+    plain = trainer(SmallTask(), tmp_path / "plain", epochs=1, progress="none", loggers=())
+    plain.fit()
+    assert all("loss_scale" not in record for record in read(tmp_path / "plain" / "metrics.jsonl"))
+    half = trainer(SmallTask(), tmp_path / "half", epochs=1, log_every=1, precision="fp16", progress="none", loggers=())
+    half.fit()
+    scales = [record.get("loss_scale") for record in read(tmp_path / "half" / "metrics.jsonl")]
+    assert None not in scales
+    assert scales[-1] == half.engine.scale.current()
+
+
+def test_rates_of_layers_are_noted_under_their_names(tmp_path: Path) -> None:
+    trained = trainer(SmallTask(), tmp_path / "a", epochs=1, larc="clip", progress="none", loggers=())
+    trained.fit()
+    found = notes(trained.engine, trained.larc)
+    assert found.keys() == {f"larc/{name}" for name, _ in trained.engine.model.named_parameters()}
+    assert all(isinstance(rate, float) and torch.isfinite(torch.tensor(rate)) for rate in found.values())

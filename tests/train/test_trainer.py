@@ -14,7 +14,7 @@ from torch import nn
 from paceline.config.settings import GroupSettings
 from paceline.observe.journal import read
 from paceline.train.checkpoint import reader as restore
-from paceline.train.validation import NotASet, UnknownMonitor
+from paceline.train.validate import NotASet, UnknownMonitor
 from tests.train.ragged import Net as RaggedNet
 from tests.train.ragged import Ragged, RaggedTask
 from tests.train.small import (

@@ -120,7 +120,7 @@ def test_a_checkpoint_of_another_run_brings_its_grains_and_settings(tmp_path: Pa
     path = tmp_path / "whole" / "checkpoints" / "step-00000025"
     resumed = trainer(RaggedTask(), tmp_path / "other", resume=path, **settings)
     resumed.fit()
-    assert resumed.keeper.grains == 3
+    assert resumed.checkpoints.grains == 3
     assert_same(weights(resumed), weights(whole))
     with pytest.raises(SettingsChanged, match="lr: 0.05 in the run, 0.5 now"):
         trainer(RaggedTask(), tmp_path / "third", resume=path, lr=0.5, **settings)
@@ -136,7 +136,7 @@ def test_the_grains_a_run_has_are_no_change(tmp_path: Path) -> None:
         trainer(SmallTask(), tmp_path / "run", steps=2, grains=2, resume="auto")
     changed = trainer(SmallTask(), tmp_path / "run", steps=2, grains=2, resume="auto", allow_change=True)
     changed.fit()
-    assert changed.keeper.grains == 2
+    assert changed.checkpoints.grains == 2
 
 
 # -- asked to stop -----------------------------------------------------------------------------------------------------

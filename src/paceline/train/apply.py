@@ -26,7 +26,7 @@ from paceline.train.engine import Engine
 from paceline.train.position import Position
 from paceline.train.run import MARK, NotARun, Run
 from paceline.train.task import Task, overrides
-from paceline.train.validation import FixedSet, Validation, fixed_set
+from paceline.train.validate import FixedSet, Validation, fixed_set
 from paceline.world.link import Link
 
 Which = Literal["best", "last"] | Path

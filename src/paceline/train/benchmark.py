@@ -18,10 +18,9 @@ from paceline.core.errors import PacelineError
 from paceline.data.grain import Grain
 from paceline.observe.clock import elapsed
 from paceline.train.feed import Feed
-from paceline.train.result import Result
 from paceline.train.step import Step
 from paceline.train.task import Stage, Task
-from paceline.train.trainer import Trainer
+from paceline.train.trainer import Result, Trainer
 from paceline.world.link import Link
 
 

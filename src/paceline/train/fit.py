@@ -16,10 +16,9 @@ from paceline.train import apply
 from paceline.train import predictions as outcome
 from paceline.train.benchmark import benchmark
 from paceline.train.checkpoint import reader as restore
-from paceline.train.result import Result
 from paceline.train.run import MARK
 from paceline.train.task import Task
-from paceline.train.trainer import Trainer
+from paceline.train.trainer import Result, Trainer
 from paceline.world.discover.environment import discover
 from paceline.world.link import Link
 from paceline.world.start import start

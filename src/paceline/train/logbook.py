@@ -16,7 +16,9 @@ from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress, epoch_line
 from paceline.observe.throughput import phrase
 from paceline.observe.verdict import Finding, Matter, news, verdict
+from paceline.optim.larc import Larc
 from paceline.train.autotune.recorded import counters
+from paceline.train.checkpoint import state
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
 from paceline.train.meter import Meter
@@ -254,3 +256,10 @@ def speeds(record: Record) -> list[str]:
     if device_bytes:
         said.append(f"{max(device_bytes) / 2**30:.3g} GiB")
     return said
+
+
+def notes(engine: Engine, larc: Larc | None) -> dict[str, float]:
+    """Return numbers of the last step beside its loss: the loss scale, and LARC's learning rates by parameter."""
+    scale = {"loss_scale": engine.scale.current()} if engine.precision.scaled else {}
+    rates = {} if larc is None else larc.rates(state.names(engine))
+    return {**scale, **{f"larc/{name}": rate for name, rate in rates.items()}}

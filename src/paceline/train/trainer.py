@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -14,32 +16,52 @@ from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.rank_log import rank_log
 from paceline.observe.timeline import recorder as timeline
+from paceline.observe.verdict import Finding
 from paceline.optim import build, larc, schedule
-from paceline.train import start_weights, summary
+from paceline.train import setup, summary
 from paceline.train.autotune.run_choice import Fastest
 from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint import state
-from paceline.train.checkpoint.manager import Keeper
+from paceline.train.checkpoint.manager import CheckpointManager
 from paceline.train.due import due_since, is_due, next_due
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed, NothingRead
 from paceline.train.fingerprint import DataChanged
-from paceline.train.horizon import schedule_steps
-from paceline.train.logbook import Logbook
+from paceline.train.logbook import Logbook, notes
 from paceline.train.meter import Meter, make_clock
-from paceline.train.notes import notes
 from paceline.train.position import Position
-from paceline.train.result import Result
 from paceline.train.scaling import for_ranks
 from paceline.train.signals import on_stop_signal, stop_reason
 from paceline.train.step import Step
 from paceline.train.task import Stage, Task, attach, overrides
-from paceline.train.validation import Validation
-from paceline.train.watching import watchers_of
+from paceline.train.validate import Validation
 from paceline.world.failure import stacks
 from paceline.world.failure.flight_recorder import trail
 from paceline.world.failure.together import log_if_lost
 from paceline.world.link import Link
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outcome of a run, in any mode."""
+
+    status: str
+    """`finished`, `early` (patience ran out) or `stopped` (a signal asked for it; `--resume auto` goes on); of the
+    other modes `evaluated`, `predicted` or `measured`."""
+    num_steps: int
+    loss: float
+    """Of the last step."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last validation, as `set/metric`."""
+    best: float | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Where the time went, by phase."""
+    findings: tuple[Finding, ...] = ()
+    """What held the run back, and what to type: the last word on each matter."""
+    mode: str = "train_eval"
+    """As in the settings, or `benchmark`."""
+    predictions: Path | None = None
+    """The file that mode `infer` wrote."""
 
 
 class Trainer:
@@ -51,31 +73,31 @@ class Trainer:
         self.task, self.config, self.link = task, config, link
         self.progress = Progress(link.is_first, config.progress, is_relayed=link.world.is_relayed)
         attach(task, config, link, self.progress.say)
-        self.keeper = Keeper(config, link, self.progress, task.spec or type(task).__name__)
-        stacks.send_to(self.keeper.rank_log_file)
+        self.checkpoints = CheckpointManager(config, link, self.progress, task.spec or type(task).__name__)
+        stacks.send_to(self.checkpoints.rank_log_file)
         self.engine = Engine(config, link=link)
         self.engine.clock = self.clock
         self.fastest = Fastest(task, config, self.engine, self.progress) if config.level == 4 else None
-        if self.fastest is not None and self.keeper.found is not None:
-            self.fastest.recall(self.keeper.found.state.get("choice"))
+        if self.fastest is not None and self.checkpoints.found is not None:
+            self.fastest.recall(self.checkpoints.found.state.get("choice"))
         task.evaluating = self.engine.evaluating
         self.position = Position()
         self.stages = list(task.stages())
         self._began_stage = -1
         self._build()
         self._resumed: str | None = None
-        if self.keeper.found is not None:
-            self._resume(self.keeper.found)
-        self.validation = Validation(task, self.engine, config, self.keeper.grains)
+        if self.checkpoints.found is not None:
+            self._resume(self.checkpoints.found)
+        self.validation = Validation(task, self.engine, config, self.checkpoints.grains)
         self.timeline = timeline.build(
             config, config.out, link, self.clock, lambda: self.engine.num_steps, self.progress.say
         )
-        watching = watchers_of(task, config, self.progress.say, watchers) if link.is_first else []
-        self.keeper.open()
-        if self.keeper.metrics_file is not None:
+        watching = setup.callbacks(task, config, self.progress.say, watchers) if link.is_first else []
+        self.checkpoints.open()
+        if self.checkpoints.metrics_file is not None:
             done, validated = self.engine.num_steps, max(0, self.position.validated)
-            watching.insert(0, Journal(self.keeper.metrics_file, next_step=done, next_validation=validated))
-        meter = Meter(self.clock, self.engine, task, config, self.keeper.so_far)
+            watching.insert(0, Journal(self.checkpoints.metrics_file, next_step=done, next_validation=validated))
+        meter = Meter(self.clock, self.engine, task, config, self.checkpoints.so_far)
         self.log = Logbook(
             watching, self.progress, self.engine, self.position, meter, lambda: notes(self.engine, self.larc)
         )
@@ -89,7 +111,7 @@ class Trainer:
         """Train to the end, to early stopping, or until asked to stop."""
         status = "finished"
         try:
-            with rank_log(self.keeper.rank_log_file, summary.rank_line(self.link)):
+            with rank_log(self.checkpoints.rank_log_file, summary.rank_line(self.link)):
                 with on_stop_signal(self._ask_to_stop), log_if_lost(self.link.world):
                     for number in range(self.position.stage, len(self.stages)):
                         status = self._train_stage(number)
@@ -97,7 +119,7 @@ class Trainer:
                             break
                 return self._close(status)
         except BaseException:
-            self.keeper.mark_failed()
+            self.checkpoints.mark_failed()
             self.timeline.abandon()
             raise
         finally:
@@ -142,7 +164,7 @@ class Trainer:
         """With `-O4`: find out what is fastest here, if that is not known, and set it up for a stage."""
         if self.fastest is not None:
             self.fastest.begin_stage(feed, self._prepare)
-            self.keeper.keep_choice(None if self.fastest.choice is None else self.fastest.choice.record())
+            self.checkpoints.keep_choice(None if self.fastest.choice is None else self.fastest.choice.record())
 
     def _train_epoch(self, feed: Feed) -> str:
         position, engine, config, clock = self.position, self.engine, self.config, self.clock
@@ -218,7 +240,7 @@ class Trainer:
         trail.doing = "saving"
         self.log.flush()  # a step is written down before a checkpoint that contains it
         score = self.position.score if self.position.is_fresh else None
-        self.keeper.save(self.engine, self.position, self.task, score, self.log.so_far)
+        self.checkpoints.save(self.engine, self.position, self.task, score, self.log.so_far)
         self.clock.lap("checkpoint")
 
     # -- when to end ---------------------------------------------------------------------------------------------
@@ -259,7 +281,7 @@ class Trainer:
     def _close(self, status: str) -> Result:
         self.engine.sync()
         self.engine.statistics.total()
-        self.keeper.close(status)
+        self.checkpoints.close(status)
         self.clock.lap("checkpoint")
         self.timeline.close()
         self.log.close(status)
@@ -288,8 +310,8 @@ class Trainer:
         torch.manual_seed(self.config.seed)
         model = self.task.model()
         build.freeze(model, self.config.freeze)
-        if self.keeper.found is None:
-            start_weights.load(model, self.task, self.config.init_from, self.progress.say)
+        if self.checkpoints.found is None:
+            setup.load_weights(model, self.task, self.config.init_from, self.progress.say)
         self._prepare(model)
         self._after_backward: Callable[[], None] | None = None
         if overrides(self.task, "after_backward"):
@@ -314,8 +336,8 @@ class Trainer:
         self.position = position
         state.restore(self.engine, found.parts, found.state["engine"])
         self.task.load_state(dict(found.parts.get("task", {})))
-        self.keeper.check_precision(self.engine.precision.name)
-        self.keeper.found = None  # what is mapped from its files would keep them on disk
+        self.checkpoints.check_precision(self.engine.precision.name)
+        self.checkpoints.found = None  # what is mapped from its files would keep them on disk
         self._resumed = f"after step {position.num_steps} ({found.path.name})"
         self.progress.say(f"resumed {self._resumed}")
 
@@ -347,7 +369,7 @@ class Trainer:
             data,
             config,
             self.link,
-            grains=self.keeper.grains,
+            grains=self.checkpoints.grains,
             seed=config.seed if number == 0 else key(config.seed, number),
             collate=self.task.train_collate(data),
             lengths=self.task.lengths(data),
@@ -385,7 +407,7 @@ class Trainer:
             config=self.config,
             world=self.link.world,
             seats=self.link.gather_objects(summary.seat(self.link)),
-            grains=self.keeper.grains,
+            grains=self.checkpoints.grains,
             precision=self.engine.precision,
             data=data,
             model=summary.model_facts(self.engine),
@@ -399,3 +421,29 @@ class Trainer:
         self.progress.table(summary.rows(facts))
         for line in [*filter(None, [self._arithmetic]), *self.engine.precision.notes, *summary.idle(facts)]:
             self.progress.say(line)
+
+
+def stage_steps(config: TrainConfig, stage: Stage, feed: Feed) -> int | None:
+    """Steps of a stage, None if nobody knows. Where epochs differ in length (batches by cost), the first one stands
+    for all."""
+    epochs = stage.epochs or config.epochs
+    per_epoch = None if epochs is None else feed.num_steps(0)
+    ends = [config.steps, per_epoch and epochs and per_epoch * epochs]
+    return min((end for end in ends if end is not None), default=None)
+
+
+def schedule_steps(
+    config: TrainConfig, stages: Sequence[Stage], number: int, feed: Feed, feed_of: Callable[[int, Stage], Feed]
+) -> int | None:
+    """Steps of the schedule that stage `number` follows: its own, or of all stages where no stage begins it anew."""
+    steps = stage_steps(config, stages[number], feed)
+    is_one_for_all = not any(stage.restart_schedule for stage in stages)
+    if steps is None or len(stages) == 1 or not is_one_for_all or config.schedule == "constant":
+        return steps
+    for other, stage in enumerate(stages):
+        if other != number:
+            more = stage_steps(config, stage, feed_of(other, stage))
+            if more is None:
+                return None
+            steps += more
+    return steps

@@ -26,7 +26,7 @@ from paceline.train.position import SettingsChanged
 from paceline.train.summary import data_facts
 from paceline.train.task import attach
 from paceline.train.trainer import Trainer
-from paceline.train.validation import fixed_set
+from paceline.train.validate import fixed_set
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.recipes.asr import tiny

@@ -30,8 +30,8 @@ from paceline.recipes.continual.settings import ContinualSettings
 from paceline.replay.buffer import ReplayBuffer
 from paceline.replay.layout import Field
 from paceline.replay.pieces import cut
-from paceline.train.evaluate import evaluate, evaluation_plan
 from paceline.train.task import Stage, Sums, Task
+from paceline.train.validate import evaluate, evaluation_plan
 
 PART = 256
 """Examples looked at together between tasks."""

@@ -40,7 +40,7 @@ class NotACheckpoint(PacelineError):
         )
 
 
-class Keeper:
+class CheckpointManager:
     """The run folder of a trainer; without `out` nothing is written. All ranks read, the first one writes."""
 
     def __init__(self, config: TrainConfig, link: Link, progress: Progress, task: str) -> None:

@@ -9,9 +9,8 @@ from paceline.config.settings import TrainConfig
 from paceline.observe.callback import Record, Watcher
 from paceline.train.benchmark import unkept
 from paceline.train.feed import Feed
-from paceline.train.result import Result
 from paceline.train.task import Stage, Task
-from paceline.train.trainer import Trainer
+from paceline.train.trainer import Result, Trainer
 from paceline.train.tune.range_test import Point, diverged_at, rate_at
 from paceline.world.link import Link
 

@@ -246,7 +246,7 @@ def _facts(trainer: _Trial, data: summary.DataFacts) -> Facts:
         ranks=link.world.size,
         cores=len(os.sched_getaffinity(0)),
         threads=link.threads,
-        grains=trainer.keeper.grains,
+        grains=trainer.checkpoints.grains,
         levels=tuple(levels),
         computes=_computes(now),
         compiles=now.compile,

@@ -1,0 +1,265 @@
+"""Validation whose result does not depend on the number of ranks.
+
+A set is cut into fixed whole batches; each runs on exactly one rank, none is padded or repeated. Sums are collected
+per batch and added in batch order in float64, so every world size gives the same number. `judge` then decides which
+result counts and if it is the best so far.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.config.settings import TrainConfig
+from paceline.core.errors import PacelineError
+from paceline.core.keys import key
+from paceline.data.fetch import seed_everything
+from paceline.data.grain import Grain
+from paceline.data.loader import Loader
+from paceline.data.plan import BatchRule, Plan
+from paceline.observe.callback import Samples
+from paceline.train.contract import OutOfMemory
+from paceline.train.engine import Engine
+from paceline.train.position import Position
+from paceline.train.task import Task, overrides
+from paceline.world.link import Link
+
+NUM_SAMPLES = 5
+"""Samples of each validation set that are shown."""
+Metrics = Callable[[Grain], Mapping[str, tuple[Any, Any]]]
+
+
+class NotASet(PacelineError):
+    """A data set that cannot be cut into fixed batches."""
+
+    what: str
+    why: str
+    sentence = "{what} {why}"
+    hint = "give a data set with __len__ and __getitem__ and at least one sample, or leave it out of `val_data`"
+
+
+class SetsWithoutNames(NotASet):
+    """A `val_data` that returns something else than data sets by name."""
+
+    hint = 'a data set gets a name, which its metrics have, too: `return {{"dev": data}}`'
+
+
+class UnknownMonitor(PacelineError):
+    """A metric to monitor that validation does not give."""
+
+    monitor: str
+    known: list[str]
+    sentence = "`monitor` is {monitor!r}, but validation gives {names}"
+    hint = "did you mean `--monitor {nearest}`?"
+
+    @property
+    def names(self) -> str:
+        return ", ".join(self.known)
+
+    @property
+    def nearest(self) -> str:
+        return difflib.get_close_matches(self.monitor, self.known, n=1, cutoff=0.0)[0]
+
+
+class MetricContract(PacelineError):
+    """A metric that is not a (sum, weight) pair."""
+
+    name: str
+    value: Any
+    sentence = "metric {name!r} is {kind}, not a pair (sum, weight)"
+    hint = "return {{'accuracy': (number_correct, number_of_samples)}}"
+
+    @property
+    def kind(self) -> str:
+        return type(self.value).__name__
+
+
+# -- fixed batches -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FixedSet:
+    """A data set cut into batches that do not depend on the number of ranks."""
+
+    loader: Loader
+    plan: Plan
+
+
+def fixed_set(
+    task: Task, engine: Engine, config: TrainConfig, grains: int, what: str, data: Any, *, in_order: bool = False
+) -> FixedSet:
+    """Cut a data set into batches of a training grain's size, or of `eval_batch`.
+
+    Batches are by length where lengths are known, else (and with `in_order`) as in the data. `what` names the data in
+    messages.
+    """
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise NotASet(what, f"is a {type(data).__name__}, of which nobody knows the length")
+    if len(data) == 0:
+        raise NotASet(what, "is empty")
+    lengths = task.lengths(data)
+    cost = (None if lengths is None else task.eval_cost) if config.batch_cost is None else config.batch_cost / grains
+    rule = BatchRule(
+        max_samples=config.eval_batch or max(1, config.max_samples // grains),
+        max_cost=None if config.eval_batch else cost,
+    )
+    loader = Loader(
+        data,
+        collate=task.collate,
+        seed=config.seed,
+        device=engine.device,
+        workers=config.workers,
+        local_size=engine.link.world.local_size,
+    )
+    return FixedSet(loader, evaluation_plan(len(data), rule, lengths, in_order=in_order))
+
+
+def evaluation_plan(num_samples: int, rule: BatchRule, lengths: Any = None, *, in_order: bool = False) -> Plan:
+    """Whole batches in a fixed order: as in the data set, or by length where lengths are known (and not `in_order`)."""
+    order = "none" if lengths is None or in_order else "sorted"
+    return Plan(num_samples, rule=rule, grains=1, seed=0, lengths=lengths, order=order)
+
+
+# -- metrics of one set ------------------------------------------------------------------------------------------------
+
+
+def evaluate(
+    metrics: Metrics, loader: Loader, plan: Plan, link: Link, *, limit_batches: int | None = None, seed: int = 0
+) -> dict[str, float]:
+    """Return each metric over the batches that have it, as sum / weight. All ranks must call it."""
+    steps = plan.num_steps if limit_batches is None else min(plan.num_steps, limit_batches)
+    world = link.world
+    rows: list[tuple[int, int, str]] = []
+    values: list[torch.Tensor] = []
+    for batch in loader.run(plan, range(world.rank, steps, world.size)):
+        for grain in batch.grains:
+            seed_everything(key(seed, batch.step))
+            for place, (name, pair) in enumerate(_call(metrics, grain).items()):
+                if not isinstance(pair, tuple) or len(pair) != 2:
+                    raise MetricContract(name, pair)
+                rows.append((batch.step, place, name))
+                values += [torch.as_tensor(number, device=link.device).detach().double() for number in pair]
+    table = torch.stack(values).view(-1, 2).tolist() if values else []  # one transfer from the device
+    return _sum_by_batch([(*row, total, weight) for row, (total, weight) in zip(rows, table, strict=True)], link)
+
+
+def _call(metrics: Metrics, grain: Grain) -> Mapping[str, tuple[Any, Any]]:
+    try:
+        return metrics(grain)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(grain.shapes(), len(grain), None, str(error)) from error
+
+
+def _sum_by_batch(local_rows: list[tuple[int, int, str, float, float]], link: Link) -> dict[str, float]:
+    """Add all ranks' (batch, place, metric, sum, weight) in the order of the batches."""
+    sums: dict[str, Any] = {}
+    for _, _, name, total, weight in sorted(row for rows in link.gather_objects(local_rows) for row in rows):
+        sums[name] = sums.get(name, 0.0) + np.array((total, weight))
+    return {name: float(total / weight) if weight else math.nan for name, (total, weight) in sums.items()}
+
+
+# -- all sets of a task ------------------------------------------------------------------------------------------------
+
+
+class Validation:
+    """All validation sets of a task, cut into fixed batches once."""
+
+    def __init__(
+        self,
+        task: Task,
+        engine: Engine,
+        config: TrainConfig,
+        grains: int,
+        sets: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`sets` replace the task's own."""
+        self._task, self._engine, self._config = task, engine, config
+        self.metrics: dict[str, float] = {}
+        """Result of the last run, as `set/metric`."""
+        self.samples: Samples = {}
+        """Samples of the last run, where the task shows some."""
+        self.seconds = 0.0
+        """Duration of the last run on this rank."""
+        named_sets = self._sets_of_task() if sets is None else sets
+        self._sets = {
+            name: fixed_set(task, engine, config, grains, f"validation set {name!r}", data)
+            for name, data in named_sets.items()
+        }
+        if sets is None:
+            self._check_monitor()
+
+    def run(self) -> dict[str, float]:
+        """Return the metrics of all sets, the same numbers on every rank; all ranks must call it."""
+
+        def metrics(grain: Grain) -> Mapping[str, tuple[Any, Any]]:
+            return self._task.metrics(self._engine.model, grain)
+
+        began = time.perf_counter()
+        self.metrics, self.samples = {}, {}
+        if self.is_empty:
+            return self.metrics
+        shows = overrides(self._task, "samples")
+        limit, seed = self._config.limit_batches, self._config.seed
+        with self._engine.evaluating():
+            for name, each in self._sets.items():
+                values = evaluate(metrics, each.loader, each.plan, self._engine.link, limit_batches=limit, seed=seed)
+                self.metrics.update({f"{name}/{metric}": value for metric, value in values.items()})
+                if shows:
+                    self.samples[name] = self._read_samples(each)
+        self.seconds = time.perf_counter() - began
+        return self.metrics
+
+    def judge(self, position: Position) -> None:
+        """Enter the monitored score into the position. Every rank has the same number, so all decide alike."""
+        position.validated, position.score = position.num_steps, None
+        monitor = self._config.monitor or f"{next(iter(self._sets))}/{self._task.monitor}"
+        if monitor not in self.metrics:
+            if self._config.monitor is None and self._config.patience is None:
+                return  # no loss among the metrics, and nobody asked for a best
+            raise UnknownMonitor(monitor, list(self.metrics))
+        score = position.score = self.metrics[monitor]
+        sign = 1.0 if self._config.monitor_mode == "min" else -1.0
+        position.scores.append(sign * score)
+        if math.isfinite(score) and (position.best is None or sign * score < sign * position.best):
+            position.best, position.bad_validations = score, 0
+        else:
+            position.bad_validations += 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Samples of each set."""
+        return {name: each.plan.num_samples for name, each in self._sets.items()}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._sets
+
+    def _sets_of_task(self) -> Mapping[str, Any]:
+        sets = {} if self._config.mode == "train" else self._task.val_data()
+        if not isinstance(sets, Mapping):
+            kind = type(sets).__name__
+            raise SetsWithoutNames("what `val_data` returned", f"is a {kind}, not {{name: data set}}")
+        return sets
+
+    def _check_monitor(self) -> None:
+        """Check the set that `monitor` names before the first step; its metric is known after the first validation."""
+        name, _, metric = (self._config.monitor or "").rpartition("/")
+        if self._config.monitor and self._sets and name not in self._sets:
+            raise UnknownMonitor(self._config.monitor, [f"{known}/{metric}" for known in self._sets])
+
+    def _read_samples(self, each: FixedSet) -> list[dict[str, str]]:
+        """Some samples of a set, always the same: the first of the batch in the middle, which is of middle length."""
+        link, step = self._engine.link, each.plan.num_steps // 2
+        samples: list[dict[str, str]] = []
+        if link.world.rank == step % link.world.size:
+            for batch in each.loader.run(each.plan, range(step, step + 1)):
+                for grain in batch.grains:
+                    samples += [dict(sample) for sample in self._task.samples(self._engine.model, grain)]
+        return [sample for everyone in link.gather_objects(samples[:NUM_SAMPLES]) for sample in everyone]
