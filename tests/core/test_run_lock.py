@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from paceline.core import run_lock
+from paceline.core.disk import CannotWrite
 from paceline.core.run_lock import status_now
-from paceline.train.run import NoRoom, Run, RunBusy
+from paceline.train.run import Run, RunBusy
 from tests.train.checkpoint.test_writer import file_size_limit
 
 TRAINS = """
@@ -86,7 +87,7 @@ def test_no_room_for_what_the_run_is(tmp_path: Path) -> None:
         run = Run(tmp_path / "run")
         run.lock()  # it holds, although it cannot say whose it is
         busy = status_now(tmp_path / "run", "running")
-        with pytest.raises(NoRoom) as failure:
+        with pytest.raises(CannotWrite) as failure:
             run.write({"status": "running"})
     assert busy == "running"
     assert "run.json cannot be written: File too large" in str(failure.value)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 from paceline.config.load import load
 from paceline.config.settings import Positive, Section
+from paceline.core.disk import CannotWrite
 from paceline.core.errors import PacelineError
 from paceline.core.json_text import json_text
-from paceline.core.paths import CannotWrite
 from paceline.observe.bars import SideBar
 
 if TYPE_CHECKING:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from paceline.config.load import load
 from paceline.config.settings import Section
+from paceline.core.disk import cannot_write, replacing
 from paceline.core.errors import PacelineError
 from paceline.core.paths import near
 
@@ -45,21 +44,17 @@ def run(argv: Sequence[str]) -> int:
 
 def write_report(folders: Sequence[Path], path: Path) -> str:
     """Make the page; returns the line that says so. It has its name only when it is complete."""
-    from paceline.core.disk_full import cannot_write
     from paceline.observe.report.page import page
     from paceline.observe.report.runs import METRICS, read_runs
 
     runs = read_runs(folders)
     text = page(runs)
-    aside = path.with_name(f".{path.name}.writing")
     try:
         if path.is_dir():
             raise IsADirectoryError(None, "it is a folder")
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
+        with replacing(path) as file:
+            file.write(text)
     except OSError as error:
-        with suppress(OSError):  # half a page is of no use, and the room may be
-            aside.unlink(missing_ok=True)
         raise cannot_write(path, error, len(text.encode()), "it writes the page") from error
     unfinished = [run.name for run in runs if run.status not in ("finished", "early", "stopped")]
     said = f" ({', '.join(unfinished)}: not finished, shown as far as it came)" if unfinished else ""

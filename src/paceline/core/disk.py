@@ -1,15 +1,121 @@
-"""What has been written, safe on the disk: a file that gets its name before its content is there may be empty later."""
+"""Files that are complete or absent: write aside, sync, rename; and the errors of a disk that refuses."""
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager as _Opened
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any, Literal, overload
+
+from paceline.core.errors import PacelineError
+from paceline.core.paths import near
+from paceline.core.units import size
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_ASIDE = ".writing"
+
+
+class CannotWrite(PacelineError):
+    """A file cannot be created or written."""
+
+    path: Path
+    error: OSError
+    advice: str = "choose another file, in a folder that you may write to"
+    sentence = "{where} cannot be written: {reason}"
+    hint = "{advice}"
+
+    @property
+    def where(self) -> str:
+        return near(self.path)
+
+    @property
+    def reason(self) -> str:
+        return str(self.error.strerror or self.error)
+
+
+class DiskFull(CannotWrite):
+    """No space is left on the disk, or in the user's quota."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Return True if the disk or the user's quota is full."""
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
+def cannot_write(path: Path, error: OSError, num_bytes: int, then: str) -> CannotWrite:
+    """Return the error to raise for a failed write: `DiskFull` with the space that is missing, or `CannotWrite`.
+
+    Args:
+        path: The file that was to be written.
+        error: The failure of the operating system.
+        num_bytes: Estimate of the bytes that are still to be written.
+        then: What the same command does when it is typed again.
+    """
+    if not is_full(error):
+        return CannotWrite(path, error)
+    num_free = _free_bytes(path)
+    free = "" if num_free is None else f", and {size(num_free)} are free"
+    needed = f"about {size(num_bytes)} more are needed there{free}"
+    return DiskFull(path, error, f"{needed}: make room, and type the same command: {then}")
 
 
 def sync(path: Path) -> None:
-    """Return when the content of a file is on the disk, or the entries of a folder, which syncing files is not."""
+    """Flush a file's content to the disk, or a folder's entries: syncing files does not sync their names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@overload
+def replacing(path: Path, mode: Literal["w"] = "w", *, errors: str | None = None) -> _Opened[IO[str]]: ...
+
+
+@overload
+def replacing(path: Path, mode: Literal["wb"], *, errors: str | None = None) -> _Opened[IO[bytes]]: ...
+
+
+@contextmanager
+def replacing(path: Path, mode: str = "w", *, errors: str | None = None) -> Iterator[IO[Any]]:
+    """Open a file that gets the name `path` when the block ends, complete and safe on the disk.
+
+    Until then, and if the block raises, what was at `path` stays untouched. A file that is replaced hands on its
+    permissions. Raises `OSError` as it comes; callers know what to advise.
+
+        with replacing(path) as file:
+            json.dump(record, file)
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}{_ASIDE}")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with aside.open(mode, encoding=None if "b" in mode else "utf-8", errors=errors) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(OSError):
+            shutil.copymode(path, aside)
+        os.replace(aside, path)
+    finally:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+    # Not every file system can sync a folder, and not every folder that may be written to may be read.
+    with suppress(OSError):
+        sync(path.parent)
+
+
+def is_aside(name: str) -> bool:
+    """Return True for the name of a file that `replacing` was writing when the process was killed."""
+    return name.startswith(".") and name.endswith(_ASIDE)
+
+
+def _free_bytes(path: Path) -> int | None:
+    try:
+        return shutil.disk_usage(next(each for each in path.absolute().parents if each.exists())).free
+    except OSError:
+        return None

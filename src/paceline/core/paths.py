@@ -8,8 +8,6 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from paceline.core.errors import PacelineError
-
 
 def absolute(path: Path) -> Path:
     """In full, as seen from the working folder; links stay what they are."""
@@ -22,13 +20,3 @@ AbsolutePath = Annotated[Path, AfterValidator(absolute)]
 def near(path: Path | str) -> str:
     """As somebody in the working folder would type it: without that folder where it lies in it."""
     return str(path).removeprefix(os.path.join(os.getcwd(), ""))
-
-
-class CannotWrite(PacelineError):
-    """A file that was asked for cannot be made."""
-
-    hint = "choose another file, in a folder that you may write to"
-
-    def __init__(self, path: Path, error: OSError) -> None:
-        super().__init__(f"{near(path)} cannot be written: {error.strerror or error}")
-        self.path, self.error = path, error

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from paceline.core.disk import replacing
 from paceline.observe.callback import Record, Watcher
 
 _STEP = '{"kind": "step", "step": %d, "epoch": %d, "loss": %r, "lr": %r}\n'
@@ -77,12 +77,8 @@ class Journal(Watcher):
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
                 continue
-        aside = self._path.with_suffix(".writing")
-        with aside.open("w", encoding="utf-8") as file:
+        with replacing(self._path) as file:
             file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, self._path)
 
 
 def _own(record: Record) -> Record:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from paceline.core.disk import DiskFull, is_full
 from paceline.data.grain import Batch
 from paceline.observe.callback import Record, RunInfo, Samples, Watcher
 from paceline.observe.epoch_sums import EpochSums, Mean
@@ -23,7 +23,6 @@ from paceline.train.engine import Engine
 from paceline.train.feed import Feed
 from paceline.train.meter import Meter
 from paceline.train.position import Position
-from paceline.train.run import DiskFilled
 from paceline.train.step import Step
 from paceline.train.summary import DataFacts
 
@@ -211,7 +210,7 @@ class Logbook:
             try:
                 watcher.end(self._status)
             except Exception as error:
-                if self._status == "failed" and _is_full(error):
+                if self._status == "failed" and is_full(error):
                     continue  # said already, or less than what made the run fail
                 failed.append(error)
                 self._progress.say(f"{type(watcher).__name__} could not end: {type(error).__name__}: {error}")
@@ -224,18 +223,14 @@ class Logbook:
         try:
             yield
         except OSError as error:
-            if self._folder is None or not _is_full(error):
+            if self._folder is None or not is_full(error):
                 raise
-            raise DiskFilled(self._folder, error) from error
+            raise DiskFull(self._folder, error, "free some space there, then go on with `--resume auto`") from error
 
     @property
     def _title(self) -> str:
         stage = "" if self._stage is None else f"stage {self._stage}, "
         return f"{stage}epoch {self._position.epoch + 1}"
-
-
-def _is_full(error: Exception) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _read_losses(steps: list[Step]) -> list[float]:

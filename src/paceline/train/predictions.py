@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from paceline.core.disk import CannotWrite, replacing
 from paceline.core.errors import PacelineError
 from paceline.core.json_text import json_text
-from paceline.core.paths import CannotWrite
 from paceline.world.link import Link
 
 
@@ -54,20 +53,12 @@ def write_predictions(
         for number, pair in enumerate(pairs, 1):  # noqa: B007
             sys.stdout.write(line(*pair))
         return number
-    aside = path.with_name(f".{path.name}.writing")
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        file = aside.open("w", encoding="utf-8", errors="surrogateescape")
-    except OSError as error:
-        raise CannotWrite(path, error) from error
-    try:
-        with file:
-            number = sum(1 for pair in pairs if file.write(line(*pair)))
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-    return number
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(replacing(path, errors="surrogateescape"))
+        except OSError as error:
+            raise CannotWrite(path, error) from error
+        return sum(1 for pair in pairs if file.write(line(*pair)))
 
 
 def json_line(index: int, prediction: Any, names: Sequence[str] | None = None) -> str:

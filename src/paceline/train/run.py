@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.config.run_path import MARK as MARK
+from paceline.core.disk import CannotWrite, replacing
 from paceline.core.errors import PacelineError
-from paceline.core.paths import CannotWrite
 from paceline.core.run_lock import LOCK, owner
 
 _MAY_BE_FIRST = (LOCK, "batch", "logs")
@@ -55,18 +55,6 @@ class RunBusy(PacelineError):
     def __init__(self, folder: Path, owner: str) -> None:
         super().__init__(f"{folder} is being trained by {owner}")
         self.folder = folder
-
-
-class NoRoom(CannotWrite):
-    """A run that cannot write down what it is."""
-
-    hint = "make room there, or choose another `--out`"
-
-
-class DiskFilled(CannotWrite):
-    """A run that can no longer write down what it does."""
-
-    hint = "free some space there, then go on with `--resume auto`"
 
 
 class Run:
@@ -139,20 +127,12 @@ class Run:
 
     def write(self, record: dict[str, Any]) -> None:
         self.make()
-        aside = self.folder / f".{MARK}"
-        with self._writing(MARK):
-            try:
-                with aside.open("w", encoding="utf-8") as file:
-                    json.dump(record, file, indent=1)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(aside, self.folder / MARK)
-            finally:
-                aside.unlink(missing_ok=True)
+        with self._writing(MARK), replacing(self.folder / MARK) as file:
+            json.dump(record, file, indent=1)
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise NoRoom(self.folder / name, error) from error
+            raise CannotWrite(self.folder / name, error, "make room there, or choose another `--out`") from error

@@ -14,7 +14,7 @@ import soundfile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.disk_full import DiskFull
+from paceline.core.disk import DiskFull
 from paceline.data.manifest.read import read_manifests
 from paceline.data.packed import from_manifest as pack_manifest
 from paceline.data.packed import writer as hdf_write

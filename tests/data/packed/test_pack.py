@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.core.disk_full import DiskFull
-from paceline.core.paths import CannotWrite
+from paceline.core.disk import CannotWrite, DiskFull
 from paceline.data.collate import stack_collate
 from paceline.data.fetch import Fetch, Request, seed_everything
 from paceline.data.packed import from_samples as pack_samples

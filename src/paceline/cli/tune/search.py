@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from paceline.cli.tune.command import TuneCommand
 from paceline.config.settings import TrainConfig
+from paceline.core.disk import CannotWrite
 from paceline.core.errors import PacelineError
 from paceline.observe.bars import SideBar
 from paceline.train.tune import knobs as tune_space
@@ -45,6 +46,7 @@ ROOM = 0.7
 """Share of the memory that two trials side by side may take."""
 PROBE = 1 << 16
 """Bytes for which a disk must have room."""
+OTHER_NAME = "choose another name (`--write FILE`, `--csv FILE`)"
 COMMAND = (sys.executable, "-m", "paceline.cli.tune.trial")
 
 
@@ -55,16 +57,6 @@ class FileExists(PacelineError):
 
     def __init__(self, path: Path) -> None:
         super().__init__(f"{path} exists and was not written by `paceline tune`")
-        self.path = path
-
-
-class CannotWrite(PacelineError):
-    """A file for results cannot be made."""
-
-    hint = "choose another name (`--write FILE`, `--csv FILE`)"
-
-    def __init__(self, path: Path, why: str) -> None:
-        super().__init__(f"{path} cannot be written: {why}")
         self.path = path
 
 
@@ -129,7 +121,7 @@ def check_target(path: Path) -> None:
     """Before anything is measured: may the file be written?"""
     check_folder(path)
     if path.exists() and not path.is_file():
-        raise CannotWrite(path, "it is no file")
+        raise CannotWrite(path, OSError(None, "it is no file"), OTHER_NAME)
     if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(tune_report.HEAD):
         raise FileExists(path)
 
@@ -137,10 +129,10 @@ def check_target(path: Path) -> None:
 def check_folder(path: Path) -> None:
     """Whether a file can be written, by doing so: a disk may be full, or for reading only."""
     if path.is_dir():
-        raise CannotWrite(path, "it is a folder")
+        raise CannotWrite(path, OSError(None, "it is a folder"), OTHER_NAME)
     folder = path.resolve().parent
     if not folder.is_dir():
-        raise CannotWrite(path, "there is no such folder")
+        raise CannotWrite(path, OSError(None, "there is no such folder"), OTHER_NAME)
     try:
         if path.exists():
             path.open("ab").close()
@@ -149,14 +141,14 @@ def check_folder(path: Path) -> None:
                 probe.write(b"." * PROBE)
                 probe.flush()
     except OSError as error:
-        raise CannotWrite(path, str(error.strerror)) from None
+        raise CannotWrite(path, error, OTHER_NAME) from None
 
 
 def write_text(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise CannotWrite(path, str(error.strerror)) from None
+        raise CannotWrite(path, error, OTHER_NAME) from None
 
 
 class _Tuner:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.disk_full import cannot_write
+from paceline.core.disk import cannot_write
 from paceline.core.errors import PacelineError
 from paceline.core.json_text import json_text
 from paceline.core.paths import near

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 import xxhash
 
-from paceline.core.disk_full import cannot_write
+from paceline.core.disk import CannotWrite, cannot_write
 from paceline.core.errors import PacelineError
-from paceline.core.paths import CannotWrite, near
+from paceline.core.paths import near
 from paceline.data.packed.errors import PackedUnreadable
 from paceline.data.packed.layout import Layout, PackedFile, read_layout
 from paceline.data.packed.lock import locked

@@ -16,8 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from paceline.core.disk import sync
-from paceline.core.paths import CannotWrite
+from paceline.core.disk import CannotWrite, sync
 from paceline.data.packed.errors import PackedUnreadable
 from paceline.data.packed.layout import OURS, VERSION, Layout, index_arrays, index_digest
 from paceline.data.packed.piece import Piece, StreamSpec

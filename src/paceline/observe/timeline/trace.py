@@ -8,12 +8,13 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from paceline.core.disk import replacing
 
 Event = dict[str, Any]
 
@@ -110,16 +111,11 @@ def pack(events: Sequence[Event]) -> bytes:
 
 def write(path: Path, parts: Iterable[bytes], about: dict[str, Any]) -> None:
     """One file of all ranks' events, which has its name only when it is complete."""
-    aside = path.with_name(f".{path.name}.writing")
-    try:
-        with gzip.open(aside, "wb", compresslevel=6) as file:
-            file.write(b'{"displayTimeUnit":"ms","otherData":' + json.dumps(about).encode() + b',"traceEvents":[\n')
-            for number, part in enumerate(parts):
-                file.write((b",\n" if number else b"") + zlib.decompress(part))
-            file.write(b"\n]}\n")
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with replacing(path, "wb") as packed, gzip.open(packed, "wb", compresslevel=6) as file:
+        file.write(b'{"displayTimeUnit":"ms","otherData":' + json.dumps(about).encode() + b',"traceEvents":[\n')
+        for number, part in enumerate(parts):
+            file.write((b",\n" if number else b"") + zlib.decompress(part))
+        file.write(b"\n]}\n")
 
 
 def read(path: Path) -> dict[str, Any]:

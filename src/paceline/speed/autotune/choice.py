@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.core.disk import replacing
 from paceline.core.errors import PacelineError
 from paceline.speed.autotune.candidates import Way
 
@@ -157,13 +157,10 @@ class Shelf:
 
     def keep(self, facts: Mapping[str, Any], choice: Choice) -> str | None:
         """Remember a choice; why it could not be, where that is so: the run does not depend on it."""
-        file = self._file(facts)
-        aside = file.with_suffix(f".{os.getpid()}")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"facts": _plain(facts), "choice": choice.record()}, indent=1)
-            aside.write_text(text, encoding="utf-8")
-            os.replace(aside, file)
+            with replacing(self._file(facts)) as file:
+                json.dump({"facts": _plain(facts), "choice": choice.record()}, file, indent=1)
         except OSError as error:
             return f"the choice is not kept in {self._folder} ({error.strerror}): the next run measures again"
         return None

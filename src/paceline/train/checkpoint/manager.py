@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from paceline.config.settings import TrainConfig
+from paceline.core.disk import CannotWrite
 from paceline.core.errors import PacelineError
-from paceline.core.paths import CannotWrite
 from paceline.core.record import start_record
 from paceline.observe.progress import Progress
 from paceline.parallel.gather import gather_tensors

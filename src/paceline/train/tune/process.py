@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from paceline.core.disk import replacing
 from paceline.core.errors import PacelineError
 from paceline.train.contract import OutOfMemory
 from paceline.train.tune.knobs import Facts
@@ -101,9 +102,8 @@ def kind_of(error: BaseException) -> str:
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
-    aside = path.with_suffix(".part")
-    aside.write_text(json.dumps(values), encoding="utf-8")
-    os.replace(aside, path)
+    with replacing(path) as file:
+        json.dump(values, file)
 
 
 # -- around a trial ----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from subprocess import Popen
 
+from paceline.core.disk import replacing
 from paceline.train.tune.process import POLL_S, Spec, started
 
 ENOUGH = "enough"
@@ -36,9 +37,8 @@ class FilePace:
         return True
 
     def passed(self, number: int, samples_per_s: float) -> None:
-        aside = self._folder / "part.aside"
-        aside.write_text(json.dumps(samples_per_s), encoding="utf-8")
-        os.replace(aside, self._folder / f"part-{number}")
+        with replacing(self._folder / f"part-{number}") as file:
+            json.dump(samples_per_s, file)
 
 
 def race(

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.config.problems import first_lines
+from paceline.core.disk import sync
 from paceline.core.errors import PacelineError
 from paceline.recipes.asr.network.config import ENGLISH, BlockSettings, NetworkSettings, read_network
 from paceline.recipes.asr.network.encoder import weight_shapes
@@ -178,11 +179,7 @@ def _put(new: Path, folder: Path, old: Path) -> None:
 def _to_disk(folder: Path) -> None:
     """A folder must not get its name before what is in it is on disk."""
     for path in (*folder.iterdir(), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
 
 
 def _shown(labels: Sequence[str]) -> str:

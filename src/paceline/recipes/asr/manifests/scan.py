@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.config.problems import first_lines
+from paceline.core.disk import CannotWrite
 from paceline.core.errors import PacelineError
 from paceline.core.json_text import json_text
-from paceline.core.paths import CannotWrite
 from paceline.data.audio.check import in_threads, measure
 from paceline.data.audio.file import AudioUnreadable
 from paceline.data.manifest.bad_line import MOST_SHOWN
