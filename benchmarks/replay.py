@@ -69,7 +69,6 @@ class Counter:
         from paceline.replay import exchange
 
         to_all, to_each = exchange.to_all, exchange.to_each
-        from paceline.replay import buffer
 
         def all_counted(link: Any, rows: Any, counts: Any) -> Any:
             self.sent += max(counts) * rows.shape[1] * rows.element_size() * (link.world.size - 1)
@@ -81,7 +80,7 @@ class Counter:
             self.sent += (sum(send) - send[dist.get_rank()]) * rows.shape[1]
             return to_each(rows, send, receive, order)
 
-        buffer.to_all, buffer.to_each = all_counted, each_counted  # type: ignore[attr-defined]
+        exchange.to_all, exchange.to_each = all_counted, each_counted
 
 
 def one_step(buffer: Any, items: Any, batch: int, replay: int, pieces: tuple[int, ...], _: int) -> None:
@@ -98,7 +97,7 @@ def work(rank: int, size: int, port: int, num_steps: int, pipe: Any) -> None:
 
     from paceline.data.partition import grain_ranks
     from paceline.replay.buffer import ReplayBuffer
-    from paceline.replay.layout import Field
+    from paceline.replay.table import Field
     from paceline.world.discover.environment import World
     from paceline.world.start import start
 

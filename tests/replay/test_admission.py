@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from paceline.replay import admission
 from paceline.replay.chance import ADMISSION, VICTIM, uniform
-from paceline.replay.draw import draw, draws
 
 
 def chance(seed: int, stream: int, index: int) -> float:
@@ -156,30 +154,3 @@ def test_quotas_fill_the_buffer_as_evenly_as_classes_allow(held: list[int], capa
     assert (given_out <= held).all()
     for ours, has in zip(given_out, held, strict=True):
         assert ours == has or ours >= given_out.max() - 1
-
-
-@given(st.integers(0, 2**31), st.integers(0, 10**6), st.integers(1, 300), st.integers(1, 300))
-def test_draws_are_different_slots_in_range(seed: int, step: int, stored: int, size: int) -> None:
-    slots = draw(seed, step, 0, stored, size)
-    assert len(slots) == min(stored, size) == len(set(slots.tolist()))
-    assert slots.min() >= 0
-    assert slots.max() < stored
-    together = draws(seed, range(step, step + 5), 0, stored, size)
-    assert together.tolist() == [draw(seed, step + k, 0, stored, size).tolist() for k in range(5)]
-
-
-@pytest.mark.parametrize(("stored", "size"), [(20, 5), (20, 13), (200, 6)])
-def test_draws_are_uniform_and_independent(stored: int, size: int) -> None:
-    rounds = 6000
-    counts, firsts, met = np.zeros(stored), np.zeros(stored), 0
-    for step in range(rounds):
-        slots = draw(3, step, 0, stored, size)
-        counts[slots] += 1
-        firsts[slots[0]] += 1
-        met += len(np.intersect1d(slots, draw(3, step, 1, stored, size)))
-    share = size / stored
-    statistic = ((counts - rounds * share) ** 2).sum() / (rounds * share * (1 - share)) * (stored - 1) / stored
-    assert chi2.ppf(0.001, stored - 1) < statistic < chi2.ppf(0.999, stored - 1)
-    statistic = ((firsts - rounds / stored) ** 2 / (rounds / stored)).sum()
-    assert chi2.ppf(0.001, stored - 1) < statistic < chi2.ppf(0.999, stored - 1)
-    assert met / rounds == pytest.approx(size * share, rel=0.1)  # two draws of one step meet by chance alone

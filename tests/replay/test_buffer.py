@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.replay.buffer import ReplayBuffer
-from paceline.replay.errors import BufferDiverged, BufferTooSmall, Needed, StateMisfit
-from paceline.replay.layout import Field, ItemMisfit, Layout
-from paceline.replay.strategy import Strategy
+from paceline.replay.admission import Needed, Strategy
+from paceline.replay.buffer import BufferDiverged, BufferTooSmall, ReplayBuffer, StateMisfit
+from paceline.replay.table import Field, ItemMisfit, Layout
 from paceline.world.discover.environment import World
 from paceline.world.link import Link
 from paceline.world.start import start
@@ -100,10 +99,11 @@ def walk(
             dict(zip([g for g, o in enumerate(pieces) if o == rank], zip(*own, strict=True), strict=False))
         )
         merged = {grain: drew for part in everyone_drew for grain, drew in part.items()}
-        table = buffer.slots
+        table = buffer.table
         stored = buffer.num_stored
         assert stored <= capacity
-        assert sum(link.gather_objects(buffer.num_held)) == stored * (1 if mode == "sharded" or size == 1 else size)
+        num_held = sum(link.gather_objects(len(buffer.table.held_slots)))
+        assert num_held == stored * (1 if mode == "sharded" or size == 1 else size)
         seen.append(
             [sorted(merged.items()), buffer.digest(), table.index[:stored].tolist(), table.score[:stored].tolist()]
         )
@@ -166,8 +166,8 @@ def test_a_shard_is_a_share(link: Link) -> None:
     for _ in range(60):
         index = np.array_split(np.arange(buffer.num_seen, buffer.num_seen + 20), link.world.size)[link.world.rank]
         buffer.observe(items_of(index), 20, pieces)
-    assert 0.6 * 200 / link.world.size < buffer.num_held < 1.5 * 200 / link.world.size
-    assert len(buffer._store.rows) <= 2 * 200 / link.world.size
+    assert 0.6 * 200 / link.world.size < len(buffer.table.held_slots) < 1.5 * 200 / link.world.size
+    assert len(buffer.table.payload) <= 2 * 200 / link.world.size
 
 
 @ranks(2)
@@ -181,9 +181,9 @@ def test_ranks_that_disagree_are_found(link: Link) -> None:
             buffer.observe(items_of(own), 4, (0, 1))
             buffer.draw(2, (0, 1))
             if link.world.rank == 1 and fault == "payload":
-                buffer._store.rows[0, 3] ^= 1
+                buffer.table.payload[0, 3] ^= 1
             if link.world.rank == 1 and fault == "decision":
-                buffer.slots.index[2] += 1
+                buffer.table.index[2] += 1
             buffer.observe(items_of(own), 4, (0, 1))
             with pytest.raises(BufferDiverged, match=r"rank.* 1 differ .* after step 2"):
                 buffer.observe(items_of(own), 4, (0, 1))
@@ -207,17 +207,17 @@ def test_digest_sees_every_change_that_counts() -> None:
     same = filled().digest()
     assert filled().digest() == same
     changed = filled()
-    changed._store.rows[2, 0] ^= 1  # a logit's lowest bit
+    changed.table.payload[2, 0] ^= 1  # a logit's lowest bit
     assert changed.digest() == same
     assert changed.digest(exact_only=False) != filled().digest(exact_only=False)
     changed = filled()
-    changed._store.rows[4, 30] ^= 1  # a pixel
+    changed.table.payload[4, 30] ^= 1  # a pixel
     assert changed.digest() != same
     changed = filled()
-    changed.slots.row[[1, 2]] = changed.slots.row[[2, 1]]
+    changed.table.row[[1, 2]] = changed.table.row[[2, 1]]
     assert changed.digest() != same
     changed = filled()
-    changed.slots.index[0] = 77
+    changed.table.index[0] = 77
     assert changed.digest() != same
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from paceline.core.even import even_sizes
 
 Ids = NDArray[np.int64]
 Numbers = NDArray[Any]
@@ -70,8 +72,7 @@ def grain_ranks(num_samples: int, num_grains: int, size: int) -> tuple[int, ...]
 
 
 def _even_ends(start: int, stop: int, num_pieces: int) -> list[int]:
-    size, num_larger = divmod(stop - start, num_pieces)
-    return [start + number * size + min(number, num_larger) for number in range(1, num_pieces + 1)]
+    return list(accumulate(even_sizes(stop - start, num_pieces), initial=start))[1:]
 
 
 def _balanced_ends(descending: Sequence[float], num_grains: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""A replay buffer whose content and replay order are those of one process, on any number of ranks.
+"""Replay buffer whose content and replay order are those of one process, on any number of ranks.
 
 Every rank takes the same decisions (which item is kept in which slot, what is replayed) from the global index of each
 item and the number of the step; only payload travels. `replicated`: every rank holds everything, and the few items that
@@ -9,22 +9,29 @@ that need it, sent ahead while the step before is still computing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.replay import admission, digest
-from paceline.replay.draw import draws
-from paceline.replay.errors import BufferDiverged, BufferTooSmall, StateMisfit
-from paceline.replay.exchange import Arrival, numbers_of_all, to_all, to_each, words_of_all
-from paceline.replay.layout import Field, Layout
-from paceline.replay.pieces import Cut, Pieces, cut
-from paceline.replay.slots import NOWHERE, SlotTable
-from paceline.replay.store import Integers, Store
-from paceline.replay.strategy import Admission, Strategy
+from paceline.core.errors import PacelineError
+from paceline.replay import admission
+from paceline.replay.admission import Admission, Strategy
+from paceline.replay.draw import Drawer
+from paceline.replay.exchange import (
+    Admitted,
+    Arrival,
+    Cut,
+    Pieces,
+    Placement,
+    Replicated,
+    Sharded,
+    cut,
+    numbers_of_all,
+    words_of_all,
+)
+from paceline.replay.table import Field, Integers, Layout, Table
 from paceline.world.link import Link
 
 Mode = Literal["replicated", "sharded"]
@@ -32,13 +39,58 @@ Items = dict[str, torch.Tensor]
 
 CHECK_EVERY = 100
 """Steps between two comparisons of the ranks' buffers."""
-DRAWN_AHEAD = 64
-"""Steps whose draws are made at once."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is to be replayed in a step."""
+class BufferTooSmall(PacelineError):
+    """More is to be replayed than can ever be stored."""
+
+    capacity: int
+    size: int
+    sentence = "a replay batch of {size} cannot come from a buffer of {capacity}"
+    hint = "set `--buffer-size` to {size} or more, or `--minibatch-size` to {capacity} or less"
+
+
+class BufferDiverged(PacelineError):
+    """The ranks' buffers are not the same any more."""
+
+    step: int
+    digests: Sequence[int]
+    """One per rank."""
+    sentence = "the replay buffers of ranks {others} differ from that of rank 0 after step {step}"
+    hint = (
+        "every rank must observe the same steps with the same labels: is the data, its order or the seed another on"
+        " some rank, or was the buffer changed on one of them alone?"
+    )
+
+    @property
+    def others(self) -> str:
+        return ", ".join(str(rank) for rank, digest in enumerate(self.digests) if digest != self.digests[0])
+
+
+class StateMisfit(PacelineError):
+    """The buffer of a checkpoint has other fields, or more items than this one has room for."""
+
+    num_items: int
+    fields: Sequence[str]
+    capacity: int
+    wanted: Sequence[str]
+    sentence = (
+        "the checkpoint's replay buffer has {num_items} items of {saved_fields}; this one has room for"
+        " {capacity} of {wanted_fields}"
+    )
+    hint = "resume with the buffer settings and the method of the run"
+
+    @property
+    def saved_fields(self) -> str:
+        return ", ".join(self.fields)
+
+    @property
+    def wanted_fields(self) -> str:
+        return ", ".join(self.wanted)
+
+
+class Request(NamedTuple):
+    """Draws to be replayed in a step."""
 
     step: int
     size: int
@@ -50,7 +102,7 @@ class ReplayBuffer:
     """`capacity` items of these fields. All ranks must make it alike and call its methods in the same order.
 
     A step is: `draw` what to replay, compute, `observe` the step's own items, `prefetch` for the next step. `pieces`
-    says which rank has which grain of the step (all 0 in a single process).
+    are the ranks of the grains of the step (all 0 in a single process).
     """
 
     def __init__(
@@ -66,41 +118,41 @@ class ReplayBuffer:
     ) -> None:
         self.capacity, self.seed, self.strategy, self.mode = capacity, seed, strategy, mode
         self.layout = Layout(fields)
-        self.slots = SlotTable(capacity)
         self.num_seen = 0
         """Items of the stream so far: the global index of the next one."""
         self.num_steps = 0
         """Steps observed so far, which key the draws."""
         self._link, self._check_every = link, check_every
-        self._rank, self._num_ranks = link.world.rank, link.world.size
-        self._is_sharded = mode == "sharded" and self._num_ranks > 1
-        self._store = self._empty_store()
+        self._placement = self._empty()
         self._admission = Admission(strategy, seed, capacity)
-        self._landing: tuple[Integers, Integers, Integers, Arrival] | None = None
+        self._drawer = Drawer(seed, None if strategy == "herding" else capacity)
         self._ahead: tuple[Request, Arrival] | None = None
-        self._drawn: tuple[Integers, Cut] | None = None
-        self._drawn_ahead: dict[int, tuple[tuple[int, int], int, Integers]] = {}
+        self._first_draw: tuple[Integers, Cut] | None = None  # of the step under way
+
+    def _empty(self) -> Placement:
+        is_sharded = self.mode == "sharded" and self._link.world.size > 1
+        return (Sharded if is_sharded else Replicated)(self.layout, self.capacity, self._link)
+
+    @property
+    def table(self) -> Table:
+        """Slots, and the payload that this rank holds."""
+        return self._placement.table
 
     @property
     def num_stored(self) -> int:
-        return self.slots.num_stored
-
-    @property
-    def num_held(self) -> int:
-        """Items whose payload this rank has."""
-        return int((self.slots.row != NOWHERE).sum())
+        return self.table.num_stored
 
     # -- what to replay ------------------------------------------------------------------------------------------
 
     def draw(self, size: int, pieces: Sequence[int], draws: int = 1) -> list[list[Items]]:
-        """For each of `draws` independent draws of `size` items, this rank's pieces, one per grain of its own.
+        """Return, for each of `draws` independent draws of `size` items, this rank's pieces, one per grain it has.
 
         Fewer items while fewer are stored; no pieces at all (empty lists) while there is less than one item per grain.
         """
-        self._land()
-        request = Request(self.num_steps, self._size(size, pieces), tuple(pieces), draws)
+        self._placement.settle()
+        request = self._request(size, pieces, draws)
         if request.size == 0:
-            self._drawn = None
+            self._first_draw = None
             return [[] for _ in range(draws)]
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == request:
@@ -108,7 +160,7 @@ class ReplayBuffer:
         else:
             if ahead is not None:
                 ahead[1].wait()  # the step came with other pieces than foreseen
-            rows = self._fetch(request)
+            rows = self._placement.fetch(*self._slots_of(request), draws).wait()
         sizes = self._cut(request.size, request.pieces).sizes
         if len(sizes) * draws == 1:
             return [[self.layout.unpack(rows)]]
@@ -117,66 +169,28 @@ class ReplayBuffer:
 
     def prefetch(self, size: int, pieces: Sequence[int], draws: int = 1) -> None:
         """Send what the next step will replay, if it has these pieces; else it is sent when that step draws."""
-        request = Request(self.num_steps, self._size(size, pieces), tuple(pieces), draws)
-        if self._is_sharded and request.size:
-            self._ahead = (request, self._send(request))
+        request = self._request(size, pieces, draws)
+        if request.size and self._placement.travels:
+            self._ahead = (request, self._placement.fetch(*self._slots_of(request), draws))
+
+    def _request(self, size: int, pieces: Sequence[int], draws: int) -> Request:
+        if size > self.capacity:
+            raise BufferTooSmall(self.capacity, size)
+        available = min(size, self.num_stored)
+        return Request(self.num_steps, available if available >= len(pieces) else 0, tuple(pieces), draws)
+
+    def _slots_of(self, request: Request) -> tuple[Integers, Cut]:
+        """Return the slots of all draws, one after the other, and the cut of one."""
+        step, size, pieces, draws = request
+        drawn = [self._drawer.slots(step, number, self.num_stored, size) for number in range(draws)]
+        one_draw = self._cut(size, pieces)
+        self._first_draw = (drawn[0], one_draw)
+        return drawn[0] if draws == 1 else np.concatenate(drawn), one_draw
 
     def _forget_ahead(self) -> None:
         if self._ahead is not None:
             self._ahead[1].wait()
             self._ahead = None
-
-    def _size(self, size: int, pieces: Sequence[int]) -> int:
-        if size > self.capacity:
-            raise BufferTooSmall(self.capacity, size)
-        stored = min(size, self.num_stored)
-        return stored if stored >= len(pieces) else 0
-
-    def _slots_of(self, request: Request) -> Integers:
-        drawn = [self._draw(request.step, number, request.size) for number in range(request.draws)]
-        self._drawn = (drawn[0], self._cut(request.size, request.pieces))
-        return drawn[0] if request.draws == 1 else np.concatenate(drawn)
-
-    def _draw(self, step: int, number: int, size: int) -> Integers:
-        """One draw; while the number of stored items does not change, those of the next steps are drawn with it."""
-        asked, first, drawn = self._drawn_ahead.get(number, ((0, 0), 0, np.zeros((0, 0), np.int64)))
-        if asked != (self.num_stored, size) or not first <= step < first + len(drawn):
-            is_full = self.num_stored == self.capacity and self.strategy != "herding"
-            steps = range(step, step + (DRAWN_AHEAD if is_full else 1))
-            asked, first = (self.num_stored, size), step
-            drawn = draws(self.seed, steps, number, self.num_stored, size)
-            self._drawn_ahead[number] = (asked, first, drawn)
-        found: Integers = drawn[step - first]
-        return found
-
-    def _fetch(self, request: Request) -> torch.Tensor:
-        """This rank's rows of a request, now."""
-        if self._is_sharded:
-            return self._send(request).wait()
-        slots = self._slots_of(request)
-        if self._num_ranks > 1:
-            one = self._cut(request.size, request.pieces)
-            slots = slots.reshape(request.draws, -1)[:, one.mine].reshape(-1)
-        return self._store.read(self.slots.row[slots])
-
-    def _send(self, request: Request) -> Arrival:
-        one = self._cut(request.size, request.pieces)
-        return self._exchange(self._slots_of(request), np.tile(one.ranks, request.draws))
-
-    def _exchange(self, slots: Integers, receivers: Integers) -> Arrival:
-        """Each of these slots to a rank, all known to all."""
-        owners = self.slots.owner[slots]
-        sent = np.flatnonzero(owners == self._rank)
-        sent = sent[np.argsort(receivers[sent], kind="stable")]
-        sources = owners[receivers == self._rank]
-        order = np.empty(len(sources), np.int64)  # they arrive by owner
-        order[np.argsort(sources, kind="stable")] = np.arange(len(sources))
-        return to_each(
-            self._store.read(self.slots.row[slots[sent]]),
-            np.bincount(receivers[sent], minlength=self._num_ranks).tolist(),
-            np.bincount(sources, minlength=self._num_ranks).tolist(),
-            self._store.index(order),
-        )
 
     # -- what to keep --------------------------------------------------------------------------------------------
 
@@ -190,13 +204,13 @@ class ReplayBuffer:
         scores: torch.Tensor | None = None,
         replayed: torch.Tensor | None = None,
     ) -> None:
-        """The items of one step: `items` are those of this rank's grains, `num_items` all of them.
+        """Admit items of one step: `items` are those of this rank's grains, `num_items` all of them.
 
         `labels` are of all items of the step, for class-balanced admission. `scores` are of this rank's, for loss-aware
         admission (the negative losses), and `replayed` of its pieces of the first draw, whose scores have changed; both
         are given on all ranks, or on none.
         """
-        self._land()
+        self._placement.settle()
         self._forget_ahead()
         self._check()
         here = self._cut(num_items, tuple(pieces))
@@ -205,34 +219,35 @@ class ReplayBuffer:
         all_scores = None
         if self.strategy == "loss-aware" and scores is not None:
             all_scores = self._gather_scores(here, scores, replayed)
-        slots = self._admission.slots(first, num_items, self.slots, labels, all_scores)
-        kept = None if slots is None else admission.last_of_each(slots)
-        if slots is not None and kept is not None and len(kept):
-            self._keep(
-                items,
-                here,
-                kept,
-                slots[kept],
-                first + kept,
-                None if labels is None else labels[kept],
-                None if all_scores is None else all_scores[kept],
+        slots = self._admission.slots(first, num_items, self.table, labels, all_scores)
+        if slots is None:
+            return
+        positions = admission.last_of_each(slots)
+        if len(positions):
+            admitted = Admitted(
+                positions,
+                slots[positions],
+                first + positions,
+                None if labels is None else labels[positions],
+                None if all_scores is None else all_scores[positions],
             )
+            self._placement.store(items, here, admitted)
 
     def _gather_scores(self, here: Cut, scores: torch.Tensor, replayed: torch.Tensor | None) -> NDArray[np.float64]:
-        """Scores of all items of the step, and of what was replayed, in one message per rank."""
-        drawn = None if replayed is None else self._drawn
-        counts, mine = here.counts, scores
-        if drawn is not None and replayed is not None:
-            mine = torch.cat([scores.double(), replayed.double()])
-            counts = tuple(own + more for own, more in zip(counts, drawn[1].counts, strict=True))
-        found = np.empty(len(here.ranks), np.float64)
-        for rank, numbers in enumerate(numbers_of_all(self._link, mine, counts)):
+        """Return the scores of all items of the step and note those of what was replayed: one message per rank."""
+        first_draw = None if replayed is None else self._first_draw
+        counts, local = here.counts, scores
+        if first_draw is not None and replayed is not None:
+            local = torch.cat([scores.double(), replayed.double()])
+            counts = tuple(new + old for new, old in zip(counts, first_draw[1].counts, strict=True))
+        all_scores = np.empty(len(here.ranks), np.float64)
+        for rank, numbers in enumerate(numbers_of_all(self._link, local, counts)):
             values = numbers.detach().double().cpu().numpy()
-            found[here.ranks == rank] = values[: here.counts[rank]]
-            if drawn is not None:
-                slots, there = drawn
-                self.slots.score[slots[there.ranks == rank]] = values[here.counts[rank] :]
-        return found
+            all_scores[here.ranks == rank] = values[: here.counts[rank]]
+            if first_draw is not None:
+                slots, there = first_draw
+                self.table.score[slots[there.ranks == rank]] = values[here.counts[rank] :]
+        return all_scores
 
     def choose(
         self,
@@ -242,123 +257,65 @@ class ReplayBuffer:
         pieces: Sequence[int],
         labels: Integers,
     ) -> None:
-        """Herding, at the end of a stage: of all its items, those nearest to their class's mean `features`.
+        """Keep, at the end of a stage, those of its items that are nearest to their class's mean `features` (herding).
 
         Classes get equal shares of the buffer; what is already there of other classes is cut down to its share, best
         items first. `items` and `features` are this rank's, `labels` are of all items.
         """
-        self._land()
+        self._placement.settle()
         self._forget_ahead()
         here = self._cut(num_items, tuple(pieces))
-        everyone = numbers_of_all(self._link, features, here.counts)
-        found = np.empty((num_items, features.shape[1]), np.float64)
-        for rank, numbers in enumerate(everyone):
-            found[here.ranks == rank] = numbers.detach().double().cpu().numpy()
+        all_features = np.empty((num_items, features.shape[1]), np.float64)
+        for rank, numbers in enumerate(numbers_of_all(self._link, features, here.counts)):
+            all_features[here.ranks == rank] = numbers.detach().double().cpu().numpy()
         first, self.num_seen = self.num_seen, self.num_seen + num_items
-        table = self.slots
         new = np.unique(labels)
-        old = table.label[: self.num_stored]
-        classes = np.union1d(new, old)
-        held = np.array([(labels == name).sum() if name in new else (old == name).sum() for name in classes])
-        given = dict(zip(classes.tolist(), admission.quotas(held, self.capacity).tolist(), strict=True))
-        kept = [np.flatnonzero(old == name)[: given[name]] for name in classes.tolist() if name not in new]
-        table.keep(np.concatenate([np.zeros(0, np.int64), *kept]))
+        stored = self.table.label[: self.num_stored]
+        classes = np.union1d(new, stored)
+        num_candidates = [(labels == name).sum() if name in new else (stored == name).sum() for name in classes]
+        quotas = admission.quotas(np.array(num_candidates), self.capacity).tolist()
+        quota = dict(zip(classes.tolist(), quotas, strict=True))
+        kept = [np.flatnonzero(stored == name)[: quota[name]] for name in classes.tolist() if name not in new]
+        self.table.keep(np.concatenate([np.zeros(0, np.int64), *kept]))
         chosen = []
         for name in new.tolist():
             members = np.flatnonzero(labels == name)
-            chosen.append(members[admission.herd(found[members], given[name])])
+            chosen.append(members[admission.herd(all_features[members], quota[name])])
         positions = np.concatenate(chosen)
         slots = np.arange(self.num_stored, self.num_stored + len(positions))
         if len(positions):
-            self._keep(items, here, positions, slots, first + positions, labels[positions], None)
-        self._land()
-
-    def _keep(
-        self,
-        items: Mapping[str, torch.Tensor],
-        here: Cut,
-        positions: Integers,
-        slots: Integers,
-        index: Integers,
-        labels: Integers | None,
-        scores: NDArray[np.float64] | None,
-    ) -> None:
-        """Put items into slots; their payload stays here, or goes to all."""
-        owners = here.ranks[positions]
-        is_mine = owners == self._rank
-        self.layout.check(items, len(here.mine))
-        local = np.searchsorted(here.mine, positions[is_mine])
-        rows = self.layout.pack(items, torch.from_numpy(local), self._link.device)
-        if self._is_sharded or self._num_ranks == 1:
-            self._write(self.slots.put(slots, index, owners, is_mine, labels, scores), rows)
-            return
-        everyone = np.ones(len(slots), np.bool_)
-        places = self.slots.put(slots, index, owners, everyone, labels, scores)
-        counts = np.bincount(owners, minlength=self._num_ranks).tolist()
-        number = np.zeros(len(owners), np.int64)  # of each item among those of its owner
-        for rank in range(self._num_ranks):
-            number[owners == rank] = np.arange(counts[rank])
-        self._landing = (places, owners, number, to_all(self._link, rows, counts))
-
-    def _land(self) -> None:
-        """Store what was sent to all."""
-        if self._landing is not None:
-            places, owners, number, arrival = self._landing
-            self._landing = None
-            rows = arrival.wait()
-            self._write(places, rows[self._store.index(owners), self._store.index(number)])
-
-    # -- payload on this rank ------------------------------------------------------------------------------------
-
-    def _empty_store(self) -> Store:
-        return Store(self.layout, self.capacity, 0 if self._is_sharded else self.capacity, self._link.device)
-
-    def _write(self, rows: Integers, payload: torch.Tensor) -> None:
-        self._store.write(rows, payload, self.slots.num_rows)
+            self._placement.store(items, here, Admitted(positions, slots, first + positions, labels[positions], None))
+        self._placement.settle()
 
     def _cut(self, num_positions: int, pieces: Pieces) -> Cut:
-        return cut(num_positions, pieces, self._rank, self._num_ranks)
+        return cut(num_positions, pieces, self._link.world.rank, self._link.world.size)
 
-    # -- are we the same -----------------------------------------------------------------------------------------
+    # -- are the ranks the same ----------------------------------------------------------------------------------
 
     def digest(self, exact_only: bool = True) -> int:
-        """A number over slot, global index and payload (floats left out if `exact_only`), the same at any world size
-        and in both modes. All ranks must call it."""
-        self._land()
-        part = self._digest_part(exact_only)
-        return digest.agreed(words_of_all(self._link, part)) if self._is_sharded else part
-
-    def _digest_part(self, exact_only: bool) -> int:
-        slots = np.flatnonzero(self.slots.row != NOWHERE)
-        sums = digest.row_sums(self._store.read(self.slots.row[slots]), self.layout, exact_only)
-        return digest.digest(slots, self.slots.index[slots], sums)
+        """Return a number over slot, global index and payload (floats left out if `exact_only`), the same at any world
+        size and in both modes. All ranks must call it."""
+        self._placement.settle()
+        return self._placement.digest(exact_only)
 
     def _check(self) -> None:
-        """Now and then, compare what the ranks have decided, and where all hold the same payload, that too."""
-        if self._num_ranks == 1 or not self._check_every or self.num_steps % self._check_every:
+        """Compare, every `check_every` steps, what the ranks have decided, and where all hold the same payload, that
+        too."""
+        if self._link.world.size == 1 or not self._check_every or self.num_steps % self._check_every:
             return
-        if self._is_sharded:
-            slots = np.arange(self.num_stored)
-            mine = digest.digest(slots, self.slots.index[slots], self.slots.owner[slots].astype(np.uint64))
-        else:
-            mine = self._digest_part(exact_only=False)
-        everyone = words_of_all(self._link, (mine + self.num_seen) % 2**64)
-        if len(set(everyone)) > 1:
-            raise BufferDiverged(self.num_steps, everyone)
+        prints = words_of_all(self._link, (self._placement.fingerprint() + self.num_seen) % 2**64)
+        if len(set(prints)) > 1:
+            raise BufferDiverged(self.num_steps, prints)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Everything, on the first rank (nothing on the others); all ranks must call it."""
-        self._land()
-        stored = np.arange(self.num_stored)
-        if self._is_sharded:
-            rows = self._exchange(stored, np.zeros_like(stored)).wait()
-            if self._rank:
-                return {}
-        else:
-            rows = self._store.read(self.slots.row[stored])
-        table = self.slots
+        """Return everything on the first rank, nothing on the others; all ranks must call it."""
+        self._placement.settle()
+        table, stored = self.table, np.arange(self.num_stored)
+        rows = self._placement.collect(stored)
+        if rows is None:
+            return {}
         return {
             "num_seen": torch.tensor(self.num_seen),
             "num_steps": torch.tensor(self.num_steps),
@@ -371,24 +328,16 @@ class ReplayBuffer:
         }
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """The counterpart of `state`, on any number of ranks; each takes its share."""
+        """Take over a `state`, on any number of ranks; each takes its share."""
         items = {name.removeprefix("item."): tensor for name, tensor in state.items() if name.startswith("item.")}
         index = state["index"].numpy().copy()
         if items.keys() != self.layout.fields.keys() or len(index) > self.capacity:
             raise StateMisfit(len(index), list(items), self.capacity, list(self.layout.fields))
-        self._landing = self._ahead = self._drawn = None
+        self._ahead = self._first_draw = None
         self.num_seen, self.num_steps = int(state["num_seen"]), int(state["num_steps"])
         self._admission.counts = admission.ClassCounts(
             state["classes_seen"].numpy().copy(), state["classes_full"].numpy().astype(np.bool_)
         )
-        self.slots = SlotTable(self.capacity)
-        self._store = self._empty_store()
-        if not len(index):
-            return
-        slots = np.arange(len(index))
-        owners = slots % self._num_ranks
-        is_held = owners == self._rank if self._is_sharded else np.ones(len(slots), np.bool_)
-        label, score = state["label"].numpy(), state["score"].numpy()
-        places = self.slots.put(slots, index, owners, is_held, label, score)
-        chosen = torch.from_numpy(slots[is_held])
-        self._write(places, self.layout.pack(items, chosen, self._link.device))
+        self._placement = self._empty()
+        if len(index):
+            self._placement.load(index, state["label"].numpy(), state["score"].numpy(), items)

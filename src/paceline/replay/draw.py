@@ -1,4 +1,4 @@
-"""What is replayed in a step: a pure function of (seed, step), so every rank draws the same without asking."""
+"""Slots that a step replays: a pure function of (seed, step), so every rank draws the same without messages."""
 
 from __future__ import annotations
 
@@ -10,16 +10,33 @@ from paceline.replay.chance import DRAW, from_start
 
 Slots = NDArray[np.int64]
 
+DRAWN_AHEAD = 64
+"""Steps whose draws are made at once."""
 
-def draw(seed: int, step: int, number: int, num_stored: int, size: int) -> Slots:
-    """`size` different slots out of the first `num_stored`, all subsets and orders equally likely; fewer if there are
-    fewer. `number` tells the draws of one step apart."""
-    one: Slots = draws(seed, range(step, step + 1), number, num_stored, size)[0]
-    return one
+
+class Drawer:
+    """Draws step by step; while the buffer is full, those of the next `DRAWN_AHEAD` steps are made at once."""
+
+    def __init__(self, seed: int, num_full: int | None) -> None:
+        self._seed = seed
+        self._num_full = num_full
+        """Number of items at which the buffer stops growing; None if it may shrink again."""
+        self._drawn: dict[int, tuple[tuple[int, int], int, Slots]] = {}  # by number: (stored, size), first step, slots
+
+    def slots(self, step: int, number: int, num_stored: int, size: int) -> Slots:
+        """Return `size` different slots out of the first `num_stored`; `number` tells the draws of a step apart."""
+        drawn_for, first, drawn = self._drawn.get(number, ((0, 0), 0, np.zeros((0, 0), np.int64)))
+        if drawn_for != (num_stored, size) or not first <= step < first + len(drawn):
+            steps = range(step, step + (DRAWN_AHEAD if num_stored == self._num_full else 1))
+            first, drawn = step, draws(self._seed, steps, number, num_stored, size)
+            self._drawn[number] = ((num_stored, size), first, drawn)
+        slots: Slots = drawn[step - first]
+        return slots
 
 
 def draws(seed: int, steps: range, number: int, num_stored: int, size: int) -> Slots:
-    """The draws of several steps, (steps, size): each the same as alone, together little dearer than one.
+    """Return the draws of several steps, (steps, size), each as if drawn alone: `size` different slots out of the first
+    `num_stored`, all subsets and orders equally likely; fewer if there are fewer.
 
     Time grows with `size`, not with `num_stored`: a few slots are drawn with replacement and repetitions left out,
     which is the same as drawing without; many are the head of a shuffle.
@@ -45,11 +62,11 @@ def draws(seed: int, steps: range, number: int, num_stored: int, size: int) -> S
 
 
 def _is_first(numbers: Slots) -> NDArray[np.bool_]:
-    """Along each row, whether a number has not come before."""
+    """Mark the first occurrence of each number along each row."""
     order = np.argsort(numbers, axis=1, kind="stable")
     ascending = np.take_along_axis(numbers, order, 1)
     is_new = np.ones(numbers.shape, np.bool_)
     is_new[:, 1:] = ascending[:, 1:] != ascending[:, :-1]
-    found = np.empty(numbers.shape, np.bool_)
-    np.put_along_axis(found, order, is_new, 1)
-    return found
+    marks = np.empty(numbers.shape, np.bool_)
+    np.put_along_axis(marks, order, is_new, 1)
+    return marks

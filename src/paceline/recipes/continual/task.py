@@ -28,8 +28,8 @@ from paceline.recipes.continual.own import class_from_file
 from paceline.recipes.continual.plot import heat_map
 from paceline.recipes.continual.settings import ContinualSettings
 from paceline.replay.buffer import ReplayBuffer
-from paceline.replay.layout import Field
-from paceline.replay.pieces import cut
+from paceline.replay.exchange import cut
+from paceline.replay.table import Field
 from paceline.train.task import Stage, Sums, Task
 from paceline.train.validate import evaluate, evaluation_plan
 
@@ -333,7 +333,7 @@ class Continual(Task):
     def share_of(self, data: Labelled, batch: int) -> Iterator[Labelled]:
         """This rank's part of a data set, on its device, in batches of at most so many that do not depend on ranks."""
         here = cut(len(data), self._even_pieces(len(data), batch), self.world.rank, self.world.size)
-        for positions in torch.from_numpy(here.mine).split(list(here.sizes)) if here.sizes else []:
+        for positions in torch.from_numpy(here.local).split(list(here.sizes)) if here.sizes else []:
             part = data.select(positions)
             yield Labelled(part.x.to(self.link.device), part.y.to(self.link.device))
 
