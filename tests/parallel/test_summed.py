@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.parallel.summed import SummedGradients
+from paceline.parallel.summed import Summed
 from paceline.world.link import Link
 from tests.ranks import ranks
 
@@ -46,7 +46,7 @@ def loss(model: nn.Module, rank: int) -> torch.Tensor:
     return model(x, rank != 1).square().sum() + model(-x, rank != 1).sum()
 
 
-def reduced(link: Link, model: nn.Module, strategy: SummedGradients, has_data: bool = True) -> torch.Tensor:
+def reduced(link: Link, model: nn.Module, strategy: Summed, has_data: bool = True) -> torch.Tensor:
     strategy.start_step()
     value = loss(model, link.world.rank) if has_data else None
     strategy.arm((0.0 if value is None else value.detach(), 4, has_data, False))
@@ -58,7 +58,7 @@ def reduced(link: Link, model: nn.Module, strategy: SummedGradients, has_data: b
 @ranks(2, 4)
 def test_sums_with_unused_parameters_and_two_forwards(link: Link) -> None:
     model = Branches()
-    strategy = SummedGradients(list(model.parameters()), link, bucket_bytes=600)
+    strategy = Summed(list(model.parameters()), link, bucket_bytes=600)
     assert len(strategy._buckets) > 3
     for _ in range(3):
         tally = reduced(link, model, strategy)
@@ -71,7 +71,7 @@ def test_sums_with_unused_parameters_and_two_forwards(link: Link) -> None:
 @ranks(4)
 def test_ranks_without_data_send_zeros_and_get_the_sum(link: Link) -> None:
     model = Branches()
-    strategy = SummedGradients(list(model.parameters()), link)
+    strategy = Summed(list(model.parameters()), link)
     tally = reduced(link, model, strategy, has_data=link.world.rank < 2)
     for parameter, expected in zip(model.parameters(), reference(2), strict=True):
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-13, atol=1e-13)
@@ -81,7 +81,7 @@ def test_ranks_without_data_send_zeros_and_get_the_sum(link: Link) -> None:
 @ranks(2)
 def test_accumulation_communicates_once(link: Link) -> None:
     model = Branches()
-    strategy = SummedGradients(list(model.parameters()), link)
+    strategy = Summed(list(model.parameters()), link)
     sent: list[int] = []
     original = link.all_reduce
 
@@ -109,7 +109,7 @@ def test_accumulation_communicates_once(link: Link) -> None:
 @ranks(2)
 def test_equals_torch_ddp(link: Link) -> None:
     ours, theirs = Branches(), Branches()
-    strategy = SummedGradients(list(ours.parameters()), link)
+    strategy = Summed(list(ours.parameters()), link)
     strategy.start_step()
     value = ours(data(link.world.rank)).square().sum()
     strategy.arm((0.0, 0, True, False))
@@ -126,7 +126,7 @@ def test_equals_torch_ddp(link: Link) -> None:
 @ranks(2)
 def test_half_precision_keeps_the_tally_exact(link: Link) -> None:
     model = nn.Linear(4, 4).half()
-    strategy = SummedGradients(list(model.parameters()), link)
+    strategy = Summed(list(model.parameters()), link)
     strategy.start_step()
     value = model(torch.ones(2, 4, dtype=torch.float16)).sum()
     strategy.arm((1.25, 100_003, True, link.is_first))
@@ -137,7 +137,7 @@ def test_half_precision_keeps_the_tally_exact(link: Link) -> None:
 @ranks(2)
 def test_detached_hooks_no_longer_reduce(link: Link) -> None:
     model = Branches()
-    SummedGradients(list(model.parameters()), link).detach()
+    Summed(list(model.parameters()), link).detach()
     model(data(link.world.rank)).sum().backward()
     alone = Branches()
     alone(data(link.world.rank)).sum().backward()
@@ -161,7 +161,7 @@ def test_half_on_the_wire_is_torchs_compression_hook(link: Link) -> None:
         expected["bf16"] = sums
     for wire, gradients in expected.items():
         ours = Branches().float()
-        strategy = SummedGradients(list(ours.parameters()), link, bucket_bytes=300, wire=wire)  # type: ignore[arg-type]
+        strategy = Summed(list(ours.parameters()), link, bucket_bytes=300, wire=wire)  # type: ignore[arg-type]
         strategy.start_step()
         value = ours(x).square().sum()
         strategy.arm((1.25, 100_003, True, link.is_first))

@@ -17,8 +17,8 @@ from paceline.data.grain import Batch, Grain
 from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint import state
 from paceline.train.checkpoint.writer import Checkpointer
-from paceline.train.contract import LossContract, NoGradients, NonFiniteLoss, OutOfMemory, TooManySkipped
 from paceline.train.engine import Engine
+from paceline.train.loss import LossContract, NoGradients, NonFiniteLoss, OutOfMemory, TooManySkipped
 from paceline.world.discover.environment import discover
 from paceline.world.link import Link
 from paceline.world.start import start

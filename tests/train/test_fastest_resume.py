@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.parallel.averaged import AveragedParameters
+from paceline.parallel.averaged import Averaged
 from paceline.speed import precision
 from paceline.speed.graphs import Graphs
 from paceline.speed.precision import Capabilities
@@ -110,7 +110,7 @@ def on_ranks_anew(link: Link, folder: str, cache: str) -> list[dict[str, torch.T
             trainer(SmallTask(), out, link, level=0, steps=5, **settings).fit()
             made = trainer(SmallTask(), out, link, level=level, steps=10, resume="auto", allow_change=True, **settings)
             made.fit()
-            assert isinstance(made.engine.strategy, AveragedParameters)
+            assert isinstance(made.engine.strategy, Averaged)
             velocities, _ = made.engine.strategy.common_state()
             found.append(
                 {**weights(made), **optimizer_state(made), **{f"outer {key}": v for key, v in velocities.items()}}

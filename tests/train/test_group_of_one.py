@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.observe.journal import read
-from paceline.parallel.averaged import AveragedParameters
-from paceline.parallel.sharded import ShardedGradients
-from paceline.parallel.summed import SummedGradients
+from paceline.parallel.averaged import Averaged
+from paceline.parallel.sharded import Sharded
+from paceline.parallel.summed import Summed
 from paceline.train.trainer import Trainer
 from paceline.world.discover.environment import World
 from paceline.world.failure.flight_recorder import trail
@@ -25,11 +25,11 @@ from tests.train.apart import WeightedTask, config
 
 ALONE = World(0, 0, 1, 1, 0, 1, "plain", None)
 WAYS: dict[str, tuple[type, dict[str, Any]]] = {
-    "grad": (SummedGradients, {}),
-    "param": (AveragedParameters, {"reduce": "param", "sync_step": 4}),
-    "overlapped": (AveragedParameters, {"reduce": "param", "sync_step": 4, "sync_overlap": 2}),
-    "int8": (AveragedParameters, {"reduce": "param", "sync_step": 4, "wire": "int8"}),
-    "shards": (ShardedGradients, {"shard": "full", "checkpoint_form": "sharded"}),
+    "grad": (Summed, {}),
+    "param": (Averaged, {"reduce": "param", "sync_step": 4}),
+    "overlapped": (Averaged, {"reduce": "param", "sync_step": 4, "sync_overlap": 2}),
+    "int8": (Averaged, {"reduce": "param", "sync_step": 4, "wire": "int8"}),
+    "shards": (Sharded, {"shard": "full", "checkpoint_form": "sharded"}),
 }
 
 

@@ -18,9 +18,9 @@ from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.observe.journal import read
 from paceline.parallel.statistics import BatchNormFrozen
-from paceline.train.contract import ForeignParameters, NoGradients
 from paceline.train.engine import Engine
 from paceline.train.feed import NothingRead
+from paceline.train.loss import ForeignParameters, NoGradients
 from paceline.train.task import Stage, Task
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link

@@ -11,8 +11,7 @@ from torch import nn
 
 from paceline.config.settings import EngineConfig, TrainConfig
 from paceline.observe.journal import read
-from paceline.parallel.sharded import UnevenUse
-from paceline.parallel.sharding import CalledAround, CannotShard
+from paceline.parallel.sharded import CalledAround, CannotShard, UnevenUse
 from paceline.train.checkpoint import reader as restore
 from paceline.train.engine import Engine
 from paceline.train.task import Stage

@@ -27,15 +27,16 @@ from torch import Tensor
 
 from paceline.config.settings import ReduceSettings
 from paceline.parallel import outer, wire
-from paceline.parallel.averaged_state import StateAverage, reset
-from paceline.parallel.flat import FlatAverage, by_kind
-from paceline.parallel.interval import first_interval, next_interval
+from paceline.parallel.flat import FlatAverage, StateAverage, by_kind, reset
 from paceline.parallel.strategy import StepRecord, Strategy, Tally
 from paceline.world.failure.flight_recorder import trail
 from paceline.world.link import Link
 
+GROWTH = 8
+"""How many times longer than the last an interval may be: a first step that took no time says little."""
 
-class AveragedParameters(Strategy):
+
+class Averaged(Strategy):
     """`reduce: param` on several ranks."""
 
     def __init__(
@@ -307,3 +308,21 @@ def _numbers(values: Sequence[Any]) -> list[float]:
         for index, value in zip(on_device, read, strict=True):
             found[index] = value
     return found
+
+
+def first_interval(sync_step: int | None) -> int:
+    """Steps before the first average. By seconds it is one step, because nobody knows yet how long that takes."""
+    return sync_step or 1
+
+
+def next_interval(sync_step: int | None, sync_seconds: float | None, steps: int, seconds: Sequence[float]) -> int:
+    """Steps until the next average, when each rank needed so many `seconds` for the last `steps` steps.
+
+    By seconds: as many as the slowest rank does in that time.
+    """
+    if sync_seconds is None:
+        assert sync_step is not None
+        return sync_step
+    slowest_s = max(seconds) / steps
+    most = GROWTH * steps
+    return max(1, most if slowest_s * most <= sync_seconds else int(sync_seconds / slowest_s))

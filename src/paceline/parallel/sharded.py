@@ -1,4 +1,9 @@
-"""Gradients summed over the ranks, each of which keeps its shard of them (`shard: full`).
+"""Sharded training (`shard: full`, torch's FSDP2): every rank keeps its piece of weights, gradients and state.
+
+`fully_shard` cuts every parameter along its first axis, one piece per rank, and brings the parameters of a block
+together while the block computes. What is kept (weights, gradients, optimizer state, their average) is this rank's
+pieces. The optimizer holds them as plain tensors: a rule that looks at each element alone is exact on pieces, and
+one that needs the norm of a whole tensor is refused.
 
 Collectives happen inside the model's forward and backward, so all ranks must call it equally often: a rank with fewer
 grains than another runs one again, and one without any borrows another's, with a loss that counts for nothing.
@@ -7,18 +12,259 @@ Gradients of a rank's grains are added up whole and reduced once, in the last ba
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map
 
 from paceline.core.errors import PacelineError
-from paceline.parallel.sharding import Shards
 from paceline.parallel.strategy import Strategy, Tally
 from paceline.world.link import Link
+
+MIN_BLOCK = 2**16
+"""Parameters of the smallest block that is gathered on its own: for less, waiting costs more than the memory saved."""
+MAX_SHARE = 0.25
+"""A block that holds more of the model than this is looked into for smaller ones."""
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop")
+"""torch's optimizers that treat every element of a tensor alone."""
+
+
+class CannotShard(PacelineError):
+    """Something in the model or its optimizer does not go with shards."""
+
+    hint = "train with `--shard none`"
+
+    def __init__(self, why: str, hint: str | None = None) -> None:
+        super().__init__(f"`shard` is full, but {why}")
+        self.hint = hint or self.hint
+
+
+class CalledAround(PacelineError):
+    """A loss used weights of a sharded model that were not brought together."""
+
+    hint = "call the model itself in the loss, `model(x)`, not its layers or methods; or train with `--shard none`"
+
+    def __init__(self, error: str) -> None:
+        super().__init__(f"a part of the sharded model was called on its own ({error.splitlines()[0]})")
+
+
+@contextmanager
+def called_whole(shards: Shards | None) -> Iterator[None]:
+    """Say it in words when a loss meets a piece of a weight where a whole one should be."""
+    try:
+        yield
+    except RuntimeError as error:
+        if shards is None or not any(word in str(error) for word in ("DTensor", "FSDP")):
+            raise
+        raise CalledAround(str(error)) from error
+
+
+def blocks(model: nn.Module, patterns: Iterable[str] = ()) -> list[str]:
+    """Names of the modules whose parameters travel together; what is in none of them goes with the whole model.
+
+    Those that match, or else the large children of `Sequential` and `ModuleList`. A match that is never called
+    (`ModuleList`) stands for its children.
+    """
+    patterns = tuple(patterns)
+    modules = {name: module for name, module in model.named_modules() if name}
+    if not patterns:
+        return _large(model, "", MAX_SHARE * _size(model))
+    chosen: dict[str, None] = {}
+    for pattern in patterns:
+        matches = [name for name in modules if fnmatchcase(name, pattern)]
+        if not matches:
+            nearest = difflib.get_close_matches(pattern.strip("*."), list(modules), n=3, cutoff=0.0)
+            why = f"`shard_modules` {pattern!r} matches no module of the model"
+            raise CannotShard(why, f"nearest module names: {', '.join(nearest) or 'the model has none'}")
+        for name in matches:
+            is_called = type(modules[name]).forward is not nn.Module.forward
+            children = [f"{name}.{child}" for child, _ in modules[name].named_children()]
+            chosen |= dict.fromkeys([name] if is_called else children)
+    return [name for name in modules if name in chosen and _size(modules[name])]
+
+
+def _large(parent: nn.Module, prefix: str, too_large: float) -> list[str]:
+    found = []
+    for child_name, child in parent.named_children():
+        name, size = prefix + child_name, _size(child)
+        is_called = type(child).forward is not nn.Module.forward
+        is_block = isinstance(parent, nn.Sequential | nn.ModuleList) and is_called and size >= MIN_BLOCK
+        if is_block:
+            found.append(name)
+        if not is_block or size > too_large:
+            found += _large(child, f"{name}.", too_large)
+    return found
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def check(model: nn.Module, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
+    """Say what cannot be sharded before anything is changed."""
+    kind = type(optimizer)
+    is_torchs = kind.__module__.startswith("torch.") and kind.__name__ in ELEMENTWISE
+    if not is_torchs and not getattr(kind, "is_elementwise", False) and not hasattr(kind, "join_norms"):
+        why = f"{kind.__name__} may need whole tensors, of which a rank has a piece"
+        hint = "use an optimizer of ours, sgd, adam or adamw; if it treats every element alone, give its class "
+        raise CannotShard(why, hint + "`is_elementwise = True`")
+    if optimizer.state:
+        raise CannotShard("the optimizer has made steps already", "prepare it before its first step")
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if parameter.ndim == 0:
+            raise CannotShard(f"parameter {name!r} is a single number", f"give {name!r} the shape (1,)")
+    dtypes = {parameter.dtype for parameter in parameters.values() if parameter.requires_grad}
+    if len(dtypes) > 1:
+        raise CannotShard(f"its parameters are of several dtypes: {', '.join(sorted(map(str, dtypes)))}")
+    homes: dict[int, tuple[str, str]] = {}
+    inner_first = sorted(names, key=lambda name: -name.count("."))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        home = next((block for block in inner_first if name.startswith(f"{block}.")), "")
+        first, other = homes.setdefault(id(parameter), (home, name))
+        if first != home:
+            why = f"{other!r} and {name!r} are one parameter in two blocks"
+            raise CannotShard(why, "name blocks with `--shard-modules` so that both are in one, or outside of all")
+
+
+def shard(model: nn.Module, optimizer: torch.optim.Optimizer, link: Link, patterns: Iterable[str] = ()) -> Shards:
+    """Shard a model over all ranks, in place, and give the optimizer this rank's shards; all ranks must call it.
+
+    A model that is sharded already, with a new optimizer, stays as it is.
+    """
+    named = dict(model.named_parameters())
+    if isinstance(model, FSDPModule):
+        new = [name for name, parameter in named.items() if not isinstance(parameter, DTensor)]
+        if new:
+            raise CannotShard(f"a stage changed the model: {new[0]!r} is new")
+        check(model, optimizer, ())
+        _join_norms(optimizer, link)
+        mesh = next(parameter.device_mesh for parameter in named.values() if isinstance(parameter, DTensor))
+        return Shards(model, mesh, optimizer, named)
+    names = blocks(model, patterns)
+    check(model, optimizer, names)
+    mesh = init_device_mesh(link.device.type, (link.world.size,))
+    for name in [*sorted(names, key=lambda name: -name.count(".")), ""]:
+        module = model.get_submodule(name)
+        module.register_forward_hook(_without_views)  # before the hooks of `fully_shard`, so that it comes before them
+        fully_shard(module, mesh=mesh, reshard_after_forward=True if name else None)
+    assert isinstance(model, FSDPModule)
+    _join_norms(optimizer, link)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Losses are divided by the count over all ranks already: gradients are sums.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return Shards(model, mesh, optimizer, named)
+
+
+def _join_norms(optimizer: torch.optim.Optimizer, link: Link) -> None:
+    """Give optimizers, and hooks around them (LARC), that scale by norms of tensors the norms of whole ones.
+
+    A tensor's squared norm is the sum of its pieces': one all-reduce of one number per tensor, in float64.
+    """
+
+    def whole(norms: Tensor) -> Tensor:
+        squares = norms.double().square()
+        link.all_reduce(squares)
+        return squares.sqrt().to(norms.dtype)
+
+    hooks = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
+    for owner in (optimizer, *hooks):
+        if hasattr(type(owner), "join_norms"):
+            owner.join_norms = whole  # type: ignore[union-attr]
+
+
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """A later change in place of an output that is a view would make backward go on without the weights."""
+
+    def own(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) and value.requires_grad and value._is_view() else value
+
+    return tree_map(own, output)
+
+
+class Shards:
+    """This rank's piece of every parameter, by name, which an optimizer now holds in place of the parameters."""
+
+    def __init__(
+        self, model: FSDPModule, mesh: DeviceMesh, optimizer: torch.optim.Optimizer, before: Mapping[str, Tensor]
+    ) -> None:
+        assert isinstance(model, nn.Module)
+        self.model: FSDPModule = model
+        self._mesh = mesh
+        self._parameters: dict[str, DTensor] = {
+            name: parameter for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)
+        }
+        self.tensors: dict[str, Tensor] = {
+            name: parameter.to_local().detach() for name, parameter in self._parameters.items()
+        }
+        """Plain tensors in the memory of the sharded parameters."""
+        exchange = {id(before[name]): tensor for name, tensor in self.tensors.items()}
+        for group in optimizer.param_groups:
+            group["params"] = [exchange[id(parameter)] for parameter in group["params"]]
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of the whole parameters."""
+        return {name: parameter.shape for name, parameter in self._parameters.items()}
+
+    def pull_gradients(self) -> list[bool]:
+        """The parameters' gradients, as those of the shards; which parameters have one."""
+        for name, parameter in self._parameters.items():
+            gradient: Any = parameter.grad
+            self.tensors[name].grad = None if gradient is None else gradient.to_local()
+        return [parameter.grad is not None for parameter in self._parameters.values()]
+
+    def forget_gradients(self) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.grad = self.tensors[name].grad = None
+
+    @torch.no_grad()
+    def whole(self, tensors: Mapping[str, Tensor], name_of: Callable[[str], str] = str) -> dict[str, Tensor]:
+        """Everyone's pieces joined, in the first rank's main memory; elsewhere what was no piece. All must call it.
+
+        `name_of` says of which parameter an entry is. Numbers (counts of steps) and what belongs to no parameter is
+        whole already.
+        """
+        found: dict[str, Tensor] = {}
+        is_first = self._mesh.get_rank() == 0
+        for key, tensor in tensors.items():
+            parameter = self._parameters.get(name_of(key))
+            if parameter is None or tensor.ndim == 0:
+                found[key] = tensor
+                continue
+            joined = DTensor.from_local(
+                tensor.detach(),
+                self._mesh,
+                [Shard(0)],
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            ).full_tensor()
+            if is_first:
+                found[key] = joined.cpu()
+        return found
+
+    def pieces(self, tensors: Mapping[str, Tensor], name_of: Callable[[str], str] = str) -> dict[str, Tensor]:
+        """The counterpart of `whole`: this rank's piece of each."""
+        rank, size = self._mesh.get_rank(), self._mesh.size()
+        found: dict[str, Tensor] = {}
+        for key, tensor in tensors.items():
+            if name_of(key) in self._parameters and tensor.ndim > 0:
+                parts = tensor.chunk(size)
+                # Copied, so that what was read of the others' pieces is let go.
+                found[key] = (parts[rank] if rank < len(parts) else tensor[:0]).clone()
+            else:
+                found[key] = tensor
+        return found
 
 
 class UnevenUse(PacelineError):
@@ -32,7 +278,7 @@ class UnevenUse(PacelineError):
         self.names = names
 
 
-class ShardedGradients(Strategy):
+class Sharded(Strategy):
     """`reduce: grad` with `shard: full`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], link: Link, shards: Shards) -> None:

@@ -54,7 +54,7 @@ class _Bucket:
         self.is_sent = False
 
 
-class SummedGradients(Strategy):
+class Summed(Strategy):
     """`reduce: grad` on several ranks."""
 
     def __init__(

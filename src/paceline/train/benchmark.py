@@ -17,8 +17,8 @@ from paceline.config.settings import TrainConfig
 from paceline.core.errors import PacelineError
 from paceline.data.grain import Grain
 from paceline.observe.clock import elapsed
+from paceline.parallel.step import Step
 from paceline.train.feed import Feed
-from paceline.train.step import Step
 from paceline.train.task import Stage, Task
 from paceline.train.trainer import Result, Trainer
 from paceline.world.link import Link

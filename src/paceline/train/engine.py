@@ -24,17 +24,17 @@ from paceline.optim.build import zero_first_momentum
 from paceline.optim.clip import ClipNorm
 from paceline.optim.ema import WeightAverage
 from paceline.optim.plain_step import plain_step
-from paceline.parallel.sharding import Shards, called_whole
+from paceline.parallel.sharded import Shards, called_whole
 from paceline.parallel.statistics import RunningStatistics
+from paceline.parallel.step import Step
 from paceline.parallel.strategy import Tally
 from paceline.speed import loss_scale, master, precision, recompute
 from paceline.speed.compile import compile_in_place
 from paceline.train import looking, own_loop, reduction
 from paceline.train.autotune.recorded import RecordedGrains
-from paceline.train.contract import NoGradients, NonFiniteLoss, OutOfMemory, check_pair, unpack
 from paceline.train.dice import Dice
+from paceline.train.loss import NoGradients, NonFiniteLoss, OutOfMemory, check_pair, unpack
 from paceline.train.skips import SkipCount
-from paceline.train.step import Step
 from paceline.world.discover.environment import discover
 from paceline.world.failure.flight_recorder import trail
 from paceline.world.link import Link

@@ -17,13 +17,13 @@ from paceline.observe.progress import Progress, epoch_line
 from paceline.observe.throughput import phrase
 from paceline.observe.verdict import Finding, Matter, news, verdict
 from paceline.optim.larc import Larc
+from paceline.parallel.step import Step
 from paceline.train.autotune.recorded import counters
 from paceline.train.checkpoint import state
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
 from paceline.train.meter import Meter
 from paceline.train.position import Position
-from paceline.train.step import Step
 from paceline.train.summary import DataFacts
 
 

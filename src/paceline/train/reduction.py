@@ -6,12 +6,11 @@ import torch
 
 from paceline.config.settings import EngineConfig
 from paceline.optim.ema import WeightAverage
-from paceline.parallel.averaged import AveragedParameters
+from paceline.parallel.averaged import Averaged
 from paceline.parallel.joined_norm import JoinedNorms
-from paceline.parallel.sharded import ShardedGradients
-from paceline.parallel.sharding import Shards, shard
+from paceline.parallel.sharded import Sharded, Shards, shard
 from paceline.parallel.strategy import Alone, Strategy
-from paceline.parallel.summed import SummedGradients
+from paceline.parallel.summed import Summed
 from paceline.speed.master import Masters
 from paceline.world.link import Link
 from paceline.world.start import patience
@@ -31,11 +30,11 @@ def choose(
     if not link.has_group:
         return Alone(parameters)
     if shards is not None:
-        return ShardedGradients(parameters, link, shards)
+        return Sharded(parameters, link, shards)
     if config.reduce == "grad":
-        return SummedGradients(parameters, link, wire=config.wire)
+        return Summed(parameters, link, wire=config.wire)
     kept = model.state_dict().keys()  # buffers that are not persistent are constants
-    return AveragedParameters(
+    return Averaged(
         parameters,
         link,
         config,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.train.contract import TooManySkipped
+from paceline.train.loss import TooManySkipped
 
 
 class SkipCount:

@@ -21,7 +21,7 @@ from paceline.world.discover.environment import World
 from paceline.world.link import Link
 
 if TYPE_CHECKING:
-    from paceline.train.step import Step
+    from paceline.parallel.step import Step
 
 Sums = tuple[Any, Any]
 """A metric as (sum, weight), divided once over all batches and ranks."""

@@ -18,6 +18,7 @@ from paceline.observe.rank_log import rank_log
 from paceline.observe.timeline import recorder as timeline
 from paceline.observe.verdict import Finding
 from paceline.optim import build, larc, schedule
+from paceline.parallel.step import Step
 from paceline.train import setup, summary
 from paceline.train.autotune.run_choice import Fastest
 from paceline.train.checkpoint import reader as restore
@@ -32,7 +33,6 @@ from paceline.train.meter import Meter, make_clock
 from paceline.train.position import Position
 from paceline.train.scaling import for_ranks
 from paceline.train.signals import on_stop_signal, stop_reason
-from paceline.train.step import Step
 from paceline.train.task import Stage, Task, attach, overrides
 from paceline.train.validate import Validation
 from paceline.world.failure import stacks

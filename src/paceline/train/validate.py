@@ -25,8 +25,8 @@ from paceline.data.grain import Grain
 from paceline.data.loader import Loader
 from paceline.data.plan import BatchRule, Plan
 from paceline.observe.callback import Samples
-from paceline.train.contract import OutOfMemory
 from paceline.train.engine import Engine
+from paceline.train.loss import OutOfMemory
 from paceline.train.position import Position
 from paceline.train.task import Task, overrides
 from paceline.world.link import Link

@@ -18,8 +18,8 @@ from paceline.speed.autotune.choice import CannotRun
 from paceline.speed.precision import Capabilities
 from paceline.train.autotune import contest
 from paceline.train.autotune.contest import FEWEST_ROUNDS, ROUNDS, Ring, Round, enough, in_turns, step_seconds
-from paceline.train.contract import NonFiniteLoss
 from paceline.train.feed import Feed
+from paceline.train.loss import NonFiniteLoss
 from tests.train.small import BATCH, SmallTask, alone
 
 GPU_LIKE = Capabilities("cpu", "this CPU", bf16=True, tf32=True, fp16=True, compiler=False)

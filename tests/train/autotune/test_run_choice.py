@@ -23,7 +23,7 @@ from paceline.train.apply import restore_for_use
 from paceline.train.autotune import contest
 from paceline.train.autotune import run_choice as fastest
 from paceline.train.autotune.run_choice import precision_for_use, why_no_graphs, why_no_kernels
-from paceline.train.contract import NonFiniteLoss
+from paceline.train.loss import NonFiniteLoss
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.speed.test_graphs import Again

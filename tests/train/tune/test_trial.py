@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from paceline.config.settings import TrainConfig
-from paceline.train.contract import LossContract, OutOfMemory
+from paceline.train.loss import LossContract, OutOfMemory
 from paceline.train.tune import trial as tune_trial
 from paceline.train.tune.knobs import Facts
 from paceline.train.tune.process import POLL_S, SPEED, Spec, judge, kind_of, run_trial, started, write_end

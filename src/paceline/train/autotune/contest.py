@@ -23,8 +23,8 @@ from paceline.speed.autotune.candidates import Way
 from paceline.speed.autotune.choice import CannotRun
 from paceline.speed.graphs import CudaRecorder, Graphs
 from paceline.train.autotune.recorded import RecordedGrains
-from paceline.train.contract import OutOfMemory
 from paceline.train.engine import Engine
+from paceline.train.loss import OutOfMemory
 from paceline.train.task import Task
 from paceline.world.discover.environment import World
 from paceline.world.link import Link

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.core.errors import PacelineError
 from paceline.optim import state as optimizer_state
-from paceline.parallel.averaged import AveragedParameters
+from paceline.parallel.averaged import Averaged
 from paceline.train.engine import Engine
 
 Parts = dict[str, dict[str, Tensor]]
@@ -66,7 +66,7 @@ def collect(engine: Engine, in_pieces: bool = False) -> tuple[Parts, dict[str, A
     if engine.shards is not None and not in_pieces:
         parts |= {part: engine.shards.whole(parts[part], of) for part, of in SHARDED.items() if part in parts}
     averaging: dict[str, Any] = {}
-    if isinstance(engine.strategy, AveragedParameters):
+    if isinstance(engine.strategy, Averaged):
         velocities, averaging = engine.strategy.common_state()
         if velocities:
             parts["outer"] = velocities
@@ -88,7 +88,7 @@ def is_piece(engine: Engine, part: str, name: str, tensor: Tensor) -> bool:
 
 def collect_own(engine: Engine) -> dict[str, Tensor]:
     """What only this rank has: nothing, unless ranks step apart (`reduce: param`). Ranks must be together."""
-    if not isinstance(engine.strategy, AveragedParameters):
+    if not isinstance(engine.strategy, Averaged):
         return {}
     parts = {"averaging": engine.strategy.local_state(), "scale": engine.scale.state_dict()}
     parts["skips"] = {"state": torch.tensor(engine.skips.state())}
@@ -131,7 +131,7 @@ def restore(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]], values: M
     engine.epoch, engine.epoch_step, engine.call_began = values["batches"]
     engine.is_resumed = True
     engine.skips.load(own["skips"]["state"].tolist() if own else values["skips"])
-    if isinstance(engine.strategy, AveragedParameters):
+    if isinstance(engine.strategy, Averaged):
         engine.strategy.load(parts.get("outer", {}), values.get("averaging", {}), own.get("averaging"))
 
 
@@ -146,7 +146,7 @@ def _own_parts(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]]) -> tup
         ranks.append(split)
     if not ranks:
         return {}, parts["optimizer"]
-    world, averages = engine.link.world, isinstance(engine.strategy, AveragedParameters)
+    world, averages = engine.link.world, isinstance(engine.strategy, Averaged)
     is_kept = any("optimizer" in each for each in ranks)
     own = ranks[world.rank] if averages and len(ranks) == world.size else {}
     # One rank does not average, and a run may go on with `grad`: the states of all are still what it goes on from.

@@ -22,7 +22,7 @@ import torch
 
 from paceline.core.disk import replacing
 from paceline.core.errors import PacelineError
-from paceline.train.contract import OutOfMemory
+from paceline.train.loss import OutOfMemory
 from paceline.train.tune.knobs import Facts
 from paceline.train.tune.search import Failure, FailureKind, Speed
 from paceline.world.failure.together import is_broken_link, user_message

@@ -17,11 +17,11 @@ from paceline.config.settings import TrainConfig
 from paceline.core.errors import PacelineError
 from paceline.data.grain import Grain
 from paceline.observe.clock import computing_share, elapsed
+from paceline.parallel.step import Step
 from paceline.speed import precision
 from paceline.train import summary
 from paceline.train.benchmark import unkept
 from paceline.train.feed import Feed
-from paceline.train.step import Step
 from paceline.train.task import Stage, Task
 from paceline.train.trainer import Trainer
 from paceline.train.tune.knobs import Facts, LevelFacts

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from paceline.config.settings import ReduceSettings
-from paceline.parallel.averaged import AveragedParameters
-from paceline.parallel.averaged_state import reset
-from paceline.train.step import Step
+from paceline.parallel.averaged import Averaged
+from paceline.parallel.flat import reset
+from paceline.parallel.step import Step
 from paceline.world.link import Link
 from tests.ranks import ranks
 
@@ -28,9 +28,7 @@ def adam(rank: int, is_used: bool = True) -> tuple[list[torch.nn.Parameter], tor
 def test_entries_are_averaged_and_missing_ones_are_zero(link: Link) -> None:
     rank, size = link.world.rank, link.world.size
     weights, optimizer = adam(rank, is_used=rank != 0)
-    averaging = AveragedParameters(
-        weights, link, ReduceSettings(reduce="param", sync_step=1), optimizer=optimizer, buffers={}
-    )
+    averaging = Averaged(weights, link, ReduceSettings(reduce="param", sync_step=1), optimizer=optimizer, buffers={})
     everyone = [adam(other, is_used=other != 0) for other in range(size)]
     averaging.stepped(Step(0, torch.tensor(1.0), 5), 5.0 * size, True, False, False)
     for number in range(2):

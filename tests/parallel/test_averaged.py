@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.parallel.interval import GROWTH, first_interval, next_interval
+from paceline.parallel.averaged import GROWTH, first_interval, next_interval
 
 
 def test_steps_stay_steps() -> None:

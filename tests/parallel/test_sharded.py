@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from paceline.parallel.sharding import MIN_BLOCK, CannotShard, blocks, check, shard
+from paceline.parallel.sharded import MIN_BLOCK, CannotShard, blocks, check, shard
 from paceline.world.link import Link
 from tests.ranks import ranks
 
