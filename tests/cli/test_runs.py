@@ -14,6 +14,7 @@ import pytest
 
 from paceline.cli.diff import differences
 from paceline.cli.main import main
+from paceline.core.run_folder import RunRecord
 from paceline.observe.journal import read
 
 TOWER = f"{Path(__file__).parent / 'own_settings.py'}:Tower"
@@ -104,8 +105,8 @@ def test_a_difference_is_shown_and_is_the_exit_code(
 
 
 def test_versions_code_and_command_lines_are_compared() -> None:
-    def record(**start: Any) -> dict[str, Any]:
-        return {"task": "t", "grains": 1, "settings": {"lr": 1, "out": str(start)}, "starts": [{}, start]}
+    def record(**start: Any) -> RunRecord:
+        return RunRecord({"lr": 1, "out": str(start)}, task="t", grains=1, starts=[{}, start])
 
     ours = record(command="paceline a", versions={"torch": "1"}, git={"commit": "c", "dirty": False})
     theirs = record(command="paceline b", versions={"torch": "2"}, git=None)

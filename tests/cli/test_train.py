@@ -18,8 +18,8 @@ import torch
 
 from paceline.cli.main import main
 from paceline.core.paths import near
+from paceline.core.run_folder import RunFolder
 from paceline.observe.journal import read
-from paceline.train.run import Run
 from tests.train.checkpoint.test_writer import small_disk
 
 FILE = Path(__file__).parent / "tasks_for_tests.py"
@@ -185,7 +185,7 @@ def test_a_full_disk_is_said_before_the_first_step(mistake: Mistake, tmp_path: P
         (disk / "full").unlink()
         assert main(arguments("Good", "--out", disk / "run", "--epochs", "1")) == 2, "one page: not even its settings"
         assert not (disk / "run" / "run.json").exists()
-        assert Run(disk / "run").check(may_exist=False) is None, "the same command may be typed again"
+        assert RunFolder(disk / "run").check(may_exist=False) is None, "the same command may be typed again"
 
 
 def test_a_disk_that_fills_up_is_said_and_the_run_goes_on_when_there_is_room(mistake: Mistake, tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from paceline.config.settings import TrainConfig
+from paceline.core.run_folder import RunExists
 from paceline.observe.journal import read
 from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint.state import WeightsMisfit
 from paceline.train.position import SettingsChanged
-from paceline.train.run import RunExists
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.crash import run_until_death

@@ -16,12 +16,12 @@ from paceline.cli.report import PAGE, write_report
 from paceline.config.command_line import asks_for_help, dashed, read_words
 from paceline.config.parse import Given
 from paceline.config.yaml_file import read_file
+from paceline.core.run_folder import METRICS
 from paceline.observe.journal import read
 from paceline.observe.progress import clock_time
 
 CORPUS = "demo-speech"
 """Beside the runs: kept for the next demo."""
-JOURNAL = "metrics.jsonl"
 MOST_PROCS = 4
 SETTINGS: dict[str, Any] = {
     "network": "small",
@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
         sys.stdout.write(f"paceline train {' '.join(words)}\n")
         sys.stdout.flush()
     code = train.run(words)
-    if code == 0 and out is not None and (out / JOURNAL).exists():
+    if code == 0 and out is not None and (out / METRICS).exists():
         sys.stdout.write("\n".join(["", *closing(out, corpus, time.monotonic() - began, _report(out)), ""]))
     return code
 
@@ -105,14 +105,14 @@ def _speak(folder: Path) -> None:
 
 def _report(out: Path) -> list[str]:
     """The page about this run, where there is something to draw it with."""
-    if find_spec("plotly") is None or not read(out / JOURNAL):
+    if find_spec("plotly") is None or not read(out / METRICS):
         return []
     return [write_report([out], out / PAGE), ""]
 
 
 def closing(out: Path, corpus: Path, seconds: float, report: Sequence[str] = ()) -> list[str]:
     """What came out, and where to look next."""
-    validations, epochs = read(out / JOURNAL, "validation"), read(out / JOURNAL, "epoch")
+    validations, epochs = read(out / METRICS, "validation"), read(out / METRICS, "epoch")
     lines = error_rates(validations[-1]) if validations else []
     example = corpus / "val-unseen" / "00000.flac"
     return [

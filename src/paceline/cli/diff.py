@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from paceline.config.load import load
-from paceline.config.run_path import MARK
 from paceline.config.settings import Section
+from paceline.core.run_folder import BrokenRecord, NotARun, RunFolder, RunRecord, read_record
 from paceline.observe.report.runs import NoRun
 from paceline.observe.report.settings import ABSENT, OWN_NAMES
-from paceline.train.run import NotARun, Run
 
 Rows = dict[str, tuple[str, str]]
 
@@ -36,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
     return 1
 
 
-def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Rows]:
+def differences(left: RunRecord, right: RunRecord) -> dict[str, Rows]:
     """What differs between the records of two runs: heading -> name -> both values."""
     sections = {heading: (_values(left, heading), _values(right, heading)) for heading in ("settings", "start")}
     found = {}
@@ -52,31 +50,25 @@ def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, 
     return found
 
 
-def _values(record: Mapping[str, Any], heading: str) -> dict[str, str]:
+def _values(record: RunRecord, heading: str) -> dict[str, str]:
     if heading == "settings":
-        settings = {name: value for name, value in record["settings"].items() if name not in OWN_NAMES}
-        return {
-            name: str(value) for name, value in {"task": record["task"], **settings, "grains": record["grains"]}.items()
-        }
-    start = (record.get("starts") or [{}])[-1]
+        settings = {name: value for name, value in record.settings.items() if name not in OWN_NAMES}
+        return {name: str(value) for name, value in {"task": record.task, **settings, "grains": record.grains}.items()}
+    start = (record.starts or [{}])[-1]
     flat = {"command": start.get("command"), "host": start.get("host"), **(start.get("versions") or {})}
     git = start.get("git") or {}
     flat |= {"git commit": git.get("commit"), "git dirty": git.get("dirty")}
     return {name: str(value) for name, value in flat.items() if value is not None}
 
 
-def _read(folder: Path) -> dict[str, Any]:
-    if not (folder / MARK).exists():
+def _read(folder: Path) -> RunRecord:
+    if not RunFolder(folder).is_run:
         raise NoRun(folder)
-    record = Run(folder).check(may_exist=True)
-    if record is None:  # a run that failed early is free to be made anew, but can be looked at
-        import json
-
-        record = json.loads((folder / MARK).read_text(encoding="utf-8"))
-    missing = [name for name in ("task", "grains") if name not in record]
-    if missing:
-        raise NotARun(folder, f"{MARK} has no {missing[0]}")
-    assert isinstance(record, dict)
+    try:
+        record = read_record(folder)
+        record.require("task", "grains")
+    except BrokenRecord as error:
+        raise NotARun(folder, str(error)) from error
     return record
 
 

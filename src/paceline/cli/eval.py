@@ -15,9 +15,9 @@ from pydantic import ValidationError, create_model
 from paceline.cli.procs import check_procs
 from paceline.config.command_line import Typed, read_words
 from paceline.config.load import load
-from paceline.config.run_path import MARK
 from paceline.config.settings import Positive, Section, TrainConfig
 from paceline.core.errors import PacelineError
+from paceline.core.run_folder import BrokenRecord, RunRecord, read_record
 
 if TYPE_CHECKING:
     from paceline.train.task import Task
@@ -146,7 +146,7 @@ def with_task_options(model: type[Options], typed: Typed, argv: Sequence[str]) -
     record = next((found for found in records if found is not None), None)
     if record is None:
         return model  # said when the run is opened
-    spec = str(typed.given["task"].raw if "task" in typed.given else record.get("task"))
+    spec = str(typed.given["task"].raw if "task" in typed.given else record.task)
     from paceline.cli.tasks import UnknownTask, find_task
 
     try:
@@ -157,12 +157,11 @@ def with_task_options(model: type[Options], typed: Typed, argv: Sequence[str]) -
     return model if own is Section else create_model(model.__name__, __base__=bases, __doc__=model.__doc__)
 
 
-def _record(run: Path) -> dict[str, Any] | None:
+def _record(run: Path) -> RunRecord | None:
     try:
-        record = json.loads((run / MARK).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_record(run)
+    except (OSError, BrokenRecord):
         return None
-    return record if isinstance(record, dict) else None
 
 
 def open_run(
@@ -178,11 +177,11 @@ def open_run(
 
     record = read_run(options.run)
     task = task_of(options.run, options.task, record)
-    values = {**record["settings"], "device": options.device, **changes}
+    values = {**record.settings, "device": options.device, **changes}
     values |= {name: getattr(options, name) for name in options.model_fields_set & set(task.Use.model_fields)}
     for name, manifest in manifests.items():
         if manifest and name not in task.Settings.model_fields:
-            raise NoManifests(str(record.get("task")))
+            raise NoManifests(str(record.task))
         values |= {name: manifest} if manifest else {}
     if options.level is not None:
         values |= {"level": options.level, "precision": None}  # a level asked for is not to be overruled by the run's
@@ -200,13 +199,13 @@ def open_run(
     return task, config, link
 
 
-def task_of(run: Path, given: str | None, record: Mapping[str, Any]) -> Task:
+def task_of(run: Path, given: str | None, record: RunRecord) -> Task:
     """The task of a run: where its record says, or where the user says it is now."""
     from paceline.cli.tasks import UnknownTask, load_task
 
     if given is not None:
         return load_task(given)
-    spec = str(record.get("task"))
+    spec = str(record.task)
     try:
         return load_task(spec)
     except UnknownTask as error:

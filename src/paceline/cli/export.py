@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
 
     record = apply.read_run(options.run)
     task = task_of(options.run, options.task, record)
-    task.settings = settings_of(task, options.run, record["settings"])
+    task.settings = settings_of(task, options.run, record.settings)
     checkpoint = apply.find_checkpoint(options.run, options.checkpoint)
     about = {"run": str(options.run), "checkpoint": checkpoint.name}
     task.export(options.folder, apply.read_weights(checkpoint), about)

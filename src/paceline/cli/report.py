@@ -11,6 +11,7 @@ from paceline.config.settings import Section
 from paceline.core.disk import cannot_write, replacing
 from paceline.core.errors import PacelineError
 from paceline.core.paths import near
+from paceline.core.run_folder import METRICS
 
 PAGE = "report.html"
 
@@ -45,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
 def write_report(folders: Sequence[Path], path: Path) -> str:
     """Make the page; returns the line that says so. It has its name only when it is complete."""
     from paceline.observe.report.page import page
-    from paceline.observe.report.runs import METRICS, read_runs
+    from paceline.observe.report.runs import read_runs
 
     runs = read_runs(folders)
     text = page(runs)

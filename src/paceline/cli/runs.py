@@ -9,13 +9,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from paceline.config.load import load
-from paceline.config.run_path import MARK
 from paceline.config.settings import Section
 from paceline.core.errors import PacelineError
-from paceline.core.run_lock import status_now
+from paceline.core.run_folder import METRICS, RECORD, BrokenRecord, read_progress, read_record, status_now
 
 with warnings.catch_warnings():
     # `json` hides a method that pydantic itself has given up; it is the word that users know.
@@ -84,7 +82,7 @@ def run(argv: Sequence[str]) -> int:
 def find_runs(folder: Path) -> Iterator[Path]:
     """All run folders below; a run is not looked into."""
     for place, below, files in os.walk(folder):
-        if MARK in files:
+        if RECORD in files:
             below.clear()
             yield Path(place)
 
@@ -93,19 +91,19 @@ def read_line(run: Path, base: Path) -> RunLine:
     """What the files of a run say; a broken one is listed as such."""
     name = str(run.relative_to(base)) if run != base else run.name
     try:
-        record = json.loads((run / MARK).read_text(encoding="utf-8"))
-        settings, starts = record["settings"], record.get("starts", [])
-        task, status = _short(str(record["task"])), status_now(run, str(record["status"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return RunLine(name, "?", f"{MARK} is broken", 0, None, None, None, None, None)
-    step, validations = _read_metrics(run / "metrics.jsonl")
+        record = read_record(run)
+        record.require("task", "status")
+    except (OSError, BrokenRecord):
+        return RunLine(name, "?", f"{RECORD} is broken", 0, None, None, None, None, None)
+    settings, starts = record.settings, record.starts
+    step, validations = read_progress(run / METRICS)
     metric = settings.get("monitor") or next((key for key in (validations or [{}])[-1] if "/" in key), None)
     scores = [entry[metric] for entry in validations if entry.get(metric) is not None] if metric else []
     better = max if settings.get("monitor_mode") == "max" else min
     return RunLine(
         name=name,
-        task=task,
-        status=status,
+        task=_short(str(record.task)),
+        status=status_now(run, str(record.status)),
         steps=step.get("step", -1) + 1,
         loss=step.get("loss"),
         metric=metric,
@@ -113,31 +111,6 @@ def read_line(run: Path, base: Path) -> RunLine:
         best=better(scores) if scores else None,
         when=starts[0]["time"] if starts else None,
     )
-
-
-def _read_metrics(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The last step and all validations; lines that are none are left out. Most are steps and are not parsed."""
-    last, validations = "", []
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if not line.endswith("\n"):
-                    break  # being written, or cut short by a crash
-                if '"kind": "validation"' in line:
-                    validations.append(_parsed(line))
-                elif line.startswith('{"kind": "step", "step": ') and line.endswith("}\n"):
-                    last = line
-    except OSError:
-        return {}, []
-    return _parsed(last), [record for record in validations if record]
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def _show(lines: list[RunLine]) -> None:

@@ -18,9 +18,10 @@ from paceline.cli.launch import RANKED
 from paceline.config.command_line import asks_for_help, dashed
 from paceline.config.load import load
 from paceline.config.problems import Problem, SettingsInvalid
-from paceline.config.run_path import MARK, run_folder
+from paceline.config.run_path import run_folder
 from paceline.config.settings import Positive, Section, TrainConfig
 from paceline.core.errors import PacelineError
+from paceline.core.run_folder import BATCH, RunFolder
 from paceline.world.launch.batch_script import BatchJob, mebibytes, seconds
 from paceline.world.launch.sge import GridEngine, sge_script
 from paceline.world.launch.slurm import slurm_script
@@ -249,7 +250,7 @@ def _prepare(words: list[str], options: SubmitOptions) -> Command:
     if settings.benchmark:
         return Command(tuple(words), task, Path())
     folder = run_folder(settings, task=task, moment=time.strftime("%Y%m%d-%H%M%S"), exists=Path.exists)
-    if settings.resume == "no" and (folder / MARK).exists():
+    if settings.resume == "no" and RunFolder(folder).is_run:
         raise RunIsThere(folder)
     if isinstance(settings.resume, Path) and options.requeue:
         raise ResumesFromFile
@@ -258,7 +259,7 @@ def _prepare(words: list[str], options: SubmitOptions) -> Command:
         more += ["--resume", "auto"]
     if settings.progress == "auto":
         more += ["--progress", "lines"]  # what Open MPI's ranks write to looks like a terminal, but is a log
-    return Command((*words, *more), folder.name, folder / "batch")
+    return Command((*words, *more), folder.name, folder / BATCH)
 
 
 def _read_training(words: list[str]) -> tuple[TrainConfig, str]:

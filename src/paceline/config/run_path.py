@@ -7,8 +7,7 @@ from pathlib import Path, PurePath
 
 from paceline.config.settings import RunSettings
 from paceline.core.errors import PacelineError
-
-MARK = "run.json"
+from paceline.core.run_folder import RECORD
 
 
 class WhichRun(PacelineError):
@@ -47,7 +46,7 @@ def run_folder(settings: RunSettings, *, task: str, moment: str, exists: Callabl
         raise WhichRun
     if isinstance(settings.resume, Path):
         run = settings.resume.resolve().parent.parent
-        if exists(run / MARK):
+        if exists(run / RECORD):
             return run
     return _unused(settings.runs_dir / f"{task}-{moment}", exists)
 

@@ -16,6 +16,7 @@ import torch
 from paceline.config.settings import TrainConfig
 from paceline.core.errors import PacelineError
 from paceline.core.keys import key
+from paceline.core.run_folder import NotARun, RunFolder, RunRecord
 from paceline.data.fetch import seed_everything
 from paceline.data.grain import Grain, map_tensors
 from paceline.train import task as tasks
@@ -24,7 +25,6 @@ from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint import state
 from paceline.train.engine import Engine
 from paceline.train.position import Position
-from paceline.train.run import MARK, NotARun, Run
 from paceline.train.task import Task, overrides
 from paceline.train.validate import FixedSet, Validation, fixed_set
 from paceline.world.link import Link
@@ -93,15 +93,15 @@ class PredictionContract(PacelineError):
 # -- a run and its checkpoints -----------------------------------------------------------------------------------------
 
 
-def read_run(folder: Path) -> dict[str, Any]:
+def read_run(folder: Path) -> RunRecord:
     """The record of a run that has something to use."""
     try:
-        record = Run(folder).check(may_exist=True)
+        record = RunFolder(folder).check(may_exist=True)
     except NotARun as error:
         raise NoRun(str(error)) from error
     if record is None:
         why = "there is no such folder" if not folder.exists() else "it is empty"
-        raise NoRun(f"{folder} is not a run: {'it failed at its start' if (folder / MARK).exists() else why}")
+        raise NoRun(f"{folder} is not a run: {'it failed at its start' if RunFolder(folder).is_run else why}")
     return record
 
 
@@ -123,7 +123,7 @@ def choose_checkpoint(link: Link, folder: Path, which: Which) -> Path:
 def find_checkpoint(folder: Path, which: Which) -> Path:
     """The sound checkpoint of a run that `which` means; it is said which ones were broken."""
     read_run(folder)
-    checkpoints = Run(folder).checkpoints
+    checkpoints = RunFolder(folder).checkpoints
     if isinstance(which, Path):
         for path in (which, checkpoints / which):
             if (path / restore.DIGESTS).exists():
@@ -247,8 +247,7 @@ def predict_run(
 
 def _grains(folder: Path, config: TrainConfig) -> int:
     """Grains per step of the run, which say how large its validation batches are."""
-    grains = read_run(folder).get("grains") or config.grains or 1
-    return int(grains)
+    return int(read_run(folder).grains or config.grains or 1)
 
 
 def _predict(task: Task, engine: Engine, each: FixedSet, limit_batches: int | None) -> Iterator[tuple[int, Any]]:

@@ -11,12 +11,12 @@ from typing import Any
 
 from paceline.config.run_path import run_folder
 from paceline.config.settings import TrainConfig
+from paceline.core.run_folder import RunFolder
 from paceline.observe.callback import Watcher
 from paceline.train import apply
 from paceline.train import predictions as outcome
 from paceline.train.benchmark import benchmark
 from paceline.train.checkpoint import reader as restore
-from paceline.train.run import MARK
 from paceline.train.task import Task
 from paceline.train.trainer import Result, Trainer
 from paceline.world.discover.environment import discover
@@ -80,7 +80,7 @@ def _apply(task: Task, config: TrainConfig, link: Link) -> Result:
 def _run_to_use(config: TrainConfig) -> tuple[Path, apply.Which]:
     which: apply.Which = config.resume if isinstance(config.resume, Path) else "last"
     folder = config.out
-    if isinstance(which, Path) and (folder is None or not (folder / MARK).exists()):
+    if isinstance(which, Path) and (folder is None or not RunFolder(folder).is_run):
         folder = which.resolve().parent.parent
     if folder is None:
         error = apply.NoRun(f"`mode` is {config.mode!r}, but not said of which run")

@@ -71,7 +71,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
             read_run(over)
         assert "wait" not in lost.value.hint
     (tmp_path / "broken").mkdir()
-    for text, why in (("{", "Expecting"), ('{"task": "a"}', "no 'status'"), ("[]", "indices")):
+    for text, why in (("{", "Expecting"), ('{"task": "a", "settings": {}}', "no 'status'"), ("[]", "no 'settings'")):
         (tmp_path / "broken" / "run.json").write_text(text)
         with pytest.raises(BrokenRun, match=why):
             read_run(tmp_path / "broken")

@@ -8,18 +8,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.config.run_path import MARK
 from paceline.core.errors import PacelineError
-from paceline.core.run_lock import DIED, RUNNING, UNSEEN, status_now
+from paceline.core.run_folder import (
+    DIED,
+    METRICS,
+    RECORD,
+    RUNNING,
+    TIMELINES,
+    UNSEEN,
+    BrokenRecord,
+    RunFolder,
+    read_journal,
+    read_record,
+    status_now,
+)
 from paceline.observe.callback import Record
 
-METRICS, CONTINUAL, TIMELINES = "metrics.jsonl", "continual.json", "profile"
+CONTINUAL = "continual.json"
 
 
 class NoRun(PacelineError):
     """A folder that holds no run."""
 
-    hint = f"give the folder with {MARK} in it; `paceline runs` lists runs"
+    hint = f"give the folder with {RECORD} in it; `paceline runs` lists runs"
 
     def __init__(self, folder: Path) -> None:
         why = "holds no run" if folder.is_dir() else "is a file, not a run" if folder.exists() else None
@@ -31,7 +42,7 @@ class BrokenRun(PacelineError):
     """A run whose own description cannot be read."""
 
     def __init__(self, folder: Path, why: str) -> None:
-        super().__init__(f"{folder / MARK} is broken: {why}")
+        super().__init__(f"{folder / RECORD} is broken: {why}")
         self.folder = folder
         self.hint = "leave this run out"
 
@@ -125,35 +136,33 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
 
 def read_run(folder: Path, name: str | None = None) -> RunRecord:
     """A run from its folder; lines that a crash has cut short are left out."""
-    mark = folder / MARK
-    if not mark.exists():
+    if not RunFolder(folder).is_run:
         raise NoRun(folder)
     try:
-        about = json.loads(mark.read_text(encoding="utf-8"))
-        task, status, settings = str(about["task"]), str(about["status"]), dict(about["settings"])
-        starts = list(about.get("starts", []))
-    except KeyError as error:
-        raise BrokenRun(folder, f"it has no {error.args[0]!r}") from error
-    except (OSError, ValueError, TypeError) as error:
+        record = read_record(folder)
+        record.require("task", "status")
+    except BrokenRecord as error:
+        raise BrokenRun(folder, error.cause) from error
+    except OSError as error:
         raise BrokenRun(folder, str(error)) from error
-    status = status_now(folder, status)
-    by_kind, num_unread = _read_journal(folder / METRICS)
-    if not by_kind["step"]:
+    status = status_now(folder, str(record.status))
+    journal = read_journal(folder / METRICS)
+    if not journal.steps:
         raise EmptyRun(folder, status)
     return RunRecord(
         folder=folder,
         name=name or folder.resolve().name,
-        task=task.rpartition("/")[2],
+        task=str(record.task).rpartition("/")[2],
         status=status,
-        grains=int(about.get("grains", 1)),
-        settings=settings,
-        starts=starts,
-        steps=by_kind["step"],
-        epochs=by_kind["epoch"],
-        validations=by_kind["validation"],
+        grains=1 if record.grains is None else int(record.grains),
+        settings=record.settings,
+        starts=record.starts,
+        steps=journal.steps,
+        epochs=journal.epochs,
+        validations=journal.validations,
         continual=_read_continual(folder / CONTINUAL),
         timelines=sorted((folder / TIMELINES).glob("*.json.gz")),
-        num_unread=num_unread,
+        num_unread=journal.num_unread,
     )
 
 
@@ -164,39 +173,6 @@ def short_names(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [f"{folder.name} ({number})" for number, folder in enumerate(folders, 1)]  # one run, given twice
-
-
-def _read_journal(path: Path) -> tuple[dict[str, list[Record]], int]:
-    """Records by kind, and the number of lines that are none. The last line may be cut short: by a crash, or as it is
-    being written."""
-    by_kind: dict[str, list[Record]] = {"step": [], "epoch": [], "validation": []}
-    num_unread = 0
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                record = _record(line)
-                if record is not None:
-                    by_kind.setdefault(record["kind"], []).append(record)
-                else:
-                    num_unread += line.endswith("\n")
-    except FileNotFoundError:
-        pass
-    return by_kind, num_unread
-
-
-def _record(line: str) -> Record | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    is_one = isinstance(record, dict) and isinstance(record.get("kind"), str) and _is_count(record.get("step"))
-    if not is_one or (record["kind"] == "epoch" and not _is_count(record.get("epoch"))):
-        return None
-    return dict(record)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _read_continual(path: Path) -> dict[str, Any] | None:

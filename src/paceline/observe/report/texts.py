@@ -5,8 +5,9 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 
+from paceline.core.run_folder import METRICS
 from paceline.observe.report.findings import held_back, nothing_found
-from paceline.observe.report.runs import METRICS, RunRecord
+from paceline.observe.report.runs import RunRecord
 from paceline.observe.report.samples import marked, samples_of
 from paceline.observe.report.settings import differences, settings_of, start_of
 from paceline.observe.report.summary import comparison, facts

@@ -22,12 +22,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from paceline.config.settings import ObserveSettings
 from paceline.config.step_range import StepRange
 from paceline.core.errors import PacelineError
+from paceline.core.run_folder import TIMELINES
 from paceline.observe.clock import Clock
 from paceline.observe.timeline import time_axis, trace
 from paceline.world.link import Link
 
 T = TypeVar("T")
-FOLDER = "profile"
+
 AUTO_AFTER, AUTO_STEPS = 10, 5
 """`--profile auto`: so many steps are let go by (compilation, memory pools), so many are recorded."""
 MOST_RANKS = 8
@@ -111,7 +112,7 @@ class Timeline:
         self._with_torch = link.world.rank in (ranks or range(MOST_RANKS))
         self._with_memory = settings.profile_memory
         self._with_history = settings.profile_memory and self._with_torch and link.device.type == "cuda"
-        self._link, self._clock, self._folder, self._say = link, clock, folder / FOLDER, say
+        self._link, self._clock, self._folder, self._say = link, clock, folder / TIMELINES, say
         self._num_steps = num_steps
         self._profiler: profile | None = None
         self._tape: trace.Tape | None = None

@@ -84,9 +84,9 @@ def load(
 
 def _read_run(folder: Path, checkpoint: Which) -> tuple[NetworkSettings, Mapping[str, Tensor]]:
     record = read_run(folder)
-    settings: dict[str, Any] = record["settings"]
+    settings: dict[str, Any] = record.settings
     if "network" not in settings:
-        raise NotSpeech(folder, str(record.get("task")))
+        raise NotSpeech(folder, str(record.task))
     return read_network(settings["network"]), read_weights(find_checkpoint(folder, checkpoint))
 
 

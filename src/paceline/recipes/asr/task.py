@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError
+from paceline.core.run_folder import RunFolder
 from paceline.data.grain import Grain
 from paceline.data.manifest.bad_line import BadLine, shown
 from paceline.recipes.asr.data.corpus import Corpus, Opening, Part, list_bad, parts_of
@@ -27,7 +28,6 @@ from paceline.recipes.asr.text.ctc import ctc_loss_sum
 from paceline.recipes.asr.text.decode import transcripts
 from paceline.recipes.asr.text.error_rate import character_errors, word_errors
 from paceline.recipes.asr.text.labels import Labels
-from paceline.train.run import MARK
 from paceline.train.task import Sums, Task
 
 
@@ -171,7 +171,7 @@ class Asr(Task):
         out, opening = self.settings.out, self._opening
         new = [line for line in more if line not in opening.bad]
         opening.bad, opening.num_bad = [*opening.bad, *new], opening.num_bad + len(new)
-        if opening.num_bad and self.world.rank == 0 and out is not None and (out / MARK).exists():
+        if opening.num_bad and self.world.rank == 0 and out is not None and RunFolder(out).is_run:
             list_bad(out, opening.bad, opening.num_bad)
 
     def _listen(self, model: nn.Module, grain: Grain) -> Tensor:

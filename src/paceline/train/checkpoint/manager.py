@@ -13,7 +13,8 @@ from torch import Tensor
 from paceline.config.settings import TrainConfig
 from paceline.core.disk import CannotWrite
 from paceline.core.errors import PacelineError
-from paceline.core.record import start_record
+from paceline.core.provenance import start_record
+from paceline.core.run_folder import RunFolder, RunRecord
 from paceline.observe.progress import Progress
 from paceline.parallel.gather import gather_tensors
 from paceline.train.checkpoint import pieces, state
@@ -21,7 +22,6 @@ from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint.writer import Checkpointer
 from paceline.train.engine import Engine
 from paceline.train.position import Position, SettingsChanged, choose_grains, settings_changed
-from paceline.train.run import MARK, Run
 from paceline.train.task import Task
 from paceline.world.link import Link
 
@@ -30,7 +30,7 @@ class NotACheckpoint(PacelineError):
     """`resume` names something else than a checkpoint."""
 
     def __init__(self, path: Path) -> None:
-        is_run = (path / MARK).exists()
+        is_run = RunFolder(path).is_run
         super().__init__(f"{path} is {'a run, not a checkpoint' if is_run else 'not a checkpoint'}")
         self.path = path
         self.hint = (
@@ -45,14 +45,14 @@ class CheckpointManager:
 
     def __init__(self, config: TrainConfig, link: Link, progress: Progress, task: str) -> None:
         self._config, self._link, self._progress, self._task = config, link, progress, task
-        self._run = Run(config.out) if config.out is not None else None
+        self._run = RunFolder(config.out) if config.out is not None else None
         self._writer: Checkpointer | None = None
         self._saved: dict[str, Any] | None = None
         self._choice: dict[str, Any] | None = None
         stored = self._check()
-        is_own = stored is not None and self._run is not None and (self._run.folder / MARK).exists()
-        self._starts: list[dict[str, Any]] = list(stored.get("starts", [])) if stored is not None and is_own else []
-        before: int | None = stored["grains"] if stored is not None else None
+        is_own = stored is not None and self._run is not None and self._run.is_run
+        self._starts: list[dict[str, Any]] = stored.starts if stored is not None and is_own else []
+        before = stored.grains if stored is not None else None
         may_regrain = config.regrain or (config.allow_change and config.grains is not None)
         self.grains = choose_grains(config.grains, before, link.world.size, may_regrain)
         if before not in (None, self.grains):
@@ -71,7 +71,7 @@ class CheckpointManager:
         """Where this rank's own log goes, where there are several ranks."""
         if self._run is None or self._link.world.size == 1 or not self._config.rank_logs:
             return None
-        return self._run.folder / "logs" / f"rank-{self._link.world.rank}.log"
+        return self._run.logs / f"rank-{self._link.world.rank}.log"
 
     def open(self) -> None:
         """Make the folder a run. Called when everything is set up, so that a mistake before leaves nothing behind."""
@@ -171,15 +171,15 @@ class CheckpointManager:
         if self._run is not None:
             self._run.unlock()
 
-    def _check(self) -> dict[str, Any] | None:
+    def _check(self) -> RunRecord | None:
         resume = self._config.resume
         stored = None if self._run is None else self._run.check(may_exist=resume != "no")
         if stored is None and isinstance(resume, Path):
             # From <another run>/checkpoints/<checkpoint>: what that run was made with counts.
             other = resume.resolve().parent.parent
-            stored = Run(other).check(may_exist=True) if (other / MARK).exists() else None
+            stored = RunFolder(other).check(may_exist=True) if RunFolder(other).is_run else None
         if stored is not None and not self._config.allow_change:
-            changes = settings_changed({**stored["settings"], "grains": stored["grains"]}, self._config)
+            changes = settings_changed({**stored.settings, "grains": stored.grains}, self._config)
             if changes:
                 raise SettingsChanged(changes)
         return stored
@@ -198,7 +198,7 @@ class CheckpointManager:
         if self.found.state["world_size"] != ranks:
             raise SettingsChanged({"ranks (with random_seed_offset)": (self.found.state["world_size"], ranks)})
 
-    def _find(self, stored: dict[str, Any] | None) -> restore.Checkpoint | None:
+    def _find(self, stored: RunRecord | None) -> restore.Checkpoint | None:
         """The checkpoint to go on from."""
         resume = self._config.resume
         if isinstance(resume, Path):
@@ -219,7 +219,4 @@ class CheckpointManager:
     def _write(self, status: str) -> None:
         if self._run is not None and self._link.is_first:
             settings = self._config.model_dump(mode="json")
-            record = {"status": status, "grains": self.grains, "task": self._task, "settings": settings}
-            if self._choice is not None:
-                record["choice"] = self._choice
-            self._run.write({**record, "starts": self._starts})
+            self._run.write(RunRecord(settings, self._task, status, self.grains, self._choice, self._starts))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,13 +10,13 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import PacelineError
+from paceline.core.run_folder import BrokenRecord, RunFolder, read_record
 from paceline.recipes.asr.exchange.export import check_labels, check_weights, is_export, read_export
 from paceline.recipes.asr.exchange.nemo import read_nemo
 from paceline.recipes.asr.network.config import NetworkSettings
 from paceline.recipes.asr.network.encoder import weight_shapes
 from paceline.train import apply
 from paceline.train.checkpoint import reader as restore
-from paceline.train.run import MARK
 
 DECODER = "decoder."
 
@@ -29,9 +28,9 @@ class NoWeights(PacelineError):
 
     def __init__(self, path: Path) -> None:
         why = "there is no such file or folder"
-        if (path / MARK).exists():
+        if RunFolder(path).is_run:
             why = "is a run, not one of its checkpoints"
-            names = [str(checkpoint) for checkpoint in restore.listed(path / "checkpoints")]
+            names = [str(checkpoint) for checkpoint in restore.listed(RunFolder(path).checkpoints)]
             self.hint = f"name one of them: {', '.join(names)}" if names else "it has none yet"
         elif path.exists():
             why = "is no checkpoint, no exported model and no .nemo archive"
@@ -106,8 +105,7 @@ def _known_of(checkpoint: Path) -> _Known:
 
 
 def _network_of_run(checkpoint: Path) -> Any:
-    record = checkpoint.resolve().parent.parent / MARK
     try:
-        return json.loads(record.read_text(encoding="utf-8"))["settings"]["network"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_record(checkpoint.resolve().parent.parent).settings.get("network")
+    except (OSError, BrokenRecord):
         return None

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-from paceline.core.record import command_line, git_state, versions
+from paceline.core.provenance import command_line, git_state, versions
 
 
 def git(folder: Path, *words: str) -> str:

@@ -1,0 +1,309 @@
+"""The folder of a run: names of its files, its record, its journal, its lock and its status.
+
+run.json          settings, grains, status
+metrics.jsonl     one line per step, epoch and validation
+checkpoints/      see train/checkpoint
+logs/             one file per rank, where there are several; one that failed early may have left some
+batch/            the scripts that `paceline submit` queued and what they printed; may be there before the run
+profile/          timelines
+
+A task may add files of its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.core.disk import CannotWrite, is_aside, replacing
+from paceline.core.errors import PacelineError
+
+RECORD, METRICS, LOCK = "run.json", "metrics.jsonl", ".lock"
+CHECKPOINTS, LOGS, BATCH, TIMELINES = "checkpoints", "logs", "batch", "profile"
+RUNNING, DIED, UNSEEN = "running", "died", "running or died"
+"""Status of a run whose record says `running`; UNSEEN if this machine cannot tell."""
+
+_MAY_PRECEDE_RECORD = (LOCK, BATCH, LOGS)
+_LOCK_TRIES, _LOCK_PAUSE_S = 10, 0.02
+"""`status_now` of another process holds the lock for a moment."""
+_ON = " on "
+
+
+class NotARun(PacelineError):
+    """A folder with files of others, which is not written to, or with a record that is broken."""
+
+    folder: Path
+    why: str
+    sentence = "{folder} is not a run: {why}"
+    hint = "choose another `--out`, or an empty folder"
+
+
+class RunExists(PacelineError):
+    """A run is never overwritten."""
+
+    folder: Path
+    sentence = "{folder} holds a run already"
+    hint = "add `--resume auto` to go on with it, or choose another `--out`"
+
+
+class RunBusy(PacelineError):
+    """Another process is training in this folder."""
+
+    folder: Path
+    owner: str
+    sentence = "{folder} is being trained by {owner}"
+    hint = "wait for it or stop it, or choose another `--out`"
+
+
+# -- the record --------------------------------------------------------------------------------------------------------
+
+
+class BrokenRecord(Exception):
+    """A record that is not one: `{RECORD} {reason}`. Commands catch it and say what it means for them."""
+
+    def __init__(self, reason: str, cause: str) -> None:
+        super().__init__(f"{RECORD} {reason}")
+        self.reason = reason
+        self.cause = cause
+        """The same where the file has been named."""
+
+
+@dataclass
+class RunRecord:
+    """Content of `run.json`. Only `settings` are in every one; `other` holds keys that this version does not know."""
+
+    settings: dict[str, Any]
+    task: str | None = None
+    status: str | None = None
+    grains: int | None = None
+    choice: dict[str, Any] | None = None
+    """What the autotuner of `-O4` chose."""
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    """See provenance.py."""
+    other: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, values: object) -> RunRecord:
+        """Raises `BrokenRecord`."""
+        if not isinstance(values, dict) or not isinstance(values.get("settings"), dict):
+            raise BrokenRecord("has no settings", "it has no 'settings'")
+        rest = dict(values)
+        return cls(
+            settings=rest.pop("settings"),
+            task=_text(rest.pop("task", None)),
+            status=_text(rest.pop("status", None)),
+            grains=rest.pop("grains", None),
+            choice=rest.pop("choice", None),
+            starts=list(rest.pop("starts", None) or ()),
+            other=rest,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        values = {"status": self.status, "grains": self.grains, "task": self.task, "settings": self.settings}
+        if self.choice is not None:
+            values["choice"] = self.choice
+        return {**values, **self.other, "starts": self.starts}
+
+    def require(self, *names: str) -> None:
+        """Raise `BrokenRecord` for the first of these fields that the file does not have."""
+        for name in names:
+            if getattr(self, name) is None:
+                raise BrokenRecord(f"has no {name}", f"it has no {name!r}")
+
+
+def read_record(folder: Path) -> RunRecord:
+    """Return the record of the run in `folder`; raises `BrokenRecord`, or `OSError` where there is none."""
+    try:
+        values = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BrokenRecord(f"is not JSON ({error})", str(error)) from error
+    return RunRecord.from_json(values)
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+# -- the journal -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class JournalRecords:
+    """Lines of `metrics.jsonl` as dictionaries, in their order."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    validations: list[dict[str, Any]] = field(default_factory=list)
+    num_unread: int = 0
+    """Complete lines that are no records."""
+
+
+def read_journal(path: Path) -> JournalRecords:
+    """Read a journal that may be missing, damaged, or in the middle of a line (a crash, or a run that is running)."""
+    journal = JournalRecords()
+    kinds = {"step": journal.steps, "epoch": journal.epochs, "validation": journal.validations}
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                record = _journal_record(line)
+                if record is None:
+                    journal.num_unread += line.endswith("\n")
+                elif record["kind"] in kinds:
+                    kinds[record["kind"]].append(record)
+    except FileNotFoundError:
+        pass
+    return journal
+
+
+def read_progress(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the last step and all validations of a journal. Fast: the other steps, most of the lines, are not parsed.
+
+    The step is empty where there is none.
+    """
+    last, validations = "", []
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if not line.endswith("\n"):
+                    break  # being written, or cut short by a crash
+                if '"kind": "validation"' in line:
+                    validations.append(_parsed(line))
+                elif line.startswith('{"kind": "step", "step": ') and line.endswith("}\n"):
+                    last = line
+    except OSError:
+        return {}, []
+    return _parsed(last) or {}, [record for record in validations if record]
+
+
+def _journal_record(line: str) -> dict[str, Any] | None:
+    record = _parsed(line)
+    if record is None or not isinstance(record.get("kind"), str) or not _is_count(record.get("step")):
+        return None
+    return None if record["kind"] == "epoch" and not _is_count(record.get("epoch")) else record
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# -- lock and status ---------------------------------------------------------------------------------------------------
+
+
+def status_now(folder: Path, status: str) -> str:
+    """Return the status of a run: as recorded, and for one recorded as `running`, what its lock tells.
+
+    A lock that is free on this machine may be held on another one: not all shared disks tell.
+    """
+    if status != RUNNING:
+        return status
+    try:
+        with (folder / LOCK).open(encoding="utf-8", errors="replace") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            host = file.read().strip().rpartition(_ON)[2]
+    except BlockingIOError:
+        return RUNNING
+    except OSError:  # no lock, or a file system without locks
+        return UNSEEN
+    if host == socket.gethostname():
+        return DIED
+    return f"{UNSEEN}{_ON}{host}" if host else UNSEEN
+
+
+class RunFolder:
+    """The folder of one run; only the first rank writes to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.checkpoints = folder / CHECKPOINTS
+        self.metrics = folder / METRICS
+        self.logs = folder / LOGS
+        self._lock: IO[str] | None = None
+
+    @property
+    def is_run(self) -> bool:
+        return (self.folder / RECORD).exists()
+
+    def lock(self) -> None:
+        """Keep others out until `unlock`, or until this process ends, however it does."""
+        self._create()
+        with self._writing(LOCK):
+            file = (self.folder / LOCK).open("a+", encoding="utf-8")
+        for attempt in range(_LOCK_TRIES):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if attempt + 1 < _LOCK_TRIES:
+                    time.sleep(_LOCK_PAUSE_S)
+                    continue
+                file.seek(0)
+                owner = file.read().strip()
+                file.close()
+                raise RunBusy(self.folder, owner or "another process") from None
+            except OSError:
+                file.close()  # a file system without locks: nothing can be promised there
+                return
+        file.truncate(0)
+        with suppress(OSError):  # a full disk: the lock holds, whether or not it names its owner
+            os.write(file.fileno(), f"pid {os.getpid()}{_ON}{socket.gethostname()}\n".encode())
+        self._lock = file
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def check(self, *, may_exist: bool) -> RunRecord | None:
+        """Return the record of the run, None for a folder that is free to use."""
+        if not self.folder.exists():
+            return None
+        if not self.folder.is_dir():
+            raise NotARun(self.folder, "it is a file")
+        if not self.is_run:
+            names = [path.name for path in self.folder.iterdir()]
+            if not all(name in _MAY_PRECEDE_RECORD or is_aside(name) for name in names):
+                raise NotARun(self.folder, f"it has files but no {RECORD}")
+            return None
+        try:
+            record = read_record(self.folder)
+        except BrokenRecord as error:
+            raise NotARun(self.folder, str(error)) from error
+        if record.status == "failed" and not any(self.checkpoints.glob("step-*")):
+            return None  # it failed before it had anything to lose
+        if not may_exist:
+            raise RunExists(self.folder)
+        return record
+
+    def write(self, record: RunRecord) -> None:
+        self._create()
+        with self._writing(RECORD), replacing(self.folder / RECORD) as file:
+            json.dump(record.to_json(), file, indent=1)
+
+    def _create(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise NotARun(self.folder, f"it cannot be made ({error.strerror})") from error
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CannotWrite(self.folder / name, error, "make room there, or choose another `--out`") from error
