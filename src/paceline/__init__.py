@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from paceline.data.grain import Batch as Batch
     from paceline.data.grain import Grain as Grain
     from paceline.data.packed.dataset import PackedDataset as PackedDataset
+    from paceline.observe.callback import Callback as Callback
     from paceline.observe.callback import Watcher as Watcher
     from paceline.train.engine import Engine as Engine
     from paceline.train.fit import fit as fit
@@ -32,6 +33,7 @@ _HOMES = {
     "Batch": "paceline.data.grain",
     "Grain": "paceline.data.grain",
     "PackedDataset": "paceline.data.packed.dataset",
+    "Callback": "paceline.observe.callback",
     "Watcher": "paceline.observe.callback",
     "Engine": "paceline.train.engine",
     "fit": "paceline.train.fit",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.observe import clock as clock_module
-from paceline.observe.clock import PHASES, Clock, computing_share, elapsed
+from paceline.observe.clock import PHASES, Clock, Thinned, computing_share, elapsed
 
 
 def test_the_clock_has_a_name_for_every_moment() -> None:
@@ -31,13 +33,13 @@ def test_waits_are_those_of_the_epoch_and_of_single_meetings(monkeypatch: pytest
         clock.lap("compute")
         now += waited * 1_000_000
         clock.meet()
-    assert clock.waits.kept == pytest.approx([0.005, 0.007])
+    assert clock.waits.numbers == pytest.approx([0.005, 0.007])
     now += 3_000_000
     clock.lap("communication")  # between two epochs
     clock.begin_epoch()
     now += 9_000_000
     clock.meet()
-    assert clock.waits.kept == pytest.approx([0.009])
+    assert clock.waits.numbers == pytest.approx([0.009])
     assert clock.read()["communication"] == pytest.approx(0.024)
 
 
@@ -58,3 +60,17 @@ def test_computing_time_is_what_is_not_waiting_for_data() -> None:
 
 def test_computing_time_is_that_of_all_ranks() -> None:
     assert computing_share({"data": 1.0, "compute": 9.0}, {"data": 3.0, "compute": 7.0}) == 0.8
+
+
+@given(st.integers(0, 500))
+def test_the_same_places_are_kept_on_every_rank_however_many_there_are(number: int) -> None:
+    kept = Thinned(most=16)
+    for place in range(number):
+        kept.add(float(place))
+    assert len(kept.numbers) < 16
+    assert len(kept.numbers) >= min(number, 7)
+    stride = kept.numbers[1] if len(kept.numbers) > 1 else 1
+    assert kept.numbers == [stride * index for index in range(len(kept.numbers))], "evenly spread from the first on"
+    kept.clear()
+    kept.add(5.0)
+    assert kept.numbers == [5.0]

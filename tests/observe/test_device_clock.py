@@ -9,7 +9,7 @@ import pytest
 from paceline.observe import clock as host_clock
 from paceline.observe.clock import PHASES
 from paceline.observe.device_clock import STEP_PHASES, DeviceClock, DeviceTime, apportion
-from paceline.observe.rank_waits import meetings
+from paceline.observe.epoch import wait_shares
 
 
 class Machine:
@@ -92,7 +92,7 @@ def test_a_busy_device_is_divided_by_what_it_did(monkeypatch: pytest.MonkeyPatch
     assert per_step == pytest.approx(
         {"data": 0.0, "transfer": 0.0, "compute": 10.0, "communication": 2.0, "optimizer": 1.0}
     )
-    assert clock.waits.kept == pytest.approx([0.002] * 16)
+    assert clock.waits.numbers == pytest.approx([0.002] * 16)
     host = host_clock.elapsed(before, clock.read())
     assert host["communication"] == 0.0, "the host launches it and goes on"
     true = apportion(host, device)
@@ -168,7 +168,7 @@ def test_ranks_that_meet_between_steps_are_timed_by_the_host(monkeypatch: pytest
             clock.meet()
     clock.begin_step()
     clock.collect()
-    assert clock.waits.kept == pytest.approx([0.043, 0.043]), "what the device still had to do is waited for as well"
+    assert clock.waits.numbers == pytest.approx([0.043, 0.043]), "what the device still had to do is waited for as well"
     assert "communication" not in clock.device.seconds
     host = clock.read()
     assert apportion(host, clock.device)["communication"] == host["communication"] == pytest.approx(0.086)
@@ -181,8 +181,8 @@ def test_two_devices_meet(monkeypatch: pytest.MonkeyPatch) -> None:
         machine = Machine(monkeypatch)
         clock = DeviceClock(machine.event, every=4)
         run(machine, clock, 64, computing=computing, waiting=waiting)
-        waits.append(clock.waits.kept)
-    found = meetings(waits)
+        waits.append(clock.waits.numbers)
+    found = wait_shares(waits)
     assert found is not None
     assert found.last == (0.0, 1.0)
     assert found.exchange == pytest.approx(2 / 7)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.observe import loggers
-from paceline.observe.callback import NotAWatcher, RunInfo, Watcher, checked
+from paceline.observe.callback import RunInfo
 from paceline.observe.loggers import LoggerNotInstalled
 
 READER = """
@@ -170,12 +170,3 @@ def test_a_missing_package_is_an_error_only_if_it_was_asked_for(name: str, monke
     with pytest.raises(LoggerNotInstalled, match=f"the package {name} is not installed") as caught:
         loggers.build([name], is_asked=True)
     assert f"pip install {name}" in caught.value.hint
-
-
-def test_what_is_no_watcher_is_refused() -> None:
-    own = Watcher()
-    assert checked([own]) == [own]
-    with pytest.raises(NotAWatcher, match="function is no watcher"):
-        checked([lambda step: None])
-    with pytest.raises(NotAWatcher, match="the class Watcher is no watcher"):
-        checked([Watcher])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.observe.throughput import peak_flops, phrase, rates
+from paceline.observe.throughput import RateWords, Units, peak_flops
+
+AUDIO = {"seconds": RateWords("audio_hours_per_hour", "hours of audio per hour")}
 
 
 def test_every_unit_has_its_rate() -> None:
-    assert rates(4.0, samples=100) == {"samples_per_s": 25.0}
-    heard = rates(10.0, samples=50, sample_unit="utterances", length=3600.0, length_unit="seconds")
+    assert Units().rates(4.0, 100, None, None) == {"samples_per_s": 25.0}
+    heard = Units("utterances", "seconds", words=AUDIO).rates(10.0, 50, 3600.0, None)
     assert heard == {"utterances_per_s": 5.0, "audio_hours_per_hour": 360.0}
-    read = rates(2.0, samples=8, length=64.0, length_unit="frames", count=50.0, count_unit="tokens")
+    read = Units("samples", "frames", "tokens").rates(2.0, 8, 64.0, 50.0)
     assert read == {"samples_per_s": 4.0, "frames_per_s": 32.0, "tokens_per_s": 25.0}
-    assert rates(2.0, samples=8, length=64.0, count=8.0) == {"samples_per_s": 4.0}, "units without a name"
+    assert Units().rates(2.0, 8, 64.0, 8.0) == {"samples_per_s": 4.0}, "units without a name"
 
 
 @pytest.mark.parametrize(
@@ -25,7 +27,7 @@ def test_every_unit_has_its_rate() -> None:
     ],
 )
 def test_words(name: str, rate: float, said: str) -> None:
-    assert phrase(name, rate) == said
+    assert Units(words=AUDIO).phrase(name, rate) == said
 
 
 @pytest.mark.parametrize(

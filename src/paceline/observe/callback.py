@@ -1,4 +1,4 @@
-"""The one interface of all that follows a run: `metrics.jsonl`, TensorBoard, W&B, MLflow, a user's own callbacks."""
+"""Callback: the one interface of all that follows a run, from `metrics.jsonl` and TensorBoard to a user's own."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import PacelineError
+from paceline.observe.records import Json
 
-Record = dict[str, Any]
-Samples = dict[str, list[dict[str, str]]]
-"""By validation set: some samples, each as texts by name."""
+Record = Json
 
 
 class NotAWatcher(PacelineError):
-    """Something else was given where a watcher belongs."""
+    """Another kind of object where a callback belongs."""
 
+    value: Any
+    sentence = "{what} is no watcher"
     hint = "subclass `paceline.observe.callback.Watcher`, override what you need, and give an object of it"
 
-    def __init__(self, given: Any) -> None:
-        what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
-        super().__init__(f"{what} is no watcher")
+    @property
+    def what(self) -> str:
+        return f"the class {self.value.__name__}" if isinstance(self.value, type) else type(self.value).__name__
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a watcher is told when a run starts or goes on."""
+    """Facts that a callback gets when a run starts or goes on."""
 
     task: str
     folder: Path | None = None
@@ -37,14 +38,15 @@ class RunInfo:
     world_size: int = 1
 
 
-class Watcher:
-    """Subclass it and override what you need. Only the first rank has watchers.
+class Callback:
+    """Subclass it and override what you need. Only the first rank has callbacks.
 
     Records are plain dictionaries, the lines of `metrics.jsonl`; `step` in them counts from 0 over the whole run.
+    `paceline.observe.records` has a class for each kind, with `from_json`.
     """
 
     def start(self, info: RunInfo) -> None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def step(self, records: list[Record]) -> None:
         """Steps since the last call (step, epoch, loss, lr), handed over together every `log_every` steps."""
@@ -59,9 +61,13 @@ class Watcher:
         """The run is over: `finished`, `early`, `stopped` or `failed`. Called once, whatever happened."""
 
 
-def checked(watchers: Sequence[Any]) -> list[Watcher]:
-    """The watchers, if that is what they are."""
-    for watcher in watchers:
-        if not isinstance(watcher, Watcher):
-            raise NotAWatcher(watcher)
-    return list(watchers)
+Watcher = Callback
+"""Name of `Callback` in earlier versions."""
+
+
+def checked(callbacks: Sequence[Any]) -> list[Callback]:
+    """Return the callbacks, if that is what they are."""
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise NotAWatcher(callback)
+    return list(callbacks)

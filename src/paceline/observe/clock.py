@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter_ns
-
-from paceline.observe.rank_waits import Thinned
 
 PHASES = (
     "setup",
@@ -21,6 +19,29 @@ PHASES = (
 )
 """`data` is waiting for it, `transfer` bringing it to the device, `compute` forward and backward, `communication`
 waiting for other ranks; `other` is what no phase has claimed: everything in a run is meant to have a name."""
+
+MOST_WAITS = 1024
+"""Waits of an epoch that are kept."""
+
+
+class Thinned:
+    """Some of many numbers, evenly spread: of the same places on every rank that was given equally many."""
+
+    def __init__(self, most: int = MOST_WAITS) -> None:
+        assert most % 2 == 0, "every second one is dropped when it is full"
+        self._most = most
+        self.clear()
+
+    def clear(self) -> None:
+        self.numbers: list[float] = []
+        self._num_added, self._stride = 0, 1
+
+    def add(self, number: float) -> None:
+        if self._num_added % self._stride == 0:
+            self.numbers.append(number)
+            if len(self.numbers) == self._most:
+                self.numbers, self._stride = self.numbers[::2], 2 * self._stride
+        self._num_added += 1
 
 
 class Clock:
@@ -71,7 +92,7 @@ def elapsed(earlier: dict[str, float], later: dict[str, float]) -> dict[str, flo
     return {phase: later[phase] - earlier[phase] for phase in later}
 
 
-def computing_share(*seconds: dict[str, float]) -> float:
+def computing_share(*seconds: Mapping[str, float]) -> float:
     """RETURNN's computing time: the share of all ranks' time in which they were not waiting for data."""
     total = sum(sum(rank.values()) for rank in seconds)
     return 1.0 - sum(rank["data"] for rank in seconds) / total if total else 1.0

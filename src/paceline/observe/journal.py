@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.core.disk import replacing
-from paceline.observe.callback import Record, Watcher
+from paceline.observe.callback import Callback, Record
+from paceline.observe.records import STEP_KEYS
 
 _STEP = '{"kind": "step", "step": %d, "epoch": %d, "loss": %r, "lr": %r}\n'
-NUM_STEP_FIELDS = 5
-"""Of a step with nothing beside its number, epoch, loss and rate."""
+NUM_STEP_KEYS = len(STEP_KEYS)
+"""Keys of a step without notes."""
 
 
-class Journal(Watcher):
+class Journal(Callback):
     """`metrics.jsonl` of a run."""
 
     def __init__(self, path: Path, *, next_step: int = 0, next_validation: int = 0) -> None:
@@ -38,7 +39,7 @@ class Journal(Watcher):
         text = "".join(
             [
                 _STEP % (record["step"], record["epoch"], record["loss"], record["lr"])
-                if len(record) == NUM_STEP_FIELDS
+                if len(record) == NUM_STEP_KEYS
                 else _line(_own(record))
                 for record in records
             ]

@@ -12,29 +12,29 @@ import math
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from paceline.core.errors import PacelineError
-from paceline.observe.callback import Record, RunInfo, Watcher
+from paceline.observe.callback import Callback, Record, RunInfo
+from paceline.observe.epoch import RankEpoch
+from paceline.observe.records import STEP_KEYS, EpochRecord, declared_numbers
 
-EPOCH_NUMBERS = ("loss", "computing", "padding", "objects_per_s", "flops_per_s", "mfu")
-"""What of an epoch's record is drawn over time."""
-STEP_FIELDS = frozenset(("kind", "step", "epoch", "loss", "lr"))
-"""What every step's record has; all else in one (`spread`, rates of layers) is drawn under its own name."""
+EPOCH_NUMBERS = [name for name, number in declared_numbers(EpochRecord, RankEpoch).items() if number.is_logged]
+"""Keys of an epoch's record that are drawn over time."""
+MEMORY_NAMES = {"host_bytes": "host_gib", "device_bytes": "device_gib"}
 
 
 class LoggerNotInstalled(PacelineError):
-    """A logger was asked for whose package is not there."""
+    """A logger in `loggers` whose package is not installed."""
 
-    def __init__(self, logger: str) -> None:
-        super().__init__(f"`loggers` has {logger!r}, but the package {logger} is not installed")
-        self.logger = logger
-        self.hint = f"`pip install {logger}`, or take {logger} out of `loggers`"
+    logger: str
+    sentence = "`loggers` has {logger!r}, but the package {logger} is not installed"
+    hint = "`pip install {logger}`, or take {logger} out of `loggers`"
 
 
-class PointLogger(Watcher):
+class PointLogger(Callback):
     """A logger that takes named numbers at a step."""
 
     def log(self, numbers: dict[str, float], step: int) -> None:
@@ -42,15 +42,16 @@ class PointLogger(Watcher):
 
     def step(self, records: list[Record]) -> None:
         last = records[-1]
-        notes = {name: value for record in records for name, value in record.items() if name not in STEP_FIELDS}
+        notes = {name: value for record in records for name, value in record.items() if name not in STEP_KEYS}
         self.log(_finite({"loss": last["loss"], "lr": last["lr"], **notes}), last["step"])
 
     def epoch(self, record: Record) -> None:
+        epoch = EpochRecord.from_json(record)
         numbers = {f"epoch/{name}": record.get(name) for name in EPOCH_NUMBERS}
-        numbers |= {f"epoch/{name}": rate for name, rate in record.get("rates", {}).items()}
-        numbers |= {f"time/{phase}": share for phase, share in time_shares(record.get("seconds", [])).items()}
-        numbers |= memory_peaks(record.get("memory", []))
-        self.log(_finite(numbers), record["step"])
+        numbers |= {f"epoch/{name}": rate for name, rate in epoch.rates.items()}
+        numbers |= {f"time/{phase}": share for phase, share in time_shares(epoch.seconds).items()}
+        numbers |= {f"epoch/{MEMORY_NAMES[kind]}": peak / 2**30 for kind, peak in epoch.memory_peaks().items()}
+        self.log(_finite(numbers), epoch.step)
 
     def validation(self, record: Record) -> None:
         self.log(_finite({name: value for name, value in record.items() if "/" in name}), record["step"])
@@ -149,7 +150,7 @@ class MlFlow(PointLogger):
 LOGGERS: dict[str, type[PointLogger]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MlFlow}
 
 
-def build(names: Sequence[str], *, is_asked: bool) -> tuple[list[Watcher], list[str]]:
+def build(names: Sequence[str], *, is_asked: bool) -> tuple[list[Callback], list[str]]:
     """The loggers of these names, and the names of those that are not installed.
 
     Where the user asked for them, a missing package is an error; the default is only a default.
@@ -167,17 +168,10 @@ def _is_installed(package: str) -> bool:
         return True
 
 
-def time_shares(seconds: Sequence[dict[str, float]]) -> dict[str, float]:
+def time_shares(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Of all ranks' time together, the share of each phase that has one."""
     total = sum(sum(rank.values()) for rank in seconds)
     return {phase: sum(rank[phase] for rank in seconds) / total for phase in seconds[0]} if total else {}
-
-
-def memory_peaks(memory: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
-    """Of the rank that had most."""
-    names = {"host_bytes": "epoch/host_gib", "device_bytes": "epoch/device_gib"}
-    peaks = {of: [rank[name] or 0.0 for rank in memory] for name, of in names.items()}
-    return {of: max(values) / 2**30 for of, values in peaks.items() if any(values)}
 
 
 def _finite(numbers: dict[str, float | None]) -> dict[str, float]:

@@ -11,8 +11,8 @@ from typing import Literal
 from rich.console import Console
 
 from paceline.observe.bars import REFRESH_S, Bar, NotebookBar, TerminalBar, is_notebook
-from paceline.observe.callback import Samples
 from paceline.observe.rank_log import SAID
+from paceline.observe.records import Samples
 
 Style = Literal["bar", "notebook", "lines", "none"]
 QUIET_S = 10.0

@@ -1,8 +1,10 @@
-"""How fast a run is, in units that people compare: samples, tokens, hours of audio, share of the peak."""
+"""Speed of a run in units that people compare: samples, lengths and counts of the task, and share of the peak."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 PEAK_TFLOPS: dict[str, dict[str, float]] = {
     # Dense, without sparsity, from the maker's data sheets; the first name that occurs in the device's own counts.
@@ -18,37 +20,50 @@ PEAK_TFLOPS: dict[str, dict[str, float]] = {
     "V100": {"fp16": 125, "fp32": 15.7},
     "T4": {"fp16": 65, "fp32": 8.1},
 }
-WORDS = {"seconds": ("audio_hours_per_hour", "hours of audio per hour")}
-"""A second of audio per second is an hour per hour."""
+
+
+@dataclass(frozen=True)
+class RateWords:
+    """Name of a rate that is not `UNIT_per_s`."""
+
+    name: str
+    """In records: `audio_hours_per_hour`."""
+    text: str
+    """On the console, after the number: `hours of audio per hour`."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """Names of a task's numbers, and what training on them costs."""
+
+    samples: str = "samples"
+    lengths: str = ""
+    counts: str = ""
+    flops: float | None = None
+    """Of training on one unit of length, or on one sample where lengths are not known."""
+    words: Mapping[str, RateWords] = field(default_factory=dict)
+    """Rates with a name of their own, by unit."""
+
+    def rates(self, seconds: float, samples: int, length: float | None, count: float | None) -> dict[str, float]:
+        """Return speeds by name; a unit without a name gives none."""
+        rates = {self._name(self.samples): samples / seconds}
+        if length is not None and self.lengths:
+            rates[self._name(self.lengths)] = length / seconds
+        if count is not None and self.counts:
+            rates[self._name(self.counts)] = count / seconds
+        return rates
+
+    def phrase(self, name: str, rate: float) -> str:
+        """Return a rate in words: `183 utterances/s`."""
+        number = f"{rate:,.0f}".replace(",", "") if rate >= 100 else f"{rate:.3g}"
+        text = next((words.text for words in self.words.values() if words.name == name), None)
+        return f"{number} {text or name.removesuffix('_per_s') + '/s'}"
+
+    def _name(self, unit: str) -> str:
+        return self.words[unit].name if unit in self.words else f"{unit}_per_s"
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
-    """Of one device, per second, in a dtype; None where it is not known."""
+    """Return the peak of one device per second in a dtype; None where it is not known."""
     known = next((peaks for name, peaks in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", device)), {})
     return known[dtype] * 1e12 if dtype in known else None
-
-
-def rates(
-    seconds: float,
-    *,
-    samples: int,
-    sample_unit: str = "samples",
-    length: float | None = None,
-    length_unit: str = "",
-    count: float | None = None,
-    count_unit: str = "",
-) -> dict[str, float]:
-    """Speeds by name; a unit without a name gives none."""
-    found = {f"{sample_unit}_per_s": samples / seconds}
-    if length is not None and length_unit:
-        found[WORDS.get(length_unit, (f"{length_unit}_per_s", ""))[0]] = length / seconds
-    if count is not None and count_unit:
-        found[f"{count_unit}_per_s"] = count / seconds
-    return found
-
-
-def phrase(name: str, rate: float) -> str:
-    """`183 utterances/s`, `512 hours of audio per hour`"""
-    number = f"{rate:,.0f}".replace(",", "") if rate >= 100 else f"{rate:.3g}"
-    said = next((text for key, text in WORDS.values() if key == name), name.removesuffix("_per_s") + "/s")
-    return f"{number} {said}"

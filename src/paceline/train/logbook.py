@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from paceline.core.disk import DiskFull, is_full
 from paceline.data.grain import Batch
-from paceline.observe.callback import Record, RunInfo, Samples, Watcher
-from paceline.observe.epoch_sums import EpochSums, Mean
+from paceline.observe.callback import RunInfo, Watcher
+from paceline.observe.epoch import EpochSums, Mean
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress, epoch_line
-from paceline.observe.throughput import phrase
-from paceline.observe.verdict import Finding, Matter, news, verdict
+from paceline.observe.records import EpochRecord, Finding, Launch, Matter, Samples, StepRecord, ValidationRecord
+from paceline.observe.throughput import Units
+from paceline.observe.verdict import news, verdict
 from paceline.optim.larc import Larc
 from paceline.parallel.step import Step
+from paceline.speed.verdicts import slow_depthwise
 from paceline.train.autotune.recorded import counters
 from paceline.train.checkpoint import state
 from paceline.train.engine import Engine
@@ -82,7 +86,7 @@ class Logbook:
         if self._watchers:
             epoch = self._position.epoch
             records = [
-                {"kind": "step", "step": step.number, "epoch": epoch, "loss": loss, "lr": rate, **step.notes}
+                StepRecord.line(step.number, epoch, loss, rate, step.notes)
                 for (step, rate), loss in zip(ready, losses, strict=True)
             ]
             records[-1] |= self._more()
@@ -94,15 +98,8 @@ class Logbook:
 
     def validation(self, metrics: dict[str, float], samples: Samples | None = None, seconds: float = 0.0) -> None:
         self.flush()
-        record = {
-            "kind": "validation",
-            "step": self._engine.num_steps - 1,
-            "epoch": self._position.epoch,
-            "seconds": round(seconds, 6),
-            **metrics,
-        }
-        if samples:
-            record["samples"] = samples
+        step, epoch = self._engine.num_steps - 1, self._position.epoch
+        record = ValidationRecord(step, epoch, round(seconds, 6), metrics, samples).to_json()
         with self._writing():
             for watcher in self._watchers:
                 watcher.validation(record)
@@ -125,48 +122,48 @@ class Logbook:
         earlier = self._meter.earlier
         if steps == 0 and (earlier.steps == 0 or self._is_written):
             return  # saved at the very end of an epoch
-        launch, whole = self._meter.end_epoch() if steps else (self._meter.recall(), {})
+        launch, whole = self._meter.end_epoch() if steps else (self._meter.recall(), None)
         loss = self._mean.value
         skipped = self._engine.skips.state()[0] - self._skipped
-        record = {
-            "kind": "epoch",
-            "step": self._engine.num_steps - 1,
-            "epoch": self._position.epoch,
-            **({} if self._stage is None else {"stage": self._stage}),
-            "steps": steps or earlier.steps,
-            "loss": loss,
-            "skipped": skipped,
-            "padding": self._padding,
+        record = replace(
+            launch,
+            step=self._engine.num_steps - 1,
+            epoch=self._position.epoch,
+            stage=self._stage,
+            steps=steps or earlier.steps,
+            loss=loss,
+            skipped=skipped,
+            padding=self._padding,
             **counters(self._engine),
-            **launch,
-        }
-        findings = verdict(record)
-        if steps and earlier.steps:
-            record["launch"] = {"steps": steps, "seconds": max(sum(rank.values()) for rank in record["seconds"])}
-            record |= {**whole, "steps": earlier.steps + steps}
-        record["findings"] = [finding.as_record() for finding in findings]
+        )
+        findings = verdict(record, [slow_depthwise])
+        if whole is not None and earlier.steps:
+            record = replace(
+                record.with_whole(whole), steps=earlier.steps + steps, launch=Launch(steps, record.elapsed_s)
+            )
+        line = replace(record, findings=findings).to_json()
         with self._writing():
             for watcher in self._watchers:
-                watcher.epoch(record)
+                watcher.epoch(line)
         self._progress.tell(
             epoch_line(
                 self._title,
-                record["steps"],
-                max(sum(rank.values()) for rank in record["seconds"]),
-                record["computing"],
+                record.steps,
+                record.elapsed_s,
+                record.computing or 0.0,
                 loss=loss,
                 padding=self._padding,
-                speeds=speeds(record),
+                speeds=speeds(record, self._meter.units),
             )
         )
         if skipped:
             self._progress.tell(f"  {skipped} of these steps skipped: their gradients were not finite")
-        if findings and "launch" in record:
+        if findings and record.launch is not None:
             self._progress.tell(f"  the run was resumed: what held it back is of the last {steps} of these steps")
         self._tell_findings(findings)
         self._clock.lap("logging")
 
-    def so_far(self) -> Record | None:
+    def so_far(self) -> dict[str, Any] | None:
         """What the epoch has come to, for a checkpoint; None between epochs. All ranks must call it."""
         if self._position.step == 0:
             return None
@@ -242,15 +239,15 @@ def _read_losses(steps: list[Step]) -> list[float]:
     return [float(value) for value in (sums / counts).tolist()]
 
 
-def speeds(record: Record) -> list[str]:
-    """The speeds of an epoch in words, and what share of the devices' peak and of their memory that took."""
-    said = [phrase(name, rate) for name, rate in record["rates"].items()]
-    if "mfu" in record:
-        said.append(f"{100 * record['mfu']:.1f}% of peak FLOP/s")
-    device_bytes = [rank["device_bytes"] for rank in record["memory"] if rank["device_bytes"] is not None]
+def speeds(record: EpochRecord, units: Units) -> list[str]:
+    """Return the speeds of an epoch in words, and what share of the devices' peak and of their memory that took."""
+    phrases = [units.phrase(name, rate) for name, rate in record.rates.items()]
+    if record.mfu is not None:
+        phrases.append(f"{100 * record.mfu:.1f}% of peak FLOP/s")
+    device_bytes = [rank.device_bytes for rank in record.memory if rank.device_bytes is not None]
     if device_bytes:
-        said.append(f"{max(device_bytes) / 2**30:.3g} GiB")
-    return said
+        phrases.append(f"{max(device_bytes) / 2**30:.3g} GiB")
+    return phrases
 
 
 def notes(engine: Engine, larc: Larc | None) -> dict[str, float]:

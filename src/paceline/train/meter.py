@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,11 @@ from torch import nn
 
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Batch
-from paceline.observe.callback import Record
 from paceline.observe.clock import Clock, elapsed
 from paceline.observe.device_clock import DeviceClock
-from paceline.observe.epoch_record import RankEpoch, Units, epoch_numbers
-from paceline.observe.epoch_sums import EpochSums, added, whole
-from paceline.observe.throughput import peak_flops
+from paceline.observe.epoch import EpochSums, RankEpoch, epoch_record, join_launches, whole_record
+from paceline.observe.records import EpochRecord, Way
+from paceline.observe.throughput import Units, peak_flops
 from paceline.speed import precision, recompiles
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
@@ -48,6 +48,7 @@ class Meter:
         self._compiled = recompiles.read()
         self._device = None if engine.device.type == "cpu" else precision.capabilities(engine.device)
         self._feed: Feed | None = None
+        self.units = Units()
         self._core_wait_s: float | None = None
         self._lengths: NDArray[Any] | None = None
 
@@ -72,7 +73,8 @@ class Meter:
         if self._lengths is not None and total is not None:
             self._stretch = float(total) / (float(self._lengths.sum(dtype=float)) or 1.0)
         task = self._task
-        self._units = Units(task.sample_unit, task.length_unit, task.count_unit, task.flops(self._engine.model))
+        flops = task.flops(self._engine.model)
+        self.units = Units(task.sample_unit, task.length_unit, task.count_unit, flops, task.rate_words)
 
     def note(self, batch: Batch) -> None:
         """A step has been done with this batch."""
@@ -93,7 +95,7 @@ class Meter:
                 self._work += len(lengths) * float(lengths.max())
             self._unread = []
 
-    def end_epoch(self) -> tuple[Record, Record]:
+    def end_epoch(self) -> tuple[EpochRecord, EpochRecord]:
         """What all ranks have measured since this launch began the epoch, and what its verdict depends on; and those
         numbers that can be had of the whole epoch. All ranks must call it."""
         now, compiled = self.clock.read(), recompiles.read()
@@ -102,18 +104,18 @@ class Meter:
         self._ended, self._compiled = now, compiled
         name = None if self._device is None else self._device.name
         peak = None if name is None else peak_flops(name, self._dtype)
-        numbers = epoch_numbers(ranks, self._units, device=name, peak_flops=peak)
-        numbers |= {"hosts": list(self._engine.link.hosts), "way": self._way()}
-        return numbers, whole(added(self.earlier.ranks, ranks), self._units)
+        launch = epoch_record(ranks, self.units, device=name, peak_flops=peak)
+        launch = replace(launch, hosts=list(self._engine.link.hosts), way=self._way())
+        return launch, whole_record(join_launches(self.earlier.ranks, ranks), self.units)
 
-    def recall(self) -> Record:
+    def recall(self) -> EpochRecord:
         """What earlier launches measured of an epoch of which they did all steps."""
-        return {**epoch_numbers(self.earlier.ranks, self._units), "way": self._way()}
+        return replace(epoch_record(self.earlier.ranks, self.units), way=self._way())
 
     def so_far(self) -> list[RankEpoch]:
         """By rank, what this launch and those before it have measured of the epoch. All ranks must call it."""
         mine = self._measured(self.clock.read(), self._compiled)
-        return added(self.earlier.ranks, self._engine.link.gather_objects(mine))
+        return join_launches(self.earlier.ranks, self._engine.link.gather_objects(mine))
 
     def _measured(self, now: dict[str, float], compiled: recompiles.Compiled) -> RankEpoch:
         """On this rank, by this launch."""
@@ -130,29 +132,35 @@ class Meter:
             None if self._core_wait_s is None else (core_wait_s() or 0.0) - self._core_wait_s,
             _host_bytes(),
             None if self._device is None else torch.cuda.max_memory_allocated(self._engine.device),
-            self.clock.waits.kept,
+            self.clock.waits.numbers,
             self.clock.device if isinstance(self.clock, DeviceClock) else None,
             lately.recompiles if compiles else None,
             lately.seconds,
         )
 
-    def _way(self) -> Record:
+    def _way(self) -> Way:
         config, world, feed = self._config, self._engine.link.world, self._feed
         assert feed is not None
-        names = ("precision", "order", "bins", "reduce", "wire", "shard", "sync_step", "sync_overlap")
-        return {
-            "level": self._engine.precision.level,
-            "highest_level": max(config.possible_levels, default=0),
-            **{name: getattr(config, name) for name in names},
-            "workers": feed.workers,
-            "is_stream": feed.is_stream,
-            "is_packed": getattr(feed.data, "is_packed", False),
-            "cores": len(os.sched_getaffinity(0)),
-            "local_size": world.local_size,
-            "grains_per_rank": self._grains,
-            "has_bf16": self._device is not None and self._device.bf16,
-            "depthwise": has_depthwise(self._engine.model),
-        }
+        return Way(
+            level=self._engine.precision.level,
+            highest_level=max(config.possible_levels, default=0),
+            precision=config.precision,
+            order=config.order,
+            bins=config.bins,
+            reduce=config.reduce,
+            wire=config.wire,
+            shard=config.shard,
+            sync_step=config.sync_step,
+            sync_overlap=config.sync_overlap,
+            workers=feed.workers,
+            is_stream=feed.is_stream,
+            is_packed=getattr(feed.data, "is_packed", False),
+            cores=len(os.sched_getaffinity(0)),
+            local_size=world.local_size,
+            grains_per_rank=self._grains,
+            has_bf16=self._device is not None and self._device.bf16,
+            depthwise=has_depthwise(self._engine.model),
+        )
 
     @property
     def _dtype(self) -> str:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from paceline.config.settings import OptimSettings, Section, TrainConfig
 from paceline.core.errors import PacelineError
 from paceline.data.grain import Batch, Grain
-from paceline.observe.callback import Watcher
+from paceline.observe.callback import Callback
+from paceline.observe.throughput import RateWords
 from paceline.optim import build
 from paceline.world.discover.environment import World
 from paceline.world.link import Link
@@ -102,6 +103,8 @@ class Task:
     """What samples are, for people: `utterances`, `images`."""
     count_unit: str = ""
     """What `counts` count, for people, if its speed is worth showing: `tokens`."""
+    rate_words: Mapping[str, RateWords] = {"seconds": RateWords("audio_hours_per_hour", "hours of audio per hour")}
+    """Speeds whose name is not `UNIT_per_s`, by unit: a second of audio per second is an hour per hour."""
 
     # -- what to train -------------------------------------------------------------------------------------------
 
@@ -193,7 +196,7 @@ class Task:
         there are none; the epoch line then says what share of the device's peak that is. None: not known."""
         return None
 
-    def watchers(self) -> Sequence[Watcher]:
+    def watchers(self) -> Sequence[Callback]:
         """Callbacks and loggers of the task's own; only the first rank is asked for them."""
         return []
 

@@ -15,8 +15,8 @@ from paceline.observe.callback import RunInfo, Watcher
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.rank_log import rank_log
+from paceline.observe.records import Finding
 from paceline.observe.timeline import recorder as timeline
-from paceline.observe.verdict import Finding
 from paceline.optim import build, larc, schedule
 from paceline.parallel.step import Step
 from paceline.train import setup, summary

@@ -24,7 +24,7 @@ from paceline.data.fetch import seed_everything
 from paceline.data.grain import Grain
 from paceline.data.loader import Loader
 from paceline.data.plan import BatchRule, Plan
-from paceline.observe.callback import Samples
+from paceline.observe.records import Samples
 from paceline.train.engine import Engine
 from paceline.train.loss import OutOfMemory
 from paceline.train.position import Position

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.observe.callback import Record
+from paceline.observe.records import EpochRecord
 from paceline.observe.report.runs import RunRecord
 from paceline.observe.verdict import LEAST_SECONDS, LEAST_STEPS, is_judged, verdict
 
@@ -50,7 +51,7 @@ def held_back(run: RunRecord) -> list[Held]:
 
 def nothing_found(run: RunRecord) -> tuple[bool, str]:
     """What no finding means: whether that is good, and in words. An epoch that was not judged says nothing."""
-    judged = sum(is_judged(epoch) for epoch in run.epochs)
+    judged = sum(is_judged(EpochRecord.from_json(epoch)) for epoch in run.epochs)
     if not run.epochs:
         return False, "No epoch has ended: nothing can be said yet."
     too_short = f"shorter than {LEAST_STEPS} steps or {LEAST_SECONDS:g} second"
@@ -67,7 +68,7 @@ def _findings(epoch: Record) -> Sequence[dict[str, Any]]:
     """As written down; of a run that is older than verdicts, as they would be."""
     if "findings" in epoch:
         return list(epoch["findings"] or [])
-    return [finding.as_record() for finding in verdict(epoch)] if epoch.get("seconds") else []
+    return [finding.to_json() for finding in verdict(EpochRecord.from_json(epoch))] if epoch.get("seconds") else []
 
 
 def ranges(numbers: Sequence[int]) -> str:

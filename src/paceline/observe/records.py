@@ -1,0 +1,387 @@
+"""Records of a run: step, epoch and validation, each one JSON line of `metrics.jsonl`.
+
+A record has a field per key, in the order of the file. `from_json` also reads older files: a key that is missing has
+its default, one that is unknown is kept in `more` (of a step in `notes`, of a validation in `metrics`). What the report
+and the loggers show of an epoch is declared with the field, as a `Number`. To add one:
+
+- measured on each rank and only shown: a field of `epoch.RankEpoch` with its `Number`, and its value in the meter;
+- known once per epoch, or read by a verdict: a field of `EpochRecord` with its `Number`, and its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from typing_extensions import Self
+
+Json = dict[str, Any]
+"""A line of `metrics.jsonl`, as it is written and as callbacks get it."""
+Samples = dict[str, list[dict[str, str]]]
+"""By validation set: some samples, each as texts by name."""
+Kind = Literal[
+    "data", "cores", "communication", "padding", "balance", "straggler", "recompiles", "launches", "precision"
+]
+Matter = tuple[Kind, int | None]
+"""Subject of a finding: its kind, and the rank where one is named."""
+F = TypeVar("F")
+
+
+# -- how a field is shown, read and written ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number of an epoch as a plot of the report and as `epoch/NAME` of the loggers."""
+
+    title: str = ""
+    """Of the plot; empty: there is none."""
+    about: str = ""
+    unit: str = ""
+    factor: float = 1.0
+    """From the value in the record to `unit`."""
+    place: int = 99
+    """Order of the plots."""
+    is_logged: bool = True
+    """Loggers get it."""
+
+
+def _field(default: Any = None, *, number: Number | None = None, is_whole: bool = False, null: bool = False) -> Any:
+    """Declare a field: `is_whole` where a resumed epoch has it of all launches, not of the last one alone; `null` where
+    None is written, not left out."""
+    metadata = {"number": number, "is_whole": is_whole, "null": null}
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+class Part:
+    """A JSON object inside a record. All keys are written; those that older files lack have defaults."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        return cls(**{each.name: values[each.name] for each in _fields(cls) if each.name in values})
+
+    def to_json(self) -> Json:
+        return {each.name: getattr(self, each.name) for each in _fields(self)}
+
+
+def _fields(of: Any) -> tuple[Field[Any], ...]:
+    return fields(of)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Part):
+        return value.to_json()
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+# -- parts of an epoch's record ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finding(Part):
+    """One thing that held the run back."""
+
+    kind: Kind
+    text: str
+    """Observation, with its number."""
+    advice: str
+    """Options or commands to type."""
+    rank: int | None = None
+    host: str | None = None
+    share: float = 0.0
+    """Share of its time that the epoch would have been shorter by (of the work, for padding), as far as is known:
+    findings come in this order. A late rank costs what the others wait; uneven work less, as they would have more of
+    it."""
+
+    @property
+    def matter(self) -> Matter:
+        return self.kind, self.rank
+
+    @property
+    def line(self) -> str:
+        return f"{self.text}: {self.advice}"
+
+
+@dataclass(frozen=True)
+class Memory(Part):
+    """Peak memory of a rank so far."""
+
+    host_bytes: int | None = _field(
+        number=Number("Host memory", "Of the rank that needed most, the most so far.", "GiB", 2.0**-30, 5)
+    )
+    device_bytes: int | None = _field(
+        number=Number("Device memory", "Of the rank that needed most, the most so far.", "GiB", 2.0**-30, 6)
+    )
+    """None on a CPU."""
+
+
+@dataclass(frozen=True)
+class Meetings(Part):
+    """Time that several ranks spent on each other."""
+
+    exchange: float = 0.0
+    """Share of all ranks' time in which numbers moved."""
+    waiting: float = 0.0
+    """Share of all ranks' time in which they waited for one that was late."""
+    last: Sequence[float] = ()
+    """By rank: share of the meetings to which it came last."""
+    waited_for: Sequence[float] | None = None
+    """By rank: share of the others' time in which they waited for it. None in older records."""
+
+
+@dataclass(frozen=True)
+class DeviceSteps(Part):
+    """Sampled steps of GPUs."""
+
+    name: str = ""
+    sampled_steps: int = 0
+    ms: Sequence[Mapping[str, float]] = ()
+    """By rank: milliseconds of a step, by phase."""
+    caught_up: Sequence[float] = ()
+    """By rank: share of the steps whose work was done before the host had launched it all."""
+
+
+@dataclass(frozen=True)
+class Compilation(Part):
+    """Recompilations of a compiled model in the epoch."""
+
+    recompiles: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Way(Part):
+    """Settings and facts that findings depend on. Defaults are for records that are older than one of them."""
+
+    level: int | None = None
+    highest_level: int = 3
+    """Highest level that may be advised: not every task or setting goes with each."""
+    precision: str | None = None
+    order: str | None = None
+    bins: int | None = None
+    reduce: str | None = None
+    wire: str | None = None
+    shard: str | None = None
+    sync_step: int | None = None
+    sync_overlap: int = 0
+    workers: int | None = None
+    is_stream: bool = False
+    is_packed: bool = False
+    cores: int = 1
+    local_size: int = 1
+    grains_per_rank: int = 1
+    has_bf16: bool = False
+    depthwise: bool = False
+    """The model has depthwise convolutions."""
+
+
+@dataclass(frozen=True)
+class Launch(Part):
+    """The last launch of an epoch within which the run was resumed."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+class StepRecord(NamedTuple):
+    """A training step. A tuple, because a run has millions of them."""
+
+    step: int
+    """Number over the whole run, from 0."""
+    epoch: int = 0
+    loss: float | None = None
+    lr: float | None = None
+    notes: Mapping[str, Any] = {}
+    """Loss scale, spread of the ranks, rates of layers as `larc/...`, and whatever else a step has."""
+
+    @staticmethod
+    def line(step: int, epoch: int, loss: float | None, lr: float | None, notes: Mapping[str, Any]) -> Json:
+        """Return the JSON of a step, without an object of this class: it happens at every step."""
+        return {"kind": "step", "step": step, "epoch": epoch, "loss": loss, "lr": lr, **notes}
+
+    def to_json(self) -> Json:
+        return self.line(*self)
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> StepRecord:
+        notes = {name: value for name, value in line.items() if name not in STEP_KEYS}
+        return cls(line["step"], line.get("epoch", 0), line.get("loss"), line.get("lr"), notes)
+
+
+STEP_KEYS = frozenset(("kind", "step", "epoch", "loss", "lr"))
+"""Keys that every step has; all others are `notes`."""
+
+
+@dataclass(frozen=True)
+class ValidationRecord:
+    """A validation: metrics of all validation sets."""
+
+    step: int
+    """Last step before it."""
+    epoch: int = 0
+    seconds: float = 0.0
+    """Duration on the first rank."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """By `set/metric`."""
+    samples: Samples | None = None
+    """Some samples, where the task shows them."""
+
+    def to_json(self) -> Json:
+        head = {"kind": "validation", "step": self.step, "epoch": self.epoch, "seconds": self.seconds}
+        return {**head, **self.metrics, **({"samples": self.samples} if self.samples else {})}
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> ValidationRecord:
+        metrics = {name: value for name, value in line.items() if name not in _VALIDATION_KEYS}
+        return cls(line["step"], line.get("epoch", 0), line.get("seconds", 0.0), metrics, line.get("samples"))
+
+
+_VALIDATION_KEYS = frozenset(("kind", "step", "epoch", "seconds", "samples"))
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """An epoch, over all ranks. Sequences are by rank."""
+
+    step: int = 0
+    """Its last step."""
+    epoch: int = 0
+    stage: str | None = None
+    """Named where there are several."""
+    steps: int = 0
+    loss: float | None = _field(number=Number(), null=True)
+    """Mean over its steps."""
+    skipped: int = 0
+    padding: float | None = _field(
+        number=Number("Padding", "Share of a batch that holds nothing.", "%", 100.0, 1), null=True
+    )
+    """None where lengths are not known."""
+    compiled: int | None = _field(number=Number("Compiled", is_logged=False))
+    """Graphs that were compiled since the start."""
+    graphs: Mapping[str, Any] | None = None
+    """CUDA graphs that were recorded."""
+    samples: int | None = _field(is_whole=True)
+    objects_per_s: float | None = _field(
+        number=Number("Samples per second", "Over all ranks, in the time of the slowest.", "samples/s", 1.0, 0),
+        is_whole=True,
+    )
+    core_wait: Sequence[float | None] = _field((), is_whole=True)
+    """Seconds in which the rank could have gone on, but had no core (None where that is not known)."""
+    work: Sequence[float] = _field((), is_whole=True)
+    """Amount that the rank computed, in lengths with their padding, or in samples."""
+    computing: float | None = _field(
+        number=Number("Computing time", "Share of the ranks' time in which they did not wait for data.", "%", 100.0, 2),
+        is_whole=True,
+    )
+    """Share of all ranks' time in which they did not wait for data."""
+    seconds: Sequence[Mapping[str, float]] = _field((), is_whole=True)
+    """Seconds by phase (`clock.PHASES`); on a GPU the phases of a step are as its events say."""
+    between: Sequence[Mapping[str, float]] = _field((), is_whole=True)
+    """The same of the time since the last epoch's record: its validation and checkpoint, mostly."""
+    rates: Mapping[str, float] = _field({}, is_whole=True)
+    """Speeds by name, over all ranks: `samples_per_s`, `tokens_per_s`, ..."""
+    memory: Sequence[Memory] = ()
+    flops_per_s: float | None = _field(
+        number=Number("Arithmetic", "What the model needs, over all ranks.", "TFLOP/s", 1e-12, 4)
+    )
+    """Over all ranks, where the task knows its FLOPs."""
+    mfu: float | None = _field(
+        number=Number(
+            "Model FLOPs utilisation", "What the model needs, of what the devices could do at most.", "%", 100.0, 3
+        )
+    )
+    """Share of the devices' peak, where that is known."""
+    meetings: Meetings | None = None
+    device: DeviceSteps | None = None
+    compile: Compilation | None = None
+    hosts: Sequence[str] | None = None
+    way: Way | None = None
+    launch: Launch | None = None
+    """Where the run was resumed within this epoch: steps and seconds since. Findings, and fields that are not
+    `is_whole`, are of these; all else is of the whole epoch, without steps that were lost and done again."""
+    findings: Sequence[Finding] | None = None
+    """By weight; None in a record that is older than verdicts."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers that ranks measured and that are only shown (`epoch.RankEpoch`), and keys of other versions."""
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of the slowest rank."""
+        return max((sum(rank.values()) for rank in self.seconds), default=0.0)
+
+    def numbers(self) -> Iterator[tuple[str, float]]:
+        """Yield what is drawn over epochs, by name: speeds by unit, declared numbers, and unknown ones."""
+        for each in _fields(self):
+            shown, value = each.metadata.get("number"), getattr(self, each.name)
+            if shown is not None and shown.title and value is not None:
+                yield each.name, value
+        yield from ((name, value) for name, value in self.more.items() if is_number(value))
+        yield from self.rates.items()
+        yield from self.memory_peaks().items()
+
+    def memory_peaks(self) -> dict[str, int]:
+        """Return the memory of the rank that had most, by kind."""
+        peaks = {
+            each.name: max((getattr(rank, each.name) or 0 for rank in self.memory), default=0)
+            for each in _fields(Memory)
+        }
+        return {name: peak for name, peak in peaks.items() if peak}
+
+    def with_whole(self, whole: EpochRecord) -> EpochRecord:
+        """Return this record of the last launch, with the numbers of all launches where there are any."""
+        names = [each.name for each in _fields(self) if each.metadata.get("is_whole")]
+        return replace(self, **{name: getattr(whole, name) for name in names}, more={**self.more, **whole.more})
+
+    def to_json(self) -> Json:
+        line: Json = {"kind": "epoch"}
+        for each in _fields(self):
+            value = getattr(self, each.name)
+            if each.name == "more":
+                line |= value
+            elif value is not None or each.metadata.get("null"):
+                line[each.name] = _plain(value)
+        return line
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> EpochRecord:
+        values: Json = {}
+        names = {"kind"}
+        for each in _fields(cls):
+            names.add(each.name)
+            if line.get(each.name) is not None:
+                values[each.name] = _read(line[each.name], _PARTS.get(each.name))
+        return cls(**values, more={name: value for name, value in line.items() if name not in names})
+
+
+_PARTS: dict[str, type[Part]] = {
+    "memory": Memory,
+    "meetings": Meetings,
+    "device": DeviceSteps,
+    "compile": Compilation,
+    "way": Way,
+    "launch": Launch,
+    "findings": Finding,
+}
+"""Fields of an epoch that are JSON objects, or lists of them."""
+
+
+def _read(value: Any, part: type[Part] | None) -> Any:
+    if part is None:
+        return value
+    return [part.from_json(each) for each in value] if isinstance(value, list) else part.from_json(value)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def declared_numbers(*of: Any) -> dict[str, Number]:
+    """Return the numbers that fields of these classes declare, in their order on a page."""
+    found = {each.name: each.metadata["number"] for one in of for each in _fields(one) if each.metadata.get("number")}
+    return dict(sorted(found.items(), key=lambda pair: pair[1].place))
