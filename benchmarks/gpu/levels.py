@@ -66,7 +66,7 @@ def ours(settings: dict[str, Any]) -> Callable[[int], None]:
 
     def run(num_steps: int) -> None:
         precision.apply(engine.precision)  # TF32 is a setting of the whole process
-        engine.epoch = engine.epoch_step = 0
+        engine.resume_at(engine.num_steps, (0, 0, 0))
         batches = engine.batches(data, global_batch=GRAIN * GRAINS, grains=GRAINS, epochs=10_000, workers=0)
         for batch in islice(batches, num_steps):
             engine.step(loss, batch)

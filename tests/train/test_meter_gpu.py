@@ -25,9 +25,8 @@ pytestmark = [
 
 
 def test_sampling_waits_for_nothing() -> None:
-    engine = Engine(link=gpu(), level=2)
     clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True), every=2)
-    engine.clock = clock
+    engine = Engine(link=gpu(), clock=clock, level=2)
     model = Blobs().model().cuda()
     engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01, fused=True))
     task = Blobs()

@@ -174,7 +174,7 @@ def restore_for_use(task: Task, config: TrainConfig, link: Link, checkpoint: Pat
     # An optimizer that keeps nothing; it is never called.
     engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     engine.strategy.detach()
-    engine.num_steps = found.step
+    engine.resume_at(found.step)
     state.restore_weights(engine, {**found.parts["model"], **found.parts.get("ema", {})})
     task.load_state(dict(found.parts.get("task", {})))
     return engine

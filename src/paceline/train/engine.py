@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from paceline.parallel.step import Step
 from paceline.parallel.strategy import Tally
 from paceline.speed import loss_scale, master, precision, recompute
 from paceline.speed.compile import compile_in_place
+from paceline.speed.graphs import Graphs
 from paceline.train import looking, own_loop, reduction
 from paceline.train.autotune.recorded import RecordedGrains
 from paceline.train.dice import Dice
@@ -46,7 +47,14 @@ Loss = Callable[[Grain], Any]
 class Engine:
     """Five verbs for a loop of your own: `prepare`, `batches`, `step`, `evaluating`, `close`."""
 
-    def __init__(self, config: EngineConfig | None = None, *, link: Link | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        link: Link | None = None,
+        clock: Clock | None = None,
+        **settings: Any,
+    ) -> None:
         self.config = config or EngineConfig(**settings)
         self._owns_link = link is None
         self.link = link or start(
@@ -69,8 +77,8 @@ class Engine:
         self.epoch, self.epoch_step, self.call_began = 0, 0, 0  # where `batches` is, and where its last call began
         self.is_resumed = False
         self.rate: float | None = None
-        self.clock: Clock | None = None
-        self.wants_stop = False
+        self.clock = clock
+        self._wants_stop = False
         self.schedule: Callable[[int], float] | None = None
         self.average: WeightAverage | None = None
         self.masters: master.Masters | None = None
@@ -113,7 +121,9 @@ class Engine:
         if self.precision.compile:
             compile_in_place(model, self.config.compile_mode)
         self.shards = reduction.shard_model(model, optimizer, self.config, self.link)
-        self.model, self.optimizer, self.schedule = model, optimizer, schedule
+        self.model, self.optimizer = model, optimizer
+        if schedule is not None:
+            self.follow(schedule)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.config.ema:
             self.average = WeightAverage.following(self.average, self.named_weights(), self.config.ema)
@@ -133,6 +143,31 @@ class Engine:
         self.statistics = RunningStatistics(model, self.link, are_shared_out=self._several)
         self.statistics.share()
         return model, optimizer
+
+    def follow(self, schedule: Callable[[int], float]) -> None:
+        """Set the learning rate of every step from now on to `schedule(step)`."""
+        self.schedule = schedule
+
+    def record(self, graphs: Graphs, tensors: Callable[[Grain], Any]) -> RecordedGrains:
+        """Replay CUDA graphs of grains from now on, where their shape has one; `tensors` gives a grain's inputs."""
+        self.recorded = RecordedGrains(graphs, tensors, self.forward)
+        return self.recorded
+
+    def resume_at(self, num_steps: int, batches: Sequence[int] | None = None) -> None:
+        """Go on after `num_steps` steps; `batches` is (epoch, step, first epoch of the call) of `Engine.batches`."""
+        self.num_steps = num_steps
+        if batches is not None:
+            self.epoch, self.epoch_step, self.call_began = batches
+            self.is_resumed = True
+
+    def ask_to_stop(self) -> None:
+        """Tell all ranks with the next reduction that this one was asked to stop; safe in a signal handler."""
+        self._wants_stop = True
+
+    @property
+    def wants_stop(self) -> bool:
+        """True if this rank was asked to stop."""
+        return self._wants_stop
 
     def release(self) -> None:
         """Let go of the prepared model, so that it can be prepared again with another shape or optimizer."""

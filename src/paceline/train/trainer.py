@@ -75,8 +75,7 @@ class Trainer:
         attach(task, config, link, self.progress.say)
         self.checkpoints = CheckpointManager(config, link, self.progress, task.spec or type(task).__name__)
         stacks.send_to(self.checkpoints.rank_log_file)
-        self.engine = Engine(config, link=link)
-        self.engine.clock = self.clock
+        self.engine = Engine(config, link=link, clock=self.clock)
         self.fastest = Fastest(task, config, self.engine, self.progress) if config.level == 4 else None
         if self.fastest is not None and self.checkpoints.found is not None:
             self.fastest.recall(self.checkpoints.found.state.get("choice"))
@@ -112,7 +111,7 @@ class Trainer:
         status = "finished"
         try:
             with rank_log(self.checkpoints.rank_log_file, summary.rank_line(self.link)):
-                with on_stop_signal(self._ask_to_stop), log_if_lost(self.link.world):
+                with on_stop_signal(self.engine.ask_to_stop), log_if_lost(self.link.world):
                     for number in range(self.position.stage, len(self.stages)):
                         status = self._train_stage(number)
                         if status == "stopped":
@@ -139,7 +138,7 @@ class Trainer:
             return "early" if self._lost_patience() else "finished"
         position.is_complete = False  # or it goes on: a finished run was given more epochs, steps or patience
         self._make_fast(feed)
-        self.engine.schedule = self._schedule(feed)
+        self.engine.follow(self._schedule(feed))
         self._introduce(feed)
         self.clock.lap("setup")
         status = "finished"
@@ -265,9 +264,6 @@ class Trainer:
     def _out_of_data(self, feed: Feed, step: Step) -> bool:
         """Data of unknown length ends when no rank has more, which the step's own reduction says."""
         return feed.is_stream and step.ranks_with_data is not None and not float(step.ranks_with_data)
-
-    def _ask_to_stop(self) -> None:
-        self.engine.wants_stop = True
 
     def _stop_asked(self, step: Step) -> bool:
         """Whether any rank was asked to stop, as of the same step on all. On a GPU it is read when logging anyway."""

@@ -22,7 +22,6 @@ from paceline.speed import precision
 from paceline.speed.autotune.candidates import Way
 from paceline.speed.autotune.choice import CannotRun
 from paceline.speed.graphs import CudaRecorder, Graphs
-from paceline.train.autotune.recorded import RecordedGrains
 from paceline.train.engine import Engine
 from paceline.train.loss import OutOfMemory
 from paceline.train.task import Task
@@ -70,10 +69,10 @@ class Round:
         engine.prepare(model, optimizer)
         loss = self._loss = partial(task.loss, model)
         if way.graphs:
-            engine.recorded = RecordedGrains(Graphs(model, CudaRecorder(link.device)), task.recordable, engine.forward)
+            recorded = engine.record(Graphs(model, CudaRecorder(link.device)), task.recordable)
             for grain in ring.grains:
-                if not engine.recorded.warm(loss, grain):
-                    raise CannotRun(f"no CUDA graph: {next(iter(engine.recorded.graphs.failures.values()))}")
+                if not recorded.warm(loss, grain):
+                    raise CannotRun(f"no CUDA graph: {next(iter(recorded.graphs.failures.values()))}")
         self._batches = [
             Batch(0, number, 1, len(grain), len(grain), [Grain(grain.data, 0, grain.samples)], own_count=len(grain))
             for number, grain in enumerate(ring.grains)

@@ -93,10 +93,8 @@ class Fastest:
             if kept is not None:
                 state.restore(engine, *kept)
         if engine.precision.graphs and engine.recorded is None:
-            engine.recorded = RecordedGrains(
-                Graphs(engine.model, CudaRecorder(engine.device)), self._task.recordable, engine.forward
-            )
-            self._warm_up(engine.recorded, feed)
+            graphs = Graphs(engine.model, CudaRecorder(engine.device))
+            self._warm_up(engine.record(graphs, self._task.recordable), feed)
 
     def accelerate(self, model: torch.nn.Module) -> None:
         """Put the task's kernels into a model that is about to be prepared, if they were chosen."""

@@ -127,9 +127,7 @@ def restore(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]], values: M
     if engine.average is not None:
         # A run that had no average (changed settings) begins it with the weights as they are.
         engine.average.load_state_dict(average or engine.named_weights())
-    engine.num_steps = values["num_steps"]
-    engine.epoch, engine.epoch_step, engine.call_began = values["batches"]
-    engine.is_resumed = True
+    engine.resume_at(values["num_steps"], values["batches"])
     engine.skips.load(own["skips"]["state"].tolist() if own else values["skips"])
     if isinstance(engine.strategy, Averaged):
         engine.strategy.load(parts.get("outer", {}), values.get("averaging", {}), own.get("averaging"))

@@ -68,7 +68,7 @@ class _Sweep(Trainer):
 
     def stop(self) -> None:
         """Told to all ranks with the next step's reduction."""
-        self.engine.wants_stop = True
+        self.engine.ask_to_stop()
 
     def _schedule(self, feed: Feed) -> Callable[[int], float]:
         self._schedule_steps = self._num_rates
