@@ -24,6 +24,7 @@ MERGED = {
     "CannotWrite": "one for two classes, and with an advice: test_disk.py",
     "DiskFull": "its hint names the free space: test_disk.py",
     "DiskFilled": "a DiskFull with an advice",
+    "NotASet": "its other hint is that of SetsWithoutNames: train/test_validate.py",
     "NoRoom": "a CannotWrite with an advice: test_run_folder.py",
 }
 """Classes of the golden file that have no constructor of their own any more."""
