@@ -1,4 +1,4 @@
-"""Settings that contradict themselves do not become a run; keys never meet."""
+"""Settings that contradict themselves do not become a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 from pydantic import ValidationError
 
 from paceline.config.settings import TrainConfig
-from paceline.core.keys import key
 
 
 @pytest.mark.parametrize(
@@ -49,12 +48,3 @@ def test_frozen() -> None:
     config = TrainConfig(epochs=1)
     with pytest.raises(ValidationError):
         config.lr = 3.0  # type: ignore[misc]
-
-
-def test_keys_differ_by_every_number_and_its_place() -> None:
-    keys = {key(seed, step, grain) for seed in range(20) for step in range(50) for grain in range(20)}
-    assert len(keys) == 20 * 50 * 20
-    assert all(0 <= value < 2**63 for value in keys)
-    assert key(1, 2) != key(2, 1) != key(1, 2, 0)
-    bits = [sum(value >> bit & 1 for value in keys) / len(keys) for bit in range(63)]
-    assert all(0.47 < share < 0.53 for share in bits)  # standard error 0.0035

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
+from paceline.core.keys import uniform
 from paceline.replay import admission
-from paceline.replay.chance import ADMISSION, VICTIM, uniform
+from paceline.replay.admission import ADMISSION, VICTIM
 
 
 def chance(seed: int, stream: int, index: int) -> float:

@@ -15,11 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.errors import PacelineError
-from paceline.replay.chance import ADMISSION, VICTIM, uniform
+from paceline.core.keys import uniform
 from paceline.replay.table import NOWHERE, Integers, Table
 
 Strategy = Literal["reservoir", "class-balanced", "loss-aware", "herding"]
 Floats = NDArray[np.float64]
+
+ADMISSION, VICTIM = 0x61646D, 0x766963
+"""Streams of a seed: decide if an item is admitted, and which one it replaces."""
 
 AHEAD = 4096
 """A reservoir's decisions need no data, and are made for this many items at once."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.keys import key
-from paceline.replay.chance import DRAW, from_start
+from paceline.core.keys import bits_from, key
 
 Slots = NDArray[np.int64]
+
+DRAW = 0x647261
+"""Stream of a seed."""
 
 DRAWN_AHEAD = 64
 """Steps whose draws are made at once."""
@@ -44,13 +46,13 @@ def draws(seed: int, steps: range, number: int, num_stored: int, size: int) -> S
     size = min(size, num_stored)
     starts = np.array([key(seed, DRAW, step, number) for step in steps], np.uint64)
     if 2 * size > num_stored:
-        order = np.argsort(from_start(starts[:, None], np.arange(num_stored)), axis=1, kind="stable")
+        order = np.argsort(bits_from(starts[:, None], np.arange(num_stored)), axis=1, kind="stable")
         return order[:, :size]
     chosen = np.empty((len(steps), size), np.int64)
     left, num_tried = np.arange(len(steps)), size + size // 2 + 8
     while len(left):
         # 53 random bits times the number of slots, rounded down.
-        words = from_start(starts[left, None], np.arange(num_tried)) >> np.uint64(11)
+        words = bits_from(starts[left, None], np.arange(num_tried)) >> np.uint64(11)
         tried = (words.astype(np.float64) * (2.0**-53 * num_stored)).astype(np.int64)
         is_first = _is_first(tried)
         place = np.cumsum(is_first, axis=1)  # of each slot among the different ones, from 1

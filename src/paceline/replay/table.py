@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.core.errors import PacelineError
-from paceline.replay.chance import bits, scramble
+from paceline.core.keys import bits, finalise
 
 Integers = NDArray[np.int64]
 NOWHERE = -1
@@ -212,8 +212,8 @@ class Table:
 
 def slots_digest(slots: Integers, index: Integers, sums: NDArray[np.uint64]) -> int:
     """Return the digest of slots with these items and checksums; digests of disjoint slots are added modulo 2**64."""
-    placed = scramble(bits(_SLOTS, slots) + index.astype(np.uint64))
-    return int(scramble(placed ^ sums).sum(dtype=np.uint64))
+    placed = finalise(bits(_SLOTS, slots) + index.astype(np.uint64))
+    return int(finalise(placed ^ sums).sum(dtype=np.uint64))
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from torch import nn
 
-from paceline.core.keys import key
 from paceline.recipes.asr.sound import features as module
 from paceline.recipes.asr.sound.features import FeatureSettings, FrontEndMisfit, LogMel, mel_filters
-from paceline.recipes.asr.sound.keyed import below, keyed, normal
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 NETWORKS_OWN = FeatureSettings(n_fft=512)
@@ -300,33 +298,6 @@ def test_dither_has_its_strength() -> None:
     white = np.random.default_rng(0).standard_normal((4, 160000)) * 0.01
     wanted, _ = LogMel(FeatureSettings(**plain), 16000).eval()(torch.from_numpy(white), lengths)
     torch.testing.assert_close(dithered.mean((0, 2)), wanted.mean((0, 2)), rtol=0, atol=0.1)
-
-
-def test_keyed_numbers_are_those_of_the_house() -> None:
-    numbers = [0, 1, 2**62, 2**63 - 1, -1, -(2**63), 123456789]
-    first = keyed(torch.tensor(numbers)[:, None], 3, torch.tensor([0, 5, -2, 2**40]))
-    assert first.tolist() == [[key(one, 3, other) for other in (0, 5, -2, 2**40)] for one in numbers]
-    assert below(first, 10).tolist() == [[(value >> 31) * 10 >> 32 for value in row] for row in first.tolist()]
-    many = below(keyed(torch.arange(70000), 0), 7)
-    assert ((torch.bincount(many, minlength=7) - 10000) ** 2 / 10000).sum() < 22.46  # chi-square, 6 degrees: p = 0.001
-
-
-def test_normal_numbers_are_normal() -> None:
-    drawn = normal(torch.arange(100), 1, 4001).double()
-    assert drawn.shape == (100, 4001)
-    assert torch.equal(normal(torch.arange(5, 9), 1, 10).double(), drawn[5:9, :10])
-    values = drawn.flatten()
-    error = len(values) ** -0.5
-    assert abs(values.mean()) < 4 * error
-    assert abs(values.square().mean() - 1) < 4 * error * 2**0.5
-    assert abs((values**4).mean() - 3) < 4 * error * 96**0.5
-    assert abs((drawn[:, 1:] * drawn[:, :-1]).mean()) < 4 * error
-    assert abs((drawn[1:] * drawn[:-1]).mean()) < 4 * error
-    quantiles = torch.quantile(values[:100000], torch.tensor([0.001, 0.1587, 0.5, 0.8413, 0.999], dtype=torch.float64))
-    torch.testing.assert_close(quantiles, torch.tensor([-3.09, -1, 0, 1, 3.09], dtype=torch.float64), rtol=0, atol=0.1)
-
-
-# -- mistakes ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

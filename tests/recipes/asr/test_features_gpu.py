@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.core.keys_torch import keyed, normal
 from paceline.recipes.asr.sound.features import FeatureSettings, LogMel
-from paceline.recipes.asr.sound.keyed import keyed, normal
 from paceline.recipes.asr.sound.spec_augment import SpecAugment, SpecAugmentSettings
 from paceline.speed import precision
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from paceline.config.settings import Fraction, Positive, PositiveFloat, Section
 from paceline.core.errors import PacelineError
-from paceline.recipes.asr.sound.keyed import normal
+from paceline.core.keys_torch import normal
 
 STD_GUARD = 1e-5
 """Added to the standard deviation, as the reference does."""

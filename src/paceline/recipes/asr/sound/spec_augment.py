@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from paceline.config.settings import Section
-from paceline.recipes.asr.sound.keyed import below, keyed
+from paceline.core.keys_torch import below, keyed
 
 Count = Annotated[int, Field(ge=0)]
 FREQ_STREAM, TIME_STREAM, RECT_FREQ_STREAM, RECT_TIME_STREAM = 2, 3, 4, 5

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from paceline.core.keys import bits, uniform
 from paceline.recipes.continual.files import Labelled
 from paceline.recipes.continual.methods.finetune import Finetune
-from paceline.replay.chance import bits, uniform
 from paceline.train.task import Stage
 
 _ORDER, _VICTIM = 0x676F, 0x6776

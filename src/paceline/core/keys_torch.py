@@ -1,7 +1,7 @@
-"""Random numbers on the device that depend on a sample's key alone: not on its batch, its rank or a generator's state.
+"""Keyed randomness on a device: numbers that depend on a sample's key alone, not on its batch, rank or generator.
 
-A hash is `paceline.core.keys.key`, element by element, in the wrapping 64-bit integers that every device has: CPU and
-GPU draw the same bits.
+A hash is `keys.key`, element by element, in the wrapping 64-bit integers that every device has: CPU and GPU draw the
+same bits. Apart from keys.py, because core imports no torch.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ import math
 import torch
 from torch import Tensor
 
+from paceline.core.keys import FIRST_FACTOR, INCREMENT, SECOND_FACTOR
+
 
 def _signed(word: int) -> int:
-    """A 64-bit word as the int64 of the same bits."""
+    """Return the int64 with the bits of a 64-bit word."""
     return word - (word >> 63 << 64)
 
 
-_STEP = _signed(0x9E3779B97F4A7C15)
-_FIRST = _signed(0xBF58476D1CE4E5B9)
-_SECOND = _signed(0x94D049BB133111EB)
+_INCREMENT, _FIRST, _SECOND = _signed(INCREMENT), _signed(FIRST_FACTOR), _signed(SECOND_FACTOR)
 
 
 def keyed(keys: Tensor, *numbers: int | Tensor) -> Tensor:
-    """`key(key, *numbers)` for every element of the int64 `keys` and `numbers`, broadcast: hashes in [0, 2**63)."""
-    mixed = _finalise(keys + _STEP)
+    """Return `key(key, *numbers)` for every element of the int64 `keys` and `numbers`, broadcast: in [0, 2**63)."""
+    mixed = _finalise(keys + _INCREMENT)
     for number in numbers:
-        mixed = _finalise(mixed + number + _STEP)
+        mixed = _finalise(mixed + number + _INCREMENT)
     return _shifted(mixed, 1)
 
 
 def below(hashes: Tensor, limit: int | Tensor) -> Tensor:
-    """Whole numbers, each of 0, ..., limit - 1 equally likely to one part in 2**32; `limit` is below 2**31."""
+    """Return integers, each of 0, ..., limit - 1 equally likely to one part in 2**32; `limit` is below 2**31."""
     return ((hashes >> 31) * limit) >> 32
 
 
 def normal(keys: Tensor, number: int, count: int) -> Tensor:
-    """`count` standard normal float32 numbers for every key: (batch,) -> (batch, count).
+    """Return `count` standard normal float32 numbers for every key: (batch,) -> (batch, count).
 
     Box and Muller: one hash gives a radius from its upper and an angle from its lower bits, thus two numbers.
     """
@@ -50,7 +50,7 @@ def normal(keys: Tensor, number: int, count: int) -> Tensor:
 
 
 def _finalise(word: Tensor) -> Tensor:
-    """splitmix64's last part, on a tensor that may be overwritten."""
+    """Apply splitmix64's finaliser in place."""
     word = word.bitwise_xor_(_shifted(word, 30)).mul_(_FIRST)
     word = word.bitwise_xor_(_shifted(word, 27)).mul_(_SECOND)
     return word.bitwise_xor_(_shifted(word, 31))
