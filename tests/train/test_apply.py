@@ -19,7 +19,7 @@ from paceline.observe.journal import read
 from paceline.train import apply
 from paceline.train.checkpoint import reader as restore
 from paceline.train.fit import run_mode
-from paceline.train.task import NoInputs, Stage, Task
+from paceline.train.task import NoInputs, Stage, Task, read_inputs
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import run_ranks
@@ -273,7 +273,7 @@ def test_a_task_reads_what_is_named_and_others_refuse(tmp_path: Path, capsys: py
     assert [index for index, _ in found] == list(range(6))
     assert torch.allclose(torch.stack([value for _, value in found]), expected, rtol=1e-6)
     with pytest.raises(NoInputs, match="task Valued does not know what to do with a.wav b.wav"):
-        Valued().read_inputs(["a.wav", "b.wav"])
+        read_inputs(Valued(), ["a.wav", "b.wav"])
 
 
 # -- modes -------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,27 @@ from paceline.config.settings import TrainConfig
 from paceline.observe.journal import read
 from paceline.optim import schedule
 from paceline.train.checkpoint import reader as restore
-from paceline.train.task import Stage
+from paceline.train.task import (
+    Accelerates,
+    Exports,
+    HasStages,
+    NoExport,
+    NoInputs,
+    NotAttached,
+    NotTraining,
+    ReadsInputs,
+    Recordable,
+    Reports,
+    SavesState,
+    Stage,
+    Surroundings,
+    Task,
+    TaskIncomplete,
+    export,
+    overrides,
+    read_inputs,
+    stages_of,
+)
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.train.ragged import RaggedTask
@@ -25,6 +45,7 @@ from tests.train.small import (
     LR,
     NUM_SAMPLES,
     SmallTask,
+    alone,
     assert_same,
     fresh_net,
     points,
@@ -325,3 +346,52 @@ def test_changed_gradients_are_those_that_are_used(precision: Any) -> None:
     for ours, other in zip(half.engine.named_weights().values(), whole.engine.named_weights().values(), strict=True):
         assert torch.allclose(ours, other, rtol=1e-3, atol=1e-5)
         assert not torch.equal(ours, fresh_net().state_dict()["body.weight"])
+
+
+# -- surroundings and protocols ----------------------------------------------------------------------------------------
+
+
+class Curious(Task):
+    """Asks for everything around it."""
+
+    def around(self) -> list[Any]:
+        return [self.settings, self.link, self.world, self.say, self.gather]
+
+
+def test_a_task_has_no_surroundings_before_it_is_attached() -> None:
+    task = Curious()
+    with pytest.raises(NotAttached, match="task Curious has no `settings` yet: no run has begun") as error:
+        task.around()
+    assert "not in `__init__`" in error.value.hint
+    assert not hasattr(task, "link")
+    link, said = alone(), list[str]()
+    task.attach(Surroundings(TrainConfig(epochs=3), link, said.append))
+    assert task.settings.epochs == 3
+    assert (task.link, task.world) == (link, link.world)
+    task.say("a line")
+    assert said == ["a line"]
+    assert task.gather(7) == [7]
+    with pytest.raises(NotTraining, match="while a task is trained"):
+        task.evaluating()
+
+
+def test_what_a_task_can_do_is_asked_by_type_and_has_defaults() -> None:
+    plain, staged = SmallTask(), StagedTask()
+    assert not isinstance(plain, HasStages | Exports | ReadsInputs | Accelerates | Recordable | SavesState | Reports)
+    assert isinstance(staged, HasStages)
+    assert [stage.name for stage in stages_of(plain)] == ["train"]
+    assert [stage.name for stage in stages_of(staged)] == ["first", "second"]
+    with pytest.raises(NoExport, match="task SmallTask has no `export`"):
+        export(plain, Path("folder"), {}, {})
+    with pytest.raises(NoInputs, match=r"task SmallTask does not know what to do with a\.wav b\.wav"):
+        read_inputs(plain, ["a.wav", "b.wav"])
+    with pytest.raises(TaskIncomplete, match="task Curious has no `loss`") as error:
+        Curious().loss(nn.Identity(), None)  # type: ignore[arg-type]
+    assert error.value.hint == "add `def loss(self, model, grain):` that returns (sum of losses, how many)"
+
+
+def test_overrides_are_of_the_class_whether_or_not_every_task_has_the_hook() -> None:
+    assert overrides(StagedTask(), "stages")
+    assert not overrides(SmallTask(), "stages")
+    assert not overrides(Curious(), "after_step")
+    assert overrides(SmallTask(), "loss")

@@ -33,13 +33,17 @@ def run(argv: Sequence[str]) -> int:
     options = load(ExportOptions, argv, prog=PROG, positional=POSITIONAL)
     from paceline.cli.eval import settings_of, task_of
     from paceline.train import apply
+    from paceline.train.task import export
+    from paceline.world.discover.environment import discover
+    from paceline.world.start import start
 
     record = apply.read_run(options.run)
     task = task_of(options.run, options.task, record)
-    task.settings = settings_of(task, options.run, record.settings)
+    settings = settings_of(task, options.run, record.settings)
+    apply.attach(task, settings, start(discover({}), device="cpu"))
     checkpoint = apply.find_checkpoint(options.run, options.checkpoint)
     about = {"run": str(options.run), "checkpoint": checkpoint.name}
-    task.export(options.folder, apply.read_weights(checkpoint), about)
+    export(task, options.folder, apply.read_weights(checkpoint), about)
     files = ", ".join(sorted(path.name for path in options.folder.iterdir()))
     sys.stdout.write(f"{checkpoint}\n{options.folder}: {files}\n")
     return 0

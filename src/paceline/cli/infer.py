@@ -54,6 +54,7 @@ def infer(options: InferOptions) -> int:
     """Predict on this rank, with all others; the first one writes."""
     from paceline.train import apply
     from paceline.train import predictions as outcome
+    from paceline.train import task as tasks
 
     # A run that was tried out on a few batches is not meant to predict only those.
     task, config, link = open_run(options, {"mode": "infer", "limit_batches": None}, {})
@@ -64,10 +65,10 @@ def infer(options: InferOptions) -> int:
         data = None if options.data is None else _data(options.data)
         if inputs:
             apply.attach(task, config, link)
-            data = task.read_inputs(inputs)
+            data = tasks.read_inputs(task, inputs)
         elif data is None:
             apply.attach(task, config, link)
-            data = task.infer_data()  # here, for the names that it may have
+            data = tasks.infer_data_of(task)  # here, for the names that it may have
         pairs = apply.predict_run(task, config, link, options.run, options.checkpoint, data)
         line = partial(outcome.json_line if options.json else outcome.text_line, names=getattr(data, "names", None))
         number = outcome.write_predictions(pairs, link, line, options.out)

@@ -25,7 +25,7 @@ from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint import state
 from paceline.train.engine import Engine
 from paceline.train.position import Position
-from paceline.train.task import Task, overrides
+from paceline.train.task import Surroundings, Task, overrides
 from paceline.train.validate import FixedSet, Validation, fixed_set
 from paceline.world.link import Link
 
@@ -176,7 +176,7 @@ def restore_for_use(task: Task, config: TrainConfig, link: Link, checkpoint: Pat
     engine.strategy.detach()
     engine.resume_at(found.step)
     state.restore_weights(engine, {**found.parts["model"], **found.parts.get("ema", {})})
-    task.load_state(dict(found.parts.get("task", {})))
+    tasks.load_state(task, dict(found.parts.get("task", {})))
     return engine
 
 
@@ -187,7 +187,7 @@ def attach(task: Task, config: TrainConfig, link: Link) -> None:
         if link.is_first:
             sys.stderr.write(f"{text}\n")
 
-    tasks.attach(task, config, link, say)
+    task.attach(Surroundings(config, link, say))
 
 
 def _load(checkpoint: Path, *, verify: bool) -> restore.Checkpoint:
@@ -223,7 +223,7 @@ def evaluate_run(
     if validation.is_empty:
         raise NothingToValidate(task)
     metrics = validation.run()
-    task.report()
+    tasks.report(task)
     return metrics
 
 
@@ -238,7 +238,7 @@ def predict_run(
         raise CannotPredict(task)
     grains = _grains(folder, config)
     engine = restore_for_use(task, config, link, choose_checkpoint(link, folder, which))
-    data = task.infer_data() if data is None else data
+    data = tasks.infer_data_of(task) if data is None else data
     if data is None:
         raise NothingToPredict(task)
     batches = fixed_set(task, engine, config, grains, "the data to predict", data, in_order=True)
@@ -273,7 +273,7 @@ def _predict(task: Task, engine: Engine, each: FixedSet, limit_batches: int | No
         if link.is_first:
             yield from sorted(pairs, key=lambda pair: int(pair[0]))
     each.loader.close()
-    task.report()
+    tasks.report(task)
 
 
 def _predict_grain(task: Task, engine: Engine, grain: Grain, step: int) -> tuple[list[int], Any]:

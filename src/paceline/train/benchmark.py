@@ -19,7 +19,7 @@ from paceline.data.grain import Grain
 from paceline.observe.clock import elapsed
 from paceline.parallel.step import Step
 from paceline.train.feed import Feed
-from paceline.train.task import Stage, Task
+from paceline.train.task import Stage, Task, lengths_of
 from paceline.train.trainer import Result, Trainer
 from paceline.world.link import Link
 
@@ -151,7 +151,7 @@ class _Bench(Trainer):
 
     def _feed(self, number: int, stage: Stage) -> Feed:
         feed = super()._feed(number, stage)
-        self._lengths = None if feed.is_stream else self.task.lengths(feed.data)
+        self._lengths = None if feed.is_stream else lengths_of(self.task, feed.data)
         return feed
 
     def _watch(self, model: torch.nn.Module, step: Step, grains: list[Grain]) -> None:

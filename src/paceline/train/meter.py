@@ -25,7 +25,7 @@ from paceline.observe.throughput import Units, peak_flops
 from paceline.speed import precision, recompiles
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
-from paceline.train.task import Task
+from paceline.train.task import CountsFlops, Task
 
 
 def make_clock(device: torch.device) -> Clock:
@@ -73,7 +73,7 @@ class Meter:
         if self._lengths is not None and total is not None:
             self._stretch = float(total) / (float(self._lengths.sum(dtype=float)) or 1.0)
         task = self._task
-        flops = task.flops(self._engine.model)
+        flops = task.flops(self._engine.model) if isinstance(task, CountsFlops) else None
         self.units = Units(task.sample_unit, task.length_unit, task.count_unit, flops, task.rate_words)
 
     def note(self, batch: Batch) -> None:

@@ -11,14 +11,14 @@ from paceline.config.settings import TrainConfig
 from paceline.observe import loggers
 from paceline.observe.callback import Watcher, checked
 from paceline.train.checkpoint import reader as restore
-from paceline.train.task import Task
+from paceline.train.task import HasWatchers, ReadsWeights, Task
 
 
 def load_weights(model: torch.nn.Module, task: Task, path: Path | None, say: Callable[[str], None]) -> None:
     """Load by name the weights that a new run starts from (`init_from`): a checkpoint, or a file of the task's kind."""
     if path is None:
         return
-    weights = task.read_weights(path)
+    weights = task.read_weights(path) if isinstance(task, ReadsWeights) else None
     if weights is None:
         weights = restore.load(path, ["model"]).parts["model"]
     say(restore.load_by_name(model, weights).line(path))
@@ -31,4 +31,5 @@ def callbacks(
     installed, missing = loggers.build(config.loggers, is_asked="loggers" in config.model_fields_set)
     for name in missing:
         say(f"{name} is not installed: metrics go to metrics.jsonl alone (`pip install {name}`)")
-    return [*installed, *checked(task.watchers()), *checked(more)]
+    own = task.watchers() if isinstance(task, HasWatchers) else ()
+    return [*installed, *checked(own), *checked(more)]

@@ -1,4 +1,8 @@
-"""What to train: model, data, loss, metrics. A task knows nothing of ranks, devices or dtypes."""
+"""Task: what to train. Model, data, loss, metrics and a few hooks; a task knows nothing of ranks, devices or dtypes.
+
+`Task` is what every task has. What only some have (stages, export, kernels of their own, inputs from files) are small
+protocols below it: a task implements one by having its methods, and the code that uses it asks by type.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 
 Sums = tuple[Any, Any]
 """A metric as (sum, weight), divided once over all batches and ranks."""
+Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -44,65 +49,113 @@ class Stage:
 class TaskIncomplete(PacelineError):
     """A task without one of the three things that every task needs."""
 
-    def __init__(self, task: Task, method: str, what: str) -> None:
-        super().__init__(f"task {type(task).__name__} has no `{method.partition('(')[0]}`")
-        self.hint = f"add `def {method}:` that returns {what}"
+    task: Task
+    method: str
+    what: str
+    sentence = "task {task_name} has no `{method_name}`"
+    hint = "add `def {method}:` that returns {what}"
+
+    @property
+    def task_name(self) -> str:
+        return type(self.task).__name__
+
+    @property
+    def method_name(self) -> str:
+        return self.method.partition("(")[0]
+
+
+class NotAttached(PacelineError, AttributeError):
+    """A task was asked for its surroundings before it had any."""
+
+    task: Task
+    attribute: str
+    sentence = "task {task_name} has no `{attribute}` yet: no run has begun"
+    hint = "read `self.{attribute}` in `model`, `train_data` and what is called later, not in `__init__`"
+
+    @property
+    def task_name(self) -> str:
+        return type(self.task).__name__
+
+
+class NotTraining(PacelineError):
+    """`evaluating` outside of training."""
+
+    sentence = "`self.evaluating()` is there while a task is trained, and it is not"
+    hint = "in `eval` and `infer` the model is as validation sees it already"
 
 
 class NoInputs(PacelineError):
-    """Files were given to a task that does not read any."""
+    """Files for a task that does not read any."""
 
+    task: Task
+    words: Sequence[str]
+    sentence = "task {task_name} does not know what to do with {shown}"
     hint = "give the task a `read_inputs(words)`, or name a function that returns a data set: `--data file.py:function`"
 
-    def __init__(self, task: Task, words: Sequence[str]) -> None:
-        super().__init__(f"task {type(task).__name__} does not know what to do with {' '.join(words)}")
+    @property
+    def task_name(self) -> str:
+        return type(self.task).__name__
+
+    @property
+    def shown(self) -> str:
+        return " ".join(self.words)
 
 
 class NoExport(PacelineError):
-    """A task that does not say what a model of its own is to other programs."""
+    """Export of a task that has no form for other programs."""
 
+    task: Task
+    sentence = "task {task_name} has no `export`"
     hint = "give it an `export(folder, weights, about)`; the checkpoint's model.safetensors has the weights, too"
 
-    def __init__(self, task: Task) -> None:
-        super().__init__(f"task {type(task).__name__} has no `export`")
+    @property
+    def task_name(self) -> str:
+        return type(self.task).__name__
+
+
+def _not_training() -> AbstractContextManager[None]:
+    raise NotTraining
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The run around a task: everything that it may know of it, as one object."""
+
+    settings: TrainConfig
+    link: Link
+    """The ranks, for a task whose own tensors travel."""
+    say: Callable[[str], None]
+    """Shows the user a line, once for all ranks."""
+    evaluating: Callable[[], AbstractContextManager[None]] = _not_training
+    """`with self.evaluating():` the model is as validation sees it; while training only, and all ranks must enter."""
 
 
 class Task:
     """Subclass and fill in `model`, `train_data` and `loss`; everything else has a default.
 
-    `settings`, `world` (ranks, for the rare task that wants to know), `say` and `gather` are set before anything is
-    called.
+    `settings`, `say`, `gather`, and for the rare task that wants to know of ranks `world` and `link`, are there before
+    anything is called: whoever runs a task attaches it first.
     """
 
     Settings: type[TrainConfig] = TrainConfig
     """Settings of the task's own: a subclass of `TrainConfig` with more fields, or with other defaults."""
     Use: type[Section] = Section
     """Settings that `eval` and `infer` may choose anew: a section that is among the bases of `Settings`."""
-    settings: TrainConfig
     spec: str = ""
-    """How the command line finds this task again: a recipe's name, or `/path/to/file.py:ClassName`."""
-    world: World
-    say: Callable[[str], None]
-    """Tells the user something, once for all ranks."""
-    gather: Callable[[Any], list[Any]]
-    """Everyone's value, by rank; all ranks must call it."""
-    link: Link
-    """The ranks themselves, for a task whose own tensors travel."""
-    evaluating: Callable[[], AbstractContextManager[None]]
-    """`with self.evaluating():` the model is as validation sees it; while training only, and all ranks must enter."""
-    collate: Callable[[list[Any]], Any] | None = None
-    """Samples of one grain into a batch; stacking if None."""
+    """Address of this task for the command line: a recipe's name, or `/path/to/file.py:ClassName`."""
+    collate: Collate | None = None
+    """Joins the samples of one grain into a batch; stacking if None."""
 
     monitor: str = "loss"
     """The metric of the first validation set that names the best checkpoint, unless the setting `monitor` does."""
     eval_cost: float | None = None
     """Padded length of a validation batch at most, in the unit of `lengths`, where no setting says how large it is."""
     length_unit: str = ""
-    """What `lengths` count, for people: `seconds` (shown as hours), `tokens`, `frames`."""
+    """Unit of `lengths`, for people: `seconds` (shown as hours), `tokens`, `frames`."""
     sample_unit: str = "samples"
-    """What samples are, for people: `utterances`, `images`."""
+    """Name of samples, for people: `utterances`, `images`."""
     count_unit: str = ""
-    """What `counts` count, for people, if its speed is worth showing: `tokens`."""
+    """Unit of `counts`, for people, if its speed is worth showing: `tokens`."""
     rate_words: Mapping[str, RateWords] = {"seconds": RateWords("audio_hours_per_hour", "hours of audio per hour")}
     """Speeds whose name is not `UNIT_per_s`, by unit: a second of audio per second is an hour per hour."""
 
@@ -115,127 +168,303 @@ class Task:
         raise TaskIncomplete(self, "train_data(self)", "the data set to train on")
 
     def val_data(self) -> Mapping[str, Any]:
-        """Validation sets by name."""
+        """Return validation sets by name."""
         return {}
 
     def loss(self, model: torch.nn.Module, grain: Grain) -> Any:
-        """(sum of losses, how many) of one grain; a third value is handed to `after_step`."""
+        """Return (sum of losses, count) of one grain; a third value is handed to `after_step`."""
         raise TaskIncomplete(self, "loss(self, model, grain)", "(sum of losses, how many)")
 
     def metrics(self, model: torch.nn.Module, grain: Grain) -> Mapping[str, Sums]:
-        """Validation metrics of one batch as name -> (sum, weight)."""
+        """Return validation metrics of one batch as name -> (sum, weight)."""
         total, count, *_ = self.loss(model, grain)
         return {"loss": (total, count)}
 
-    def samples(self, model: torch.nn.Module, grain: Grain) -> Sequence[Mapping[str, str]]:
-        """What validation shows of a few samples beside numbers, as texts by name: a reference and a hypothesis."""
-        return []
-
-    def read_inputs(self, words: Sequence[str]) -> Any:
-        """The data set that `paceline infer RUN WORDS...` means; its `names`, if it has some, name the predictions."""
-        raise NoInputs(self, words)
-
-    def read_weights(self, path: Path) -> Mapping[str, torch.Tensor] | None:
-        """Weights by name from a file of the task's own kind, for `init_from`; None: it is none, read it as usual."""
-        return None
-
-    def export(self, folder: Path, weights: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
-        """Write a model of these weights for programs that know nothing of Paceline; `about` says where it is from."""
-        raise NoExport(self)
-
-    def about(self) -> dict[str, Any]:
-        """What a model of this task must be known by wherever its checkpoint goes: plain values, kept in each one."""
-        return {}
-
-    def infer_data(self) -> Any:
-        """What inference predicts if no other data is named: the first validation set. None: there is nothing."""
-        return next(iter(self.val_data().values()), None)
-
     def predict(self, model: torch.nn.Module, grain: Grain) -> Any:
-        """What inference returns for one batch: a tensor or a list with one entry per sample."""
+        """Return predictions for one batch: a tensor or a list with one entry per sample."""
         raise NotImplementedError("this task has no `predict(model, grain)`")
-
-    def train_collate(self, data: Any) -> Callable[[list[Any]], Any] | None:
-        """How samples of `data` become a grain in training, where that is not as in validation."""
-        return self.collate
-
-    def accelerate(self, model: torch.nn.Module) -> Sequence[str]:
-        """Let kernels of the task's own stand in for modules of the model, which keeps its weights and their names; it
-        is on its device and in training (`-O4`). Returns which parts stay without one, and why: a compiler may do
-        something for those. Raises `CannotRun` where nothing can be done for this model."""
-        return []
-
-    def recordable(self, grain: Grain) -> Any:
-        """The grain's data as tensors alone, in dictionaries, tuples and lists.
-
-        A task that has this says that its loss of such a grain can be recorded as a CUDA graph (`-O4`): it never waits
-        for the device, decides nothing by values, draws random numbers from torch alone, and what it counts follows
-        from the shapes."""
-        return grain.data
 
     def optimizer(
         self, groups: list[dict[str, Any]], settings: OptimSettings, device: torch.device
     ) -> torch.optim.Optimizer:
         return build.optimizer(settings, groups, device)
 
-    def stages(self) -> Sequence[Stage]:
-        return [Stage("train", self.train_data)]
-
-    def lengths(self, data: Any) -> NDArray[Any] | None:
-        """Cost of each sample (seconds, tokens) for batching and balance: the data set's own `lengths`, if any."""
-        lengths = getattr(data, "lengths", None)
-        return None if lengths is None else np.asarray(lengths)
-
-    def counts(self, data: Any) -> NDArray[Any] | None:
-        """What each sample adds to the loss count, if not 1: the data set's own `counts`, if it has some."""
-        counts = getattr(data, "counts", None)
-        return None if counts is None else np.asarray(counts)
-
-    def flops(self, model: torch.nn.Module) -> float | None:
-        """Floating-point operations of training (forward and backward) on one unit of `lengths`, or on one sample where
-        there are none; the epoch line then says what share of the device's peak that is. None: not known."""
-        return None
-
-    def watchers(self) -> Sequence[Callback]:
-        """Callbacks and loggers of the task's own; only the first rank is asked for them."""
-        return []
-
-    # -- hooks ---------------------------------------------------------------------------------------------------
+    # -- hooks, called on every rank -----------------------------------------------------------------------------
 
     def before_stage(self, model: torch.nn.Module, stage: int) -> None:
-        """Before a stage's first step. On resume it is called again for all stages up to the current one, in order,
+        """Run before a stage's first step. On resume it is called again for all stages up to the current one, in order,
         so that a model that grows has its shape before its weights are loaded."""
 
     def before_step(self, model: torch.nn.Module, batch: Batch) -> None:
-        """Before a step's first forward, on all ranks, also on those that have no grain of this batch."""
+        """Run before a step's first forward, also on ranks that have no grain of this batch."""
 
     def after_backward(self, model: torch.nn.Module) -> None:
-        """Gradients are complete (reduced, unscaled), not yet clipped or used."""
+        """Run when gradients are complete (reduced, unscaled), not yet clipped or used."""
 
     def after_step(self, model: torch.nn.Module, step: Step, grains: list[Grain]) -> None:
-        """After the update, with this rank's grains (`grain.samples` are ids in the data set) and `step.outputs`."""
+        """Run after the update, with this rank's grains (`grain.samples` are ids in the data set) and
+        `step.outputs`."""
 
     def after_stage(self, model: torch.nn.Module, stage: int) -> None:
-        """After a stage's last step."""
+        """Run after a stage's last step."""
 
-    def report(self) -> None:
-        """After an epoch and its validation, an evaluation, a prediction: the moment to `say` what was noticed in it.
-        All ranks call it."""
+    # -- surroundings --------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Tensors of the task's own that belong into a checkpoint. All ranks call it, the first one's are saved."""
-        return {}
+    _surroundings: Surroundings | None = None
 
-    def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """The counterpart of `state`."""
+    def attach(self, surroundings: Surroundings) -> None:
+        """Put the task to work in a run, before anything of it is called. A later call replaces the surroundings."""
+        self._surroundings = surroundings
 
+    def _around(self, name: str) -> Surroundings:
+        if self._surroundings is None:
+            raise NotAttached(self, name)
+        return self._surroundings
 
-def attach(task: Task, settings: TrainConfig, link: Link, say: Callable[[str], None]) -> None:
-    """Put a task to work on a rank: what it may know of the run, before any of it is asked for."""
-    task.settings, task.world, task.gather, task.say = settings, link.world, link.gather_objects, say
-    task.link = link
+    @property
+    def settings(self) -> TrainConfig:
+        return self._around("settings").settings
+
+    @property
+    def link(self) -> Link:
+        """The ranks, for a task whose own tensors travel."""
+        return self._around("link").link
+
+    @property
+    def world(self) -> World:
+        """Rank, number of ranks and hosts."""
+        return self._around("world").link.world
+
+    @property
+    def say(self) -> Callable[[str], None]:
+        """`self.say(text)` shows the user a line, once for all ranks."""
+        return self._around("say").say
+
+    @property
+    def gather(self) -> Callable[[Any], list[Any]]:
+        """`self.gather(value)` returns every rank's value, by rank; all ranks must call it."""
+        return self._around("gather").link.gather_objects
+
+    @property
+    def evaluating(self) -> Callable[[], AbstractContextManager[None]]:
+        """`with self.evaluating():` the model is as validation sees it; while training only, and all ranks must
+        enter."""
+        return self._around("evaluating").evaluating
 
 
 def overrides(task: Task, hook: str) -> bool:
-    """Whether a task has its own version of a hook, so that the loop pays only for hooks that do something."""
-    return getattr(type(task), hook) is not getattr(Task, hook)
+    """Return True if a task has its own version of a hook, so that the loop pays only for hooks that do something."""
+    return getattr(type(task), hook, None) is not getattr(Task, hook, None)
+
+
+# -- what some tasks have ----------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class HasStages(Protocol):
+    """A run of several parts."""
+
+    def stages(self) -> Sequence[Stage]: ...
+
+
+@runtime_checkable
+class HasLengths(Protocol):
+    """Costs of samples that are not the data set's own `lengths`."""
+
+    def lengths(self, data: Any) -> NDArray[Any] | None:
+        """Return the cost of each sample (seconds, tokens) for batching and balance."""
+
+
+@runtime_checkable
+class HasCounts(Protocol):
+    """Loss counts of samples that are not the data set's own `counts`."""
+
+    def counts(self, data: Any) -> NDArray[Any] | None:
+        """Return what each sample adds to the loss count, if not 1."""
+
+
+@runtime_checkable
+class CollatesForTraining(Protocol):
+    """Another collate in training than in validation, such as one that pads to few shapes."""
+
+    def train_collate(self, data: Any) -> Collate | None: ...
+
+
+@runtime_checkable
+class ShowsSamples(Protocol):
+    """Texts that validation shows of a few samples beside numbers."""
+
+    def samples(self, model: torch.nn.Module, grain: Grain) -> Sequence[Mapping[str, str]]:
+        """Return texts by name for each sample: a reference and a hypothesis."""
+
+
+@runtime_checkable
+class Reports(Protocol):
+    """Words after an epoch and its validation, an evaluation, a prediction."""
+
+    def report(self) -> None:
+        """Use `say` to show what was noticed. All ranks call it."""
+
+
+@runtime_checkable
+class SavesState(Protocol):
+    """Tensors of the task's own in each checkpoint."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the tensors to save. All ranks call it, the first one's are saved."""
+
+
+@runtime_checkable
+class LoadsState(Protocol):
+    """The counterpart of `SavesState`."""
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Take over what `state` returned."""
+
+
+@runtime_checkable
+class Describes(Protocol):
+    """Facts that go wherever a checkpoint goes."""
+
+    def about(self) -> dict[str, Any]:
+        """Return plain values that a model of this task must be known by."""
+
+
+@runtime_checkable
+class HasWatchers(Protocol):
+    """Callbacks and loggers of the task's own."""
+
+    def watchers(self) -> Sequence[Callback]:
+        """Return them; only the first rank is asked."""
+
+
+@runtime_checkable
+class CountsFlops(Protocol):
+    """Known arithmetic, for the share of the device's peak in the epoch line."""
+
+    def flops(self, model: torch.nn.Module) -> float | None:
+        """Return the floating-point operations of training (forward and backward) on one unit of `lengths`, or on one
+        sample where there are none; None if not known."""
+
+
+@runtime_checkable
+class ReadsWeights(Protocol):
+    """Weights from files of the task's own kind, for `init_from`."""
+
+    def read_weights(self, path: Path) -> Mapping[str, torch.Tensor] | None:
+        """Return weights by name; None if the file is none of this kind and to be read as a checkpoint."""
+
+
+@runtime_checkable
+class ReadsInputs(Protocol):
+    """Inputs named on the command line: `paceline infer RUN WORDS...`."""
+
+    def read_inputs(self, words: Sequence[str]) -> Any:
+        """Return the data set that the words mean; its `names`, if it has some, name the predictions."""
+
+
+@runtime_checkable
+class HasInferData(Protocol):
+    """Data to predict if no other is named, where that is not the first validation set."""
+
+    def infer_data(self) -> Any:
+        """Return a data set, or None if there is nothing."""
+
+
+@runtime_checkable
+class Exports(Protocol):
+    """A form of the model for programs that know nothing of Paceline."""
+
+    def export(self, folder: Path, weights: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
+        """Write a model of these weights; `about` names its run and checkpoint."""
+
+
+@runtime_checkable
+class Accelerates(Protocol):
+    """Kernels of the task's own (`-O4`)."""
+
+    def accelerate(self, model: torch.nn.Module) -> Sequence[str]:
+        """Replace modules of the model by kernels; it keeps its weights and their names, is on its device and in
+        training. Return which parts stay without one, and why: a compiler may do something for those. Raise `CannotRun`
+        where nothing can be done for this model."""
+
+
+@runtime_checkable
+class Recordable(Protocol):
+    """A loss that can be recorded as a CUDA graph (`-O4`): it never waits for the device, decides nothing by values,
+    draws random numbers from torch alone, and its count follows from the shapes."""
+
+    def recordable(self, grain: Grain) -> Any:
+        """Return the grain's data as tensors alone, in dictionaries, tuples and lists."""
+
+
+# -- their defaults ----------------------------------------------------------------------------------------------------
+
+
+def stages_of(task: Task) -> Sequence[Stage]:
+    return task.stages() if isinstance(task, HasStages) else [Stage("train", task.train_data)]
+
+
+def lengths_of(task: Task, data: Any) -> NDArray[Any] | None:
+    """Return the cost of each sample: the task's `lengths`, else the data set's, else None."""
+    if isinstance(task, HasLengths):
+        return task.lengths(data)
+    lengths = getattr(data, "lengths", None)
+    return None if lengths is None else np.asarray(lengths)
+
+
+def counts_of(task: Task, data: Any) -> NDArray[Any] | None:
+    """Return what each sample adds to the loss count: the task's `counts`, else the data set's, else None."""
+    if isinstance(task, HasCounts):
+        return task.counts(data)
+    counts = getattr(data, "counts", None)
+    return None if counts is None else np.asarray(counts)
+
+
+def train_collate_of(task: Task, data: Any) -> Collate | None:
+    return task.train_collate(data) if isinstance(task, CollatesForTraining) else task.collate
+
+
+def infer_data_of(task: Task) -> Any:
+    if isinstance(task, HasInferData):
+        return task.infer_data()
+    return next(iter(task.val_data().values()), None)
+
+
+def read_inputs(task: Task, words: Sequence[str]) -> Any:
+    """Return the data set that words on the command line mean to the task, or raise `NoInputs`."""
+    if not isinstance(task, ReadsInputs):
+        raise NoInputs(task, words)
+    return task.read_inputs(words)
+
+
+def export(task: Task, folder: Path, weights: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
+    """Write a model for other programs, or raise `NoExport`."""
+    if not isinstance(task, Exports):
+        raise NoExport(task)
+    task.export(folder, weights, about)
+
+
+def accelerate(task: Task, model: torch.nn.Module) -> Sequence[str]:
+    """Put the task's kernels into a model, if it has some; return which parts stay without one, and why."""
+    return task.accelerate(model) if isinstance(task, Accelerates) else []
+
+
+def recordable_of(task: Task) -> Callable[[Grain], Any]:
+    """Return the function that makes a grain recordable; asked only of tasks that have one."""
+    assert isinstance(task, Recordable)
+    return task.recordable
+
+
+def report(task: Task) -> None:
+    if isinstance(task, Reports):
+        task.report()
+
+
+def state_of(task: Task) -> dict[str, torch.Tensor]:
+    return task.state() if isinstance(task, SavesState) else {}
+
+
+def load_state(task: Task, state: dict[str, torch.Tensor]) -> None:
+    if isinstance(task, LoadsState):
+        task.load_state(state)

@@ -20,6 +20,7 @@ from paceline.observe.timeline import recorder as timeline
 from paceline.optim import build, larc, schedule
 from paceline.parallel.step import Step
 from paceline.train import setup, summary
+from paceline.train import task as tasks
 from paceline.train.autotune.run_choice import Fastest
 from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint import state
@@ -33,7 +34,7 @@ from paceline.train.meter import Meter, make_clock
 from paceline.train.position import Position
 from paceline.train.scaling import for_ranks
 from paceline.train.signals import on_stop_signal, stop_reason
-from paceline.train.task import Stage, Task, attach, overrides
+from paceline.train.task import Stage, Surroundings, Task, overrides
 from paceline.train.validate import Validation
 from paceline.world.failure import stacks
 from paceline.world.failure.flight_recorder import trail
@@ -72,16 +73,15 @@ class Trainer:
         config, self._arithmetic = for_ranks(config, link.world.size)
         self.task, self.config, self.link = task, config, link
         self.progress = Progress(link.is_first, config.progress, is_relayed=link.world.is_relayed)
-        attach(task, config, link, self.progress.say)
         self.checkpoints = CheckpointManager(config, link, self.progress, task.spec or type(task).__name__)
         stacks.send_to(self.checkpoints.rank_log_file)
         self.engine = Engine(config, link=link, clock=self.clock)
+        task.attach(Surroundings(config, link, self.progress.say, self.engine.evaluating))
         self.fastest = Fastest(task, config, self.engine, self.progress) if config.level == 4 else None
         if self.fastest is not None and self.checkpoints.found is not None:
             self.fastest.recall(self.checkpoints.found.state.get("choice"))
-        task.evaluating = self.engine.evaluating
         self.position = Position()
-        self.stages = list(task.stages())
+        self.stages = list(tasks.stages_of(task))
         self._began_stage = -1
         self._build()
         self._resumed: str | None = None
@@ -214,7 +214,7 @@ class Trainer:
             position.epoch, position.step, position.is_epoch_over = position.epoch + 1, 0, False
         if is_cut_short or is_due(position.epoch, config.val_every_epochs):
             self._validate()
-        self.task.report()
+        tasks.report(self.task)
         return "early" if self._lost_patience() else "finished"
 
     def _come_together(self) -> None:
@@ -331,7 +331,7 @@ class Trainer:
             self._begin_stage(number)
         self.position = position
         state.restore(self.engine, found.parts, found.state["engine"])
-        self.task.load_state(dict(found.parts.get("task", {})))
+        tasks.load_state(self.task, dict(found.parts.get("task", {})))
         self.checkpoints.check_precision(self.engine.precision.name)
         self.checkpoints.found = None  # what is mapped from its files would keep them on disk
         self._resumed = f"after step {position.num_steps} ({found.path.name})"
@@ -367,9 +367,9 @@ class Trainer:
             self.link,
             grains=self.checkpoints.grains,
             seed=config.seed if number == 0 else key(config.seed, number),
-            collate=self.task.train_collate(data),
-            lengths=self.task.lengths(data),
-            counts=self.task.counts(data),
+            collate=tasks.train_collate_of(self.task, data),
+            lengths=tasks.lengths_of(self.task, data),
+            counts=tasks.counts_of(self.task, data),
             clock=self.clock,
         )
         if not feed.is_stream and config.batch_cost is None and len(data) < config.max_samples:

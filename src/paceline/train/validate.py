@@ -28,7 +28,7 @@ from paceline.observe.records import Samples
 from paceline.train.engine import Engine
 from paceline.train.loss import OutOfMemory
 from paceline.train.position import Position
-from paceline.train.task import Task, overrides
+from paceline.train.task import ShowsSamples, Task, lengths_of
 from paceline.world.link import Link
 
 NUM_SAMPLES = 5
@@ -104,7 +104,7 @@ def fixed_set(
         raise NotASet(what, f"is a {type(data).__name__}, of which nobody knows the length")
     if len(data) == 0:
         raise NotASet(what, "is empty")
-    lengths = task.lengths(data)
+    lengths = lengths_of(task, data)
     cost = (None if lengths is None else task.eval_cost) if config.batch_cost is None else config.batch_cost / grains
     rule = BatchRule(
         max_samples=config.eval_batch or max(1, config.max_samples // grains),
@@ -205,14 +205,14 @@ class Validation:
         self.metrics, self.samples = {}, {}
         if self.is_empty:
             return self.metrics
-        shows = overrides(self._task, "samples")
+        shows = self._task if isinstance(self._task, ShowsSamples) else None
         limit, seed = self._config.limit_batches, self._config.seed
         with self._engine.evaluating():
             for name, each in self._sets.items():
                 values = evaluate(metrics, each.loader, each.plan, self._engine.link, limit_batches=limit, seed=seed)
                 self.metrics.update({f"{name}/{metric}": value for metric, value in values.items()})
-                if shows:
-                    self.samples[name] = self._read_samples(each)
+                if shows is not None:
+                    self.samples[name] = self._read_samples(shows, each)
         self.seconds = time.perf_counter() - began
         return self.metrics
 
@@ -254,12 +254,12 @@ class Validation:
         if self._config.monitor and self._sets and name not in self._sets:
             raise UnknownMonitor(self._config.monitor, [f"{known}/{metric}" for known in self._sets])
 
-    def _read_samples(self, each: FixedSet) -> list[dict[str, str]]:
+    def _read_samples(self, task: ShowsSamples, each: FixedSet) -> list[dict[str, str]]:
         """Some samples of a set, always the same: the first of the batch in the middle, which is of middle length."""
         link, step = self._engine.link, each.plan.num_steps // 2
         samples: list[dict[str, str]] = []
         if link.world.rank == step % link.world.size:
             for batch in each.loader.run(each.plan, range(step, step + 1)):
                 for grain in batch.grains:
-                    samples += [dict(sample) for sample in self._task.samples(self._engine.model, grain)]
+                    samples += [dict(sample) for sample in task.samples(self._engine.model, grain)]
         return [sample for everyone in link.gather_objects(samples[:NUM_SAMPLES]) for sample in everyone]

@@ -24,7 +24,7 @@ from paceline.recipes.asr.network.model import AcousticModel
 from paceline.train.checkpoint import reader as restore
 from paceline.train.position import SettingsChanged
 from paceline.train.summary import data_facts
-from paceline.train.task import attach
+from paceline.train.task import Surroundings
 from paceline.train.trainer import Trainer
 from paceline.train.validate import fixed_set
 from paceline.world.link import Link
@@ -194,7 +194,7 @@ def test_an_utterance_too_short_for_its_transcript_adds_nothing_but_its_count(tm
     for name in ("train", "poisoned"):
         config = tiny.settings(tmp_path, train_manifest=(tmp_path / f"{name}.json",))
         task = tiny.task()
-        attach(task, config, alone(), lambda text: None)
+        task.attach(Surroundings(config, alone(), lambda text: None))
         data = task.train_data()
         torch.manual_seed(0)
         model = task.model().eval()
@@ -213,7 +213,7 @@ def summed(folder: Path, name: str, **changes: Any) -> tuple[float, int, dict[st
     """Loss, count, gradients and metrics of a whole manifest as one grain, batch norm in eval."""
     config = tiny.settings(folder, train_manifest=(folder / f"{name}.json",), mode="train", **changes)
     task = tiny.task()
-    attach(task, config, alone(), lambda text: None)
+    task.attach(Surroundings(config, alone(), lambda text: None))
     data = task.train_data()
     torch.manual_seed(0)
     model = task.model().eval()
@@ -266,7 +266,7 @@ def train_unsound(link: Link, folder: Path) -> list[str]:
     task, said = tiny.task(), list[str]()
     config = tiny.settings(folder, out=out, bad_data="skip", precision="fp64", epochs=2, **sets)
     trainer = Trainer(task, config, link)
-    task.say = said.append
+    task.attach(Surroundings(config, link, said.append))
     trainer.fit()
     return said
 
@@ -345,11 +345,10 @@ def test_going_on_with_another_network_or_labels_is_refused(tmp_path: Path, data
 
 def test_labels_are_looked_at_once(data: Path) -> None:
     task = tiny.task()
-    attach(task, tiny.settings(data), alone(), lambda text: None)
+    task.attach(Surroundings(tiny.settings(data), alone(), lambda text: None))
     assert task._labels is task._labels
-    attach(
-        task, tiny.settings(data, network={**tiny.NETWORK, "labels": [" ", "c", "b", "a"]}), alone(), lambda text: None
-    )
+    other = tiny.settings(data, network={**tiny.NETWORK, "labels": [" ", "c", "b", "a"]})
+    task.attach(Surroundings(other, alone(), lambda text: None))
     assert task._labels.symbols == (" ", "c", "b", "a")
 
 

@@ -153,7 +153,7 @@ def _code(options: PackOptions, name: str) -> str:
 def _task_data(options: PackOptions, name: str) -> Any:
     """The data of a task, made as training would make it."""
     from paceline.cli.tasks import load_task
-    from paceline.train.task import attach
+    from paceline.train.task import Surroundings, stages_of
     from paceline.world.discover.environment import discover
     from paceline.world.start import start
 
@@ -163,8 +163,8 @@ def _task_data(options: PackOptions, name: str) -> Any:
     # How long to train is of no matter here, and no task can do without an answer.
     config = ["--epochs", "1"] if options.task_config is None else ["--config", str(options.task_config)]
     settings = load(task.Settings, config, prog="paceline pack")
-    attach(task, settings, start(discover({}), device="cpu"), print)
-    stages = {stage.name: stage.data for stage in task.stages()}
+    task.attach(Surroundings(settings, start(discover({}), device="cpu"), print))
+    stages = {stage.name: stage.data for stage in stages_of(task)}
     part = options.part or next(iter(stages))
     sets = stages if part in stages else task.val_data()
     if part not in sets:

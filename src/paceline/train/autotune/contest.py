@@ -24,7 +24,7 @@ from paceline.speed.autotune.choice import CannotRun
 from paceline.speed.graphs import CudaRecorder, Graphs
 from paceline.train.engine import Engine
 from paceline.train.loss import OutOfMemory
-from paceline.train.task import Task
+from paceline.train.task import Task, accelerate, recordable_of
 from paceline.world.discover.environment import World
 from paceline.world.link import Link
 
@@ -63,13 +63,13 @@ class Round:
         engine = self._engine = Engine(config, link=alone(link))
         engine.settle(precision.resolve_way(way, config.precision, precision.capabilities(link.device)))
         if way.kernels:
-            task.accelerate(model)
+            accelerate(task, model)
         optimizer = task.optimizer(build.groups(model, config), config, link.device)
         larc.attach(optimizer, config)
         engine.prepare(model, optimizer)
         loss = self._loss = partial(task.loss, model)
         if way.graphs:
-            recorded = engine.record(Graphs(model, CudaRecorder(link.device)), task.recordable)
+            recorded = engine.record(Graphs(model, CudaRecorder(link.device)), recordable_of(task))
             for grain in ring.grains:
                 if not recorded.warm(loss, grain):
                     raise CannotRun(f"no CUDA graph: {next(iter(recorded.graphs.failures.values()))}")

@@ -29,7 +29,7 @@ from paceline.train.autotune.shapes import costly_shapes
 from paceline.train.checkpoint import state
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
-from paceline.train.task import Task, overrides
+from paceline.train.task import Accelerates, Recordable, Task, accelerate, recordable_of
 from paceline.world.installed import has_triton
 
 MEASURED_SHAPES = 2
@@ -94,12 +94,12 @@ class Fastest:
                 state.restore(engine, *kept)
         if engine.precision.graphs and engine.recorded is None:
             graphs = Graphs(engine.model, CudaRecorder(engine.device))
-            self._warm_up(engine.record(graphs, self._task.recordable), feed)
+            self._warm_up(engine.record(graphs, recordable_of(self._task)), feed)
 
     def accelerate(self, model: torch.nn.Module) -> None:
         """Put the task's kernels into a model that is about to be prepared, if they were chosen."""
         if self._engine.precision.kernels:
-            for line in self._task.accelerate(model):
+            for line in accelerate(self._task, model):
                 self._progress.say(f"without a kernel: {line}")
 
     def lines(self) -> list[str]:
@@ -160,7 +160,7 @@ class Fastest:
         has_kernels, leaves_some = self._no_kernels is None, False
         if has_kernels:
             with contextlib.suppress(Exception):  # whatever it runs into, measuring them says
-                leaves_some = bool(self._task.accelerate(copy.deepcopy(self._engine.model)))
+                leaves_some = bool(accelerate(self._task, copy.deepcopy(self._engine.model)))
         return candidates(levels, has_kernels=has_kernels, can_graph=self._no_graphs is None, leaves_some=leaves_some)
 
     def _take(self, choice: Choice, source: str, way: Way | None = None) -> None:
@@ -218,7 +218,7 @@ def precision_for_use(record: Mapping[str, Any] | None, config: TrainConfig, dev
 
 def why_no_kernels(task: Task, config: TrainConfig, capabilities: precision.Capabilities) -> str | None:
     """Why the task's own kernels are not among the candidates; None: they are."""
-    if not overrides(task, "accelerate"):
+    if not isinstance(task, Accelerates):
         return "no kernels: this task has none of its own"
     if capabilities.device != "cuda":
         return f"no kernels: {capabilities.name} is no GPU"
@@ -234,7 +234,7 @@ def why_no_kernels(task: Task, config: TrainConfig, capabilities: precision.Capa
 
 def why_no_graphs(task: Task, config: TrainConfig, capabilities: precision.Capabilities, size: int) -> str | None:
     """Why CUDA graphs are not among the candidates; None: they are."""
-    if not overrides(task, "recordable"):
+    if not isinstance(task, Recordable):
         return "no CUDA graphs: this task does not say that its loss can be recorded"
     if capabilities.device != "cuda":
         return f"no CUDA graphs: {capabilities.name} is no GPU"

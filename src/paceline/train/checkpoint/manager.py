@@ -22,7 +22,7 @@ from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint.writer import Checkpointer
 from paceline.train.engine import Engine
 from paceline.train.position import Position, SettingsChanged, choose_grains, settings_changed
-from paceline.train.task import Task
+from paceline.train.task import Describes, Task, state_of
 from paceline.world.link import Link
 
 
@@ -122,7 +122,7 @@ class CheckpointManager:
         engine.statistics.total()
         ranks = gather_tensors(self._link, state.collect_own(engine)) if engine.averages else []
         sums = so_far()
-        own = task.state()  # on all ranks: what a task has may be spread over them
+        own = state_of(task)  # on all ranks: what a task has may be spread over them
         wanted = self._writer is not None or engine.shards is not None
         collected = state.collect(engine, self._in_pieces) if wanted else None
         if self._writer is not None and collected is not None:
@@ -137,7 +137,7 @@ class CheckpointManager:
                 "so_far": sums,
                 "precision": engine.precision.name,
                 "world_size": self._link.world.size,
-                "about": task.about(),
+                "about": task.about() if isinstance(task, Describes) else {},
                 "choice": self._choice,
             }
             if self._in_pieces:

@@ -22,7 +22,7 @@ from paceline.recipes.asr.task import Asr
 from paceline.speed import precision
 from paceline.speed.precision import Capabilities
 from paceline.train.autotune.shapes import Padding, costly_shapes
-from paceline.train.task import attach
+from paceline.train.task import Surroundings
 from tests.recipes.asr.tiny import PLAIN, losses_of, settings, speech, task, train
 from tests.train.small import alone
 
@@ -34,7 +34,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Asr, Uttera
     monkeypatch.setattr(precision, "capabilities", lambda device: bare)
     speech(tmp_path, "train", 24, 1)
     made = task()
-    attach(made, settings(tmp_path, level=4, network=PLAIN), alone(), print)
+    made.attach(Surroundings(settings(tmp_path, level=4, network=PLAIN), alone(), print))
     return made, made.train_data()
 
 
@@ -102,7 +102,7 @@ def test_frames_that_were_packed_stand_on_the_same_rungs(opened: tuple[Asr, Utte
 
 def test_only_level_4_pads_so(opened: tuple[Asr, Utterances], tmp_path: Path) -> None:
     made, data = opened
-    made.settings = made.settings.model_copy(update={"level": 2})
+    made.attach(Surroundings(made.settings.model_copy(update={"level": 2}), alone(), print))
     assert made.train_collate(data) is collate
 
 
