@@ -29,7 +29,7 @@ from paceline.cli.recipes import RECIPES
 from paceline.cli.tasks import find_task
 from paceline.cli.train import take_task
 from paceline.cli.tune import command as tune
-from paceline.config.aliases import ALIASES
+from paceline.config.aliases import aliases_of
 from paceline.config.command_line import read_words
 from paceline.config.load import load
 from paceline.config.settings import Section, TrainConfig
@@ -324,7 +324,7 @@ def test_options_named_in_running_text_exist() -> None:
     for home, _ in HOMES.values():
         module, _, model = home.partition(":")
         known |= set(getattr(importlib.import_module(f"paceline.cli.{module}"), model).model_fields)
-    known |= {*EVERY_TRAIN_OPTION.model_fields, *ALIASES}
+    known |= {*EVERY_TRAIN_OPTION.model_fields, *aliases_of(EVERY_TRAIN_OPTION)}
     known |= {"config", "help", "version", "hidden", "code_optimization"}
     unknown = []
     for page in PAGES:

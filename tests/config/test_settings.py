@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 from pydantic import ValidationError
 
+from paceline.config.aliases import aliases_of
+from paceline.config.command_line import resolve
 from paceline.config.settings import TrainConfig
 
 
@@ -48,3 +50,14 @@ def test_frozen() -> None:
     config = TrainConfig(epochs=1)
     with pytest.raises(ValidationError):
         config.lr = 3.0  # type: ignore[misc]
+
+
+def test_a_section_declares_other_spellings() -> None:
+    class Own(TrainConfig):
+        aliases: ClassVar[dict[str, str]] = {"my_loss": "loss_scale"}
+
+    assert aliases_of(Own) == {**aliases_of(TrainConfig), "my_loss": "loss_scale"}
+    assert resolve(Own, "my-loss") == "loss_scale"
+    assert resolve(Own, "horovod_reduce_type") == "reduce"
+    assert resolve(TrainConfig, "my_loss") is None
+    assert resolve(TrainConfig, "train_dataset") is None, "a word of speech recognition"

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ValidationError, create_model
 
@@ -29,6 +29,8 @@ with warnings.catch_warnings():
 
     class UseOptions(Section):
         """What all commands ask that use a run instead of making one."""
+
+        aliases: ClassVar[dict[str, str]] = {"code_optimization": "level"}
 
         run: Path
         """Folder of the run."""

@@ -1,29 +1,17 @@
-"""Other spellings of settings, as data: those that are accepted, and those that are only pointed out."""
+"""Other spellings of settings: those that are accepted, and those that are only answered with the right one.
+
+A section of settings declares the accepted ones, next to its fields:
+
+    class SpeechSettings(Section):
+        aliases = {"train_dataset": "train_manifest"}
+"""
 
 from __future__ import annotations
 
-ALIASES: dict[str, str] = {
-    "code_optimization": "level",
-    "model_config": "network",
-    "train_dataset": "train_manifest",
-    "eval_datasets": "val_manifest",
-    "min_duration": "min_seconds",
-    "max_duration": "max_seconds",
-    "reduce_type": "reduce",
-    "param_sync_step": "sync_step",
-    "param_sync_time_diff": "sync_seconds",
-    "horovod_reduce_type": "reduce",
-    "horovod_param_sync_step": "sync_step",
-    "horovod_param_sync_time_diff": "sync_seconds",
-    "horovod_scale_lr": "scale_lr",
-    "horovod_dataset_distribution": "dataset_distribution",
-    "fsdp": "shard",
-    "fully_shard": "shard",
-}
-"""Accepted instead of the setting's own name, where the model has that setting."""
+from pydantic import BaseModel
 
 SHORT: dict[str, str] = {"O": "level"}
-"""One letter with its value attached or as the next word: `-O2`, `-O 2`."""
+"""Options of one letter, with the value attached or as the next word: `-O2`, `-O 2`."""
 
 MEANT: dict[str, str] = {
     "learning_rate": "lr",
@@ -57,4 +45,12 @@ MEANT: dict[str, str] = {
     "early_stopping": "patience",
     "strategy": "shard",
 }
-"""What people type who come from elsewhere. Not accepted, because the meaning may differ: the answer names ours."""
+"""Names of other toolkits. Not accepted, because the meaning may differ: the error message names ours."""
+
+
+def aliases_of(model: type[BaseModel]) -> dict[str, str]:
+    """Return the other accepted names of a model's fields, as the classes that it is made of declare them."""
+    merged: dict[str, str] = {}
+    for owner in reversed(model.__mro__):
+        merged |= vars(owner).get("aliases", {})
+    return merged

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pydantic import BaseModel
 
-from paceline.config.aliases import ALIASES, SHORT
+from paceline.config.aliases import SHORT, aliases_of
 from paceline.config.parse import Given, choices, expand, is_flag, length, sequence
 from paceline.config.problems import WORDS, Place, Problem, nearest
 
@@ -47,9 +47,9 @@ def asks_for_help(words: Sequence[str]) -> bool:
 
 
 def resolve(model: type[BaseModel], name: str) -> str | None:
-    """The field that a name means, with dashes or underscores, its own or another accepted spelling."""
+    """Return the field of a name or of an alias, typed with dashes or underscores; None if there is none."""
     plain = name.replace("-", "_")
-    plain = ALIASES.get(plain, plain)
+    plain = aliases_of(model).get(plain, plain)
     return plain if plain in model.model_fields else None
 
 

@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal, NoReturn
 import tyro
 from pydantic import BaseModel, create_model
 
+from paceline.config.aliases import SHORT
 from paceline.config.parse import choices, is_flag, item, length, section, sequence, variants
 from paceline.config.sections import Option, Part, parts
 
 _CONFIG = Option(
     "config", Path | None, None, False, "YAML file with settings; may be given several times, later ones win."
 )
-_SHORT_HELP = {"level": ("-O",)}
 Command = tuple[type[BaseModel], Sequence[str]]
 """A model and its positional fields."""
 
@@ -68,7 +68,7 @@ def _field(option: Option, is_positional: bool) -> Any:
     kind: Any = Path if Path in variants(option.annotation) else str
     if words and len([each for each in variants(option.annotation) if each is not type(None)]) == 1:
         kind = Literal[tuple(words)]
-    aliases = _SHORT_HELP.get(option.name, ())
+    aliases = [f"-{letter}" for letter, name in SHORT.items() if name == option.name]
     argument = tyro.conf.arg(
         metavar=_metavar(option.annotation), help=option.about, help_behavior_hint=hint, aliases=aliases
     )

@@ -1,10 +1,10 @@
-"""What a model says about wrong values, in words for people."""
+"""Pydantic's validation errors as problems that name the option, the value and the remedy."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from paceline.config.command_line import dashed
 from paceline.config.parse import Given, choices, item, length, section, sequence
 from paceline.config.problems import Problem, nearest
+from paceline.core.errors import PacelineError
 
 _LIMITS = {
     "greater_than": ("above", "gt"),
@@ -33,20 +34,20 @@ _KINDS = (
 
 
 def problems(error: ValidationError, model: type[BaseModel], given: Mapping[str, Given]) -> dict[str, Problem]:
-    """One problem per wrong field."""
+    """Return one problem per wrong field."""
     by_field: dict[str, list[Any]] = {}
     for detail in error.errors(include_url=False):
         if detail["loc"]:
             by_field.setdefault(str(detail["loc"][0]), []).append(detail)
-    found = {name: _problem(name, details, model, given.get(name)) for name, details in by_field.items()}
-    return {name: replace(each, place=given[name].place) if name in given else each for name, each in found.items()}
+    wrong = {name: _problem(name, details, model, given.get(name)) for name, details in by_field.items()}
+    return {name: replace(each, place=given[name].place) if name in given else each for name, each in wrong.items()}
 
 
 def across(
     error: ValidationError, model: type[BaseModel], given: Mapping[str, Given], wrong: set[str]
 ) -> list[Problem]:
-    """Problems of several fields together; none that are but a consequence of a field that is `wrong` by itself."""
-    found = []
+    """Return the contradictions between fields, without those that involve a field that is `wrong` by itself."""
+    contradictions = []
     lines = [
         line
         for detail in error.errors(include_url=False)
@@ -60,45 +61,76 @@ def across(
         places = [f"{given[name].where} {given[name].text}".strip() for name in named if name in given]
         for name in named:
             text = text.replace(f"`{name}`", dashed(name))
-        found.append(Problem(", ".join(places), text) if places else Problem(*_split(text), is_missing=True))
-    return found
+        contradictions.append(Problem(", ".join(places), text) if places else Problem(*_split(text), is_missing=True))
+    return contradictions
 
 
 def _split(text: str) -> tuple[str, str]:
-    """A sentence as where and what."""
+    """Split `where: what`."""
     head, _, tail = text.partition(": ")
     return (head, tail) if tail else ("settings", text)
 
 
 def _problem(name: str, details: list[Any], model: type[BaseModel], given: Given | None) -> Problem:
-    annotation = model.model_fields[name].annotation if name in model.model_fields else None
-    where = given.where if given is not None else dashed(name)
-    text = given.text if given is not None else ""
     if given is None and details[0]["type"] == "missing":
         # Only positional settings are without a default.
         return Problem(name.upper(), "is missing", _example(name))
-    if given is None:
-        text = f"{details[0]['input']!r} (the default)"
-    wanted = length(annotation)
-    if wanted is not None and any(detail["type"] in ("missing", "too_long") for detail in details):
-        return Problem(where, f"needs {wanted} values", given=text)
-    inner = _inner(details[0]["loc"])
-    if section(annotation) is not None or (sequence(annotation) is not None and section(item(annotation, 0))):
-        return _nested(details[0], inner, where, text, annotation)
-    phrases = list(dict.fromkeys(_phrase(detail) for detail in details))
-    prefix = f"value {inner[0] + 1} " if inner and isinstance(inner[0], int) else ""
-    options = choices(annotation) or (choices(item(annotation, 0)) if sequence(annotation) is not None else [])
-    wrong = str(details[0]["input"])
-    meant = nearest(wrong, [str(option) for option in options]) if isinstance(details[0]["input"], str) else None
-    own = [_own_words(detail) for detail in details if detail["type"] in ("value_error", "assertion_error")]
-    what = own[0] if own else f"must be {_either(phrases)}"
-    return Problem(where, prefix + what, f"did you mean {meant}?" if meant else "", text)
+    field = _Field(
+        annotation=model.model_fields[name].annotation if name in model.model_fields else None,
+        where=dashed(name) if given is None else given.where,
+        text=f"{details[0]['input']!r} (the default)" if given is None else given.text,
+    )
+    if field.num_values is not None and any(detail["type"] in ("missing", "too_long") for detail in details):
+        return Problem(field.where, f"needs {field.num_values} values", given=field.text)
+    if field.section is not None:
+        return _section_problem(field, field.section, details[0])
+    return _value_problem(field, details)
 
 
-def _nested(detail: Any, inner: list[Any], where: str, text: str, annotation: Any) -> Problem:
+@dataclass(frozen=True)
+class _Field:
+    """The wrong field: its type, and how and where it was set."""
+
+    annotation: Any
+    where: str
+    text: str
+
+    @property
+    def num_values(self) -> int | None:
+        return length(self.annotation)
+
+    @property
+    def section(self) -> type[BaseModel] | None:
+        """The model of its value, or of the entries of its list."""
+        return section(self.annotation) or (section(self._item) if self._is_list else None)
+
+    @property
+    def choices(self) -> list[str]:
+        found = choices(self.annotation) or (choices(self._item) if self._is_list else [])
+        return [str(choice) for choice in found]
+
+    @property
+    def _is_list(self) -> bool:
+        return sequence(self.annotation) is not None
+
+    @property
+    def _item(self) -> Any:
+        return item(self.annotation, 0)
+
+
+def _value_problem(field: _Field, details: list[Any]) -> Problem:
+    """A value, or an entry of a list of values, that cannot be used."""
+    inner, wrong = _inner(details[0]["loc"]), details[0]["input"]
+    entry = f"value {inner[0] + 1} " if inner and isinstance(inner[0], int) else ""
+    raised = [_own_words(detail) for detail in details if detail["type"] in ("value_error", "assertion_error")]
+    what = raised[0] if raised else f"must be {', or '.join(dict.fromkeys(map(_phrase, details)))}"
+    meant = nearest(wrong, field.choices) if isinstance(wrong, str) else None
+    return Problem(field.where, entry + what, f"did you mean {meant}?" if meant else "", field.text)
+
+
+def _section_problem(field: _Field, model: type[BaseModel], detail: Any) -> Problem:
     """A mistake inside a setting that has settings of its own."""
-    model = section(annotation) or section(item(annotation, 0))
-    assert model is not None
+    where, text, inner = field.where, field.text, _inner(detail["loc"])
     entry = f"entry {inner[0] + 1}: " if inner and isinstance(inner[0], int) else ""
     path = entry + ".".join(str(part) for part in (inner[1:] if entry else inner))
     if detail["type"] == "extra_forbidden":
@@ -110,21 +142,21 @@ def _nested(detail: Any, inner: list[Any], where: str, text: str, annotation: An
     if detail["type"] in ("model_type", "model_attributes_type"):
         keys = ",".join(f"{name}=..." for name in model.model_fields)
         return Problem(where, "cannot be understood", f"write {keys} or a JSON object", text)
-    own = detail.get("ctx", {}).get("error")
-    if own is not None:  # said by the setting itself
-        return Problem(where, str(own), getattr(own, "hint", ""), text)
+    raised = detail.get("ctx", {}).get("error")
+    if raised is not None:  # by a validator of the setting
+        return Problem(where, str(raised), raised.hint if isinstance(raised, PacelineError) else "", text)
     return Problem(where, f"{path} must be {_phrase(detail)}", given=text)
 
 
 def _inner(location: tuple[Any, ...]) -> list[Any]:
-    """Indices and keys below a field. Names before the first index are pydantic's for the parts of a union."""
+    """Return indices and keys below a field. Names before the first index are pydantic's for the parts of a union."""
     rest = list(location[1:])
     first = next((at for at, part in enumerate(rest) if isinstance(part, int)), None)
     return [] if first is None else rest[first:]
 
 
 def _phrase(detail: Any) -> str:
-    """What a value must be."""
+    """Return what a value must be, to follow "must be"."""
     kind, context = detail["type"], detail.get("ctx", {})
     if kind in _LIMITS:
         word, limit = _LIMITS[kind]
@@ -136,10 +168,6 @@ def _phrase(detail: Any) -> str:
         if re.match(pattern, kind):
             return phrase
     return str(detail["msg"]).lower().removeprefix("input should be ").removeprefix("value should be ")
-
-
-def _either(phrases: list[str]) -> str:
-    return ", or ".join(phrases)
 
 
 def _own_words(detail: Any) -> str:

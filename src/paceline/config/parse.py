@@ -1,4 +1,4 @@
-"""From the text a user writes, in a file or as words, to a value that a model can check.
+"""Conversion of the text in a file or on a command line to values that a model can check.
 
 Everything stays text here as long as possible: a YAML `no` or `1e-3` then means the same as the word on a command line,
 and the model alone decides what is a number.
@@ -18,7 +18,7 @@ from paceline.config.problems import Place
 
 @dataclass(frozen=True)
 class Given:
-    """A value as it was set: what, and where."""
+    """A value as it was set, and where."""
 
     raw: Any
     """Text, None, a list or a mapping of such."""
@@ -29,7 +29,7 @@ class Given:
 
 
 def variants(annotation: Any) -> list[Any]:
-    """The types that a field may take, without their limits."""
+    """Return the types that a field may have, without their limits."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return variants(get_args(annotation)[0])
@@ -47,17 +47,17 @@ def may_be_none(annotation: Any) -> bool:
 
 
 def choices(annotation: Any) -> list[Any]:
-    """The words that a field names itself."""
+    """Return the values of a field's `Literal`s."""
     return [value for kind in variants(annotation) if get_origin(kind) is Literal for value in get_args(kind)]
 
 
 def sequence(annotation: Any) -> Any | None:
-    """The tuple or list among the types of a field."""
+    """Return the tuple or list among the types of a field."""
     return next((kind for kind in variants(annotation) if get_origin(kind) in (tuple, list)), None)
 
 
 def length(annotation: Any) -> int | None:
-    """How many values a tuple holds; None where any number does."""
+    """Return the number of values of a tuple; None for any number."""
     kind = sequence(annotation)
     if kind is None or get_origin(kind) is list or get_args(kind)[-1] is ...:
         return None
@@ -65,47 +65,55 @@ def length(annotation: Any) -> int | None:
 
 
 def item(annotation: Any, index: int) -> Any:
-    """The type of one entry of a tuple or list."""
+    """Return the type of one entry of a tuple or list."""
     arguments = [argument for argument in get_args(sequence(annotation)) if argument is not ...]
     return arguments[min(index, len(arguments) - 1)] if arguments else str
 
 
 def section(annotation: Any) -> type[BaseModel] | None:
-    """The model among the types of a field."""
+    """Return the model among the types of a field."""
     models = [kind for kind in variants(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)]
     return models[0] if models else None
 
 
 def convert(annotation: Any, raw: Any, *, is_typed: bool = False) -> Any:
-    """What `raw` means for a field of this type; text that means nothing is left for the model to refuse.
+    """Return what `raw` means for a field of this type; text without a meaning is left for the model to refuse.
 
-    Where text is wanted, "none" means nothing only on the command line: a file has a word of its own for it.
+    Where text is wanted, "none" means None only on the command line: YAML has a word of its own for it.
     """
     if isinstance(raw, str):
+        is_none = raw.lower() in ("none", "null") and may_be_none(annotation)
         for value in choices(annotation):
             if str(value) == raw:
                 return value
-        may_mean_none = may_be_none(annotation) and (is_typed or str not in variants(annotation))
-        if raw.lower() in ("none", "null") and may_mean_none:
+        if is_none and (is_typed or str not in variants(annotation)):
             return None
-        if sequence(annotation) is not None:
-            raw = expand(annotation, [raw])
-        elif section(annotation) is not None or any(get_origin(kind) is dict for kind in variants(annotation)):
-            raw = _mapping(raw)
-    model = section(annotation)
-    if isinstance(raw, dict) and model is not None:
-        named = {str(name).replace("-", "_"): value for name, value in raw.items()}
-        fields = model.model_fields
-        return {
-            name: convert(fields[name].annotation, value) if name in fields else value for name, value in named.items()
-        }
+        raw = _structure(annotation, raw)
+    if isinstance(raw, dict) and (model := section(annotation)) is not None:
+        return _fields(model, raw)
     if isinstance(raw, list) and sequence(annotation) is not None:
         return [convert(item(annotation, index), value) for index, value in enumerate(raw)]
     return raw
 
 
+def _structure(annotation: Any, text: str) -> Any:
+    """Return the list or mapping that a text stands for where the field takes one, else the text."""
+    if sequence(annotation) is not None:
+        return expand(annotation, [text])
+    if section(annotation) is not None or any(get_origin(kind) is dict for kind in variants(annotation)):
+        return _mapping(text)
+    return text
+
+
+def _fields(model: type[BaseModel], raw: dict[Any, Any]) -> dict[str, Any]:
+    """Convert the values of a nested section; names may have dashes."""
+    named = {str(name).replace("-", "_"): value for name, value in raw.items()}
+    fields = model.model_fields
+    return {name: convert(fields[name].annotation, value) if name in fields else value for name, value in named.items()}
+
+
 def expand(annotation: Any, words: list[str]) -> list[Any]:
-    """Entries of a tuple from words: one each, several with commas between, or a JSON list."""
+    """Return the entries of a tuple: a word holds one, several with commas between, or a JSON list."""
     if [word.lower() for word in words] == ["none"] and "none" not in choices(item(annotation, 0)):
         return []
     entries: list[Any] = []
@@ -121,7 +129,7 @@ def expand(annotation: Any, words: list[str]) -> list[Any]:
 
 
 def _mapping(text: str) -> Any:
-    """`{"a": 1}` or `a=1,b=2` as a mapping; other text as it is."""
+    """Return the mapping of `{"a": 1}` or `a=1,b=2`; other text as it is."""
     if text.startswith("{"):
         parsed = _json(text)
         return parsed if isinstance(parsed, dict) else text

@@ -6,9 +6,9 @@ A field marked `free` may differ between a run and its resumption without changi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -40,7 +40,11 @@ def free(default: Any, **extra: Any) -> Any:
 
 
 class Section(BaseModel):
+    """Settings of one concern."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Other names of fields that are accepted in files and on the command line."""
 
     def contradictions(self) -> Iterator[str]:
         """What is wrong between settings that are right by themselves: a line each, with their names in backticks.
@@ -92,6 +96,8 @@ class WorldSettings(Section):
 class DataSettings(Section):
     """Which samples make a step, in which order, cut into which grains."""
 
+    aliases = {"horovod_dataset_distribution": "dataset_distribution"}
+
     global_batch: Positive | None = None
     """Samples per step over all ranks. With `batch_cost` it is the cap on samples."""
     batch_per_device: Positive | None = None
@@ -132,6 +138,8 @@ class DataSettings(Section):
 class StepSettings(Section):
     """What one training step computes with."""
 
+    aliases = {"code_optimization": "level"}
+
     seed: int = 0
     """Keys all randomness: initial weights, data order, dropout, augmentation."""
     level: Literal["auto", 0, 1, 2, 3, 4] = "auto"
@@ -162,6 +170,17 @@ _FOR_PARAM = ("sync_step", "sync_seconds", "sync_state", "sync_overlap", "outer"
 
 class ReduceSettings(Section):
     """How the ranks come to one model."""
+
+    aliases = {
+        "reduce_type": "reduce",
+        "param_sync_step": "sync_step",
+        "param_sync_time_diff": "sync_seconds",
+        "horovod_reduce_type": "reduce",
+        "horovod_param_sync_step": "sync_step",
+        "horovod_param_sync_time_diff": "sync_seconds",
+        "fsdp": "shard",
+        "fully_shard": "shard",
+    }
 
     reduce: Literal["grad", "param"] = "grad"
     """`grad`: gradients are summed at every step. `param`: ranks step apart and average their weights now and then."""
@@ -201,21 +220,25 @@ class ReduceSettings(Section):
         yield from super().contradictions()
         if self.sync_step is not None and self.sync_seconds is not None:
             yield "set `sync_step` or `sync_seconds`, not both"
-        if self.reduce == "param" and self.sync_step is None and self.sync_seconds is None:
+        yield from self._contradictions_of_param() if self.reduce == "param" else self._contradictions_of_grad()
+        if self.shard == "full" and self.reduce == "grad" and (self.sync_batchnorm != "no" or self.wire != "full"):
+            other = "wire" if self.wire != "full" else "sync_batchnorm"
+            yield f"`{other}` does not go with `shard` full yet: leave out one of them"
+
+    def _contradictions_of_param(self) -> Iterator[str]:
+        if self.sync_step is None and self.sync_seconds is None:
             yield "set `sync_step` (100, say) or `sync_seconds`: when to average with `reduce` param"
-        if self.reduce == "param" and self.sync_batchnorm != "no":
+        if self.sync_batchnorm != "no":
             yield "`sync_batchnorm` needs `reduce` grad: with param, ranks do not meet in a step"
-        if self.reduce == "grad" and self.wire == "int8":
+        if self.shard == "full":
+            yield "`shard` full needs `reduce` grad: with param, every rank has a whole model"
+
+    def _contradictions_of_grad(self) -> Iterator[str]:
+        if self.wire == "int8":
             yield "`wire` int8 is for `reduce` param; gradients travel as full, fp16 or bf16"
             others = [name for name in _FOR_PARAM if getattr(self, name) != type(self).model_fields[name].default]
             if others:
                 yield f"{' and '.join(f'`{name}`' for name in others)}: for `reduce` param, too"
-        if self.shard == "full":
-            if self.reduce == "param":
-                yield "`shard` full needs `reduce` grad: with param, every rank has a whole model"
-            elif self.sync_batchnorm != "no" or self.wire != "full":
-                other = "wire" if self.wire != "full" else "sync_batchnorm"
-                yield f"`{other}` does not go with `shard` full yet: leave out one of them"
 
 
 class GroupSettings(Section):
@@ -231,6 +254,8 @@ class GroupSettings(Section):
 
 class OptimSettings(Section):
     """How weights are updated."""
+
+    aliases = {"horovod_scale_lr": "scale_lr"}
 
     optimizer: OptimizerName = "adamw"
     """Rule of the update."""

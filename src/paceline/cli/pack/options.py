@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -30,6 +30,8 @@ def _is_size(size: str) -> str:
 
 class PackOptions(Section):
     """Pack data into HDF5 that is read at memory speed. Stopped, even by a kill, the same command goes on."""
+
+    aliases: ClassVar[dict[str, str]] = {"model_config": "network"}
 
     paths: tuple[str, ...] = ()
     """What to pack and, last, the file to write: manifests, packed files, or a task (a recipe's name or

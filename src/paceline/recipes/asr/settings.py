@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -32,6 +32,14 @@ Network = Annotated[NetworkSettings, BeforeValidator(read_network)]
 
 class SpeechSettings(Section):
     """What is heard and what is trained on it."""
+
+    aliases: ClassVar[dict[str, str]] = {
+        "model_config": "network",
+        "train_dataset": "train_manifest",
+        "eval_datasets": "val_manifest",
+        "min_duration": "min_seconds",
+        "max_duration": "max_seconds",
+    }
 
     network: Network = "quartznet15x5"  # type: ignore[assignment]
     """Network, front end and labels: a shipped name (quartznet15x5, quartznet5x5, jasper10x5dr, small, ...) or a YAML
