@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,10 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         errors = capsys.readouterr().err
         assert said in errors
         assert "Traceback" not in errors
+
+
+def test_recipes_in_reports_do_not_wait_for_torch() -> None:
+    code = (
+        "import sys; from paceline.cli.report import recipe_reports; recipe_reports(); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

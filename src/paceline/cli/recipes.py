@@ -7,5 +7,7 @@ RECIPES = {
     "continual": "paceline.recipes.continual.task:Continual",
     "digits": "paceline.recipes.digits:Digits",
 }
+REPORTS = ("paceline.recipes.asr.report:AsrReport", "paceline.recipes.continual.report:ContinualReport")
+"""What recipes add to `paceline report`; these modules do not import torch."""
 EXTRAS = {"soundfile": "asr", "soxr": "asr", "rapidfuzz": "asr", "sklearn": "demo"}
 """From a package that recipes import to the extra of ours that installs it."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from paceline.cli.recipes import REPORTS
 from paceline.config.load import load
 from paceline.config.settings import Section
 from paceline.core.disk import cannot_write, replacing
 from paceline.core.errors import PacelineError
 from paceline.core.paths import near
 from paceline.core.run_folder import METRICS
+
+if TYPE_CHECKING:
+    from paceline.observe.report.section import RecipeReport
 
 PAGE = "report.html"
 
@@ -43,12 +49,18 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
+def recipe_reports() -> list[RecipeReport]:
+    """Import what the recipes add to reports."""
+    places = (place.partition(":") for place in REPORTS)
+    return [getattr(importlib.import_module(module), name)() for module, _, name in places]
+
+
 def write_report(folders: Sequence[Path], path: Path) -> str:
     """Make the page; returns the line that says so. It has its name only when it is complete."""
     from paceline.observe.report.page import page
     from paceline.observe.report.runs import read_runs
 
-    runs = read_runs(folders)
+    runs = read_runs(folders, recipe_reports())
     text = page(runs)
     try:
         if path.is_dir():

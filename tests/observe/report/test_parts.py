@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from paceline.observe.report import texts
 from paceline.observe.report.curves import learning, loss, metrics
 from paceline.observe.report.findings import held_back, ranges
-from paceline.observe.report.matrix import matrices
-from paceline.observe.report.runs import BrokenRun, EmptyRun, NoRun, RunRecord, read_run, short_names
+from paceline.observe.report.page import sections
+from paceline.observe.report.runs import BrokenRun, EmptyRun, NoRun, ReportedRun, read_run, short_names
 from paceline.observe.report.samples import marked
+from paceline.observe.report.section import Fact, RecipeReport, Section
 from paceline.observe.report.series import short, smooth, thin
 from paceline.observe.report.settings import differences, settings_of
 from paceline.observe.report.summary import best, computing, facts, training_s
@@ -25,7 +27,7 @@ from paceline.observe.report.times import numbers, spent
 from tests.observe.report.made import epoch, step, usual, write_run
 
 
-def made(tmp_path: Path, records: list[dict[str, Any]] | None = None, name: str = "a", **settings: Any) -> RunRecord:
+def made(tmp_path: Path, records: list[dict[str, Any]] | None = None, name: str = "a", **settings: Any) -> ReportedRun:
     return read_run(write_run(tmp_path / name, usual() if records is None else records, **settings))
 
 
@@ -37,7 +39,7 @@ def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path: Path) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "st')
     run = read_run(folder)
-    assert [record["step"] for record in run.steps] == [0, 1, 2, 3]
+    assert [record.step for record in run.steps] == [0, 1, 2, 3]
     assert run.standing == "not finished: running or died, which cannot be told from here"
     assert run.num_unread == 0, "a line may be cut short at the end"
     (folder / ".lock").write_text(f"pid 1 on {socket.gethostname()}\n")
@@ -150,15 +152,11 @@ def test_plotly_accepts_every_figure(tmp_path: Path) -> None:
     """Its Python package refuses unknown names and wrong values."""
     objects = pytest.importorskip("plotly.graph_objects", reason="plotly is not installed")
     many = [step(number, 1.0 / (number + 1), loss_scale=2.0**number) for number in range(60)]
-    continual = write_run(tmp_path / "continual", [step(0, 1.0)])
-    (continual / "continual.json").write_text(
-        json.dumps({"tasks": ["a", "b"], "class_il": 50.0, "class_il_matrix": [[0.5, None], [0.25, 0.75]]})
-    )
     rates = {"rates": {"tokens_per_s": 5.0}, "memory": [{"host_bytes": 2**30, "device_bytes": None}], "mfu": 0.5}
     long = [step(0, 1.0), *(epoch(number, [{"data": 1.0, "new": 2.0}] * 40, **rates) for number in range(3))]
-    runs = [made(tmp_path), made(tmp_path, many, "many"), read_run(continual), made(tmp_path, long, "long")]
-    figures = [*learning(runs), *spent(runs), *matrices(runs)]
-    assert len({figure.name for figure in figures}) == len(figures) >= 12
+    runs = [made(tmp_path), made(tmp_path, many, "many"), made(tmp_path, long, "long")]
+    figures = [*learning(runs), *spent(runs)]
+    assert len({figure.name for figure in figures}) == len(figures) >= 11
     for figure in figures:
         described = figure.as_json()
         objects.Figure(data=described["data"], layout=described["layout"])
@@ -169,7 +167,7 @@ def test_plotly_accepts_every_figure(tmp_path: Path) -> None:
 
 
 def test_the_summary_has_the_numbers_of_the_journal(tmp_path: Path) -> None:
-    run = made(tmp_path)
+    run = read_run(write_run(tmp_path / "a", usual()), recipes=[Own()])
     assert run.monitor == "dev/wer"
     assert best(run) == (0.25, 3)
     assert best(made(tmp_path, name="up", monitor="dev/wer", monitor_mode="max")) == (0.5, 1)
@@ -184,12 +182,27 @@ def test_the_summary_has_the_numbers_of_the_journal(tmp_path: Path) -> None:
     assert shown["ranks"] == "2"
 
 
-def test_a_continual_run_says_what_it_knows_at_the_end(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "c", usual())
-    (folder / "continual.json").write_text(json.dumps({"class_il": 28.857, "class_il_forgetting": 12.25, "tasks": []}))
-    shown = {fact.name: (fact.value, fact.note) for fact in facts(read_run(folder))}
-    assert shown["class-IL accuracy"] == ("28.86 %", "12.2 % forgotten")
-    assert "task-IL accuracy" not in shown
+class Own(RecipeReport):
+    """A recipe whose runs have a file of its own."""
+
+    goals, percent = ("wer",), ("wer",)
+
+    def facts(self, run: ReportedRun) -> list[Fact]:
+        return [Fact("own", "1", run.name)]
+
+    def sections(self, runs: Sequence[ReportedRun]) -> list[Section]:
+        return [Section("own", "Of its own", "<p>here</p>"), Section("empty", "Nothing")]
+
+
+def test_a_recipe_adds_goals_facts_and_sections(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", usual())
+    plain, run = read_run(folder), read_run(folder, recipes=[Own()])
+    assert (plain.monitor, run.monitor) == ("dev/loss", "dev/wer")
+    assert [figure.layout["yaxis"].get("tickformat") for figure in metrics([plain])] == [None, None]
+    assert [figure.layout["yaxis"].get("tickformat") for figure in metrics([run])] == [".3~%", None]
+    assert Fact("own", "1", "a") in facts(run)
+    names = [section.name for section in sections([run])]
+    assert names == ["summary", "verdict", "learning", "own", "empty", "samples", "time", "settings"]
 
 
 def test_time_is_split_by_epoch_and_rank_with_what_was_between(tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
-"""How a run learned: losses, metrics, learning rate, loss scale and whatever else its steps noted."""
+"""Curves over steps: losses, metrics, learning rate, loss scale and other notes of steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from paceline.observe.callback import Record
 from paceline.observe.report.figure import DASHES, Figure, Trace, axis, color, line
-from paceline.observe.report.runs import RunRecord
+from paceline.observe.report.runs import ReportedRun
 from paceline.observe.report.series import short, smooth, thin
 
 DOTS_UP_TO = 40
@@ -19,23 +18,20 @@ NOTES = {
     "loss_scale": ("Loss scale", "What fp16 losses are multiplied with."),
     "spread": ("Spread of the ranks", "How far apart the ranks' weights were when they were averaged."),
 }
-"""Titles of what steps note; anything else goes by its own name."""
-ERROR_RATES = ("wer", "cer")
-"""Shown in percent."""
-_KNOWN = ("kind", "step", "epoch", "loss")
+"""Titles of notes; others go by their name."""
 
 
-def learning(runs: Sequence[RunRecord]) -> list[Figure]:
-    """All plots over steps."""
+def learning(runs: Sequence[ReportedRun]) -> list[Figure]:
+    """Return all plots over steps."""
     return [loss(runs), *metrics(runs), *notes(runs)]
 
 
-def loss(runs: Sequence[RunRecord]) -> Figure:
-    """The training loss of each step, and smoothed."""
+def loss(runs: Sequence[ReportedRun]) -> Figure:
+    """Plot the training loss of each step, and smoothed."""
     traces: list[Trace] = []
     lost = 0
     for number, run in enumerate(runs):
-        steps, values = _points(run.steps, "loss")
+        steps, values = _points((record.step, record.loss) for record in run.steps)
         lost += sum(value is None for value in values)
         if len(values) < SMOOTH_FROM:
             traces.append(_curve(steps, values, run.name, number))
@@ -52,13 +48,13 @@ def loss(runs: Sequence[RunRecord]) -> Figure:
 
 
 def spans_magnitudes(values: Sequence[float | None], times: float = 100.0) -> bool:
-    """Whether values are so far apart that a linear axis would show the small ones as nothing."""
+    """Return True if a linear axis would show the small ones of these values as nothing."""
     known = [value for value in values if value is not None]
     return bool(known) and min(known) > 0 and max(known) > times * min(known)
 
 
-def metrics(runs: Sequence[RunRecord]) -> list[Figure]:
-    """One plot per metric, with a curve per validation set and run."""
+def metrics(runs: Sequence[ReportedRun]) -> list[Figure]:
+    """Plot each metric, with a curve per validation set and run."""
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
     figures = []
     for metric in dict.fromkeys(name.rpartition("/")[2] for name in names):
@@ -66,28 +62,34 @@ def metrics(runs: Sequence[RunRecord]) -> list[Figure]:
         of_metric = [name for name in names if name.rpartition("/")[2] == metric]
         for number, run in enumerate(runs):
             for place, name in enumerate(of_metric):
-                steps, values = _points(run.validations, name)
+                steps, values = _points(
+                    (record.step, record.metrics[name]) for record in run.validations if name in record.metrics
+                )
                 dataset = name.rpartition("/")[0]
                 if steps and len(runs) == 1:
                     traces.append(_curve(steps, values, dataset, place))
                 elif steps:
                     dash = DASHES[place % len(DASHES)]
                     traces.append(_curve(steps, values, f"{run.name}: {dataset}", number, dash=dash))
-        form = {"tickformat": ".3~%"} if metric in ERROR_RATES else {}
+        form = {"tickformat": ".3~%"} if any(run.is_percent(metric) for run in runs) else {}
         layout = {"xaxis": _steps(), "yaxis": axis(metric, **form)}
         title = f"Validation: {metric}"
         figures.append(Figure(f"metric-{metric}", title, traces, layout, may_be_log=metric == "loss"))
     return figures
 
 
-def notes(runs: Sequence[RunRecord]) -> list[Figure]:
-    """Learning rate, loss scale and all else that steps have beside their loss."""
-    names = list(dict.fromkeys(name for run in runs for record in run.steps for name in record if name not in _KNOWN))
+def notes(runs: Sequence[ReportedRun]) -> list[Figure]:
+    """Plot the learning rate, the loss scale and all else that steps have beside their loss."""
+    names = dict.fromkeys(["lr", *(name for run in runs for record in run.steps for name in record.notes)])
     figures = []
     for note in names:
         traces: list[Trace] = []
         for number, run in enumerate(runs):
-            steps, values = _points(run.steps, note)
+            steps, values = _points(
+                (record.step, record.lr if note == "lr" else record.notes[note])
+                for record in run.steps
+                if note == "lr" or note in record.notes
+            )
             if any(value is not None for value in values):
                 traces.append(_curve(steps, values, run.name, number))
         if traces:
@@ -102,9 +104,9 @@ def _steps() -> dict[str, Any]:
     return axis("step", rangemode="nonnegative")
 
 
-def _points(records: Sequence[Record], name: str) -> tuple[list[int], list[float | None]]:
-    found = [(int(record["step"]), record[name]) for record in records if name in record]
-    return [step for step, _ in found], [short(value) for _, value in found]
+def _points(pairs: Iterable[tuple[int, float | None]]) -> tuple[list[int], list[float | None]]:
+    points = list(pairs)
+    return [step for step, _ in points], [short(value) for _, value in points]
 
 
 def _curve(
@@ -116,7 +118,7 @@ def _curve(
     is_faint: bool = False,
     dash: str = "solid",
 ) -> Trace:
-    kept = thin(values)
-    x, y = [steps[place] for place in kept], [short(values[place]) for place in kept]
+    places = thin(values)
+    x, y = [steps[place] for place in places], [short(values[place]) for place in places]
     has_dots = not is_faint and len(x) <= DOTS_UP_TO
     return line(x, y, name, color(number), dash=dash, is_faint=is_faint, dots=has_dots)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.observe.report.figure import PHASE_COLORS, Figure, Trace, axis
-from paceline.observe.report.runs import RunRecord
+from paceline.observe.report.runs import ReportedRun
 from paceline.observe.report.series import short
 from paceline.observe.timeline import trace
 
@@ -17,7 +17,7 @@ MOST_BYTES = 40_000_000
 """Of a timeline that is opened for its phases."""
 
 
-def gantts(runs: Sequence[RunRecord]) -> list[Figure]:
+def gantts(runs: Sequence[ReportedRun]) -> list[Figure]:
     """One plot per timeline that can be read."""
     figures: list[Figure] = []
     for run in runs:

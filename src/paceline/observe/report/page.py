@@ -1,4 +1,4 @@
-"""The page itself: one HTML file with its style, its script, plotly and all data in it; it asks the net for nothing."""
+"""The page: one HTML file with its style, its script, plotly and all data in it; it asks the net for nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import base64
 import gzip
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
 from importlib.util import find_spec
@@ -18,36 +17,20 @@ from paceline.observe.report import texts
 from paceline.observe.report.curves import learning
 from paceline.observe.report.figure import Figure
 from paceline.observe.report.gantt import gantts
-from paceline.observe.report.matrix import matrices
-from paceline.observe.report.runs import RunRecord
+from paceline.observe.report.runs import ReportedRun
+from paceline.observe.report.section import Section
 from paceline.observe.report.times import spent
 
 
 class PlotlyMissing(PacelineError):
     """The package that draws is not installed."""
 
+    sentence = "a report needs the package plotly, which is not installed"
     hint = "`pip install 'paceline[report]'`, or `pip install plotly`"
 
-    def __init__(self) -> None:
-        super().__init__("a report needs the package plotly, which is not installed")
 
-
-@dataclass(frozen=True)
-class Part:
-    """A section of the page: words, then plots."""
-
-    name: str
-    title: str
-    text: str = ""
-    figures: Sequence[Figure] = ()
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.text and not self.figures
-
-
-def page(runs: Sequence[RunRecord], *, moment: str | None = None) -> str:
-    """The report of these runs as HTML."""
+def page(runs: Sequence[ReportedRun], *, moment: str | None = None) -> str:
+    """Return the report of these runs as HTML."""
     parts = [part for part in sections(runs) if not part.is_empty]
     figures = [figure.as_json() for part in parts for figure in part.figures]
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
@@ -66,30 +49,30 @@ def page(runs: Sequence[RunRecord], *, moment: str | None = None) -> str:
     )
 
 
-def sections(runs: Sequence[RunRecord]) -> list[Part]:
-    """What the page says, from the most to the least asked for."""
+def sections(runs: Sequence[ReportedRun]) -> list[Section]:
+    """Return all sections, from the most to the least asked for."""
     return [
-        Part("summary", "Summary", texts.summary(runs)),
-        Part("verdict", "What held it back" if len(runs) == 1 else "What held them back", texts.verdicts(runs)),
-        Part("learning", "Learning", figures=learning(runs)),
-        Part("continual", "Continual learning", texts.continual_numbers(runs), matrices(runs)),
-        Part("samples", "Samples", texts.samples(runs)),
-        Part("time", "Time and speed", figures=[*spent(runs), *gantts(runs)]),
-        Part("settings", "Settings", texts.settings(runs)),
+        Section("summary", "Summary", texts.summary(runs)),
+        Section("verdict", "What held it back" if len(runs) == 1 else "What held them back", texts.verdicts(runs)),
+        Section("learning", "Learning", figures=learning(runs)),
+        *(section for recipe in runs[0].recipes for section in recipe.sections(runs)),
+        Section("samples", "Samples", texts.samples(runs)),
+        Section("time", "Time and speed", figures=[*spent(runs), *gantts(runs)]),
+        Section("settings", "Settings", texts.settings(runs)),
     ]
 
 
 def for_script(value: object) -> str:
-    """JSON that may stand inside a script element: nothing in it can end the element."""
+    """Return JSON that may stand inside a script element: nothing in it can end the element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def packed(text: str) -> str:
-    """Compressed, as text. Browsers unpack it themselves; a third of the size."""
+    """Compress a text to a third, as text that browsers unpack themselves."""
     return base64.b64encode(gzip.compress(text.encode(), compresslevel=9, mtime=0)).decode()
 
 
-def _section(part: Part) -> str:
+def _section(part: Section) -> str:
     grids = [list(alike) for _, alike in groupby(part.figures, key=lambda figure: figure.size == "small")]
     plots = "".join(f'<div class="plots">{"".join(_plot(figure) for figure in grid)}</div>' for grid in grids)
     return f'<section id="{part.name}"><h2>{texts.escape(part.title)}</h2>{part.text}{plots}</section>'
@@ -111,7 +94,7 @@ def _file(name: str) -> str:
 
 
 def _plotly() -> str:
-    """The script of plotly, as its Python package ships it."""
+    """Return the script of plotly, as its Python package ships it."""
     if find_spec("plotly") is None:
         raise PlotlyMissing
     return resources.files("plotly").joinpath("package_data", "plotly.min.js").read_text(encoding="utf-8")

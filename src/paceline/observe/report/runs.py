@@ -1,8 +1,7 @@
-"""A run as its files tell it: what it was, what it wrote down, and how far it came."""
+"""A run as the report reads it from its folder."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,54 +21,68 @@ from paceline.core.run_folder import (
     read_record,
     status_now,
 )
-from paceline.observe.callback import Record
-
-CONTINUAL = "continual.json"
+from paceline.observe.records import EpochRecord, StepRecord, ValidationRecord
+from paceline.observe.report.section import RecipeReport
 
 
 class NoRun(PacelineError):
     """A folder that holds no run."""
 
+    folder: Path
+    sentence = "{what}"
     hint = f"give the folder with {RECORD} in it; `paceline runs` lists runs"
 
-    def __init__(self, folder: Path) -> None:
-        why = "holds no run" if folder.is_dir() else "is a file, not a run" if folder.exists() else None
-        super().__init__(f"there is no folder {folder}" if why is None else f"{folder} {why}")
-        self.folder = folder
+    @property
+    def what(self) -> str:
+        if not self.folder.exists():
+            return f"there is no folder {self.folder}"
+        return f"{self.folder} {'holds no run' if self.folder.is_dir() else 'is a file, not a run'}"
 
 
 class BrokenRun(PacelineError):
-    """A run whose own description cannot be read."""
+    """A run whose record cannot be read."""
 
-    def __init__(self, folder: Path, why: str) -> None:
-        super().__init__(f"{folder / RECORD} is broken: {why}")
-        self.folder = folder
-        self.hint = "leave this run out"
+    folder: Path
+    why: str
+    sentence = "{path} is broken: {why}"
+    hint = "leave this run out"
+
+    @property
+    def path(self) -> Path:
+        return self.folder / RECORD
 
 
 class EmptyRun(PacelineError):
-    """A run of which no step is written down: there is nothing to show."""
+    """A run without a step in its journal: there is nothing to show."""
 
-    def __init__(self, folder: Path, status: str) -> None:
-        metrics = folder / METRICS
-        is_begun = status in ("failed", DIED, RUNNING) or status.startswith(UNSEEN)
-        if is_begun:
-            super().__init__(f"{folder} has no steps yet (status: {status})")
-        else:
-            lost = "holds no steps" if metrics.exists() else "is missing"
-            super().__init__(f"{metrics} {lost}, and the run is over (status: {status})")
-        self.folder = folder
-        if not is_begun:
-            self.hint = f"bring back the {METRICS} that the run wrote, or leave this run out"
-        elif status in ("failed", DIED):
-            self.hint = f"it {status} before its first steps were written: `logs/` and what it printed say why"
-        else:
-            self.hint = "wait for its first steps, which are written every `log_every` steps"
+    folder: Path
+    status: str
+    sentence = "{what} (status: {status})"
+    hint = "{advice}"
+
+    @property
+    def is_over(self) -> bool:
+        return self.status not in ("failed", DIED, RUNNING) and not self.status.startswith(UNSEEN)
+
+    @property
+    def what(self) -> str:
+        if not self.is_over:
+            return f"{self.folder} has no steps yet"
+        metrics = self.folder / METRICS
+        return f"{metrics} {'holds no steps' if metrics.exists() else 'is missing'}, and the run is over"
+
+    @property
+    def advice(self) -> str:
+        if self.is_over:
+            return f"bring back the {METRICS} that the run wrote, or leave this run out"
+        if self.status in ("failed", DIED):
+            return f"it {self.status} before its first steps were written: `logs/` and what it printed say why"
+        return "wait for its first steps, which are written every `log_every` steps"
 
 
 @dataclass(frozen=True)
-class RunRecord:
-    """All that is known of one run."""
+class ReportedRun:
+    """One run: its settings, its journal, its timelines, and the recipes that know words for them."""
 
     folder: Path
     name: str
@@ -79,28 +92,31 @@ class RunRecord:
     grains: int
     settings: dict[str, Any]
     starts: list[dict[str, Any]]
-    steps: list[Record]
-    epochs: list[Record]
-    validations: list[Record]
-    continual: dict[str, Any] | None = None
-    """Matrices and numbers of a continual-learning run."""
+    steps: list[StepRecord]
+    epochs: list[EpochRecord]
+    validations: list[ValidationRecord]
     timelines: list[Path] = field(default_factory=list)
     num_unread: int = 0
-    """Lines of its journal that are none of a journal."""
+    """Lines of its journal that are no records."""
+    recipes: Sequence[RecipeReport] = ()
 
     @property
     def metrics(self) -> list[str]:
         """Names of all metrics, as `set/metric`, in the order in which they came."""
-        return list(dict.fromkeys(name for record in self.validations for name in record if "/" in name))
+        return list(dict.fromkeys(name for record in self.validations for name in record.metrics if "/" in name))
 
     @property
     def monitor(self) -> str | None:
-        """The metric that says which weights are best: as set, else the first word error rate or loss."""
+        """The metric that tells which weights are best: as set, else the first goal of a recipe or loss."""
         chosen = self.settings.get("monitor")
         if chosen is not None:
             return str(chosen)
-        usual = [name for of in ("/wer", "/loss") for name in self.metrics if name.endswith(of)]
-        return usual[0] if usual else None
+        goals = [*(goal for recipe in self.recipes for goal in recipe.goals), "loss"]
+        return next((name for goal in goals for name in self.metrics if name.endswith(f"/{goal}")), None)
+
+    def is_percent(self, metric: str) -> bool:
+        """Return True if `set/metric` is shown in percent."""
+        return any(metric.rpartition("/")[2] in recipe.percent for recipe in self.recipes)
 
     @property
     def is_higher_better(self) -> bool:
@@ -108,12 +124,12 @@ class RunRecord:
 
     @property
     def num_steps(self) -> int:
-        return int(self.steps[-1]["step"]) + 1
+        return self.steps[-1].step + 1
 
     @property
     def num_ranks(self) -> int | None:
         """Of the last epoch that ended."""
-        return len(self.epochs[-1]["seconds"]) if self.epochs and self.epochs[-1].get("seconds") else None
+        return (len(self.epochs[-1].seconds) or None) if self.epochs else None
 
     @property
     def standing(self) -> str:
@@ -128,14 +144,14 @@ class RunRecord:
         }.get(self.status, f"not finished: {self.status}, which cannot be told from here")
 
 
-def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
-    """The runs in these folders, each named so that it can be told from the others."""
+def read_runs(folders: Sequence[Path], recipes: Sequence[RecipeReport] = ()) -> list[ReportedRun]:
+    """Read the runs in these folders, each with a name of its own."""
     names = short_names([folder.resolve() for folder in folders])
-    return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    return [read_run(folder, name, recipes) for folder, name in zip(folders, names, strict=True)]
 
 
-def read_run(folder: Path, name: str | None = None) -> RunRecord:
-    """A run from its folder; lines that a crash has cut short are left out."""
+def read_run(folder: Path, name: str | None = None, recipes: Sequence[RecipeReport] = ()) -> ReportedRun:
+    """Read a run from its folder; a line that a crash has cut short is left out."""
     if not RunFolder(folder).is_run:
         raise NoRun(folder)
     try:
@@ -149,7 +165,7 @@ def read_run(folder: Path, name: str | None = None) -> RunRecord:
     journal = read_journal(folder / METRICS)
     if not journal.steps:
         raise EmptyRun(folder, status)
-    return RunRecord(
+    return ReportedRun(
         folder=folder,
         name=name or folder.resolve().name,
         task=str(record.task).rpartition("/")[2],
@@ -157,27 +173,19 @@ def read_run(folder: Path, name: str | None = None) -> RunRecord:
         grains=1 if record.grains is None else int(record.grains),
         settings=record.settings,
         starts=record.starts,
-        steps=journal.steps,
-        epochs=journal.epochs,
-        validations=journal.validations,
-        continual=_read_continual(folder / CONTINUAL),
+        steps=[StepRecord.from_json(line) for line in journal.steps],
+        epochs=[EpochRecord.from_json(line) for line in journal.epochs],
+        validations=[ValidationRecord.from_json(line) for line in journal.validations],
         timelines=sorted((folder / TIMELINES).glob("*.json.gz")),
         num_unread=journal.num_unread,
+        recipes=recipes,
     )
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """As few of each path's last parts as tell them all apart."""
+    """Return as few of each path's last parts as make all names different."""
     for depth in range(1, max(len(folder.parts) for folder in folders) + 1):
         names = ["/".join(folder.parts[-depth:]) for folder in folders]
         if len(set(names)) == len(names):
             return names
     return [f"{folder.name} ({number})" for number, folder in enumerate(folders, 1)]  # one run, given twice
-
-
-def _read_continual(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None

@@ -1,4 +1,4 @@
-"""The parts of the page that are words and tables: HTML that can be read without any script."""
+"""Words and tables of the page: HTML that can be read without a script."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from paceline.core.run_folder import METRICS
 from paceline.observe.report.findings import held_back, nothing_found
-from paceline.observe.report.runs import RunRecord
+from paceline.observe.report.runs import ReportedRun
 from paceline.observe.report.samples import marked, samples_of
 from paceline.observe.report.settings import differences, settings_of, start_of
 from paceline.observe.report.summary import comparison, facts
@@ -21,13 +21,13 @@ def escape(text: object) -> str:
 
 
 def with_code(text: str) -> str:
-    """Escaped; what stands between backticks is shown as code."""
+    """Escape a text; what stands between backticks is shown as code."""
     parts = escape(text).split("`")
     return "".join(f"<code>{part}</code>" if place % 2 else part for place, part in enumerate(parts))
 
 
-def summary(runs: Sequence[RunRecord]) -> str:
-    """Cards for one run, a table for several; what is not finished is said."""
+def summary(runs: Sequence[ReportedRun]) -> str:
+    """Return cards for one run, a table for several; a run that is not finished has a note."""
     notes = [
         f'<p class="note">{_named(run, runs)}{with_code(run.standing[:1].upper() + run.standing[1:])}.</p>'
         for run in runs
@@ -49,8 +49,8 @@ def summary(runs: Sequence[RunRecord]) -> str:
     return "".join(notes) + f'<div class="facts">{"".join(cards)}</div>'
 
 
-def verdicts(runs: Sequence[RunRecord]) -> str:
-    """What held each run back, and what to type next."""
+def verdicts(runs: Sequence[ReportedRun]) -> str:
+    """Return what held each run back, and what to type next."""
     blocks = []
     for run in runs:
         lines = [
@@ -61,14 +61,14 @@ def verdicts(runs: Sequence[RunRecord]) -> str:
         if lines:
             blocks.append(f'{_heading(run, runs)}<ul class="plain">{"".join(lines)}</ul>')
         else:
-            is_good, said = nothing_found(run)
+            is_good, reason = nothing_found(run)
             look = ' class="good"' if is_good else ""
-            blocks.append(f"<p{look}>{_named(run, runs)}{said}</p>")
+            blocks.append(f"<p{look}>{_named(run, runs)}{reason}</p>")
     return "".join(blocks)
 
 
-def samples(runs: Sequence[RunRecord]) -> str:
-    """What the model made of some samples at the last validation; what it made of them before, folded up."""
+def samples(runs: Sequence[ReportedRun]) -> str:
+    """Return some samples at the last validation; earlier hypotheses are folded up."""
     blocks = []
     for run in runs:
         for name, each in samples_of(run).items():
@@ -86,14 +86,14 @@ def samples(runs: Sequence[RunRecord]) -> str:
     return "".join(blocks)
 
 
-def settings(runs: Sequence[RunRecord]) -> str:
-    """Differences first, where there are several runs; all settings, folded up."""
+def settings(runs: Sequence[ReportedRun]) -> str:
+    """Return differences, where there are several runs, and all settings, folded up."""
     names, every = [run.name for run in runs], [settings_of(run) for run in runs]
     starts = [start_of(run) for run in runs]
     blocks = []
     if len(runs) > 1:
-        for title, found in (("Settings that differ", differences(every)), ("Starts", differences(starts))):
-            rows = [[name, *values] for name, values in found.items()]
+        for title, different in (("Settings that differ", differences(every)), ("Starts", differences(starts))):
+            rows = [[name, *values] for name, values in different.items()]
             body = table(["", *names], rows, first_is_head=True) if rows else "<p>None.</p>"
             blocks.append(f"<h3>{title}</h3>{body}")
     else:
@@ -105,31 +105,8 @@ def settings(runs: Sequence[RunRecord]) -> str:
     return "".join([*blocks, f"<details><summary>All {len(rows)} settings</summary>{whole}</details>"])
 
 
-def continual_numbers(runs: Sequence[RunRecord]) -> str:
-    """Accuracy, forgetting and transfer of continual-learning runs, in percent."""
-    found = {
-        run.name: {name: value for name, value in (run.continual or {}).items() if isinstance(value, float)}
-        for run in runs
-        if run.continual
-    }
-    names = list(dict.fromkeys(name for numbers in found.values() for name in numbers))
-    rows = [
-        [_continual_name(name), *(f"{numbers[name]:.2f} %" if name in numbers else "" for numbers in found.values())]
-        for name in names
-    ]
-    return table(["", *found], rows, first_is_head=True) if rows else ""
-
-
-def _continual_name(name: str) -> str:
-    """`class_il_forgetting` as `class-IL forgetting`; without anything behind it, it is the accuracy at the end."""
-    kind, _, what = name.replace("_il", "-IL", 1).partition("_")
-    return f"{kind} {what or 'accuracy'}".replace("forward", "forward transfer").replace(
-        "backward", "backward transfer"
-    )
-
-
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, first_is_head: bool = False) -> str:
-    """A table that scrolls by itself where the screen is narrow."""
+    """Return a table that scrolls by itself where the screen is narrow."""
     head = "".join(f"<th>{escape(title)}</th>" for title in titles)
     body = []
     for row in rows:
@@ -152,9 +129,9 @@ def _lines(number: int) -> str:
     return "1 line" if number == 1 else f"{number:,} lines"
 
 
-def _heading(run: RunRecord, runs: Sequence[RunRecord]) -> str:
+def _heading(run: ReportedRun, runs: Sequence[ReportedRun]) -> str:
     return f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
 
 
-def _named(run: RunRecord, runs: Sequence[RunRecord]) -> str:
+def _named(run: ReportedRun, runs: Sequence[ReportedRun]) -> str:
     return f"<strong>{escape(run.name)}</strong>: " if len(runs) > 1 else ""

@@ -1,14 +1,15 @@
-"""Where the time of a run went, per epoch and rank, and how fast it was."""
+"""Time of a run by epoch and rank, and its speed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from paceline.observe.callback import Record
+from paceline.observe.epoch import RankEpoch
+from paceline.observe.records import EpochRecord, Memory, Number, declared_numbers
 from paceline.observe.report.figure import PHASE_COLORS, Figure, Trace, axis, color, line
 from paceline.observe.report.findings import ranges
-from paceline.observe.report.runs import RunRecord
+from paceline.observe.report.runs import ReportedRun
 from paceline.observe.report.series import short, thin
 
 DOTS_UP_TO = 40
@@ -17,87 +18,85 @@ MOST_EPOCHS = 300
 """That are drawn as bars; of more, every n-th."""
 MOST_BARS = 60
 """Epochs times ranks that are drawn one by one; beyond it, the mean over the ranks."""
-NUMBERS = {
-    "objects_per_s": ("Samples per second", "Over all ranks, in the time of the slowest.", "samples/s", 1.0),
-    "padding": ("Padding", "Share of a batch that holds nothing.", "%", 100.0),
-    "computing": ("Computing time", "Share of the ranks' time in which they did not wait for data.", "%", 100.0),
-    "mfu": ("Model FLOPs utilisation", "What the model needs, of what the devices could do at most.", "%", 100.0),
-    "flops_per_s": ("Arithmetic", "What the model needs, over all ranks.", "TFLOP/s", 1e-12),
-    "host_bytes": ("Host memory", "Of the rank that needed most, the most so far.", "GiB", 2.0**-30),
-    "device_bytes": ("Device memory", "Of the rank that needed most, the most so far.", "GiB", 2.0**-30),
-}
-"""Numbers of an epoch: title, what it is, unit, factor."""
-_NOT_DRAWN = ("kind", "step", "epoch", "steps", "loss", "skipped", "samples", "stage")
+NUMBERS = declared_numbers(EpochRecord, Memory, RankEpoch)
+"""Numbers of an epoch that have a title and a unit, in their order on the page."""
 
 
-def spent(runs: Sequence[RunRecord]) -> list[Figure]:
-    """Time splits of each run, then speed of all of them beside each other."""
+def spent(runs: Sequence[ReportedRun]) -> list[Figure]:
+    """Plot the time of each run, then the speed of all of them beside each other."""
     figures = []
     for number, run in enumerate(runs):
-        timed = [epoch for epoch in run.epochs if epoch.get("seconds")]
+        timed = [epoch for epoch in run.epochs if epoch.seconds]
         if timed:
             figures += [_by_epoch(run, timed, number, len(runs)), *_by_rank(run, timed, number, len(runs))]
     return [*figures, *numbers(runs)]
 
 
-def whole(epoch: Record) -> list[dict[str, float]]:
-    """By rank: seconds by phase of an epoch and of the time since the last one, where that was written down."""
-    between = epoch.get("between") or [{} for _ in epoch["seconds"]]
-    return [_sum(pair) for pair in zip(epoch["seconds"], between, strict=True)]
-
-
-def numbers_of(epoch: Record) -> dict[str, float]:
-    """All numbers of an epoch that are worth a curve, by name."""
-    memory = epoch.get("memory") or []
-    kinds = dict.fromkeys(kind for rank in memory for kind, value in rank.items() if value)
-    most = {kind: max(rank.get(kind) or 0 for rank in memory) for kind in kinds}
-    found = {**epoch, **(epoch.get("rates") or {}), **most}
-    return {name: value for name, value in found.items() if _is_number(value) and name not in _NOT_DRAWN}
+def with_between(epoch: EpochRecord) -> list[dict[str, float]]:
+    """Return, by rank, seconds by phase of an epoch and of the time since the last one, where that is recorded."""
+    between = epoch.between or [{} for _ in epoch.seconds]
+    return [_sum(pair) for pair in zip(epoch.seconds, between, strict=True)]
 
 
 def phases(seconds: Sequence[Mapping[str, float]]) -> list[str]:
-    """The phases that took time, the larger ones first where they are not in the usual order."""
+    """Return the phases that took time, in the usual order; unknown ones come last."""
     used = {phase for rank in seconds for phase, value in rank.items() if value}
     return [phase for phase in PHASE_COLORS if phase in used] + sorted(used - PHASE_COLORS.keys())
 
 
-def _by_epoch(run: RunRecord, epochs: Sequence[Record], number: int, num_runs: int) -> Figure:
-    num_ranks = max(len(epoch["seconds"]) for epoch in epochs)
+class _Bar(NamedTuple):
+    epoch: str
+    rank: str
+    """Empty where a bar is the mean over ranks."""
+    seconds: Mapping[str, float]
+
+
+def _bars(epochs: Sequence[EpochRecord], is_each: bool) -> list[_Bar]:
+    """Return a bar for each epoch, or for each rank of it."""
+    bars = []
+    for epoch in epochs:
+        number = str(epoch.epoch + 1)
+        label = number if epoch.stage is None else f"{epoch.stage}, {number}"
+        ranks = with_between(epoch)
+        if not is_each:
+            bars.append(_Bar(label, "", _mean(ranks)))
+            continue
+        label = f"epoch {number}" if epoch.stage is None else label
+        bars += [_Bar(label, f"rank {rank}", seconds) for rank, seconds in enumerate(ranks)]
+    return bars
+
+
+def _by_epoch(run: ReportedRun, epochs: Sequence[EpochRecord], number: int, num_runs: int) -> Figure:
+    num_ranks = max(len(epoch.seconds) for epoch in epochs)
     is_each = num_ranks > 1 and len(epochs) * num_ranks <= MOST_BARS
-    bars: list[tuple[str, str, Mapping[str, float]]] = []
     stride = -(-len(epochs) // MOST_EPOCHS)
-    for epoch in epochs[::stride]:
-        label = f"epoch {epoch['epoch'] + 1}" if "stage" not in epoch else f"{epoch['stage']}, {epoch['epoch'] + 1}"
-        label = label if is_each or "stage" in epoch else str(epoch["epoch"] + 1)
-        if is_each:
-            bars += [(label, f"rank {rank}", seconds) for rank, seconds in enumerate(whole(epoch))]
-        else:
-            bars.append((label, "", _mean(whole(epoch))))
-    x: Any = [[bar[0] for bar in bars], [bar[1] for bar in bars]] if is_each else [bar[0] for bar in bars]
+    bars = _bars(epochs[::stride], is_each)
+    labels = [bar.epoch for bar in bars]
+    x = [labels, [bar.rank for bar in bars]] if is_each else labels
     traces = [
-        _bar(phase, x, [short(seconds.get(phase, 0.0)) for _, _, seconds in bars], "%{y:.3g} s")
-        for phase in phases([seconds for _, _, seconds in bars])
+        _bar(phase, x, [short(bar.seconds.get(phase, 0.0)) for bar in bars], "%{y:.3g} s")
+        for phase in phases([bar.seconds for bar in bars])
     ]
     which = "each epoch" if stride == 1 else f"one epoch in {stride}"
     who = "on each rank" if is_each else "mean over the ranks" if num_ranks > 1 else "on one rank"
-    resumed = [place for place, epoch in enumerate(epochs, 1) if epoch.get("launch")]
+    resumed = [place for place, epoch in enumerate(epochs, 1) if epoch.launch is not None]
     lost = f" Resumed within epoch {ranges(resumed)}: without what was lost and done again." if resumed else ""
     return Figure(
         f"time-epochs-{number}",
         f"Time by epoch{_of(run, num_runs)}",
         traces,
-        {"barmode": "stack", "xaxis": axis("" if is_each else "epoch", type=None if not is_each else "multicategory")},
+        {"barmode": "stack", "xaxis": axis("", type="multicategory") if is_each else axis("epoch", type=None)},
         f"Seconds of {which}, {who}, with what came just before it: the last one's validation and checkpoint.{lost}",
         size="wide" if len(bars) > BARS_IN_HALF else "half",
     )
 
 
-def _by_rank(run: RunRecord, epochs: Sequence[Record], number: int, num_runs: int) -> list[Figure]:
-    """Shares over the whole run: a rank that waits less for the others is the one they wait for."""
-    num_ranks = min(len(epoch["seconds"]) for epoch in epochs)
+def _by_rank(run: ReportedRun, epochs: Sequence[EpochRecord], number: int, num_runs: int) -> list[Figure]:
+    """Plot shares over the whole run: a rank that waits less for the others is the one they wait for."""
+    num_ranks = min(len(epoch.seconds) for epoch in epochs)
     if num_ranks < 2:
         return []
-    ranks = [_sum([whole(epoch)[rank] for epoch in epochs]) for rank in range(num_ranks)]
+    ranks = [_sum([with_between(epoch)[rank] for epoch in epochs]) for rank in range(num_ranks)]
     names = [f"rank {rank}" for rank in range(num_ranks)]
     traces = []
     for phase in phases(ranks):
@@ -113,30 +112,36 @@ def _by_rank(run: RunRecord, epochs: Sequence[Record], number: int, num_runs: in
     return [Figure(f"time-ranks-{number}", f"Time by rank{_of(run, num_runs)}", traces, layout, about)]
 
 
-def numbers(runs: Sequence[RunRecord]) -> list[Figure]:
-    """Every number that epochs have: speed, padding, and what else the clock found."""
-    every = [[numbers_of(epoch) for epoch in run.epochs] for run in runs]
-    found = dict.fromkeys(name for epochs in every for epoch in epochs for name in epoch)
-    if all(epoch.get("objects_per_s") in (epoch.get("rates") or {}).values() for run in runs for epoch in run.epochs):
-        found.pop("objects_per_s", None)  # samples have a better name
-    figures = []
-    rates = [name for run in runs for epoch in run.epochs for name in epoch.get("rates") or {}]
-    for name in dict.fromkeys([*(name for name in [*rates, *NUMBERS] if name in found), *found]):
-        title, about, unit, factor = NUMBERS.get(name, (_title(name), "", "", 1.0))
-        traces: list[Trace] = []
-        for number, (run, epochs) in enumerate(zip(runs, every, strict=True)):
-            points = [(place, short(factor * epoch[name])) for place, epoch in enumerate(epochs, 1) if name in epoch]
-            kept = [points[place] for place in thin([value for _, value in points])]
-            x, y = [place for place, _ in kept], [value for _, value in kept]
-            if points:
-                traces.append(line(x, y, run.name, color(number), dots=len(points) <= DOTS_UP_TO))
-        layout = {
-            "xaxis": axis("epoch", dtick=max(1, round(max(len(epochs) for epochs in every) / 10))),
-            "yaxis": axis(unit, rangemode="tozero"),
-            "showlegend": len(runs) > 1,
-        }
-        figures.append(Figure(f"number-{name}", title, traces, layout, about, size="small"))
-    return figures
+def numbers(runs: Sequence[ReportedRun]) -> list[Figure]:
+    """Plot every number that epochs have: speed, padding, memory, and unknown ones under their own name."""
+    by_run = [[dict(epoch.numbers()) for epoch in run.epochs] for run in runs]
+    names = dict.fromkeys(name for epochs in by_run for epoch in epochs for name in epoch)
+    every_epoch = [epoch for run in runs for epoch in run.epochs]
+    if all(epoch.objects_per_s in epoch.rates.values() for epoch in every_epoch):
+        names.pop("objects_per_s", None)  # samples have a better name
+    first = [*(name for epoch in every_epoch for name in epoch.rates), *NUMBERS]
+    ordered = dict.fromkeys([*(name for name in first if name in names), *names])
+    dtick = max(1, round(max(len(epochs) for epochs in by_run) / 10))
+    return [_number(name, runs, by_run, dtick) for name in ordered]
+
+
+def _number(
+    name: str, runs: Sequence[ReportedRun], by_run: Sequence[Sequence[Mapping[str, float]]], dtick: int
+) -> Figure:
+    number = NUMBERS.get(name) or Number(_title(name))
+    traces: list[Trace] = []
+    for place, (run, epochs) in enumerate(zip(runs, by_run, strict=True)):
+        points = [(x, short(number.factor * epoch[name])) for x, epoch in enumerate(epochs, 1) if name in epoch]
+        shown = [points[index] for index in thin([y for _, y in points])]
+        if points:
+            xs, ys = [x for x, _ in shown], [y for _, y in shown]
+            traces.append(line(xs, ys, run.name, color(place), dots=len(points) <= DOTS_UP_TO))
+    layout = {
+        "xaxis": axis("epoch", dtick=dtick),
+        "yaxis": axis(number.unit, rangemode="tozero"),
+        "showlegend": len(runs) > 1,
+    }
+    return Figure(f"number-{name}", number.title, traces, layout, number.about, size="small")
 
 
 def _bar(phase: str, at: Any, values: Sequence[float | None], shown: str, *, is_lying: bool = False) -> Trace:
@@ -152,17 +157,13 @@ def _bar(phase: str, at: Any, values: Sequence[float | None], shown: str, *, is_
 
 
 def _title(name: str) -> str:
-    """`tokens_per_s` as `Tokens per second`."""
+    """Return `tokens_per_s` as `Tokens per second`."""
     words = name.replace("_", " ").capitalize()
     return words.removesuffix(" s") + " second" if words.endswith(" per s") else words
 
 
-def _of(run: RunRecord, num_runs: int) -> str:
+def _of(run: ReportedRun, num_runs: int) -> str:
     return f": {run.name}" if num_runs > 1 else ""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _sum(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -26,6 +26,7 @@ from paceline.recipes.continual.method import Answer, Incoming, Method, NotAnAns
 from paceline.recipes.continual.methods import METHODS
 from paceline.recipes.continual.own import class_from_file
 from paceline.recipes.continual.plot import heat_map
+from paceline.recipes.continual.report import RESULTS
 from paceline.recipes.continual.settings import ContinualSettings
 from paceline.replay.buffer import ReplayBuffer
 from paceline.replay.exchange import cut
@@ -35,7 +36,7 @@ from paceline.train.validate import evaluate, evaluation_plan
 
 PART = 256
 """Examples looked at together between tasks."""
-RESULTS, PICTURE = "continual.json", "matrix-{}.svg"
+PICTURE = "matrix-{}.svg"
 """In the run folder."""
 
 
