@@ -11,7 +11,7 @@ import soundfile
 import yaml
 
 from paceline.cli.main import main
-from paceline.data.packed import writer as hdf_write
+from paceline.data.packed import layout
 from paceline.data.packed.dataset import PackedDataset
 from paceline.data.packed.reader import open_packed
 from tests.recipes.asr import tiny
@@ -31,11 +31,10 @@ def rows():
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """`train.h5` and `rows.h5`, with blocks of two or three rows."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hdf_write, "BLOCK_BYTES", 15_000)
-    monkeypatch.setattr(hdf_write.cut_blocks, "__defaults__", (15_000,))
+    monkeypatch.setattr(layout, "BLOCK_BYTES", 15_000)
     tiny.speech(tmp_path, "train", NUMBER, seed=1)
     assert main(["pack", "train.json", "train.h5"]) == 0
-    monkeypatch.setattr(hdf_write.cut_blocks, "__defaults__", (700,))
+    monkeypatch.setattr(layout, "BLOCK_BYTES", 700)
     (tmp_path / "data.py").write_text(DATA)
     assert main(["pack", "data.py:rows", "rows.h5"]) == 0
     return tmp_path

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from paceline.data.audio.check import check, check_all
-from paceline.data.audio.read import AudioUnreadable, probe, read_audio
+from paceline.data.audio.file import AudioUnreadable, probe
+from paceline.data.audio.read import read_audio
 from paceline.data.manifest.read import read_manifests
 from tests.data.sounds import FORMATS, tone, write
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.data.packed.from_samples import SampleSource
-from paceline.data.packed.pack import Packing, pack
+from paceline.data.packed.pack import PackResult, pack
 from paceline.data.packed.reader import Packed, open_packed
 
 NUMBER = 40
@@ -44,7 +44,7 @@ class Sentences:
         }
 
 
-def packed(out: Path, data: Any = None, **options: Any) -> Packing:
+def packed(out: Path, data: Any = None, **options: Any) -> PackResult:
     """Pack a data set with options of either."""
     chosen = Sentences() if data is None else data
     own = {name: options.pop(name) for name in ("streams", "epoch", "seed") if name in options}

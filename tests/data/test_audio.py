@@ -16,7 +16,8 @@ import soundfile
 from numpy.typing import NDArray
 
 from paceline.data.audio.check import check, check_all, measure
-from paceline.data.audio.read import AudioUnreadable, probe, read_audio
+from paceline.data.audio.file import AudioUnreadable, probe
+from paceline.data.audio.read import read_audio
 from paceline.data.manifest.read import read_manifests
 from tests.data.sounds import FORMATS, LOSSLESS, tone, write
 
@@ -107,8 +108,7 @@ def test_long_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
     sound = np.stack([tone(1.0), tone(1.0, hertz=300)], axis=1)
     path = write(tmp_path / "a.flac", sound)
     at_once = read_audio(path, sample_rate=RATE)
-    for place in ("audio", "audio_file"):
-        monkeypatch.setattr(f"paceline.data.{place}.SAMPLES_AT_ONCE", 5000)
+    monkeypatch.setattr("paceline.data.audio.file.SAMPLES_AT_ONCE", 5000)
     assert np.array_equal(read_audio(path, sample_rate=RATE), at_once)
     assert np.array_equal(read_audio(path, sample_rate=RATE, offset_s=0.5, duration_s=0.4), at_once[8000:14400])
 

@@ -1,4 +1,4 @@
-"""`paceline manifest scan|stats|split`: manifests made, looked at and cut into parts."""
+"""`paceline manifest scan|stats|split`: make, inspect and split manifests."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from paceline.config.load import load
 from paceline.config.settings import Positive, Section
-from paceline.core.disk import CannotWrite
-from paceline.core.errors import PacelineError
 from paceline.core.json_text import json_text
 from paceline.observe.bars import SideBar
-
-if TYPE_CHECKING:
-    from paceline.data.manifest.read import Manifest
 
 PROG = "paceline manifest"
 ACTIONS = {
@@ -90,17 +85,6 @@ with warnings.catch_warnings():
         """The manifest that `scan` writes, the folder for the parts of `split`."""
 
 
-class NoSuchKey(PacelineError):
-    """Lines that lack what they are to be grouped by."""
-
-    hint = "name a key that all lines have; without `--by` each audio file is a group"
-
-    def __init__(self, key: str, where: str, number: int) -> None:
-        more = f", and {number - 1:,} more lines do" if number > 1 else ""
-        super().__init__(f'{where} has no "{key}"{more}')
-        self.key = key
-
-
 def run(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         sys.stdout.write(_help())
@@ -135,7 +119,7 @@ def _scan(options: ScanOptions) -> int:
     except OSError as error:
         raise NotAManifest(options.path, f"cannot be read: {error.strerror}") from None
     out = options.out or scanning.default_out(options.path)
-    _refuse_overwriting([out], options.force)
+    scanning.refuse_overwriting([out], options.force)
     sources = scanning.gather(options.path, out)
     with SideBar("measuring", len(sources.entries)) as bar:
         scan = scanning.scan(sources, out, threads=_threads(options.threads), progress=bar.show)
@@ -162,15 +146,15 @@ def _stats(options: StatsOptions) -> int:
             threads = _threads(options.threads)
             broken = check_all(manifest, range(len(manifest)), threads=threads, progress=bar.show, whole=True)
         bad, num_bad = bad + broken, num_bad + len(broken)
-    found = manifest_stats.stats(manifest)
+    statistics = manifest_stats.stats(manifest)
     if options.json:
         listed = [{**asdict(line), "path": str(line.path)} for line in bad]
-        sys.stdout.write(json_text({**found.as_json(), "num_bad": num_bad, "bad": listed}) + "\n")
+        sys.stdout.write(json_text({**statistics.as_json(), "num_bad": num_bad, "bad": listed}) + "\n")
     else:
-        told = [f"bad lines: {num_bad:,}", *shown(bad, num_bad), ""] if num_bad else []
+        summary = [f"bad lines: {num_bad:,}", *shown(bad, num_bad), ""] if num_bad else []
         if options.check and not num_bad:
-            told = [f"all {len(manifest):,} files were decoded and are sound", ""]
-        sys.stdout.write("\n".join([*told, *manifest_stats.show(found)]) + "\n")
+            summary = [f"all {len(manifest):,} files were decoded and are sound", ""]
+        sys.stdout.write("\n".join([*summary, *manifest_stats.show(statistics)]) + "\n")
     return 1 if num_bad else 0
 
 
@@ -178,60 +162,22 @@ def _split(options: SplitOptions) -> int:
     from paceline.data.manifest.read import NotAManifest, manifest_paths, read_manifests
     from paceline.data.packed.errors import is_packed
     from paceline.recipes.asr.manifests import split as splitting
-    from paceline.recipes.asr.manifests.scan import write_lines
+    from paceline.recipes.asr.manifests.scan import refuse_overwriting
 
-    parts = splitting.parse_parts(options.parts)
+    shares = splitting.parse_parts(options.parts)
     for path in filter(is_packed, manifest_paths(options.path)):
         hint = "split the manifest it was made from; `paceline pack --extract FILE FOLDER` makes one"
         raise NotAManifest(path, "is packed, and has no lines to write", hint)
     first = manifest_paths(options.path)[0]
     folder = options.out or first.parent
-    outs = {part: folder / f"{first.stem}-{part}{first.suffix}" for part in parts}
-    _refuse_overwriting(list(outs.values()), options.force)
+    outs = {part: folder / f"{first.stem}-{part}{first.suffix}" for part in shares}
+    refuse_overwriting(list(outs.values()), options.force)
     manifest, _ = read_manifests(options.path, min_seconds=0.0)
-    groups = _groups(manifest, options.by)
-    what = f"value of {options.by}" if options.by else "audio file"
-    sizes = splitting.sizes(groups, manifest.durations.tolist())
-    chosen = splitting.assign(sizes, parts, options.seed, what)
-    part_of = [chosen[group] for group in groups]
-    for part, out in outs.items():
-        rows = [row for row, mine in enumerate(part_of) if mine == part]
-        piece = manifest.take(rows)
-        write_lines(out, splitting.moved_lines(piece, out))
-        number = splitting.counted(len({groups[row] for row in rows}), what)
-        hours = float(piece.durations.sum()) / 3600
-        sys.stdout.write(f"{out}: {splitting.counted(len(piece), 'utterance')}, {hours:,.2f} h, {number}\n")
+    for part in splitting.split(manifest, shares, outs, seed=options.seed, by=options.by):
+        part.write()
+        sys.stdout.write(f"{part}\n")
     return 0
 
 
-def _groups(manifest: Manifest, by: str | None) -> list[str]:
-    """The group of each row."""
-    from paceline.data.manifest.line import parse_object
-
-    if by is None:
-        return [manifest.written_audio(row) for row in range(len(manifest))]
-    groups, missing = [""] * len(manifest), []
-    for row, raw in manifest.raw_lines():
-        value = parse_object(raw).get(by)
-        if value is None:
-            missing.append(row)
-        groups[row] = str(value)
-    if missing:
-        raise NoSuchKey(by, manifest.where(missing[0]), len(missing))
-    return groups
-
-
-def _refuse_overwriting(paths: list[Path], force: bool) -> None:
-    from paceline.recipes.asr.manifests.scan import WouldOverwrite
-
-    for path in paths:
-        try:
-            is_there = path.exists()
-        except OSError as error:
-            raise CannotWrite(path, error) from error
-        if is_there and not force:
-            raise WouldOverwrite(path)
-
-
-def _threads(asked: int | None) -> int:
-    return asked or max(4, len(os.sched_getaffinity(0)))
+def _threads(threads: int | None) -> int:
+    return threads or max(4, len(os.sched_getaffinity(0)))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.data.manifest.columns import ManifestChanged
+from paceline.data.manifest.raw_lines import ManifestChanged, raw_lines
 from paceline.data.manifest.read import BadManifest, Manifest, NotAManifest, NothingKept, read_manifests
 
 GOOD = {"audio_filepath": "a.flac", "duration": 1.5, "text": "seven"}
@@ -99,11 +99,11 @@ def test_lines_can_be_read_again(tmp_path: Path) -> None:
     paths = [write(tmp_path / "a.json", b"\xef\xbb\xbf" + json.dumps(entries[0]).encode(), "", *entries[1:3])]
     paths.append(write(tmp_path / "b.json", *entries[3:]))
     manifest = read_manifests(paths)[0].take([5, 1, 0, 3])
-    again = {row: json.loads(raw)["speaker"] for row, raw in manifest.raw_lines()}
+    again = {row: json.loads(raw)["speaker"] for row, raw in raw_lines(manifest)}
     assert again == {0: 5, 1: 1, 2: 0, 3: 3}
     write(paths[1], *entries[3:4])
     with pytest.raises(ManifestChanged, match=r"b\.json has been changed since it was read: line 3 is gone"):
-        list(manifest.raw_lines())
+        list(raw_lines(manifest))
 
 
 def test_a_line_is_no_object_of_its_own(tmp_path: Path) -> None:

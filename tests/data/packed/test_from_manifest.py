@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from paceline.core.disk import DiskFull
 from paceline.data.manifest.read import read_manifests
 from paceline.data.packed import from_manifest as pack_manifest
-from paceline.data.packed import writer as hdf_write
 from paceline.data.packed.from_manifest import AudioBroken, ManifestSource, RatesDiffer
+from paceline.data.packed.layout import cut_blocks
 from paceline.data.packed.pack import NothingToPack, pack
 from paceline.data.packed.piece import Piece, read_piece
 from paceline.data.packed.reader import open_packed
@@ -43,13 +43,13 @@ def test_a_packing_may_go_on_without_what_stopped_it(tmp_path: Path, monkeypatch
     with pytest.raises(AudioBroken, match="all.json:4"):
         pack(ManifestSource(manifest), tmp_path / "a.h5")
     with monkeypatch.context() as patch:
-        patch.setattr(hdf_write.os, "pwrite", lambda *words: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        patch.setattr(os, "pwrite", lambda *words: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         with pytest.raises(DiskFull):
             pack(ManifestSource(manifest, skip_bad=True), tmp_path / "a.h5")
     with pytest.raises(AudioBroken, match="all.json:4"):
         pack(ManifestSource(manifest), tmp_path / "a.h5")
     done = pack(ManifestSource(manifest, skip_bad=True), tmp_path / "a.h5")
-    assert (done.num_rows, done.num_kept, len(done.skipped)) == (3, 4, 1)
+    assert (done.num_rows, done.num_resumed, len(done.skipped)) == (3, 4, 1)
 
 
 def test_parts_of_a_recording_are_rows(tmp_path: Path) -> None:
@@ -117,9 +117,9 @@ def test_a_recording_that_has_changed_is_read_again(
     os.utime(paths[1], (1.0, 1.0))
     done = pack(speech(tmp_path, *lines), tmp_path / "a.h5", shard_bytes=shard_bytes)
     if shard_bytes is None:
-        assert done.num_kept == 4
+        assert done.num_resumed == 4
     else:
-        assert 1 <= done.num_kept < 4, "of shards those before it"
+        assert 1 <= done.num_resumed < 4, "of shards those before it"
     found = open_packed(tmp_path / "a.h5").stream("audio")
     for row, sound in enumerate(sounds):
         np.testing.assert_array_equal(found.view(row), sound)
@@ -173,7 +173,7 @@ def test_pieces_are_all_rows_once(seconds: list[float], most_bytes: int | None) 
 @given(st.lists(st.integers(0, 500), max_size=50), st.integers(1, 8), st.integers(1, 2000))
 def test_blocks_are_all_rows_once(lengths: list[int], step_bytes: int, block_bytes: int) -> None:
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    blocks = hdf_write.cut_blocks(starts, step_bytes, block_bytes)
+    blocks = cut_blocks(starts, step_bytes, block_bytes)
     assert blocks[0] == 0
     assert blocks[-1] == len(lengths)
     assert np.all(np.diff(blocks) > 0)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from paceline.data.packed import from_samples as pack_samples
-from paceline.data.packed import lock as pack_lock
-from paceline.data.packed.lock import PackBusy, locked
+from paceline.data.packed import parts as pack_lock
 from paceline.data.packed.pack import PackExists
+from paceline.data.packed.parts import PackBusy, locked
 from tests.crash import KILLED
 from tests.data.packed.test_pack import assert_whole
 from tests.data.packing import NUMBER, Sentences, packed
@@ -79,7 +79,7 @@ def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:
     with another(out) as pid:
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert 16 <= packed(out, **OPTIONS).num_kept < NUMBER
+        assert 16 <= packed(out, **OPTIONS).num_resumed < NUMBER
     assert_whole(out, Sentences())
 
 

@@ -24,10 +24,9 @@ from paceline.data.packed import writer as hdf_write
 from paceline.data.packed.dataset import PackedDataset
 from paceline.data.packed.errors import NoSuchStream, PackedUnreadable
 from paceline.data.packed.from_samples import NotPackable
-from paceline.data.packed.pack import PackExists, bytes_left
+from paceline.data.packed.pack import PackExists, WorkerDied, bytes_left
 from paceline.data.packed.parts import OtherParts
 from paceline.data.packed.piece import StreamsDiffer, read_piece
-from paceline.data.packed.processes import WorkerDied
 from paceline.data.packed.reader import open_packed
 from paceline.data.packed.verify import verify
 from tests.crash import KILLED
@@ -97,8 +96,8 @@ def test_after_a_kill_the_same_call_goes_on(tmp_path: Path, shard_bytes: int | N
             open_packed(out)
     done = packed(out, Sentences(dies=_write_down(tmp_path / "read")), shard_bytes=shard_bytes, processes=2)
     read = [int(row) for row in (tmp_path / "read").read_text().split()]
-    assert done.num_kept >= 16
-    assert len(read) == NUMBER - done.num_kept
+    assert done.num_resumed >= 16
+    assert len(read) == NUMBER - done.num_resumed
     assert_whole(out, Sentences())
 
 
@@ -117,7 +116,7 @@ def test_an_end_that_fails_costs_no_piece(tmp_path: Path, monkeypatch: pytest.Mo
     assert caught.value.hint.endswith("type the same command: it goes on where it was")
     assert [path.name for path in tmp_path.iterdir()] == ["a.h5.parts"]
     done = packed(out, Sentences(dies=_write_down(tmp_path / "read")))
-    assert done.num_kept == NUMBER
+    assert done.num_resumed == NUMBER
     assert (tmp_path / "read").read_text() == ""
     (tmp_path / "read").unlink()
     assert_whole(out, Sentences())
@@ -152,7 +151,7 @@ def test_a_piece_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
     assert len(parts) == 9
     os.truncate(parts[3], parts[3].stat().st_size // 2)
     assert read_piece(parts[3]) is None
-    assert packed(out).num_kept == 32
+    assert packed(out).num_resumed == 32
     assert_whole(out, Sentences())
 
 
@@ -245,7 +244,7 @@ def test_other_samples_are_not_mixed_in(tmp_path: Path, monkeypatch: pytest.Monk
 def test_samples_that_no_seed_gives_again_can_be_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "a.h5"
     _stopped(out, Unseeded(), monkeypatch)
-    assert packed(out, Unseeded()).num_kept == 20
+    assert packed(out, Unseeded()).num_resumed == 20
 
 
 def test_who_packs_draws_the_same_numbers_after_it(tmp_path: Path) -> None:

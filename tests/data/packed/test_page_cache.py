@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from paceline.data.packed import reader as hdf
-from paceline.data.packed.mapping import mapped
-from paceline.data.packed.page_cache import available_bytes, stays_cached
+from paceline.data.packed.mapping import available_bytes, mapped, stays_cached
 from paceline.data.packed.reader import Packed, open_packed
 from tests.data.packing import Sentences, packed
 

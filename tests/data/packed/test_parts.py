@@ -17,9 +17,10 @@ from paceline.data.packed import pack as packing
 from paceline.data.packed import parts as pack_parts
 from paceline.data.packed import writer as hdf_write
 from paceline.data.packed.dataset import PackedDataset
-from paceline.data.packed.layout import Shards, read_layout
+from paceline.data.packed.layout import Shards
 from paceline.data.packed.parts import OtherParts
-from paceline.data.packed.reader import open_packed
+from paceline.data.packed.reader import open_packed, read_layout
+from paceline.data.packed.returnn import agree_on_sizes
 from tests.data.packing import Sentences, assert_same, packed
 
 BEFORE, AFTER = Sentences(9), Sentences(12)
@@ -163,7 +164,7 @@ def test_sizes_agree_before_shards_have_names(tmp_path: Path, monkeypatch: pytes
     def look(files: Sequence[Path]) -> None:
         assert beside(out) == {"a.h5.parts"}
         before.update({path: path.read_bytes() for path in files})
-        hdf_write.agree_on_sizes(files)
+        agree_on_sizes(files)
         for path in files:
             after = path.read_bytes()
             changed = sum(one != other for one, other in zip(before[path], after, strict=True))
@@ -191,6 +192,6 @@ def test_a_damaged_shard_is_made_again(tmp_path: Path, monkeypatch: pytest.Monke
     [shard] = tmp_path.glob("a-*-00001.h5")
     os.truncate(shard, 3000)
     done = packed(out, AFTER, shard_bytes=3000)
-    assert 0 < done.num_kept < len(AFTER)
+    assert 0 < done.num_resumed < len(AFTER)
     assert holds(out, AFTER)
     assert beside(out) - {"a.h5"} == shards_of(out)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from paceline.core.keys import key
 from paceline.data.audio.check import check
-from paceline.data.audio.read import AudioUnreadable
+from paceline.data.audio.file import AudioUnreadable
 from paceline.data.grain import Grain
 from paceline.data.plan import BatchRule, Plan
 from paceline.recipes.asr.data.corpus import BAD_DATA

@@ -1,4 +1,4 @@
-"""`paceline pack IN... OUT.h5`: manifests, other packed files or a task's data as HDF5 that is read at memory speed."""
+"""`paceline pack IN... OUT.h5`: pack manifests, other packed files or a task's data into HDF5 read at memory speed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.cli.pack.options import PackOptions, PackUsage, to_bytes
+from paceline.cli.pack.options import PackOptions, PackUsage, skipped_lines, to_bytes
 from paceline.config.load import load
 from paceline.core.paths import near
 from paceline.core.units import size
@@ -23,9 +23,9 @@ def run(argv: Sequence[str]) -> int:
         raise PackUsage("more than one of `--info`, `--verify` and `--extract` is given", "give one of them")
     try:
         if options.info or options.verify or options.extract:
-            from paceline.cli.pack import look as pack_look
+            from paceline.cli.pack import inspect
 
-            return pack_look.run(options)
+            return inspect.run(options)
         return _pack(options)
     except KeyboardInterrupt:
         goes_on = not (options.info or options.verify or options.extract)
@@ -35,10 +35,8 @@ def run(argv: Sequence[str]) -> int:
 
 def _pack(options: PackOptions) -> int:
     from paceline.cli.pack.source import source_of
-    from paceline.data.manifest.bad_line import MOST_SHOWN
     from paceline.data.packed.layout import h5py_or_error
-    from paceline.data.packed.pack import pack
-    from paceline.data.packed.processes import default_processes
+    from paceline.data.packed.pack import default_processes, pack
 
     if not options.paths:
         raise PackUsage("nothing to pack is named", "type `paceline pack train.json train.h5`")
@@ -51,7 +49,7 @@ def _pack(options: PackOptions) -> int:
         raise PackUsage(f"{last}: is no name of a packed file" if words else "no file to write is named", hint)
     source = source_of(options, [name for word in words for name in word.split(",") if name])
     with SideBar("packing", len(source)) as bar:
-        found = pack(
+        result = pack(
             source,
             Path(last),
             layout=options.layout,
@@ -60,12 +58,10 @@ def _pack(options: PackOptions) -> int:
             force=options.force,
             progress=bar.show,
         )
-    told = [f"skipped {line}" for line in found.skipped[:MOST_SHOWN]]
-    if len(found.skipped) > MOST_SHOWN:
-        told.append(f"... and {len(found.skipped) - MOST_SHOWN:,} more")
-    if found.num_kept:
-        told.append(f"{found.num_kept:,} rows were there already, from a packing that was stopped")
-    shards = f" in {len(found.files)} shards" if len(found.files) > 1 else ""
-    told.append(f"{near(last)}: {found.num_rows:,} rows, {size(found.nbytes)}{shards}, written and compared")
-    sys.stdout.write("\n".join(told) + "\n")
+    report = skipped_lines(result.skipped)
+    if result.num_resumed:
+        report.append(f"{result.num_resumed:,} rows were there already, from a packing that was stopped")
+    shards = f" in {len(result.files)} shards" if len(result.files) > 1 else ""
+    report.append(f"{near(last)}: {result.num_rows:,} rows, {size(result.nbytes)}{shards}, written and compared")
+    sys.stdout.write("\n".join(report) + "\n")
     return 0

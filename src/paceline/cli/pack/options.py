@@ -1,8 +1,8 @@
-"""What `paceline pack` can be told, and words that do not go together."""
+"""Options of `paceline pack`, and the check that they go together."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -10,12 +10,13 @@ from pydantic import AfterValidator, Field
 
 from paceline.config.settings import Positive, Section
 from paceline.core.errors import PacelineError
+from paceline.data.manifest.bad_line import MOST_SHOWN
 
 _UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def to_bytes(size: str) -> int:
-    """`512MB` as a number."""
+    """Convert a size such as `512MB`."""
     for unit, factor in _UNITS.items():
         number = size.lower().removesuffix(unit.lower()).strip()
         if number != size.lower() and number.replace(".", "", 1).isdigit() and float(number) > 0:
@@ -76,24 +77,26 @@ class PackOptions(Section):
 
 
 class PackUsage(PacelineError):
-    """Words that do not say what is to be packed."""
+    """A command line that does not say what is to be packed."""
 
-    def __init__(self, what: str, hint: str) -> None:
-        super().__init__(what)
-        self.hint = hint
+    what: str
+    advice: str
+    sentence = "{what}"
+    hint = "{advice}"
 
 
 def refuse_idle(options: PackOptions, where: str, names: Collection[str]) -> None:
-    """Options that were given and have no effect: whoever gives one expects something of it."""
-    given = [name for name in PackOptions.model_fields if name in options.model_fields_set & set(names)]
-    idle = [f"`--{name.replace('_', '-')}`" for name in given if getattr(options, name) is not False]
+    """Refuse options among `names` that are set and have no effect."""
+    is_set = options.model_fields_set & set(names)
+    chosen = [name for name in PackOptions.model_fields if name in is_set and getattr(options, name) is not False]
+    idle = [f"`--{name.replace('_', '-')}`" for name in chosen]
     if idle:
         has, it = ("has", "it") if len(idle) == 1 else ("have", "them")
         raise PackUsage(f"{', '.join(idle)} {has} no effect {where}", f"leave {it} out")
 
 
 def rows_of(options: PackOptions, number: int, name: str) -> range:
-    """Those of `number` rows that are wanted."""
+    """Return those of `number` rows that are wanted."""
     if not number:
         raise PackUsage(f"{name}: holds no rows", "give data with at least one")
     rows = range(number)[options.start_seq : None if options.end_seq is None else options.end_seq + 1]
@@ -102,3 +105,9 @@ def rows_of(options: PackOptions, number: int, name: str) -> range:
         hint = f"rows are counted from 0 to {number - 1}"
         raise PackUsage(f"nothing lies between `--start-seq {options.start_seq}`{last}", hint)
     return rows
+
+
+def skipped_lines(skipped: Sequence[str]) -> list[str]:
+    """Return the first skipped rows as they are shown, and the number of the others."""
+    lines = [f"skipped {line}" for line in skipped[:MOST_SHOWN]]
+    return lines + ([f"... and {len(skipped) - MOST_SHOWN:,} more"] if len(skipped) > MOST_SHOWN else [])

@@ -1,4 +1,4 @@
-"""What the words of `paceline pack` mean: manifests, packed files, a task or a data set."""
+"""Inputs of `paceline pack`: manifests, packed files, a task or a data set."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from paceline.data.packed.errors import is_packed
 
 if TYPE_CHECKING:
     from paceline.data.packed.pack import Source
+    from paceline.recipes.asr.data.packing import Features
 
 _OF_SPEECH = ("sample_rate", "features", "network")
 _OF_TASKS = ("part", "task_config")
 _OF_RANDOM = ("epoch", "seed")
-"""Options that mean something only there."""
+"""Options that have an effect only there."""
 
 
 def source_of(options: PackOptions, words: Sequence[str]) -> Source:
-    """What the words mean."""
+    """Return the source of packing that the words name."""
     for word in words:
         if word.endswith(".py"):
-            raise PackUsage(f"{word}: nothing in it is named", f"type {word}:NAME; {_there(word)}")
+            raise PackUsage(f"{word}: nothing in it is named", f"type {word}:NAME; {_available(word)}")
     tasks = [word for word in words if word in RECIPES or ".py:" in word]
     if tasks and len(words) > 1:
         raise PackUsage(f"{tasks[0]} is a task, and {len(words) - 1} more inputs are given", "pack a task by itself")
@@ -47,6 +48,7 @@ def source_of(options: PackOptions, words: Sequence[str]) -> Source:
 
 def _speech(options: PackOptions, words: Sequence[str]) -> Source:
     from paceline.data.manifest.read import read_manifests
+    from paceline.data.packed.layout import LeftOut
 
     try:
         from paceline.data.packed.from_manifest import ManifestSource
@@ -61,30 +63,30 @@ def _speech(options: PackOptions, words: Sequence[str]) -> Source:
     for line in reading.lines():
         sys.stdout.write(f"{line}\n")
     rows = rows_of(options, len(manifest), ", ".join(words))
-    features: Any = None
-    if options.features:
-        from paceline.recipes.asr.data.packing import Features
-
-        features = Features(options.network)
-        if options.sample_rate not in (None, features.sample_rate):
-            what = f"`--sample-rate {options.sample_rate}`: the front end of {options.network} hears"
-            hint = "leave it out, or name a network of that rate with `--network`"
-            raise PackUsage(f"{what} {features.sample_rate} Hz", hint)
-    source = ManifestSource(
+    features = _features(options) if options.features else None
+    return ManifestSource(
         manifest.take(rows) if len(rows) < len(manifest) else manifest,
-        sample_rate=features.sample_rate if features is not None else options.sample_rate,
+        sample_rate=options.sample_rate if features is None else features.sample_rate,
         streams=options.streams,
         features=features,
-        about_features=features.about if features is not None else None,
         skip_bad=options.bad_data == "skip",
+        bad_lines=LeftOut(reading.num_bad, tuple(map(str, reading.bad))) if reading.num_bad else None,
     )
-    if reading.num_bad:
-        source.about["bad_lines"] = {"number": reading.num_bad, "first": [str(line) for line in reading.bad]}
-    return source
+
+
+def _features(options: PackOptions) -> Features:
+    from paceline.recipes.asr.data.packing import Features
+
+    features = Features(options.network)
+    if options.sample_rate not in (None, features.sample_rate):
+        what = f"`--sample-rate {options.sample_rate}`: the front end of {options.network} hears"
+        hint = "leave it out, or name a network of that rate with `--network`"
+        raise PackUsage(f"{what} {features.sample_rate} Hz", hint)
+    return features
 
 
 def _samples(options: PackOptions, data: Any, name: str, version: str = "") -> Source:
-    """`version`: another one where the same name means other data."""
+    """`version`: differs where the same name means other data."""
     from paceline.data.packed.from_samples import SampleSource
 
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
@@ -106,7 +108,7 @@ def _kind(data: Any) -> str:
 
 
 def _data(options: PackOptions, name: str) -> Any:
-    """What `file.py:name` is: a data set, a function that returns one, or else a task."""
+    """Return the data of `file.py:name`: a data set, the result of a function, or the data of a task."""
     from paceline.cli import tasks
     from paceline.train.task import Task
 
@@ -115,21 +117,21 @@ def _data(options: PackOptions, name: str) -> Any:
         return _task_data(options, name)
     module = tasks.import_file(Path(path))
     if not hasattr(module, member):
-        raise PackUsage(f"{path} has no {member!r}", _there(path, member))
-    found = getattr(module, member)
-    if isinstance(found, type) and issubclass(found, Task):
+        raise PackUsage(f"{path} has no {member!r}", _available(path, member))
+    value = getattr(module, member)
+    if isinstance(value, type) and issubclass(value, Task):
         return _task_data(options, name)
     refuse_idle(options, "on a data set that is no task", _OF_TASKS)
-    return tasks.guarded(Path(path), f"{member}() is called", found) if callable(found) else found
+    return tasks.guarded(Path(path), f"{member}() is called", value) if callable(value) else value
 
 
-def _there(path: str, meant: str = "") -> str:
-    """What in a file can be packed: tasks, classes and functions that it defines, and sequences."""
+def _available(path: str, member: str = "") -> str:
+    """Return a hint at what a file has to pack: tasks, classes and functions that it defines, and sequences."""
     from paceline.cli import tasks
 
     module = tasks.import_file(Path(path))
     names = [name for name, value in vars(module).items() if not name.startswith("_") and _may_be_data(value, module)]
-    nearest = difflib.get_close_matches(meant, names, n=1)
+    nearest = difflib.get_close_matches(member, names, n=1)
     guess = f"did you mean {path}:{nearest[0]}? " if nearest else ""
     return f"{guess}there are: {', '.join(names)}" if names else "it has no task, no function and no data set"
 
@@ -141,7 +143,7 @@ def _may_be_data(value: Any, module: ModuleType) -> bool:
 
 
 def _code(options: PackOptions, name: str) -> str:
-    """Of the files that make the data what it is: changed, they make other samples of the same names."""
+    """Return a digest of the files that define the data: changed, they make other samples of the same names."""
     import xxhash
 
     paths = [Path(name.rpartition(":")[0]), options.task_config]  # a recipe has no file of the user's
@@ -151,7 +153,7 @@ def _code(options: PackOptions, name: str) -> str:
 
 
 def _task_data(options: PackOptions, name: str) -> Any:
-    """The data of a task, made as training would make it."""
+    """Return the data of a task, made as training would make it."""
     from paceline.cli.tasks import load_task
     from paceline.train.task import Surroundings, stages_of
     from paceline.world.discover.environment import discover
@@ -160,7 +162,7 @@ def _task_data(options: PackOptions, name: str) -> Any:
     if name == "asr":
         raise PackUsage("the recipe 'asr' is packed from its manifests", "type `paceline pack train.json train.h5`")
     task = load_task(name)
-    # How long to train is of no matter here, and no task can do without an answer.
+    # The length of training does not matter here, but every task needs one.
     config = ["--epochs", "1"] if options.task_config is None else ["--config", str(options.task_config)]
     settings = load(task.Settings, config, prog="paceline pack")
     task.attach(Surroundings(settings, start(discover({}), device="cpu"), print))

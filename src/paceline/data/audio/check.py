@@ -1,4 +1,4 @@
-"""Audio files against what a manifest says of them, many at a time; decoded whole only where that is asked for."""
+"""Check of audio files against their lines in a manifest, many at a time; decoded as a whole only on request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from numpy.typing import ArrayLike
 
 from paceline.core.json_text import json_text
 from paceline.core.paths import near
-from paceline.data.audio.end import missing_end
 from paceline.data.audio.file import (
     TOLERANCE_S,
     TOLERANCE_SHARE,
@@ -20,6 +19,7 @@ from paceline.data.audio.file import (
     AudioUnreadable,
     is_short,
     known_frames,
+    missing_end,
     opened,
     read_frames,
     truncated,
@@ -27,7 +27,7 @@ from paceline.data.audio.file import (
 from paceline.data.audio.read import read_audio
 from paceline.data.manifest.bad_line import BadLine, beginning
 from paceline.data.manifest.columns import Manifest, row_numbers
-from paceline.data.packed.verify import damaged_rows, packed_rows
+from paceline.data.manifest.packed import damaged_rows, packed_rows
 
 _FILES_AT_ONCE = 32
 _END_S = 0.1
@@ -36,7 +36,7 @@ Answer = TypeVar("Answer")
 
 
 def check(path: Path, duration_s: float, offset_s: float | None = None, *, whole: bool = False) -> str | None:
-    """What is wrong with a file of which a line says this; None if nothing is.
+    """Return what is wrong with a file of which a line gives this length; None if nothing is.
 
     With an offset the utterance must lie inside the file, without one it must be the whole file. Damage between the
     beginning and the end shows only if the file is decoded as training decodes it, which `whole` does.
@@ -58,7 +58,7 @@ def check(path: Path, duration_s: float, offset_s: float | None = None, *, whole
 
 
 def measure(path: Path) -> AudioFacts:
-    """Length, rate and channels of a file that can be read to its end; else `AudioUnreadable`."""
+    """Return length, rate and channels of a file; raise `AudioUnreadable` if it cannot be read to its end."""
     why = missing_end(path)
     if why is not None:
         raise AudioUnreadable(path, why)
@@ -73,12 +73,11 @@ def check_all(
     progress: Callable[[int], None] | None = None,
     whole: bool = False,
 ) -> list[BadLine]:
-    """The lines of these rows (numbers, or a mask) whose audio is at fault; `progress` is told how many are done."""
-
+    """Return the lines of these rows (numbers, or a mask) whose audio is at fault; `progress` gets the number done."""
     chosen = row_numbers(rows)
     packed = packed_rows(manifest, chosen)
     damaged = damaged_rows(manifest, packed, whole=whole) if len(packed) else {}
-    found = [bad_audio(manifest, row, what) for row, what in damaged.items()]
+    bad_lines = [bad_audio(manifest, row, what) for row, what in damaged.items()]
 
     def look(row: int) -> BadLine | None:
         offset_s = manifest.offset(row) if manifest.is_part(row) else None
@@ -86,12 +85,12 @@ def check_all(
         return None if what is None else bad_audio(manifest, row, what)
 
     files = np.setdiff1d(chosen, packed) if len(packed) else chosen
-    found += [bad for bad in in_threads(look, files.tolist(), threads, progress) if bad is not None]
-    return sorted(found, key=lambda bad: bad.row)
+    bad_lines += [bad for bad in in_threads(look, files.tolist(), threads, progress) if bad is not None]
+    return sorted(bad_lines, key=lambda bad: bad.row)
 
 
 def bad_audio(manifest: Manifest, row: int, what: str) -> BadLine:
-    """The line of a row whose audio is at fault."""
+    """Return the bad line of a row whose audio is at fault."""
     name = near(manifest.audio(row))
     what = what if name in what else f"{name}: {what}"
     return BadLine(manifest.source(row), manifest.line(row), what, _rebuilt(manifest, row), row)
@@ -103,9 +102,9 @@ def in_threads(
     threads: int,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[Answer]:
-    """What a function says of each item, in order; libsndfile works outside of the interpreter's lock."""
-    everything = list(items)
-    pieces = [everything[first : first + _FILES_AT_ONCE] for first in range(0, len(everything), _FILES_AT_ONCE)]
+    """Yield the result of a function for each item, in order; libsndfile works outside of the interpreter's lock."""
+    listed = list(items)
+    pieces = [listed[first : first + _FILES_AT_ONCE] for first in range(0, len(listed), _FILES_AT_ONCE)]
     pool = ThreadPoolExecutor(threads)
     done = 0
     try:
@@ -125,14 +124,14 @@ def _readable_to_the_end(path: Path) -> AudioFacts:
             raise AudioUnreadable(path, missing_end(path) or "holds no samples")
         end = min(frames, round(_END_S * rate))
         file.seek(frames - end)
-        there = frames - end + len(read_frames(file, end, "int16"))
-        if there == frames - end or is_short(there, frames, rate):
-            raise AudioUnreadable(path, truncated(there, frames, rate))
+        readable = frames - end + len(read_frames(file, end, "int16"))
+        if readable == frames - end or is_short(readable, frames, rate):
+            raise AudioUnreadable(path, truncated(readable, frames, rate))
         return AudioFacts(frames / rate, rate, file.channels)
 
 
 def _rebuilt(manifest: Manifest, row: int) -> str:
-    line = {"audio_filepath": manifest.written_audio(row), "duration": float(manifest.durations[row])}
+    line = {"audio_filepath": manifest.audio_names[row], "duration": float(manifest.durations[row])}
     if manifest.is_part(row):
         line["offset"] = manifest.offset(row)
     return beginning(json_text({**line, "text": manifest.text(row)}).encode())

@@ -1,4 +1,4 @@
-"""An audio file, open for as long as it is read: what libsndfile says of it, and what it does not.
+"""Audio files opened through libsndfile, with its mistakes: it accepts a WAV or Ogg whose end is missing.
 
 Every failure is an `AudioUnreadable` with the reason in plain words.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import stat
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import soundfile
@@ -20,34 +21,45 @@ from paceline.core.errors import PacelineError
 from paceline.core.paths import near
 
 SUFFIXES = frozenset((".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au", ".sph", ".w64", ".caf"))
-"""By which audio is found in a folder."""
+"""Suffixes of audio files in a folder."""
 TOLERANCE_S, TOLERANCE_SHARE = 0.1, 0.01
-"""A length may differ from what was promised by the larger of these: durations are rounded, and MP3 is padded."""
+"""A length may differ from the promised one by the larger of these: durations are rounded, and MP3 is padded."""
 LOWEST_HZ, HIGHEST_HZ = 1_000, 768_000
 """Sample rates outside are damage to a header; resampling from them could take all memory."""
 MOST_FRAMES = 1 << 60
-"""libsndfile gives a number above this where a FLAC does not say how long it is."""
+"""libsndfile gives a number above this for a FLAC of unknown length."""
 SAMPLES_AT_ONCE = 1 << 24
 _SYSTEM_ERROR, _UNKNOWN_FORMAT = 2, 1
+_MOST_HEADER_BYTES = 1 << 16
+_STREAMED = 0x7FFF0000
+"""Programs that write to a pipe cannot fill in the length, and leave a number above this, or 0."""
+_MOST_PAGE_BYTES = 27 + 255 + 255 * 255
+_LEAST_SHARE = 0.99
+"""Files that are a percent too short count as whole, like durations that are a percent off."""
 
 
 class AudioUnreadable(PacelineError):
     """A file that does not hold the audio it should."""
 
+    path: Path
+    why: str
+    where: str = ""
+    """Line of the manifest that names the file."""
+    sentence = "{place}: {why}"
     hint = "mend the file or leave it out; `paceline manifest stats FILE --check` finds all such files of a manifest"
 
-    def __init__(self, path: Path, why: str, where: str = "") -> None:
-        super().__init__(f"{where}: {near(path)}: {why}" if where else f"{near(path)}: {why}")
-        self.path, self.why = path, why
+    @property
+    def place(self) -> str:
+        return f"{self.where}: {near(self.path)}" if self.where else near(self.path)
 
 
 def audio_below(folder: Path) -> list[Path]:
-    """The audio files in a folder and in those in it, by name."""
+    """Return the audio files below a folder, by name."""
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
 
 
 class AudioFacts(NamedTuple):
-    """What a file says of itself."""
+    """Length and format of a file, by its header."""
 
     seconds: float
     sample_rate: int
@@ -56,21 +68,23 @@ class AudioFacts(NamedTuple):
 
 class _Sound(soundfile.SoundFile):  # type: ignore[misc]
     def seekable(self) -> bool:
-        """What soundfile asks before it seeks, after a read, to where the read has ended: needless, and impossible in a
-        FLAC that does not say how long it is."""
+        """Return False, so that soundfile does not seek after a read: needless, and impossible in a FLAC of unknown
+        length."""
         return False
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[soundfile.SoundFile]:
-    """A file open for reading; whatever libsndfile has to complain of becomes `AudioUnreadable`."""
+    """Open a file for reading; every error of libsndfile becomes `AudioUnreadable`."""
     try:
-        # A pipe without a writer would otherwise keep us waiting.
+        # Not blocking: a pipe without a writer would wait forever.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise AudioUnreadable(path, "there is no such file") from None
-    except (OSError, ValueError) as error:
-        raise AudioUnreadable(path, f"cannot be opened: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        raise AudioUnreadable(path, f"cannot be opened: {error.strerror or error}") from None
+    except ValueError as error:  # a name with a zero byte
+        raise AudioUnreadable(path, f"cannot be opened: {error}") from None
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -90,40 +104,96 @@ def opened(path: Path) -> Iterator[soundfile.SoundFile]:
 
 
 def known_frames(file: soundfile.SoundFile) -> int:
-    """How many frames a file has; one that was written to a pipe does not say, and is decoded to find out."""
+    """Return the number of frames; a file that was written to a pipe does not name it, and is decoded."""
     frames: int = file.frames
     if frames > MOST_FRAMES:
-        frames = sum(len(block) for block in read_blocks(file, frames, "int16"))
+        frames = sum(len(block) for block in _blocks(file, frames, "int16"))
         file.seek(0)
     return frames
 
 
+def probe(path: Path) -> AudioFacts:
+    """Return length, rate and channels, from the header if it names them."""
+    with opened(path) as file:
+        return AudioFacts(known_frames(file) / file.samplerate, file.samplerate, file.channels)
+
+
 def is_short(frames: int, promised: int, rate: int) -> bool:
-    """Whether less is there than was promised."""
+    """Return True if there are fewer frames than promised."""
     return frames <= 0 or frames < promised - max(TOLERANCE_S * rate, TOLERANCE_SHARE * promised)
 
 
 def truncated(frames: int, promised: int, rate: int) -> str:
+    """Return the reason for a file that ends too early."""
     return f"is truncated: {frames / rate:.2f} s of {promised / rate:.2f} s can be read"
 
 
 def read_frames(file: soundfile.SoundFile, frames: int, dtype: str) -> NDArray[Any]:
-    """The next frames, fewer at the end: (frames) for one channel, else (frames, channels)."""
+    """Return the next frames, fewer at the end: (frames) for one channel, else (frames, channels)."""
+    if frames * file.channels <= SAMPLES_AT_ONCE:
+        return _read_at_once(file, frames, dtype)
+    return np.concatenate(list(_blocks(file, frames, dtype)))
+
+
+def _read_at_once(file: soundfile.SoundFile, frames: int, dtype: str) -> NDArray[Any]:
     shape = (frames,) if file.channels == 1 else (frames, file.channels)
-    # Into an array of ours: soundfile's own would be as long as the header of a damaged file makes it.
+    # Into an array of our own: soundfile's would be as long as the header of a damaged file claims.
     samples: NDArray[Any] = file.read(out=np.empty(shape, dtype))
     return samples
 
 
-def read_blocks(file: soundfile.SoundFile, frames: int, dtype: str) -> Iterator[NDArray[Any]]:
-    """Up to so many frames, piece by piece: a header may claim any number, and memory is taken for what is there."""
+def _blocks(file: soundfile.SoundFile, frames: int, dtype: str) -> Iterator[NDArray[Any]]:
+    """Yield up to this many frames in blocks: a header may claim any number, memory is used for those that exist."""
     at_once = max(1, SAMPLES_AT_ONCE // file.channels)
     while frames > 0:
-        block = read_frames(file, min(at_once, frames), dtype)
+        block = _read_at_once(file, min(at_once, frames), dtype)
         yield block
         if len(block) < min(at_once, frames):
             return
         frames -= len(block)
+
+
+def missing_end(path: Path) -> str | None:
+    """Return the evidence that a file was cut off; None if there is none, or if the file cannot be opened."""
+    try:
+        if not path.is_file():
+            return None
+        with path.open("rb") as file:
+            begin = file.read(12)
+            if begin[:4] == b"RIFF" and begin[8:] == b"WAVE":
+                return _of_wav(file, path.stat().st_size)
+            if begin[:4] == b"OggS":
+                return _of_ogg(file, path.stat().st_size)
+    except OSError:
+        pass  # opening it for reading gives a better message
+    return None
+
+
+def _of_wav(file: BinaryIO, size: int) -> str | None:
+    place = 12
+    while place + 8 <= min(size, _MOST_HEADER_BYTES):
+        file.seek(place)
+        name, length = struct.unpack("<4sI", file.read(8))
+        place += 8
+        if name == b"data":
+            there = size - place
+            is_cut = 0 < length < _STREAMED and there < _LEAST_SHARE * length
+            return f"is truncated: {there:,} of {length:,} bytes of samples are there" if is_cut else None
+        place += length + length % 2
+    return None
+
+
+def _of_ogg(file: BinaryIO, size: int) -> str | None:
+    file.seek(max(0, size - _MOST_PAGE_BYTES))
+    end = file.read()
+    page = end.rfind(b"OggS")
+    # Not every program marks the last page, so a file that was cut between two pages shows only by its length.
+    if page >= 0 and len(end) >= page + 27:
+        num_pieces = end[page + 26]
+        pieces = end[page + 27 : page + 27 + num_pieces]
+        if len(end) >= page + 27 + num_pieces + sum(pieces):
+            return None
+    return "is truncated: the last page of its Ogg stream is cut off"
 
 
 def _why(error: soundfile.LibsndfileError) -> str:

@@ -1,4 +1,4 @@
-"""Audio files as 16-bit mono at a model's rate, read through libsndfile: WAV, FLAC, Ogg Vorbis and Opus, MP3.
+"""Audio files decoded to 16-bit mono at a model's rate, through libsndfile: WAV, FLAC, Ogg Vorbis and Opus, MP3.
 
 Nothing stays open after a read, so that a data set of files is the same before and after a fork.
 """
@@ -9,36 +9,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import soundfile
 import soxr
 from numpy.typing import NDArray
 
-from paceline.data.audio.end import missing_end
 from paceline.data.audio.file import (
-    SAMPLES_AT_ONCE,
-    AudioFacts,
     AudioUnreadable,
     is_short,
     known_frames,
+    missing_end,
     opened,
-    read_blocks,
     read_frames,
     truncated,
 )
 
-__all__ = ["AudioFacts", "AudioUnreadable", "probe", "read_audio"]
-
 _LOUDEST = 64.0
-"""In full scales. Decoded sound may be a few; what is more is damage, or integers stored as floats."""
+"""In full scales. Decoded sound may reach a few; more is damage, or integers stored as floats."""
 _EXACT = frozenset(("PCM_16", "PCM_S8", "PCM_U8", "ULAW", "ALAW"))
-"""Encodings that libsndfile turns into 16 bits as they are. It cuts others down (PCM_24), does not scale them (FLOAT)
-or lets them wrap around above full scale (Vorbis and Opus, seen with 1.2.2): those are read as floats."""
+"""Encodings that libsndfile converts to 16 bits exactly. It truncates others (PCM_24), does not scale them (FLOAT) or
+lets them wrap around above full scale (Vorbis and Opus, observed with 1.2.2): those are read as floats."""
 
 
 def read_audio(
     path: Path, *, sample_rate: int, offset_s: float = 0.0, duration_s: float | None = None
 ) -> NDArray[np.int16]:
-    """The samples of a file, or of a part of it, at `sample_rate`; channels are averaged."""
+    """Return the samples of a file, or of a part of it, at `sample_rate`; channels are averaged."""
     if duration_s is None and (why := missing_end(path)) is not None:
         raise AudioUnreadable(path, why)
     with opened(path) as file:
@@ -52,7 +46,7 @@ def read_audio(
         wanted = min(wanted, frames - start)
         if start:
             file.seek(start)
-        samples = _read(file, wanted)
+        samples = read_frames(file, wanted, "int16" if file.subtype in _EXACT else "float32")
         if is_short(len(samples), wanted, rate):
             raise AudioUnreadable(path, truncated(start + len(samples), frames, rate))
     if samples.dtype == np.int16 and samples.ndim == 1 and rate == sample_rate:
@@ -60,21 +54,8 @@ def read_audio(
     return converted(path, samples, rate, sample_rate)
 
 
-def probe(path: Path) -> AudioFacts:
-    """Length, rate and channels, from the header where it tells them."""
-    with opened(path) as file:
-        return AudioFacts(known_frames(file) / file.samplerate, file.samplerate, file.channels)
-
-
-def _read(file: soundfile.SoundFile, frames: int) -> NDArray[Any]:
-    dtype = "int16" if file.subtype in _EXACT else "float32"
-    if frames * file.channels <= SAMPLES_AT_ONCE:
-        return read_frames(file, frames, dtype)
-    return np.concatenate(list(read_blocks(file, frames, dtype)))
-
-
 def converted(path: Path, samples: NDArray[Any], rate: int, wanted_rate: int) -> NDArray[np.int16]:
-    """Samples of a file, (frames) or (frames, channels), as 16-bit mono at another rate."""
+    """Convert samples of a file, (frames) or (frames, channels), to 16-bit mono at another rate."""
     if samples.dtype == np.int16:
         sound = samples.astype(np.float32)
     elif not (loudest := float(np.abs(samples).max(initial=0.0))) <= _LOUDEST:  # also NaN

@@ -1,4 +1,4 @@
-"""The audio of a manifest's rows, wherever it lies: in audio files, or packed."""
+"""Audio of a manifest's rows, from audio files or from packed files."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from paceline.data.audio.read import converted, read_audio
 from paceline.data.manifest.columns import Manifest
+from paceline.data.manifest.packed import no_audio
 from paceline.data.packed.errors import is_packed
-from paceline.data.packed.manifest_rows import no_audio
 from paceline.data.packed.reader import Packed, Stream, open_packed
 
 
 class Recordings:
-    """Random access by row; nothing is kept open, and packed audio is mapped by each process for itself.
+    """Random access by row; no file stays open, and packed audio is mapped by each process for itself.
 
     A packed file may hold features instead of audio: then a row is (frames, features), as it was packed.
     """
@@ -29,16 +29,16 @@ class Recordings:
 
     @property
     def holds_features(self) -> bool:
-        """Whether features were packed, so that lengths are frames."""
+        """True if features were packed, so that lengths are frames."""
         return any(stream.kind == "features" for stream, _ in self._packed.values())
 
     @property
     def are_packed(self) -> bool:
-        """Whether no row is read from an audio file."""
+        """True if no row is read from an audio file."""
         return len(self._packed) == len(self._manifest.sources)
 
     def read(self, row: int) -> NDArray[Any]:
-        """16-bit mono at the rate that was asked for. Packed audio of that rate is not copied: it is read-only."""
+        """Return 16-bit mono at the wanted rate. Packed audio of that rate is not copied: it is read-only."""
         manifest = self._manifest
         packed = self._packed.get(int(manifest.source_numbers[row])) if self._packed else None
         if packed is None:
@@ -50,14 +50,14 @@ class Recordings:
         return converted(manifest.audio(row), samples, rate, self._sample_rate)
 
     def packed(self, rows: NDArray[np.int64]) -> tuple[Stream, NDArray[np.int64]] | None:
-        """(the stream, the rows in it), where all of these rows lie in one packed file as they are asked for."""
+        """Return (stream, rows in it) if all of these rows lie in one packed file in the wanted form, else None."""
         if not self._packed:
             return None
         numbers = self._manifest.source_numbers[rows]
-        found = self._packed.get(int(numbers[0]))
-        if found is None or np.any(numbers != numbers[0]):
+        packed = self._packed.get(int(numbers[0]))
+        if packed is None or np.any(numbers != numbers[0]):
             return None
-        stream, rate = found
+        stream, rate = packed
         is_ready = stream.kind == "features" or (rate == self._sample_rate and stream.dtype == np.int16)
         return (stream, self._manifest.lines[rows].astype(np.int64) - 1) if is_ready else None
 
@@ -65,7 +65,7 @@ class Recordings:
 def read_packed_audio(
     path: Path, row: int, sample_rate: int, *, offset_s: float, duration_s: float
 ) -> NDArray[np.int16]:
-    """A part of a packed recording, as `read_audio` reads a part of a file."""
+    """Return a part of a packed recording, as `read_audio` returns a part of a file."""
     packed = open_packed(path)
     audio, rate = packed.of_kind("audio"), packed.sample_rate
     if audio is None or rate is None:

@@ -1,4 +1,4 @@
-"""A line of a manifest that cannot be used: where it stands, what is wrong with it, and how a user is told."""
+"""Lines of manifests that cannot be used: place, reason, and the error that lists them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from paceline.core.paths import near
 from paceline.data.packed.errors import is_packed
 
 MOST_SHOWN = 20
-"""Bad lines that are shown with their text; of the others there is a count."""
+"""Bad lines that are shown with their text; the others are only counted."""
 _MOST_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
 class BadLine:
-    """One line, and why it cannot be used."""
+    """One line, and the reason why it cannot be used."""
 
     path: Path
     """The manifest, as it was named."""
@@ -25,9 +25,9 @@ class BadLine:
     """Counted from 1."""
     what: str
     text: str = ""
-    """How the line begins."""
+    """Beginning of the line."""
     row: int = -1
-    """Where it is a line of a `Manifest` whose audio is at fault: its row there."""
+    """Row in the `Manifest`, for a line whose audio is at fault."""
 
     def __str__(self) -> str:
         return f"{near(self.path)}:{self.line}: {self.what}"
@@ -49,19 +49,19 @@ class BadManifest(PacelineError):
 
 
 def shown(bad: Sequence[BadLine], total: int, margin: str = "  ") -> list[str]:
-    """The first of the bad lines as a user reads them, and how many there are beside."""
+    """Return the first bad lines as they are shown, and the number of the others."""
     lines = []
-    for each in bad[:MOST_SHOWN]:
-        lines.append(f"{margin}{each}")
-        if each.text:
-            lines.append(f"{margin}  {each.text}")
+    for bad_line in bad[:MOST_SHOWN]:
+        lines.append(f"{margin}{bad_line}")
+        if bad_line.text:
+            lines.append(f"{margin}  {bad_line.text}")
     if total > MOST_SHOWN:
         lines.append(f"{margin}... and {total - MOST_SHOWN:,} more")
     return lines
 
 
 def beginning(raw: bytes) -> str:
-    """How a line begins, as text that can be printed whatever it holds."""
+    """Return the beginning of a line, as text that can be printed whatever it holds."""
     text = raw[: 4 * _MOST_CHARACTERS].decode("utf-8", "backslashreplace").strip()
     text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."

@@ -1,4 +1,4 @@
-"""One line of a manifest: what NeMo's JSON means, or what is wrong with it."""
+"""Parser of one line of a manifest: NeMo's JSON, or the reason why it is invalid."""
 
 from __future__ import annotations
 
@@ -10,35 +10,37 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
+BOM = b"\xef\xbb\xbf"
+"""Byte order mark of UTF-8, which some editors write at the beginning of a file."""
 AUDIO_KEYS = ("audio_filepath", "audio_filename")
 MOST_SECONDS = 1e7
-"""Nearly four months; what claims more is no length in seconds."""
+"""Nearly four months; a larger number is no length in seconds."""
 _NAN = float("nan")
 _ESCAPED_BYTE = re.compile(rb"\\udc[89a-f][0-9a-f]", re.IGNORECASE)
-"""As Python has a byte of a file's name that is no UTF-8."""
+"""Python's notation for a byte of a file name that is not UTF-8."""
 
 
 class Line(NamedTuple):
-    """An utterance as its line has it; strings in UTF-8, the path not yet resolved."""
+    """An utterance as written in its line; strings in UTF-8, the path not yet resolved."""
 
     audio: bytes
     seconds: float
     text: bytes
     offset: float
-    """NaN where the line has none: it is then about the whole file."""
+    """NaN if the line has none: it is then about the whole file."""
 
 
 class LineInvalid(Exception):
-    """What is wrong with a line."""
+    """A line that cannot be used; the message says why."""
 
 
 def parse_line(raw: bytes, folder: Path, needs_text: bool = True) -> Line:
-    """A line that is not blank; `folder` is that of the manifest."""
+    """Parse a line that is not blank; `folder` is that of the manifest."""
     return line_of(parse_object(raw), folder, needs_text)
 
 
 def line_of(entry: dict[str, Any], folder: Path, needs_text: bool = True) -> Line:
-    """What a line's object means."""
+    """Return the utterance that a JSON object describes."""
     seconds = entry.get("duration")
     text = entry.get("text")
     if type(seconds) is not float or not 0.0 < seconds <= MOST_SECONDS:
@@ -52,7 +54,7 @@ def line_of(entry: dict[str, Any], folder: Path, needs_text: bool = True) -> Lin
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object that a line must be."""
+    """Return the JSON object of a line."""
     try:
         entry = from_json(raw)
     except ValueError as error:
@@ -65,7 +67,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def audio_of(entry: dict[str, Any]) -> str:
-    """The path of an utterance's audio, as it is written."""
+    """Return the path of an utterance's audio, as it is written."""
     key = AUDIO_KEYS[0] if entry.get(AUDIO_KEYS[0]) is not None or AUDIO_KEYS[1] not in entry else AUDIO_KEYS[1]
     audio = _present(entry, key)
     if type(audio) is not str:
@@ -76,12 +78,12 @@ def audio_of(entry: dict[str, Any]) -> str:
 
 
 def resolve(folder: Path, written: str) -> Path:
-    """Where a path of a manifest in `folder` leads."""
+    """Return the file that a path in a manifest of `folder` names."""
     return folder / os.path.expanduser(written)
 
 
 def _with_bytes(raw: bytes) -> Any:
-    """A line that names a file by bytes which are no UTF-8, as `json_text` writes it; None where it is none."""
+    """Parse a line that names a file by bytes that are not UTF-8, as `json_text` writes it, else return None."""
     try:
         return json.loads(raw) if _ESCAPED_BYTE.search(raw) else None
     except (ValueError, RecursionError):
@@ -133,7 +135,7 @@ def _present(entry: dict[str, Any], key: str) -> Any:
 
 
 def _short(value: float) -> str:
-    """A number of any size: an integer may be too large to become a float."""
+    """Return the digits of a number, cut: an integer may be too large to become a float."""
     digits = str(value)
     return digits if len(digits) <= 20 else f"{digits[:12]}..."
 
@@ -144,7 +146,7 @@ def _kind(value: Any) -> str:
 
 
 def _why_not_json(raw: bytes) -> str:
-    """In words about the line alone, without the line break behind it."""
+    """Return the reason, with positions in the line alone, without the line break behind it."""
     try:
         raw.decode("utf-8")
         from_json(raw.strip())

@@ -8,50 +8,139 @@ of a longer file, `offset`; paths are relative to the manifest's folder, other k
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.errors import PacelineError
 from paceline.core.paths import near
-from paceline.data.manifest.account import Amount, FileReading, Reading
-from paceline.data.manifest.bad_line import MOST_SHOWN, BadLine, BadManifest, beginning
+from paceline.core.units import duration
+from paceline.data.manifest.bad_line import MOST_SHOWN, BadLine, BadManifest, beginning, shown
 from paceline.data.manifest.columns import Manifest
-from paceline.data.manifest.line import Line, LineInvalid, parse_line
+from paceline.data.manifest.line import BOM, Line, LineInvalid, parse_line
+from paceline.data.manifest.packed import read_packed
 from paceline.data.packed.errors import is_packed
 from paceline.data.strings import Strings
 
 __all__ = ["BadData", "BadLine", "BadManifest", "Manifest", "NotAManifest", "NothingKept", "Reading", "read_manifests"]
 
 BadData = Literal["stop", "skip"]
-"""What to do about data that cannot be used."""
+"""Reaction to data that cannot be used."""
 MOST_LISTED = 1000
-"""Skipped lines that are kept with their place; the others are counted."""
+"""Skipped lines that are listed with their place; the others are only counted."""
 _LINES_AT_ONCE = 1 << 16
-_BOM = b"\xef\xbb\xbf"
+
+
+class Amount(NamedTuple):
+    """Number of utterances and their total length."""
+
+    number: int = 0
+    hours: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.number:,} ({self.length})"
+
+    @property
+    def length(self) -> str:
+        return duration(3600 * self.hours)
+
+
+@dataclass(frozen=True)
+class FileReading:
+    """Outcome of reading one file: its lines by what became of them."""
+
+    path: Path
+    kept: Amount
+    too_short: Amount
+    too_long: Amount
+    num_bad: int
+
+    @property
+    def num_lines(self) -> int:
+        return self.kept.number + self.too_short.number + self.too_long.number + self.num_bad
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Outcome of reading a data set, file by file: utterances kept, dropped and skipped, and their hours."""
+
+    files: tuple[FileReading, ...]
+    bad: tuple[BadLine, ...]
+    """Lines that were skipped, up to `MOST_LISTED`; `num_bad` counts all."""
+    min_seconds: float
+    max_seconds: float | None
+
+    @property
+    def kept(self) -> Amount:
+        return _sum(file.kept for file in self.files)
+
+    @property
+    def too_short(self) -> Amount:
+        return _sum(file.too_short for file in self.files)
+
+    @property
+    def too_long(self) -> Amount:
+        return _sum(file.too_long for file in self.files)
+
+    @property
+    def num_bad(self) -> int:
+        return sum(file.num_bad for file in self.files)
+
+    def lines(self) -> list[str]:
+        """Return the summary that is shown when a run starts."""
+        summary = [self._words(self.kept, self.too_short, self.too_long, self.num_bad)]
+        if len(self.files) > 1:
+            summary += [
+                f"  {near(file.path)}: {self._words(file.kept, file.too_short, file.too_long, file.num_bad)}"
+                for file in self.files
+            ]
+        return summary + shown(self.bad, self.num_bad)
+
+    def _words(self, kept: Amount, too_short: Amount, too_long: Amount, num_bad: int) -> str:
+        parts = [f"{kept.number:,} utterance{'s' * (kept.number != 1)}, {kept.length}"]
+        if too_short.number:
+            parts.append(f"dropped {too_short} shorter than {self.min_seconds:g} s")
+        if too_long.number:
+            parts.append(f"dropped {too_long} longer than {self.max_seconds:g} s")
+        if num_bad:
+            parts.append(f"skipped {num_bad:,} bad line{'s' * (num_bad != 1)}")
+        return ", ".join(parts)
 
 
 class NotAManifest(PacelineError):
     """A path that holds no JSON lines."""
 
-    def __init__(self, path: Path | str, what: str, hint: str = "") -> None:
-        super().__init__(f"{near(path)}: {what}")
-        self.path, self.hint = path, hint
+    path: Path | str
+    what: str
+    advice: str = ""
+    sentence = "{place}: {what}"
+    hint = "{advice}"
+
+    @property
+    def place(self) -> str:
+        return near(self.path)
 
 
 class NothingKept(PacelineError):
     """Every utterance is too short or too long."""
 
+    reading: Reading
+    sentence = "{files}: nothing is left: {summary}"
     hint = "set other limits; `paceline manifest stats FILE` shows how long the utterances are"
 
-    def __init__(self, reading: Reading) -> None:
-        files = ", ".join(near(file.path) for file in reading.files)
-        super().__init__(f"{files}: nothing is left: {reading.lines()[0]}")
-        self.reading = reading
+    @property
+    def files(self) -> str:
+        return ", ".join(near(file.path) for file in self.reading.files)
+
+    @property
+    def summary(self) -> str:
+        return self.reading.lines()[0]
 
 
 def read_manifests(
@@ -63,16 +152,16 @@ def read_manifests(
     bad_data: BadData = "stop",
     needs_text: bool = True,
 ) -> tuple[Manifest, Reading]:
-    """One data set from one or several files, which a string names with commas between.
+    """Read one data set from one or several files, which a string names with commas between.
 
     Utterances outside the limits are dropped, never trimmed; `max_utterances` keeps the first ones, and what follows
-    is not looked at. A line that cannot be used stops everything, with all such lines in one error, or is skipped.
-    Without `needs_text` a line may do without a transcript, and none is read from a file.
+    is not read. A line that cannot be used stops everything, with all such lines in one error, or is skipped. Without
+    `needs_text` a line may do without a transcript, and none is read from a file.
     """
     paths = manifest_paths(spec)
     for path in paths:
         if not is_packed(path):
-            _refuse_what_is_no_file(path)
+            _require_file(path)
     reader = _Reader(paths, min_seconds, max_seconds, max_utterances, needs_text)
     files = []
     for number in range(len(paths)):
@@ -89,7 +178,7 @@ def read_manifests(
 
 
 def manifest_paths(spec: str | Sequence[Path | str]) -> list[Path]:
-    """The files that are named."""
+    """Return the files that a string names, with commas between."""
     names = [name.strip() for name in spec.split(",")] if isinstance(spec, str) else spec
     paths = [Path(name) for name in names if str(name)]
     if not paths:
@@ -98,15 +187,15 @@ def manifest_paths(spec: str | Sequence[Path | str]) -> list[Path]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers from 1; an encoding's mark at the beginning is left out."""
-    _refuse_what_is_no_file(path)
+    """Yield the lines that are not blank, with their numbers from 1, without a byte order mark."""
+    _require_file(path)
     is_empty = True
     try:
         with path.open("rb", buffering=1 << 20) as file:
             for number, raw in enumerate(file, 1):
                 if number == 1:
                     _refuse_other_formats(path, raw)
-                    raw = raw.removeprefix(_BOM)
+                    raw = raw.removeprefix(BOM)
                 if raw.isspace() or not raw:
                     continue
                 if is_empty:
@@ -122,7 +211,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 class _Columns:
-    """Lines on their way into arrays: Python objects only for the newest of them."""
+    """Lines that become columns: only the newest of them are Python objects."""
 
     def __init__(self) -> None:
         self._lines: list[Line] = []
@@ -136,31 +225,31 @@ class _Columns:
             self.flush(source)
 
     def flush(self, source: int) -> None:
-        """What is waiting, all of one file, becomes arrays."""
+        """Turn the lines that wait, all of one file, into arrays."""
         audio, seconds, texts, offsets = zip(*self._lines, strict=True) if self._lines else ((), (), (), ())
         part = Manifest(
             (),
-            audio=Strings.pack(audio),
+            audio_names=Strings.pack(audio),
             texts=Strings.pack(texts),
             durations=np.array(seconds, dtype=np.float64),
             offsets=np.array(offsets, dtype=np.float64),
-            source_of=np.full(len(audio), source, dtype=np.int32),
-            line_of=np.array(self._numbers, dtype=np.int32),
+            source_numbers=np.full(len(audio), source, dtype=np.int32),
+            lines=np.array(self._numbers, dtype=np.int32),
         )
         self._parts.append(part)
         self._lines, self._numbers = [], []
 
-    def take(self, part: Manifest) -> None:
-        """Rows that are columns already."""
+    def append(self, part: Manifest) -> None:
+        """Add rows that are columns already."""
         self._parts.append(part)
 
     def finish(self, sources: Sequence[Path]) -> Manifest:
-        whole = Manifest.concat(self._parts)  # parts without sources of their own: their numbers are not shifted
-        return whole.named(sources)
+        whole = Manifest.concat(self._parts)  # parts without sources: their numbers are not shifted
+        return dataclasses.replace(whole, sources=sources)
 
 
 class _Reader:
-    """Reads file after file: sound lines go into columns, the others into an account."""
+    """Reads file after file: valid lines go into columns, the others are counted."""
 
     def __init__(
         self,
@@ -183,7 +272,7 @@ class _Reader:
         return self._number >= self._most
 
     def read(self, source: int) -> FileReading:
-        """One file, up to the most utterances that are wanted."""
+        """Read one file, up to the number of utterances that are wanted."""
         path, before = self._paths[source], self._number
         if is_packed(path):
             return self._read_packed(source)
@@ -195,7 +284,7 @@ class _Reader:
                 line = parse_line(raw, folder, self._needs_text)
             except LineInvalid as invalid:
                 num_bad += 1
-                self._keep_bad(path, number, str(invalid), raw)
+                self._note_bad(path, number, str(invalid), raw)
                 continue
             if line.seconds < self._shortest:
                 short, short_s = short + 1, short_s + line.seconds
@@ -216,18 +305,16 @@ class _Reader:
         )
 
     def _read_packed(self, source: int) -> FileReading:
-        from paceline.data.packed.manifest_rows import read_packed
-
-        found = read_packed(self._paths[source], source=source, needs_text=self._needs_text)
-        is_short, is_long = found.durations < self._shortest, found.durations > self._longest
+        whole = read_packed(self._paths[source], source=source, needs_text=self._needs_text)
+        is_short, is_long = whole.durations < self._shortest, whole.durations > self._longest
         rows = np.flatnonzero(~is_short & ~is_long)
-        if len(rows) >= self._most - self._number:  # what follows is not looked at
+        if len(rows) >= self._most - self._number:  # what follows is not read
             rows = rows[: int(self._most - self._number)]
             is_short, is_long = is_short[: rows[-1] + 1], is_long[: rows[-1] + 1]
-        part = found if len(rows) == len(found) else found.take(rows)
+        part = whole if len(rows) == len(whole) else whole.take(rows)
         self._number += len(rows)
-        self.columns.take(part)
-        short, long = (found.durations[: len(mask)][mask] for mask in (is_short, is_long))
+        self.columns.append(part)
+        short, long = (whole.durations[: len(mask)][mask] for mask in (is_short, is_long))
         return FileReading(
             self._paths[source],
             kept=_amount(part.durations),
@@ -236,7 +323,7 @@ class _Reader:
             num_bad=0,
         )
 
-    def _keep_bad(self, path: Path, number: int, what: str, raw: bytes) -> None:
+    def _note_bad(self, path: Path, number: int, what: str, raw: bytes) -> None:
         if len(self.bad) < MOST_LISTED:
             text = beginning(raw) if len(self.bad) < MOST_SHOWN else ""
             self.bad.append(BadLine(path, number, what, text))
@@ -246,7 +333,7 @@ def _amount(seconds: NDArray[np.float64]) -> Amount:
     return Amount(len(seconds), float(seconds.sum()) / 3600)
 
 
-def _refuse_what_is_no_file(path: Path) -> None:
+def _require_file(path: Path) -> None:
     try:
         _refuse_other_things(path)
     except OSError as error:  # a name too long, a folder that may not be looked into
@@ -260,13 +347,13 @@ def _refuse_other_things(path: Path) -> None:
         hint = f"name a file in it, or make one with `paceline manifest scan {near(path)}`"
         raise NotAManifest(path, "is a folder, not a manifest", hint)
     if not path.exists():
-        others = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-        meant = [near(path.with_name(name)) for name in difflib.get_close_matches(path.name, others, n=1)]
-        raise NotAManifest(path, "there is no such file", f"did you mean {meant[0]}?" if meant else "")
+        names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        nearest = [near(path.with_name(name)) for name in difflib.get_close_matches(path.name, names, n=1)]
+        raise NotAManifest(path, "there is no such file", f"did you mean {nearest[0]}?" if nearest else "")
 
 
 def _refuse_other_formats(path: Path, raw: bytes) -> None:
-    """By how a file begins: what would otherwise be one bad line after the other."""
+    """Refuse files by how they begin: they would be one bad line after the other."""
     if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise NotAManifest(path, "is UTF-16", "save it as UTF-8")
     if raw.startswith(b"\x1f\x8b"):
@@ -282,3 +369,8 @@ def _refuse_array(path: Path, raw: bytes) -> None:
         python = "import json,sys; [print(json.dumps(x)) for x in json.load(sys.stdin)]"
         hint = f"write one object per line: `python -c '{python}' < {near(path)} > lines.json`"
         raise NotAManifest(path, "is one JSON array, not one JSON object per line", hint)
+
+
+def _sum(amounts: Iterable[Amount]) -> Amount:
+    listed = list(amounts)
+    return Amount(sum(amount.number for amount in listed), sum(amount.hours for amount in listed))

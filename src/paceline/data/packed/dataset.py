@@ -1,4 +1,4 @@
-"""Packed data as a map-style data set: samples come back as they were packed."""
+"""Packed data as a map-style data set, which returns samples as they were packed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from paceline.data.packed.checked import CheckedRows
-from paceline.data.packed.layout import Layout
+from paceline.data.packed.from_samples import SampleSource
+from paceline.data.packed.layout import Layout, SampleKind
+from paceline.data.packed.pack import pack
 from paceline.data.packed.reader import Packed, Stream, open_packed
+from paceline.data.packed.verify import CheckedRows
 
 
 class PackedDataset:
     """Random access to a packed file of any layout, for a task's own data.
 
     A sample has the shape that it had when it was packed: a tensor, a tuple or a dictionary of tensors, numbers and
-    texts. Of files that others wrote it is a dictionary of tensors by stream.
+    texts. For files of other programs it is a dictionary of tensors by stream.
     """
 
     reads_leave_nothing_open = True
@@ -28,16 +30,17 @@ class PackedDataset:
     """A run that waits for this data is not advised to pack it."""
 
     def __init__(self, path: Path | str, streams: Sequence[str] | None = None) -> None:
-        """`streams`: those that are wanted, if not all; samples are dictionaries then."""
+        """`streams`: the wanted ones, all if not set; samples are dictionaries then."""
         self._packed: Packed = open_packed(Path(path))
-        structure = self._packed.about.get("structure", {"kind": "dict"})
-        self._kind: str = "dict" if streams is not None else structure["kind"]
-        names = list(streams) if streams is not None else structure.get("names", self._packed.names)
+        structure = self._packed.about.structure
+        self._kind: SampleKind = "dict" if streams is not None or structure is None else structure.kind
+        packed_names = self._packed.names if structure is None else structure.names
+        names = list(packed_names if streams is None else streams)
         self._streams = [self._packed.stream(name) for name in names]
         self._checked = CheckedRows(self._packed, names)
         columns = self._packed.columns
         self.lengths: NDArray[Any] = columns["lengths"] if "lengths" in columns else self._streams[0].lengths
-        """What a sample costs: as the packed data set said, else the steps of its first stream."""
+        """Cost of each sample: as the packed data set gave it, else the steps of its first stream."""
         if "counts" in columns:
             self.counts = columns["counts"]
 
@@ -46,9 +49,6 @@ class PackedDataset:
         cls, path: Path | str, data: Any, *, layout: Layout = "paceline", processes: int = 1, force: bool = False
     ) -> PackedDataset:
         """Pack a map-style data set, as `paceline pack` does, and open it."""
-        from paceline.data.packed.from_samples import SampleSource
-        from paceline.data.packed.pack import pack
-
         source = SampleSource(data, range(len(data)), name=type(data).__name__)
         pack(source, Path(path), layout=layout, processes=processes, force=force)
         return cls(path)
@@ -67,33 +67,33 @@ class PackedDataset:
     def require_sound(self, index: int) -> None:
         """Raise `RowDamaged` if the bytes of a sample are not those that were packed.
 
-        Reading a sample does not look: that would cost as much as the reading.
+        Reading a sample does not check this: it would cost as much as the reading.
         """
         self._checked.require(index % len(self))
 
     def extra(self, index: int) -> bytes:
-        """What the line of a packed manifest said beside what Paceline knows, as JSON; empty where it is nothing."""
+        """Return further keys of the line of a packed manifest, as JSON; empty if there are none."""
         extras = self._packed.extras
         return b"" if extras is None else extras.raw(index % len(self))
 
     @property
     def tags(self) -> Sequence[str]:
-        """What each row is called."""
+        """Tag of each row."""
         return [self._packed.tags[row] for row in range(len(self))]
 
     @property
     def names(self) -> Sequence[str]:
-        """How predictions are named."""
+        """Names of samples in predictions."""
         return self.tags
 
     @property
     def labels(self) -> dict[str, list[str]]:
-        """What the numbers of RETURNN's sparse streams stand for."""
-        return dict(self._packed.about.get("labels", {}))
+        """Meaning of the numbers of RETURNN's sparse streams."""
+        return {name: list(labels) for name, labels in self._packed.about.labels.items()}
 
     @property
     def fingerprint(self) -> str:
-        """Of the tags and digests of all that is in it."""
+        """Digest of all tags and block digests."""
         digest = xxhash.xxh3_64(self._packed.tags.packed.tobytes())
         for stream in self._streams:
             for _, place, _ in stream.parts():
@@ -107,5 +107,5 @@ def _value(stream: Stream, row: int) -> Any:
     values = stream.view(row)
     if stream.kind in ("int", "float", "bool"):
         return values[0].item()
-    # A copy: what users do to a sample must not reach the next one who reads it.
+    # A copy: what users do to a sample must not reach the next reader.
     return torch.from_numpy(np.array(values[0] if stream.is_single else values))

@@ -1,4 +1,4 @@
-"""What can be wrong with packed data, each as an exception that says what to type next."""
+"""Names of packed files, and what can be wrong with one."""
 
 from __future__ import annotations
 
@@ -9,47 +9,62 @@ from paceline.core.errors import PacelineError
 from paceline.core.paths import near
 
 PACKED = (".h5", ".hdf5", ".hdf")
-"""How the names of packed files end."""
+"""Endings of the names of packed files."""
+_PACK_AGAIN = "pack it again: `paceline pack IN... OUT.h5`; `paceline pack --verify FILE` checks every byte of a file"
 
 
 def is_packed(path: Path | str) -> bool:
-    """Whether a path is meant as packed data, by its name."""
+    """Return True if the name of a file says that it is packed data."""
     return str(path).lower().endswith(PACKED)
 
 
 class PackedUnreadable(PacelineError):
     """A file that does not hold the packed data it should."""
 
-    hint = "pack it again: `paceline pack IN... OUT.h5`; `paceline pack --verify FILE` checks every byte of a file"
+    path: Path
+    why: str
+    advice: str | None = None
+    sentence = "{place}: {why}"
+    hint = "{next_step}"
 
-    def __init__(self, path: Path, why: str, hint: str | None = None) -> None:
-        super().__init__(f"{near(path)}: {why}")
-        self.path, self.why = path, why
-        if hint is not None:
-            self.hint = hint
+    @property
+    def place(self) -> str:
+        return near(self.path)
+
+    @property
+    def next_step(self) -> str:
+        return _PACK_AGAIN if self.advice is None else self.advice
 
 
 class PackedMisfit(PacelineError):
-    """Packed data that is sound, and not what is needed here."""
+    """Packed data that is intact, but not of the kind that is needed."""
 
-    def __init__(self, path: Path, why: str, hint: str) -> None:
-        super().__init__(f"{near(path)}: {why}")
-        self.path, self.why, self.hint = path, why, hint
+    path: Path
+    why: str
+    advice: str
+    sentence = "{place}: {why}"
+    hint = "{advice}"
+
+    @property
+    def place(self) -> str:
+        return near(self.path)
 
 
 class PackageMissing(PacelineError):
-    """Packed data needs h5py, which is not installed with Paceline itself."""
+    """h5py, which packed data needs, is not installed with Paceline itself."""
 
+    sentence = "packed data needs the package h5py, which is not installed"
     hint = "pip install 'paceline[pack]'"
-
-    def __init__(self) -> None:
-        super().__init__("packed data needs the package h5py, which is not installed")
 
 
 class NoSuchStream(PacelineError):
     """A stream that a data set does not have."""
 
-    def __init__(self, name: str, there: Sequence[str]) -> None:
-        super().__init__(f"there is no stream {name!r}")
-        self.name = name
-        self.hint = f"there are: {', '.join(there)}"
+    name: str
+    available: Sequence[str]
+    sentence = "there is no stream {name!r}"
+    hint = "there are: {names}"
+
+    @property
+    def names(self) -> str:
+        return ", ".join(self.available)

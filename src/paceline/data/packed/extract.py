@@ -1,7 +1,7 @@
-"""Packed data taken apart again: WAV files and a manifest where it is speech, else arrays, one file per row.
+"""Extraction of packed data: WAV files and a manifest of speech, else arrays, one file per row.
 
-What is written is listed in the folder first, and the manifest comes last: one that was stopped is known by that, and
-of an earlier one nothing is left beside the new.
+The files to write are listed in the folder first, and the manifest comes last: a folder without one holds an extraction
+that was stopped. The list tells which files of an earlier extraction to remove.
 """
 
 from __future__ import annotations
@@ -21,37 +21,40 @@ from paceline.core.disk import cannot_write
 from paceline.core.errors import PacelineError
 from paceline.core.json_text import json_text
 from paceline.core.paths import near
-from paceline.data.packed.checked import CheckedRows, RowDamaged
-from paceline.data.packed.manifest_rows import durations
+from paceline.data.manifest.packed import durations
 from paceline.data.packed.reader import Packed
+from paceline.data.packed.verify import CheckedRows, RowDamaged
 
 MANIFEST = "manifest.json"
 LIST = ".paceline-extracted"
-"""Names of files in the folder, as JSON."""
+"""File in the folder that lists the names of the others, as JSON."""
 
 
 class NothingExtracted(PacelineError):
     """Every row is damaged."""
 
+    path: Path
+    sentence = "{place}: not one of the rows is what was packed"
     hint = "pack it again from what it was made of"
 
-    def __init__(self, packed: Packed) -> None:
-        super().__init__(f"{near(packed.path)}: not one of the rows is what was packed")
+    @property
+    def place(self) -> str:
+        return near(self.path)
 
 
 @dataclass
 class Extraction:
-    """What was done."""
+    """Files and numbers of a finished extraction."""
 
     manifest: Path
     num_rows: int = 0
     skipped: list[str] = field(default_factory=list)
     num_others: int = 0
-    """Files in the folder that no extraction has written, and which stay."""
+    """Files in the folder that no extraction has written, and that stay."""
 
 
 def is_free(folder: Path) -> bool:
-    """Whether nothing is lost there: it is new or empty, or an extraction was stopped in it."""
+    """Return True if writing there loses nothing: it is new or empty, or an extraction was stopped in it."""
     if not folder.exists():
         return True
     return folder.is_dir() and (not os.listdir(folder) or ((folder / LIST).exists() and not _has_manifest(folder)))
@@ -67,7 +70,7 @@ def extract(
 ) -> Extraction:
     """Write rows into a folder, beside a manifest of them, in place of what was extracted there before.
 
-    A row that is not what was packed ends it, or is left out.
+    A damaged row raises `RowDamaged`, or is left out.
     """
     is_speech = packed.of_kind("audio") is not None and packed.sample_rate is not None
     names = file_names([packed.tags[row] for row in rows], ".wav" if is_speech else ".npz")
@@ -91,7 +94,7 @@ def extract(
             if progress is not None:
                 progress(number)
         if not lines:
-            raise NothingExtracted(packed)
+            raise NothingExtracted(packed.path)
         done.manifest.write_text("".join(f"{line}\n" for line in map(json_text, lines)), encoding="utf-8")
     except OSError as error:
         raise cannot_write(folder, error, num_left, "it begins anew, in the same folder") from error
@@ -123,24 +126,23 @@ def _clear(folder: Path) -> None:
 
 
 def _num_bytes(packed: Packed, rows: range) -> int:
-    """Of these rows."""
+    """Return the size of these rows."""
     streams = [packed.stream(name) for name in packed.names]
-    steps = [(int(stream.lengths[rows.start : rows.stop].sum()), stream) for stream in streams]
-    return sum(number * stream.dtype.itemsize * int(np.prod(stream.shape, dtype=np.int64)) for number, stream in steps)
+    return sum(int(stream.lengths[rows.start : rows.stop].sum()) * stream.step_bytes for stream in streams)
 
 
 def file_names(tags: list[str], suffix: str) -> list[str]:
-    """A name in a folder for each tag, like it, never outside of the folder, and never twice."""
-    taken: set[str] = set()
+    """Return a file name for each tag, similar to it, never outside of the folder, and never twice."""
+    used: set[str] = set()
     names = []
     for number, tag in enumerate(tags, 1):
         parts = [part for part in PurePosixPath(tag.replace("\0", "")).parts if part not in ("/", "..", ".")]
         stem = str(PurePosixPath(*parts).with_suffix("")) if parts else f"row-{number}"
         name = f"{stem}{suffix}" if "#" not in tag else f"{stem}-{number}{suffix}"
         others = (f"{stem}-{other}{suffix}" for other in itertools.count(number))
-        while name in taken or name == MANIFEST:
+        while name in used or name == MANIFEST:
             name = next(others)
-        taken.add(name)
+        used.add(name)
         names.append(name)
     return names
 
@@ -150,10 +152,10 @@ def _speech(packed: Packed, row: int, path: Path, name: str) -> dict[str, Any]:
 
     audio, text = packed.of_kind("audio"), packed.of_kind("text")
     assert audio is not None
-    # In memory first: of a disk that is full libsndfile has nothing to say but that it is an error.
-    written = io.BytesIO()
-    soundfile.write(written, np.asarray(audio.view(row)), packed.sample_rate, subtype="PCM_16", format="WAV")
-    path.write_bytes(written.getbuffer())
+    # In memory first: libsndfile does not name a full disk as the reason of an error.
+    buffer = io.BytesIO()
+    soundfile.write(buffer, np.asarray(audio.view(row)), packed.sample_rate, subtype="PCM_16", format="WAV")
+    path.write_bytes(buffer.getbuffer())
     line = {"audio_filepath": name, "duration": float(durations(packed)[row])}
     return {**line, **({} if text is None else {"text": text.text(row)}), **packed.extra(row)}
 
@@ -161,11 +163,10 @@ def _speech(packed: Packed, row: int, path: Path, name: str) -> dict[str, Any]:
 def _arrays(packed: Packed, row: int, path: Path, name: str) -> dict[str, Any]:
     arrays: dict[str, Any] = {}
     texts = {}
-    for each in packed.names:
-        stream = packed.stream(each)
+    for stream in map(packed.stream, packed.names):
         if stream.kind == "text":
-            texts[each] = stream.text(row)
+            texts[stream.name] = stream.text(row)
         else:
-            arrays[each] = stream.view(row)[0] if stream.is_single else stream.view(row)
+            arrays[stream.name] = stream.view(row)[0] if stream.is_single else stream.view(row)
     np.savez(path, allow_pickle=False, **arrays)
     return {**packed.extra(row), "file": name, "tag": packed.tags[row], **texts}

@@ -1,49 +1,67 @@
-"""Utterances of manifests as something to pack: audio as 16-bit samples or as features, and texts."""
+"""Manifests as a source of packing: audio as 16-bit samples or as features, and texts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from paceline.core.errors import PacelineError
-from paceline.data.audio.read import AudioUnreadable, probe
+from paceline.data.audio.file import AudioUnreadable, probe
 from paceline.data.audio.recordings import Recordings
 from paceline.data.manifest.columns import Manifest
-from paceline.data.manifest.extra import extra_keys
-from paceline.data.packed.checked import CheckedRows, RowDamaged
+from paceline.data.manifest.packed import no_audio
+from paceline.data.manifest.raw_lines import extra_keys
 from paceline.data.packed.errors import NoSuchStream, is_packed
-from paceline.data.packed.layout import stamp_of
-from paceline.data.packed.manifest_rows import no_audio
-from paceline.data.packed.piece import Piece, PieceMaker, StreamSpec
+from paceline.data.packed.layout import About, LeftOut, StreamSpec, Structure, stamp_or_none
+from paceline.data.packed.piece import Piece, PieceMaker
 from paceline.data.packed.reader import open_packed
+from paceline.data.packed.verify import CheckedRows, RowDamaged
 
 PIECE_S = 1000.0
 """Seconds of audio in a piece: 32 MB at 16 kHz."""
 AUDIO, FEATURES, TEXT = "audio", "features", "text"
-Features = Callable[[NDArray[np.int16]], NDArray[np.float32]]
-"""From samples to (frames, features)."""
+
+
+class FrontEnd(Protocol):
+    """Feature extraction of a network."""
+
+    about: Mapping[str, Any]
+    """Its settings, as JSON."""
+
+    def __call__(self, samples: NDArray[np.int16]) -> NDArray[np.float32]:
+        """Return (frames, features) of 16-bit samples."""
 
 
 class RatesDiffer(PacelineError):
-    """Audio of several sample rates, and none was asked for."""
+    """Audio of several sample rates, and no rate to convert them to."""
 
-    def __init__(self, where: str, rate: int, first: int) -> None:
-        super().__init__(f"{where}: its sample rate is {rate} Hz, and {first} Hz before")
-        low, high = sorted((rate, first))
-        self.hint = f"say at which rate all is to be packed: `--sample-rate {low}` or `--sample-rate {high}`"
+    where: str
+    rate: int
+    first: int
+    sentence = "{where}: its sample rate is {rate} Hz, and {first} Hz before"
+    hint = "say at which rate all is to be packed: `--sample-rate {low}` or `--sample-rate {high}`"
+
+    @property
+    def low(self) -> int:
+        return min(self.rate, self.first)
+
+    @property
+    def high(self) -> int:
+        return max(self.rate, self.first)
 
 
 class AudioBroken(PacelineError):
-    """Utterances that cannot be packed, where none may be left out."""
+    """An utterance that cannot be packed, where none may be left out."""
 
-    def __init__(self, where: str, why: str) -> None:
-        super().__init__(f"{where}: {why}")
-        self.hint = "mend or remove it, and type the same command to go on; `--bad-data skip` leaves out what is broken"
+    where: str
+    why: str
+    sentence = "{where}: {why}"
+    hint = "mend or remove it, and type the same command to go on; `--bad-data skip` leaves out what is broken"
 
 
 class ManifestSource:
@@ -55,21 +73,21 @@ class ManifestSource:
         *,
         sample_rate: int | None = None,
         streams: Sequence[str] | None = None,
-        features: Features | None = None,
-        about_features: dict[str, Any] | None = None,
+        features: FrontEnd | None = None,
         skip_bad: bool = False,
+        bad_lines: LeftOut | None = None,
     ) -> None:
-        """`sample_rate`: that of the first recording if not set, which all must have then."""
-        there = [AUDIO if features is None else FEATURES, TEXT]
-        self._streams = there if streams is None else list(streams)
+        """`sample_rate`: that of the first recording if not set; all must have it then."""
+        available = [AUDIO if features is None else FEATURES, TEXT]
+        self._streams = available if streams is None else list(streams)
         for name in self._streams:
-            if name not in there:
-                raise NoSuchStream(name, there)
+            if name not in available:
+                raise NoSuchStream(name, available)
         self._manifest, self._features, self.skip_bad = manifest, features, skip_bad
         for path in filter(is_packed, manifest.sources) if self._streams != [TEXT] else ():
             if (packed := open_packed(path)).of_kind("audio") is None:
                 raise no_audio(path, packed)  # features would pass for samples
-        self._own_rate = sample_rate is None
+        self._keeps_rate = sample_rate is None
         self._rate = sample_rate or _first_rate(manifest, skip_bad)
         seconds = float(manifest.durations.sum()) if self._streams != [TEXT] else 0.0
         self.num_bytes = round(2 * self._rate * seconds) + manifest.texts.nbytes  # features are about as large as audio
@@ -78,13 +96,13 @@ class ManifestSource:
         """Of packed sources."""
         self._files_of: dict[Path, list[Path]] = {}
         """Of packed sources, which are not opened for every row."""
-        self.about: dict[str, Any] = {
-            "structure": {"kind": "dict", "names": self._streams},
-            "sample_rate": self._rate,
-            "sources": [path.name for path in manifest.sources],
-        }
-        if features is not None:
-            self.about["features"] = about_features
+        self.about = About(
+            Structure("dict", tuple(self._streams)),
+            self._rate,
+            tuple(path.name for path in manifest.sources),
+            None if features is None else features.about,
+            bad_lines,
+        )
         self._extras = extra_keys(manifest)
         digest = xxhash.xxh3_64()
         for column in (*manifest.content(), self._extras.packed, self._extras.lengths):
@@ -106,21 +124,22 @@ class ManifestSource:
         return cuts
 
     def stamp(self, rows: range) -> str:
-        """Sizes and times of change of the recordings; texts are in the fingerprint."""
+        """Return a digest of sizes and times of change of the recordings; texts are in the fingerprint."""
         if self._streams == [TEXT]:
             return ""
-        found = dict.fromkeys(path for row in rows for path in self._files(row))
-        return xxhash.xxh3_64_hexdigest(repr([_stamp(path) for path in found]).encode())
+        paths = dict.fromkeys(path for row in rows for path in self._files(row))
+        # A file that is missing has no stamp here; reading it reports that.
+        return xxhash.xxh3_64_hexdigest(repr([stamp_or_none(path) for path in paths]).encode())
 
     def read(self, rows: range) -> Piece:
         if self._recordings is None:
             self._recordings = Recordings(self._manifest, self._rate)
-        maker, kept, skipped = PieceMaker(), [], []
+        maker, packed_rows, skipped = PieceMaker(), [], []
         for row in rows:
             try:
                 self._check(row)
                 maker.add(self._tag(row), self._row(row))
-                kept.append(row)
+                packed_rows.append(row)
             except RowDamaged as damaged:
                 if not self.skip_bad:
                     raise
@@ -129,11 +148,11 @@ class ManifestSource:
                 if not self.skip_bad:
                     raise AudioBroken(self._manifest.where(row), str(unreadable)) from None
                 skipped.append(f"{self._manifest.where(row)}: {unreadable}")
-        extras = [self._extras.raw(row) for row in kept]
-        return maker.finish({"lengths": self._manifest.durations[kept]}, skipped, extras)
+        extras = [self._extras.raw(row) for row in packed_rows]
+        return maker.finish({"lengths": self._manifest.durations[packed_rows]}, skipped, extras)
 
     def _check(self, row: int) -> None:
-        """A packed row goes by what it was when it was packed: its copy would bear digests of whatever it is now."""
+        """Verify a row of a packed source: its copy would get digests of whatever the row is now."""
         source = self._manifest.source(row)
         if not is_packed(source):
             return
@@ -144,25 +163,25 @@ class ManifestSource:
         self._checked[source].require(self._manifest.line(row) - 1)
 
     def _row(self, row: int) -> list[tuple[StreamSpec, NDArray[Any]]]:
-        found: list[tuple[StreamSpec, NDArray[Any]]] = []
+        streams: list[tuple[StreamSpec, NDArray[Any]]] = []
         assert self._recordings is not None
         for name in self._streams:
             if name == TEXT:
                 text = np.frombuffer(self._manifest.texts.raw(row), np.uint8)
-                found.append((StreamSpec(TEXT, "text", "uint8"), text))
+                streams.append((StreamSpec(TEXT, "text", "uint8"), text))
                 continue
-            if self._own_rate and (rate := _rate_of(self._manifest, row)) != self._rate:
+            if self._keeps_rate and (rate := _rate_of(self._manifest, row)) != self._rate:
                 raise RatesDiffer(self._manifest.where(row), rate, self._rate)
             samples = self._recordings.read(row)
             if self._features is None:
-                found.append((StreamSpec(AUDIO, "audio", "int16"), samples))
+                streams.append((StreamSpec(AUDIO, "audio", "int16"), samples))
             else:
                 frames = self._features(samples)
-                found.append((StreamSpec(FEATURES, "features", "float32", frames.shape[1:]), frames))
-        return found
+                streams.append((StreamSpec(FEATURES, "features", "float32", frames.shape[1:]), frames))
+        return streams
 
     def _files(self, row: int) -> list[Path]:
-        """That the audio of a row is read from."""
+        """Return the files that the audio of a row is read from."""
         source = self._manifest.source(row)
         return self._packed_files(source) if is_packed(source) else [self._manifest.audio(row)]
 
@@ -172,20 +191,12 @@ class ManifestSource:
         return self._files_of[source]
 
     def _tag(self, row: int) -> str:
-        name, manifest = self._manifest.written_audio(row), self._manifest
+        name, manifest = self._manifest.audio_names[row], self._manifest
         return f"{name}#{manifest.offset(row):g}" if manifest.is_part(row) else name
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
-    """None where there is no such file, which reading it will say."""
-    try:
-        return stamp_of(path)
-    except OSError:
-        return None
-
-
 def _first_rate(manifest: Manifest, skip_bad: bool) -> int:
-    """Of the first recording, or of the first that can be read."""
+    """Return the sample rate of the first recording, or of the first that can be read."""
     for row in range(len(manifest) - 1) if skip_bad else ():
         try:
             return _rate_of(manifest, row)
@@ -195,7 +206,7 @@ def _first_rate(manifest: Manifest, skip_bad: bool) -> int:
 
 
 def _rate_of(manifest: Manifest, row: int) -> int:
-    """The sample rate of a recording as it is."""
+    """Return the sample rate of a recording as it is."""
     if is_packed(manifest.source(row)):
         return open_packed(manifest.source(row)).sample_rate or 0
     return probe(manifest.audio(row)).sample_rate

@@ -1,4 +1,4 @@
-"""Samples of any map-style data set as something to pack: tensors, arrays, numbers and texts become streams."""
+"""Map-style data sets as a source of packing: tensors, arrays, numbers and texts of a sample become streams."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,44 +16,54 @@ from numpy.typing import NDArray
 from paceline.core.errors import PacelineError, first_line
 from paceline.core.keys import key
 from paceline.data.fetch import seed_everything
-from paceline.data.packed.checked import RowDamaged
-from paceline.data.packed.dataset import PackedDataset
 from paceline.data.packed.errors import NoSuchStream
-from paceline.data.packed.layout import Kind
-from paceline.data.packed.piece import Piece, PieceMaker, StreamSpec
+from paceline.data.packed.layout import About, Kind, SampleKind, StreamSpec, Structure
+from paceline.data.packed.piece import Piece, PieceMaker
+from paceline.data.packed.verify import RowDamaged
 
 ROWS_AT_ONCE = 256
-"""In a piece."""
+"""Rows of a piece."""
 _MOST_NAME_BYTES = 1000
-_NUM_LOOKED_AT = 4
-"""Samples by which data is known to be the same."""
+_NUM_COMPARED = 4
+"""Samples whose content is in the fingerprint."""
 
 
 class NotPackable(PacelineError):
     """A sample that is not made of tensors, numbers and texts."""
 
+    row: int
+    what: str
+    sentence = "sample {row}: {what}"
     hint = "a sample must be a tensor, or a tuple or dictionary of tensors, arrays, numbers and texts"
-
-    def __init__(self, row: int, what: str) -> None:
-        super().__init__(f"sample {row}: {what}")
-        self.row = row
 
 
 class SampleFails(PacelineError):
-    """The data set raised when it was asked for a sample: its own traceback is shown, ours is not."""
+    """An exception of the data set: its own traceback is shown, ours is not."""
+
+    hint = "mend it, or leave out all samples that fail: `--bad-data skip`"
 
     def __init__(self, row: int, error: Exception) -> None:
-        # The first frame is the one that asks.
-        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        # The exception itself is not stored: this one comes from another process, and users' exceptions may not pickle.
+        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without the frame that asks
         shown = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
         is_ours = isinstance(error, PacelineError)
         super().__init__(f"sample {row}: {error}" if is_ours else f"sample {row} cannot be read\n\n{shown}\n")
         self.row, self.why = row, first_line(error)
-        self.hint = "mend it, or leave out all samples that fail: `--bad-data skip`"
+
+
+@runtime_checkable
+class PackedSamples(Protocol):
+    """Data set whose samples are packed already: they are verified before they are copied, and keep their extras."""
+
+    def require_sound(self, index: int) -> None:
+        """Raise `RowDamaged` if the bytes of a sample are not those that were packed."""
+
+    def extra(self, index: int) -> bytes:
+        """Return further keys of the line of a packed manifest, as JSON; empty if there are none."""
 
 
 class SampleSource:
-    """A data set in its own order. What is random in a sample is drawn as in an epoch of training, and then fixed."""
+    """A data set in its own order. Random samples are drawn as in an epoch of training, and then fixed."""
 
     def __init__(
         self,
@@ -66,34 +76,34 @@ class SampleSource:
         streams: Sequence[str] | None = None,
         skip_bad: bool = False,
     ) -> None:
-        """`name`: where the data is from, in words that another run of the same command has, too.
+        """`name`: origin of the data, the same in another run of the same command.
 
-        Some samples are looked at: where they are others than they were, a packing that was stopped does not go on.
+        Some samples are read: if they have changed, a packing that was stopped does not go on.
         """
         self._data, self._rows, self._seed, self._epoch = data, rows, seed, epoch
+        self._packed = data if isinstance(data, PackedSamples) else None
         self._tags = getattr(data, "tags", None)
         self.skip_bad = skip_bad
-        with _dice_put_back():
+        with _random_state_restored():
             first, parts, kind = self._first()
-        there = list(parts)
-        self._streams = there if streams is None else list(streams)
-        for each in self._streams:
-            if each not in there:
-                raise NoSuchStream(each, there)
-        self._row_bytes = 1 + sum(_stream(each, parts[each], first)[1].nbytes for each in self._streams)
-        """Of the first one, for want of a better guess."""
+        self._streams = list(parts if streams is None else streams)
+        for stream in self._streams:
+            if stream not in parts:
+                raise NoSuchStream(stream, list(parts))
+        self._row_bytes = 1 + sum(_stream(stream, parts[stream], first)[1].nbytes for stream in self._streams)
+        """Size of the first row, as an estimate of all."""
         self.num_bytes = len(rows) * self._row_bytes
         self._columns = {
             column: np.asarray(values)[rows.start : rows.stop]
             for column in ("lengths", "counts")
             if (values := getattr(data, column, None)) is not None
         }
-        structure = {"kind": "dict" if streams is not None else kind, "names": self._streams}
-        self.about: dict[str, Any] = {"structure": structure}
-        own = getattr(data, "fingerprint", "")
-        with _dice_put_back():
-            seen = [self._digest(row) for row in _spread(rows)]
-        identity = f"{name}|{own}|{len(data)}|{rows}|{seed}|{epoch}|{structure}|{seen}"
+        self.about = About(Structure(kind if streams is None else "dict", tuple(self._streams)))
+        fingerprint = getattr(data, "fingerprint", "")
+        structure = self.about.to_json()["structure"]
+        with _random_state_restored():
+            digests = [self._digest(row) for row in _spread(rows)]
+        identity = f"{name}|{fingerprint}|{len(data)}|{rows}|{seed}|{epoch}|{structure}|{digests}"
         self.fingerprint = xxhash.xxh3_64_hexdigest(identity.encode())
 
     def __len__(self) -> int:
@@ -104,28 +114,29 @@ class SampleSource:
         return [range(first, min(first + number, len(self))) for first in range(0, len(self), number)]
 
     def stamp(self, rows: range) -> str:
-        """What samples are made of is not known; some of them are in the fingerprint."""
+        """Return nothing: the files behind the samples are not known; some samples are in the fingerprint."""
         return ""
 
     def read(self, rows: range) -> Piece:
-        maker, kept, skipped = PieceMaker(), [], []
+        maker, packed_rows, skipped = PieceMaker(), [], []
         for row in rows:
             sample = self._rows[row]
             tag = f"seq-{sample}" if self._tags is None else str(self._tags[sample])
             try:
-                found = self._sample(sample)
+                streams = self._sample(sample)
             except (SampleFails, RowDamaged) as bad:
                 if not self.skip_bad:
                     raise
                 skipped.append(f"sample {sample}: {bad.why if isinstance(bad, SampleFails) else bad}")
                 continue
-            maker.add(tag, found)
-            kept.append(row)
-        extras = [self._data.extra(self._rows[row]) for row in kept] if isinstance(self._data, PackedDataset) else []
-        return maker.finish({name: column[kept] for name, column in self._columns.items()}, skipped, extras)
+            maker.add(tag, streams)
+            packed_rows.append(row)
+        columns = {name: column[packed_rows] for name, column in self._columns.items()}
+        extras = [self._packed.extra(self._rows[row]) for row in packed_rows] if self._packed is not None else []
+        return maker.finish(columns, skipped, extras)
 
-    def _first(self) -> tuple[int, dict[str, Any], str]:
-        """The first sample that can be read, and all that it is; the others are like it."""
+    def _first(self) -> tuple[int, dict[str, Any], SampleKind]:
+        """Return the first sample that can be read, its streams and its kind; the others are like it."""
         for sample in self._rows:
             try:
                 return sample, *self._parts_of(sample)
@@ -141,30 +152,30 @@ class SampleSource:
             raise NotPackable(sample, f"it has no {missing[0]!r}")
         return [_stream(name, parts[name], sample) for name in self._streams]
 
-    def _parts_of(self, sample: int) -> tuple[dict[str, Any], str]:
-        if isinstance(self._data, PackedDataset):
-            self._data.require_sound(sample)
+    def _parts_of(self, sample: int) -> tuple[dict[str, Any], SampleKind]:
+        if self._packed is not None:
+            self._packed.require_sound(sample)
         seed_everything(key(self._seed, self._epoch, sample))  # as `Fetch` does
         try:
-            found = self._data[sample]
+            value = self._data[sample]
         except Exception as error:
             raise SampleFails(sample, error) from None
-        return _parts(found)
+        return _parts(value)
 
     def _digest(self, sample: int) -> str:
-        """Of what a sample holds; empty where it is another one each time, whatever the seed, or is left out."""
+        """Return the digest of a sample; empty if it differs each time, whatever the seed, or is left out."""
         try:
-            seen = {_digest(self._sample(sample)) for _ in range(2)}
+            digests = {_digest(self._sample(sample)) for _ in range(2)}
         except (SampleFails, RowDamaged):
             if not self.skip_bad:
                 raise
             return ""
-        return seen.pop() if len(seen) == 1 else ""
+        return digests.pop() if len(digests) == 1 else ""
 
 
 def _spread(rows: range) -> list[int]:
-    """Some rows from all over the data, the first and the last among them."""
-    places = np.unique(np.linspace(0, len(rows) - 1, _NUM_LOOKED_AT).astype(np.int64))
+    """Return some rows from all over the data, the first and the last among them."""
+    places = np.unique(np.linspace(0, len(rows) - 1, _NUM_COMPARED).astype(np.int64))
     return [rows[place] for place in places.tolist()]
 
 
@@ -177,19 +188,19 @@ def _digest(sample: Sequence[tuple[StreamSpec, NDArray[Any]]]) -> str:
 
 
 @contextmanager
-def _dice_put_back() -> Iterator[None]:
-    """Samples are drawn, and the numbers that the caller draws next stay the same."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+def _random_state_restored() -> Iterator[None]:
+    """Restore the random number generators, so that drawing samples does not change what the caller draws next."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
-def _parts(sample: Any) -> tuple[dict[str, Any], str]:
-    """The streams of a sample by name, and what it is itself."""
+def _parts(sample: Any) -> tuple[dict[str, Any], SampleKind]:
+    """Return the streams of a sample by name, and its kind."""
     if isinstance(sample, Mapping):
         return {str(name): value for name, value in sample.items()}, "dict"
     if isinstance(sample, tuple) and hasattr(sample, "_asdict"):

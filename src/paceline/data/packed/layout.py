@@ -1,16 +1,14 @@
-"""What a packed file holds, and where: read once with h5py, so that the data itself can be mapped into memory.
+"""Layout of a packed file: the places of its streams, its index, and the digests over both.
 
-All sequences of a stream lie one after the other in one contiguous data set. Our own files keep an index of them in the
-group `paceline`, whatever the names of the data sets are (`layout`: our own, or RETURNN's). A file without that group
-is read as RETURNN's `HDFDataset` would read it (`hdf_returnn.py`). A file of shards holds nothing but their names.
+All sequences of a stream lie one after the other in one contiguous data set. Files of Paceline keep an index of them in
+the group `paceline`, whatever the names of the data sets are (`layout`: Paceline's own, or RETURNN's). A file without
+that group is read as RETURNN's `HDFDataset` would read it (`returnn.py`). A file of shards holds only their names.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,37 +17,59 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from paceline.core.paths import near
 from paceline.data.packed.errors import PackageMissing, PackedUnreadable
 from paceline.data.strings import Strings
 
 VERSION = 1
 OURS = "paceline"
-"""The group that makes a file ours."""
+"""Group that marks a file as Paceline's."""
+BLOCK_BYTES = 1 << 18
+"""A digest covers as many whole rows as have this size together."""
 Layout = Literal["paceline", "returnn"]
 Kind = Literal["audio", "text", "features", "values", "int", "float", "bool"]
-"""What a stream means: `text` is UTF-8; the last three are single Python numbers."""
-SINGLE = ("int", "float", "bool")
-_MAGIC = b"\x89HDF\r\n\x1a\n"
+"""Meaning of a stream: `text` is UTF-8; the last three are single Python numbers."""
+SampleKind = Literal["dict", "tuple", "single"]
+"""Container of a sample's streams."""
+Stamp = tuple[int, int]
+"""Size and time of change of a file: another pair means another content."""
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """Type of a stream, the same for all rows."""
+
+    name: str
+    kind: Kind
+    dtype: str
+    shape: tuple[int, ...] = ()
+    """Of one step."""
+    is_single: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.dtype} (any, {', '.join(map(str, self.shape))})" if self.shape else f"{self.dtype} (any)"
+
+    @property
+    def step_bytes(self) -> int:
+        return np.dtype(self.dtype).itemsize * int(np.prod(self.shape, dtype=np.int64))
 
 
 @dataclass(frozen=True)
 class StreamPlace:
-    """Where a file holds a stream: row `n` is steps `starts[n]` to `starts[n + 1]`."""
+    """Place of a stream in a file: row `n` is steps `starts[n]` to `starts[n + 1]`."""
 
     dataset: str
-    """Its name in the file."""
+    """Name of the HDF5 data set."""
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     """Of one step, as users get it."""
     starts: NDArray[np.int64]
     offset: int | None
-    """Bytes from the beginning of the file; None where the data set is in chunks, and is read with h5py."""
+    """Bytes from the beginning of the file; None for a data set in chunks, which is read with h5py."""
     kind: Kind = "values"
     is_single: bool = False
     """Every row is one step, and users get it without its first axis."""
     blocks: NDArray[np.int64] | None = None
-    """The rows with which blocks begin, and the number of rows."""
+    """First row of each block, and the number of rows."""
     digests: NDArray[np.uint64] | None = None
     """XXH3 of each block."""
 
@@ -63,20 +83,104 @@ class StreamPlace:
 
 
 @dataclass(frozen=True)
+class Structure:
+    """Shape of a sample: the streams it consists of, and what holds them."""
+
+    kind: SampleKind
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Lines of a manifest that were skipped when it was packed: their number, and the first of them."""
+
+    number: int
+    first: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class About:
+    """Description of packed data, given by its source."""
+
+    structure: Structure | None = None
+    """None for files of other programs."""
+    sample_rate: int | None = None
+    """Of audio and features, in Hz."""
+    sources: tuple[str, ...] = ()
+    """Names of the manifests it was packed from."""
+    features: Mapping[str, Any] | None = None
+    """Settings of the front end that computed the features."""
+    bad_lines: LeftOut | None = None
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Meaning of the numbers of sparse streams, in files of RETURNN."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is set, as it is written into the file."""
+        values: dict[str, Any] = {}
+        if self.structure is not None:
+            values["structure"] = {"kind": self.structure.kind, "names": list(self.structure.names)}
+        if self.sample_rate is not None:
+            values["sample_rate"] = self.sample_rate
+        if self.sources:
+            values["sources"] = list(self.sources)
+        if self.features is not None:
+            values["features"] = dict(self.features)
+        if self.bad_lines is not None:
+            values["bad_lines"] = {"number": self.bad_lines.number, "first": list(self.bad_lines.first)}
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> About:
+        structure, bad_lines = values.get("structure"), values.get("bad_lines")
+        return cls(
+            None if structure is None else Structure(structure["kind"], tuple(structure["names"])),
+            values.get("sample_rate"),
+            tuple(values.get("sources", ())),
+            values.get("features"),
+            None if bad_lines is None else LeftOut(int(bad_lines["number"]), tuple(bad_lines["first"])),
+        )
+
+
+@dataclass(frozen=True)
+class PackingRecord:
+    """The packing that wrote a file, and the share of it that is in this file."""
+
+    pack: str
+    """Name of the packing, the same in all of its shards."""
+    pieces: tuple[int, int]
+    """First piece, and the one behind the last."""
+    stamp: str | None
+    """Digest of the stamps of what the pieces were read from; old files have none."""
+    skipped: tuple[str, ...] = ()
+    """Reasons why rows were left out."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"pack": self.pack, "pieces": list(self.pieces), "stamp": self.stamp, "skipped": list(self.skipped)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> PackingRecord:
+        first, end = values.get("pieces", (0, 0))
+        skipped = tuple(values.get("skipped", ()))
+        return cls(values.get("pack", ""), (int(first), int(end)), values.get("stamp"), skipped)
+
+
+@dataclass(frozen=True)
 class PackedFile:
-    """One file, without its data."""
+    """Index of one file, without its data."""
 
     path: Path
-    stamp: tuple[int, int]
-    """Size and time of change, when it was read."""
+    stamp: Stamp
+    """When the index was read."""
     layout: Layout
     streams: Mapping[str, StreamPlace]
     tags: Strings
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """One number per row: `lengths` (of audio in seconds), `counts`."""
-    about: Mapping[str, Any] = field(default_factory=dict)
+    about: About = field(default_factory=About)
+    packing: PackingRecord | None = None
+    """None where another program wrote the file."""
     extras: Strings | None = None
-    """Of each row what its line in a manifest said beside what we know, as JSON."""
+    """Further keys of each row's line in a manifest, as JSON."""
 
     def __len__(self) -> int:
         return len(self.tags)
@@ -84,24 +188,32 @@ class PackedFile:
 
 @dataclass(frozen=True)
 class Shards:
-    """A file that stands for others."""
+    """A file that names the shards of a data set."""
 
     path: Path
     files: Sequence[Path]
     num_rows: Sequence[int]
     pack: str
     skipped: Sequence[str] = ()
-    """Why rows behind those of the last shard were left out; of others their shards tell."""
+    """Reasons why rows behind those of the last shard were left out; shards name their own."""
 
 
-def stamp_of(path: Path) -> tuple[int, int]:
-    """By which a file is known to be the same."""
+def stamp_of(path: Path) -> Stamp:
+    """Return size and time of change of a file."""
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns
 
 
+def stamp_or_none(path: Path) -> Stamp | None:
+    """Return the stamp of a file, None if there is no such file."""
+    try:
+        return stamp_of(path)
+    except OSError:
+        return None
+
+
 def h5py_or_error() -> Any:
-    """h5py, which is not installed with Paceline itself."""
+    """Import h5py, or raise `PackageMissing`."""
     try:
         import h5py
     except ModuleNotFoundError:
@@ -109,26 +221,8 @@ def h5py_or_error() -> Any:
     return h5py
 
 
-def read_layout(path: Path) -> PackedFile | Shards:
-    """What is in a file; raises `PackedUnreadable` for one that is cut short, damaged, or something else."""
-    h5py = h5py_or_error()
-    _refuse_other_things(path)
-    try:
-        stamp = stamp_of(path)
-        with h5py.File(path, "r") as file:
-            if OURS in file:
-                return _read_ours(path, stamp, file)
-            from paceline.data.packed.returnn import read_returnn
-
-            return read_returnn(path, stamp, file)
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
-        # h5py's words for a file that is cut short: "truncated file: eof = 2048, sblock->base_addr = 0, ...".
-        what = str(error.args[0] if error.args else error)
-        raise PackedUnreadable(path, _why(what)) from None
-
-
 def index_digest(about: str, arrays: Sequence[NDArray[Any]]) -> str:
-    """Of all that a file says of its data."""
+    """Return the digest of all that a file says of its data."""
     digest = xxhash.xxh3_64(about.encode())
     for array in arrays:
         digest.update(np.ascontiguousarray(array).view(np.uint8).data)
@@ -140,102 +234,51 @@ def index_arrays(
     tags: Strings,
     columns: Mapping[str, NDArray[Any]],
 ) -> list[NDArray[Any]]:
-    """What `index_digest` is of, in its order; of each stream starts, blocks and digests."""
-    return [array for each in streams for array in each] + [
+    """Return the arrays that `index_digest` covers, in its order; of each stream starts, blocks and digests."""
+    return [array for stream in streams for array in stream] + [
         tags.packed,
         tags.lengths,
         *(columns[name] for name in sorted(columns)),
     ]
 
 
+def cut_blocks(starts: NDArray[np.int64], step_bytes: int, block_bytes: int | None = None) -> NDArray[np.int64]:
+    """Return the first row of each block, and the number of rows: a block ends with the row that fills it."""
+    block_bytes = BLOCK_BYTES if block_bytes is None else block_bytes
+    ends = starts[1:] * max(step_bytes, 1)
+    firsts, row = [0], 0
+    while row < len(ends):
+        row = int(np.searchsorted(ends, (ends[row - 1] if row else 0) + block_bytes)) + 1
+        firsts.append(min(row, len(ends)))
+    return np.array(firsts, np.int64)
+
+
+def block_digests(
+    values: NDArray[Any], starts: NDArray[np.int64], blocks: NDArray[np.int64], which: Iterable[int] | None = None
+) -> NDArray[np.uint64]:
+    """Return the digests of all blocks of a stream, or of those that `which` names."""
+    chosen = range(len(blocks) - 1) if which is None else which
+    digests = [values_digest(values[starts[blocks[block]] : starts[blocks[block + 1]]]) for block in chosen]
+    return np.array(digests, np.uint64)
+
+
+def values_digest(values: NDArray[Any]) -> int:
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+
+
 def offset_of(dataset: Any) -> int | None:
-    """Where in the file a contiguous data set begins; None for one in chunks."""
+    """Return the byte of the file at which an HDF5 data set begins; None if it is in chunks."""
     if dataset.size == 0:
         return 0
     offset: int | None = dataset.id.get_offset() if dataset.chunks is None else None
     return offset
 
 
-def _read_ours(path: Path, stamp: tuple[int, int], file: Any) -> PackedFile | Shards:
-    ours = file[OURS]
-    written = str(ours.attrs["about"])
-    about = json.loads(written)
-    if about["version"] != VERSION:
-        hint = "use the Paceline that packed it, or pack it again with this one"
-        raise PackedUnreadable(path, f"is of version {about['version']}, and this is {VERSION}", hint)
-    if "shards" in about:
-        if index_digest(written, []) != ours.attrs["digest"]:
-            raise PackedUnreadable(path, "is damaged: what it says of its shards has been changed")
-        files = [path.with_name(each["name"]) for each in about["shards"]]
-        num_rows = [each["num_rows"] for each in about["shards"]]
-        return Shards(path, files, num_rows, about["pack"], about.get("skipped", ()))
-    starts = {name: ours[f"starts/{name}"][...] for name in about["streams"]}
-    blocks = {name: ours[f"blocks/{name}"][...] for name in about["streams"]}
-    digests = {name: ours[f"digests/{name}"][...] for name in about["streams"]}
-    tags = Strings(ours["tags/values"][...], ours["tags/starts"][...])
-    columns = {name: column[...] for name, column in ours["columns"].items()}
-    arrays = index_arrays([(starts[name], blocks[name], digests[name]) for name in about["streams"]], tags, columns)
-    if index_digest(written, arrays) != ours.attrs["digest"]:
-        raise PackedUnreadable(path, "is damaged: its index is not the one that was written")
-    streams = {}
-    for name, each in about["streams"].items():
-        dataset = file[each["dataset"]]
-        streams[name] = StreamPlace(
-            each["dataset"],
-            dataset.dtype,
-            tuple(each["shape"]),
-            starts[name],
-            offset_of(dataset),
-            each["kind"],
-            each["is_single"],
-            blocks[name],
-            digests[name],
-        )
-    found = PackedFile(path, stamp, about["layout"], streams, tags, columns, about, _read_extras(path, ours))
-    check_places(found)
-    return found
-
-
-def _read_extras(path: Path, ours: Any) -> Strings | None:
-    if "extra" not in ours:
-        return None
-    found = Strings(ours["extra/values"][...], ours["extra/starts"][...])
-    # With a digest of its own: files are read by versions that know nothing of it.
-    if index_digest("", [found.packed, found.lengths]) != ours["extra"].attrs["digest"]:
-        raise PackedUnreadable(path, "is damaged: its index is not the one that was written")
-    return found
-
-
-def check_places(found: PackedFile) -> None:
-    """Rows must lie in their data sets, and data sets in the file: what is mapped is not looked at again."""
-    for name, place in found.streams.items():
-        if len(place.starts) != len(found) + 1 or np.any(np.diff(place.starts) < 0):
-            raise PackedUnreadable(found.path, f"is damaged: stream {name!r} does not have {len(found):,} rows")
-        if place.offset is not None and place.offset + place.nbytes > found.stamp[0]:
-            missing = place.offset + place.nbytes - found.stamp[0]
-            raise PackedUnreadable(found.path, f"is truncated: {missing:,} bytes of stream {name!r} are missing")
-
-
-def _refuse_other_things(path: Path) -> None:
-    try:
-        if path.is_dir():
-            raise PackedUnreadable(path, "is a folder", "name a file in it")
-        with path.open("rb") as file:
-            begin = file.read(len(_MAGIC))
-    except FileNotFoundError:
-        others = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-        meant = [near(path.with_name(name)) for name in difflib.get_close_matches(path.name, others, n=1)]
-        hint = f"did you mean {meant[0]}?" if meant else "`paceline pack IN... OUT.h5` makes packed files"
-        raise PackedUnreadable(path, "there is no such file", hint) from None
-    except OSError as error:
-        raise PackedUnreadable(path, f"cannot be read: {error.strerror}", "") from None
-    if begin != _MAGIC:
-        what = "is empty" if not begin else "is not HDF5"
-        hint = "`paceline pack IN... OUT.h5` makes packed files; a manifest's name ends in .json"
-        raise PackedUnreadable(path, what, hint)
-
-
-def _why(what: str) -> str:
-    if "truncated" in what:
-        return "is truncated: its end is missing"
-    return f"is damaged, or no packed data: {what}"
+def check_places(file: PackedFile) -> None:
+    """Require that rows lie in their data sets and data sets in the file: mapped data is not checked again."""
+    for name, place in file.streams.items():
+        if len(place.starts) != len(file) + 1 or np.any(np.diff(place.starts) < 0):
+            raise PackedUnreadable(file.path, f"is damaged: stream {name!r} does not have {len(file):,} rows")
+        if place.offset is not None and place.offset + place.nbytes > file.stamp[0]:
+            missing = place.offset + place.nbytes - file.stamp[0]
+            raise PackedUnreadable(file.path, f"is truncated: {missing:,} bytes of stream {name!r} are missing")

@@ -1,4 +1,4 @@
-"""A piece of packing: some rows, read by one process and kept in a file of its own until the packed file is written."""
+"""Pieces of a packing: rows that one process has read, kept in a file until the packed file is written."""
 
 from __future__ import annotations
 
@@ -14,59 +14,46 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.errors import PacelineError
-from paceline.data.packed.layout import Kind
-
-
-@dataclass(frozen=True)
-class StreamSpec:
-    """What a stream is, whichever rows there are."""
-
-    name: str
-    kind: Kind
-    dtype: str
-    shape: tuple[int, ...] = ()
-    """Of one step."""
-    is_single: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.dtype} (any, {', '.join(map(str, self.shape))})" if self.shape else f"{self.dtype} (any)"
+from paceline.data.packed.layout import StreamSpec
 
 
 class StreamsDiffer(PacelineError):
-    """Rows that cannot lie in one data set."""
+    """Rows whose streams are of different types, which cannot lie in one data set."""
 
+    tag: str
+    specs: Sequence[StreamSpec]
+    expected: Sequence[StreamSpec]
+    sentence = "{tag}: {difference}"
     hint = "rows may differ in their first axis only: give all the same other axes, and the same type"
 
-    def __init__(self, tag: str, found: Sequence[StreamSpec], expected: Sequence[StreamSpec]) -> None:
-        named = {spec.name: spec for spec in expected}
-        other = next((spec for spec in found if named.get(spec.name) != spec), None)
+    @property
+    def difference(self) -> str:
+        named = {spec.name: spec for spec in self.expected}
+        other = next((spec for spec in self.specs if named.get(spec.name) != spec), None)
         if other is not None and other.name in named:
-            what = f"stream {other.name!r} is {other}, and {named[other.name]} before"
-        else:
-            names = ", ".join(spec.name for spec in found), ", ".join(named)
-            what = f"its streams are {names[0]}, and {names[1]} before"
-        super().__init__(f"{tag}: {what}")
+            return f"stream {other.name!r} is {other}, and {named[other.name]} before"
+        return f"its streams are {', '.join(spec.name for spec in self.specs)}, and {', '.join(named)} before"
 
 
 @dataclass
 class Piece:
-    """Rows that follow each other."""
+    """Consecutive rows."""
 
     specs: Sequence[StreamSpec]
     values: Mapping[str, NDArray[Any]]
-    """By stream: all steps of all rows."""
+    """All steps of all rows, by stream."""
     lengths: Mapping[str, NDArray[np.int64]]
-    """By stream: steps of each row."""
+    """Steps of each row, by stream."""
     tags: Sequence[bytes]
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     skipped: Sequence[str] = ()
-    """Why rows were left out."""
-    tops: Mapping[str, int] = field(default_factory=dict)
-    """By stream of whole numbers: the largest one, and so how many classes there are."""
+    """Reasons why rows were left out."""
+    max_values: Mapping[str, int] = field(default_factory=dict)
+    """Largest number of each stream of whole numbers, which tells how many classes there are."""
     stamp: str = ""
-    """Of what the rows were read from."""
+    """Stamp of the files that the rows were read from."""
     extras: Sequence[bytes] = ()
-    """Of each row what else its line says, as JSON; none where no row has anything."""
+    """Further keys of each row's line, as JSON; empty where no row has any."""
 
     def __len__(self) -> int:
         return len(self.tags)
@@ -77,7 +64,7 @@ class Piece:
 
 
 class PieceMaker:
-    """Puts rows together."""
+    """Collects rows into a piece."""
 
     def __init__(self) -> None:
         self._specs: list[StreamSpec] = []
@@ -100,22 +87,22 @@ class PieceMaker:
     ) -> Piece:
         lengths = {name: np.array([len(row) for row in rows], np.int64) for name, rows in self._rows.items()}
         values = {name: np.concatenate(rows) for name, rows in self._rows.items()}
-        tops = {
+        max_values = {
             spec.name: int(values[spec.name].max(initial=-1))
             for spec in self._specs
             if not spec.shape and spec.kind not in ("audio", "text") and np.dtype(spec.dtype).kind in "iub"
         }
         return Piece(
-            self._specs, values, lengths, self._tags, columns, skipped, tops, extras=extras if any(extras) else ()
+            self._specs, values, lengths, self._tags, columns, skipped, max_values, extras=extras if any(extras) else ()
         )
 
 
 def write_piece(path: Path, piece: Piece) -> None:
-    """Whole or not at all."""
+    """Write a piece, whole or not at all."""
     about = {
         "specs": [asdict(spec) for spec in piece.specs],
         "skipped": list(piece.skipped),
-        "tops": dict(piece.tops),
+        "tops": dict(piece.max_values),
         "stamp": piece.stamp,
     }
     arrays: dict[str, NDArray[Any]] = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
@@ -137,7 +124,7 @@ def write_piece(path: Path, piece: Piece) -> None:
 
 
 def read_piece(path: Path, *, with_values: bool = True) -> Piece | None:
-    """What `write_piece` wrote; None where it is not there, or not whole."""
+    """Read what `write_piece` wrote; return None if it is missing or damaged."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             about = json.loads(arrays["about"].tobytes())

@@ -1,11 +1,12 @@
-"""Packed data: random access to rows of streams that lie in memory-mapped files.
+"""Packed data opened: random access to rows of streams that lie in memory-mapped files.
 
-A file is opened with h5py once, to learn where its data lies; after that a read is a copy from the page cache, which
-all workers and ranks of a machine share. Nothing is open that a fork could break, and only arrays are pickled.
+The index of a file is read with h5py once; after that a read is a copy from the page cache, which all workers and ranks
+of a machine share. Nothing is open that a fork could break, and only arrays are pickled.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import time
@@ -16,23 +17,52 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.paths import near
 from paceline.data.packed.errors import NoSuchStream, PackedUnreadable
-from paceline.data.packed.layout import Kind, PackedFile, Shards, StreamPlace, read_layout, stamp_of
-from paceline.data.packed.mapping import mapped
-from paceline.data.packed.page_cache import available_bytes, stays_cached
+from paceline.data.packed.layout import (
+    OURS,
+    VERSION,
+    About,
+    Kind,
+    PackedFile,
+    PackingRecord,
+    Shards,
+    Stamp,
+    StreamPlace,
+    check_places,
+    h5py_or_error,
+    index_arrays,
+    index_digest,
+    offset_of,
+    stamp_of,
+    stamp_or_none,
+)
+from paceline.data.packed.mapping import available_bytes, mapped, stays_cached
+from paceline.data.packed.returnn import read_returnn
 from paceline.data.strings import Strings
 
 LOOK_EVERY_S = 0.1
-"""Whether a mapped file still has its size is asked no more often."""
+"""Least time between two checks that a mapped file still has its size."""
+_MAGIC = b"\x89HDF\r\n\x1a\n"
+
+
+def open_packed(path: Path) -> Packed:
+    """Open a packed file; return the same object as long as its files do not change."""
+    name = os.path.abspath(path)
+    cached = _cache.get(name)
+    if cached is None or not _is_fresh(path, *cached):
+        cached = _cache[name] = (stamp_or_none(path), _open(path))
+    return cached[1]
 
 
 class Packed:
-    """The rows of one packed file, or of all shards that a file stands for."""
+    """Rows of one packed file, or of all shards that it names."""
 
     def __init__(self, path: Path, files: Sequence[PackedFile], skipped: Sequence[str] = ()) -> None:
-        """`skipped`: rows that were left out, beside those of which the files tell."""
+        """`skipped`: reasons why rows were left out, beside those that the files name."""
         self.path, self.files = path, tuple(files)
-        self.skipped = [*(line for file in files for line in file.about.get("skipped", ())), *skipped]
+        self.skipped = [line for file in files if file.packing is not None for line in file.packing.skipped]
+        self.skipped += skipped
         self.about = files[0].about
         self.tags = Strings.concat([file.tags for file in files])
         self.columns = {name: np.concatenate([file.columns[name] for file in files]) for name in files[0].columns}
@@ -44,7 +74,7 @@ class Packed:
 
     @property
     def names(self) -> list[str]:
-        """Of the streams."""
+        """Names of the streams."""
         return list(self._streams)
 
     def stream(self, name: str) -> Stream:
@@ -53,27 +83,18 @@ class Packed:
         return self._streams[name]
 
     def of_kind(self, kind: Kind) -> Stream | None:
-        """The first stream that means this."""
+        """Return the first stream of this kind."""
         return next((stream for stream in self._streams.values() if stream.kind == kind), None)
 
     def extra(self, row: int) -> dict[str, Any]:
-        """What the line of a row said in its manifest beside what we know: `{"speaker": "anna"}`"""
-        found: dict[str, Any] = json.loads(raw) if self.extras is not None and (raw := self.extras.raw(row)) else {}
-        return found
+        """Return further keys of the row's line in its manifest: `{"speaker": "anna"}`."""
+        extra: dict[str, Any] = json.loads(raw) if self.extras is not None and (raw := self.extras.raw(row)) else {}
+        return extra
 
     @property
     def sample_rate(self) -> int | None:
         """Of audio and features, in Hz."""
-        return self.about.get("sample_rate")
-
-
-def open_packed(path: Path) -> Packed:
-    """What a packed file holds; the same object as long as its files stay as they are."""
-    name = os.path.abspath(path)
-    known = _known.get(name)
-    if known is None or not _is_fresh(path, *known):
-        known = _known[name] = (_stamp(path), _open(path))
-    return known[1]
+        return self.about.sample_rate
 
 
 class Stream:
@@ -95,13 +116,13 @@ class Stream:
         return len(self.lengths)
 
     def view(self, row: int) -> NDArray[Any]:
-        """A row as it lies in the file: it can be read, and not written to."""
+        """Return a row as it lies in the file, read-only."""
         begin = int(self._begins[row])
-        found: NDArray[Any] = self._values[self._file_of[row]].array[begin : begin + int(self.lengths[row])]
-        return found
+        steps: NDArray[Any] = self._values[self._file_of[row]].array[begin : begin + int(self.lengths[row])]
+        return steps
 
     def pad(self, rows: NDArray[np.int64], out: NDArray[Any] | None = None) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """(rows, longest, ...) with zeros behind each, and the lengths: one copy per row, straight from the file.
+        """Return (rows, longest, ...) with zeros behind each row, and the lengths: one copy per row from the file.
 
         `out` is filled instead of a new array, if it is given and wide enough.
         """
@@ -122,25 +143,123 @@ class Stream:
         return self.view(row).tobytes().decode("utf-8")
 
     @property
+    def step_bytes(self) -> int:
+        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+    @property
     def is_mapped(self) -> bool:
-        """Whether all of it is read without h5py."""
+        """True if all of it is read without h5py."""
         return all(values.place.offset is not None for values in self._values)
 
     def parts(self) -> Iterator[tuple[Path, StreamPlace, Any]]:
-        """(file, place, all steps of the file), file by file."""
+        """Yield (file, place, all steps of the file), file by file."""
         for values in self._values:
             yield values.path, values.place, values.array
 
 
-class _Values:
-    """All steps of a stream in one file, mapped when they are first asked for, in each process by itself."""
+def read_layout(path: Path) -> PackedFile | Shards:
+    """Read the index of a file; raise `PackedUnreadable` for one that is cut short, damaged, or something else."""
+    h5py = h5py_or_error()
+    _refuse_other_things(path)
+    try:
+        stamp = stamp_of(path)
+        with h5py.File(path, "r") as file:
+            return _read_ours(path, stamp, file) if OURS in file else read_returnn(path, stamp, file)
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
+        # h5py's words for a file that is cut short: "truncated file: eof = 2048, sblock->base_addr = 0, ...".
+        message = str(error.args[0] if error.args else error)
+        why = "is truncated: its end is missing" if "truncated" in message else None
+        raise PackedUnreadable(path, why or f"is damaged, or no packed data: {message}") from None
 
-    def __init__(self, path: Path, stamp: tuple[int, int], place: StreamPlace, total_bytes: int) -> None:
+
+def _read_ours(path: Path, stamp: Stamp, file: Any) -> PackedFile | Shards:
+    ours = file[OURS]
+    written = str(ours.attrs["about"])
+    about = json.loads(written)
+    if about["version"] != VERSION:
+        hint = "use the Paceline that packed it, or pack it again with this one"
+        raise PackedUnreadable(path, f"is of version {about['version']}, and this is {VERSION}", hint)
+    if "shards" in about:
+        if index_digest(written, []) != ours.attrs["digest"]:
+            raise PackedUnreadable(path, "is damaged: what it says of its shards has been changed")
+        files = [path.with_name(shard["name"]) for shard in about["shards"]]
+        num_rows = [shard["num_rows"] for shard in about["shards"]]
+        return Shards(path, files, num_rows, about["pack"], about.get("skipped", ()))
+    starts = {name: ours[f"starts/{name}"][...] for name in about["streams"]}
+    blocks = {name: ours[f"blocks/{name}"][...] for name in about["streams"]}
+    digests = {name: ours[f"digests/{name}"][...] for name in about["streams"]}
+    tags = Strings(ours["tags/values"][...], ours["tags/starts"][...])
+    columns = {name: column[...] for name, column in ours["columns"].items()}
+    arrays = index_arrays([(starts[name], blocks[name], digests[name]) for name in about["streams"]], tags, columns)
+    if index_digest(written, arrays) != ours.attrs["digest"]:
+        raise PackedUnreadable(path, "is damaged: its index is not the one that was written")
+    streams = {}
+    for name, stream in about["streams"].items():
+        dataset = file[stream["dataset"]]
+        streams[name] = StreamPlace(
+            stream["dataset"],
+            dataset.dtype,
+            tuple(stream["shape"]),
+            starts[name],
+            offset_of(dataset),
+            stream["kind"],
+            stream["is_single"],
+            blocks[name],
+            digests[name],
+        )
+    packed = PackedFile(
+        path,
+        stamp,
+        about["layout"],
+        streams,
+        tags,
+        columns,
+        About.from_json(about),
+        PackingRecord.from_json(about),
+        _read_extras(path, ours),
+    )
+    check_places(packed)
+    return packed
+
+
+def _read_extras(path: Path, ours: Any) -> Strings | None:
+    if "extra" not in ours:
+        return None
+    extras = Strings(ours["extra/values"][...], ours["extra/starts"][...])
+    # With a digest of its own: files are read by versions that know nothing of it.
+    if index_digest("", [extras.packed, extras.lengths]) != ours["extra"].attrs["digest"]:
+        raise PackedUnreadable(path, "is damaged: its index is not the one that was written")
+    return extras
+
+
+def _refuse_other_things(path: Path) -> None:
+    try:
+        if path.is_dir():
+            raise PackedUnreadable(path, "is a folder", "name a file in it")
+        with path.open("rb") as file:
+            begin = file.read(len(_MAGIC))
+    except FileNotFoundError:
+        names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        nearest = [near(path.with_name(name)) for name in difflib.get_close_matches(path.name, names, n=1)]
+        hint = f"did you mean {nearest[0]}?" if nearest else "`paceline pack IN... OUT.h5` makes packed files"
+        raise PackedUnreadable(path, "there is no such file", hint) from None
+    except OSError as error:
+        raise PackedUnreadable(path, f"cannot be read: {error.strerror}", "") from None
+    if begin != _MAGIC:
+        what = "is empty" if not begin else "is not HDF5"
+        hint = "`paceline pack IN... OUT.h5` makes packed files; a manifest's name ends in .json"
+        raise PackedUnreadable(path, what, hint)
+
+
+class _Values:
+    """All steps of a stream in one file, mapped at the first access, by each process for itself."""
+
+    def __init__(self, path: Path, stamp: Stamp, place: StreamPlace, total_bytes: int) -> None:
         """`total_bytes`: of the stream in all files."""
         self.path, self.stamp, self.place = Path(os.path.abspath(path)), stamp, place
         self._total_bytes = total_bytes
         self._array: Any = None
-        self._inode, self._looked_s = 0, 0.0
+        self._inode, self._checked_s = 0, 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_array": None}
@@ -150,24 +269,24 @@ class _Values:
         now_s = time.monotonic()
         if self._array is None:
             self._array = self._open()
-        elif now_s > self._looked_s + LOOK_EVERY_S:
+        elif now_s > self._checked_s + LOOK_EVERY_S:
             self._check_size()
         else:
             return self._array
-        self._looked_s = now_s
+        self._checked_s = now_s
         return self._array
 
     def _check_size(self) -> None:
-        """A file that is cut short while it is mapped ends the process at the next touch, without a word."""
+        """Raise if the file was cut short while it is mapped: the next access would kill the process silently."""
         try:
-            found = os.stat(self.path)
+            status = os.stat(self.path)
         except OSError:
             return  # moved or removed: the map still has all of it
-        if self.place.offset is None or found.st_ino != self._inode:
+        if self.place.offset is None or status.st_ino != self._inode:
             return
         end = self.place.offset + self.place.nbytes
-        if found.st_size < end:
-            left = f"{found.st_size:,} bytes are left of it, and a stream of it ends at {end:,}"
+        if status.st_size < end:
+            left = f"{status.st_size:,} bytes are left of it, and a stream of it ends at {end:,}"
             hint = "pack it again, and go on with `--resume auto`"
             raise PackedUnreadable(self.path, f"has been cut short while it was read: {left}", hint)
 
@@ -186,15 +305,15 @@ class _Values:
             return _Chunks(self.path, place.dataset, place.shape)
         if place.nbytes == 0:
             return np.empty(shape, place.dtype)
-        # An epoch then reads every byte once. What is read for its neighbours' sake and gone before they are asked for
-        # would be read many times over.
-        is_kept = stays_cached(self._total_bytes, available_bytes())
-        found = mapped(self.path, place.offset, place.nbytes, in_large_pieces=is_kept)
-        return found.view(place.dtype).reshape(shape)
+        # An epoch then reads every byte once. Pages that are read ahead for their neighbours, and dropped before those
+        # are asked for, would be read many times over.
+        is_cached = stays_cached(self._total_bytes, available_bytes())
+        values = mapped(self.path, place.offset, place.nbytes, in_large_pieces=is_cached)
+        return values.view(place.dtype).reshape(shape)
 
 
 class _Chunks:
-    """A data set in chunks, as others write them: h5py reads it, opened by each process for itself."""
+    """A data set in chunks, as other programs write them: read with h5py, opened by each process for itself."""
 
     def __init__(self, path: Path, dataset: str, shape: tuple[int, ...]) -> None:
         self._path, self._dataset, self._shape = path, dataset, shape
@@ -205,12 +324,12 @@ class _Chunks:
 
         if self._open[0] != os.getpid():
             self._open = os.getpid(), h5py.File(self._path, "r")[self._dataset]
-        found: NDArray[Any] = self._open[1][steps]
-        return found.reshape(len(found), *self._shape)
+        values: NDArray[Any] = self._open[1][steps]
+        return values.reshape(len(values), *self._shape)
 
 
 def _place(file: PackedFile, first: PackedFile, name: str) -> StreamPlace:
-    """The same stream in another file, which must be like it."""
+    """Return the place of a stream in a shard; it must be of the same type as in the first shard."""
     place, model = file.streams.get(name), first.streams[name]
     if place is None or (place.dtype, place.shape, place.kind) != (model.dtype, model.shape, model.kind):
         raise PackedUnreadable(
@@ -225,22 +344,15 @@ def _extras(files: Sequence[PackedFile]) -> Strings | None:
     return Strings.concat([file.extras or Strings.pack([b""] * len(file)) for file in files])
 
 
-def _is_fresh(path: Path, stamp: tuple[int, int] | None, packed: Packed) -> bool:
-    return _stamp(path) == stamp and all(_stamp(file.path) == file.stamp for file in packed.files)
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    try:
-        return stamp_of(path)
-    except OSError:
-        return None
+def _is_fresh(path: Path, stamp: Stamp | None, packed: Packed) -> bool:
+    return stamp_or_none(path) == stamp and all(stamp_or_none(file.path) == file.stamp for file in packed.files)
 
 
 def _open(path: Path) -> Packed:
-    found = read_layout(path)
-    if isinstance(found, PackedFile):
-        return Packed(path, [found])
-    return Packed(path, [_shard(found, number) for number in range(len(found.files))], found.skipped)
+    file = read_layout(path)
+    if isinstance(file, PackedFile):
+        return Packed(path, [file])
+    return Packed(path, [_shard(file, number) for number in range(len(file.files))], file.skipped)
 
 
 def _shard(whole: Shards, number: int) -> PackedFile:
@@ -248,12 +360,12 @@ def _shard(whole: Shards, number: int) -> PackedFile:
     if not path.exists():
         what = f"there is no such file, and it is shard {number + 1} of {len(whole.files)} of {whole.path.name}"
         raise PackedUnreadable(path, what, f"put it back beside {whole.path.name}, or pack that again")
-    found = read_layout(path)
-    if not isinstance(found, PackedFile) or found.about.get("pack") != whole.pack:
+    shard = read_layout(path)
+    if not isinstance(shard, PackedFile) or shard.packing is None or shard.packing.pack != whole.pack:
         raise PackedUnreadable(path, f"is not the shard that {whole.path.name} was made with")
-    if len(found) != whole.num_rows[number]:
-        raise PackedUnreadable(path, f"has {len(found):,} rows, and {whole.path.name} says {whole.num_rows[number]:,}")
-    return found
+    if len(shard) != whole.num_rows[number]:
+        raise PackedUnreadable(path, f"has {len(shard):,} rows, and {whole.path.name} says {whole.num_rows[number]:,}")
+    return shard
 
 
-_known: dict[str, tuple[tuple[int, int] | None, Packed]] = {}
+_cache: dict[str, tuple[Stamp | None, Packed]] = {}

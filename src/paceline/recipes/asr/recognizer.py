@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.errors import PacelineError
-from paceline.data.audio.read import AudioFacts, AudioUnreadable, read_audio
+from paceline.data.audio.file import AudioFacts, AudioUnreadable
+from paceline.data.audio.read import read_audio
 from paceline.recipes.asr.data.inputs import InputsUnreadable, measure_all
 from paceline.recipes.asr.data.utterances import Utterance, collate
 from paceline.recipes.asr.exchange.weights import read_model

@@ -17,10 +17,9 @@ import numpy as np
 
 from paceline.config.problems import first_lines
 from paceline.data.audio.check import check_all
-from paceline.data.manifest.account import Reading
 from paceline.data.manifest.bad_line import BadLine, BadManifest, shown
 from paceline.data.manifest.columns import Manifest
-from paceline.data.manifest.read import read_manifests
+from paceline.data.manifest.read import Reading, read_manifests
 from paceline.observe.bars import SideBar
 from paceline.recipes.asr.data.packing import check_packed
 from paceline.recipes.asr.data.sets import name_sets

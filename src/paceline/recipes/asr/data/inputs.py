@@ -124,10 +124,10 @@ def _of_files(files: Sequence[Path], measured: Mapping[Path, AudioFacts | AudioU
     number = len(facts)
     return Manifest(
         [Path("command line")],
-        audio=Strings.pack(str(file).encode("utf-8", "surrogateescape") for file, _ in facts),
+        audio_names=Strings.pack(str(file).encode("utf-8", "surrogateescape") for file, _ in facts),
         texts=Strings.pack(b"" for _ in facts),
         durations=np.array([found.seconds for _, found in facts], np.float64),
         offsets=np.full(number, np.nan),
-        source_of=np.zeros(number, np.int32),
-        line_of=np.arange(1, number + 1, dtype=np.int32),
+        source_numbers=np.zeros(number, np.int32),
+        lines=np.arange(1, number + 1, dtype=np.int32),
     )

@@ -1,8 +1,8 @@
-"""Packed features: those of a network's own front end, without dither, and whether a network can be fed with some."""
+"""Features to pack, computed by a network's own front end without dither, and the check that they fit a network."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +18,30 @@ from paceline.recipes.asr.sound.features import FeatureSettings, LogMel
 
 
 class Features:
-    """From 16-bit samples to (frames, mels), as the network would compute them."""
+    """Front end of a network: 16-bit samples to (frames, mels)."""
 
     def __init__(self, network: str) -> None:
         settings = NetworkSettings.model_validate(read_network(network))
         self.sample_rate = settings.sample_rate
         self._front_end = LogMel(settings.features, settings.sample_rate).eval()
-        self.about: dict[str, Any] = settings.features.model_dump(mode="json")
+        self.about: Mapping[str, Any] = settings.features.model_dump(mode="json")
 
     def __call__(self, samples: NDArray[np.int16]) -> NDArray[np.float32]:
         audio = torch.from_numpy(np.array(samples))[None]
         features, frames = self._front_end(audio, torch.tensor([len(samples)]))
-        found: NDArray[np.float32] = features[0, :, : int(frames[0])].T.contiguous().numpy()
-        return found
+        array: NDArray[np.float32] = features[0, :, : int(frames[0])].T.contiguous().numpy()
+        return array
 
 
 def check_packed(paths: Sequence[Path], network: NetworkSettings, *, is_perturbed: bool) -> None:
-    """Refuse packed features that are not this network's, or that lie beside audio: nobody would notice in training."""
+    """Refuse packed features of another front end, or beside audio: training would not notice either."""
     features = [path for path in paths if is_packed(path) and open_packed(path).of_kind("features") is not None]
     if not features:
         return
     again = f"`paceline pack train.json {near(features[0])} --features --network NETWORK`"
-    others = [path for path in paths if path not in features]
-    if others:
-        raise PackedMisfit(features[0], f"holds features, and {near(others[0])} does not", "give one kind of data")
+    audio = [path for path in paths if path not in features]
+    if audio:
+        raise PackedMisfit(features[0], f"holds features, and {near(audio[0])} does not", "give one kind of data")
     if is_perturbed:
         hint = "pack audio (without `--features`), or set no perturbation"
         raise PackedMisfit(features[0], "holds features, which cannot be perturbed as audio can", hint)
@@ -52,10 +52,11 @@ def check_packed(paths: Sequence[Path], network: NetworkSettings, *, is_perturbe
 
 
 def _difference(packed: Packed, network: NetworkSettings) -> str:
+    """Return how packed features differ from those of the network; empty if they do not."""
     if packed.sample_rate != network.sample_rate:
         return f"of audio at {packed.sample_rate} Hz, and the network hears {network.sample_rate} Hz"
     # Padding is done when a batch is made, and packed features are without dither.
     free = {"pad_to", "dither"}
-    theirs = FeatureSettings.model_validate(packed.about["features"]).model_dump(exclude=free)
+    theirs = FeatureSettings.model_validate(packed.about.features).model_dump(exclude=free)
     ours = network.features.model_dump(exclude=free)
     return "; ".join(f"`{name}` is {theirs[name]}, not {ours[name]}" for name in ours if theirs[name] != ours[name])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from paceline.core.paths import near
 from paceline.data.audio.check import bad_audio
-from paceline.data.audio.read import AudioUnreadable
+from paceline.data.audio.file import AudioUnreadable
 from paceline.data.audio.recordings import Recordings
 from paceline.data.manifest.read import Manifest
 from paceline.recipes.asr.data.padding import Collate, Utterance, collate

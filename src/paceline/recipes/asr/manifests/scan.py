@@ -1,9 +1,9 @@
-"""Manifests made from what is on disk: every audio file is opened and measured, what cannot be used is reported."""
+"""Manifests made from files on disk: every audio file is opened and measured; unusable ones are reported."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,55 +21,56 @@ from paceline.data.manifest.read import read_lines
 from paceline.recipes.asr.manifests.transcripts import TABLES, find_in_folder, find_in_table
 
 _DIGITS = 6
-"""A microsecond is less than a sample at any rate that speech has."""
+"""A microsecond is less than a sample at any rate of speech."""
 
 
 class WouldOverwrite(PacelineError):
     """A file that exists is to be written."""
 
+    path: Path
+    sentence = "{path} exists"
     hint = "`--force` replaces it, `--out` names another"
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(f"{path} exists")
-        self.path = path
 
 
 class NothingFound(PacelineError):
     """There is no utterance to write."""
 
+    path: Path
+    report: list[str]
+    sentence = "{path}: there is nothing to make a manifest of{details}"
     hint = (
         "texts are found in a .txt beside each audio file, in transcripts.tsv, .csv or .txt (file, text), in "
         "LibriSpeech's *.trans.txt, and in a .tsv with the columns path and sentence"
     )
 
-    def __init__(self, path: Path, report: list[str]) -> None:
-        super().__init__("\n".join([f"{path}: there is nothing to make a manifest of", *report]))
-        self.path = path
+    @property
+    def details(self) -> str:
+        return "".join(f"\n{line}" for line in self.report)
 
 
 class Entry(NamedTuple):
-    """A line to be, before its audio is measured."""
+    """A line to write, before its audio is measured."""
 
     audio: Path
     fields: dict[str, Any]
-    """All of the line but audio and duration."""
+    """All keys of the line but audio and duration."""
     where: str = ""
-    """The line that it comes from, if it is one of a manifest."""
+    """Place of the line that it comes from, if that is in a manifest."""
     audio_key: str = AUDIO_KEYS[0]
 
 
 @dataclass
 class Sources:
-    """What was found, before any audio is opened."""
+    """Utterances of a folder, table or manifest, before any audio is opened."""
 
     entries: list[Entry]
     left_out: dict[str, list[str]] = field(default_factory=dict)
-    """Why -> what."""
+    """Names by reason."""
 
 
 @dataclass
 class Scan:
-    """What is written, and what is not."""
+    """Lines to write, and what was left out."""
 
     lines: list[dict[str, Any]]
     left_out: dict[str, list[str]]
@@ -79,35 +80,35 @@ class Scan:
         return sum(float(line["duration"]) for line in self.lines) / 3600
 
     def report(self) -> list[str]:
-        """What was left out, for a reader."""
-        told = []
+        """Return lines about what was left out."""
+        report = []
         for why, names in self.left_out.items():
             if names:
-                told.append(f"{why}: {len(names):,}")
-                told += first_lines(names, MOST_SHOWN)
-        return told
+                report.append(f"{why}: {len(names):,}")
+                report += first_lines(names, MOST_SHOWN)
+        return report
 
 
 def default_out(path: Path) -> Path:
-    """Where the manifest of a folder, of a table, or of another manifest goes."""
+    """Return the default path of the manifest of a folder, of a table, or of another manifest."""
     if path.is_dir():
         return path / "manifest.json"
     return path.with_suffix(".json" if path.suffix in TABLES else f".measured{path.suffix}")
 
 
 def gather(path: Path, out: Path) -> Sources:
-    """The utterances of a folder, a table or a manifest, for a manifest at `out`."""
+    """Return the utterances of a folder, a table or a manifest, for a manifest at `out`."""
     if not path.is_dir() and path.suffix not in TABLES:
         return _gather_lines(path, out)
-    found = find_in_folder(path) if path.is_dir() else find_in_table(path)
+    corpus = find_in_folder(path) if path.is_dir() else find_in_table(path)
     entries = [
-        Entry(audio, {"text": said.text} | ({"speaker": said.speaker} if said.speaker else {}))
-        for audio, said in found.transcripts.items()
+        Entry(audio, {"text": transcript.text} | ({"speaker": transcript.speaker} if transcript.speaker else {}))
+        for audio, transcript in corpus.transcripts.items()
     ]
     left_out = {
-        "audio without a transcript": [str(audio) for audio in found.untranscribed],
-        "transcripts without audio": found.unmatched,
-        "transcripts that cannot be read": found.unreadable,
+        "audio without a transcript": [str(audio) for audio in corpus.untranscribed],
+        "transcripts without audio": corpus.unmatched,
+        "transcripts that cannot be read": corpus.unreadable,
     }
     return Sources(entries, left_out)
 
@@ -123,8 +124,19 @@ def scan(sources: Sources, out: Path, *, threads: int, progress: Callable[[int],
     return Scan(lines, {**sources.left_out, "audio that is broken": broken})
 
 
+def refuse_overwriting(paths: Sequence[Path], force: bool) -> None:
+    """Raise `WouldOverwrite` for a file that exists, unless it may be replaced."""
+    for path in paths:
+        try:
+            exists = path.exists()
+        except OSError as error:
+            raise CannotWrite(path, error) from error
+        if exists and not force:
+            raise WouldOverwrite(path)
+
+
 def write_lines(out: Path, lines: Iterable[bytes]) -> None:
-    """Whole or not at all: what is at `out` is replaced when all is written."""
+    """Write lines, whole or not at all: a file at `out` is replaced when all is written."""
     aside = out.with_name(f".{out.name}.{os.getpid()}.writing")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -145,13 +157,13 @@ def as_line(entry: dict[str, Any]) -> bytes:
 
 
 def path_from(out: Path, audio: Path) -> str:
-    """How a manifest at `out` names a file: relative to it where the file lies below, in full elsewhere."""
+    """Return how a manifest at `out` names a file: relative if the file lies below its folder, else in full."""
     folder, target = os.path.abspath(out.parent), os.path.abspath(audio)
     return os.path.relpath(target, folder) if os.path.commonpath([folder, target]) == folder else target
 
 
 def _gather_lines(path: Path, out: Path) -> Sources:
-    """The lines of a manifest; the durations are what is looked for, and may be missing or wrong."""
+    """Return the lines of a manifest; their durations are measured again, and may be missing or wrong."""
     entries, bad = [], []
     for number, raw in read_lines(path):
         where = f"{path}:{number}"
@@ -169,19 +181,19 @@ def _gather_lines(path: Path, out: Path) -> Sources:
 
 
 def _line(entry: Entry, out: Path) -> dict[str, Any] | str:
-    """The line with its length, or what is wrong with the audio."""
+    """Return the line with its length, or what is wrong with the audio."""
     prefix = f"{entry.where}: " if entry.where else ""
     try:
         seconds = measure(entry.audio).seconds
     except AudioUnreadable as unreadable:
         return f"{prefix}{unreadable}"
-    offset, said = entry.fields.get("offset"), entry.fields.get("duration")
+    offset, written = entry.fields.get("offset"), entry.fields.get("duration")
     if offset is not None:
         if offset >= seconds:
             return f'{prefix}"offset" is {offset:g}, but {entry.audio} lasts {seconds:.2f} s'
         seconds -= offset
-        if isinstance(said, int | float) and not isinstance(said, bool) and 0 < said < seconds:
-            seconds = said  # of a part of a file, only its line knows where it ends
+        if isinstance(written, int | float) and not isinstance(written, bool) and 0 < written < seconds:
+            seconds = written  # of a part of a file, only its line knows where it ends
     named = {entry.audio_key: path_from(out, entry.audio), "duration": round(seconds, _DIGITS)}
     rest = {key: value for key, value in entry.fields.items() if key not in named}
     return {**named, **rest}

@@ -1,4 +1,4 @@
-"""A manifest cut into parts, the same for the same seed in whatever order its lines stand."""
+"""A manifest cut into parts, the same for the same seed in whatever order its lines are."""
 
 from __future__ import annotations
 
@@ -7,33 +7,102 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import PacelineError
+from paceline.data.manifest.columns import Manifest
 from paceline.data.manifest.line import AUDIO_KEYS, parse_object, resolve
-from paceline.data.manifest.read import Manifest
-from paceline.recipes.asr.manifests.scan import as_line, path_from
+from paceline.data.manifest.raw_lines import raw_lines
+from paceline.recipes.asr.manifests.scan import as_line, path_from, write_lines
 
 
 class BadParts(PacelineError):
-    """Shares that are none."""
+    """Shares that cannot be parsed."""
 
+    text: str
+    why: str
+    sentence = "--parts {text}: {why}"
     hint = "type names and shares, such as `--parts train=0.8,val=0.1,test=0.1`"
-
-    def __init__(self, text: str, why: str) -> None:
-        super().__init__(f"--parts {text}: {why}")
 
 
 class TooFewGroups(PacelineError):
-    """More parts than there is to share out."""
+    """More parts than there are groups to distribute."""
 
-    def __init__(self, groups: int, parts: int, what: str) -> None:
-        super().__init__(f"{parts} parts of {counted(groups, what)}: one would be empty")
-        self.hint = "ask for fewer parts, or leave out `--by`"
+    groups: int
+    parts: int
+    what: str
+    sentence = "{parts} parts of {available}: one would be empty"
+    hint = "ask for fewer parts, or leave out `--by`"
+
+    @property
+    def available(self) -> str:
+        return counted(self.groups, self.what)
+
+
+class NoSuchKey(PacelineError):
+    """Lines that lack the key they are to be grouped by."""
+
+    key: str
+    where: str
+    number: int
+    sentence = '{where} has no "{key}"{others}'
+    hint = "name a key that all lines have; without `--by` each audio file is a group"
+
+    @property
+    def others(self) -> str:
+        return f", and {self.number - 1:,} more lines do" if self.number > 1 else ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a manifest that was split."""
+
+    path: Path
+    rows: Manifest
+    groups: str
+    """Number of groups in it, in words."""
+
+    def __str__(self) -> str:
+        hours = float(self.rows.durations.sum()) / 3600
+        return f"{self.path}: {counted(len(self.rows), 'utterance')}, {hours:,.2f} h, {self.groups}"
+
+    def write(self) -> None:
+        write_lines(self.path, moved_lines(self.rows, self.path))
+
+
+def split(
+    manifest: Manifest, shares: Mapping[str, float], outs: Mapping[str, Path], *, seed: int, by: str | None
+) -> Iterator[Part]:
+    """Yield each part of a manifest; rows of one group stay together.
+
+    A group is an audio file, or all lines of one value of the key `by`.
+    """
+    groups = groups_of(manifest, by)
+    what = f"value of {by}" if by else "audio file"
+    part_of_group = assign(sizes(groups, manifest.durations.tolist()), shares, seed, what)
+    for part, out in outs.items():
+        rows = [row for row, group in enumerate(groups) if part_of_group[group] == part]
+        yield Part(out, manifest.take(rows), counted(len({groups[row] for row in rows}), what))
+
+
+def groups_of(manifest: Manifest, by: str | None) -> list[str]:
+    """Return the group of each row."""
+    if by is None:
+        return [manifest.audio_names[row] for row in range(len(manifest))]
+    groups, missing = [""] * len(manifest), []
+    for row, raw in raw_lines(manifest):
+        value = parse_object(raw).get(by)
+        if value is None:
+            missing.append(row)
+        groups[row] = str(value)
+    if missing:
+        raise NoSuchKey(by, manifest.where(missing[0]), len(missing))
+    return groups
 
 
 def parse_parts(text: str) -> dict[str, float]:
-    """`train=0.9,val=0.1`"""
+    """Parse names and shares: `train=0.9,val=0.1`."""
     parts: dict[str, float] = {}
     for piece in text.split(","):
         name, equals, share = (word.strip() for word in piece.partition("="))
@@ -52,9 +121,9 @@ def parse_parts(text: str) -> dict[str, float]:
 
 
 def assign(groups: Mapping[str, float], parts: Mapping[str, float], seed: int, what: str) -> dict[str, str | None]:
-    """Which part each group goes to, given their sizes; None where the shares leave a rest.
+    """Return the part of each group, given their sizes; None where the shares leave a rest.
 
-    The groups are walked in an order that the seed and their names decide; each goes where most is lacking.
+    The groups are visited in an order given by the seed and their names; each goes to the part that lacks most.
     """
     if len(groups) < len(parts):
         raise TooFewGroups(len(groups), len(parts), what)
@@ -64,11 +133,11 @@ def assign(groups: Mapping[str, float], parts: Mapping[str, float], seed: int, w
     if rest > 1e-9:
         lacking[None] = rest * total
     empty = set(parts)
-    walk = sorted(groups, key=lambda group: (_order(seed, group), group))
+    order = sorted(groups, key=lambda group: (_order(seed, group), group))
     chosen: dict[str, str | None] = {}
-    for place, group in enumerate(walk):
+    for place, group in enumerate(order):
         candidates = list(lacking)
-        if len(walk) - place == len(empty):  # the last ones go where nothing is yet
+        if len(order) - place == len(empty):  # the last ones go where nothing is yet
             candidates = [part for part in lacking if part in empty]
         part = max(candidates, key=lambda name: lacking[name])
         chosen[group] = part
@@ -78,17 +147,17 @@ def assign(groups: Mapping[str, float], parts: Mapping[str, float], seed: int, w
 
 
 def counted(number: int, what: str) -> str:
-    """`1 audio file`, `2 values of speaker`"""
+    """Return a number with its noun: `1 audio file`, `2 values of speaker`."""
     word, space, rest = what.partition(" of ")
     return f"{number:,} {word}{'s' * (number != 1)}{space}{rest}"
 
 
 def sizes(names: Sequence[str], seconds: Sequence[float]) -> dict[str, float]:
-    """How long each group is, in the order in which they first appear."""
-    found: dict[str, float] = defaultdict(float)
-    for name, each in zip(names, seconds, strict=True):
-        found[name] += each
-    return dict(found)
+    """Return the length of each group, in the order in which they first appear."""
+    lengths: dict[str, float] = defaultdict(float)
+    for name, length in zip(names, seconds, strict=True):
+        lengths[name] += length
+    return dict(lengths)
 
 
 def _order(seed: int, group: str) -> bytes:
@@ -96,9 +165,9 @@ def _order(seed: int, group: str) -> bytes:
 
 
 def moved_lines(manifest: Manifest, out: Path) -> Iterator[bytes]:
-    """The lines of a manifest as they are, but with paths that lead from where they will stand."""
+    """Yield the lines of a manifest, with paths relative to the place where they will be."""
     folder = Path(os.path.abspath(out.parent))
-    for row, raw in manifest.raw_lines():
+    for row, raw in raw_lines(manifest):
         home = manifest.source(row).parent
         if Path(os.path.abspath(home)) == folder:
             yield raw.strip() + b"\n"

@@ -1,4 +1,4 @@
-"""What a manifest holds: hours, lengths, words, characters, doubles and speakers."""
+"""Statistics of a manifest: hours, lengths, words, characters, doubles and speakers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data.manifest.columns import Manifest
 from paceline.data.manifest.line import parse_object
-from paceline.data.manifest.read import Manifest
+from paceline.data.manifest.raw_lines import raw_lines
 from paceline.recipes.asr.text.labels import ENGLISH
 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
@@ -23,6 +24,8 @@ _MOST_DOUBLES = 5
 
 
 class Extreme(NamedTuple):
+    """One of the shortest or longest utterances."""
+
     where: str
     seconds: float
     text: str
@@ -46,15 +49,15 @@ class Stats:
     characters: dict[str, int]
     """Most frequent first."""
     outside_labels: list[str]
-    """Characters that are none of the 28 labels of English."""
+    """Characters that are not among the 28 labels of English."""
     shortest: list[Extreme]
     longest: list[Extreme]
     repeated_audio: list[str]
-    """Places of lines whose audio (and offset) a line before has, too."""
+    """Places of lines that repeat the audio and offset of an earlier line."""
     repeated_texts: int
-    """Utterances whose text an utterance before has, too."""
+    """Number of utterances that repeat the text of an earlier one."""
     hours_by_speaker: dict[str, float]
-    """Longest first; empty where no line names a speaker."""
+    """Longest first; empty if no line names a speaker."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {
@@ -64,6 +67,7 @@ class Stats:
 
 
 def stats(manifest: Manifest) -> Stats:
+    """Compute the statistics of a manifest."""
     seconds = manifest.durations
     counts, edges = np.histogram(seconds, bins=_BINS)
     texts = [manifest.texts.raw(row) for row in range(len(manifest))]
@@ -94,41 +98,41 @@ def stats(manifest: Manifest) -> Stats:
 
 
 def count_characters(packed: NDArray[np.uint8]) -> dict[str, int]:
-    """How often each character stands in text in UTF-8, the most frequent first."""
+    """Return the number of each character in UTF-8 text, the most frequent first."""
     codes = np.frombuffer(packed.tobytes().decode("utf-8").encode("utf-32-le"), dtype=np.uint32)
-    found, counts = np.unique(codes, return_counts=True)
-    order = np.lexsort((found, -counts))
-    return {chr(found[place]): int(counts[place]) for place in order}
+    letters, counts = np.unique(codes, return_counts=True)
+    order = np.lexsort((letters, -counts))
+    return {chr(letters[place]): int(counts[place]) for place in order}
 
 
-def show(found: Stats) -> list[str]:
-    """For a reader."""
+def show(stats: Stats) -> list[str]:
+    """Return the statistics as lines of text."""
     lines = [
-        f"{found.utterances:,} utterances, {found.hours:,.2f} h",
+        f"{stats.utterances:,} utterances, {stats.hours:,.2f} h",
         "",
-        f"seconds       shortest {found.shortest_s:.2f}, mean {found.mean_s:.2f}, longest {found.longest_s:.2f}",
-        "percentiles   " + ", ".join(f"{share} % {value:.2f}" for share, value in found.percentiles_s.items()),
-        *_histogram(found.histogram),
+        f"seconds       shortest {stats.shortest_s:.2f}, mean {stats.mean_s:.2f}, longest {stats.longest_s:.2f}",
+        "percentiles   " + ", ".join(f"{share} % {value:.2f}" for share, value in stats.percentiles_s.items()),
+        *_histogram(stats.histogram),
         "",
-        f"words         {found.words:,}, {found.distinct_words:,} different"
-        + (f"; {found.empty_texts:,} empty texts" if found.empty_texts else ""),
-        f"characters    {_characters(found.characters)}",
+        f"words         {stats.words:,}, {stats.distinct_words:,} different"
+        + (f"; {stats.empty_texts:,} empty texts" if stats.empty_texts else ""),
+        f"characters    {_characters(stats.characters)}",
     ]
-    if found.outside_labels:
-        outside = {letter: found.characters[letter] for letter in found.outside_labels}
+    if stats.outside_labels:
+        outside = {letter: stats.characters[letter] for letter in stats.outside_labels}
         lines.append(f"outside the 28 labels of English: {_characters(outside)}")
-    lines += ["", "shortest", *_rows(found.shortest), "longest", *_rows(found.longest)]
-    if found.repeated_texts:
-        lines.append(f"texts that an earlier line has: {found.repeated_texts:,}")
-    if found.repeated_audio:
-        lines.append(f"audio that an earlier line has: {len(found.repeated_audio):,}")
-        lines += [f"  {where}" for where in found.repeated_audio[:_MOST_DOUBLES]]
-    if found.hours_by_speaker:
-        lines += ["", f"speakers      {len(found.hours_by_speaker):,}"]
-        shown = list(found.hours_by_speaker.items())[:_MOST_SPEAKERS]
+    lines += ["", "shortest", *_rows(stats.shortest), "longest", *_rows(stats.longest)]
+    if stats.repeated_texts:
+        lines.append(f"texts that an earlier line has: {stats.repeated_texts:,}")
+    if stats.repeated_audio:
+        lines.append(f"audio that an earlier line has: {len(stats.repeated_audio):,}")
+        lines += [f"  {where}" for where in stats.repeated_audio[:_MOST_DOUBLES]]
+    if stats.hours_by_speaker:
+        lines += ["", f"speakers      {len(stats.hours_by_speaker):,}"]
+        shown = list(stats.hours_by_speaker.items())[:_MOST_SPEAKERS]
         lines += [f"  {hours:8.2f} h  {speaker}" for speaker, hours in shown]
-        if len(found.hours_by_speaker) > len(shown):
-            lines.append(f"  ... and {len(found.hours_by_speaker) - len(shown):,} more")
+        if len(stats.hours_by_speaker) > len(shown):
+            lines.append(f"  ... and {len(stats.hours_by_speaker) - len(shown):,} more")
     return lines
 
 
@@ -156,18 +160,18 @@ def _extremes(manifest: Manifest, rows: NDArray[np.int64]) -> list[Extreme]:
 
 
 def _repeated_audio(manifest: Manifest) -> list[str]:
-    seen, repeated = set(), []
+    audio_so_far, repeated = set(), []
     for row in range(len(manifest)):
-        audio = (manifest.source(row).parent, manifest.written_audio(row), manifest.offset(row))
-        if audio in seen:
+        audio = (manifest.source(row).parent, manifest.audio_names[row], manifest.offset(row))
+        if audio in audio_so_far:
             repeated.append(manifest.where(row))
-        seen.add(audio)
+        audio_so_far.add(audio)
     return repeated
 
 
 def _hours_by_speaker(manifest: Manifest) -> dict[str, float]:
     seconds: dict[str, float] = defaultdict(float)
-    for row, raw in manifest.raw_lines():
+    for row, raw in raw_lines(manifest):
         speaker = parse_object(raw).get("speaker") if b'"speaker"' in raw else None
         if speaker is not None:
             seconds[str(speaker)] += float(manifest.durations[row])

@@ -1,4 +1,4 @@
-"""Which text belongs to which audio file in a folder, in the layouts that speech corpora come in.
+"""Transcripts of the audio files in a folder, in the layouts that speech corpora come in.
 
 `a.wav` beside `a.txt`; a table `transcripts.tsv`, `.csv` or `.txt` of files and texts; LibriSpeech's `*.trans.txt`;
 tables like Common Voice's, whose first line names the columns `path` and `sentence`.
@@ -23,7 +23,7 @@ _PLAIN_TABLES = frozenset(("transcripts.tsv", "transcripts.csv", "transcripts.tx
 _LIBRISPEECH = ".trans.txt"
 _LIBRISPEECH_ID = re.compile(r"(\d+)-\d+-\d+")
 _CLIPS = ("", "clips", "wavs", "wav", "audio")
-"""Folders beside a table in which the files that it names may lie."""
+"""Folders beside a table that may hold the files it names."""
 _FILE_COLUMNS = ("path", "audio_filepath", "file", "filename", "file_name", "audio")
 _TEXT_COLUMNS = ("sentence", "text", "transcript", "transcription")
 _SPEAKER_COLUMNS = ("client_id", "speaker", "speaker_id")
@@ -32,42 +32,46 @@ _SPEAKER_COLUMNS = ("client_id", "speaker", "speaker_id")
 class SeveralTables(PacelineError):
     """A folder with tables that may be of different data sets."""
 
-    def __init__(self, folder: Path, tables: list[Path]) -> None:
-        names = ", ".join(table.name for table in tables)
-        super().__init__(f"{folder} holds several tables of transcripts: {names}")
-        self.hint = f"make a manifest of each: `paceline manifest scan {tables[0]}`"
+    folder: Path
+    tables: list[Path]
+    sentence = "{folder} holds several tables of transcripts: {names}"
+    hint = "make a manifest of each: `paceline manifest scan {tables[0]}`"
+
+    @property
+    def names(self) -> str:
+        return ", ".join(table.name for table in self.tables)
 
 
 class NotATable(PacelineError):
-    """A file that does not say which audio has which text."""
+    """A file that does not name audio and texts."""
 
+    path: Path
+    why: str
+    sentence = "{path}: {why}"
     hint = (
         "name the columns in its first line, such as `path` and `sentence`, or put the file first and its text second"
     )
 
-    def __init__(self, path: Path, why: str) -> None:
-        super().__init__(f"{path}: {why}")
-
 
 class Transcript(NamedTuple):
-    """What is known of an audio file."""
+    """Text and speaker of an audio file."""
 
     text: str
     speaker: str | None = None
 
 
 @dataclass
-class Found:
-    """What a folder or a table holds."""
+class Corpus:
+    """Audio files and texts of a folder or a table."""
 
     transcripts: dict[Path, Transcript] = field(default_factory=dict)
-    """Of each audio file, in the order of paths."""
+    """By audio file, in the order of paths."""
     untranscribed: list[Path] = field(default_factory=list)
     """Audio without text."""
     unmatched: list[str] = field(default_factory=list)
-    """Where a text without audio stands, and whose it would be."""
+    """Places of texts without audio, and the names of the missing files."""
     unreadable: list[str] = field(default_factory=list)
-    """Texts that are none, with their place."""
+    """Places and reasons of texts that cannot be read."""
 
 
 class _Row(NamedTuple):
@@ -77,7 +81,7 @@ class _Row(NamedTuple):
 
 
 class _Audio:
-    """The audio files below a folder, found by path, by name and by name without suffix."""
+    """Index of the audio files below a folder, by path, by name and by name without suffix."""
 
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
@@ -93,82 +97,82 @@ class _Audio:
         return self._by_stem.get((folder, stem), [])
 
     def named(self, folder: Path, name: str) -> list[Path]:
-        """What a table in `folder` means by a name; the suffix may be left out."""
+        """Return the files that a table in `folder` means by a name; the suffix may be left out."""
         for place in _CLIPS:
             path = Path(os.path.normpath(folder / place / name))
             if path in self._known:
                 return [path]
-            if found := self.beside(path.parent, path.name):
-                return found
-        found = self._anywhere.get(Path(name).name, [])
-        return found if len(found) == 1 else []
+            if matches := self.beside(path.parent, path.name):
+                return matches
+        matches = self._anywhere.get(Path(name).name, [])
+        return matches if len(matches) == 1 else []
 
 
-def find_in_folder(folder: Path) -> Found:
-    """All audio files below, with their texts."""
+def find_in_folder(folder: Path) -> Corpus:
+    """Return all audio files below a folder, with their texts."""
     files = list(_walk(folder))
     audio = _Audio([path for path in files if path.suffix.lower() in SUFFIXES])
     plain = [path for path in files if path.name in _PLAIN_TABLES]
     named = [path for path in files if path.suffix == ".tsv" and path not in plain and _columns(path) is not None]
     if len(named) > 1:
         raise SeveralTables(folder, named)
-    found = Found()
+    corpus = Corpus()
     for table in [*plain, *named]:
-        _take(found, table.parent, _table_rows(table, found), audio)
+        _take(corpus, table.parent, _table_rows(table, corpus), audio)
     for path in files:
         if path.name.endswith(_LIBRISPEECH):
-            _take(found, path.parent, _librispeech_rows(path), audio)
+            _take(corpus, path.parent, _librispeech_rows(path), audio)
         elif path.suffix == ".txt" and path not in plain:
-            _take_same_stem(found, path, audio)
-    found.untranscribed = sorted(path for path in audio.paths if path not in found.transcripts)
-    found.transcripts = dict(sorted(found.transcripts.items()))
-    return found
+            _take_same_stem(corpus, path, audio)
+    corpus.untranscribed = sorted(path for path in audio.paths if path not in corpus.transcripts)
+    corpus.transcripts = dict(sorted(corpus.transcripts.items()))
+    return corpus
 
 
-def find_in_table(table: Path) -> Found:
-    """The audio files that a table names, in its order; others are not looked for."""
+def find_in_table(table: Path) -> Corpus:
+    """Return the audio files that a table names, in its order; others are ignored."""
     audio = _Audio([path for path in _walk(table.parent) if path.suffix.lower() in SUFFIXES])
-    found = Found()
-    _take(found, table.parent, _table_rows(table, found), audio)
-    return found
+    corpus = Corpus()
+    _take(corpus, table.parent, _table_rows(table, corpus), audio)
+    return corpus
 
 
-def _take_same_stem(found: Found, path: Path, audio: _Audio) -> None:
-    matches = [match for match in audio.beside(path.parent, path.stem) if match not in found.transcripts]
+def _take_same_stem(corpus: Corpus, path: Path, audio: _Audio) -> None:
+    matches = [match for match in audio.beside(path.parent, path.stem) if match not in corpus.transcripts]
     if not matches:
         return  # a note, a licence
     try:
         text = " ".join(" ".join(_lines(path)).split())
     except NotATable as unreadable:
-        found.unreadable.append(str(unreadable))
+        corpus.unreadable.append(str(unreadable))
         return
-    found.transcripts |= {match: Transcript(text) for match in matches}
+    corpus.transcripts |= {match: Transcript(text) for match in matches}
 
 
-def _take(found: Found, folder: Path, rows: Iterator[_Row], audio: _Audio) -> None:
+def _take(corpus: Corpus, folder: Path, rows: Iterator[_Row], audio: _Audio) -> None:
     for row in rows:
         matches = audio.named(folder, row.name)
         if not matches:
-            found.unmatched.append(f"{row.where}: {row.name}")
+            corpus.unmatched.append(f"{row.where}: {row.name}")
         for match in matches:
-            found.transcripts.setdefault(match, row.transcript)
+            corpus.transcripts.setdefault(match, row.transcript)
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """All files below in the order of names; hidden ones are left out, links are followed once."""
-    seen = set()
+    """Yield all files below in the order of names; hidden ones are left out, links are followed once."""
+    visited = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
-        if real in seen:
+        if real in visited:
             folders.clear()
             continue
-        seen.add(real)
+        visited.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
 
 
 def _librispeech_rows(path: Path) -> Iterator[_Row]:
-    """`1089-134686-0000 HE HOPED ...`: the corpus is all in capitals, which say nothing, and become small letters."""
+    """Yield the lines `1089-134686-0000 HE HOPED ...`; the corpus is all in capitals, which become small letters."""
     for number, line in enumerate(_lines(path), 1):
         name, _, text = line.strip().partition(" ")
         if name:
@@ -176,24 +180,24 @@ def _librispeech_rows(path: Path) -> Iterator[_Row]:
             yield _Row(f"{path}:{number}", name, Transcript(text.lower().strip(), speaker[1] if speaker else None))
 
 
-def _table_rows(path: Path, found: Found) -> Iterator[_Row]:
+def _table_rows(path: Path, corpus: Corpus) -> Iterator[_Row]:
     columns = _columns(path)
     file, text, speaker = columns or (0, 1, None)
     for number, cells in _cells(path):
         if columns is not None and number == 1:
             continue
         if len(cells) <= max(file, text):
-            found.unreadable.append(f"{path}:{number}: has {len(cells)} column{'s' * (len(cells) != 1)}")
+            corpus.unreadable.append(f"{path}:{number}: has {len(cells)} column{'s' * (len(cells) != 1)}")
             continue
         # Without names of columns, all behind the first separator is text: commas in it may not be quoted.
-        said = cells[text] if columns is not None else ("," if path.suffix == ".csv" else " ").join(cells[1:])
-        who = cells[speaker].strip() if speaker is not None and len(cells) > speaker else ""
+        sentence = cells[text] if columns is not None else ("," if path.suffix == ".csv" else " ").join(cells[1:])
+        name_of_speaker = cells[speaker].strip() if speaker is not None and len(cells) > speaker else ""
         if name := cells[file].strip():
-            yield _Row(f"{path}:{number}", name, Transcript(" ".join(said.split()), who or None))
+            yield _Row(f"{path}:{number}", name, Transcript(" ".join(sentence.split()), name_of_speaker or None))
 
 
 def _columns(path: Path) -> tuple[int, int, int | None] | None:
-    """Where file, text and speaker stand, if the first line names them."""
+    """Return the columns of file, text and speaker, if the first line names them."""
     first = next(_cells(path), (0, []))[1]
     names = [cell.strip().lower() for cell in first]
 
@@ -205,7 +209,7 @@ def _columns(path: Path) -> tuple[int, int, int | None] | None:
 
 
 def _cells(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Rows that are not blank, with line numbers. Only .csv has quotes: in a .tsv a sentence may begin with one."""
+    """Yield (line number, row), blank rows left out. Only .csv has quotes: sentences in a .tsv may begin with one."""
     if path.suffix == ".csv":
         reader = csv.reader(_lines(path))
         try:

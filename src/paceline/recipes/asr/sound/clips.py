@@ -56,7 +56,7 @@ def find_clips(source: Path) -> tuple[Clip, ...]:
     """
     if is_packed(source):
         return tuple(_in_packed(source))
-    from paceline.data.audio.read import AudioUnreadable, probe
+    from paceline.data.audio.file import AudioUnreadable, probe
 
     clips, problems = [], []
     for path, offset_s, duration_s in _in_folder(source) if os.path.isdir(source) else _in_manifest(source):
@@ -76,7 +76,7 @@ def find_clips(source: Path) -> tuple[Clip, ...]:
 
 
 def _in_packed(source: Path) -> Iterator[Clip]:
-    from paceline.data.packed.manifest_rows import no_audio
+    from paceline.data.manifest.packed import no_audio
     from paceline.data.packed.reader import open_packed
 
     packed = open_packed(source)
