@@ -37,9 +37,9 @@ from paceline.recipes.asr.fast.accelerate import accelerate
 from paceline.recipes.asr.network.config import NetworkSettings, read_network
 from paceline.recipes.asr.network.encoder import Decoder, Encoder
 from paceline.recipes.asr.text.ctc import ctc_loss_sum
-from paceline.speed.autotune.candidates import Way, candidates
+from paceline.speed.autotune.candidates import Candidate, candidates
 from paceline.speed.autotune.choice import choose
-from paceline.train.autotune import contest
+from paceline.train.autotune import timing
 from paceline.train.task import Task
 from paceline.world.discover.environment import discover
 from paceline.world.start import start
@@ -227,11 +227,11 @@ class Ours:
         self.grain = Grain(batch, 0, np.arange(size))
         self.config = TrainConfig(global_batch=size, optimizer="adamw", lr=1e-3, steps=1000)
 
-    def round(self, way: Way) -> Callable[[], None]:
-        return contest.Round(way, self.ring())
+    def round(self, way: Candidate) -> Callable[[], None]:
+        return timing.TimedSteps(way, self.workload())
 
-    def ring(self) -> contest.Ring:
-        return contest.Ring(self.task, self.config, self.link, self.task.model(), [self.grain])
+    def workload(self) -> timing.Workload:
+        return timing.Workload(self.task, self.config, self.link, self.task.model(), [self.grain])
 
 
 def measure(name: str, network: NetworkSettings, size: int, profile: bool) -> tuple[float, float, str]:
@@ -244,7 +244,7 @@ def measure(name: str, network: NetworkSettings, size: int, profile: bool) -> tu
         return fastest(Ours(network, batch), profile)
     if name.startswith("O"):
         level, *more = name[1:].split("+")
-        step = Ours(network, batch).round(Way(int(level), "kernels" in more, "graphs" in more))
+        step = Ours(network, batch).round(Candidate(int(level), "kernels" in more, "graphs" in more))
     else:
         dtype = torch.float16 if name == "fp16" else torch.bfloat16
         step = by_hand(network, batch, dtype, compiled="compile" in name, channels_last="channels" in name)
@@ -258,14 +258,14 @@ def fastest(ours: Ours, profile: bool) -> tuple[float, float, str]:
     """As a run at `-O4` chooses; the winner timed once more, as all others are, without what the losers held."""
     leaves_some = bool(ours.task.accelerate(ours.task.model()))
     ways = candidates([0, 1, 2, 3], has_kernels=True, can_graph=True, leaves_some=leaves_some)
-    ring = ours.ring()
+    workload = ours.workload()
 
-    def seconds(way: Way, limit_s: float) -> float:
-        found = contest.step_seconds(way, limit_s, ring=ring)
+    def seconds(way: Candidate, limit_s: float) -> float:
+        found = timing.step_seconds(way, limit_s, workload=workload)
         print(f"  {way.name}: {1e3 * found:.4g} ms", file=sys.stderr, flush=True)
         return found
 
-    choice = choose(ways, seconds, partial(contest.in_turns, ring=ring))
+    choice = choose(ways, seconds, partial(timing.in_turns, workload=workload))
     print("\n".join([choice.line("measured"), *choice.notes]), file=sys.stderr, flush=True)
     clean()
     torch.cuda.reset_peak_memory_stats()

@@ -16,10 +16,10 @@ from paceline.cli.tune import range_test as tune_lr
 from paceline.cli.tune import search as tune_search
 from paceline.cli.tune.command import OPTIONS, TuneCommand, range_test_words, with_length
 from paceline.config.settings import TrainConfig
-from paceline.train.tune.knobs import Facts, LevelFacts
+from paceline.speed.autotune.knobs import Facts, LevelFacts
+from paceline.speed.autotune.proof import FIRST_LOOK, is_decided
+from paceline.speed.autotune.search import Failure, Speed, Trial, ratios_of
 from paceline.train.tune.process import Spec
-from paceline.train.tune.proof import FIRST_LOOK, is_decided
-from paceline.train.tune.search import Failure, Speed, Trial, ratios_of
 
 HERE = Path(__file__).parent
 GOOD = f"{HERE / 'tasks_for_tests.py'}:Good"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.speed.autotune.candidates import Way
+from paceline.speed.autotune.candidates import Candidate
 from paceline.speed.master import Masters, cast_inputs, to_half
 from paceline.speed.precision import (
     Capabilities,
@@ -26,7 +26,7 @@ from paceline.speed.precision import (
     distinct,
     levels,
     resolve,
-    resolve_way,
+    resolve_candidate,
     rows,
 )
 
@@ -238,11 +238,11 @@ def test_level_4_is_what_it_chose() -> None:
     open_ = resolve(4, None, DEVICES["GPU sm80"])
     assert (open_.level, open_.name, open_.is_open, open_.compile) == (4, "-O4", True, True)
     assert resolve(4, "fp16", DEVICES["GPU"]).name == "--precision fp16"
-    chosen = resolve_way(Way(2, kernels=True, graphs=True), None, DEVICES["GPU sm80"])
+    chosen = resolve_candidate(Candidate(2, kernels=True, graphs=True), None, DEVICES["GPU sm80"])
     assert (chosen.level, chosen.name, chosen.is_open, chosen.compile) == (4, "-O4", False, False)
     assert chosen.autocast is torch.bfloat16
     assert dict(rows(chosen))["-O4 adds"] == "the task's kernels and CUDA graphs"
-    assert dict(rows(resolve_way(Way(0), None, DEVICES["CPU"])))["-O4 adds"].startswith("nothing")
+    assert dict(rows(resolve_candidate(Candidate(0), None, DEVICES["CPU"])))["-O4 adds"].startswith("nothing")
     assert "loop of your own" in dict(rows(open_))["-O4 adds"]
     assert "-O4 adds" not in dict(rows(resolve(3, None, DEVICES["GPU sm80"])))
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from paceline.speed import precision
-from paceline.speed.autotune.candidates import Way
+from paceline.speed.autotune.candidates import Candidate
 from paceline.speed.autotune.choice import CannotRun
-from paceline.train.autotune import contest
+from paceline.train.autotune import timing
 from tests.train.small import CPU
 
 
@@ -25,12 +25,12 @@ def times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Prescribed seconds by way; a way without one cannot run. What was measured is under "asked"."""
     seconds: dict[str, Any] = {"asked": []}
 
-    def measure(way: Way, limit_s: float, **rest: Any) -> float:
+    def measure(way: Candidate, limit_s: float, **rest: Any) -> float:
         seconds["asked"].append(way.name)
         if way.name not in seconds:
             raise CannotRun("not prescribed")
         return seconds[way.name]
 
-    monkeypatch.setattr(contest, "step_seconds", measure)
-    monkeypatch.setattr(contest, "in_turns", lambda ways, ring: {way: seconds[way.name] for way in ways})
+    monkeypatch.setattr(timing, "step_seconds", measure)
+    monkeypatch.setattr(timing, "in_turns", lambda ways, workload: {way: seconds[way.name] for way in ways})
     return seconds

@@ -24,7 +24,6 @@ from paceline.observe.clock import PHASES, Clock
 from paceline.observe.device_clock import DeviceClock
 from paceline.observe.journal import read
 from paceline.observe.records import EpochRecord
-from paceline.speed import recompiles
 from paceline.train import meter
 from paceline.train.task import Task
 from paceline.train.trainer import Trainer
@@ -162,19 +161,6 @@ def test_the_clock_of_a_device_is_one_with_events() -> None:
 def test_depthwise_convolutions_are_found() -> None:
     assert meter.has_depthwise(nn.Sequential(nn.Conv1d(8, 8, 5, groups=8)))
     assert not meter.has_depthwise(nn.Sequential(nn.Conv1d(8, 8, 5), nn.Conv1d(8, 8, 1, groups=8), nn.Conv1d(1, 4, 5)))
-
-
-def test_recompiles_are_torchs_own_count() -> None:
-    before = recompiles.read()
-
-    @torch.compile(backend="eager", dynamic=False)
-    def double(x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-    for length in (3, 4, 4, 5):
-        double(torch.ones(length))
-    assert recompiles.read().since(before).recompiles == 2
-    assert recompiles.read().since(before).seconds > 0
 
 
 # -- runs that are held back -------------------------------------------------------------------------------------------

@@ -212,7 +212,7 @@ def own_loop(link: Link, patterns: tuple[str, ...]) -> None:
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
-Way = tuple[int, str]
+Candidate = tuple[int, str]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ Way = tuple[int, str]
     ],
     ids=str,
 )
-def test_a_checkpoint_goes_on_in_any_form(tmp_path: Path, before: Way, after: Way) -> None:
+def test_a_checkpoint_goes_on_in_any_form(tmp_path: Path, before: Candidate, after: Candidate) -> None:
     """From before a step in which ranks have nothing of their own."""
     stop = 5
     (tmp_path / "whole").mkdir()

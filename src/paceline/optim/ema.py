@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from paceline.core.torch_private import foreach_copy_, foreach_lerp_
+
 
 class WeightAverage:
     """The average of a model's parameters, or of named tensors (fp32 masters in place of fp16 weights, say).
@@ -48,7 +50,7 @@ class WeightAverage:
         sources = self._sources
         if not self._same_dtype:
             sources = [source.to(average.dtype) for source, average in zip(sources, self._averages, strict=True)]
-        torch._foreach_lerp_(self._averages, sources, 1.0 - self.decay)
+        foreach_lerp_(self._averages, sources, 1.0 - self.decay)
 
     @contextlib.contextmanager
     def swapped(self, model: nn.Module | Mapping[str, Tensor]) -> Iterator[None]:
@@ -57,10 +59,10 @@ class WeightAverage:
         targets = [parameters[name].detach() for name in self.tensors]
         kept = [target.clone() for target in targets]
         try:
-            torch._foreach_copy_(targets, self._averages)
+            foreach_copy_(targets, self._averages)
             yield
         finally:
-            torch._foreach_copy_(targets, kept)
+            foreach_copy_(targets, kept)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Name of a weight -> its average (the live tensors, not copies)."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.core.torch_private import foreach_add_, fused_adam_
 from paceline.optim.layerwise import Bucket, Layerwise, OutOfRange, check
 
 
@@ -52,7 +53,7 @@ class Lamb(Layerwise):
         weights, updates, weight_decay = bucket.weights, bucket.views, group["weight_decay"]
         bucket.count_step()
         bucket.flat.zero_()
-        torch._fused_adam_(
+        fused_adam_(
             updates,
             [gradient.to(bucket.flat.dtype).contiguous() for gradient in gradients],
             bucket.state["exp_avg"],
@@ -70,7 +71,7 @@ class Lamb(Layerwise):
             found_inf=bucket.skip,
         )
         if weight_decay:
-            torch._foreach_add_(updates, weights, alpha=weight_decay)
+            foreach_add_(updates, weights, alpha=weight_decay)
         if weight_decay or group["adapt_undecayed"]:
             bucket.scale(self._ratios(group, self._norms(weights), self._norms(updates)))
         bucket.descend(group["lr"])

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from paceline.config.settings import OptimSettings
+from paceline.core.torch_private import foreach_add_, foreach_copy_
 from paceline.optim.kernels.pointers import Tables, fit, has_kernels
 from paceline.optim.layerwise import JoinNorms, OutOfRange, alike, by_size, norms, scale, unflatten, with_gradient
 
@@ -108,7 +109,7 @@ class Larc:
                 rest = [parameter for parameter in found if not self._is_scaled(parameter)]
                 if rest:
                     gradients = [parameter.grad for parameter in rest if parameter.grad is not None]
-                    torch._foreach_add_(gradients, rest, alpha=decay)
+                    foreach_add_(gradients, rest, alpha=decay)
                 group["weight_decay"] = 0.0
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -142,10 +143,10 @@ class Larc:
         sizes = [parameter.numel() for parameter in parameters]
         flat = torch.empty(sum(sizes), dtype=dtype, device=parameters[0].device)
         views = unflatten(flat, parameters)
-        torch._foreach_copy_(views, gradients)
+        foreach_copy_(views, gradients)
         if self.rule.decay_inside and decay:
             pull = torch.empty_like(flat)
-            torch._foreach_copy_(unflatten(pull, parameters), parameters)
+            foreach_copy_(unflatten(pull, parameters), parameters)
             is_pulled = (self.rule.zero == "freeze") | ((weight_norms > 0) & (gradient_norms > 0))
             scale(pull, sizes, decay * is_pulled.to(dtype))
             flat.add_(pull)
@@ -155,7 +156,7 @@ class Larc:
                 parameter.grad = view
         else:
             limit = torch.finfo(parameters[0].dtype).max
-            torch._foreach_copy_(gradients, unflatten(flat.clamp_(-limit, limit), parameters))
+            foreach_copy_(gradients, unflatten(flat.clamp_(-limit, limit), parameters))
         return ratios
 
     def _ratio(self, weights: Tensor, gradients: Tensor, lr: float | Tensor, decay: float) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import PacelineError
+from paceline.core.torch_private import TakesAmpScaling, foreach_add_, foreach_copy_, foreach_norm, fused_sgd_
 from paceline.optim.kernels.pointers import Table, Tables, fit, has_kernels
 
 JoinNorms = Callable[[Tensor], Tensor]
@@ -57,7 +58,7 @@ class Bucket:
 
     def count_step(self) -> None:
         # As a list: a single tensor would be read by the host where there is no kernel for many.
-        torch._foreach_add_(self.state["step"], [1.0 - self.skip] * len(self.weights))
+        foreach_add_(self.state["step"], [1.0 - self.skip] * len(self.weights))
 
     def descend(
         self,
@@ -72,7 +73,7 @@ class Bucket:
 
         torch's fused SGD: the one kernel that leaves everything bitwise alone when the device says so.
         """
-        torch._fused_sgd_(
+        fused_sgd_(
             self.weights,
             self.views,
             list(momenta),
@@ -87,7 +88,7 @@ class Bucket:
         )
 
 
-class Layerwise(torch.optim.Optimizer):
+class Layerwise(TakesAmpScaling, torch.optim.Optimizer):
     """What optimizers with one factor per tensor share: many tensors at once, and no word from the device to the host.
 
     State is kept in at least fp32: squared fp16 gradients overflow and underflow. A step whose `found_inf` (set by an
@@ -96,7 +97,6 @@ class Layerwise(torch.optim.Optimizer):
     `fused`: None is by kernels of our own on CUDA (`has_kernels`), False by torch's. State is the same for both.
     """
 
-    _step_supports_amp_scaling = True
     _has_kernels = False
     join_norms: JoinNorms | None = None
     """Set where parameters are pieces of tensors (`shard: full`): from the pieces' norms to those of the whole."""
@@ -155,7 +155,7 @@ class Layerwise(torch.optim.Optimizer):
                 self._update(group, bucket, gradients)
                 copies = [pair for pair in zip(parameters, bucket.weights, strict=True) if pair[0] is not pair[1]]
                 if copies:
-                    torch._foreach_copy_([own for own, _ in copies], [copy for _, copy in copies])
+                    foreach_copy_([own for own, _ in copies], [copy for _, copy in copies])
         return loss
 
     @torch.no_grad()
@@ -253,7 +253,7 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def norms(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
     """The Euclidean norm of each tensor, as one vector."""
-    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype))
+    return torch.stack(foreach_norm(list(tensors), 2, dtype))
 
 
 def check(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.core.torch_private import foreach_copy_
 from paceline.optim.kernels.pointers import Table
 from paceline.optim.layerwise import Bucket, Layerwise, OutOfRange, check
 
@@ -70,7 +71,7 @@ class NovoGrad(Layerwise):
         fused.novograd(table, dtype, group, found_inf, getattr(self, "grad_scale", None))
 
     def _update(self, group: dict[str, Any], bucket: Bucket, gradients: list[Tensor]) -> None:
-        torch._foreach_copy_(bucket.views, gradients)
+        foreach_copy_(bucket.views, gradients)
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         if grad_scale is not None:
             bucket.flat.div_(grad_scale)
@@ -86,7 +87,7 @@ class NovoGrad(Layerwise):
         )
         if group["luc"]:
             trust = group["luc_trust"] * self._norms(bucket.weights) / (self._norms(momenta) + group["luc_eps"])
-            torch._foreach_copy_(bucket.views, momenta)
+            foreach_copy_(bucket.views, momenta)
             bucket.scale(trust.clamp(max=group["lr"]))
             bucket.descend(1.0)
         bucket.count_step()
@@ -98,8 +99,8 @@ class NovoGrad(Layerwise):
         # 0 until a gradient was seen: the first step, and those before it whose gradient was 0.
         after = torch.where(before == 0, now, beta2 * before + (1.0 - beta2) * now)
         after = torch.where(bucket.skip > 0, before, after)
-        torch._foreach_copy_(bucket.state["exp_avg_sq"], list(after.unbind()))
+        foreach_copy_(bucket.state["exp_avg_sq"], list(after.unbind()))
         if group["amsgrad"]:
             after = torch.maximum(torch.stack(bucket.state["max_exp_avg_sq"]), after)
-            torch._foreach_copy_(bucket.state["max_exp_avg_sq"], list(after.unbind()))
+            foreach_copy_(bucket.state["max_exp_avg_sq"], list(after.unbind()))
         return after

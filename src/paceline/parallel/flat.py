@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.config.settings import ReduceSettings
+from paceline.core.torch_private import foreach_add_, foreach_copy_, foreach_maximum_, foreach_zero_, takes_amp_scaling
 from paceline.parallel import wire
 from paceline.parallel.outer import Outer
 from paceline.parallel.wire import Exchange, Wire
@@ -59,13 +60,13 @@ class FlatAverage:
     def take_anchor(self) -> None:
         """The tensors as they are now are what all ranks have."""
         if self.anchor is not None:
-            torch._foreach_copy_(self._views(self.anchor), self.tensors)
+            foreach_copy_(self._views(self.anchor), self.tensors)
 
     @torch.no_grad()
     def start(self, weight: float) -> None:
         assert not self.is_in_flight, "one average at a time"
         self.is_in_flight = True
-        torch._foreach_copy_(self._views(self._sent), self.tensors)
+        foreach_copy_(self._views(self._sent), self.tensors)
         if self.anchor is None:
             torch.mul(self._sent, weight, out=self._sum)
         else:
@@ -113,9 +114,9 @@ class FlatAverage:
             average = self.anchor
         if has_moved:
             torch.sub(average, self._sent, out=self._sum)
-            torch._foreach_add_(self.tensors, self._views(self._sum))
+            foreach_add_(self.tensors, self._views(self._sum))
         else:
-            torch._foreach_copy_(self.tensors, self._views(average))
+            foreach_copy_(self.tensors, self._views(average))
         return distance, norm
 
     def _views(self, flat: Tensor) -> list[Tensor]:
@@ -208,7 +209,7 @@ class StateAverage:
             least = [0.5 * tensor for tensor in positive]
             piece.finish(total, has_moved)
             if positive:
-                torch._foreach_maximum_(positive, least)
+                foreach_maximum_(positive, least)
         *sums, more = steps
         self._should_agree = self._should_agree or more > 0
         if total:
@@ -241,13 +242,11 @@ def reset(optimizer: torch.optim.Optimizer) -> None:
     for parameter, entries in list(optimizer.state.items()):
         tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
         if set(entries) <= FROM_ZERO and len(tensors) == len(entries):
-            torch._foreach_zero_(list(tensors.values()))
+            foreach_zero_(list(tensors.values()))
         else:
             del optimizer.state[parameter]
 
 
 def _is_on_device(optimizer: torch.optim.Optimizer) -> bool:
     defaults = optimizer.defaults
-    return bool(
-        defaults.get("fused") or defaults.get("capturable") or getattr(optimizer, "_step_supports_amp_scaling", 0)
-    )
+    return bool(defaults.get("fused") or defaults.get("capturable") or takes_amp_scaling(optimizer))

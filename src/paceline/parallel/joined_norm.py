@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.core.errors import PacelineError
+from paceline.core.torch_private import BatchNorm, share_tensors
 from paceline.world.discover.environment import World
 from paceline.world.failure.flight_recorder import trail
 
@@ -38,7 +38,7 @@ class NotOneGrainPerRank(PacelineError):
         self.hint = f"set `--grains {ranks}`, or leave out `sync_batchnorm`"
 
 
-class JoinedBatchNorm(_BatchNorm):
+class JoinedBatchNorm(BatchNorm):
     """Takes the place of a BatchNorm1d, 2d or 3d, with its parameters and buffers."""
 
     group: dist.ProcessGroup | None = None
@@ -149,7 +149,7 @@ def _replace(model: nn.Module) -> list[JoinedBatchNorm]:
             if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
                 joined = JoinedBatchNorm(child.num_features, child.eps, child.momentum, affine=False)
                 joined.affine, joined.track_running_stats = child.affine, child.track_running_stats
-                joined._parameters, joined._buffers = child._parameters, child._buffers
+                share_tensors(joined, child)
                 joined.train(child.training)
                 setattr(parent, name, joined)
                 found.append(joined)

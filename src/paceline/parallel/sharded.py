@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_map
 
 from paceline.core.errors import PacelineError
+from paceline.core.torch_private import forget_forwards, is_view, step_pre_hooks, tree_map
 from paceline.parallel.strategy import Strategy, Tally
 from paceline.world.link import Link
 
@@ -177,7 +177,7 @@ def _join_norms(optimizer: torch.optim.Optimizer, link: Link) -> None:
         link.all_reduce(squares)
         return squares.sqrt().to(norms.dtype)
 
-    hooks = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
+    hooks = [getattr(hook, "__self__", None) for hook in step_pre_hooks(optimizer)]
     for owner in (optimizer, *hooks):
         if hasattr(type(owner), "join_norms"):
             owner.join_norms = whole  # type: ignore[union-attr]
@@ -187,7 +187,7 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
     """A later change in place of an output that is a view would make backward go on without the weights."""
 
     def own(value: Any) -> Any:
-        return value.clone() if isinstance(value, Tensor) and value.requires_grad and value._is_view() else value
+        return value.clone() if isinstance(value, Tensor) and value.requires_grad and is_view(value) else value
 
     return tree_map(own, output)
 
@@ -351,16 +351,10 @@ class Sharded(Strategy):
 
 
 def _forget_forwards(model: FSDPModule) -> None:
-    """Backward gathers ahead in the order of the forwards before it, those without a backward too.
-
-    Ranks that have made unequally many of them would gather different things. torch's `reset_iter_state` does it too,
-    but since 2.13 only, and not on a rank that has not called the model yet.
-    """
+    """Ranks that have made unequally many forwards would gather different weights in the next backward."""
     for module in _modules(model):
-        group: Any = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        if group is not None:
-            group._post_forward_indices.clear()
-            getattr(group.comm_ctx, "post_forward_order", []).clear()
+        if isinstance(module, FSDPModule):
+            forget_forwards(module)
 
 
 def _modules(model: FSDPModule) -> Iterator[nn.Module]:

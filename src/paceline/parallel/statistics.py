@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.core.errors import PacelineError
+from paceline.core.torch_private import BatchNorm, foreach_add_, foreach_mul_, foreach_zero_
 from paceline.parallel.joined_norm import JoinedBatchNorm
 from paceline.world.link import Link
 
@@ -61,7 +61,7 @@ class RunningStatistics:
         self._link = link
         self._are_shared_out = are_shared_out and link.has_group
         self._is_shared = False
-        self._layers: list[_BatchNorm] = []
+        self._layers: list[BatchNorm] = []
         self._joined: list[torch.Tensor] = []  # running statistics that the ranks make together
         self._joined_counters: list[torch.Tensor] = []
         self._floats: list[torch.Tensor] = []
@@ -75,7 +75,7 @@ class RunningStatistics:
         self._is_shared = True
         self._layers, self._floats, self._joined, self._joined_counters = [], [], [], []
         for name, module in self._model.named_modules():
-            if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
+            if isinstance(module, BatchNorm) and module.training and module.track_running_stats:
                 if isinstance(module, JoinedBatchNorm):
                     self._joined += [module.get_buffer("running_mean"), module.get_buffer("running_var")]
                     self._joined_counters.append(module.get_buffer("num_batches_tracked"))
@@ -89,7 +89,7 @@ class RunningStatistics:
         if not self._layers:
             return
         if not self._link.is_first:
-            torch._foreach_zero_([*self._floats, *self._counters()])
+            foreach_zero_([*self._floats, *self._counters()])
         momenta = torch.tensor([layer.momentum for layer in self._layers], dtype=torch.float64)
         self._keep = (1.0 - momenta).to(self._floats[0].device)  # (layers,)
         self._tracked = torch.stack(self._counters())  # (layers,) calls so far
@@ -105,7 +105,7 @@ class RunningStatistics:
         self._average_joined()
         if not self._layers:
             return
-        torch._foreach_mul_(self._floats, self._factors(self._decays))
+        foreach_mul_(self._floats, self._factors(self._decays))
         floats = torch.cat([tensor.reshape(-1).double() for tensor in self._floats])
         counters = torch.stack(self._counters())
         self._link.all_reduce(floats)
@@ -150,7 +150,7 @@ class RunningStatistics:
             if not all(layer.training for layer in self._layers):
                 raise BatchNormFrozen
             self._before = [tensor.clone() for tensor in self._floats]
-            torch._foreach_zero_(self._floats)
+            foreach_zero_(self._floats)
             self._missed = missed
 
     def after_grain(self) -> None:
@@ -160,8 +160,8 @@ class RunningStatistics:
             self._calls = tracked - self._tracked
             self._tracked = tracked
             kept = self._factors(self._decays + self._calls * (self._missed + 1))
-            torch._foreach_mul_(self._before, kept)
-            torch._foreach_add_(self._floats, self._before)
+            foreach_mul_(self._before, kept)
+            foreach_add_(self._floats, self._before)
             self._decays = torch.zeros_like(self._decays)
 
     def end_step(self, missed: int) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import first_line
+from paceline.core.torch_private import foreach_add_, foreach_copy_, foreach_zero_
 
 MOST_GRAPHS = 32
 WARM_RUNS = 2
@@ -117,7 +118,7 @@ class Graphs:
     def start_step(self) -> None:
         """All gradients 0, in the buffers that the graphs add to."""
         if self._gradients:
-            torch._foreach_zero_(list(self._gradients.values()))
+            foreach_zero_(list(self._gradients.values()))
         for parameter in self._parameters:
             parameter.grad = self._gradients.get(parameter)
 
@@ -162,7 +163,7 @@ class Graphs:
     def _replay(
         self, recorded: Recorded, leaves: Sequence[Tensor], seed: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Any, Any]:
-        torch._foreach_copy_(recorded.inputs, list(leaves), non_blocking=True)
+        foreach_copy_(recorded.inputs, list(leaves), non_blocking=True)
         results = recorded.results
         recorded.seed.copy_(seed(results["total"]))
         recorded.replay()
@@ -196,7 +197,7 @@ class Graphs:
             for parameter, gradient in found:
                 if parameter not in self._gradients:
                     self._gradients[parameter] = torch.zeros_like(gradient)
-            torch._foreach_add_([self._gradients[parameter] for parameter, _ in found], [each for _, each in found])
+            foreach_add_([self._gradients[parameter] for parameter, _ in found], [each for _, each in found])
 
         try:
             for _ in range(WARM_RUNS):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import PacelineError
+from paceline.core.torch_private import foreach_norm, unscale_and_check_, update_scale_
 from paceline.speed.precision import Precision
 
 SCALE_MIN = 1.0
@@ -124,9 +125,7 @@ class BackoffScale(LossScale):
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def update(self, found_inf: Tensor) -> None:
-        torch._amp_update_scale_(
-            self._scale, self._clean_steps, found_inf, self._factor, 1.0 / self._factor, self._window_steps
-        )
+        update_scale_(self._scale, self._clean_steps, found_inf, self._factor, 1.0 / self._factor, self._window_steps)
         self._scale.clamp_(*self._bounds)
 
     def _state(self) -> dict[str, Tensor]:
@@ -164,9 +163,7 @@ class LogMaxScale(LossScale):
 
     def unscale_and_check(self, gradients: list[Tensor], found_inf: Tensor) -> None:
         # Before unscaling: an fp16 gradient would underflow by it.
-        largest = [
-            torch.stack(torch._foreach_norm(group, float("inf"))).max().double() for group in _by_dtype(gradients)
-        ]
+        largest = [torch.stack(foreach_norm(group, float("inf"))).max().double() for group in _by_dtype(gradients)]
         self._largest.copy_(torch.stack(largest).max() / self._scale if largest else torch.zeros_like(self._largest))
         super().unscale_and_check(gradients, found_inf)
 
@@ -204,10 +201,10 @@ def _check_range(scale_min: float, scale_max: float) -> None:
 
 def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
     if len({gradient.dtype for gradient in gradients}) == 1:
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
+        unscale_and_check_(gradients, found_inf, inverse_scale)
         return
     for group in _by_dtype(gradients):
-        torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse_scale)
+        unscale_and_check_(group, found_inf, inverse_scale)
 
 
 def _by_dtype(gradients: list[Tensor]) -> list[list[Tensor]]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
+from paceline.core.torch_private import BatchNorm, foreach_copy_
 from paceline.speed.precision import Precision
 
 
@@ -53,7 +53,7 @@ class Masters:
                 sources.append(weight.grad)
                 targets.append(buffer)
         if sources:
-            torch._foreach_copy_(targets, sources)
+            foreach_copy_(targets, sources)
 
     @torch.no_grad()
     def push_gradients(self) -> None:
@@ -61,7 +61,7 @@ class Masters:
         pairs = [(weight.grad, buffer) for (weight, _), buffer in zip(self._trained, self._buffers, strict=True)]
         known = [(gradient, buffer) for gradient, buffer in pairs if gradient is not None]
         if known:
-            torch._foreach_copy_([gradient for gradient, _ in known], [buffer for _, buffer in known])
+            foreach_copy_([gradient for gradient, _ in known], [buffer for _, buffer in known])
 
     @torch.no_grad()
     def pull_changes(self) -> None:
@@ -74,7 +74,7 @@ class Masters:
     def push_weights(self) -> None:
         """fp32 masters -> fp16 weights of the model."""
         if self._weights:
-            torch._foreach_copy_(self._weights, self._masters)
+            foreach_copy_(self._weights, self._masters)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -134,7 +134,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _batch_norm_parameters(model: nn.Module) -> set[int]:
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    layers = [module for module in model.modules() if isinstance(module, BatchNorm)]
     return {id(weight) for layer in layers for weight in layer.parameters(recurse=False)}
 
 
@@ -144,7 +144,7 @@ def _is_half_to_be(weight: Tensor, kept: set[int]) -> bool:
 
 def _halve(model: nn.Module) -> None:
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNorm):
             continue
         for weight in module.parameters(recurse=False):
             if weight.is_floating_point():
@@ -152,7 +152,7 @@ def _halve(model: nn.Module) -> None:
                 weight.grad = None
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():
-                module._buffers[name] = buffer.half()
+                setattr(module, name, buffer.half())
 
 
 def _replace(optimizer: torch.optim.Optimizer, old: list[Tensor], new: list[Tensor]) -> None:

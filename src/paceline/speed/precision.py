@@ -17,7 +17,8 @@ from typing import Any, Literal
 import torch
 
 from paceline.core.errors import PacelineError
-from paceline.speed.autotune.candidates import Way
+from paceline.core.torch_private import cpu_has_bf16
+from paceline.speed.autotune.candidates import Candidate
 from paceline.world.installed import has_triton
 
 Level = Literal["auto", 0, 1, 2, 3, 4]
@@ -99,11 +100,10 @@ def capabilities(device: torch.device) -> Capabilities:
             fp16=version >= (5, 3),
             compiler=has_triton(),
         )
-    backends: Any = torch.backends
     return Capabilities(
         device="cpu",
         name="this CPU",
-        bf16=bool(backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+        bf16=cpu_has_bf16(),
         tf32=False,
         fp16=True,
         # The compiler that inductor will look for.
@@ -153,11 +153,11 @@ def _resolve_fastest(precision: PrecisionName | None, capabilities: Capabilities
         raise LevelConflict(4, "fp64")
     for number in reversed(_LEVELS[1:]):
         with contextlib.suppress(LevelUnsupported):
-            return replace(resolve_way(Way(number), precision, capabilities), is_open=True)
-    return replace(resolve_way(Way(0), precision, capabilities), is_open=True)
+            return replace(resolve_candidate(Candidate(number), precision, capabilities), is_open=True)
+    return replace(resolve_candidate(Candidate(0), precision, capabilities), is_open=True)
 
 
-def resolve_way(way: Way, precision: PrecisionName | None, capabilities: Capabilities) -> Precision:
+def resolve_candidate(way: Candidate, precision: PrecisionName | None, capabilities: Capabilities) -> Precision:
     """`-O4` once it has chosen: what the way's level computes in, with what comes on top."""
     found = resolve(_LEVELS[way.level], precision, capabilities)
     # A run is resumed with the name of the level; what that chose is stored beside it.
@@ -179,7 +179,7 @@ def distinct(levels: Iterable[int], precision: PrecisionName | None, capabilitie
     """Of levels that compute alike on this device, the lowest: a CPU has no TF32, so that its -O1 is its -O0."""
     lowest: dict[Precision, int] = {}
     for level in sorted(levels):
-        lowest.setdefault(replace(resolve_way(Way(level), precision, capabilities), notes=()), level)
+        lowest.setdefault(replace(resolve_candidate(Candidate(level), precision, capabilities), notes=()), level)
     return list(lowest.values())
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from paceline.core.errors import PacelineError
+from paceline.core.torch_private import BatchNorm
 
 
 class ModulePatternUnmatched(PacelineError):
@@ -88,14 +88,15 @@ def _spare_statistics(module: nn.Module) -> Iterator[None]:
     Switching `track_running_stats` off instead would save other tensors than the first forward did, which
     torch.utils.checkpoint refuses.
     """
-    kept = [(layer, dict(layer._buffers)) for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    for layer, buffers in kept:
-        layer._buffers.update({name: None if value is None else value.clone() for name, value in buffers.items()})
+    layers = [layer for layer in module.modules() if isinstance(layer, BatchNorm)]
+    statistics = [(layer, name, buffer) for layer in layers for name, buffer in layer.named_buffers(recurse=False)]
+    for layer, name, buffer in statistics:
+        setattr(layer, name, buffer.clone())
     try:
         yield
     finally:
-        for layer, buffers in kept:
-            layer._buffers.update(buffers)
+        for layer, name, buffer in statistics:
+            setattr(layer, name, buffer)
 
 
 def _nearest(pattern: str, names: list[str]) -> list[str]:

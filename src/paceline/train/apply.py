@@ -20,7 +20,7 @@ from paceline.core.run_folder import NotARun, RunFolder, RunRecord
 from paceline.data.fetch import seed_everything
 from paceline.data.grain import Grain, map_tensors
 from paceline.train import task as tasks
-from paceline.train.autotune.run_choice import precision_for_use
+from paceline.train.autotune.autotuner import precision_for_use
 from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint import state
 from paceline.train.engine import Engine

@@ -18,12 +18,12 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.config.settings import DataSettings, EngineConfig
 from paceline.core.keys import key
+from paceline.core.torch_private import foreach_mul_, plain_step, takes_amp_scaling
 from paceline.data.grain import Batch, Grain
 from paceline.observe.clock import Clock
 from paceline.optim.build import zero_first_momentum
 from paceline.optim.clip import ClipNorm
 from paceline.optim.ema import WeightAverage
-from paceline.optim.plain_step import plain_step
 from paceline.parallel.sharded import Shards, called_whole
 from paceline.parallel.statistics import RunningStatistics
 from paceline.parallel.step import Step
@@ -139,7 +139,7 @@ class Engine:
         self._updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults.get("fused"):
             zero_first_momentum(optimizer)
-        self._skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._skips_on_device = takes_amp_scaling(optimizer)
         self.statistics = RunningStatistics(model, self.link, are_shared_out=self._several)
         self.statistics.share()
         return model, optimizer
@@ -336,7 +336,7 @@ class Engine:
         divisor = self._divisor(batch)
         if not on_host or float(done.count) != divisor:
             # Where nothing was counted this gives inf or nan, and the step is skipped.
-            torch._foreach_mul_(self._gradients, divisor / torch.as_tensor(done.count).double())
+            foreach_mul_(self._gradients, divisor / torch.as_tensor(done.count).double())
         self._found_inf.zero_()
         self.scale.unscale_and_check(self._gradients, self._found_inf)
         self.strategy.agree(self._found_inf)

@@ -22,7 +22,8 @@ from paceline.observe.device_clock import DeviceClock
 from paceline.observe.epoch import EpochSums, RankEpoch, epoch_record, join_launches, whole_record
 from paceline.observe.records import EpochRecord, Way
 from paceline.observe.throughput import Units, peak_flops
-from paceline.speed import precision, recompiles
+from paceline.speed import precision
+from paceline.speed.compile import Compiled, compiled_so_far
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
 from paceline.train.task import CountsFlops, Task
@@ -45,7 +46,7 @@ class Meter:
         self.clock, self._engine, self._task, self._config = clock, engine, task, config
         self.earlier = EpochSums.load(so_far)
         self._before = self._ended = clock.read()
-        self._compiled = recompiles.read()
+        self._compiled = compiled_so_far()
         self._device = None if engine.device.type == "cpu" else precision.capabilities(engine.device)
         self._feed: Feed | None = None
         self.units = Units()
@@ -98,7 +99,7 @@ class Meter:
     def end_epoch(self) -> tuple[EpochRecord, EpochRecord]:
         """What all ranks have measured since this launch began the epoch, and what its verdict depends on; and those
         numbers that can be had of the whole epoch. All ranks must call it."""
-        now, compiled = self.clock.read(), recompiles.read()
+        now, compiled = self.clock.read(), compiled_so_far()
         ranks = self._engine.link.gather_objects(self._measured(now, compiled))
         self.clock.lap("communication")
         self._ended, self._compiled = now, compiled
@@ -117,7 +118,7 @@ class Meter:
         mine = self._measured(self.clock.read(), self._compiled)
         return join_launches(self.earlier.ranks, self._engine.link.gather_objects(mine))
 
-    def _measured(self, now: dict[str, float], compiled: recompiles.Compiled) -> RankEpoch:
+    def _measured(self, now: dict[str, float], compiled: Compiled) -> RankEpoch:
         """On this rank, by this launch."""
         self.settle()
         lately = compiled.since(self._compiled)

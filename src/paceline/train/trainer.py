@@ -21,7 +21,7 @@ from paceline.optim import build, larc, schedule
 from paceline.parallel.step import Step
 from paceline.train import setup, summary
 from paceline.train import task as tasks
-from paceline.train.autotune.run_choice import Fastest
+from paceline.train.autotune.autotuner import Autotuner
 from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint import state
 from paceline.train.checkpoint.manager import CheckpointManager
@@ -77,9 +77,9 @@ class Trainer:
         stacks.send_to(self.checkpoints.rank_log_file)
         self.engine = Engine(config, link=link, clock=self.clock)
         task.attach(Surroundings(config, link, self.progress.say, self.engine.evaluating))
-        self.fastest = Fastest(task, config, self.engine, self.progress) if config.level == 4 else None
-        if self.fastest is not None and self.checkpoints.found is not None:
-            self.fastest.recall(self.checkpoints.found.state.get("choice"))
+        self.autotuner = Autotuner(task, config, self.engine, self.progress) if config.level == 4 else None
+        if self.autotuner is not None and self.checkpoints.found is not None:
+            self.autotuner.recall(self.checkpoints.found.state.get("choice"))
         self.position = Position()
         self.stages = list(tasks.stages_of(task))
         self._began_stage = -1
@@ -161,9 +161,9 @@ class Trainer:
 
     def _make_fast(self, feed: Feed) -> None:
         """With `-O4`: find out what is fastest here, if that is not known, and set it up for a stage."""
-        if self.fastest is not None:
-            self.fastest.begin_stage(feed, self._prepare)
-            self.checkpoints.keep_choice(None if self.fastest.choice is None else self.fastest.choice.record())
+        if self.autotuner is not None:
+            self.autotuner.begin_stage(feed, self._prepare)
+            self.checkpoints.keep_choice(None if self.autotuner.choice is None else self.autotuner.choice.record())
 
     def _train_epoch(self, feed: Feed) -> str:
         position, engine, config, clock = self.position, self.engine, self.config, self.clock
@@ -282,7 +282,7 @@ class Trainer:
         self.timeline.close()
         self.log.close(status)
         self.clock.lap("logging")
-        for line in [] if self.fastest is None else self.fastest.lines():
+        for line in [] if self.autotuner is None else self.autotuner.lines():
             self.progress.say(line)
         if status == "stopped":
             why = stop_reason(self.link)
@@ -317,8 +317,8 @@ class Trainer:
 
     def _prepare(self, model: torch.nn.Module) -> None:
         model.to(self.link.device)
-        if self.fastest is not None:
-            self.fastest.accelerate(model)
+        if self.autotuner is not None:
+            self.autotuner.accelerate(model)
         optimizer = self.task.optimizer(build.groups(model, self.config), self.config, self.link.device)
         self.larc = larc.attach(optimizer, self.config)
         self.engine.prepare(model, optimizer)

@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 
-from paceline.speed.autotune.candidates import Way, candidates
+from paceline.speed.autotune.candidates import Candidate, candidates
 from paceline.speed.autotune.choice import (
+    Cache,
     CannotRun,
     Choice,
     NothingRuns,
-    Shelf,
     cache_folder,
     change,
     choose,
     finalists,
 )
 
+THREE = [Candidate(2), Candidate(1), Candidate(0)]
 ALL = candidates([0, 1, 2, 3], has_kernels=True, can_graph=True, leaves_some=True)
 
 
@@ -29,14 +30,14 @@ def clocks(
 ) -> tuple[Any, Any]:
     """What is measured of each way one after the other, and what in turns (the same, unless said otherwise)."""
 
-    def measure(way: Way, limit_s: float) -> float:
+    def measure(way: Candidate, limit_s: float) -> float:
         if asked is not None:
             asked.append(way.name)
         if way.name not in seconds:
             raise CannotRun("no such thing")
         return seconds[way.name]
 
-    def in_turns(ways: Sequence[Way]) -> dict[Way, float]:
+    def in_turns(ways: Sequence[Candidate]) -> dict[Candidate, float]:
         return {way: (seconds | (later or {}))[way.name] for way in ways}
 
     return measure, in_turns
@@ -69,7 +70,7 @@ def test_never_slower_than_any_other(best: str) -> None:
 
 def test_what_cannot_run_is_said_and_left() -> None:
     choice = choose(ALL, *clocks({"-O2": 2.0, "-O0": 1.0}))
-    assert choice.way == Way(0)
+    assert choice.way == Candidate(0)
     assert "-O2 + kernels cannot run here: no such thing" in choice.notes
     with pytest.raises(NothingRuns, match="-O2 \\+ kernels: no such thing") as caught:
         choose(ALL, *clocks({}))
@@ -79,7 +80,7 @@ def test_what_cannot_run_is_said_and_left() -> None:
 def test_a_mistake_of_the_task_is_said_as_it_is() -> None:
     """Every way runs into it; what the plainest says is not about kernels, graphs or compiling."""
 
-    def measure(way: Way, limit_s: float) -> float:
+    def measure(way: Candidate, limit_s: float) -> float:
         raise CannotRun("it is wrong") from ValueError(f"wrong in {way.name}")
 
     with pytest.raises(ValueError, match="wrong in -O0"):
@@ -88,34 +89,40 @@ def test_a_mistake_of_the_task_is_said_as_it_is() -> None:
 
 def test_what_the_machine_did_meanwhile_does_not_decide() -> None:
     """-O0 was disturbed while it was measured, and is the second therefore; in turns it is the fastest."""
-    choice = choose([Way(2), Way(1), Way(0)], *clocks({"-O2": 1.0, "-O1": 3.0, "-O0": 1.9}, {"-O2": 1.5, "-O0": 1.2}))
-    assert choice.way == Way(0)
+    choice = choose(
+        [Candidate(2), Candidate(1), Candidate(0)],
+        *clocks({"-O2": 1.0, "-O1": 3.0, "-O0": 1.9}, {"-O2": 1.5, "-O0": 1.2}),
+    )
+    assert choice.way == Candidate(0)
     assert list(choice.step_ms) == ["-O0", "-O2", "-O1"]
     # And one that looked fast while all others were disturbed: what was measured in turns is compared with its like.
-    slowed = choose([Way(2), Way(1), Way(0)], *clocks({"-O2": 1.0, "-O1": 1.3, "-O0": 1.1}, {"-O2": 2.0, "-O0": 1.8}))
-    assert slowed.way == Way(0)
+    slowed = choose(
+        [Candidate(2), Candidate(1), Candidate(0)],
+        *clocks({"-O2": 1.0, "-O1": 1.3, "-O0": 1.1}, {"-O2": 2.0, "-O0": 1.8}),
+    )
+    assert slowed.way == Candidate(0)
 
 
 def test_of_equals_the_one_that_changes_least() -> None:
-    assert sorted(ALL, key=change)[:3] == [Way(0), Way(1), Way(2)]
-    assert choose(ALL, *clocks({way.name: 1.0 + 0.001 * number for number, way in enumerate(ALL)})).way == Way(0)
+    assert sorted(ALL, key=change)[:3] == [Candidate(0), Candidate(1), Candidate(2)]
+    assert choose(ALL, *clocks({way.name: 1.0 + 0.001 * number for number, way in enumerate(ALL)})).way == Candidate(0)
     near = {"-O2 + kernels + graphs": 1.0, "-O2 + graphs": 1.029, "-O0": 1.031}
-    assert choose(ALL, *clocks(near)).way == Way(2, graphs=True)
+    assert choose(ALL, *clocks(near)).way == Candidate(2, graphs=True)
 
 
 def test_who_is_timed_again() -> None:
-    seconds = {Way(3): 1.0, Way(2): 1.19, Way(1): 1.1, Way(0): 1.21}
-    assert finalists(seconds) == [Way(3), Way(1), Way(2)]
-    assert finalists({Way(2): 1.0, Way(1): 1.9, Way(0): 1.95}) == [Way(2), Way(1)]
-    assert finalists({Way(2): 1.0, Way(0): 2.1}) == [Way(2)]
+    seconds = {Candidate(3): 1.0, Candidate(2): 1.19, Candidate(1): 1.1, Candidate(0): 1.21}
+    assert finalists(seconds) == [Candidate(3), Candidate(1), Candidate(2)]
+    assert finalists({Candidate(2): 1.0, Candidate(1): 1.9, Candidate(0): 1.95}) == [Candidate(2), Candidate(1)]
+    assert finalists({Candidate(2): 1.0, Candidate(0): 2.1}) == [Candidate(2)]
 
 
 def test_without_room_for_all_at_once_the_first_times_stand() -> None:
-    def in_turns(ways: Sequence[Way]) -> dict[Way, float]:
+    def in_turns(ways: Sequence[Candidate]) -> dict[Candidate, float]:
         raise CannotRun("out of memory")
 
-    choice = choose([Way(2), Way(0)], clocks({"-O2": 1.0, "-O0": 1.1})[0], in_turns)
-    assert choice.way == Way(2)
+    choice = choose([Candidate(2), Candidate(0)], clocks({"-O2": 1.0, "-O0": 1.1})[0], in_turns)
+    assert choice.way == Candidate(2)
     assert choice.notes == ("-O2, -O0 were timed one after the other only: out of memory",)
 
 
@@ -145,7 +152,7 @@ def test_compiled_with_graphs_is_not_compiled_again_without() -> None:
 def test_a_measurement_may_stop_at_twice_the_best() -> None:
     limits: dict[str, float] = {}
 
-    def measure(way: Way, limit_s: float) -> float:
+    def measure(way: Candidate, limit_s: float) -> float:
         limits[way.name] = limit_s
         return {"-O2 + kernels + graphs": 3.0, "-O2 + kernels": 1.0}.get(way.name, 2.0)
 
@@ -156,7 +163,10 @@ def test_a_measurement_may_stop_at_twice_the_best() -> None:
 
 
 def test_kept_for_the_machine(tmp_path: Path) -> None:
-    shelf, choice = Shelf(tmp_path / "ways"), Choice(Way(2, kernels=True), {"-O2 + kernels": 1.5, "-O0": 9.0}, ("so",))
+    shelf, choice = (
+        Cache(tmp_path / "ways"),
+        Choice(Candidate(2, kernels=True), {"-O2 + kernels": 1.5, "-O0": 9.0}, ("so",)),
+    )
     facts = {"device": "an H200", "shapes": [(64, 1680)], "versions": {"torch": "2.11"}}
     assert shelf.find(facts) is None
     assert shelf.keep(facts, choice) is None
@@ -167,7 +177,7 @@ def test_kept_for_the_machine(tmp_path: Path) -> None:
     file.write_text("{")  # cut short
     assert shelf.find(facts) is None
     (tmp_path / "file").write_text("")
-    assert "not kept" in str(Shelf(tmp_path / "file" / "ways").keep(facts, choice))
+    assert "not kept" in str(Cache(tmp_path / "file" / "ways").keep(facts, choice))
 
 
 def test_where_it_is_kept() -> None:
@@ -176,6 +186,6 @@ def test_where_it_is_kept() -> None:
 
 
 def test_what_is_said() -> None:
-    choice = Choice(Way(2, graphs=True), {"-O2 + graphs": 29.12, "-O0": 1234.5})
+    choice = Choice(Candidate(2, graphs=True), {"-O2 + graphs": 29.12, "-O0": 1234.5})
     assert choice.line("measured") == "-O4 is -O2 + graphs: 29.1 ms a step, measured; -O0 1,234 ms"
-    assert Choice(Way(0)).line("as before") == "-O4 is -O0: as before"
+    assert Choice(Candidate(0)).line("as before") == "-O4 is -O0: as before"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from paceline.speed.autotune.search import Changes, Contest, Found, Speed, Trial, budget_for, search
 from paceline.train.tune import report as tune_report
-from paceline.train.tune import search
-from paceline.train.tune.search import Changes, Contest, Found, Speed, Trial, budget_for
-from tests.train.tune_machine import LEVEL, TRIAL_S, WORKERS, Machine, formula, knob
+from tests.speed.autotune.tune_machine import LEVEL, TRIAL_S, WORKERS, Machine, formula, knob
 
 
 def alone(changes: Changes, speed: float) -> Trial:

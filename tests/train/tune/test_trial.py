@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from paceline.config.settings import TrainConfig
+from paceline.speed.autotune.knobs import Facts
+from paceline.speed.autotune.search import Failure, Speed
 from paceline.train.loss import LossContract, OutOfMemory
 from paceline.train.tune import trial as tune_trial
-from paceline.train.tune.knobs import Facts
 from paceline.train.tune.process import POLL_S, SPEED, Spec, judge, kind_of, run_trial, started, write_end
 from paceline.train.tune.race import FilePace, race
-from paceline.train.tune.search import Failure, Speed
 from paceline.train.tune.trial import LEAST_PARTS, NUM_PARTS, Part, is_settled, join, steps_per_part, trial
 from paceline.world.link import Link
 from tests.ranks import run_ranks

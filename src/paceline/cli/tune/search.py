@@ -18,13 +18,9 @@ from paceline.config.settings import TrainConfig
 from paceline.core.disk import CannotWrite
 from paceline.core.errors import PacelineError
 from paceline.observe.bars import SideBar
-from paceline.train.tune import knobs as tune_space
-from paceline.train.tune import report as tune_report
-from paceline.train.tune.folder import AskedToLeave, leaving_when_asked, work_folder
-from paceline.train.tune.process import Spec, run_trial
-from paceline.train.tune.proof import RACE_ROUNDS, is_decided
-from paceline.train.tune.race import race
-from paceline.train.tune.search import (
+from paceline.speed.autotune import knobs as tune_space
+from paceline.speed.autotune.proof import RACE_ROUNDS, is_decided
+from paceline.speed.autotune.search import (
     Changes,
     Contest,
     Failure,
@@ -36,6 +32,10 @@ from paceline.train.tune.search import (
     ratios_of,
     search,
 )
+from paceline.train.tune import report as tune_report
+from paceline.train.tune.folder import AskedToLeave, leaving_when_asked, work_folder
+from paceline.train.tune.process import Spec, run_trial
+from paceline.train.tune.race import race
 from paceline.world.failure.board import EXIT_INTERRUPT
 from paceline.world.launch.launcher import count_procs
 

@@ -23,6 +23,7 @@ from paceline.config.settings import ObserveSettings
 from paceline.config.step_range import StepRange
 from paceline.core.errors import PacelineError
 from paceline.core.run_folder import TIMELINES
+from paceline.core.torch_private import allocations, record_allocations
 from paceline.observe.clock import Clock
 from paceline.observe.timeline import time_axis, trace
 from paceline.world.link import Link
@@ -150,7 +151,7 @@ class Timeline:
             self._profiler.stop()
             self._profiler = None
         if self._tape is not None and self._with_history:
-            torch.cuda.memory._record_memory_history(enabled=None)
+            record_allocations(None)
 
     def _between(self, num_steps: int) -> None:
         if self._is_over:
@@ -167,7 +168,7 @@ class Timeline:
     def _begin(self, step: int) -> None:
         self._clock.lap("other")
         if self._with_history:
-            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+            record_allocations(MOST_ALLOCATIONS)
         if self._with_torch:
             kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._link.device.type == "cuda" else [])]
             self._profiler = profile(activities=kinds, profile_memory=self._with_memory)
@@ -256,8 +257,8 @@ class Timeline:
     def _device_memory(self) -> bytes | None:
         if not self._with_history:
             return None
-        history = zlib.compress(pickle.dumps(torch.cuda.memory._snapshot()), 1)
-        torch.cuda.memory._record_memory_history(enabled=None)
+        history = zlib.compress(pickle.dumps(allocations()), 1)
+        record_allocations(None)
         return history
 
     def _tell(self, path: Path, uncertainty_ns: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Way:
+class Candidate:
     """A level, the task's own kernels, CUDA graphs."""
 
     level: int
@@ -30,12 +30,14 @@ class Way:
         return {"level": self.level, "kernels": self.kernels, "graphs": self.graphs}
 
     @classmethod
-    def read(cls, record: Mapping[str, Any]) -> Way:
+    def read(cls, record: Mapping[str, Any]) -> Candidate:
         """The counterpart of `record`."""
         return cls(int(record["level"]), bool(record["kernels"]), bool(record["graphs"]))
 
 
-def candidates(levels: Iterable[int], *, has_kernels: bool, can_graph: bool, leaves_some: bool = False) -> list[Way]:
+def candidates(
+    levels: Iterable[int], *, has_kernels: bool, can_graph: bool, leaves_some: bool = False
+) -> list[Candidate]:
     """What is worth measuring, the likely winners first, so that the hopeless are known after one step.
 
     `levels` are those that the device can compute. Kernels are for bf16, so they stand on level 2. On 3 as well where
@@ -46,7 +48,7 @@ def candidates(levels: Iterable[int], *, has_kernels: bool, can_graph: bool, lea
     kernel_levels = ([2, 3] if leaves_some else [2]) if has_kernels else []
     graph_levels = [2, 3] if can_graph else []
     return [
-        Way(level, kernels, graphs)
+        Candidate(level, kernels, graphs)
         for level in ranked
         for kernels in ([True, False] if level in kernel_levels else [False])
         for graphs in ([True, False] if level in graph_levels else [False])

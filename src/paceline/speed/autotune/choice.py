@@ -1,6 +1,6 @@
 """Which way of computing is the fastest here: measured once, kept for the machine and with the run.
 
-`choose` decides and is pure but for what measuring does; `Shelf` keeps what was found in a folder.
+`choose` decides and is pure but for what measuring does; `Cache` keeps what was found in a folder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.core.disk import replacing
 from paceline.core.errors import PacelineError
-from paceline.speed.autotune.candidates import Way
+from paceline.speed.autotune.candidates import Candidate
 
 HOPELESS = 2.0
 """A way that is so many times slower than the best in each of its first rounds is not timed further."""
@@ -45,7 +45,7 @@ class NothingRuns(PacelineError):
 class Choice:
     """The fastest way, and what it was chosen from."""
 
-    way: Way
+    way: Candidate
     step_ms: Mapping[str, float] = field(default_factory=dict)
     """By the name of the way: those timed in turns first, the fastest of them in front."""
     notes: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Choice:
     def read(cls, record: Mapping[str, Any]) -> Choice:
         """The counterpart of `record`."""
         times = {str(name): float(value) for name, value in record["step_ms"].items()}
-        return cls(Way.read(record["way"]), times, tuple(map(str, record["notes"])))
+        return cls(Candidate.read(record["way"]), times, tuple(map(str, record["notes"])))
 
     def line(self, source: str) -> str:
         """`-O4 is -O2 + kernels: 29.1 ms a step, measured; -O2 322 ms, -O1 470 ms`"""
@@ -70,9 +70,9 @@ class Choice:
 
 
 def choose(
-    ways: Sequence[Way],
-    measure: Callable[[Way, float], float],
-    in_turns: Callable[[Sequence[Way]], Mapping[Way, float]],
+    ways: Sequence[Candidate],
+    measure: Callable[[Candidate, float], float],
+    in_turns: Callable[[Sequence[Candidate]], Mapping[Candidate, float]],
 ) -> Choice:
     """The fastest of `ways`; of those that are as fast, the one that changes least.
 
@@ -80,8 +80,8 @@ def choose(
     steps take longer than `limit_s`. What else the machine does while a way is measured counts against that way alone:
     so those that may still win are measured again by `in_turns`, which hits all alike, and only that decides.
     """
-    seconds: dict[Way, float] = {}
-    failures: dict[Way, CannotRun] = {}
+    seconds: dict[Candidate, float] = {}
+    failures: dict[Candidate, CannotRun] = {}
     notes: list[str] = []
     for way in ways:
         best = min(seconds.values(), default=float("inf"))
@@ -109,7 +109,7 @@ def choose(
     return Choice(min(tied, key=change), times, (*failed, *notes))
 
 
-def _not_worth_compiling(way: Way, seconds: Mapping[Way, float], best: float) -> str | None:
+def _not_worth_compiling(way: Candidate, seconds: Mapping[Candidate, float], best: float) -> str | None:
     """Compiling takes minutes: why it cannot win, or None."""
     recorded, plain = replace(way, graphs=True), replace(way, level=2)
     if recorded in seconds:
@@ -118,7 +118,7 @@ def _not_worth_compiling(way: Way, seconds: Mapping[Way, float], best: float) ->
     return f"{plain.name} is {slower:.1f} times slower than the best" if slower > MOST_BY_COMPILING else None
 
 
-def finalists(seconds: Mapping[Way, float]) -> list[Way]:
+def finalists(seconds: Mapping[Candidate, float]) -> list[Candidate]:
     """Those that may still turn out to be the fastest: near the best, and the second where it is not hopeless."""
     ranked = sorted(seconds, key=lambda way: seconds[way])
     best = seconds[ranked[0]]
@@ -129,19 +129,19 @@ def finalists(seconds: Mapping[Way, float]) -> list[Way]:
     ]
 
 
-def change(way: Way) -> tuple[int, bool, bool]:
+def change(way: Candidate) -> tuple[int, bool, bool]:
     """How far a way is from `-O0`, for comparison: the level first, then kernels, which round otherwise than torch's;
     a graph changes no number."""
     return way.level, way.kernels, way.graphs
 
 
-def _nothing_runs(failures: Mapping[Way, CannotRun]) -> BaseException:
+def _nothing_runs(failures: Mapping[Candidate, CannotRun]) -> BaseException:
     """What is wrong with the task itself is best said by what the plainest way ran into."""
     plainest = failures[min(failures, key=change)]
     return plainest.__cause__ or NothingRuns({way.name: str(why) for way, why in failures.items()})
 
 
-class Shelf:
+class Cache:
     """Choices in a folder, one small file each, named by what they depend on."""
 
     def __init__(self, folder: Path) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from paceline.core.torch_private import compile_counters
 from paceline.data.grain import Grain
 from paceline.speed.graphs import Graphs, detached
 
@@ -22,7 +23,7 @@ def counters(engine: Engine) -> dict[str, Any]:
     """What was compiled and recorded so far, for the journal; nothing where neither is done."""
     found: dict[str, Any] = {}
     if engine.precision.compile:
-        found["compiled"] = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        found["compiled"] = compile_counters().graphs
     if engine.recorded is not None:
         found["graphs"] = engine.recorded.graphs.numbers()
     return found

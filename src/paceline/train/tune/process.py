@@ -22,9 +22,9 @@ import torch
 
 from paceline.core.disk import replacing
 from paceline.core.errors import PacelineError
+from paceline.speed.autotune.knobs import Facts
+from paceline.speed.autotune.search import Failure, FailureKind, Speed
 from paceline.train.loss import OutOfMemory
-from paceline.train.tune.knobs import Facts
-from paceline.train.tune.search import Failure, FailureKind, Speed
 from paceline.world.failure.together import is_broken_link, user_message
 from paceline.world.parent_process import bound, end_with_parent
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
-from paceline.train.tune.knobs import is_free
-from paceline.train.tune.proof import is_ahead, luck
-from paceline.train.tune.search import LEAST_ROUNDS, MARGIN, Changes, Contest, Failure, Found, Trial, speed_of
+from paceline.speed.autotune.knobs import is_free
+from paceline.speed.autotune.proof import is_ahead, luck
+from paceline.speed.autotune.search import LEAST_ROUNDS, MARGIN, Changes, Contest, Failure, Found, Trial, speed_of
 
 HEAD = "# Written by `paceline tune`"
 """How a file of ours is known."""

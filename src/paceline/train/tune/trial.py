@@ -19,13 +19,13 @@ from paceline.data.grain import Grain
 from paceline.observe.clock import computing_share, elapsed
 from paceline.parallel.step import Step
 from paceline.speed import precision
+from paceline.speed.autotune.knobs import Facts, LevelFacts
+from paceline.speed.autotune.search import Speed
 from paceline.train import summary
 from paceline.train.benchmark import unkept
 from paceline.train.feed import Feed
 from paceline.train.task import Stage, Task
 from paceline.train.trainer import Trainer
-from paceline.train.tune.knobs import Facts, LevelFacts
-from paceline.train.tune.search import Speed
 from paceline.world.link import Link
 
 LEAST_PARTS, NUM_PARTS = 3, 7

@@ -16,9 +16,9 @@ from paceline.recipes.asr.fast import channels_last, fused
 from paceline.recipes.asr.fast.accelerate import accelerate
 from paceline.recipes.asr.network.config import read_network
 from paceline.recipes.asr.network.encoder import Encoder
-from paceline.speed.autotune.candidates import Way
-from paceline.speed.kernels.time_conv import time_conv
-from paceline.train.autotune import run_choice as fastest
+from paceline.speed.autotune.candidates import Candidate
+from paceline.speed.time_conv import time_conv
+from paceline.train.autotune import autotuner
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.recipes.asr import tiny
@@ -154,17 +154,17 @@ JASPER = {
 }
 
 
-def train(link: Link, data: Path, out: Path, way: Way, **changes: Any) -> None:
+def train(link: Link, data: Path, out: Path, way: Candidate, **changes: Any) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(out))
-        patched.setattr(fastest, "why_no_kernels", lambda *_: None)
-        patched.setattr(fastest, "candidates", lambda *_, **__: [way])
+        patched.setattr(autotuner, "why_no_kernels", lambda *_: None)
+        patched.setattr(autotuner, "candidates", lambda *_, **__: [way])
         run = tiny.train(tiny.settings(data, out=out / "run", network=JASPER, level=4, **changes), link)
     assert run.engine.precision.kernels
 
 
 def train_on_ranks(link: Link, data: Path, folder: Path) -> None:
-    train(link, data, folder / str(link.world.size), Way(2, kernels=True), epochs=2)
+    train(link, data, folder / str(link.world.size), Candidate(2, kernels=True), epochs=2)
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_a_run_is_the_same_on_two_ranks(tmp_path: Path, speech: Path) -> None:
 
 
 def test_a_run_goes_on_where_it_was(tmp_path: Path, speech: Path) -> None:
-    way, changes = Way(2, kernels=True), {"epochs": None, "schedule": "constant", "warmup_ratio": None}
+    way, changes = Candidate(2, kernels=True), {"epochs": None, "schedule": "constant", "warmup_ratio": None}
     train(alone(), speech, tmp_path / "whole", way, steps=4, **changes)
     train(alone(), speech, tmp_path / "part", way, steps=2, **changes)
     train(alone(), speech, tmp_path / "part", way, steps=4, resume="auto", allow_change=True, **changes)
@@ -191,7 +191,7 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, speech: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # of torch about its own compiler
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_a_run_is_compiled(tmp_path: Path, speech: Path) -> None:
-    train(alone(), speech, tmp_path, Way(3, kernels=True), epochs=None, steps=2)
+    train(alone(), speech, tmp_path, Candidate(3, kernels=True), epochs=None, steps=2)
     assert len(tiny.losses_of(tmp_path / "run")) == 2
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paceline.recipes.asr.network.encoder import Block, Encoder, Residual
 from paceline.recipes.asr.network.frames import Frames, frames_of
 from paceline.recipes.asr.network.separable import PlainConv, SeparableConv, SubBlock
-from paceline.speed.kernels.time_conv import time_conv
+from paceline.speed.time_conv import time_conv
 
 
 def accelerate(encoder: Encoder) -> None:

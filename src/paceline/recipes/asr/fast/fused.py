@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.core.torch_private import BatchNorm, foreach_add_, foreach_lerp_
 from paceline.recipes.asr.network.encoder import Block, Encoder, Residual
 from paceline.recipes.asr.network.frames import frames_of, strided_length
 from paceline.recipes.asr.network.separable import BATCH_NORM_MOMENTUM, PlainConv, SeparableConv
@@ -61,7 +62,7 @@ def obstacles(encoder: Encoder) -> list[str]:
         if settings.stride not in (1, 2, 4):
             reasons.append(f"{block}stride {settings.stride}")
     for name, module in encoder.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and type(module) is not nn.BatchNorm1d:
+        if isinstance(module, BatchNorm) and type(module) is not nn.BatchNorm1d:
             reasons.append(f"{name} is a {type(module).__name__}")
         elif isinstance(module, nn.BatchNorm1d) and module.momentum != BATCH_NORM_MOMENTUM:
             reasons.append(f"{name} has momentum {module.momentum}")
@@ -210,7 +211,5 @@ def _track(seen: Seen) -> None:
     momentum = seen[0][0].momentum
     assert momentum is not None
     for name, row in (("running_mean", 0), ("running_var", 2)):
-        torch._foreach_lerp_(
-            [norm.get_buffer(name) for norm, _ in seen], [moments[row] for _, moments in seen], momentum
-        )
-    torch._foreach_add_([norm.get_buffer("num_batches_tracked") for norm, _ in seen], 1)
+        foreach_lerp_([norm.get_buffer(name) for norm, _ in seen], [moments[row] for _, moments in seen], momentum)
+    foreach_add_([norm.get_buffer("num_batches_tracked") for norm, _ in seen], 1)

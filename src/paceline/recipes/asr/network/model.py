@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from paceline.core.torch_private import mark_dynamic
 from paceline.recipes.asr.network.config import NetworkSettings
 from paceline.recipes.asr.network.encoder import Decoder, Encoder
 from paceline.recipes.asr.sound.features import LogMel, not_compiled
@@ -44,7 +45,7 @@ class AcousticModel(nn.Module):
             features = self.spec_augment(features, frames, keys)
         # Batches differ in size and length: what is compiled next is to be compiled once, not for the first of them.
         for tensor, sizes in ((features, (0, 2)), (frames, (0,))):
-            torch._dynamo.maybe_mark_dynamic(tensor, sizes)
+            mark_dynamic(tensor, sizes)
         return features, frames
 
     def output_length(self, num_samples: int) -> int:

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from paceline.core.torch_private import BatchNorm
 from paceline.recipes.continual.method import Answer, Incoming, Method, Net, Replayed
 
 
@@ -53,7 +53,7 @@ def turn(step: Tensor, stored: Tensor) -> Tensor:
 @contextmanager
 def _still(model: nn.Module) -> Iterator[None]:
     """Batch norms normalise as in training and leave their statistics as they are."""
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+    norms = [module for module in model.modules() if isinstance(module, BatchNorm) and module.track_running_stats]
     for norm in norms:
         norm.track_running_stats = False
     kept = [(norm.running_mean, norm.running_var) for norm in norms]

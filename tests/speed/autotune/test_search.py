@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from paceline.config.settings import TrainConfig
-from paceline.train.tune import report as tune_report
-from paceline.train.tune.knobs import Facts, LevelFacts, finer, is_free, knobs
-from paceline.train.tune.proof import FIRST_LOOK
-from paceline.train.tune.search import (
+from paceline.speed.autotune.knobs import Facts, LevelFacts, finer, is_free, knobs
+from paceline.speed.autotune.proof import FIRST_LOOK
+from paceline.speed.autotune.search import (
     LEAST_ROUNDS,
     MOST_ROUNDS,
     Changes,
@@ -23,7 +22,8 @@ from paceline.train.tune.search import (
     search,
     speed_of,
 )
-from tests.train.tune_machine import GRAINS, LEVEL, WORKERS, Machine, formula, knob
+from paceline.train.tune import report as tune_report
+from tests.speed.autotune.tune_machine import GRAINS, LEVEL, WORKERS, Machine, formula, knob
 
 
 def test_the_fastest_is_found_coordinate_by_coordinate() -> None:

@@ -19,11 +19,11 @@ from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.observe.progress import Progress
 from paceline.speed import kernels, precision
-from paceline.speed.autotune.candidates import Way, candidates
-from paceline.speed.autotune.choice import Choice, Shelf, cache_folder, choose
+from paceline.speed.autotune.candidates import Candidate, candidates
+from paceline.speed.autotune.choice import Cache, Choice, cache_folder, choose
 from paceline.speed.graphs import MOST_GRAPHS, CudaRecorder, Graphs
 from paceline.speed.precision import Precision
-from paceline.train.autotune import contest
+from paceline.train.autotune import timing
 from paceline.train.autotune.recorded import RecordedGrains, counters
 from paceline.train.autotune.shapes import costly_shapes
 from paceline.train.checkpoint import state
@@ -52,7 +52,7 @@ MATTERS_IF_SET = ("clip_norm", "clip_value", "ema", "weight_decay")
 """... and those of which only whether they are set."""
 
 
-class Fastest:
+class Autotuner:
     """Chooses for a trainer's engine, and sets up what was chosen. All ranks take what the first one finds."""
 
     def __init__(self, task: Task, config: TrainConfig, engine: Engine, progress: Progress) -> None:
@@ -63,7 +63,7 @@ class Fastest:
         self._no_graphs = why_no_graphs(task, config, self._capabilities, engine.link.world.size)
         self.choice: Choice | None = None
         # Until something is chosen, nothing is compiled for nothing.
-        self._settle(Way(min(self._levels[-1], 2)), is_open=True)
+        self._settle(Candidate(min(self._levels[-1], 2)), is_open=True)
 
     def recall(self, record: Mapping[str, Any] | None) -> None:
         """Take what a run chose before it was interrupted, without measuring."""
@@ -113,7 +113,9 @@ class Fastest:
     def _choose(self, feed: Feed) -> None:
         link = self._engine.link
         if feed.is_stream:
-            self._take(Choice(Way(self._levels[-1])), "not measured, since nobody knows the shapes of iterable data")
+            self._take(
+                Choice(Candidate(self._levels[-1])), "not measured, since nobody knows the shapes of iterable data"
+            )
             return
         found: tuple[dict[str, Any], str] | None = None
         if link.is_first:
@@ -126,21 +128,21 @@ class Fastest:
         picks = costly_shapes(feed.plan(0), MEASURED_SHAPES, feed.collate)
         grains = list(feed.read((pick.step, pick.number) for pick in picks))
         ways = self._ways()
-        facts, shelf = self._facts(grains, ways), Shelf(cache_folder(os.environ))
+        facts, shelf = self._facts(grains, ways), Cache(cache_folder(os.environ))
         known = shelf.find(facts)
         if known is not None:
             return known, "measured by an earlier run on this machine"
         self._progress.say(f"-O4: timing {len(ways)} ways to compute a step, once on this machine")
 
-        ring = contest.Ring(self._task, self._config, self._engine.link, self._engine.model, grains)
+        workload = timing.Workload(self._task, self._config, self._engine.link, self._engine.model, grains)
 
-        def measure(way: Way, limit_s: float) -> float:
-            seconds = contest.step_seconds(way, limit_s * len(grains), ring=ring) / len(grains)
+        def measure(way: Candidate, limit_s: float) -> float:
+            seconds = timing.step_seconds(way, limit_s * len(grains), workload=workload) / len(grains)
             self._progress.say(f"  {way.name}: {1e3 * seconds:.4g} ms")
             return seconds
 
-        def in_turns(ways: Sequence[Way]) -> dict[Way, float]:
-            seconds = {way: each / len(grains) for way, each in contest.in_turns(ways, ring=ring).items()}
+        def in_turns(ways: Sequence[Candidate]) -> dict[Candidate, float]:
+            seconds = {way: each / len(grains) for way, each in timing.in_turns(ways, workload=workload).items()}
             shown = ", ".join(f"{way.name} {1e3 * each:.4g} ms" for way, each in seconds.items())
             self._progress.say(f"  in turns: {shown}")
             return seconds
@@ -149,13 +151,13 @@ class Fastest:
         reasons = [why for why in (self._no_kernels, self._no_graphs) if why is not None]
         choice = replace(choice, notes=(*choice.notes, *reasons))
         if any("-O3" in name for name in choice.step_ms):
-            torch._dynamo.reset()  # what was compiled for copies of the model is of no more use
+            torch.compiler.reset()  # what was compiled for copies of the model is of no more use
         problem = shelf.keep(facts, choice)
         if problem is not None:
             self._progress.say(problem)
         return choice, "measured"
 
-    def _ways(self) -> list[Way]:
+    def _ways(self) -> list[Candidate]:
         levels = precision.distinct(self._levels, self._config.precision, self._capabilities)
         has_kernels, leaves_some = self._no_kernels is None, False
         if has_kernels:
@@ -163,7 +165,7 @@ class Fastest:
                 leaves_some = bool(accelerate(self._task, copy.deepcopy(self._engine.model)))
         return candidates(levels, has_kernels=has_kernels, can_graph=self._no_graphs is None, leaves_some=leaves_some)
 
-    def _take(self, choice: Choice, source: str, way: Way | None = None) -> None:
+    def _take(self, choice: Choice, source: str, way: Candidate | None = None) -> None:
         """`way`: what of the choice can be had here, where that is not all of it."""
         self.choice = choice
         used = choice
@@ -171,8 +173,8 @@ class Fastest:
             used = replace(choice, way=way, notes=(*choice.notes, *filter(None, [self._no_graphs])))
         self._settle(used.way, notes=(used.line(source), *used.notes))
 
-    def _settle(self, way: Way, *, is_open: bool = False, notes: tuple[str, ...] = ()) -> None:
-        found = precision.resolve_way(way, self._config.precision, self._capabilities)
+    def _settle(self, way: Candidate, *, is_open: bool = False, notes: tuple[str, ...] = ()) -> None:
+        found = precision.resolve_candidate(way, self._config.precision, self._capabilities)
         self._engine.settle(replace(found, is_open=is_open, notes=(*notes, *found.notes)))
 
     def _warm_up(self, recorded: RecordedGrains, feed: Feed) -> None:
@@ -185,7 +187,7 @@ class Fastest:
             if number % 8 == 0 or number == len(picks):
                 self._progress.say(f"CUDA graphs: {recorded.graphs.num_recorded} recorded of {number} shapes")
 
-    def _facts(self, grains: list[Grain], ways: list[Way]) -> dict[str, Any]:
+    def _facts(self, grains: list[Grain], ways: list[Candidate]) -> dict[str, Any]:
         """What a choice depends on."""
         config, model = self._config, self._engine.model
         named = [f"{name} {tuple(value.shape)} {value.requires_grad}" for name, value in model.named_parameters()]
@@ -213,7 +215,9 @@ def precision_for_use(record: Mapping[str, Any] | None, config: TrainConfig, dev
     capabilities = precision.capabilities(device)
     levels = precision.levels(config.precision, capabilities)
     chosen = 2 if record is None else Choice.read(record).way.level
-    return precision.resolve_way(Way(max(level for level in levels if level <= chosen)), config.precision, capabilities)
+    return precision.resolve_candidate(
+        Candidate(max(level for level in levels if level <= chosen)), config.precision, capabilities
+    )
 
 
 def why_no_kernels(task: Task, config: TrainConfig, capabilities: precision.Capabilities) -> str | None:

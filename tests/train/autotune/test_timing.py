@@ -13,11 +13,11 @@ from torch import nn
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.speed import precision
-from paceline.speed.autotune.candidates import Way
+from paceline.speed.autotune.candidates import Candidate
 from paceline.speed.autotune.choice import CannotRun
 from paceline.speed.precision import Capabilities
-from paceline.train.autotune import contest
-from paceline.train.autotune.contest import FEWEST_ROUNDS, ROUNDS, Ring, Round, enough, in_turns, step_seconds
+from paceline.train.autotune import timing
+from paceline.train.autotune.timing import FEWEST_ROUNDS, ROUNDS, TimedSteps, Workload, enough, in_turns, step_seconds
 from paceline.train.feed import Feed
 from paceline.train.loss import NonFiniteLoss
 from tests.train.small import BATCH, SmallTask, alone
@@ -33,11 +33,11 @@ def capable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     precision.apply(before)
 
 
-def ring(task: SmallTask, **settings: Any) -> Ring:
+def workload(task: SmallTask, **settings: Any) -> Workload:
     link, plain = alone(), {"global_batch": BATCH, "order": "none", "optimizer": "sgd", "level": 4, "workers": 0}
     config = TrainConfig(epochs=1, **{**plain, **settings})
     feed = Feed(task.train_data(), config, link, grains=1, seed=0)
-    return Ring(task, config, link, task.model(), list(feed.read([(0, 0), (2, 0)])))
+    return Workload(task, config, link, task.model(), list(feed.read([(0, 0), (2, 0)])))
 
 
 def test_one_disturbed_round_decides_nothing() -> None:
@@ -58,27 +58,27 @@ def test_the_hopeless_are_left_after_a_few_rounds() -> None:
 def test_in_turns_each_in_its_own_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     """-O0 and -O1 differ in nothing but a setting of the process: every round must find its own."""
     found: list[tuple[str, str]] = []
-    plain = Round.__call__
+    plain = TimedSteps.__call__
 
-    def call(self: Round) -> None:
+    def call(self: TimedSteps) -> None:
         found.append((self._engine.precision.fp32_matmul, torch.backends.cuda.matmul.fp32_precision))
         plain(self)
 
-    monkeypatch.setattr(Round, "__call__", call)
-    times = in_turns([Way(0), Way(1)], ring=ring(SmallTask()))
-    assert set(times) == {Way(0), Way(1)}
+    monkeypatch.setattr(TimedSteps, "__call__", call)
+    times = in_turns([Candidate(0), Candidate(1)], workload=workload(SmallTask()))
+    assert set(times) == {Candidate(0), Candidate(1)}
     assert all(seconds > 0 for seconds in times.values())
     assert all(asked == set_ for asked, set_ in found)
-    turns = found[2 * contest.WARM_ROUNDS :]
+    turns = found[2 * timing.WARM_ROUNDS :]
     assert turns == [("ieee", "ieee"), ("tf32", "tf32")] * (len(turns) // 2)
     assert len(turns) // 2 >= FEWEST_ROUNDS
 
 
 def test_the_model_and_the_data_stay_as_they_are() -> None:
-    made = ring(SmallTask(), clip_norm=1.0, ema=0.9)
+    made = workload(SmallTask(), clip_norm=1.0, ema=0.9)
     before = {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
-    in_turns([Way(2), Way(0)], ring=made)
-    assert step_seconds(Way(2), 0.0, ring=made) > 0
+    in_turns([Candidate(2), Candidate(0)], workload=made)
+    assert step_seconds(Candidate(2), 0.0, workload=made) > 0
     for name, tensor in made.model.state_dict().items():
         assert torch.equal(tensor, before[name])
 
@@ -86,8 +86,8 @@ def test_the_model_and_the_data_stay_as_they_are() -> None:
 def test_layer_wise_rates_are_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the trainer attaches them: their time counts."""
     attached: list[str] = []
-    monkeypatch.setattr(contest.larc, "attach", lambda optimizer, config: attached.append(config.larc))
-    step_seconds(Way(0), 1.0, ring=ring(SmallTask(), larc="clip"))
+    monkeypatch.setattr(timing.larc, "attach", lambda optimizer, config: attached.append(config.larc))
+    step_seconds(Candidate(0), 1.0, workload=workload(SmallTask(), larc="clip"))
     assert attached == ["clip"]
 
 
@@ -113,9 +113,9 @@ def test_whatever_a_way_runs_into_is_a_reason(error: type[Exception] | None, why
     task = Broken()
     task.error = error
     with pytest.raises(CannotRun, match=why) as caught:
-        step_seconds(Way(2), 1.0, ring=ring(task))
+        step_seconds(Candidate(2), 1.0, workload=workload(task))
     assert isinstance(caught.value.__cause__, error or NonFiniteLoss)
-    assert step_seconds(Way(0), 1.0, ring=ring(task)) > 0
+    assert step_seconds(Candidate(0), 1.0, workload=workload(task)) > 0
 
 
 class Watched(Broken):
@@ -135,11 +135,11 @@ class Watched(Broken):
 def test_nothing_of_a_way_stays_in_memory() -> None:
     """The next one has it all to itself; of one that failed only the reason is kept."""
     task = Watched()
-    made = ring(task)
-    step_seconds(Way(0), 1.0, ring=made)
-    in_turns([Way(0), Way(1)], ring=made)
+    made = workload(task)
+    step_seconds(Candidate(0), 1.0, workload=made)
+    in_turns([Candidate(0), Candidate(1)], workload=made)
     with pytest.raises(CannotRun) as caught:
-        step_seconds(Way(2), 1.0, ring=made)
+        step_seconds(Candidate(2), 1.0, workload=made)
     assert caught.value.__cause__ is not None
     assert len(task.models) > 3 * FEWEST_ROUNDS
     assert not any(model() for model in task.models)
@@ -150,6 +150,9 @@ def test_out_of_memory_has_its_own_word() -> None:
         def loss(self, model: nn.Module, grain: Grain) -> Mapping[str, Any]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
-    for measure in (lambda made: step_seconds(Way(0), 1.0, ring=made), lambda made: in_turns([Way(0)], ring=made)):
+    for measure in (
+        lambda made: step_seconds(Candidate(0), 1.0, workload=made),
+        lambda made: in_turns([Candidate(0)], workload=made),
+    ):
         with pytest.raises(CannotRun, match="^out of memory$"):
-            measure(ring(Full()))
+            measure(workload(Full()))

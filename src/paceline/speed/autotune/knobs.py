@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from paceline.config.settings import TrainConfig
-from paceline.train.tune.search import MARGIN, Changes, Knob, Speed
+from paceline.speed.autotune.search import MARGIN, Changes, Knob, Speed
 
 KnobName = Literal["level", "compile", "grains", "workers", "order", "threads"]
 SETTINGS: dict[str, tuple[str, ...]] = {

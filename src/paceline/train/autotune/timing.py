@@ -19,7 +19,7 @@ from paceline.core.errors import first_line
 from paceline.data.grain import Batch, Grain
 from paceline.optim import build, larc
 from paceline.speed import precision
-from paceline.speed.autotune.candidates import Way
+from paceline.speed.autotune.candidates import Candidate
 from paceline.speed.autotune.choice import CannotRun
 from paceline.speed.graphs import CudaRecorder, Graphs
 from paceline.train.engine import Engine
@@ -44,7 +44,7 @@ def alone(link: Link) -> Link:
 
 
 @dataclass(frozen=True)
-class Ring:
+class Workload:
     """What every way is measured with. `model` and the task's data stay as they are."""
 
     task: Task
@@ -54,14 +54,14 @@ class Ring:
     grains: Sequence[Grain]
 
 
-class Round:
+class TimedSteps:
     """One step on each of the grains, in one way, with a copy of the model."""
 
-    def __init__(self, way: Way, ring: Ring) -> None:
-        task, config, link = ring.task, ring.config, ring.link
-        model = copy.deepcopy(ring.model)
+    def __init__(self, way: Candidate, workload: Workload) -> None:
+        task, config, link = workload.task, workload.config, workload.link
+        model = copy.deepcopy(workload.model)
         engine = self._engine = Engine(config, link=alone(link))
-        engine.settle(precision.resolve_way(way, config.precision, precision.capabilities(link.device)))
+        engine.settle(precision.resolve_candidate(way, config.precision, precision.capabilities(link.device)))
         if way.kernels:
             accelerate(task, model)
         optimizer = task.optimizer(build.groups(model, config), config, link.device)
@@ -70,12 +70,12 @@ class Round:
         loss = self._loss = partial(task.loss, model)
         if way.graphs:
             recorded = engine.record(Graphs(model, CudaRecorder(link.device)), recordable_of(task))
-            for grain in ring.grains:
+            for grain in workload.grains:
                 if not recorded.warm(loss, grain):
                     raise CannotRun(f"no CUDA graph: {next(iter(recorded.graphs.failures.values()))}")
         self._batches = [
             Batch(0, number, 1, len(grain), len(grain), [Grain(grain.data, 0, grain.samples)], own_count=len(grain))
-            for number, grain in enumerate(ring.grains)
+            for number, grain in enumerate(workload.grains)
         ]
 
     def __call__(self) -> None:
@@ -92,38 +92,38 @@ class Round:
         return time.perf_counter() - began
 
 
-def step_seconds(way: Way, limit_s: float, *, ring: Ring) -> float:
+def step_seconds(way: Candidate, limit_s: float, *, workload: Workload) -> float:
     """Seconds for one round, without the reading of its grains.
 
     Once a few warm rounds have all taken more than `limit_s`, that is the answer. Raises `CannotRun` where the way does
     not work here, from whatever it ran into.
     """
-    with _cleared(ring.link.device):
-        return _one(way, limit_s, ring)
+    with _cleared(workload.link.device):
+        return _one(way, limit_s, workload)
 
 
-def in_turns(ways: Sequence[Way], *, ring: Ring) -> dict[Way, float]:
+def in_turns(ways: Sequence[Candidate], *, workload: Workload) -> dict[Candidate, float]:
     """Seconds for one round of each, in turns: what else the machine does hits all alike.
 
     Raises `CannotRun` where there is no room for copies of the model for all of them.
     """
-    with _cleared(ring.link.device):
-        return _several(ways, ring)
+    with _cleared(workload.link.device):
+        return _several(ways, workload)
 
 
-def _one(way: Way, limit_s: float, ring: Ring) -> float:
-    round_ = Round(way, ring)
+def _one(way: Candidate, limit_s: float, workload: Workload) -> float:
+    round_ = TimedSteps(way, workload)
     for _ in range(WARM_ROUNDS):
         round_()
     return enough(round_.seconds, limit_s)
 
 
-def _several(ways: Sequence[Way], ring: Ring) -> dict[Way, float]:
-    rounds = {way: Round(way, ring) for way in ways}
+def _several(ways: Sequence[Candidate], workload: Workload) -> dict[Candidate, float]:
+    rounds = {way: TimedSteps(way, workload) for way in ways}
     for round_ in rounds.values():
         for _ in range(WARM_ROUNDS):
             round_.seconds()
-    times: dict[Way, list[float]] = {way: [] for way in ways}
+    times: dict[Candidate, list[float]] = {way: [] for way in ways}
 
     def turn() -> float:
         spent = {way: rounds[way].seconds() for way in ways}

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from paceline.train.tune.proof import FEW, is_ahead, is_decided
+from paceline.speed.autotune.proof import FEW, is_ahead, is_decided
 
 MARGIN = 0.02
 """A gain below this share is not worth a setting."""

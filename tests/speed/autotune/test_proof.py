@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 from scipy.stats import wilcoxon
 
-from paceline.train.tune.proof import FEW, FIRST_LOOK, LUCK, RACE_ROUNDS, is_ahead, is_decided, luck
+from paceline.speed.autotune.proof import FEW, FIRST_LOOK, LUCK, RACE_ROUNDS, is_ahead, is_decided, luck
 
 
 def test_luck_is_what_scipy_has() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.train.tune import search
-from paceline.train.tune.proof import is_decided
-from paceline.train.tune.search import Changes, Failure, Found, Knob, Speed, Trial, ratios_of
+from paceline.speed.autotune.proof import is_decided
+from paceline.speed.autotune.search import Changes, Failure, Found, Knob, Speed, Trial, ratios_of, search
 
 TRIAL_S = 5.0
 

@@ -14,8 +14,7 @@ from paceline.parallel.averaged import Averaged
 from paceline.speed import precision
 from paceline.speed.graphs import Graphs
 from paceline.speed.precision import Capabilities
-from paceline.train.autotune import contest
-from paceline.train.autotune import run_choice as fastest
+from paceline.train.autotune import autotuner, timing
 from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint import state
 from paceline.train.trainer import Trainer
@@ -103,8 +102,8 @@ def on_ranks_anew(link: Link, folder: str, cache: str) -> list[dict[str, torch.T
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", cache)
         patch.setattr(precision, "capabilities", lambda device: OLD_CPU)
-        patch.setattr(contest, "step_seconds", lambda way, limit_s, ring: 1.0)
-        patch.setattr(contest, "in_turns", lambda ways, ring: dict.fromkeys(ways, 1.0))
+        patch.setattr(timing, "step_seconds", lambda way, limit_s, workload: 1.0)
+        patch.setattr(timing, "in_turns", lambda ways, workload: dict.fromkeys(ways, 1.0))
         for level in (4, 0):
             out = Path(folder) / str(level)
             trainer(SmallTask(), out, link, level=0, steps=5, **settings).fit()
@@ -129,14 +128,14 @@ def test_graphs_that_cannot_be_had_now_may_be_later(
 ) -> None:
     """Chosen on one GPU, resumed where there are none, and then on one GPU again."""
     make: Callable[..., Graphs] = lambda model, recorder: Graphs(model, Again(model))  # noqa: E731
-    monkeypatch.setattr(fastest, "Graphs", make)
-    monkeypatch.setattr(fastest, "CudaRecorder", lambda device: None)
+    monkeypatch.setattr(autotuner, "Graphs", make)
+    monkeypatch.setattr(autotuner, "CudaRecorder", lambda device: None)
     times |= {"-O2 + graphs": 1.0, "-O2": 2.0, "-O0": 3.0}
     reasons = iter([None, "no CUDA graphs: on several ranks", None])
     used = []
     for steps in (2, 4, 6):
         why = next(reasons)
-        monkeypatch.setattr(fastest, "why_no_graphs", lambda *_, why=why: why)
+        monkeypatch.setattr(autotuner, "why_no_graphs", lambda *_, why=why: why)
         run = trainer(Recordable(), tmp_path / "run", level=4, steps=steps, resume="auto", allow_change=True)
         run.fit()
         used.append(run.engine.precision.graphs)

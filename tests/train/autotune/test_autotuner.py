@@ -16,13 +16,12 @@ from paceline.config.settings import TrainConfig
 from paceline.data.collate import pad_collate
 from paceline.data.grain import Grain
 from paceline.speed import precision
-from paceline.speed.autotune.candidates import Way
+from paceline.speed.autotune.candidates import Candidate
 from paceline.speed.graphs import Graphs
 from paceline.speed.precision import Capabilities
 from paceline.train.apply import restore_for_use
-from paceline.train.autotune import contest
-from paceline.train.autotune import run_choice as fastest
-from paceline.train.autotune.run_choice import precision_for_use, why_no_graphs, why_no_kernels
+from paceline.train.autotune import autotuner, timing
+from paceline.train.autotune.autotuner import precision_for_use, why_no_graphs, why_no_kernels
 from paceline.train.loss import NonFiniteLoss
 from paceline.world.link import Link
 from tests.ranks import run_ranks
@@ -131,9 +130,9 @@ class NanInBf16(SmallTask):
 def test_a_way_without_a_finite_loss_is_left_out(tmp_path: Path) -> None:
     run = trainer(NanInBf16(), tmp_path / "run", level=4, steps=3)
     run.fit()
-    assert run.fastest is not None
-    assert run.fastest.choice is not None
-    assert run.fastest.choice.way == Way(0)
+    assert run.autotuner is not None
+    assert run.autotuner.choice is not None
+    assert run.autotuner.choice.way == Candidate(0)
     assert any("-O2 cannot run here: NonFiniteLoss" in note for note in run.engine.precision.notes)
 
 
@@ -149,12 +148,12 @@ def test_measuring_leaves_the_run_as_it_is(tmp_path: Path, capsys: pytest.Captur
     """Really measured: the weights after it are those of a run of the chosen level."""
     chosen = trainer(SmallTask(), tmp_path / "chosen", level=4, epochs=2)
     chosen.fit()
-    assert chosen.fastest is not None
-    assert chosen.fastest.choice is not None
-    times = chosen.fastest.choice.step_ms
+    assert chosen.autotuner is not None
+    assert chosen.autotuner.choice is not None
+    times = chosen.autotuner.choice.step_ms
     assert set(times) == {"-O0", "-O2"}
-    assert times[chosen.fastest.choice.way.name] <= min(times.values()) * 1.0301  # rounded in the record
-    plain = trainer(SmallTask(), tmp_path / "plain", level=chosen.fastest.choice.way.level, epochs=2)
+    assert times[chosen.autotuner.choice.way.name] <= min(times.values()) * 1.0301  # rounded in the record
+    plain = trainer(SmallTask(), tmp_path / "plain", level=chosen.autotuner.choice.way.level, epochs=2)
     plain.fit()
     for name, tensor in weights(plain).items():
         assert torch.equal(tensor, weights(chosen)[name]), name
@@ -163,7 +162,7 @@ def test_measuring_leaves_the_run_as_it_is(tmp_path: Path, capsys: pytest.Captur
 def test_kernels_are_put_into_the_model_that_is_trained(
     tmp_path: Path, times: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fastest, "why_no_kernels", lambda *_: None)
+    monkeypatch.setattr(autotuner, "why_no_kernels", lambda *_: None)
     times |= {"-O2 + kernels": 1.0, "-O2": 2.0}
     Kernels.accelerated.clear()
     run = trainer(Kernels(), tmp_path / "run", level=4, steps=4)
@@ -181,12 +180,12 @@ class Broken(SmallTask):
 def test_kernels_that_fail_cost_only_themselves(
     tmp_path: Path, times: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fastest, "why_no_kernels", lambda *_: None)
+    monkeypatch.setattr(autotuner, "why_no_kernels", lambda *_: None)
     times |= {"-O2": 1.0}
     run = trainer(Broken(), tmp_path / "run", level=4, steps=1)
     run.fit()
-    assert run.fastest.choice.way.name == "-O2"
-    assert any(note.startswith("-O2 + kernels cannot run here") for note in run.fastest.choice.notes)
+    assert run.autotuner.choice.way.name == "-O2"
+    assert any(note.startswith("-O2 + kernels cannot run here") for note in run.autotuner.choice.notes)
 
 
 def test_a_choice_is_made_anew_for_other_kernels(
@@ -196,7 +195,7 @@ def test_a_choice_is_made_anew_for_other_kernels(
     times |= {"-O2": 1.0}
     known = "measured by an earlier run on this machine"
     for number, digest in enumerate(("one", "one", "other")):
-        monkeypatch.setattr(fastest, "_digest_of", lambda _, digest=digest: digest)
+        monkeypatch.setattr(autotuner, "_digest_of", lambda _, digest=digest: digest)
         trainer(SmallTask(), tmp_path / str(number), level=4, steps=1).fit()
         assert (known in said(capsys)) == (number == 1)
 
@@ -211,9 +210,9 @@ def test_recorded_grains_give_the_losses_of_plain_ones(
 ) -> None:
     """With a recorder that replays on the CPU: the whole way through trainer and engine."""
     make: Callable[..., Graphs] = lambda model, recorder: Graphs(model, Again(model))  # noqa: E731
-    monkeypatch.setattr(fastest, "why_no_graphs", lambda *_: None)
-    monkeypatch.setattr(fastest, "Graphs", make)
-    monkeypatch.setattr(fastest, "CudaRecorder", lambda device: None)
+    monkeypatch.setattr(autotuner, "why_no_graphs", lambda *_: None)
+    monkeypatch.setattr(autotuner, "Graphs", make)
+    monkeypatch.setattr(autotuner, "CudaRecorder", lambda device: None)
     times |= {"-O2 + graphs": 1.0, "-O2": 2.0}
     recorded = trainer(Recordable(), tmp_path / "recorded", level=4, epochs=3, grains=grains, clip_norm=1.0)
     recorded.fit()
@@ -255,10 +254,10 @@ def test_shapes_are_those_that_a_collate_function_pads_to(
 ) -> None:
     """Six widths of 38 lengths, and room for six graphs: all are recorded before the first step."""
     make: Callable[..., Graphs] = lambda model, recorder: Graphs(model, Again(model))  # noqa: E731
-    monkeypatch.setattr(fastest, "why_no_graphs", lambda *_: None)
-    monkeypatch.setattr(fastest, "Graphs", make)
-    monkeypatch.setattr(fastest, "CudaRecorder", lambda device: None)
-    monkeypatch.setattr(fastest, "MOST_GRAPHS", 6)
+    monkeypatch.setattr(autotuner, "why_no_graphs", lambda *_: None)
+    monkeypatch.setattr(autotuner, "Graphs", make)
+    monkeypatch.setattr(autotuner, "CudaRecorder", lambda device: None)
+    monkeypatch.setattr(autotuner, "MOST_GRAPHS", 6)
     times |= {"-O2 + graphs": 1.0, "-O2": 2.0}
     run = trainer(RaggedInSevens(), None, level=4, epochs=1, global_batch=3, order="sorted")
     run.fit()
@@ -286,20 +285,20 @@ def on_ranks(link: Link, folder: str, cache: str) -> tuple[list[str], dict[str, 
     """What was measured on this rank, what was chosen, and the weights; a rank but the first would choose otherwise."""
     asked: list[str] = []
 
-    def measure(way: Way, limit_s: float, **rest: Any) -> float:
+    def measure(way: Candidate, limit_s: float, **rest: Any) -> float:
         asked.append(way.name)
         return 1.0 + way.level if link.is_first else 9.0 - way.level
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", cache)
         patch.setattr(precision, "capabilities", lambda device: CPU)
-        patch.setattr(contest, "step_seconds", measure)
-        patch.setattr(contest, "in_turns", lambda ways, ring: {way: 1.0 + way.level for way in ways})
+        patch.setattr(timing, "step_seconds", measure)
+        patch.setattr(timing, "in_turns", lambda ways, workload: {way: 1.0 + way.level for way in ways})
         run = trainer(SmallTask(), Path(folder), link, level=4, epochs=2, grains=2)
         run.fit()
-    assert run.fastest is not None
-    assert run.fastest.choice is not None
-    return asked, run.fastest.choice.record(), weights(run)
+    assert run.autotuner is not None
+    assert run.autotuner.choice is not None
+    return asked, run.autotuner.choice.record(), weights(run)
 
 
 def test_all_ranks_take_what_the_first_one_finds(tmp_path: Path) -> None:
@@ -340,4 +339,4 @@ def test_reasons() -> None:
     assert "checkpoint_activations" in str(why_no_graphs(Recordable(), again, GPU, 1))
     assert "checkpoint_activations" in str(why_no_kernels(Kernels(), again, GPU))
     assert "none of its own" in str(why_no_kernels(SmallTask(), config, GPU))
-    assert contest.alone(alone()).world.size == 1
+    assert timing.alone(alone()).world.size == 1
