@@ -65,30 +65,32 @@ Options = TypeVar("Options", bound=UseOptions)
 class NoManifests(PacelineError):
     """Manifests for a task that reads none."""
 
+    spec: str
+    sentence = "the task {spec} reads no manifests"
     hint = "leave out `--manifest`"
-
-    def __init__(self, spec: str) -> None:
-        super().__init__(f"the task {spec} reads no manifests")
 
 
 class TaskGone(PacelineError):
     """The task that a run was made with is not where it was."""
 
+    run: Path
+    spec: str
+    why: Exception
+    sentence = "{run} was made with the task {spec}, which cannot be loaded: {why}"
     hint = "put it back, or say where it is now with `--task path/to/file.py:ClassName`"
-
-    def __init__(self, run: Path, spec: str, why: Exception) -> None:
-        super().__init__(f"{run} was made with the task {spec}, which cannot be loaded: {why}")
-        self.run, self.spec = run, spec
 
 
 class SettingsOutdated(PacelineError):
     """The task of today does not take the settings of the run."""
 
+    run: Path
+    error: ValidationError
+    sentence = "settings of {run} are no settings of its task:\n{problems}"
     hint = "use the task and the version of Paceline that the run was made with"
 
-    def __init__(self, run: Path, error: ValidationError) -> None:
-        problems = [f"  {'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors()]
-        super().__init__(f"settings of {run} are no settings of its task:\n" + "\n".join(problems))
+    @property
+    def problems(self) -> str:
+        return "\n".join(f"  {'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in self.error.errors())
 
 
 def run(argv: Sequence[str]) -> int:

@@ -30,20 +30,23 @@ OPTIONS, POSITIONAL = InferOptions, ("run", "inputs")
 class NoDataFunction(PacelineError):
     """`--data` names nothing that returns data."""
 
+    spec: str
+    why: str
+    sentence = "`--data {spec}`: {why}"
     hint = "give it as path/to/file.py:function, a function without arguments that returns a data set"
-
-    def __init__(self, spec: str, why: str) -> None:
-        super().__init__(f"`--data {spec}`: {why}")
-        self.spec = spec
 
 
 class DataTwice(PacelineError):
-    """Two answers to what is to be predicted."""
+    """Both `--data` and files name what is to be predicted."""
 
+    data: str
+    inputs: Sequence[str]
+    sentence = "both `--data {data}` and {first_inputs} are given"
     hint = "give one of them"
 
-    def __init__(self, data: str, inputs: Sequence[str]) -> None:
-        super().__init__(f"both `--data {data}` and {' '.join(inputs[:3])}{' ...' * (len(inputs) > 3)} are given")
+    @property
+    def first_inputs(self) -> str:
+        return f"{' '.join(self.inputs[:3])}{' ...' * (len(self.inputs) > 3)}"
 
 
 def run(argv: Sequence[str]) -> int:

@@ -32,12 +32,10 @@ class ReportOptions(Section):
 
 
 class NoRunGiven(PacelineError):
-    """There is nothing to report."""
+    """No run is named."""
 
+    sentence = "a report of which run?"
     hint = "`paceline report runs/NAME`; `paceline runs` lists runs"
-
-    def __init__(self) -> None:
-        super().__init__("a report of which run?")
 
 
 def run(argv: Sequence[str]) -> int:

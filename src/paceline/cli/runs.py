@@ -33,15 +33,13 @@ WIDTH = 132
 
 
 class NoSuchFolder(PacelineError):
-    """There is nothing to look through."""
+    """The folder of runs does not exist."""
 
+    folder: Path
+    sentence = "there is no folder {folder}"
     hint = (
         "`paceline runs FOLDER` looks elsewhere; runs are made in `runs` unless `--runs-dir` or `--out` say otherwise"
     )
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(f"there is no folder {folder}")
-        self.folder = folder
 
 
 @dataclass(frozen=True)

@@ -95,35 +95,42 @@ _ONLY = {
 class SchedulerMissing(PacelineError):
     """The scheduler's command is not on this machine."""
 
+    program: str
+    sentence = "there is no `{program}` here"
     hint = "submit on a machine of the cluster, or add --dry-run to see the script"
-
-    def __init__(self, program: str) -> None:
-        super().__init__(f"there is no `{program}` here")
 
 
 class SchedulerRefused(PacelineError):
     """The scheduler did not take the job."""
 
-    def __init__(self, words: Sequence[str], answer: str, script: Path) -> None:
-        super().__init__(f"`{' '.join(words)}`: {answer.strip()}")
-        self.hint = f"the script is kept in {script}"
+    words: Sequence[str]
+    answer: str
+    script: Path
+    sentence = "`{command}`: {reason}"
+    hint = "the script is kept in {script}"
+
+    @property
+    def command(self) -> str:
+        return " ".join(self.words)
+
+    @property
+    def reason(self) -> str:
+        return self.answer.strip()
 
 
 class RunIsThere(PacelineError):
-    """A queued job goes on with its run by itself, so the first one must say that it may."""
+    """A queued job resumes its run by itself, so the first one needs `--resume auto` where there is a run."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(f"{folder} holds a run already")
-        self.hint = "add `--resume auto` to go on with it, or choose another `--out`"
+    folder: Path
+    sentence = "{folder} holds a run already"
+    hint = "add `--resume auto` to go on with it, or choose another `--out`"
 
 
 class ResumesFromFile(PacelineError):
     """A job that is put back into the queue would start from the same checkpoint again."""
 
+    sentence = "`--resume CHECKPOINT` in a job that may be put back into the queue"
     hint = "add `--no-requeue`, or use `--init-from` for weights to begin with"
-
-    def __init__(self) -> None:
-        super().__init__("`--resume CHECKPOINT` in a job that may be put back into the queue")
 
 
 @dataclass(frozen=True)

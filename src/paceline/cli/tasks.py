@@ -22,26 +22,34 @@ T = TypeVar("T")
 class UnknownTask(PacelineError):
     """Neither a recipe nor a task class in a file."""
 
-    def __init__(self, what: str, hint: str) -> None:
-        super().__init__(what)
-        self.hint = hint
+    what: str
+    advice: str
+    sentence = "{what}"
+    hint = "{advice}"
 
 
 class PackagesMissing(PacelineError):
     """A recipe that needs packages which are not installed with Paceline itself."""
 
-    def __init__(self, recipe: str, package: str, extra: str) -> None:
-        super().__init__(f"the recipe {recipe!r} needs the package {package}, which is not installed")
-        self.hint = f"pip install 'paceline[{extra}]'"
+    recipe: str
+    package: str
+    extra: str
+    sentence = "the recipe {recipe!r} needs the package {package}, which is not installed"
+    hint = "pip install 'paceline[{extra}]'"
 
 
 class TaskFileFails(PacelineError):
     """The user's file raised while it was imported; its own traceback is shown, ours is not."""
 
-    def __init__(self, path: Path, error: BaseException, doing: str) -> None:
-        trace = "".join(traceback.format_exception(type(error), error, _from_file(error.__traceback__, path)))
-        super().__init__(f"{path} fails while {doing}\n\n{trace.rstrip()}")
-        self.path, self.error = path, error
+    path: Path
+    error: BaseException
+    doing: str
+    sentence = "{path} fails while {doing}\n\n{trace}"
+
+    @property
+    def trace(self) -> str:
+        of_file = _from_file(self.error.__traceback__, self.path)
+        return "".join(traceback.format_exception(type(self.error), self.error, of_file)).rstrip()
 
 
 def load_task(name: str) -> Task:

@@ -32,10 +32,8 @@ OPTIONS = train_options(TrainConfig)
 class RestartsNeedFolder(PacelineError):
     """A single rank that is started again cannot know the folder that the one before it chose."""
 
+    sentence = "--max-restarts with one rank needs to know the run's folder"
     hint = "add `--out FOLDER`"
-
-    def __init__(self) -> None:
-        super().__init__("--max-restarts with one rank needs to know the run's folder")
 
 
 def run(argv: Sequence[str]) -> int:

@@ -40,20 +40,26 @@ class Problem:
 class SettingsInvalid(PacelineError):
     """Settings that cannot become a run, with every reason."""
 
-    def __init__(self, problems: Sequence[Problem], prog: str) -> None:
-        self.problems, self.prog = tuple(problems), prog
-        help_line = f"`{prog} --help` lists all options"
-        if len(problems) == 1:
-            super().__init__(str(problems[0]))
-            self.hint = _indented(problems[0].hint or help_line, "  ").lstrip()
-            return
-        lines = [f"{len(problems)} mistakes in the settings of `{prog}`"]
-        for problem in problems:
+    problems: Sequence[Problem]
+    prog: str
+    sentence = "{text}"
+    hint = "{advice}"
+
+    @property
+    def text(self) -> str:
+        if len(self.problems) == 1:
+            return str(self.problems[0])
+        lines = [f"{len(self.problems)} mistakes in the settings of `{self.prog}`"]
+        for problem in self.problems:
             lines.append(f"  {problem}")
             if problem.hint:
                 lines.append(_indented(problem.hint, "    "))
-        super().__init__("\n".join(lines))
-        self.hint = help_line
+        return "\n".join(lines)
+
+    @property
+    def advice(self) -> str:
+        only = self.problems[0].hint if len(self.problems) == 1 else ""
+        return _indented(only, "  ").lstrip() if only else f"`{self.prog} --help` lists all options"
 
 
 def first_lines(lines: Sequence[object], most: int, total: int | None = None, margin: str = "  ") -> list[str]:

@@ -11,22 +11,18 @@ from paceline.core.run_folder import RECORD
 
 
 class WhichRun(PacelineError):
-    """A run is to go on, but not said which."""
+    """`--resume auto` without a run to resume."""
 
+    sentence = "`--resume auto` needs to know the run"
     hint = "add `--out FOLDER`, the run's folder, or `--exp-name NAME`; `paceline runs` lists runs"
-
-    def __init__(self) -> None:
-        super().__init__("`--resume auto` needs to know the run")
 
 
 class NotAName(PacelineError):
     """A run's name that would lead out of the folder of runs."""
 
+    name: str
+    sentence = "--exp-name {name}: is a path, not a name"
     hint = "type a name such as `quartznet-a`; `--runs-dir` says where it goes, `--out` names any folder"
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"--exp-name {name}: is a path, not a name")
-        self.name = name
 
 
 def run_folder(settings: RunSettings, *, task: str, moment: str, exists: Callable[[Path], bool]) -> Path:

@@ -12,19 +12,17 @@ DeviceChoice = Literal["auto", "cpu", "cuda"]
 class NoCudaDevice(PacelineError):
     """CUDA was asked for where this process sees no GPU."""
 
+    sentence = "--device cuda: torch sees no CUDA device on this machine"
     hint = "use --device cpu (or auto), or check CUDA_VISIBLE_DEVICES and `nvidia-smi`"
-
-    def __init__(self) -> None:
-        super().__init__("--device cuda: torch sees no CUDA device on this machine")
 
 
 class MoreRanksThanDevices(PacelineError):
     """Two ranks on one GPU cannot talk through NCCL and would only slow each other down."""
 
-    def __init__(self, local_size: int, num_devices: int) -> None:
-        self.local_size, self.num_devices = local_size, num_devices
-        super().__init__(f"{local_size} ranks on this machine, but torch sees {num_devices} CUDA device(s)")
-        self.hint = f"start at most {num_devices} ranks on this machine, or use --device cpu"
+    local_size: int
+    num_devices: int
+    sentence = "{local_size} ranks on this machine, but torch sees {num_devices} CUDA device(s)"
+    hint = "start at most {num_devices} ranks on this machine, or use --device cpu"
 
 
 def device_name(

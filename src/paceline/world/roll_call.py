@@ -36,37 +36,49 @@ class Present:
 
 
 class RanksMissing(PacelineError):
-    """Some ranks did not come in time."""
+    """Some ranks did not arrive in time."""
 
+    missing: Sequence[int]
+    present: Sequence[Present]
+    size: int
+    waited_s: float
+    sentence = (
+        "{num_missing} of {size} ranks did not arrive in {waited_s:g} s: rank {numbers}\n"
+        "  present: {hosts}\n"
+        "  likely: they ended with an error, were not started, or cannot reach the meeting point"
+    )
     hint = (
         "look for the missing ranks' own messages; if they are only slow to start, raise --start-timeout-s; "
         "if they were never started, check the launcher's number of processes and nodes"
     )
 
-    def __init__(self, missing: Sequence[int], present: Sequence[Present], size: int, waited_s: float) -> None:
-        self.missing, self.present = tuple(missing), tuple(present)
-        hosts: dict[str, list[int]] = {}
-        for entry in present:
-            hosts.setdefault(entry.host, []).append(entry.rank)
-        here = "; ".join(f"{host}: {_ranges(ranks)}" for host, ranks in sorted(hosts.items()))
-        super().__init__(
-            f"{len(missing)} of {size} ranks did not arrive in {waited_s:g} s: rank {_ranges(missing)}\n"
-            f"  present: {here or 'none'}\n"
-            f"  likely: they ended with an error, were not started, or cannot reach the meeting point"
-        )
+    @property
+    def num_missing(self) -> int:
+        return len(self.missing)
+
+    @property
+    def numbers(self) -> str:
+        return _ranges(self.missing)
+
+    @property
+    def hosts(self) -> str:
+        """Ranks that arrived, by host."""
+        by_host: dict[str, list[int]] = {}
+        for entry in self.present:
+            by_host.setdefault(entry.host, []).append(entry.rank)
+        return "; ".join(f"{host}: {_ranges(ranks)}" for host, ranks in sorted(by_host.items())) or "none"
 
 
 class DuplicateRank(PacelineError):
     """Two processes claim the same rank."""
 
+    first: Present
+    second: Present
+    sentence = "two processes say they are rank {first.rank}:\n  {first}\n  {second}"
     hint = (
         "another job may use the same meeting point: export another MASTER_PORT; "
         "after an elastic change of nodes, export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
     )
-
-    def __init__(self, first: Present, second: Present) -> None:
-        self.first, self.second = first, second
-        super().__init__(f"two processes say they are rank {first.rank}:\n  {first}\n  {second}")
 
 
 def roll_call(store: Store, mine: Present, size: int, timeout_s: float) -> list[Present]:
@@ -105,7 +117,7 @@ def _obey(store: Store, mine: Present, size: int) -> list[Present]:
     store.add("heard", 1)
     if mine.rank == 0:
         poll(lambda: store.add("heard", 0) >= len(present), _LINGER_S)
-    raise RanksMissing(verdict["missing"], present, size, verdict["waited_s"])
+    raise RanksMissing(tuple(verdict["missing"]), present, size, verdict["waited_s"])
 
 
 def _key(rank: int) -> str:

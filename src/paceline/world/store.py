@@ -32,25 +32,28 @@ _stores: dict[str, Store] = {}
 class FirstRankUnreached(PacelineError):
     """No store answers at the meeting point."""
 
+    world: World
+    waited_s: float
+    cause: str
+    sentence = "rank {world.rank} on {host}: {server} at {world.meeting} was not reached in {waited_s:g} s ({cause})"
     hint = "check that rank 0 runs, that MASTER_ADDR names its machine, and that no firewall closes the port"
 
-    def __init__(self, world: World, waited_s: float, cause: str) -> None:
-        self.rank, self.meeting = world.rank, world.meeting
-        host = "the launcher" if world.launcher_hosts_store else "rank 0"
-        super().__init__(
-            f"rank {world.rank} on {socket.gethostname()}: {host} at {world.meeting} was not reached "
-            f"in {waited_s:g} s ({cause})"
-        )
+    @property
+    def host(self) -> str:
+        return socket.gethostname()
+
+    @property
+    def server(self) -> str:
+        return "the launcher" if self.world.launcher_hosts_store else "rank 0"
 
 
 class MeetingPointTaken(PacelineError):
     """Rank 0 cannot serve the store at the meeting point."""
 
+    meeting: str
+    cause: str
+    sentence = "rank 0 cannot listen at {meeting}: {cause}"
     hint = "another job may use this port, or two processes are rank 0: export another MASTER_PORT for all ranks"
-
-    def __init__(self, meeting: str, cause: str) -> None:
-        self.meeting = meeting
-        super().__init__(f"rank 0 cannot listen at {meeting}: {cause}")
 
 
 class NotReached(Exception):

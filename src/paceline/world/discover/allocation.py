@@ -25,13 +25,11 @@ class Allocation:
 
 
 class HostfileUnreadable(PacelineError):
-    """Grid Engine's list of hosts is not in the form that it has."""
+    """A line of Grid Engine's list of hosts that is not in its form."""
 
+    line: str
+    sentence = "PE_HOSTFILE: {line!r} is not `host slots queue cores`"
     hint = "PE_HOSTFILE names a file with lines such as `node1 4 all.q@node1 UNDEFINED`; Grid Engine writes it"
-
-    def __init__(self, line: str) -> None:
-        self.line = line
-        super().__init__(f"PE_HOSTFILE: {line!r} is not `host slots queue cores`")
 
 
 def read_text(path: str) -> str | None:

@@ -55,31 +55,45 @@ class World:
 class EnvironmentIncomplete(PacelineError):
     """A launcher's variables are there only in part."""
 
-    def __init__(self, present: list[str], missing: list[str]) -> None:
-        self.present, self.missing = present, missing
-        super().__init__(f"{_and(present)} set, but not {_and(missing)}: the place of this process cannot be known")
-        self.hint = f"set {_and(missing)} too, or unset {_and(present)} to run as one process"
+    present: list[str]
+    missing: list[str]
+    sentence = "{all_present} set, but not {all_missing}: the place of this process cannot be known"
+    hint = "set {all_missing} too, or unset {all_present} to run as one process"
+
+    @property
+    def all_present(self) -> str:
+        return _and(self.present)
+
+    @property
+    def all_missing(self) -> str:
+        return _and(self.missing)
 
 
 class EnvironmentContradicts(PacelineError):
     """Variables that cannot all be true."""
 
-    def __init__(self, names: list[str], why: str) -> None:
-        self.names = names
-        super().__init__(f"{_and(names)}: {why}")
-        self.hint = "start with one launcher (torchrun, mpirun, srun or --procs N), or correct these variables"
+    names: list[str]
+    why: str
+    sentence = "{variables}: {why}"
+    hint = "start with one launcher (torchrun, mpirun, srun or --procs N), or correct these variables"
+
+    @property
+    def variables(self) -> str:
+        return _and(self.names)
 
 
 class MeetingPointUnknown(PacelineError):
-    """Several nodes, and nothing says where rank 0 is."""
+    """Several nodes, and no variable names the machine of rank 0."""
 
+    launcher: str
+    nodes: int
+    missing: list[str]
+    sentence = "{launcher} started ranks on {nodes} node(s), and {variables} is not set: no meeting point"
     hint = "export MASTER_ADDR=<name of rank 0's machine> and MASTER_PORT=<a free port there> for all ranks"
 
-    def __init__(self, launcher: str, nodes: int, missing: list[str]) -> None:
-        self.launcher, self.nodes, self.missing = launcher, nodes, missing
-        super().__init__(
-            f"{launcher} started ranks on {nodes} node(s), and {_and(missing)} is not set: no meeting point"
-        )
+    @property
+    def variables(self) -> str:
+        return _and(self.missing)
 
 
 def discover(env: Environment, read: ReadText = read_text) -> World:

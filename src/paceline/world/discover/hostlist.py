@@ -16,12 +16,14 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 class HostlistUnreadable(PacelineError):
     """Text that is no list of hosts."""
 
+    text: str
+    why: str
+    sentence = "list of hosts {shown!r}: {why}"
     hint = "a list of hosts reads like `n1,n[2-4],rack[0-1]n[08-10]`; `scontrol show hostnames` writes one out"
 
-    def __init__(self, text: str, why: str) -> None:
-        self.text, self.why = text, why
-        shown = text if len(text) <= 100 else f"{text[:100]}..."
-        super().__init__(f"list of hosts {shown!r}: {why}")
+    @property
+    def shown(self) -> str:
+        return self.text if len(self.text) <= 100 else f"{self.text[:100]}..."
 
 
 def expand(text: str) -> list[str]:

@@ -12,13 +12,12 @@ from paceline.world.discover.environment import World, is_loopback
 
 
 class HostIsLoopback(PacelineError):
-    """gloo would tell the other nodes to reach this one at 127.0.0.1."""
+    """The name of this machine resolves to 127.0.0.1, where gloo would send the other nodes."""
 
+    host: str
+    address: str
+    sentence = "the name of this machine, {host}, means {address}, where other nodes cannot reach it"
     hint = "export GLOO_SOCKET_IFNAME=<the network interface between the nodes>; `ip -brief address` lists them"
-
-    def __init__(self, host: str, address: str) -> None:
-        self.host, self.address = host, address
-        super().__init__(f"the name of this machine, {host}, means {address}, where other nodes cannot reach it")
 
 
 def choose_interface(

@@ -50,36 +50,49 @@ class Agent:
 class LauncherUnreached(PacelineError):
     """The launcher of node 0 does not answer."""
 
+    node: Node
+    cause: str
+    sentence = (
+        "node {node.rank} on {host}: the launcher of node 0 at {node.meeting} was not reached "
+        "in {node.timeout_s:g} s ({cause})"
+    )
     hint = "start `paceline launch --node-rank 0` on the machine that --master-addr names; check firewall and port"
 
-    def __init__(self, node: Node, cause: str) -> None:
-        super().__init__(
-            f"node {node.rank} on {socket.gethostname()}: the launcher of node 0 at {node.meeting} was not reached "
-            f"in {node.timeout_s:g} s ({cause})"
-        )
+    @property
+    def host(self) -> str:
+        return socket.gethostname()
 
 
 class NodesMissing(PacelineError):
-    """Launchers of other machines did not come."""
+    """Launchers of other machines did not arrive."""
 
+    node: Node
+    missing: Sequence[int]
+    present: Sequence[str]
+    sentence = (
+        "{num_missing} of {node.count} nodes did not arrive in {node.timeout_s:g} s: node {numbers}\n  present: {hosts}"
+    )
     hint = "start `paceline launch` on every machine with its own --node-rank; --start-timeout-s waits longer"
 
-    def __init__(self, node: Node, missing: Sequence[int], present: Sequence[str]) -> None:
-        self.missing = tuple(missing)
-        numbers = ", ".join(map(str, missing))
-        super().__init__(
-            f"{len(missing)} of {node.count} nodes did not arrive in {node.timeout_s:g} s: node {numbers}\n"
-            f"  present: {fold(present) or 'none'}"
-        )
+    @property
+    def num_missing(self) -> int:
+        return len(self.missing)
+
+    @property
+    def numbers(self) -> str:
+        return ", ".join(map(str, self.missing))
+
+    @property
+    def hosts(self) -> str:
+        return fold(self.present) or "none"
 
 
 class AgentsDisagree(PacelineError):
     """Two launchers of one job were not started alike."""
 
+    what: str
+    sentence = "{what}"
     hint = "give each machine its own --node-rank, and the same --nnodes and --max-restarts to all"
-
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
 
 
 class AgentMeeting(RendezvousHandler):
@@ -136,7 +149,7 @@ class AgentMeeting(RendezvousHandler):
             here = [rank for rank in range(self.node.count) if self._agents.check([keys[rank]])]
             self._others = [rank for rank in here if rank != self.node.rank]
             missing = [rank for rank in range(self.node.count) if rank not in here]
-            raise NodesMissing(self.node, missing, [self._agent(round_number, rank).host for rank in here])
+            raise NodesMissing(self.node, tuple(missing), [self._agent(round_number, rank).host for rank in here])
         if self.leaving is not None:
             raise SignalException("told to leave while waiting for the other nodes", self.leaving)
         agents = [self._agent(round_number, rank) for rank in range(self.node.count)]

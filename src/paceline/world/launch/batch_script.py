@@ -53,19 +53,17 @@ class BatchJob:
 class NotADuration(PacelineError):
     """A time that schedulers read in different ways, or not at all."""
 
+    text: str
+    sentence = "{text!r} is not a time"
     hint = "type `90m`, `12h`, `2d`, `12:00:00` (hours first) or `1-12:00:00` (a day and 12 hours)"
-
-    def __init__(self, text: str) -> None:
-        super().__init__(f"{text!r} is not a time")
 
 
 class NotASize(PacelineError):
     """An amount of memory without a unit, or no amount."""
 
+    text: str
+    sentence = "{text!r} is not an amount of memory"
     hint = "type it with its unit: `800M`, `64G` or `1T`"
-
-    def __init__(self, text: str) -> None:
-        super().__init__(f"{text!r} is not an amount of memory")
 
 
 def seconds(text: str) -> int:

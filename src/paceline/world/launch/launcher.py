@@ -40,10 +40,9 @@ _FINISH_S = 300.0
 class LauncherGone(PacelineError):
     """The launcher that served the store ended."""
 
+    node: Node
+    sentence = "node {node.rank}: the launcher of node 0 at {node.meeting} is gone"
     hint = "look for its own message on that machine"
-
-    def __init__(self, node: Node) -> None:
-        super().__init__(f"node {node.rank}: the launcher of node 0 at {node.meeting} is gone")
 
 
 def count_procs(asked: int | Literal["auto"], device: DeviceChoice, num_devices: int) -> int:

@@ -29,10 +29,10 @@ class GridEngine:
 class GpusPerSlot(PacelineError):
     """GPUs cannot be shared out evenly to the slots of a machine."""
 
+    gpus: int
+    slots: int
+    sentence = "{gpus} GPUs for {slots} slots on each machine: Grid Engine counts GPUs per slot"
     hint = "ask for as many ranks as GPUs and no --cpus-per-rank, or leave GPUs to --directives, in your site's words"
-
-    def __init__(self, gpus: int, slots: int) -> None:
-        super().__init__(f"{gpus} GPUs for {slots} slots on each machine: Grid Engine counts GPUs per slot")
 
 
 def sge_script(job: BatchJob, site: GridEngine) -> str:
