@@ -19,6 +19,7 @@ from paceline.core.keys import key
 from paceline.core.run_folder import NotARun, RunFolder, RunRecord
 from paceline.data.fetch import seed_everything
 from paceline.data.grain import Grain, map_tensors
+from paceline.train import setup
 from paceline.train import task as tasks
 from paceline.train.autotune.autotuner import precision_for_use
 from paceline.train.checkpoint import reader as restore
@@ -167,9 +168,8 @@ def restore_for_use(task: Task, config: TrainConfig, link: Link, checkpoint: Pat
     torch.manual_seed(config.seed)
     model = task.model().to(link.device)
     position = Position(**found.state["position"])
-    for number in range(position.stage + (position.epoch > 0 or position.step > 0)):
-        torch.manual_seed(key(config.seed, number))
-        task.before_stage(model, number)  # a model that grows has its shape before its weights are loaded
+    for number in range(position.num_begun_stages):  # a model that grows has its shape before its weights are loaded
+        setup.begin_stage(task, config, model, number)
     model.eval()
     # An optimizer that keeps nothing; it is never called.
     engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))

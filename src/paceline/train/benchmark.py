@@ -1,4 +1,4 @@
-"""How fast a task trains here: the training loop itself, some steps of it timed, nothing kept.
+"""Speed of a task on this machine: the training loop itself, some steps of it timed, nothing kept.
 
 OpenSeq2Seq's bench mode: `bench_steps` steps, of which those from `bench_start` on count, so that compilation, memory
 pools and caches have settled. The device is waited for at both ends and nowhere between.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -19,31 +18,36 @@ from paceline.data.grain import Grain
 from paceline.observe.clock import elapsed
 from paceline.parallel.step import Step
 from paceline.train.feed import Feed
-from paceline.train.task import Stage, Task, lengths_of
+from paceline.train.probe import Probe, unkept
+from paceline.train.task import Task
 from paceline.train.trainer import Result, Trainer
 from paceline.world.link import Link
 
 
 class NoStepsToTime(PacelineError):
-    """The benchmark ends before its timed part begins."""
+    """A benchmark that ends before its timed part begins."""
 
-    def __init__(self, steps: int, first: int) -> None:
-        super().__init__(f"`bench_steps` is {steps}, but timing begins after `bench_start` = {first} steps")
-        self.hint = f"set `--bench-steps {first + 50}`, or `--bench-start 0`"
+    steps: int
+    first: int
+    sentence = "`bench_steps` is {steps}, but timing begins after `bench_start` = {first} steps"
+    hint = "set `--bench-steps {enough}`, or `--bench-start 0`"
+
+    @property
+    def enough(self) -> int:
+        return self.first + 50
 
 
 class BenchmarkStopped(PacelineError):
-    """A signal ended the benchmark before its last step."""
+    """A benchmark that a signal ended before its last step."""
 
+    num_steps: int
+    sentence = "asked to stop after {num_steps} steps: nothing was measured"
     hint = "run it again, with fewer `--bench-steps` if it took too long"
-
-    def __init__(self, num_steps: int) -> None:
-        super().__init__(f"asked to stop after {num_steps} steps: nothing was measured")
 
 
 @dataclass(frozen=True)
 class Benchmark(Result):
-    """What a benchmark found. `seconds` are of the timed steps on the slowest rank, by phase."""
+    """Result of a benchmark. `seconds` are of the timed steps on the slowest rank, by phase."""
 
     mode: str = "benchmark"
     first_step: int = 0
@@ -76,7 +80,7 @@ class Benchmark(Result):
         return None if self.length is None else self.length / self.wall_s
 
     def lines(self) -> list[str]:
-        """For the console."""
+        """Return the result as lines for the console."""
         rows = [
             ("time per step", f"{1e3 * self.step_s:.4g} ms"),
             ("objects/s", f"{self.objects_per_s:.6g}"),
@@ -93,7 +97,7 @@ class Benchmark(Result):
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank saw of the timed steps."""
+    """The timed steps on one rank."""
 
     seconds: dict[str, float]
     num_samples: int
@@ -101,21 +105,22 @@ class Measured:
 
 
 def benchmark(task: Task, config: TrainConfig, link: Link) -> Benchmark:
-    """Train for `bench_steps` steps and say how fast it went; no run folder is made or changed."""
+    """Train for `bench_steps` steps and report the speed; no run folder is made or changed."""
     if config.bench_steps <= config.bench_start:
         raise NoStepsToTime(config.bench_steps, config.bench_start)
-    bench = _Bench(task, config, link)
-    result = bench.fit()
-    if bench.measured is None:
+    timing = _Timing(config)
+    trainer = Trainer(task, unkept(config, config.bench_steps), link, probe=timing)
+    result = trainer.fit()
+    if timing.measured is None:
         raise BenchmarkStopped(result.num_steps)
-    found = join(link.gather_objects(bench.measured), config.bench_start, result)
-    for line in found.lines():
-        bench.progress.say(line)
-    return found
+    joined = join(link.gather_objects(timing.measured), config.bench_start, result)
+    for line in joined.lines():
+        trainer.progress.say(line)
+    return joined
 
 
 def join(ranks: Sequence[Measured], first_step: int, result: Result) -> Benchmark:
-    """All ranks' samples in the time of the slowest."""
+    """Combine the ranks: all samples, in the time of the slowest."""
     slowest = max(ranks, key=lambda rank: math.fsum(rank.seconds.values()))
     lengths = [rank.length for rank in ranks if rank.length is not None]
     return Benchmark(
@@ -129,47 +134,34 @@ def join(ranks: Sequence[Measured], first_step: int, result: Result) -> Benchmar
     )
 
 
-def unkept(config: TrainConfig, steps: int) -> TrainConfig:
-    """The same training for so many steps, of which nothing is kept, validated or logged elsewhere."""
-    nowhere = {"out": None, "exp_name": None, "resume": "no", "loggers": (), "rank_logs": False}
-    unseen = {"mode": "train", "val_every_steps": None, "val_every_epochs": None, "monitor": None, "patience": None}
-    unsaved = {"save_every_steps": None, "save_every_epochs": None}
-    return config.model_copy(update={**nowhere, **unseen, **unsaved, "epochs": None, "steps": steps})
+class _Timing(Probe):
+    """Times the steps from `bench_start` on, and counts what was trained on."""
 
-
-class _Bench(Trainer):
-    """The training loop, watched: the first stage over and over until there are enough steps."""
-
-    def __init__(self, task: Task, config: TrainConfig, link: Link) -> None:
-        super().__init__(task, unkept(config, config.bench_steps), link)
-        self.stages: list[Stage] = [replace(self.stages[0], epochs=None)]
+    def __init__(self, config: TrainConfig) -> None:
+        self._first, self._last = config.bench_start, config.bench_steps
         self.measured: Measured | None = None
-        self._own_after_step, self._after_step = self._after_step, self._watch
-        self._lengths: Any = None
+        """None until the last step is done."""
         self._num_samples, self._length = 0, 0.0
+
+    def begin(self, trainer: Trainer, feed: Feed) -> None:
+        self._clock, self._device, self._lengths = trainer.clock, trainer.link.device, feed.lengths
         self._before = self._read_clock()
 
-    def _feed(self, number: int, stage: Stage) -> Feed:
-        feed = super()._feed(number, stage)
-        self._lengths = None if feed.is_stream else lengths_of(self.task, feed.data)
-        return feed
-
-    def _watch(self, model: torch.nn.Module, step: Step, grains: list[Grain]) -> None:
-        if self._own_after_step is not None:
-            self._own_after_step(model, step, grains)
+    def after_step(self, step: Step, grains: list[Grain]) -> None:
         done = step.number + 1
-        if done > self.config.bench_start:
+        if done > self._first:
             self._num_samples += sum(len(grain) for grain in grains)
             if self._lengths is not None:
                 self._length += sum(float(self._lengths[grain.samples].sum()) for grain in grains)
-        if done == self.config.bench_start:
+        if done == self._first:
             self._before = self._read_clock()
-        if done == self.config.bench_steps:
+        if done == self._last:
             length = None if self._lengths is None else self._length
             self.measured = Measured(elapsed(self._before, self._read_clock()), self._num_samples, length)
 
     def _read_clock(self) -> dict[str, float]:
-        if self.link.device.type == "cuda":
-            torch.cuda.synchronize(self.link.device)
-        self.clock.lap("compute")
-        return self.clock.read()
+        """Wait for the device, then read where the time went."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._clock.lap("compute")
+        return self._clock.read()

@@ -1,21 +1,127 @@
-"""When something is due: logging, validation, saving, the end. Pure decisions on numbers of steps or epochs."""
+"""Decisions after a step: what to log, validate and save, and when to leave the loop. Values in, values out."""
 
 from __future__ import annotations
 
-from paceline.config.settings import TrainConfig
+from dataclasses import dataclass
+from enum import Enum
+
+from paceline.config.settings import LoopSettings, TrainConfig
+from paceline.train.position import Position
 
 
-def is_due(number: int, every: int | None) -> bool:
+class Outcome(Enum):
+    """Reason why the loop over an epoch's batches ended."""
+
+    EPOCH_DONE = "epoch done"
+    OUT_OF_DATA = "out of data"
+    """Data of unknown length: no rank has more."""
+    OUT_OF_STEPS = "out of steps"
+    EARLY = "early"
+    """Out of `patience`."""
+    STOPPED = "stopped"
+    """Asked to, by a signal or a probe."""
+
+    @property
+    def is_cut_short(self) -> bool:
+        """True if the epoch has more data: a run that is given more steps or patience goes on inside it."""
+        return self in (Outcome.OUT_OF_STEPS, Outcome.EARLY)
+
+    @property
+    def status(self) -> str:
+        """Status of a run that ends so."""
+        return self.value if self in (Outcome.EARLY, Outcome.STOPPED) else "finished"
+
+
+@dataclass(frozen=True)
+class Signals:
+    """News that come with a step. Ranks that are together have the same."""
+
+    stop: bool = False
+    """Some rank was asked to stop."""
+    is_together: bool = True
+    """All ranks have the same weights, or get them without an average that would not have been."""
+    is_out_of_data: bool = False
+    """Data of unknown length: no rank has more."""
+    is_last: bool = False
+    """The step's batch was the last of the epoch."""
+
+
+@dataclass(frozen=True)
+class Due:
+    """Work to do before the next step, and the reason to leave the loop after it. False if there is none."""
+
+    log: bool = False
+    validate: bool = False
+    save: bool = False
+    leave: Outcome | None = None
+
+    def __bool__(self) -> bool:
+        return self.log or self.validate or self.save or self.leave is not None
+
+
+def due(config: TrainConfig, position: Position, signals: Signals, since: int) -> Due:
+    """Return what is due at a position, given the number of steps at which work was last attended to.
+
+    Ranks that step apart (`reduce: param`) wait with it until their next average, unless the run ends here.
+    """
+    is_over = signals.stop or signals.is_out_of_data or is_out_of_steps(config, position)
+    if not signals.is_together and not is_over:
+        return Due()
+    now = position.num_steps
+    return Due(
+        log=passes_multiple(since, now, config.log_every),
+        validate=passes_multiple(since, now, config.val_every_steps),
+        save=signals.stop or passes_multiple(since, now, config.save_every_steps) or is_new_best(config, position),
+        leave=_leave(config, position, signals),
+    )
+
+
+def _leave(config: TrainConfig, position: Position, signals: Signals) -> Outcome | None:
+    if signals.stop:
+        return Outcome.STOPPED
+    if signals.is_last:
+        return None  # the epoch ends by itself
+    if is_out_of_patience(config, position):
+        return Outcome.EARLY
+    if is_out_of_steps(config, position):
+        return Outcome.OUT_OF_STEPS
+    return Outcome.OUT_OF_DATA if signals.is_out_of_data else None
+
+
+def next_due(config: TrainConfig, position: Position) -> int:
+    """Return the next number of steps at which something is due, unless a signal comes first."""
+    now = position.num_steps
+    intervals = (config.log_every, config.val_every_steps, config.save_every_steps)
+    moments = [now - now % every + every for every in intervals if every is not None]
+    return min(moments if config.steps is None else [*moments, position.stage_began + config.steps])
+
+
+def is_multiple(number: int, every: int | None) -> bool:
+    """Return True if `number` is a multiple of `every`; never without an interval."""
     return every is not None and number % every == 0
 
 
-def due_since(before: int, now: int, every: int | None) -> bool:
-    """Whether a multiple of `every` has come since, `now` included."""
+def passes_multiple(before: int, now: int, every: int | None) -> bool:
+    """Return True if (before, now] contains a multiple of `every`."""
     return every is not None and now // every > before // every
 
 
-def next_due(config: TrainConfig, now: int, stage_began: int) -> int:
-    """The first number of steps after `now` at which something is logged, validated, saved or ended."""
-    intervals = (config.log_every, config.val_every_steps, config.save_every_steps)
-    due = [now - now % every + every for every in intervals if every is not None]
-    return min(due if config.steps is None else [*due, stage_began + config.steps])
+def is_out_of_steps(config: LoopSettings, position: Position) -> bool:
+    """Return True if the stage has had all of its `steps`."""
+    return config.steps is not None and position.num_steps - position.stage_began >= config.steps
+
+
+def is_out_of_patience(config: LoopSettings, position: Position) -> bool:
+    """Return True if the last `patience` validations were no better than the best."""
+    return config.patience is not None and position.bad_validations >= config.patience
+
+
+def is_stage_over(config: LoopSettings, position: Position, epochs: int | None) -> bool:
+    """Return True if the stage has had its `epochs` or its `steps`."""
+    return is_out_of_steps(config, position) or (epochs is not None and position.epoch >= epochs)
+
+
+def is_new_best(config: LoopSettings, position: Position) -> bool:
+    """Return True if the last validation was of these very weights, gave the best score so far, and bests are kept."""
+    is_best = position.score is not None and position.score == position.best
+    return position.is_fresh and is_best and position.bad_validations == 0 and config.keep_best > 0

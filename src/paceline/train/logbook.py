@@ -49,6 +49,7 @@ class Logbook:
         self._pending: list[tuple[Step, float | None]] = []
         self._status = "failed"  # until the run is closed
         self._is_over = False
+        self._started: list[Watcher] = []
         self._folder: Path | None = None
         self._mean = Mean()
         self._findings: dict[Matter, Finding] = {}
@@ -63,6 +64,7 @@ class Logbook:
         self._folder = info.folder
         for watcher in self._watchers:
             watcher.start(info)
+            self._started.append(watcher)
 
     def note(self, step: Step, batch: Batch) -> None:
         self._pending.append((step, self._engine.rate))
@@ -116,10 +118,10 @@ class Logbook:
         self._first, self._mean = self._position.step, Mean(earlier.losses, earlier.num_losses)
         self._skipped = self._engine.skips.state()[0] - earlier.skipped
 
-    def end_epoch(self, steps: int) -> None:
-        """What the epoch was like, over all ranks; all must call it. `steps` are those of this launch."""
+    def end_epoch(self) -> None:
+        """Log the epoch, over all ranks; all must call it."""
         self.flush()
-        earlier = self._meter.earlier
+        steps, earlier = self._position.step - self._first, self._meter.earlier  # of this launch, and of those before
         if steps == 0 and (earlier.steps == 0 or self._is_written):
             return  # saved at the very end of an epoch
         launch, whole = self._meter.end_epoch() if steps else (self._meter.recall(), None)
@@ -203,7 +205,7 @@ class Logbook:
         self._is_over = True
         self._progress.close()
         failed: list[Exception] = []
-        for watcher in self._watchers:
+        for watcher in self._started:
             try:
                 watcher.end(self._status)
             except Exception as error:

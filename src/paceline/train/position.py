@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline.config.settings import TrainConfig
 from paceline.core.errors import PacelineError
+from paceline.data.grain import Batch
 
 NEWBOB_LOOKS_AT = ("val_every_steps", "val_every_epochs", "monitor", "monitor_mode")
 """Settings that change numerics where validation scores decide the learning rate."""
@@ -43,18 +44,33 @@ class Position:
     is_epoch_over: bool = False
     """Data of unknown length has ended with the last step."""
 
+    def advance(self, batch: Batch) -> None:
+        """Move past a batch that a step was done with."""
+        self.step = batch.step + 1
+        self.num_steps += 1
+
+    def end_epoch(self) -> None:
+        """Move to the start of the next epoch."""
+        self.epoch, self.step, self.is_epoch_over = self.epoch + 1, 0, False
+
     def begin_stage(self, number: int) -> None:
-        """The start of another stage, whose scores are not to be compared with those before."""
+        """Move to the start of another stage, whose scores are not compared with those before."""
         self.stage, self.epoch, self.step, self.is_epoch_over = number, 0, 0, False
         self.best, self.bad_validations = None, 0
         self.data = None
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the last validation was of the weights as they are now."""
+        """True if the last validation was of the weights as they are now."""
         return self.validated == self.num_steps
 
+    @property
+    def num_begun_stages(self) -> int:
+        """Stages whose `before_stage` was called: a position at the end of a stage is of a model before the next."""
+        return self.stage + (self.epoch > 0 or self.step > 0)
+
     def state(self) -> dict[str, Any]:
+        """Return the fields as plain values, for a checkpoint."""
         return asdict(self)
 
 

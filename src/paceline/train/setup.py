@@ -1,4 +1,4 @@
-"""Parts of a run that are the same for training, timing and use: weights to start from, callbacks."""
+"""From a task to a prepared engine: the same steps for training, for timing candidates and for using a run."""
 
 from __future__ import annotations
 
@@ -8,10 +8,33 @@ from pathlib import Path
 import torch
 
 from paceline.config.settings import TrainConfig
+from paceline.core.keys import key
+from paceline.data.grain import Grain
 from paceline.observe import loggers
 from paceline.observe.callback import Watcher, checked
+from paceline.optim import build, larc
+from paceline.parallel.step import Step
 from paceline.train.checkpoint import reader as restore
-from paceline.train.task import HasWatchers, ReadsWeights, Task
+from paceline.train.engine import Engine
+from paceline.train.probe import Probe
+from paceline.train.task import HasWatchers, ReadsWeights, Task, overrides
+
+
+def prepare(engine: Engine, task: Task, config: TrainConfig, model: torch.nn.Module) -> larc.Larc | None:
+    """Give a model its parameter groups and its optimizer, and prepare both. Returns LARC, where it is asked for."""
+    optimizer = task.optimizer(build.groups(model, config), config, engine.device)
+    layerwise = larc.attach(optimizer, config)
+    engine.prepare(model, optimizer)
+    return layerwise
+
+
+def begin_stage(task: Task, config: TrainConfig, model: torch.nn.Module, number: int) -> None:
+    """Let the task change the model for a stage, with the same random numbers whenever and wherever it is called.
+
+    On resume, and when a run is used, it is called for all stages that had begun: see `Position.num_begun_stages`.
+    """
+    torch.manual_seed(key(config.seed, number))  # for layers that a task adds
+    task.before_stage(model, number)
 
 
 def load_weights(model: torch.nn.Module, task: Task, path: Path | None, say: Callable[[str], None]) -> None:
@@ -22,6 +45,20 @@ def load_weights(model: torch.nn.Module, task: Task, path: Path | None, say: Cal
     if weights is None:
         weights = restore.load(path, ["model"]).parts["model"]
     say(restore.load_by_name(model, weights).line(path))
+
+
+def after_step(task: Task, probe: Probe | None) -> Callable[[torch.nn.Module, Step, list[Grain]], None] | None:
+    """Return the hooks that follow a step as one, None if there are none: the task's, then the probe's."""
+    hook = task.after_step if overrides(task, "after_step") else None
+    if probe is None:
+        return hook
+
+    def both(model: torch.nn.Module, step: Step, grains: list[Grain]) -> None:
+        if hook is not None:
+            hook(model, step, grains)
+        probe.after_step(step, grains)
+
+    return both
 
 
 def callbacks(

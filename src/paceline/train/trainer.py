@@ -1,8 +1,9 @@
-"""The training loop. Read `Trainer.fit` and `engine.Engine.step` and you know how training works."""
+"""The training loop. Read `Trainer._train_epoch` and `engine.Engine.step` and you know how training works."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,27 +12,39 @@ import torch
 
 from paceline.config.settings import TrainConfig
 from paceline.core.keys import key
+from paceline.data.grain import Batch
 from paceline.observe.callback import RunInfo, Watcher
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.rank_log import rank_log
 from paceline.observe.records import Finding
 from paceline.observe.timeline import recorder as timeline
-from paceline.optim import build, larc, schedule
+from paceline.optim import build, schedule
 from paceline.parallel.step import Step
 from paceline.train import setup, summary
 from paceline.train import task as tasks
 from paceline.train.autotune.autotuner import Autotuner
-from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint import state
 from paceline.train.checkpoint.manager import CheckpointManager
-from paceline.train.due import due_since, is_due, next_due
+from paceline.train.checkpoint.reader import Checkpoint
+from paceline.train.due import (
+    Due,
+    Outcome,
+    Signals,
+    due,
+    is_multiple,
+    is_new_best,
+    is_out_of_patience,
+    is_stage_over,
+    next_due,
+)
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed, NothingRead
 from paceline.train.fingerprint import DataChanged
 from paceline.train.logbook import Logbook, notes
 from paceline.train.meter import Meter, make_clock
 from paceline.train.position import Position
+from paceline.train.probe import Probe
 from paceline.train.scaling import for_ranks
 from paceline.train.signals import on_stop_signal, stop_reason
 from paceline.train.task import Stage, Surroundings, Task, overrides
@@ -56,9 +69,9 @@ class Result:
     """Of the last validation, as `set/metric`."""
     best: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
-    """Where the time went, by phase."""
+    """Time by phase."""
     findings: tuple[Finding, ...] = ()
-    """What held the run back, and what to type: the last word on each matter."""
+    """Reasons that held the run back, and what to type: the last word on each matter."""
     mode: str = "train_eval"
     """As in the settings, or `benchmark`."""
     predictions: Path | None = None
@@ -66,57 +79,74 @@ class Result:
 
 
 class Trainer:
-    """Trains a task on the ranks of a link, from the beginning or from where the run was."""
+    """Trains a task on the ranks of a link, from the beginning or from where the run was.
 
-    def __init__(self, task: Task, config: TrainConfig, link: Link, watchers: Sequence[Watcher] = ()) -> None:
+    Opening a run succeeds or undoes itself: after a failure here no folder is locked or marked as running.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        config: TrainConfig,
+        link: Link,
+        watchers: Sequence[Watcher] = (),
+        *,
+        probe: Probe | None = None,
+    ) -> None:
         self.clock = make_clock(link.device)
         config, self._arithmetic = for_ranks(config, link.world.size)
         self.task, self.config, self.link = task, config, link
         self.progress = Progress(link.is_first, config.progress, is_relayed=link.world.is_relayed)
+        self._probe = probe
         self.checkpoints = CheckpointManager(config, link, self.progress, task.spec or type(task).__name__)
+        checkpoint = self.checkpoints.find()
         stacks.send_to(self.checkpoints.rank_log_file)
         self.engine = Engine(config, link=link, clock=self.clock)
         task.attach(Surroundings(config, link, self.progress.say, self.engine.evaluating))
         self.autotuner = Autotuner(task, config, self.engine, self.progress) if config.level == 4 else None
-        if self.autotuner is not None and self.checkpoints.found is not None:
-            self.autotuner.recall(self.checkpoints.found.state.get("choice"))
+        if self.autotuner is not None and checkpoint is not None:
+            self.autotuner.recall(checkpoint.state.get("choice"))
         self.position = Position()
-        self.stages = list(tasks.stages_of(task))
+        stages = tasks.stages_of(task)
+        self.stages = list(stages) if probe is None else probe.stages(stages)
         self._began_stage = -1
-        self._build()
-        self._resumed: str | None = None
-        if self.checkpoints.found is not None:
-            self._resume(self.checkpoints.found)
+        self._build(is_new=checkpoint is None)
+        self._resumed = None if checkpoint is None else self._resume(checkpoint)
         self.validation = Validation(task, self.engine, config, self.checkpoints.grains)
         self.timeline = timeline.build(
             config, config.out, link, self.clock, lambda: self.engine.num_steps, self.progress.say
         )
-        watching = setup.callbacks(task, config, self.progress.say, watchers) if link.is_first else []
-        self.checkpoints.open()
-        if self.checkpoints.metrics_file is not None:
-            done, validated = self.engine.num_steps, max(0, self.position.validated)
-            watching.insert(0, Journal(self.checkpoints.metrics_file, next_step=done, next_validation=validated))
-        meter = Meter(self.clock, self.engine, task, config, self.checkpoints.so_far)
-        self.log = Logbook(
-            watching, self.progress, self.engine, self.position, meter, lambda: notes(self.engine, self.larc)
-        )
-        self.log.start(self._info())
+        callbacks = setup.callbacks(task, config, self.progress.say, watchers) if link.is_first else []
+        so_far = None if checkpoint is None else checkpoint.state.get("so_far")
+        del checkpoint  # its tensors are mapped from files, and would keep them on disk
+        meter = Meter(self.clock, self.engine, task, config, so_far)
+        with ExitStack() as undo:  # from here on there is something to undo: files, a lock, callbacks that have started
+            self.checkpoints.open()
+            undo.callback(self.checkpoints.mark_failed)
+            if self.checkpoints.metrics_file is not None:
+                done, validated = self.engine.num_steps, max(0, self.position.validated)
+                callbacks.insert(0, Journal(self.checkpoints.metrics_file, next_step=done, next_validation=validated))
+            self.log = Logbook(
+                callbacks, self.progress, self.engine, self.position, meter, lambda: notes(self.engine, self.larc)
+            )
+            undo.callback(self.log.end)
+            self.log.start(self._info())
+            undo.pop_all()
         self._is_introduced = False
         self.clock.lap("setup")
 
-    # -- the loop ------------------------------------------------------------------------------------------------
-
     def fit(self) -> Result:
         """Train to the end, to early stopping, or until asked to stop."""
-        status = "finished"
+        outcome = Outcome.EPOCH_DONE
         try:
             with rank_log(self.checkpoints.rank_log_file, summary.rank_line(self.link)):
-                with on_stop_signal(self.engine.ask_to_stop), log_if_lost(self.link.world):
+                with on_stop_signal(self.ask_to_stop), log_if_lost(self.link.world):
                     for number in range(self.position.stage, len(self.stages)):
-                        status = self._train_stage(number)
-                        if status == "stopped":
+                        outcome = self._train_stage(number)
+                        if outcome is Outcome.STOPPED:
                             break
-                return self._close(status)
+                # One that a probe ended has no run to go on with, and must not say so.
+                return self._close(outcome.status if self._probe is None else "finished")
         except BaseException:
             self.checkpoints.mark_failed()
             self.timeline.abandon()
@@ -124,98 +154,135 @@ class Trainer:
         finally:
             self.log.end()  # whatever happens, the terminal is given back
 
-    def _train_stage(self, number: int) -> str:
-        stage, position = self.stages[number], self.position
+    def ask_to_stop(self) -> None:
+        """Save and leave soon: all ranks learn of it with the reduction of the next step."""
+        self.engine.ask_to_stop()
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def _train_stage(self, number: int) -> Outcome:
+        """Train one stage, from the position on."""
+        stage, position, config = self.stages[number], self.position, self.config
         if self._began_stage != number:
             self._begin_stage(number)
         feed = self._feed(number, stage)
-        if position.data not in (None, feed.fingerprint) and not self.config.allow_change:
-            raise DataChanged
-        position.data = feed.fingerprint
-        epochs = stage.epochs or self.config.epochs
-        if position.is_complete and (self._is_done(epochs) or self._lost_patience()):
+        self._check_data(feed)
+        epochs = stage.epochs or config.epochs
+        if position.is_complete and (is_stage_over(config, position, epochs) or is_out_of_patience(config, position)):
             self.progress.say("this run is finished: nothing is left to train")
-            return "early" if self._lost_patience() else "finished"
+            return Outcome.EARLY if is_out_of_patience(config, position) else Outcome.EPOCH_DONE
         position.is_complete = False  # or it goes on: a finished run was given more epochs, steps or patience
-        self._make_fast(feed)
-        self.engine.follow(self._schedule(feed))
-        self._introduce(feed)
-        self.clock.lap("setup")
-        status = "finished"
+        self._set_up(feed)
+        outcome = Outcome.EPOCH_DONE
         feed.end_epoch = epochs
-        while status == "finished" and not self._is_done(epochs):
-            status = self._train_epoch(feed)
-            going_on = status == "finished" and not self._is_done(epochs)
-            if going_on and (is_due(position.epoch, self.config.save_every_epochs) or self._found_best()):
+        while outcome.status == "finished" and not is_stage_over(config, position, epochs):
+            outcome = self._train_epoch(feed)
+            if outcome is not Outcome.STOPPED:
+                outcome = self._end_epoch(outcome)
+            goes_on = outcome.status == "finished" and not is_stage_over(config, position, epochs)
+            if goes_on and (is_multiple(position.epoch, config.save_every_epochs) or is_new_best(config, position)):
                 self._save()
         feed.close()
-        if status != "stopped":
-            with self.engine.whole_statistics():
-                self.task.after_stage(self.engine.model, number)
-            self.clock.lap("setup")
-            position.is_complete = number + 1 == len(self.stages)
-            if not position.is_complete:
-                position.begin_stage(number + 1)
-            self._save()
-        return status
+        if outcome is not Outcome.STOPPED:
+            self._end_stage(number)
+        return outcome
 
-    def _make_fast(self, feed: Feed) -> None:
-        """With `-O4`: find out what is fastest here, if that is not known, and set it up for a stage."""
-        if self.autotuner is not None:
-            self.autotuner.begin_stage(feed, self._prepare)
-            self.checkpoints.keep_choice(None if self.autotuner.choice is None else self.autotuner.choice.record())
-
-    def _train_epoch(self, feed: Feed) -> str:
-        position, engine, config, clock = self.position, self.engine, self.config, self.clock
-        first, looked = position.step, engine.num_steps
+    def _train_epoch(self, feed: Feed) -> Outcome:
+        """Train on the batches of an epoch, from the position on."""
+        position, engine, clock = self.position, self.engine, self.clock
         self.log.begin_epoch(feed, summary.data_facts(feed, position.epoch), self._stage_name)
-        wake = self._next_due()
-        loss = partial(self.task.loss, engine.model)
-        batch = None  # a run that was saved at the very end of an epoch goes on with none
-        for batch in () if position.is_epoch_over else self.timeline.follow(feed.batches(position.epoch, first)):
+        loss, before_step, after_step = partial(self.task.loss, engine.model), self._before_step, self._after_step
+        since, wake = position.num_steps, self._next_due(feed)
+        for batch in self._batches(feed):
             clock.begin_step()
-            if self._before_step is not None:
-                self._before_step(engine.model, batch)
+            if before_step is not None:
+                before_step(engine.model, batch)
             step = engine.step(loss, batch, self._after_backward)
-            if self._after_step is not None:
-                self._after_step(engine.model, step, batch.grains)
-            position.step, position.num_steps = batch.step + 1, engine.num_steps
+            if after_step is not None:
+                after_step(engine.model, step, batch.grains)
+            position.advance(batch)
             self.log.note(step, batch)
             clock.lap("compute")
-            stop = self._stop_asked(step)
-            if engine.num_steps < wake and not stop and not feed.is_stream:
+            if position.num_steps < wake and not self._stop_asked(step):
                 continue  # nothing is due at most steps
-            if not (engine.is_together or stop or self._is_done(None) or self._out_of_data(feed, step)):
-                continue  # ranks step apart (`reduce: param`): what is due waits for their next average
-            due, looked = partial(due_since, looked, engine.num_steps), engine.num_steps
-            wake = self._next_due()
-            if due(config.val_every_steps) or due(config.save_every_steps) or not engine.is_together:
-                self._come_together()
-                stop = stop or self._stop_asked(step)
-            position.is_epoch_over = self._out_of_data(feed, step)
-            if due(config.log_every):
-                self.log.flush()
-            if due(config.val_every_steps):
-                self._validate()
-            if stop or due(config.save_every_steps) or self._found_best():
-                self._save()
-            if stop:
-                return "stopped"
-            clock.lap("other")
-            if self._is_done(None) or position.is_epoch_over or self._lost_patience():
-                break
-        if batch is None and first == 0 and not position.is_epoch_over:
+            now = due(self.config, position, self._signals(feed, batch, step), since)
+            if now:
+                now = self._attend(now, feed, batch, step, since)
+                since, wake = position.num_steps, self._next_due(feed)
+            if now.leave is not None:
+                return now.leave
+        if position.step == 0:
             raise NothingRead(position.epoch)
+        return Outcome.EPOCH_DONE
+
+    def _batches(self, feed: Feed) -> Iterator[Batch]:
+        """Batches from the position on; none if the run was saved at the very end of an epoch."""
+        position = self.position
+        if position.is_epoch_over:
+            return iter(())
+        return self.timeline.follow(feed.batches(position.epoch, position.step))
+
+    def _next_due(self, feed: Feed) -> int:
+        """Number of steps from which on `due` must be asked; with data of unknown length any step may be the last."""
+        return 0 if feed.is_stream else next_due(self.config, self.position)
+
+    def _attend(self, now: Due, feed: Feed, batch: Batch, step: Step, since: int) -> Due:
+        """Come together, log, validate, save: always in this order. Returns what turned out to be due."""
+        position = self.position
+        if now.validate or now.save or not self.engine.is_together:
+            self._come_together()
+        signals = self._signals(feed, batch, step)  # the average may have told of a stop or of the end of the data
+        position.is_epoch_over = signals.is_out_of_data
+        now = due(self.config, position, signals, since)
+        if now.log:
+            self.log.flush()
+        if now.validate:
+            self._validate()
+            now = due(self.config, position, signals, since)  # the score may say: save, or leave
+        if now.save:
+            self._save()
+        self.clock.lap("other")
+        return now
+
+    def _end_epoch(self, outcome: Outcome) -> Outcome:
+        position = self.position
         self._come_together()
-        self.log.end_epoch(position.step - first)
-        # Ended by `steps` or `patience`: if the run is given more of them, it goes on from here.
-        is_cut_short = batch is not None and not batch.is_last and (self._is_done(None) or self._lost_patience())
-        if not is_cut_short:
-            position.epoch, position.step, position.is_epoch_over = position.epoch + 1, 0, False
-        if is_cut_short or is_due(position.epoch, config.val_every_epochs):
+        self.log.end_epoch()
+        if not outcome.is_cut_short:
+            position.end_epoch()
+        if outcome.is_cut_short or is_multiple(position.epoch, self.config.val_every_epochs):
             self._validate()
         tasks.report(self.task)
-        return "early" if self._lost_patience() else "finished"
+        return Outcome.EARLY if is_out_of_patience(self.config, position) else outcome
+
+    def _end_stage(self, number: int) -> None:
+        position = self.position
+        with self.engine.whole_statistics():
+            self.task.after_stage(self.engine.model, number)
+        self.clock.lap("setup")
+        position.is_complete = number + 1 == len(self.stages)
+        if not position.is_complete:
+            position.begin_stage(number + 1)
+        self._save()
+
+    # -- what a step may call for --------------------------------------------------------------------------------
+
+    def _signals(self, feed: Feed, batch: Batch, step: Step) -> Signals:
+        return Signals(self._stop_asked(step), self.engine.is_together, _is_out_of_data(feed, step), batch.is_last)
+
+    def _stop_asked(self, step: Step) -> bool:
+        """Return True if any rank was asked to stop, as of the same step on all.
+
+        On a GPU it is read at steps that are logged, where the device is waited for anyway.
+        """
+        if self._probe is not None and self._probe.is_over:
+            return True
+        if self.link.world.size == 1:
+            return self.engine.wants_stop
+        if step.ranks_to_stop is None:
+            return False  # ranks step apart, and learn of it with their next average
+        on_host = step.ranks_to_stop.device.type == "cpu"
+        return (on_host or is_multiple(self.engine.num_steps, self.config.log_every)) and bool(step.ranks_to_stop)
 
     def _come_together(self) -> None:
         self.clock.lap("other")
@@ -242,108 +309,46 @@ class Trainer:
         self.checkpoints.save(self.engine, self.position, self.task, score, self.log.so_far)
         self.clock.lap("checkpoint")
 
-    # -- when to end ---------------------------------------------------------------------------------------------
-
-    def _is_done(self, epochs: int | None) -> bool:
-        steps = self.config.steps
-        if steps is not None and self.engine.num_steps - self.position.stage_began >= steps:
-            return True
-        return epochs is not None and self.position.epoch >= epochs
-
-    def _next_due(self) -> int:
-        return next_due(self.config, self.engine.num_steps, self.position.stage_began)
-
-    def _lost_patience(self) -> bool:
-        return self.config.patience is not None and self.position.bad_validations >= self.config.patience
-
-    def _found_best(self) -> bool:
-        """Whether the weights as they are now have just been found to be the best so far, and are to be kept."""
-        is_best = self.position.score is not None and self.position.score == self.position.best
-        return self.position.is_fresh and is_best and self.position.bad_validations == 0 and self.config.keep_best > 0
-
-    def _out_of_data(self, feed: Feed, step: Step) -> bool:
-        """Data of unknown length ends when no rank has more, which the step's own reduction says."""
-        return feed.is_stream and step.ranks_with_data is not None and not float(step.ranks_with_data)
-
-    def _stop_asked(self, step: Step) -> bool:
-        """Whether any rank was asked to stop, as of the same step on all. On a GPU it is read when logging anyway."""
-        if self.link.world.size == 1:
-            return self.engine.wants_stop
-        if step.ranks_to_stop is None:
-            return False  # ranks step apart, and learn of it with their next average
-        on_host = step.ranks_to_stop.device.type == "cpu"
-        return (on_host or is_due(self.engine.num_steps, self.config.log_every)) and bool(step.ranks_to_stop)
-
-    def _close(self, status: str) -> Result:
-        self.engine.sync()
-        self.engine.statistics.total()
-        self.checkpoints.close(status)
-        self.clock.lap("checkpoint")
-        self.timeline.close()
-        self.log.close(status)
-        self.clock.lap("logging")
-        for line in [] if self.autotuner is None else self.autotuner.lines():
-            self.progress.say(line)
-        if status == "stopped":
-            why = stop_reason(self.link)
-            self.progress.say(f"{why}: saved after step {self.position.num_steps}; `--resume auto` goes on")
-        self.link.barrier()
-        self.clock.lap("communication")
-        return Result(
-            status,
-            self.engine.num_steps,
-            self.log.loss,
-            dict(self.validation.metrics),
-            self.position.best,
-            self.clock.read(),
-            self.log.findings,
-            self.config.mode,
-        )
-
     # -- the way in ----------------------------------------------------------------------------------------------
 
-    def _build(self) -> None:
+    def _build(self, *, is_new: bool) -> None:
         torch.manual_seed(self.config.seed)
         model = self.task.model()
         build.freeze(model, self.config.freeze)
-        if self.checkpoints.found is None:
+        if is_new:
             setup.load_weights(model, self.task, self.config.init_from, self.progress.say)
         self._prepare(model)
         self._after_backward: Callable[[], None] | None = None
         if overrides(self.task, "after_backward"):
             self._after_backward = lambda: self.task.after_backward(self.engine.model)
         self._before_step = self.task.before_step if overrides(self.task, "before_step") else None
-        self._after_step = self.task.after_step if overrides(self.task, "after_step") else None
+        self._after_step = setup.after_step(self.task, self._probe)
 
     def _prepare(self, model: torch.nn.Module) -> None:
         model.to(self.link.device)
         if self.autotuner is not None:
             self.autotuner.accelerate(model)
-        optimizer = self.task.optimizer(build.groups(model, self.config), self.config, self.link.device)
-        self.larc = larc.attach(optimizer, self.config)
-        self.engine.prepare(model, optimizer)
+        self.larc = setup.prepare(self.engine, self.task, self.config, model)
 
-    def _resume(self, found: restore.Checkpoint) -> None:
-        position = Position(**found.state["position"])
-        # A checkpoint from the end of a stage is of a model for which the next stage has not begun.
-        is_begun = position.epoch > 0 or position.step > 0
-        for number in range(position.stage + is_begun):
+    def _resume(self, checkpoint: Checkpoint) -> str:
+        """Restore everything. Returns where the run goes on, in words."""
+        position = Position(**checkpoint.state["position"])
+        for number in range(position.num_begun_stages):
             self._begin_stage(number)
         self.position = position
-        state.restore(self.engine, found.parts, found.state["engine"])
-        tasks.load_state(self.task, dict(found.parts.get("task", {})))
-        self.checkpoints.check_precision(self.engine.precision.name)
-        self.checkpoints.found = None  # what is mapped from its files would keep them on disk
-        self._resumed = f"after step {position.num_steps} ({found.path.name})"
-        self.progress.say(f"resumed {self._resumed}")
+        state.restore(self.engine, checkpoint.parts, checkpoint.state["engine"])
+        tasks.load_state(self.task, dict(checkpoint.parts.get("task", {})))
+        self.checkpoints.check_precision(checkpoint, self.engine.precision.name)
+        resumed = f"after step {position.num_steps} ({checkpoint.path.name})"
+        self.progress.say(f"resumed {resumed}")
+        return resumed
 
     def _begin_stage(self, number: int) -> None:
         """Optimizer and schedule start anew where the stage says so; a model that changed shape is prepared again."""
         stage, model = self.stages[number], self.engine.model
-        torch.manual_seed(key(self.config.seed, number))  # for layers that a task adds
         before = build.signature(model)
         with self.engine.whole_statistics():
-            self.task.before_stage(model, number)
+            setup.begin_stage(self.task, self.config, model, number)
         changed = before != build.signature(model)
         if changed or (stage.restart_optimizer and number > 0):
             self.engine.release()
@@ -376,11 +381,31 @@ class Trainer:
             self.progress.say(f"the batch of {config.max_samples} is larger than the data: one step of {len(data)}")
         return feed
 
+    def _check_data(self, feed: Feed) -> None:
+        if self.position.data not in (None, feed.fingerprint) and not self.config.allow_change:
+            raise DataChanged
+        self.position.data = feed.fingerprint
+
+    def _set_up(self, feed: Feed) -> None:
+        """Make everything ready for the first step of a stage that is begun or goes on."""
+        if self.autotuner is not None:
+            # `-O4`: find out what is fastest here, if that is not known.
+            self.autotuner.begin_stage(feed, self._prepare)
+            self.checkpoints.keep_choice(None if self.autotuner.choice is None else self.autotuner.choice.record())
+        self.engine.follow(self._schedule(feed))
+        self._introduce(feed)
+        if self._probe is not None:
+            self._probe.begin(self, feed)
+        self.clock.lap("setup")
+
     def _schedule(self, feed: Feed) -> Callable[[int], float]:
-        """The learning rate by step."""
+        """Return the learning rate by step."""
+        if self._probe is not None and self._probe.schedule is not None:
+            self._schedule_steps = self.config.steps
+            return self._probe.schedule
         self._schedule_steps = schedule_steps(self.config, self.stages, self._began_stage, feed, self._feed)
-        looks = not self.validation.is_empty and (self.config.val_every_steps or self.config.val_every_epochs)
-        rate = schedule.build(self.config, self._schedule_steps, self.position.scores if looks else None)
+        validates = not self.validation.is_empty and (self.config.val_every_steps or self.config.val_every_epochs)
+        rate = schedule.build(self.config, self._schedule_steps, self.position.scores if validates else None)
         began = self.position.schedule_began
         return lambda step: rate(step - began)
 
@@ -390,10 +415,11 @@ class Trainer:
 
     @property
     def _stage_name(self) -> str | None:
+        """Name of the current stage, where there are several."""
         return self.stages[self._began_stage].name if len(self.stages) > 1 else None
 
     def _introduce(self, feed: Feed) -> None:
-        """What this run is, before the first step of this launch; of later stages only their data."""
+        """Describe the run before the first step of this launch; of later stages only their data."""
         data = summary.data_facts(feed, self.position.epoch, self.task.length_unit)
         if self._is_introduced:
             self.progress.tell(f"stage {self._stage_name}: {summary.data_line(data)}")
@@ -418,10 +444,45 @@ class Trainer:
         for line in [*filter(None, [self._arithmetic]), *self.engine.precision.notes, *summary.idle(facts)]:
             self.progress.say(line)
 
+    # -- the way out ---------------------------------------------------------------------------------------------
+
+    def _close(self, status: str) -> Result:
+        self.engine.sync()
+        self.engine.statistics.total()
+        self.checkpoints.close(status)
+        self.clock.lap("checkpoint")
+        self.timeline.close()
+        self.log.close(status)
+        self.clock.lap("logging")
+        for line in [] if self.autotuner is None else self.autotuner.lines():
+            self.progress.say(line)
+        if status == "stopped":
+            why = stop_reason(self.link)
+            self.progress.say(f"{why}: saved after step {self.position.num_steps}; `--resume auto` goes on")
+        self.link.barrier()
+        self.clock.lap("communication")
+        return Result(
+            status,
+            self.engine.num_steps,
+            self.log.loss,
+            dict(self.validation.metrics),
+            self.position.best,
+            self.clock.read(),
+            self.log.findings,
+            self.config.mode,
+        )
+
+
+def _is_out_of_data(feed: Feed, step: Step) -> bool:
+    """Return True if no rank has more data of unknown length, as the step's own reduction says."""
+    return feed.is_stream and step.ranks_with_data is not None and not float(step.ranks_with_data)
+
 
 def stage_steps(config: TrainConfig, stage: Stage, feed: Feed) -> int | None:
-    """Steps of a stage, None if nobody knows. Where epochs differ in length (batches by cost), the first one stands
-    for all."""
+    """Return the number of steps of a stage, None if unknown.
+
+    Where epochs differ in length (batches by cost), the first one stands for all.
+    """
     epochs = stage.epochs or config.epochs
     per_epoch = None if epochs is None else feed.num_steps(0)
     ends = [config.steps, per_epoch and epochs and per_epoch * epochs]
@@ -431,7 +492,10 @@ def stage_steps(config: TrainConfig, stage: Stage, feed: Feed) -> int | None:
 def schedule_steps(
     config: TrainConfig, stages: Sequence[Stage], number: int, feed: Feed, feed_of: Callable[[int, Stage], Feed]
 ) -> int | None:
-    """Steps of the schedule that stage `number` follows: its own, or of all stages where no stage begins it anew."""
+    """Return the number of steps of the schedule that stage `number` follows, None if unknown.
+
+    These are the stage's own, or those of all stages where no stage restarts the schedule.
+    """
     steps = stage_steps(config, stages[number], feed)
     is_one_for_all = not any(stage.restart_schedule for stage in stages)
     if steps is None or len(stages) == 1 or not is_one_for_all or config.schedule == "constant":

@@ -105,16 +105,15 @@ def test_a_busy_machine_makes_do_with_fewer_parts(monkeypatch: pytest.MonkeyPatc
         return now[0]
 
     monkeypatch.setattr(tune_trial, "time", SimpleNamespace(perf_counter=perf_counter))
-    ended: list[int] = []
-    end_part = tune_trial._Trial._end_part
+    gathered: list[int] = []
 
-    def watched(self: Any) -> None:
-        end_part(self)
-        ended.append(len(self.parts))
+    def gather_objects(self: Link, value: Any) -> list[Any]:
+        gathered.append(len(value) if isinstance(value, list) else 0)
+        return [value]
 
-    monkeypatch.setattr(tune_trial._Trial, "_end_part", watched)
+    monkeypatch.setattr(Link, "gather_objects", gather_objects)
     trial(SmallTask(), config(global_batch=4, grains=1), alone(), 0.01)
-    assert ended[-1] == LEAST_PARTS
+    assert max(gathered) == LEAST_PARTS
 
 
 # -- two side by side --------------------------------------------------------------------------------------------------

@@ -57,10 +57,7 @@ class CheckpointManager:
         self.grains = choose_grains(config.grains, before, link.world.size, may_regrain)
         if before not in (None, self.grains):
             progress.say(f"{self.grains} grains instead of {before}: numerics change from here on")
-        self.found = self._find(stored)
-        self.so_far: dict[str, Any] | None = None if self.found is None else self.found.state.get("so_far")
-        """Of the epoch that the checkpoint is in the middle of; an older one does not say."""
-        self._check_ranks()
+        self._may_resume = stored is not None
 
     @property
     def metrics_file(self) -> Path | None:
@@ -184,28 +181,30 @@ class CheckpointManager:
                 raise SettingsChanged(changes)
         return stored
 
-    def check_precision(self, precision: str) -> None:
+    def check_precision(self, checkpoint: restore.Checkpoint, precision: str) -> None:
         """`level: auto` may mean something else on another device."""
-        before = None if self.found is None else self.found.state.get("precision")
+        before = checkpoint.state.get("precision")
         if before not in (None, precision) and not self._config.allow_change:
             raise SettingsChanged({"precision on this device": (before, precision)})
 
-    def _check_ranks(self) -> None:
-        """With `random_seed_offset` the ranks themselves decide which sample comes when."""
+    def find(self) -> restore.Checkpoint | None:
+        """Return the checkpoint to resume from, None for a new run. All ranks must call it."""
+        checkpoint = self._find()
         config, ranks = self._config, self._link.world.size
-        if self.found is None or config.allow_change or config.dataset_distribution == "shard":
-            return
-        if self.found.state["world_size"] != ranks:
-            raise SettingsChanged({"ranks (with random_seed_offset)": (self.found.state["world_size"], ranks)})
+        if checkpoint is None or config.allow_change or config.dataset_distribution == "shard":
+            return checkpoint
+        # With `random_seed_offset` the ranks themselves decide which sample comes when.
+        if checkpoint.state["world_size"] != ranks:
+            raise SettingsChanged({"ranks (with random_seed_offset)": (checkpoint.state["world_size"], ranks)})
+        return checkpoint
 
-    def _find(self, stored: RunRecord | None) -> restore.Checkpoint | None:
-        """The checkpoint to go on from."""
+    def _find(self) -> restore.Checkpoint | None:
         resume = self._config.resume
         if isinstance(resume, Path):
             if not (resume / restore.DIGESTS).exists():
                 raise NotACheckpoint(resume)
             return restore.load(resume)
-        if resume == "no" or stored is None or self._run is None:
+        if resume == "no" or not self._may_resume or self._run is None:
             return None
         chosen: Path | None = None
         if self._link.is_first:  # one rank looks and verifies, so that all take the same

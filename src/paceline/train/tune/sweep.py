@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 
 from paceline.config.settings import TrainConfig
 from paceline.observe.callback import Record, Watcher
-from paceline.train.benchmark import unkept
 from paceline.train.feed import Feed
-from paceline.train.task import Stage, Task
-from paceline.train.trainer import Result, Trainer
+from paceline.train.probe import Probe, unkept
+from paceline.train.task import Task
+from paceline.train.trainer import Trainer
 from paceline.train.tune.range_test import Point, diverged_at, rate_at
 from paceline.world.link import Link
 
@@ -25,55 +25,38 @@ def sweep(
     steps: int,
     tell: Callable[[int], None] = lambda done: None,
 ) -> list[Point]:
-    """Losses under learning rates from `first` to `last`, until the loss diverges; on the first rank, else nothing.
+    """Return the losses under learning rates from `first` to `last`, until the loss diverges; on the first rank only.
 
     Fewer than `steps` that have not diverged (`is_cut_short`) are those of a sweep that a signal ended.
     """
-    watching = _Losses(tell)
-    running = _Sweep(task, config, link, watching, first, last, steps)
-    watching.is_enough = running.stop
-    running.fit()
-    return watching.points
+    # Every loss is read, and a step whose gradients are not finite is an answer, not a failure.
+    update = {"log_every": 1, "max_skipped": max(steps, 1), "progress": "none"}
+    sweeping = _Sweep(partial(rate_at, steps=steps, first=first, last=last), tell)
+    Trainer(task, unkept(config, steps).model_copy(update=update), link, [sweeping], probe=sweeping).fit()
+    return sweeping.points
 
 
 def is_cut_short(points: Sequence[Point], steps: int) -> bool:
-    """Whether a sweep ended before it was over."""
+    """Return True if a sweep ended before it was over."""
     return len(points) < steps and diverged_at([point.loss for point in points]) is None
 
 
-class _Losses(Watcher):
-    """Keeps (rate, loss) of every step and says when the loss has diverged."""
+class _Sweep(Probe, Watcher):
+    """Keeps (rate, loss) of every step, and stops the run when the loss has diverged.
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
+    Losses come to the first rank alone, so it asks to stop, and the others learn of it with the next step's reduction.
+    """
+
+    def __init__(self, schedule: Callable[[int], float], tell: Callable[[int], None]) -> None:
+        self.schedule = schedule
         self.points: list[Point] = []
-        self.is_enough: Callable[[], None] = lambda: None
         self._tell = tell
+
+    def begin(self, trainer: Trainer, feed: Feed) -> None:
+        self._ask_to_stop = trainer.ask_to_stop
 
     def step(self, records: list[Record]) -> None:
         self.points += [Point(record["lr"], record["loss"]) for record in records]
         self._tell(len(self.points))
         if diverged_at([point.loss for point in self.points]) is not None:
-            self.is_enough()
-
-
-class _Sweep(Trainer):
-    def __init__(
-        self, task: Task, config: TrainConfig, link: Link, losses: _Losses, first: float, last: float, steps: int
-    ) -> None:
-        # Every loss is looked at, and a step whose gradients are not finite is an answer, not a failure.
-        update = {"log_every": 1, "max_skipped": max(steps, 1), "progress": "none"}
-        super().__init__(task, unkept(config, steps).model_copy(update=update), link, [losses])
-        self.stages: list[Stage] = [replace(self.stages[0], epochs=None)]
-        self._first_rate, self._last_rate, self._num_rates = first, last, steps
-
-    def stop(self) -> None:
-        """Told to all ranks with the next step's reduction."""
-        self.engine.ask_to_stop()
-
-    def _schedule(self, feed: Feed) -> Callable[[int], float]:
-        self._schedule_steps = self._num_rates
-        return lambda step: rate_at(step, self._num_rates, self._first_rate, self._last_rate)
-
-    def _close(self, status: str) -> Result:
-        # One that was stopped has no run to go on with, and must not say so; `is_cut_short` tells.
-        return super()._close("finished")
+            self._ask_to_stop()

@@ -22,9 +22,9 @@ from paceline.speed import precision
 from paceline.speed.autotune.knobs import Facts, LevelFacts
 from paceline.speed.autotune.search import Speed
 from paceline.train import summary
-from paceline.train.benchmark import unkept
 from paceline.train.feed import Feed
-from paceline.train.task import Stage, Task
+from paceline.train.probe import Probe, unkept
+from paceline.train.task import Task
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 
@@ -71,20 +71,19 @@ def trial(
     All ranks get the same answer. `tell` is told what is known before the first step, on the first rank. With a
     `pace`, it takes as many parts as that wants.
     """
-    running = _Trial(task, config, link, measure_s, tell, pace)
-    running.fit()
-    if not running.is_over or not running.parts:
+    timing = _Timing(measure_s, tell, pace)
+    Trainer(task, unkept(config, _FOREVER), link, probe=timing).fit()
+    if not timing.is_over or not timing.parts:
         raise TrialStopped
-    mine = (running.parts, running.memory_bytes(), running.seconds)
-    ranks = link.gather_objects(mine)
-    rates = join([parts for parts, _, _ in ranks], running.mean_length)
+    ranks = link.gather_objects((timing.parts, timing.memory_bytes(), timing.seconds))
+    rates = join([parts for parts, _, _ in ranks], timing.mean_length)
     return Speed(
         # Of what else happens on this machine, the median hears least.
         samples_per_s=statistics.median(rates),
         spread=statistics.stdev(rates) / statistics.fmean(rates) if len(rates) > 1 else 0.0,
         memory_bytes=max(memory for _, memory, _ in ranks),
         data_share=1.0 - computing_share(*(seconds for _, _, seconds in ranks)),
-        workers=running.workers,
+        workers=timing.workers,
     )
 
 
@@ -125,56 +124,37 @@ def steps_per_part(step_s: float, measure_s: float) -> int:
     return max(LEAST_STEPS_PER_PART, math.ceil(measure_s / max(step_s, 1e-9) / NUM_PARTS))
 
 
-class _Trial(Trainer):
-    """The training loop over the first stage, until its last part is timed."""
+class _Timing(Probe):
+    """Times the steps after a warm-up, part by part, until there are enough parts."""
 
-    def __init__(
-        self,
-        task: Task,
-        config: TrainConfig,
-        link: Link,
-        measure_s: float,
-        tell: Callable[[Facts], None],
-        pace: Pace | None,
-    ) -> None:
-        super().__init__(task, unkept(config, _FOREVER), link)
-        self.stages: list[Stage] = [replace(self.stages[0], epochs=None)]
-        self.is_over = False
+    def __init__(self, measure_s: float, tell: Callable[[Facts], None], pace: Pace | None) -> None:
         self.parts: list[Part] = []
         self.mean_length: float | None = None
         self.workers = 0
         self.seconds: dict[str, float] = {}
         self._measure_s, self._tell, self._pace = measure_s, tell, pace
-        self._own_after_step, self._after_step = self._after_step, self._watch
         self._warm: list[float] = []
         self._left = 0  # steps of this part that are to come
         self._per_part, self._is_slow = 0, False
         self._lengths: Any = None
         self._num_samples, self._length = 0, 0.0
-        self._began = time.perf_counter()
         self._before: dict[str, float] = {}
 
     def memory_bytes(self) -> int:
-        if self.link.device.type == "cuda":
-            return torch.cuda.max_memory_reserved(self.link.device)
+        if self._link.device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self._link.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    def _feed(self, number: int, stage: Stage) -> Feed:
-        self._data = feed = super()._feed(number, stage)
+    def begin(self, trainer: Trainer, feed: Feed) -> None:
+        self._link, self._clock, self._data = trainer.link, trainer.clock, feed
         if not feed.is_stream and feed.lengths is not None:
             self._lengths, self.mean_length = feed.lengths, float(feed.lengths.mean())
-        return feed
-
-    def _introduce(self, feed: Feed) -> None:
-        super()._introduce(feed)
         data = summary.data_facts(feed, 0)
-        if self.link.is_first:
-            self._tell(_facts(self, data))
+        if self._link.is_first:
+            self._tell(_facts(trainer, data, has_lengths=self.mean_length is not None))
         self._began = time.perf_counter()
 
-    def _watch(self, model: torch.nn.Module, step: Step, grains: list[Grain]) -> None:
-        if self._own_after_step is not None:
-            self._own_after_step(model, step, grains)
+    def after_step(self, step: Step, grains: list[Grain]) -> None:
         if not self._per_part:
             self._warm_up()
             return
@@ -188,19 +168,19 @@ class _Trial(Trainer):
     def _warm_up(self) -> None:
         """Until all ranks' steps are of the same length; then agree how many of them make a part."""
         self._warm.append(self._lap())
-        ranks = self.link.gather_objects((is_settled(self._warm), self._warm[-1]))
+        ranks = self._link.gather_objects((is_settled(self._warm), self._warm[-1]))
         if all(settled for settled, _ in ranks):
-            slowest = max(self.link.gather_objects(statistics.fmean(self._warm[-3:])))
+            slowest = max(self._link.gather_objects(statistics.fmean(self._warm[-3:])))
             self._per_part = self._left = steps_per_part(slowest, self._measure_s)
-            self._before = self.clock.read()
+            self._before = self._clock.read()
             self._go_on()
 
     def _end_part(self) -> None:
         length = self._length if self._lengths is not None else None
         self.parts.append(Part(self._lap(), self._num_samples, length))
         self._num_samples, self._length, self._left = 0, 0.0, self._per_part
-        ranks = self.link.gather_objects(self.parts)
-        if self._pace is not None and self.link.is_first:
+        ranks = self._link.gather_objects(self.parts)
+        if self._pace is not None and self._link.is_first:
             self._pace.passed(len(self.parts) - 1, join([parts[-1:] for parts in ranks], self.mean_length)[0])
         taken_s = max(math.fsum(part.seconds for part in parts) for parts in ranks)
         self._is_slow = len(self.parts) >= LEAST_PARTS and taken_s > PATIENCE * self._measure_s
@@ -211,25 +191,22 @@ class _Trial(Trainer):
         if self._pace is None:
             may_go = len(self.parts) < NUM_PARTS and not self._is_slow
         else:
-            may_go = self.link.broadcast_object(self._pace.may_go(len(self.parts)) if self.link.is_first else None)
+            may_go = self._link.broadcast_object(self._pace.may_go(len(self.parts)) if self._link.is_first else None)
         if not may_go:
             self.is_over = True
-            self.clock.lap("compute")
-            self.seconds, self.workers = elapsed(self._before, self.clock.read()), self._data.workers
+            self._clock.lap("compute")
+            self.seconds, self.workers = elapsed(self._before, self._clock.read()), self._data.workers
         self._lap()
 
     def _lap(self) -> float:
         """Seconds since the last lap, the device's work included."""
-        if self.link.device.type == "cuda":
-            torch.cuda.synchronize(self.link.device)
+        if self._link.device.type == "cuda":
+            torch.cuda.synchronize(self._link.device)
         began, self._began = self._began, time.perf_counter()
         return self._began - began
 
-    def _stop_asked(self, step: Step) -> bool:
-        return self.is_over or super()._stop_asked(step)
 
-
-def _facts(trainer: _Trial, data: summary.DataFacts) -> Facts:
+def _facts(trainer: Trainer, data: summary.DataFacts, *, has_lengths: bool) -> Facts:
     link, config = trainer.link, trainer.config
     able = precision.capabilities(link.device)
     now = trainer.engine.precision
@@ -251,7 +228,7 @@ def _facts(trainer: _Trial, data: summary.DataFacts) -> Facts:
         computes=_computes(now),
         compiles=now.compile,
         num_samples=data.num_samples,
-        has_lengths=trainer.mean_length is not None,
+        has_lengths=has_lengths,
         padding=data.padding,
         is_stream=data.num_samples is None,
         memory_bytes=_memory_bytes(link),
