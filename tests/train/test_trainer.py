@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.config.settings import GroupSettings
+from paceline.config.settings import GroupSettings, TrainConfig
+from paceline.observe.callback import RunInfo, Watcher
 from paceline.observe.journal import read
 from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint import writer
+from paceline.train.checkpoint.writer import CheckpointFailed
+from paceline.train.trainer import Trainer
 from paceline.train.validate import NotASet, UnknownMonitor
 from tests.train.ragged import Net as RaggedNet
 from tests.train.ragged import Ragged, RaggedTask
@@ -25,6 +31,7 @@ from tests.train.small import (
     Net,
     ScoredTask,
     SmallTask,
+    alone,
     assert_same,
     fresh_net,
     points,
@@ -195,6 +202,51 @@ def test_patience_ends_after_so_many_validations_without_a_better_one(settings: 
     task = ScoredTask([3.0, 2.0, 2.0, 2.5, 1.0])
     result = trainer(task, None, epochs=10, patience=2, monitor="dev/score", **settings).fit()
     assert (result.status, result.num_steps, result.best) == ("early", steps, 2.0)
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+
+class CannotStart(Watcher):
+    """As a logger whose server does not answer."""
+
+    def start(self, info: RunInfo) -> None:
+        raise ConnectionError("no server")
+
+
+class Started(Watcher):
+    """Remembers how it was ended."""
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    def end(self, status: str) -> None:
+        self.ended.append(status)
+
+
+def test_a_run_that_cannot_open_leaves_nothing_that_blocks_a_retry(tmp_path: Path) -> None:
+    """A logger that fails to start: the same folder can be used at once, by the same process."""
+    settings = {"global_batch": BATCH, "level": 0, "workers": 0, "steps": 2}
+    config = TrainConfig(out=tmp_path / "run", **settings)
+    before, after, threads = Started(), Started(), threading.active_count()
+    with pytest.raises(ConnectionError, match="no server"):
+        Trainer(SmallTask(), config, alone(), [before, CannotStart(), after])
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
+    assert (before.ended, after.ended) == (["failed"], []), "only what has started is ended"
+    assert threading.active_count() == threads
+    assert Trainer(SmallTask(), config, alone()).fit().status == "finished"
+
+
+def test_a_run_whose_checkpoints_cannot_be_kept_is_not_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, "sync", refuse)
+        with pytest.raises(CheckpointFailed, match="cannot be kept here"):
+            trainer(SmallTask(), tmp_path / "run", steps=2)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
+    assert trainer(SmallTask(), tmp_path / "run", steps=2).fit().status == "finished"
 
 
 # -- what is trained ---------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from paceline.world.discover.environment import World
 from paceline.world.failure.flight_recorder import trail
+from paceline.world.failure.together import is_guarded
 from paceline.world.failure.watchdog import FailureWatch
 from paceline.world.store import Store, poll
 
@@ -23,8 +24,8 @@ _LINGER_S = 60.0
 class Link:
     """What `start` returns. Tensors travel by gloo on the CPU and by NCCL on GPUs, Python values by gloo.
 
-    `with link:` closes at the end, but not when an exception passes: the others may be inside a collective,
-    and `fail_together` tells them.
+    `with link:` closes at the end. When an exception passes, `fail_together` tells the others, who may be inside a
+    collective; without it the group is given up, so that another `start` may follow in this process.
     """
 
     def __init__(
@@ -105,6 +106,17 @@ class Link:
         if self.is_first and not self.world.launcher_hosts_store:
             poll(lambda: store.add("left", 0) >= self.world.size, _LINGER_S)
 
+    def abandon(self) -> None:
+        """Leave the group after a failure, without waiting: collectives of ranks that are still inside one break."""
+        store, self.store = self.store, None
+        if store is None:
+            return
+        if self._watch is not None:
+            self._watch.stop()
+        if self.device.type == "cuda" and dist.group.WORLD is not None:
+            dist.group.WORLD.abort()  # NCCL would wait for the others
+        dist.destroy_process_group()
+
     def __enter__(self) -> Link:
         return self
 
@@ -113,3 +125,5 @@ class Link:
     ) -> None:
         if error is None:
             self.close()
+        elif not is_guarded():
+            self.abandon()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class CheckpointManager:
         self._config, self._link, self._progress, self._task = config, link, progress, task
         self._run = RunFolder(config.out) if config.out is not None else None
         self._writer: Checkpointer | None = None
+        self._is_open = False
         self._saved: dict[str, Any] | None = None
         self._choice: dict[str, Any] | None = None
         stored = self._check()
@@ -74,24 +75,30 @@ class CheckpointManager:
         """Make the folder a run. Called when everything is set up, so that a mistake before leaves nothing behind."""
         # Every rank has looked at the folder before the first one writes to it.
         self._link.barrier()
-        if self._run is not None and self._link.is_first:
-            self._run.lock()
-            self._starts.append(start_record())
-        try:
-            self._write("running")
-        except CannotWrite:
-            self.unlock()
-            raise
-        if self._run is not None and (self._link.is_first or self._in_pieces):
-            self._writer = Checkpointer(
-                self._run.checkpoints,
-                keep_last=self._config.keep_last,
-                keep_best=self._config.keep_best,
-                mode=self._config.monitor_mode,
-                rank=self._link.world.rank,
-                num_writers=self._link.world.size if self._in_pieces else 1,
-                timeout_s=self._config.timeout_s,
-            )
+        if self._run is None:
+            return
+        with ExitStack() as undo:
+            if self._link.is_first:
+                self._run.lock()
+                undo.callback(self.unlock)
+                self._starts.append(start_record())
+                self._write("running")
+                undo.callback(self._write_failed)
+            if self._link.is_first or self._in_pieces:
+                self._writer = self._checkpointer(self._run)
+            undo.pop_all()
+        self._is_open = True
+
+    def _checkpointer(self, run: RunFolder) -> Checkpointer:
+        return Checkpointer(
+            run.checkpoints,
+            keep_last=self._config.keep_last,
+            keep_best=self._config.keep_best,
+            mode=self._config.monitor_mode,
+            rank=self._link.world.rank,
+            num_writers=self._link.world.size if self._in_pieces else 1,
+            timeout_s=self._config.timeout_s,
+        )
 
     def keep_choice(self, choice: dict[str, Any] | None) -> None:
         """What `-O4` has chosen: a resumed run takes the same. Written at once, for whoever looks at the run."""
@@ -152,16 +159,24 @@ class CheckpointManager:
 
     def mark_failed(self) -> None:
         """The run ended with an error; its checkpoints stay what they are."""
-        if self._link.is_first and self._writer is not None and self._run is not None:
-            with suppress(CannotWrite):  # what made the run fail matters more, and may be the same
-                self._write("failed")
-            self.unlock()
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._writer is not None:
+            self._writer.abandon()
+        self._write_failed()
+        self.unlock()
+
+    def _write_failed(self) -> None:
+        with suppress(CannotWrite):  # what made the run fail matters more, and may be the same
+            self._write("failed")
 
     def close(self, status: str) -> None:
         if self._writer is not None:
             self._writer.close()
         self._write(status)
         self.unlock()
+        self._is_open = False
 
     def unlock(self) -> None:
         """Let others train in this folder."""

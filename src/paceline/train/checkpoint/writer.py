@@ -143,6 +143,10 @@ class Checkpointer:
             self._writer.shutdown()
             self._kept = {}
 
+    def abandon(self) -> None:
+        """Leave after a failure of the run: a save that is going on ends in the background, nobody waits for it."""
+        self._writer.shutdown(wait=False)
+
     @contextmanager
     def _stalled(self) -> Iterator[None]:
         start = time.perf_counter()

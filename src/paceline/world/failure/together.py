@@ -44,6 +44,8 @@ _ASLEEP_S = 3.0
 
 # The store of the last `start` in this process: also after it was closed, as a late failure still wants to be told.
 _last_meeting: Meeting | None = None
+# `fail_together` is running a job.
+_is_guarded = False
 # The error that is in the log already.
 _logged: BaseException | None = None
 
@@ -74,6 +76,8 @@ def fail_together(world: World, job: Callable[[], int | None]) -> int:
     A `PacelineError` is shown without a traceback. With one rank, other exceptions pass through; with several, the
     process ends here in any case, because a process group may hang or abort when it is taken down.
     """
+    global _is_guarded
+    _is_guarded = True
     try:
         code = job() or 0
         if world.size > 1:
@@ -92,6 +96,13 @@ def fail_together(world: World, job: Callable[[], int | None]) -> int:
             raise
         sys.stderr.write(f"{user_message(error)}\n")
         return EXIT_USER_ERROR
+    finally:
+        _is_guarded = False
+
+
+def is_guarded() -> bool:
+    """Return True inside `fail_together`, which tells the other ranks of a failure and ends the process."""
+    return _is_guarded
 
 
 def user_message(error: PacelineError) -> str:
