@@ -54,7 +54,7 @@ def kill_at(patch: pytest.MonkeyPatch, step: int) -> None:
 
         return change
 
-    for where, name in ((Path, "replace"), (Path, "unlink"), (Path, "mkdir"), (pack_parts.shutil, "rmtree")):
+    for where, name in ((os, "replace"), (Path, "unlink"), (Path, "mkdir"), (pack_parts.shutil, "rmtree")):
         patch.setattr(where, name, counted(getattr(where, name)))
     for module in (hdf_write, pack_parts):
         patch.setattr(module, "sync", counted(module.sync))
@@ -110,6 +110,18 @@ def test_stopped_at_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, go
         shutil.rmtree(folder)
     assert ends["old"] * stride > 20
     assert ends["new"] * stride > 3
+
+
+def test_stopped_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same call goes on without `--force`, wherever the kill came: the plan may not have its name yet."""
+    for step in range(4):
+        out = tmp_path / str(step) / "a.h5"
+        with monkeypatch.context() as patch:
+            kill_at(patch, step)
+            with pytest.raises(Killed):
+                packed(out, AFTER)
+        packed(out, AFTER)
+        assert holds(out, AFTER)
 
 
 def test_a_packed_file_may_be_packed_onto_itself(tmp_path: Path) -> None:

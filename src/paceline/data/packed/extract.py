@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.disk import cannot_write
+from paceline.core.disk import cannot_write, is_aside, replacing
 from paceline.core.errors import PacelineError
 from paceline.core.json_text import json_text
 from paceline.core.paths import near
@@ -95,7 +95,8 @@ def extract(
                 progress(number)
         if not lines:
             raise NothingExtracted(packed.path)
-        done.manifest.write_text("".join(f"{line}\n" for line in map(json_text, lines)), encoding="utf-8")
+        with replacing(done.manifest) as file:
+            file.writelines(f"{line}\n" for line in map(json_text, lines))
     except OSError as error:
         raise cannot_write(folder, error, num_left, "it begins anew, in the same folder") from error
     done.num_rows = len(lines)
@@ -111,6 +112,9 @@ def _clear(folder: Path) -> None:
     if not (folder / LIST).exists():
         return
     (folder / MANIFEST).unlink(missing_ok=True)
+    for path in folder.glob(f".{MANIFEST}.*"):
+        if is_aside(path.name):  # a kill came while the manifest was written
+            path.unlink()
     try:
         names = [PurePosixPath(name) for name in json.loads((folder / LIST).read_text(encoding="utf-8"))]
     except ValueError:  # a kill came before the first file was written

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from paceline.core.disk import sync
+from paceline.core.disk import is_aside, replacing, sync
 from paceline.core.errors import PacelineError
 from paceline.core.paths import near
 from paceline.data.packed.errors import PackedUnreadable
@@ -109,7 +109,7 @@ def open_parts(out: Path, identity: str, force: bool) -> Parts:
     if pack.startswith(identity):
         return Parts(out, folder, pack, replaced | planned)
     leftovers = [path for path in folder.iterdir() if path.name not in (_PLAN, LOCK)]
-    if not force and (pack or leftovers):
+    if not force and (pack or not all(is_aside(path.name) for path in leftovers)):
         raise OtherParts(folder)
     if pack:
         # A kill may have come when shards had their names: no file names them, unless `out` does.
@@ -117,9 +117,8 @@ def open_parts(out: Path, identity: str, force: bool) -> Parts:
     for path in leftovers:  # before the plan, which they must not seem to belong to
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     pack = _unused_name(out, identity)
-    unfinished = folder / f"{_PLAN}.new"
-    unfinished.write_text("\n".join([pack, *sorted(path.name for path in replaced)]))
-    unfinished.replace(folder / _PLAN)
+    with replacing(folder / _PLAN) as file:
+        file.write("\n".join([pack, *sorted(path.name for path in replaced)]))
     return Parts(out, folder, pack, replaced)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.disk import replacing
 from paceline.core.errors import PacelineError
 from paceline.data.packed.layout import StreamSpec
 
@@ -112,15 +112,8 @@ def write_piece(path: Path, piece: Piece) -> None:
     arrays |= {f"values-{name}": values for name, values in piece.values.items()}
     arrays |= {f"lengths-{name}": values for name, values in piece.lengths.items()}
     arrays |= {f"column-{name}": values for name, values in piece.columns.items()}
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replacing(path, "wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
 
 
 def read_piece(path: Path, *, with_values: bool = True) -> Piece | None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,17 +94,10 @@ def content_of(pieces: Iterable[Piece], about: About, packing: PackingRecord) ->
 
 def write_file(path: Path, layout: Layout, content: Content, pieces: Callable[[], Iterable[Piece]]) -> None:
     """Write a packed file, and compare what it then holds with what was to be written."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
+    with _finished(path) as unfinished:
         offsets = _lay_out(unfinished, layout, content)
         digests = _fill(unfinished, content, offsets, pieces())
         _seal(unfinished, content, digests, offsets)
-        unfinished.replace(path)
-        sync(path.parent)
-    except OSError as error:
-        raise CannotWrite(path, error) from error
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def write_shards(path: Path, files: Sequence[tuple[str, int]], pack: str, skipped: Sequence[str] = ()) -> None:
@@ -112,11 +106,21 @@ def write_shards(path: Path, files: Sequence[tuple[str, int]], pack: str, skippe
 
     shards = [{"name": name, "num_rows": number} for name, number in files]
     about = json.dumps({"version": VERSION, "pack": pack, "shards": shards, "skipped": list(skipped)})
+    with _finished(path) as unfinished, h5py.File(unfinished, "w") as file:
+        ours = file.create_group(OURS)
+        ours.attrs["about"], ours.attrs["digest"] = about, index_digest(about, [])
+
+
+@contextmanager
+def _finished(path: Path) -> Iterator[Path]:
+    """Yield a temporary path that becomes `path` when the block ends.
+
+    Not `core.disk.replacing`, whose temporary names contain the process id: a kill may leave many gigabytes behind, and
+    under a fixed name the next attempt writes over them. The lock on the parts keeps others away from it.
+    """
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
-        with h5py.File(unfinished, "w") as file:
-            ours = file.create_group(OURS)
-            ours.attrs["about"], ours.attrs["digest"] = about, index_digest(about, [])
+        yield unfinished
         sync(unfinished)
         unfinished.replace(path)
         sync(path.parent)
@@ -205,7 +209,6 @@ def _seal(path: Path, content: Content, expected: Mapping[str, int], offsets: Ma
             streams.append((starts, blocks, digests))
         arrays = index_arrays(streams, content.tags, content.columns)
         ours.attrs["digest"] = index_digest(str(ours.attrs["about"]), arrays)
-    sync(path)
 
 
 def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

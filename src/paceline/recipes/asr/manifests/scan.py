@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.config.problems import first_lines
-from paceline.core.disk import CannotWrite
+from paceline.core.disk import CannotWrite, replacing
 from paceline.core.errors import PacelineError
 from paceline.core.json_text import json_text
 from paceline.data.audio.check import in_threads, measure
@@ -137,19 +136,12 @@ def refuse_overwriting(paths: Sequence[Path], force: bool) -> None:
 
 def write_lines(out: Path, lines: Iterable[bytes]) -> None:
     """Write lines, whole or not at all: a file at `out` is replaced when all is written."""
-    aside = out.with_name(f".{out.name}.{os.getpid()}.writing")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("wb") as file:
+        with replacing(out, "wb") as file:
             file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, out)
     except OSError as error:
         raise CannotWrite(out, error) from error
-    finally:
-        with suppress(OSError):
-            aside.unlink()
 
 
 def as_line(entry: dict[str, Any]) -> bytes:
