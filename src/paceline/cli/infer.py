@@ -55,6 +55,7 @@ def run(argv: Sequence[str]) -> int:
 
 def infer(options: InferOptions) -> int:
     """Predict on this rank, with all others; the first one writes."""
+    from paceline.data.dataset import DatasetTraits
     from paceline.train import apply
     from paceline.train import predictions as outcome
     from paceline.train import task as tasks
@@ -73,7 +74,7 @@ def infer(options: InferOptions) -> int:
             apply.attach(task, config, link)
             data = tasks.infer_data_of(task)  # here, for the names that it may have
         pairs = apply.predict_run(task, config, link, options.run, options.checkpoint, data)
-        line = partial(outcome.json_line if options.json else outcome.text_line, names=getattr(data, "names", None))
+        line = partial(outcome.json_line if options.json else outcome.text_line, names=DatasetTraits(data).names)
         number = outcome.write_predictions(pairs, link, line, options.out)
     if link.is_first and options.out is not None:
         sys.stdout.write(f"{number} predictions in {options.out}\n")

@@ -1,7 +1,11 @@
-"""Grains on the device before the step asks for them: reading, workers, pinning and prefetch.
+"""The way of a batch, from the plan to the device:
 
-What is read is the plan's decision; the loader only decides how far ahead and by how many processes, which cannot
-change the result because every sample's randomness is keyed by its id.
+    EpochSteps --requests()--> Request --Reader.read()--> Grain --batches()--> Batch --prefetch()--> Batch on the GPU
+
+The row of requests is endless: after the last step of an epoch comes the first of the next one, so that worker
+processes never wait for an epoch to end. The plan decides which samples are read and in which order; the loader decides
+how far ahead and by how many processes, which cannot change the result, because every sample's randomness is keyed by
+its id.
 """
 
 from __future__ import annotations
@@ -12,68 +16,137 @@ import os
 import signal
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain, islice
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 
 from paceline.core.errors import PacelineError
-from paceline.data.ahead import Ahead, Seat, Then, Turn
+from paceline.data.dataset import Collate
 from paceline.data.fetch import Fetch, Request, same
 from paceline.data.grain import Batch, Grain, map_tensors
 from paceline.data.plan import Plan
 from paceline.observe.clock import Clock
 
 CHEAP_READ_S = 0.002
-"""A grain read faster than this is read by the training process itself: a worker's hand-over would cost as much."""
+"""A grain that is read faster than this is read by the training process: the hand-over by a worker costs as much."""
 MOST_WORKERS = 8
 RESIDENT_SHARE = 1 / 16
-"""Of a GPU's free memory, what a data set of plain tensors may take to live there."""
+"""Fraction of a GPU's free memory that a data set of plain tensors may take to live there."""
 MOST_COPIED_BYTES = 64 << 20
-"""A data set is copied, to time a read of it, up to this size."""
+"""Size up to which a data set is copied to time a read of it."""
 TINY_READ_S = 0.0001
-"""Grains read faster than this are small: a burst of them is read at once, while the code that does it is in cache."""
+"""Grains that are read faster than this are read in bursts, while the code that does it is in the CPU's cache."""
 BURST = 32
 
 
-_loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
-_workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+# -- plan -> requests -> grains -> batches -------------------------------------------------------------------------
 
 
-@atexit.register
-def _close_all() -> None:
-    """The interpreter waits for processes that are still there, and asks them to end by the signal that workers ignore:
-    after a run that failed it would wait for ever."""
-    for loader in list(_loaders):
-        loader.close()
-    for worker in list(_workers):  # left over where a loader was found by the garbage collector, its pipes first
-        with suppress(RuntimeError, ValueError):  # torch tells of a worker's death; one that is closed needs none
-            worker.kill()
-            worker.join()
+class EpochSteps(NamedTuple):
+    """Some steps of one epoch, of which `rank` out of `size` reads its share."""
+
+    epoch: int
+    plan: Plan
+    steps: range
+    rank: int = 0
+    size: int = 1
 
 
-def choose_workers(asked: int | Literal["auto"], read_s: float, cores: int, local_size: int, on_cpu: bool) -> int:
-    """Loader processes per rank: none for cheap reads, else this rank's share of the cores."""
-    if asked != "auto":
-        return asked
-    if read_s < CHEAP_READ_S:
-        return 0
-    mine = cores // local_size - (1 if on_cpu else 0)  # on a CPU the training itself needs one
-    return max(0 if on_cpu else 1, min(mine, MOST_WORKERS))
+Announced = deque[tuple[Batch, int]]
+"""Batches whose grains have been requested and not all been read, oldest first, each with its number of grains here."""
+
+
+def requests(epochs: Iterable[EpochSteps], announced: Announced) -> Iterator[Request]:
+    """Yield a request per grain, one epoch after the other, and announce the batch that each belongs to."""
+    for epoch, plan, steps, rank, size in epochs:
+        last, num_requests = steps[-1] if steps else None, 0
+        for step in steps:
+            share = plan.share(step, rank, size)
+            batch = Batch(
+                epoch,
+                step,
+                num_grains=share.num_grains,
+                num_samples=share.num_samples,
+                count=share.count,
+                grains=[],
+                is_last=step == last,
+                has_next=step != last and step < plan.num_steps,
+                own_count=share.own_count,
+                samples=share.samples,
+            )
+            announced.append((batch, len(share.numbers)))
+            num_requests += len(share.numbers)
+            for number, samples in zip(share.numbers, share.grains, strict=True):
+                yield Request(epoch, number, samples)
+        if not num_requests:  # a rank without grains would announce all epochs at once
+            return
+
+
+def batches(grains: Iterator[Grain], announced: Announced) -> Iterator[Batch]:
+    """Group grains, which come in the order of their requests, into the announced batches."""
+    read: list[Grain] = []
+    for grain in grains:
+        read.append(grain)
+        while announced and len(read) >= announced[0][1]:  # a batch without grains on this rank is complete at once
+            batch, num_grains = announced.popleft()
+            batch.grains = read[:num_grains]
+            del read[:num_grains]
+            yield batch
+    while announced and announced[0][1] == 0:
+        yield announced.popleft()[0]
+
+
+class BatchRow:
+    """Row of batches that goes on from epoch to epoch, handed out one epoch at a time."""
+
+    def __init__(
+        self,
+        epochs: Iterable[EpochSteps],
+        read: Callable[[Iterator[Request]], Iterator[Grain]],
+        deliver: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
+    ) -> None:
+        """`deliver` brings the batches of an epoch to where they are used."""
+        self._announced: Announced = deque()
+        self._batches = batches(read(requests(epochs, self._announced)), self._announced)
+        self._deliver = deliver
+        self._is_within_epoch = False
+
+    @property
+    def position(self) -> tuple[int, int] | None:
+        """(epoch, step) of the next batch, where it is being read already; None within an epoch."""
+        if self._is_within_epoch or not self._announced:
+            return None
+        batch, _ = self._announced[0]
+        return batch.epoch, batch.step
+
+    def next_epoch(self) -> Iterator[Batch]:
+        """Yield the batches up to the end of the epoch."""
+        epoch = self._next_epoch()
+        return epoch if self._deliver is None else self._deliver(epoch)
+
+    def _next_epoch(self) -> Iterator[Batch]:
+        self._is_within_epoch = True
+        for batch in self._batches:
+            yield batch
+            if batch.is_last:
+                break
+        self._is_within_epoch = False
 
 
 class Loader:
-    """Reads one data set for a whole run; workers are started once and kept."""
+    """Reads one data set for a whole run."""
 
     def __init__(
         self,
         dataset: Any,
         *,
-        collate: Callable[[list[Any]], Any] | None = None,
+        collate: Collate | None = None,
         seed: int = 0,
         device: torch.device | None = None,
         workers: int | Literal["auto"] = "auto",
@@ -86,147 +159,61 @@ class Loader:
         if self._device.type == "cuda":
             free_bytes, _ = torch.cuda.mem_get_info(self._device)
             self._fetch.move_to(self._device, RESIDENT_SHARE * free_bytes / local_size)
-        self._asked = 0 if self._fetch.is_resident else workers
+        self._workers_setting = 0 if self._fetch.is_resident else workers
         self._local_size = local_size
-        self._turns = _Turns()
-        self._reader: DataLoader[Any] | None = None
-        self._reading: Iterator[Any] | None = None
-        self._ahead: tuple[Ahead, Iterator[Grain]] | None = None  # where workers have read on
-        _loaders.add(self)
-        self._read_s = float("inf")  # of the last grain that was timed
-        self.workers: int | None = None if self._asked == "auto" else self._asked
+        self._reader: Reader | None = None
+        self.workers: int | None = None if self._workers_setting == "auto" else self._workers_setting
+        """Worker processes; None until the first read decides."""
 
     def run(
-        self,
-        plan: Plan,
-        steps: range | None = None,
-        *,
-        epoch: int = 0,
-        seat: Seat | None = None,
-        then: Then | None = None,
+        self, plan: Plan, steps: range | None = None, *, epoch: int = 0, rank: int = 0, size: int = 1
     ) -> Iterator[Batch]:
-        """Batches of a plan (all, or those of `steps`), on the device. `epoch` keys the samples' randomness.
+        """Yield the batches of a plan (all, or those of `steps`), on the device; `epoch` keys their randomness."""
+        steps = range(plan.num_steps) if steps is None else steps
+        return self.row([EpochSteps(epoch, plan, steps, rank, size)]).next_epoch()
 
-        Steps past this plan's end (another rank's plan is longer) are batches without grains. `then` says what is
-        likely to be asked for next, so that workers can read on; to ask for something else is no mistake.
-        """
-        turn = Turn(plan, range(plan.num_steps) if steps is None else steps, epoch, seat or Seat())
-        batches = self._in_bursts(self._batches(turn, then))
-        return batches if self._device.type == "cpu" else prefetch(batches, self._device, self._clock)
+    def row(self, epochs: Iterable[EpochSteps]) -> BatchRow:
+        """Return the batches of these epochs, on the device; any earlier row ends."""
+        deliver = None if self._device.type == "cpu" else lambda epoch: prefetch(epoch, self._device, self._clock)
+        return BatchRow(self._read_on(epochs), self._read, deliver)
 
     def read(self, requests: Iterable[Request]) -> Iterator[Grain]:
-        """Grains on the device, outside of any plan's order: to try something out before the first step."""
-        self._ahead = None
-        for grain in self._grains(iter(requests)):
+        """Yield grains on the device, outside of any order of batches; any earlier row ends."""
+        for grain in self._read(iter(requests)):
             yield grain.to(self._device, non_blocking=True)
 
     def close(self) -> None:
         """Stop the workers."""
-        self._reader = self._reading = self._ahead = None
+        if self._reader is not None:
+            self._reader.close()
 
-    def _in_bursts(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        first = next(batches, None)
-        if first is None:
-            return
-        yield first
-        if self._read_s < TINY_READ_S and self._device.type == "cpu":
-            while burst := list(islice(batches, BURST)):
-                yield from burst
-        yield from batches
-
-    def _batches(self, turn: Turn, then: Then | None) -> Iterator[Batch]:
-        kept, self._ahead = self._ahead, None
-        if kept is not None and kept[0].next is not None and kept[0].next.is_same(turn):
-            ahead, grains = kept
-        else:
-            # Whoever reads for itself reads when asked: only workers would idle.
-            ahead = Ahead(turn, lambda done: then(done) if then is not None and self.workers else None)
-            grains = self._grains(ahead.requests())
-        own = ahead.next
-        assert own is not None
-        yield from ahead.batches(own, grains)
-        if ahead.next is not None and self._reading is not None:
-            self._ahead = (ahead, grains)
-
-    def _grains(self, requests: Iterator[Request]) -> Iterator[Grain]:
-        on_cpu = self._device.type == "cpu"
-        pin = not on_cpu and not self._fetch.is_resident
-        if not self.workers:
-            first = next(requests, None)
-            if first is None:
+    def _read_on(self, epochs: Iterable[EpochSteps]) -> Iterator[EpochSteps]:
+        for epoch in epochs:
+            yield epoch
+            if not self.workers:  # the training process reads when asked: only workers would idle
                 return
+
+    def _read(self, requests: Iterator[Request]) -> Iterator[Grain]:
+        if self._reader is None:
+            on_cpu = self._device.type == "cpu"
             if self.workers is None:
+                first = next(requests, None)
+                if first is None:
+                    return
+                requests = chain((first,), requests)
                 read_s = 0.0 if self._fetch.is_in_memory else _seconds_to_read(self._fetch, first)
                 cores = len(os.sched_getaffinity(0))
-                self.workers = choose_workers(self._asked, read_s, cores, self._local_size, on_cpu)
-            requests = chain([first], requests)
-        if self.workers == 0:
-            for request in islice(requests, 1):
-                began = time.perf_counter()
-                grain = self._fetch(request)
-                self._read_s = time.perf_counter() - began
-                yield grain.pin_memory() if pin else grain
-            for request in requests:
-                grain = self._fetch(request)
-                yield grain.pin_memory() if pin else grain
-            return
-        self._turns.requests = requests
-        if self._reader is None:
-            self._reader = DataLoader(
-                self._fetch,  # type: ignore[arg-type]
-                batch_sampler=self._turns,  # type: ignore[arg-type]
-                collate_fn=same,
-                num_workers=self.workers,
-                pin_memory=pin,
-                persistent_workers=True,
-                worker_init_fn=_leave_signals_to_the_parent,
-                generator=torch.Generator(),
-            )
-        others = set(multiprocessing.active_children())
-        # Not a local of this generator, which somebody may hold, in a traceback say, when the workers have to go.
-        self._reading = iter(self._reader)
-        _workers.update(set(multiprocessing.active_children()) - others)
-        while self._reading is not None and (read := next(self._reading, None)) is not None:
-            if isinstance(read, PacelineError):
-                self.close()
-                try:
-                    raise read
-                finally:
-                    del read  # a frame that holds its own exception keeps all of this alive
-            yield read
-
-
-def _seconds_to_read(fetch: Fetch, request: Request) -> float:
-    """How long a grain takes to read, measured on a copy: what a read opens must not be shared with the workers.
-
-    0 where there is no copy to be had: data too large to copy is in memory, and what cannot be copied (open files)
-    is best read by one process.
-    """
-    probe = fetch.copy(MOST_COPIED_BYTES)
-    if probe is None:
-        return 0.0
-    began = time.perf_counter()
-    probe(request)
-    return time.perf_counter() - began
-
-
-def _leave_signals_to_the_parent(number: int) -> None:
-    """A signal to the whole process group asks the training process to save; its workers must live until it has."""
-    for asked in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(asked, signal.SIG_IGN)
-
-
-class _Turns:
-    """What the DataLoader asks for its next indices; another run of requests may be put in for the next epoch."""
-
-    requests: Iterator[Request] = iter(())
-
-    def __iter__(self) -> Iterator[Request]:
-        return self.requests
+                self.workers = choose_workers(self._workers_setting, read_s, cores, self._local_size, on_cpu)
+            pin = not on_cpu and not self._fetch.is_resident
+            if self.workers:
+                self._reader = WorkerReader(self._fetch, self.workers, pin=pin)
+            else:
+                self._reader = InlineReader(self._fetch, pin=pin, in_bursts=on_cpu)
+        yield from self._reader.read(requests)
 
 
 def prefetch(batches: Iterator[Batch], device: torch.device, clock: Clock) -> Iterator[Batch]:
-    """Copy each batch on a stream of its own, one batch ahead of the step that uses it."""
+    """Copy each batch to the GPU on a stream of its own, one batch ahead of the step that uses it."""
     stream = torch.cuda.Stream(device)
 
     def upload(batch: Batch) -> Batch:
@@ -252,3 +239,142 @@ def prefetch(batches: Iterator[Batch], device: torch.device, clock: Clock) -> It
         waiting = uploaded
     if waiting is not None:
         yield hand_over(waiting)
+
+
+# -- readers: requests -> grains, in the same order ----------------------------------------------------------------
+
+
+class Reader(Protocol):
+    """Reads grains in the order of their requests."""
+
+    def read(self, requests: Iterator[Request], /) -> Iterator[Grain]:
+        """Yield a grain per request; any earlier call ends."""
+        ...
+
+    def close(self) -> None:
+        """Give back what is held; the next `read` takes it anew."""
+        ...
+
+
+class InlineReader:
+    """Reads in the training process, when a grain is asked for."""
+
+    def __init__(self, fetch: Fetch, *, pin: bool, in_bursts: bool) -> None:
+        """`in_bursts`: tiny grains may be read ahead, some at once."""
+        self._fetch, self._pin, self._in_bursts = fetch, pin, in_bursts
+
+    def read(self, requests: Iterator[Request], /) -> Iterator[Grain]:
+        fetch = self._fetch_pinned if self._pin else self._fetch
+        read_s = float("inf")
+        for request in islice(requests, 1):
+            began = time.perf_counter()
+            grain = fetch(request)
+            read_s = time.perf_counter() - began
+            yield grain
+        if self._in_bursts and read_s < TINY_READ_S:
+            while burst := [fetch(request) for request in islice(requests, BURST)]:
+                yield from burst
+        for request in requests:
+            yield fetch(request)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _fetch_pinned(self, request: Request) -> Grain:
+        return self._fetch(request).pin_memory()
+
+
+class WorkerReader:
+    """Reads in worker processes, which are started by the first read and kept for all that follow."""
+
+    def __init__(self, fetch: Fetch, workers: int, *, pin: bool) -> None:
+        self._fetch, self._workers, self._pin = fetch, workers, pin
+        self._sampler = _RequestSampler()
+        self._loader: DataLoader[Any] | None = None
+        # Not a local of `read`, whose frame somebody may hold, in a traceback say, when the workers have to go.
+        self._grains: Iterator[Any] | None = None
+        _readers.add(self)
+
+    def read(self, requests: Iterator[Request], /) -> Iterator[Grain]:
+        self._sampler.requests = requests
+        if self._loader is None:
+            self._loader = DataLoader(
+                self._fetch,  # type: ignore[arg-type]
+                batch_sampler=self._sampler,  # type: ignore[arg-type]
+                collate_fn=same,
+                num_workers=self._workers,
+                pin_memory=self._pin,
+                persistent_workers=True,
+                worker_init_fn=_leave_signals_to_the_parent,
+                generator=torch.Generator(),
+            )
+        earlier = set(multiprocessing.active_children())
+        self._grains = iter(self._loader)
+        _workers.update(set(multiprocessing.active_children()) - earlier)
+        while self._grains is not None and (grain := next(self._grains, None)) is not None:
+            if isinstance(grain, PacelineError):
+                self.close()
+                try:
+                    raise grain
+                finally:
+                    del grain  # a frame that holds its own exception keeps all of this alive
+            yield grain
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self._loader = self._grains = None
+
+
+class _RequestSampler:
+    """The DataLoader's `batch_sampler`: the requests of the current read."""
+
+    requests: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.requests
+
+
+_readers: weakref.WeakSet[WorkerReader] = weakref.WeakSet()
+_workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Stop all workers before the interpreter waits for them: they ignore the signal by which it would ask them to end,
+    so after a run that failed it would wait for ever."""
+    for reader in list(_readers):
+        reader.close()
+    for worker in list(_workers):  # left over where the garbage collector took a loader's pipes first
+        with suppress(RuntimeError, ValueError):  # torch reports the death of a worker; one that is closed needs none
+            worker.kill()
+            worker.join()
+
+
+def _leave_signals_to_the_parent(number: int) -> None:
+    """A signal to the whole process group asks the training process to save; its workers must live until it has."""
+    for ignored in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(ignored, signal.SIG_IGN)
+
+
+def choose_workers(setting: int | Literal["auto"], read_s: float, cores: int, local_size: int, on_cpu: bool) -> int:
+    """Return the number of workers of a rank: none for cheap reads, else this rank's share of the cores."""
+    if setting != "auto":
+        return setting
+    if read_s < CHEAP_READ_S:
+        return 0
+    share = cores // local_size - (1 if on_cpu else 0)  # on a CPU the training itself needs one
+    return max(0 if on_cpu else 1, min(share, MOST_WORKERS))
+
+
+def _seconds_to_read(fetch: Fetch, request: Request) -> float:
+    """Time the read of a grain on a copy of the data set: files that it opens must not be shared with the workers.
+
+    0 where there is no copy to be had: data too large to copy is in memory, and data that cannot be copied (open files)
+    is best read by one process.
+    """
+    probe = fetch.copy(MOST_COPIED_BYTES)
+    if probe is None:
+        return 0.0
+    began = time.perf_counter()
+    probe(request)
+    return time.perf_counter() - began

@@ -91,8 +91,8 @@ class Share:
     num_samples: int
     count: int | float
     own_count: int | float
-    samples: Ids
-    """Of the global batch."""
+    samples: Ids | None
+    """Ids of the global batch; None past the end of a rank's own plan."""
 
 
 class Plan:
@@ -227,6 +227,29 @@ class Plan:
         if self._running is not None:
             return int(self._running[span.stop] - self._running[span.start])
         return float(self._counts[span].sum(dtype=np.float64))
+
+
+class RankPlan(Plan):
+    """The plan of one rank where every rank has an order of its own (`random_seed_offset`): all of it is its share.
+
+    The grains of a step are numbered one rank after the other. Ranks know only their own plan: the sizes of a global
+    batch are those of this one times the number of ranks, which is exact unless cost decides.
+    """
+
+    def share(self, step: int, rank: int, size: int) -> Share:
+        """This rank's whole batch, empty past the end of its plan (another rank's is longer)."""
+        if step >= self.num_steps:
+            return Share(0, (), (), 0, 1.0, 0.0, None)
+        whole = super().share(step, 0, 1)
+        return Share(
+            whole.num_grains * size,
+            tuple(number + rank * whole.num_grains for number in whole.numbers),
+            whole.grains,
+            whole.num_samples * size,
+            whole.count * size,
+            whole.own_count,
+            whole.samples,
+        )
 
 
 def _check_settings(num_samples: int, grains: int, order: str, bins: int | None, partition_epoch: int) -> None:

@@ -7,7 +7,7 @@ itself is the same everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count, islice
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from paceline.core.keys import key
 from paceline.data.collate import stack_collate
+from paceline.data.dataset import Collate, DatasetTraits
 from paceline.data.fetch import seed_everything
 from paceline.data.grain import Batch, Grain
 from paceline.data.loader import prefetch
@@ -31,7 +32,7 @@ class Stream:
         *,
         global_batch: int,
         num_grains: int,
-        collate: Callable[[list[Any]], Any] | None = None,
+        collate: Collate | None = None,
         seed: int = 0,
         device: torch.device | None = None,
         rank: int = 0,
@@ -47,7 +48,8 @@ class Stream:
         self._rank = rank
         self._size = size
         self._clock = clock or Clock()
-        self.is_sharded = hasattr(dataset, "shard")
+        self._sharded = DatasetTraits(dataset).sharded
+        self._is_sharded = self._sharded is not None
 
     def run(self, *, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """This rank's batches from step `start` on; what comes before is read and passed over."""
@@ -60,10 +62,9 @@ class Stream:
 
     def _read(self, epoch: int, per_step: int) -> Iterator[list[Any]]:
         """The samples step by step. What a stream draws is keyed by the step, as training draws in between."""
-        owner = self._rank + 1 if self.is_sharded else 0
+        owner = self._rank + 1 if self._is_sharded else 0
         seed_everything(key(self._seed, epoch, owner))
-        data = self._dataset.shard(self._rank, self._size) if self.is_sharded else self._dataset  # type: ignore[attr-defined]
-        source = iter(data)
+        source = iter(self._dataset if self._sharded is None else self._sharded.shard(self._rank, self._size))
         for step in count():
             seed_everything(key(self._seed, epoch, owner, step))
             samples = list(islice(source, per_step))
@@ -74,7 +75,7 @@ class Stream:
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         mine = range(self._rank, self._num_grains, self._size)
         sizes = [len(piece) for piece in np.array_split(np.arange(self._global_batch), self._num_grains)]
-        read = range(self._num_grains) if not self.is_sharded else mine
+        read = range(self._num_grains) if not self._is_sharded else mine
         step_sizes = {number: sizes[number] for number in read}
         source = self._read(epoch, sum(step_sizes.values()))
         for _ in islice(source, start):
@@ -92,7 +93,7 @@ class Stream:
                     ids = np.arange(first, first + len(piece), dtype=np.int64)
                     grains.append(Grain(self._collate(piece), number, ids))
                 offset += wanted
-            num_samples = self._global_batch if self.is_sharded else len(samples)
+            num_samples = self._global_batch if self._is_sharded else len(samples)
             yield Batch(
                 epoch,
                 step,
@@ -100,7 +101,7 @@ class Stream:
                 num_samples=num_samples,
                 count=float(num_samples),
                 grains=grains,
-                is_last=not following and (self._size == 1 or not self.is_sharded),
+                is_last=not following and (self._size == 1 or not self._is_sharded),
                 has_next=bool(following),
                 own_count=float(sum(len(grain.samples) for grain in grains)),
             )

@@ -2,59 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset
 
 from paceline.config.settings import DataSettings
 from paceline.core.errors import PacelineError
-from paceline.data.ahead import Seat, Turn
+from paceline.data.dataset import Collate, DatasetTraits, fingerprint
 from paceline.data.fetch import Request
 from paceline.data.grain import Batch, Grain
-from paceline.data.loader import Loader
-from paceline.data.plan import BatchRule, Plan
+from paceline.data.loader import BatchRow, EpochSteps, Loader
+from paceline.data.plan import BatchRule, Plan, RankPlan
 from paceline.data.stream import Stream
 from paceline.observe.clock import Clock
-from paceline.train.fingerprint import check_ranks, fingerprint
 from paceline.world.link import Link
 
 
 class NotData(PacelineError):
-    """What a task gave as data can neither be indexed nor iterated over."""
+    """The data of a task can neither be indexed nor iterated over."""
 
+    data: Any
+    sentence = "{kind} is no data set"
     hint = "return a torch Dataset (with __len__ and __getitem__), a list, or an iterable"
 
-    def __init__(self, data: Any) -> None:
-        super().__init__(f"{type(data).__name__} is no data set")
+    @property
+    def kind(self) -> str:
+        return type(self.data).__name__
 
 
 class NoData(PacelineError):
     """A data set without a sample."""
 
+    sentence = "the training data is empty"
     hint = "look at what `train_data` (or the stage) returns: a filter that keeps nothing, an empty folder?"
-
-    def __init__(self) -> None:
-        super().__init__("the training data is empty")
 
 
 class NothingRead(PacelineError):
     """An epoch of an iterable that has nothing to give, and never will."""
 
+    epoch: int
+    sentence = "the training data gave nothing in epoch {number}"
     hint = "return a fresh iterator from `__iter__` each time; a generator can be read only once"
 
-    def __init__(self, epoch: int) -> None:
-        super().__init__(f"the training data gave nothing in epoch {epoch + 1}")
-        self.epoch = epoch
+    @property
+    def number(self) -> int:
+        return self.epoch + 1
 
 
 class StreamSetting(PacelineError):
     """A setting that needs to know the whole data set, with data of unknown length."""
 
-    def __init__(self, setting: str, value: Any) -> None:
-        super().__init__(f"`{setting}` is {value!r}, but the data is an iterable of unknown length")
-        self.hint = f"leave `{setting}` out, or give a data set with __len__ and __getitem__"
+    setting: str
+    value: Any
+    sentence = "`{setting}` is {value!r}, but the data is an iterable of unknown length"
+    hint = "leave `{setting}` out, or give a data set with __len__ and __getitem__"
+
+
+class RanksDiffer(PacelineError):
+    """Ranks have read different data."""
+
+    sizes: Sequence[int]
+    sentence = "ranks have other training data: {sizes[0]:,} samples on rank 0, {difference}"
+    hint = "let all ranks read the same files; a copy on one of the machines may be old or cut short"
+
+    @property
+    def difference(self) -> str:
+        rank = next((rank for rank, size in enumerate(self.sizes) if size != self.sizes[0]), None)
+        return "of the same size, but not the same" if rank is None else f"{self.sizes[rank]:,} samples on rank {rank}"
+
+
+class DataChanged(PacelineError):
+    """A run is to be resumed on other data than it was trained on."""
+
+    sentence = "the training data is not what it was when the run was saved: samples would be left out or repeated"
+    hint = "give it the data that it began with, or add `--allow-change` to go on with the new one"
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """A data set, and how its samples are batched: a task may decide about each of these."""
+
+    dataset: Any
+    collate: Collate | None = None
+    lengths: NDArray[Any] | None = None
+    counts: NDArray[Any] | None = None
+
+    @classmethod
+    def of(cls, dataset: Any, collate: Collate | None = None) -> TrainingData:
+        """Take lengths and counts from the data set."""
+        traits = DatasetTraits(dataset)
+        return cls(dataset, collate, traits.lengths, traits.counts)
 
 
 class Feed:
@@ -62,74 +101,76 @@ class Feed:
 
     def __init__(
         self,
-        data: Any,
+        data: TrainingData,
         config: DataSettings,
         link: Link,
         *,
         grains: int,
         seed: int,
-        collate: Callable[[list[Any]], Any] | None = None,
-        lengths: NDArray[Any] | None = None,
-        counts: NDArray[Any] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self.data = data
-        self.lengths = lengths
-        self.collate = collate
-        self.fingerprint: str | None = None
-        """The same on all ranks; None for data of unknown length."""
-        self._config = config
-        self._link = link
-        self._grains = grains
-        self._seed = seed
+        self.data = data.dataset
+        self.collate, self.lengths, self._counts = data.collate, data.lengths, data.counts
+        self._config, self._link, self._grains, self._seed = config, link, grains, seed
         self._offset = config.dataset_distribution == "random_seed_offset"
         self._plans: dict[int, Plan] = {}
+        self._row: BatchRow | None = None
         self.end_epoch: int | None = None
         """No epoch from this one on is wanted: workers do not read on into it."""
-        self._stream: Stream | None = None
-        self.is_stream = isinstance(data, IterableDataset) or (
-            hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
-        )
-        """Unknown length: whether there is more is learned from the step's own reduction."""
-        world = link.world
+        self.traits = DatasetTraits(self.data)
+        self.is_stream = self.traits.is_stream
+        """Data of unknown length: the reduction of each step tells if any rank has more."""
+        self.fingerprint: str | None = None
+        """The same on all ranks; None for data of unknown length."""
         if self.is_stream:
-            self._check_stream()
-            self._stream = Stream(
-                data,
-                global_batch=config.max_samples,
-                num_grains=grains,
-                collate=collate,
-                seed=self._seed,
-                device=link.device,
-                rank=world.rank,
-                size=world.size,
-                clock=clock,
-            )
-            return
-        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-            raise NotData(data)
-        if len(data) == 0:
-            raise NoData
-        self._counts = counts
-        self.fingerprint = fingerprint(data, lengths, counts)
-        check_ranks(link.gather_objects((len(data), self.fingerprint)))
-        self._loader = Loader(
-            data,
-            collate=collate,
+            _check_stream(config)
+            self._stream = self._open_stream(clock)
+        else:
+            self.fingerprint = self._agree_on_fingerprint()
+            self._loader = self._open_loader(clock)
+
+    def _open_stream(self, clock: Clock | None) -> Stream:
+        world = self._link.world
+        return Stream(
+            self.data,
+            global_batch=self._config.max_samples,
+            num_grains=self._grains,
+            collate=self.collate,
             seed=self._seed,
-            device=link.device,
-            workers=config.workers,
-            local_size=world.local_size,
+            device=self._link.device,
+            rank=world.rank,
+            size=world.size,
             clock=clock,
         )
 
+    def _open_loader(self, clock: Clock | None) -> Loader:
+        return Loader(
+            self.data,
+            collate=self.collate,
+            seed=self._seed,
+            device=self._link.device,
+            workers=self._config.workers,
+            local_size=self._link.world.local_size,
+            clock=clock,
+        )
+
+    def _agree_on_fingerprint(self) -> str:
+        """Return the data's fingerprint once all ranks have the same: their plans would differ without a word."""
+        if not self.traits.is_map_style:
+            raise NotData(self.data)
+        if len(self.data) == 0:
+            raise NoData
+        digest = fingerprint(self.data, self.lengths, self._counts)
+        check_ranks(self._link.gather_objects((len(self.data), digest)))
+        return digest
+
     def plan(self, epoch: int) -> Plan:
-        """The order of one epoch; those of two are kept, since workers may be an epoch ahead."""
+        """Return the order of one epoch; those of two are kept, since workers may be an epoch ahead."""
         if epoch not in self._plans:
-            ranks = self._link.world.size if self._offset else 1
-            config = self._config
-            self._plans = {number: kept for number, kept in self._plans.items() if abs(number - epoch) == 1}
-            self._plans[epoch] = Plan(
+            world, config = self._link.world, self._config
+            kind, ranks, stream = (RankPlan, world.size, world.rank + 1) if self._offset else (Plan, 1, 0)
+            self._plans = {number: plan for number, plan in self._plans.items() if abs(number - epoch) == 1}
+            self._plans[epoch] = kind(
                 len(self.data),
                 rule=BatchRule(
                     max_samples=max(1, config.max_samples // ranks),
@@ -143,66 +184,71 @@ class Feed:
                 order=config.order,
                 bins=config.bins,
                 partition_epoch=config.partition_epoch,
-                stream=self._link.world.rank + 1 if self._offset else 0,
+                stream=stream,
             )
         return self._plans[epoch]
 
     @property
     def workers(self) -> int:
         """Loader processes of this rank; `auto` is known once a batch was read."""
-        return 0 if self._stream is not None else self._loader.workers or 0
+        return 0 if self.is_stream else self._loader.workers or 0
 
     def num_steps(self, epoch: int) -> int | None:
         """Steps of an epoch, the same on all ranks; None if unknown. With `random_seed_offset` all ranks must ask."""
-        if self._stream is not None:
-            return self._config.limit_batches
+        return self._config.limit_batches if self.is_stream else self._num_planned_steps(epoch)
+
+    def _num_planned_steps(self, epoch: int) -> int:
         steps = self.plan(epoch).num_steps
         if self._offset:  # every rank has its own order and so its own number of batches
             steps = max(self._link.gather_objects(steps))
         return steps if self._config.limit_batches is None else min(steps, self._config.limit_batches)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        if self._stream is not None:
-            yield from self._stream_batches(epoch, start)
+        """Yield this rank's batches of an epoch from a step on. All ranks must ask."""
+        return self._streamed(epoch, start) if self.is_stream else self._planned(epoch, start)
+
+    def read(self, picks: Iterable[tuple[int, int]], epoch: int = 0) -> Iterator[Grain]:
+        """Yield grains, each by (step, number), of any rank; as an epoch would have them, before it has begun."""
+        plan, self._row = self.plan(epoch), None
+        return self._loader.read(Request(epoch, number, plan.grains(step)[number]) for step, number in picks)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._row = None
+        if not self.is_stream:
+            self._loader.close()
+
+    def _planned(self, epoch: int, start: int) -> Iterator[Batch]:
+        steps = self._num_planned_steps(epoch)
+        if start >= steps:
             return
-        world = self._link.world
-        seat = Seat(plan=world.rank, plans=world.size) if self._offset else Seat(world.rank, world.size)
-        steps = self.num_steps(epoch)
-        assert steps is not None
-        then = None if self._offset else self._next_turn
-        batches = self._loader.run(self.plan(epoch), range(start, steps), epoch=epoch, seat=seat, then=then)
-        if not self._offset or world.size == 1:
+        if self._row is None or self._row.position != (epoch, start):  # else workers have read on to here
+            self._row = self._loader.row(self._epochs(epoch, range(start, steps)))
+        batches = self._row.next_epoch()
+        size = self._link.world.size
+        if not self._offset or size == 1:
             yield from batches
             return
-        # A rank knows only its own plan, but all must divide by the same number; the engine then mends it to the
+        # A rank knows only its own plan, but all must divide by the same number; the engine then corrects it to the
         # true count, which comes with the reduction.
         per_pass = len(self.data) if self._counts is None else float(self._counts.sum())
-        common = max(1.0, per_pass * world.size / (steps * self._config.partition_epoch))
+        common = max(1.0, per_pass * size / (steps * self._config.partition_epoch))
         for batch in batches:
             batch.count = common
             yield batch
 
-    def _next_turn(self, turn: Turn) -> Turn | None:
-        """The next epoch, which workers may read on into while this one is trained on. It must need no other rank."""
-        epoch = turn.epoch + 1
-        if self.end_epoch is not None and epoch >= self.end_epoch:
-            return None
-        steps = self.num_steps(epoch)
-        assert steps is not None
-        return Turn(self.plan(epoch), range(steps), epoch, turn.seat)
+    def _epochs(self, epoch: int, steps: range) -> Iterator[EpochSteps]:
+        """Yield these steps of an epoch and then the epochs that workers may read on into while it is trained on."""
+        world = self._link.world
+        yield EpochSteps(epoch, self.plan(epoch), steps, world.rank, world.size)
+        if self._offset:  # the number of steps of another epoch takes all ranks, which are not at the same place
+            return
+        while self.end_epoch is None or epoch + 1 < self.end_epoch:
+            epoch += 1
+            yield EpochSteps(epoch, self.plan(epoch), range(self._num_planned_steps(epoch)), world.rank, world.size)
 
-    def read(self, picks: Iterable[tuple[int, int]], epoch: int = 0) -> Iterator[Grain]:
-        """Grains, each by (step, number), of any rank; as an epoch would have them, before it has begun."""
-        plan = self.plan(epoch)
-        return self._loader.read(Request(epoch, number, plan.grains(step)[number]) for step, number in picks)
-
-    def close(self) -> None:
-        if self._stream is None:
-            self._loader.close()
-
-    def _stream_batches(self, epoch: int, start: int) -> Iterator[Batch]:
+    def _streamed(self, epoch: int, start: int) -> Iterator[Batch]:
         """Never ends by itself on several ranks: the loop stops when the reduction says that no rank has more."""
-        assert self._stream is not None
         step = start - 1
         for batch in self._stream.run(epoch=epoch, start=start):
             step = batch.step
@@ -216,11 +262,17 @@ class Feed:
             step += 1
             yield self._stream.empty(epoch, step)
 
-    def _check_stream(self) -> None:
-        config = self._config
-        if config.batch_cost is not None:
-            raise StreamSetting("batch_cost", config.batch_cost)
-        if config.partition_epoch != 1:
-            raise StreamSetting("partition_epoch", config.partition_epoch)
-        if config.order in ("sorted", "laplace", "bucket"):
-            raise StreamSetting("order", config.order)
+
+def check_ranks(everyone: Sequence[tuple[int, str]]) -> None:
+    """Raise `RanksDiffer` unless all ranks have the same (size, fingerprint)."""
+    if len(set(everyone)) > 1:
+        raise RanksDiffer(tuple(size for size, _ in everyone))
+
+
+def _check_stream(config: DataSettings) -> None:
+    if config.batch_cost is not None:
+        raise StreamSetting("batch_cost", config.batch_cost)
+    if config.partition_epoch != 1:
+        raise StreamSetting("partition_epoch", config.partition_epoch)
+    if config.order in ("sorted", "laplace", "bucket"):
+        raise StreamSetting("order", config.order)

@@ -69,10 +69,10 @@ class Meter:
             return
         self._feed, self._lengths = feed, feed.lengths
         # Of data that may become longer on its way, only it knows how long it is.
-        total = getattr(feed.data, "total_length", None)
+        total = feed.traits.total_length
         self._stretch = 1.0
         if self._lengths is not None and total is not None:
-            self._stretch = float(total) / (float(self._lengths.sum(dtype=float)) or 1.0)
+            self._stretch = total / (float(self._lengths.sum(dtype=float)) or 1.0)
         task = self._task
         flops = task.flops(self._engine.model) if isinstance(task, CountsFlops) else None
         self.units = Units(task.sample_unit, task.length_unit, task.count_unit, flops, task.rate_words)
@@ -155,7 +155,7 @@ class Meter:
             sync_overlap=config.sync_overlap,
             workers=feed.workers,
             is_stream=feed.is_stream,
-            is_packed=getattr(feed.data, "is_packed", False),
+            is_packed=feed.traits.is_packed,
             cores=len(os.sched_getaffinity(0)),
             local_size=world.local_size,
             grains_per_rank=self._grains,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config.settings import DataSettings
 from paceline.data.grain import Batch
-from paceline.train.feed import Feed
+from paceline.train.feed import Feed, TrainingData
 from paceline.train.position import choose_grains
 from paceline.train.scaling import for_ranks
 
@@ -21,14 +21,11 @@ def batches(
     """This rank's part of every global batch, for as many epochs, from where the engine is."""
     config, _ = for_ranks(settings, engine.link.world.size)
     feed = Feed(
-        dataset,
+        TrainingData.of(dataset, collate),
         config,
         engine.link,
         grains=choose_grains(config.grains, None, engine.link.world.size, config.regrain),
         seed=engine.config.seed,
-        collate=collate,
-        lengths=getattr(dataset, "lengths", None),
-        counts=getattr(dataset, "counts", None),
     )
     if not engine.is_resumed:
         engine.call_began = engine.epoch

@@ -239,8 +239,8 @@ def data_facts(feed: Feed, epoch: int, length_unit: str = "") -> DataFacts:
     if lengths is None:
         return DataFacts(len(feed.data), num_steps)
     # Lengths are what batches are made by; of data that may become longer on its way, only it knows how long it is.
-    total = getattr(feed.data, "total_length", None)
-    total = float(lengths.sum(dtype=float)) if total is None else float(total)
+    total = feed.traits.total_length
+    total = float(lengths.sum(dtype=float)) if total is None else total
     return DataFacts(len(feed.data), num_steps, total, length_unit, plan.padding())
 
 

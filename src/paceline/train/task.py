@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from paceline.config.settings import OptimSettings, Section, TrainConfig
 from paceline.core.errors import PacelineError
+from paceline.data.dataset import DatasetTraits
 from paceline.data.grain import Batch, Grain
 from paceline.observe.callback import Callback
 from paceline.observe.throughput import RateWords
@@ -409,16 +409,14 @@ def lengths_of(task: Task, data: Any) -> NDArray[Any] | None:
     """Return the cost of each sample: the task's `lengths`, else the data set's, else None."""
     if isinstance(task, HasLengths):
         return task.lengths(data)
-    lengths = getattr(data, "lengths", None)
-    return None if lengths is None else np.asarray(lengths)
+    return DatasetTraits(data).lengths
 
 
 def counts_of(task: Task, data: Any) -> NDArray[Any] | None:
     """Return what each sample adds to the loss count: the task's `counts`, else the data set's, else None."""
     if isinstance(task, HasCounts):
         return task.counts(data)
-    counts = getattr(data, "counts", None)
-    return None if counts is None else np.asarray(counts)
+    return DatasetTraits(data).counts
 
 
 def train_collate_of(task: Task, data: Any) -> Collate | None:

@@ -39,8 +39,7 @@ from paceline.train.due import (
     next_due,
 )
 from paceline.train.engine import Engine
-from paceline.train.feed import Feed, NothingRead
-from paceline.train.fingerprint import DataChanged
+from paceline.train.feed import DataChanged, Feed, NothingRead, TrainingData
 from paceline.train.logbook import Logbook, notes
 from paceline.train.meter import Meter, make_clock
 from paceline.train.position import Position
@@ -365,16 +364,14 @@ class Trainer:
 
     def _feed(self, number: int, stage: Stage) -> Feed:
         data = stage.data() if callable(stage.data) else stage.data
-        config = self.config
+        config, task = self.config, self.task
+        collate, lengths = tasks.train_collate_of(task, data), tasks.lengths_of(task, data)
         feed = Feed(
-            data,
+            TrainingData(data, collate, lengths, tasks.counts_of(task, data)),
             config,
             self.link,
             grains=self.checkpoints.grains,
             seed=config.seed if number == 0 else key(config.seed, number),
-            collate=tasks.train_collate_of(self.task, data),
-            lengths=tasks.lengths_of(self.task, data),
-            counts=tasks.counts_of(self.task, data),
             clock=self.clock,
         )
         if not feed.is_stream and config.batch_cost is None and len(data) < config.max_samples:

@@ -20,6 +20,7 @@ import torch
 from paceline.config.settings import TrainConfig
 from paceline.core.errors import PacelineError
 from paceline.core.keys import key
+from paceline.data.dataset import DatasetTraits
 from paceline.data.fetch import seed_everything
 from paceline.data.grain import Grain
 from paceline.data.loader import Loader
@@ -100,7 +101,7 @@ def fixed_set(
     Batches are by length where lengths are known, else (and with `in_order`) as in the data. `what` names the data in
     messages.
     """
-    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+    if not DatasetTraits(data).is_map_style:
         raise NotASet(what, f"is a {type(data).__name__}, of which nobody knows the length")
     if len(data) == 0:
         raise NotASet(what, "is empty")

@@ -18,7 +18,7 @@ from paceline.speed.autotune.choice import CannotRun
 from paceline.speed.precision import Capabilities
 from paceline.train.autotune import timing
 from paceline.train.autotune.timing import FEWEST_ROUNDS, ROUNDS, TimedSteps, Workload, enough, in_turns, step_seconds
-from paceline.train.feed import Feed
+from paceline.train.feed import Feed, TrainingData
 from paceline.train.loss import NonFiniteLoss
 from tests.train.small import BATCH, SmallTask, alone
 
@@ -36,7 +36,7 @@ def capable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def workload(task: SmallTask, **settings: Any) -> Workload:
     link, plain = alone(), {"global_batch": BATCH, "order": "none", "optimizer": "sgd", "level": 4, "workers": 0}
     config = TrainConfig(epochs=1, **{**plain, **settings})
-    feed = Feed(task.train_data(), config, link, grains=1, seed=0)
+    feed = Feed(TrainingData.of(task.train_data()), config, link, grains=1, seed=0)
     return Workload(task, config, link, task.model(), list(feed.read([(0, 0), (2, 0)])))
 
 

@@ -87,9 +87,10 @@ def _features(options: PackOptions) -> Features:
 
 def _samples(options: PackOptions, data: Any, name: str, version: str = "") -> Source:
     """`version`: differs where the same name means other data."""
+    from paceline.data.dataset import DatasetTraits
     from paceline.data.packed.from_samples import SampleSource
 
-    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+    if not DatasetTraits(data).is_map_style:
         what = "its data can only be iterated" if hasattr(data, "__iter__") else f"is {_kind(data)}, and no data set"
         raise PackUsage(f"{name}: {what}", "give it `__getitem__` and `__len__`")
     return SampleSource(

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from paceline.core.errors import PacelineError, first_line
 from paceline.core.keys import key
+from paceline.data.dataset import DatasetTraits
 from paceline.data.fetch import seed_everything
 from paceline.data.packed.errors import NoSuchStream
 from paceline.data.packed.layout import About, Kind, SampleKind, StreamSpec, Structure
@@ -82,7 +83,8 @@ class SampleSource:
         """
         self._data, self._rows, self._seed, self._epoch = data, rows, seed, epoch
         self._packed = data if isinstance(data, PackedSamples) else None
-        self._tags = getattr(data, "tags", None)
+        traits = DatasetTraits(data)
+        self._tags = traits.tags
         self.skip_bad = skip_bad
         with _random_state_restored():
             first, parts, kind = self._first()
@@ -94,12 +96,12 @@ class SampleSource:
         """Size of the first row, as an estimate of all."""
         self.num_bytes = len(rows) * self._row_bytes
         self._columns = {
-            column: np.asarray(values)[rows.start : rows.stop]
-            for column in ("lengths", "counts")
-            if (values := getattr(data, column, None)) is not None
+            column: values[rows.start : rows.stop]
+            for column, values in (("lengths", traits.lengths), ("counts", traits.counts))
+            if values is not None
         }
         self.about = About(Structure(kind if streams is None else "dict", tuple(self._streams)))
-        fingerprint = getattr(data, "fingerprint", "")
+        fingerprint = traits.fingerprint or ""
         structure = self.about.to_json()["structure"]
         with _random_state_restored():
             digests = [self._digest(row) for row in _spread(rows)]

@@ -3,31 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from torch.utils.data import TensorDataset
 
-from paceline.train.fingerprint import DataChanged, RanksDiffer, check_ranks, fingerprint
+from paceline.train.feed import DataChanged, RanksDiffer, check_ranks
 from paceline.world.link import Link
 from tests.ranks import ranks
 from tests.train.small import SmallTask, points, trainer
-
-
-def test_size_lengths_counts_and_content_count() -> None:
-    class Named(list[int]):
-        fingerprint = "a"
-
-    three, lengths = [1, 2, 3], np.array([1.0, 2.0, 3.0])
-    prints = [
-        fingerprint(three, None, None),
-        fingerprint([1, 2], None, None),
-        fingerprint(three, lengths, None),
-        fingerprint(three, lengths[::-1], None),
-        fingerprint(three, lengths, lengths),
-        fingerprint(Named(three), None, None),
-    ]
-    assert len(set(prints)) == len(prints)
-    assert fingerprint([4, 5, 6], lengths.copy(), None) == prints[2]  # what a list holds is not looked at
 
 
 def test_the_message_names_the_rank() -> None:

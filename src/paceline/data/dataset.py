@@ -1,0 +1,195 @@
+"""What a data set must have, and what it may offer beyond that.
+
+A map-style data set has `__len__` and `__getitem__`, an iterable one `__iter__`. Everything else is optional: each
+protocol below is one thing that a data set may offer, and `DatasetTraits` is the only place where a data set is asked
+for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+import xxhash
+from numpy.typing import ArrayLike, NDArray
+from torch.utils.data import IterableDataset
+
+Collate = Callable[[list[Any]], Any]
+"""Makes the data of one grain of a list of samples."""
+
+
+class MapDataset(Protocol):
+    """Samples by index: a torch `Dataset`, a list, an array."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class StreamDataset(Protocol):
+    """Samples as they come, of unknown number; `__iter__` gives a fresh iterator each time."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class HasLengths(Protocol):
+    """Cost of each sample (seconds, frames, tokens), for batches of similar lengths and a fair split over ranks."""
+
+    @property
+    def lengths(self) -> ArrayLike: ...
+
+
+class HasCounts(Protocol):
+    """Weight of each sample in the denominator of the loss, where it is not 1 (tokens, frames)."""
+
+    @property
+    def counts(self) -> ArrayLike: ...
+
+
+class HasTotalLength(Protocol):
+    """Length of all samples as they were recorded, where `lengths` are upper bounds (augmentation that stretches)."""
+
+    @property
+    def total_length(self) -> float: ...
+
+
+class HasFingerprint(Protocol):
+    """Digest of the content, compared between ranks and when a run is resumed."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
+class HasNames(Protocol):
+    """Name of each sample in the output of `paceline infer`."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+
+class HasTags(Protocol):
+    """Name of each sample in a packed file."""
+
+    @property
+    def tags(self) -> Sequence[str]: ...
+
+
+class IsPacked(Protocol):
+    """True for data that is packed already: a run that waits for it is not told to pack it."""
+
+    @property
+    def is_packed(self) -> bool: ...
+
+
+class LeavesNothingOpen(Protocol):
+    """True if a read opens and closes all its files: the loader may time a read without copying the data set."""
+
+    @property
+    def reads_leave_nothing_open(self) -> bool: ...
+
+
+class ReadsSamples(Protocol):
+    """Several samples in one call, as torch's own loader knows it."""
+
+    def __getitems__(self, samples: list[int], /) -> list[Any]: ...
+
+
+class ReadsGrains(Protocol):
+    """A whole grain in one call: the data that `collate` would make of these samples, or None to read them one by one.
+
+    `seeds` has one seed per sample; whatever is random in a sample must be drawn from its seed alone.
+    """
+
+    def read_grain(self, samples: NDArray[np.int64], seeds: Sequence[int], collate: Collate, /) -> Any: ...
+
+
+class Shards(Protocol):
+    """An iterable data set that gives each rank a part of its own."""
+
+    def shard(self, rank: int, size: int, /) -> Iterable[Any]: ...
+
+
+@dataclass(frozen=True)
+class DatasetTraits:
+    """Typed view of what a data set offers; None (or False) where it does not.
+
+    Nothing is read before it is asked for, since a data set may compute these on demand.
+    """
+
+    dataset: Any
+
+    @property
+    def is_map_style(self) -> bool:
+        return hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")
+
+    @property
+    def is_stream(self) -> bool:
+        """True for an iterable of unknown length."""
+        dataset = self.dataset
+        return isinstance(dataset, IterableDataset) or (
+            hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+        )
+
+    @property
+    def lengths(self) -> NDArray[Any] | None:
+        return self._column("lengths")
+
+    @property
+    def counts(self) -> NDArray[Any] | None:
+        return self._column("counts")
+
+    @property
+    def total_length(self) -> float | None:
+        total = getattr(self.dataset, "total_length", None)
+        return None if total is None else float(total)
+
+    @property
+    def fingerprint(self) -> str | None:
+        value = getattr(self.dataset, "fingerprint", None)
+        return value if isinstance(value, str) else None
+
+    @property
+    def names(self) -> Sequence[str] | None:
+        return cast("Sequence[str] | None", getattr(self.dataset, "names", None))
+
+    @property
+    def tags(self) -> Sequence[str] | None:
+        return cast("Sequence[str] | None", getattr(self.dataset, "tags", None))
+
+    @property
+    def is_packed(self) -> bool:
+        return bool(getattr(self.dataset, "is_packed", False))
+
+    @property
+    def reads_leave_nothing_open(self) -> bool:
+        return bool(getattr(self.dataset, "reads_leave_nothing_open", False))
+
+    @property
+    def sample_reader(self) -> ReadsSamples | None:
+        return cast(ReadsSamples, self.dataset) if hasattr(self.dataset, "__getitems__") else None
+
+    @property
+    def grain_reader(self) -> ReadsGrains | None:
+        return cast(ReadsGrains, self.dataset) if hasattr(self.dataset, "read_grain") else None
+
+    @property
+    def sharded(self) -> Shards | None:
+        return cast(Shards, self.dataset) if hasattr(self.dataset, "shard") else None
+
+    def _column(self, name: str) -> NDArray[Any] | None:
+        values = getattr(self.dataset, name, None)
+        return None if values is None else np.asarray(values)
+
+
+def fingerprint(dataset: MapDataset, lengths: NDArray[Any] | None, counts: NDArray[Any] | None) -> str:
+    """Return a digest of all that decides the order of a data set, and of its own `fingerprint`."""
+    digest = xxhash.xxh3_64(len(dataset).to_bytes(8, "little"))
+    for column in (lengths, counts):
+        if column is not None:
+            digest.update(np.ascontiguousarray(column).view(np.uint8).data)
+    content = DatasetTraits(dataset).fingerprint
+    if content is not None:
+        digest.update(content.encode())
+    return digest.hexdigest()
