@@ -177,7 +177,7 @@ def whole_steps(rank: int, size: int, port: int, num_steps: int, pipe: Any) -> N
             num_tasks=1,
         )
         task = Continual()
-        task._is_measured_untrained = True
+        task.measures_untrained = False
         trainer = Trainer(task, settings, link)
         times: list[float] = []
         engine_step = trainer.engine.step
@@ -302,7 +302,7 @@ def ours(root: Path, num_steps: int) -> float:
         mode="train",
     )
     task = Continual()
-    task._is_measured_untrained = True
+    task.measures_untrained = False
     stamps: list[float] = []
     task.after_stage = lambda model, stage: stamps.append(time.process_time())  # type: ignore[method-assign]
     trainer = Trainer(task, settings, link)

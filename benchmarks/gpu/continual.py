@@ -63,7 +63,7 @@ def run(method: str, level: int, root: Path, epochs: int, seed: int, backbone: s
         done = engine_step(*args)
         if link.device.type == "cuda":
             torch.cuda.synchronize()
-        times.append((task._stage, time.perf_counter()))
+        times.append((task.stage, time.perf_counter()))
         return done
 
     trainer.engine.step = stamped  # type: ignore[method-assign]

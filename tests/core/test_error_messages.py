@@ -17,13 +17,16 @@ GOLDEN: dict[str, list[list[dict[str, Any]]]] = json.loads(
 )
 """Class -> the samples of each class of that name."""
 
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {
+    "TaskFileFails": "UserFileFails",
+}
 """Name in the golden file -> name today."""
 
 MERGED = {
     "CannotWrite": "one for two classes, and with an advice: test_disk.py",
     "DiskFull": "its hint names the free space: test_disk.py",
     "DiskFilled": "a DiskFull with an advice",
+    "OwnFileFails": "a UserFileFails, which shows the traceback from the user's file on",
     "NotASet": "its other hint is that of SetsWithoutNames: train/test_validate.py",
     "NoRoom": "a CannotWrite with an advice: test_run_folder.py",
 }

@@ -83,6 +83,7 @@ def infer(options: InferOptions) -> int:
 
 def _data(spec: str) -> Any:
     from paceline.cli import tasks
+    from paceline.core.user_file import guarded
 
     path, separator, name = spec.rpartition(":")
     if not separator:
@@ -94,4 +95,4 @@ def _data(spec: str) -> Any:
     function = getattr(module, name, None)
     if not callable(function):
         raise NoDataFunction(spec, f"{path} has no function {name!r}")
-    return tasks.guarded(Path(path), f"{name}() is called", function)
+    return guarded(Path(path), f"{name}() is called", function)

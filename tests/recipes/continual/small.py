@@ -36,9 +36,9 @@ class Watched(Continual):
 
     def before_step(self, model: torch.nn.Module, batch: Any) -> None:
         super().before_step(model, batch)
-        if self.buffer is not None:
-            drawn = [piece["y"].tolist() for draw in self._drawn for piece in draw]
-            numbers = [number for number, rank in enumerate(self._pieces) if rank == self.world.rank]
+        if self.buffer is not None and self.replay is not None:
+            drawn = [piece["y"].tolist() for draw in self.replay.drawn for piece in draw]
+            numbers = [number for number, rank in enumerate(self.replay.ranks) if rank == self.world.rank]
             self.seen.append((self.buffer.digest(), dict(zip(numbers * self.method.draws, drawn, strict=False))))
 
 

@@ -111,6 +111,7 @@ def _kind(data: Any) -> str:
 def _data(options: PackOptions, name: str) -> Any:
     """Return the data of `file.py:name`: a data set, the result of a function, or the data of a task."""
     from paceline.cli import tasks
+    from paceline.core.user_file import guarded
     from paceline.train.task import Task
 
     path, _, member = name.rpartition(":")
@@ -123,7 +124,7 @@ def _data(options: PackOptions, name: str) -> Any:
     if isinstance(value, type) and issubclass(value, Task):
         return _task_data(options, name)
     refuse_idle(options, "on a data set that is no task", _OF_TASKS)
-    return tasks.guarded(Path(path), f"{member}() is called", value) if callable(value) else value
+    return guarded(Path(path), f"{member}() is called", value) if callable(value) else value
 
 
 def _available(path: str, member: str = "") -> str:

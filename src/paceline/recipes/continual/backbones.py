@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError
-from paceline.recipes.continual.own import class_from_file
+from paceline.core.user_file import class_from_file
 
 
 class BackboneFails(PacelineError):

@@ -1,0 +1,99 @@
+"""Python files of the user: `path/to/file.py:Name` for tasks, data sets, networks and methods of one's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import TypeVar
+
+from paceline.core.errors import PacelineError
+
+T = TypeVar("T")
+
+
+class NoSuchClass(PacelineError):
+    """A file without the class that was named, or no file."""
+
+    kind: str
+    spec: str
+    classes: list[str] | None
+    """In the file; None: there is no such file."""
+    sentence = "there is no {kind} {spec}"
+    hint = "{advice}"
+
+    @property
+    def advice(self) -> str:
+        if self.classes is None:
+            return "give it as path/to/file.py:ClassName"
+        return f"there: {', '.join(self.classes) or 'none'}"
+
+
+class UserFileFails(PacelineError):
+    """The user's file raised; its own traceback is shown, ours is not."""
+
+    path: Path
+    error: BaseException
+    doing: str
+    sentence = "{path} fails while {doing}\n\n{trace}"
+
+    @property
+    def trace(self) -> str:
+        error = self.error
+        lines = traceback.format_exception(type(error), error, _from_file(error.__traceback__, self.path))
+        return "".join(lines).rstrip()
+
+
+def import_file(path: Path, kind: str) -> ModuleType | None:
+    """Run a user's file as a module, `kind` being part of its name; return None if it is no Python file."""
+    name = f"paceline_{kind}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        return None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # loader workers that are started afresh import it by this name
+    sys.path.insert(0, str(path.parent.resolve()))
+    loader = spec.loader
+    guarded(path, "it is imported", lambda: loader.exec_module(module))
+    return module
+
+
+def subclasses_in(module: ModuleType, base: type[T]) -> dict[str, type[T]]:
+    """Return the subclasses of `base` that a module has, by name."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, base) and value is not base
+    }
+
+
+def class_from_file(kind: str, spec: str, base: type[T]) -> type[T]:
+    """Return the subclass of `base` that `spec` names."""
+    path, _, name = spec.rpartition(":")
+    module = import_file(Path(path), kind)
+    if module is None:
+        raise NoSuchClass(kind, spec, None)
+    classes = subclasses_in(module, base)
+    if name not in classes:
+        raise NoSuchClass(kind, spec, sorted(classes))
+    return classes[name]
+
+
+def guarded(path: Path, doing: str, action: Callable[[], T]) -> T:
+    """Call something in the user's file; an error that it raises is shown from that file on."""
+    try:
+        return action()
+    except PacelineError:
+        raise
+    except Exception as error:
+        raise UserFileFails(path, error, doing) from None
+
+
+def _from_file(trace: TracebackType | None, path: Path) -> TracebackType | None:
+    """Return the part of a traceback that begins in the user's file; None where it never got there (a syntax error)."""
+    while trace is not None and Path(trace.tb_frame.f_code.co_filename).resolve() != path.resolve():
+        trace = trace.tb_next
+    return trace
