@@ -1,4 +1,4 @@
-"""The two bars: rich's on a terminal, one line of text that is replaced in place in a notebook."""
+"""Progress bars: rich's on a terminal, one line of text that is replaced in place in a notebook."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 NOTEBOOK_COLUMNS = 100
-"""What fits into a notebook's cell without a line break."""
+"""Width of a line that fits into a notebook's cell."""
 NOTEBOOK_BAR = 20
 REFRESH_S = 0.25
-"""A bar is drawn at most this often: drawing costs about a millisecond of the time of training."""
+"""Pause between two drawings of a bar: one costs about a millisecond of the time of training."""
 
 
 class Bar(Protocol):
-    """One line that shows how far an epoch is."""
+    """Line that shows how far an epoch is."""
 
     def show(self, title: str, done: int, total: int | None, note: str) -> None: ...
 
@@ -26,10 +26,10 @@ class Bar(Protocol):
 
 
 class TerminalBar:
-    """rich's bar. It starts with the first `show`: a run that cannot begin leaves the terminal as it was.
+    """Bar of rich. It starts with the first `show`: a run that cannot begin leaves the terminal as it was.
 
-    It is drawn only when shown, not by a thread of its own, which would take the interpreter from training; and it
-    vanishes at the end, when the epoch lines say all.
+    It is drawn by `show`, not by a thread of its own, which would take the interpreter from training; and it vanishes
+    at the end, when the epoch lines say all.
     """
 
     def __init__(self, console: Console) -> None:
@@ -58,7 +58,7 @@ class TerminalBar:
 
 
 class SideBar:
-    """How far something long is, beside what is printed; drawn on a terminal only."""
+    """Progress of a long command, on stderr beside what is printed; drawn on a terminal only."""
 
     def __init__(self, title: str, total: int | None = None) -> None:
         self._bar = TerminalBar(Console(stderr=True)) if sys.stderr.isatty() else None
@@ -78,7 +78,7 @@ class SideBar:
 
 
 class NotebookBar:
-    """A line of text in the cell's output, replaced in place. Needs IPython alone, no widgets."""
+    """Line of text in the cell's output, replaced in place. Needs IPython alone, no widgets."""
 
     def __init__(self) -> None:
         self._display: Any = sys.modules["IPython"].display
@@ -88,7 +88,7 @@ class NotebookBar:
         self._put(notebook_line(title, done, total, note))
 
     def close(self) -> None:
-        """The epoch lines say all: an empty line stays where the bar was."""
+        """Leave an empty line where the bar was: the epoch lines say all."""
         if self._handle is not None:
             self._put("")
             self._handle = None
@@ -102,7 +102,7 @@ class NotebookBar:
 
 
 def notebook_line(title: str, done: int, total: int | None, note: str) -> str:
-    """The bar as text, never wider than a cell."""
+    """Return the bar as text, never wider than a cell."""
     filled = min(NOTEBOOK_BAR, NOTEBOOK_BAR * done // total) if total else 0
     bar = "█" * filled + "░" * (NOTEBOOK_BAR - filled)
     line = f"{title} {bar} {done}/{total or '?'} {note}".rstrip()
@@ -110,7 +110,7 @@ def notebook_line(title: str, done: int, total: int | None, note: str) -> str:
 
 
 def is_notebook() -> bool:
-    """Whether this process is the kernel of a notebook; a plain IPython terminal is none."""
+    """Return True if this process is the kernel of a notebook; a plain IPython terminal is none."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None

@@ -1,4 +1,4 @@
-"""Where the time of a run goes: every moment between two laps belongs to exactly one named phase."""
+"""Clock of a run: every moment between two laps belongs to exactly one named phase."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_WAITS = 1024
 
 
 class Thinned:
-    """Some of many numbers, evenly spread: of the same places on every rank that was given equally many."""
+    """Some of many numbers, evenly spread. Ranks that add equally many keep those of the same places."""
 
     def __init__(self, most: int = MOST_WAITS) -> None:
         assert most % 2 == 0, "every second one is dropped when it is full"
@@ -45,7 +45,7 @@ class Thinned:
 
 
 class Clock:
-    """A stopwatch that never stops: `lap(phase)` books the time since the last lap on `phase`."""
+    """Stopwatch that never stops: `lap(phase)` books the time since the last lap on `phase`."""
 
     def __init__(self) -> None:
         self._ns = dict.fromkeys(PHASES, 0)
@@ -54,7 +54,7 @@ class Clock:
         self.waits = Thinned()
         """Seconds that this rank has waited at each of its meetings with the others, since `begin_epoch`."""
         self.follower: Callable[[str, int, int], None] | None = None
-        """Is told of every lap: phase, begin and end in ns of `time.perf_counter_ns`."""
+        """Called with every lap: phase, begin and end in ns of `time.perf_counter_ns`."""
 
     def lap(self, phase: str) -> None:
         now = perf_counter_ns()
@@ -64,35 +64,35 @@ class Clock:
         self._last = now
 
     def begin_epoch(self) -> None:
-        """What is kept of single steps is of the epoch that begins here."""
+        """Forget the waits of the last epoch."""
         self.waits.clear()
         self._met_ns = self._ns["communication"]
 
     def begin_step(self) -> None:
-        """The data of a step is here."""
+        """Book the wait for the data of a step, which has come."""
         self.lap("data")
 
     def meet(self) -> None:
-        """The ranks have come together, and this one has waited for it since the last lap."""
+        """Book a meeting of the ranks: this one has waited for it since the last lap."""
         self.lap("communication")
         waited = self._ns["communication"]
         self.waits.add((waited - self._met_ns) * 1e-9)
         self._met_ns = waited
 
     def collect(self) -> None:
-        """What a device has counted is read, now that it has been waited for anyway."""
+        """Read what a device has counted, now that it has been waited for anyway."""
 
     def read(self) -> dict[str, float]:
-        """Seconds per phase since the clock was made."""
+        """Return seconds per phase since the clock was made."""
         return {phase: ns * 1e-9 for phase, ns in self._ns.items()}
 
 
 def elapsed(earlier: dict[str, float], later: dict[str, float]) -> dict[str, float]:
-    """Seconds per phase between two readings."""
+    """Return seconds per phase between two readings."""
     return {phase: later[phase] - earlier[phase] for phase in later}
 
 
 def computing_share(*seconds: Mapping[str, float]) -> float:
-    """RETURNN's computing time: the share of all ranks' time in which they were not waiting for data."""
+    """Return RETURNN's computing time: the share of all ranks' time in which they were not waiting for data."""
     total = sum(sum(rank.values()) for rank in seconds)
     return 1.0 - sum(rank["data"] for rank in seconds) / total if total else 1.0

@@ -1,4 +1,4 @@
-"""The clock of a GPU: what its stream did in some steps, by events that nobody waits for.
+"""Clock of a GPU: what its stream did in some steps, by events that nobody waits for.
 
 The host only launches work, so its laps say when it launched, not when the device computed. In every `SAMPLE_EVERY`th
 step each lap also puts an event into the stream, up to the first one of the next step; they are read when the device
@@ -18,11 +18,11 @@ from paceline.observe.clock import Clock
 SAMPLE_EVERY = 17
 """A prime, so that what happens every so many steps is not always missed, or always hit."""
 STEP_PHASES = ("data", "transfer", "compute", "communication", "optimizer")
-"""What steps consist of; all else happens between them, and is the host's."""
+"""Phases of a step; all others are between steps, and are the host's."""
 
 
 class Event(Protocol):
-    """A place in a stream, as `torch.cuda.Event(enable_timing=True)`."""
+    """Event in a stream, as `torch.cuda.Event(enable_timing=True)`."""
 
     def record(self) -> None: ...
 
@@ -33,7 +33,7 @@ class Event(Protocol):
 
 @dataclass
 class DeviceTime:
-    """What a device did in the steps that were sampled."""
+    """Time of a device in the steps that were sampled."""
 
     num_steps: int = 0
     num_caught_up: int = 0
@@ -41,11 +41,11 @@ class DeviceTime:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEP_PHASES, 0.0))
     """Of the sampled steps together, by phase."""
     entry_s: float = 0.0
-    """What the host waited for the epoch's first batch, which no sample contains."""
+    """Wait of the host for the epoch's first batch, which no sample contains."""
 
 
 class DeviceClock(Clock):
-    """Beside the host's time, the device's in some steps."""
+    """Clock of the host that also samples the device's time in some steps."""
 
     def __init__(self, make_event: Callable[[], Event], every: int = SAMPLE_EVERY) -> None:
         super().__init__()
@@ -97,16 +97,16 @@ class DeviceClock(Clock):
     def collect(self) -> None:
         while self._taken and self._taken[0][0][-1][1].query():
             marks, is_caught_up = self._taken.pop(0)
-            found = dict.fromkeys(self.device.seconds, 0.0)
+            sampled = dict.fromkeys(self.device.seconds, 0.0)
             for (_, began), (phase, ended) in itertools.pairwise(marks):
-                if phase in found:
-                    found[phase] += float(began.elapsed_time(ended)) * 1e-3
-            for phase, seconds in found.items():
+                if phase in sampled:
+                    sampled[phase] += float(began.elapsed_time(ended)) * 1e-3
+            for phase, seconds in sampled.items():
                 self.device.seconds[phase] += seconds
             self.device.num_steps += 1
             self.device.num_caught_up += is_caught_up
             if not self.meets_on_host:
-                self.waits.add(found["communication"])
+                self.waits.add(sampled["communication"])
 
     def _mark(self, phase: str) -> None:
         assert self._marks is not None
@@ -116,7 +116,7 @@ class DeviceClock(Clock):
 
 
 def apportion(host: Mapping[str, float], device: DeviceTime) -> dict[str, float]:
-    """The host's seconds with those of its steps divided as the device's were; the sum stays.
+    """Divide the host's seconds of its steps as the device's were; the sum stays.
 
     The host waits for the device now and then, at no particular phase, so only the sum of its steps is right.
     """

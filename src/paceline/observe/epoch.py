@@ -196,11 +196,8 @@ def epoch_record(
     seconds = [_divided(rank) for rank in ranks]
     longest = max(sum(rank.values()) for rank in seconds)
     num_samples = sum(rank.num_samples for rank in ranks)
-    lengths = [rank.length for rank in ranks if rank.length is not None]
-    length = sum(lengths) if lengths else None
-    flops_per_s = None
-    if units.flops is not None:
-        flops_per_s = units.flops * (num_samples if length is None else length) / longest
+    length = _length(ranks)
+    flops_per_s = units.flops_per_s(longest, num_samples, length)
     return EpochRecord(
         samples=num_samples,
         objects_per_s=num_samples / longest,
@@ -218,6 +215,11 @@ def epoch_record(
         compile=_compilation(ranks),
         more=_shown(ranks),
     )
+
+
+def _length(ranks: Sequence[RankEpoch]) -> float | None:
+    lengths = [rank.length for rank in ranks if rank.length is not None]
+    return sum(lengths) if lengths else None
 
 
 def whole_record(ranks: Sequence[RankEpoch], units: Units) -> EpochRecord:

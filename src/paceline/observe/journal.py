@@ -1,4 +1,4 @@
-"""What a run writes down: one JSON line per step, epoch and validation, each exactly once even after a crash.
+"""Journal of a run: one JSON line per step, epoch and validation, each exactly once even after a crash.
 
 Steps are buffered and read from the device together, when something is logged anyway; they are on disk before any
 checkpoint that contains them is. A resumed run first drops the lines past its checkpoint.
@@ -27,7 +27,7 @@ class Journal(Callback):
     def __init__(self, path: Path, *, next_step: int = 0, next_validation: int = 0) -> None:
         self._path = path
         self.last_epoch = -1
-        """The last step of the last epoch that is written down."""
+        """Last step of the last epoch in the file."""
         if path.exists():
             next_steps = {"step": next_step, "epoch": next_step, "validation": next_validation}
             self._keep(lambda record: record["step"] < next_steps[record["kind"]])
@@ -35,22 +35,22 @@ class Journal(Callback):
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
     def step(self, records: list[Record]) -> None:
-        """Written by hand because it happens at every step. Numbers by layer (`larc/...`) are for the loggers."""
+        """Write steps, formatted by hand because there are many. Numbers by layer (`larc/...`) are for the loggers."""
         text = "".join(
             [
                 _STEP % (record["step"], record["epoch"], record["loss"], record["lr"])
                 if len(record) == NUM_STEP_KEYS
-                else _line(_own(record))
+                else _line(_without_layers(record))
                 for record in records
             ]
         )
         if "n," in text or "f," in text or "None" in text:  # nan, inf: JSON has no word for them
-            text = "".join([_line(_own(record)) for record in records])
+            text = "".join([_line(_without_layers(record)) for record in records])
         self._file.write(text)
         self._file.flush()
 
     def epoch(self, record: Record) -> None:
-        """Also an epoch of which the first part is written down, because the run ended there and was given more."""
+        """Write an epoch; it replaces the record of its first part, where the run ended there and was given more."""
         before = self.last_epoch
         if before > record["step"] - record.get("steps", 0):
             self._file.close()
@@ -70,7 +70,7 @@ class Journal(Callback):
         self._file.flush()
 
     def _keep(self, is_kept: Callable[[Record], bool]) -> None:
-        """Drop the other lines; one cut short by a crash goes too. The file is whole at every moment."""
+        """Drop the other lines, and one that a crash has cut short. The file is whole at every moment."""
         kept = []
         for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
             try:
@@ -82,7 +82,7 @@ class Journal(Callback):
             file.writelines(kept)
 
 
-def _own(record: Record) -> Record:
+def _without_layers(record: Record) -> Record:
     return {name: value for name, value in record.items() if "/" not in name}
 
 
@@ -102,6 +102,6 @@ def _map(value: Any, change: Callable[[float], Any]) -> Any:
 
 
 def read(path: Path, kind: str = "step") -> list[Record]:
-    """All records of one kind."""
+    """Return all lines of one kind."""
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [record for record in records if record["kind"] == kind]

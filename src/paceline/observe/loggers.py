@@ -1,4 +1,4 @@
-"""The loggers that `--loggers` names, as watchers. Their packages are optional and imported only when asked for.
+"""Loggers of `--loggers`, as callbacks. Their packages are optional and imported only when asked for.
 
 Each gets one point per log line (`log_every` steps), under the names `loss`, `lr`, `epoch/...` and `set/metric`; every
 single step is in `metrics.jsonl`.
@@ -35,7 +35,7 @@ class LoggerNotInstalled(PacelineError):
 
 
 class PointLogger(Callback):
-    """A logger that takes named numbers at a step."""
+    """Logger that takes named numbers at a step."""
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         raise NotImplementedError
@@ -101,22 +101,22 @@ class TensorBoard(PointLogger):
 
 
 class WeightsAndBiases(PointLogger):
-    """A W&B run that a resumed run goes on with. W&B itself drops points of steps that it has already.
+    """W&B run, which a resumed run goes on with. W&B itself drops points of steps that it has already.
 
     The project comes from W&B's own settings.
     """
 
     def start(self, info: RunInfo) -> None:
         self._wandb = importlib.import_module("wandb")
-        remembered = _Remembered(info, "wandb")
+        saved_name = _RunName(info, "wandb")
         self._run = self._wandb.init(
             name=None if info.folder is None else info.folder.name,
             dir=None if info.folder is None else str(info.folder),
             config=info.settings,
-            id=remembered.read(),
+            id=saved_name.read(),
             resume="allow",
         )
-        remembered.write(self._run.id)
+        saved_name.write(self._run.id)
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         self._run.log(numbers, step=step)
@@ -126,19 +126,19 @@ class WeightsAndBiases(PointLogger):
 
 
 class MlFlow(PointLogger):
-    """An MLflow run that a resumed run goes on with. Server and experiment come from MLflow's own variables."""
+    """MLflow run, which a resumed run goes on with. Server and experiment come from MLflow's own variables."""
 
     STATUS = {"failed": "FAILED", "stopped": "KILLED"}  # noqa: RUF012
 
     def start(self, info: RunInfo) -> None:
         self._mlflow = importlib.import_module("mlflow")
-        remembered = _Remembered(info, "mlflow")
-        before = remembered.read()
+        saved_name = _RunName(info, "mlflow")
+        before = saved_name.read()
         name = info.task if info.folder is None else info.folder.name
         run = self._mlflow.start_run(run_id=before) if before else self._mlflow.start_run(run_name=name)
         if not before:  # MLflow refuses to change a parameter
             self._mlflow.log_params({name: str(value)[:500] for name, value in info.settings.items()})
-        remembered.write(run.info.run_id)
+        saved_name.write(run.info.run_id)
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         self._mlflow.log_metrics(numbers, step=step)
@@ -151,7 +151,7 @@ LOGGERS: dict[str, type[PointLogger]] = {"tensorboard": TensorBoard, "wandb": We
 
 
 def build(names: Sequence[str], *, is_asked: bool) -> tuple[list[Callback], list[str]]:
-    """The loggers of these names, and the names of those that are not installed.
+    """Return the loggers of these names, and the names of those that are not installed.
 
     Where the user asked for them, a missing package is an error; the default is only a default.
     """
@@ -169,7 +169,7 @@ def _is_installed(package: str) -> bool:
 
 
 def time_shares(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of all ranks' time together, the share of each phase that has one."""
+    """Return the share of each phase in the time of all ranks."""
     total = sum(sum(rank.values()) for rank in seconds)
     return {phase: sum(rank[phase] for rank in seconds) / total for phase in seconds[0]} if total else {}
 
@@ -178,8 +178,8 @@ def _finite(numbers: dict[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
 
 
-class _Remembered:
-    """The name that a service gave to this run, kept in the run folder so that a resumed run finds it again."""
+class _RunName:
+    """File of the run folder with the name that a service gave to this run, so that a resumed run finds it again."""
 
     def __init__(self, info: RunInfo, service: str) -> None:
         self._path = None if info.folder is None else info.folder / f"{service}-run-id"

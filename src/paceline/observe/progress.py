@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal or in a notebook, plain lines elsewhere, one writer."""
+"""Console of a run: a bar on a terminal or in a notebook, plain lines elsewhere, one writer."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Literal
 from rich.console import Console
 
 from paceline.observe.bars import REFRESH_S, Bar, NotebookBar, TerminalBar, is_notebook
-from paceline.observe.rank_log import SAID
+from paceline.observe.rank_log import CONSOLE
 from paceline.observe.records import Samples
 
 Style = Literal["bar", "notebook", "lines", "none"]
 QUIET_S = 10.0
-"""Plain lines come at most this often."""
+"""Pause between two plain lines."""
 
-_said = logging.getLogger(SAID)
-_said.propagate = False  # it is on the console already
+_console_log = logging.getLogger(CONSOLE)
+_console_log.propagate = False  # it is on the console already
 
 
 def choose_style(asked: str, *, is_terminal: bool, is_notebook: bool) -> Style:
-    """From `--progress` and where the output goes to what is drawn."""
+    """Return the style for `--progress` and the place that the output goes to."""
     if asked in ("lines", "none"):
         return "lines" if asked == "lines" else "none"
     if is_notebook:
@@ -32,9 +32,9 @@ def choose_style(asked: str, *, is_terminal: bool, is_notebook: bool) -> Style:
 
 
 class Progress:
-    """The console of a run; silent on all ranks but the first.
+    """Console of a run; silent on all ranks but the first.
 
-    With `--progress none` only what a user must know is said. All that is said is in the rank's log file, too.
+    `say` prints always, `tell` not with `--progress none`. Both write to the rank's log file, too.
     `is_relayed`: a launcher passes the output on, and its terminal is not the user's, who may have sent it to a file.
     """
 
@@ -51,7 +51,7 @@ class Progress:
             self._bar = NotebookBar()
         elif self._style == "bar":
             self._bar = TerminalBar(self._console)
-        self._told = time.monotonic()
+        self._last_shown = time.monotonic()
         self._title = ""
         self._total: int | None = None
         self._first, self._began = 0, 0.0
@@ -59,19 +59,19 @@ class Progress:
     # -- lines ---------------------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
-        """What a user must know, also with `--progress none`."""
-        _said.info(text)
+        """Print what a user must know, also with `--progress none`."""
+        _console_log.info(text)
         self._console.print(text, markup=False)
 
     def tell(self, text: str) -> None:
-        """What a user likes to see."""
+        """Print what a user likes to see."""
         if self._style == "none":
-            _said.info(text)
+            _console_log.info(text)
         else:
             self.say(text)
 
     def table(self, rows: list[tuple[str, str]]) -> None:
-        """Names and values, one pair a line."""
+        """Print names and values, one pair a line."""
         width = max((len(name) for name, _ in rows), default=0)
         for name, value in rows:
             self.tell(f"  {name:<{width}}  {value}")
@@ -79,19 +79,19 @@ class Progress:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def epoch(self, title: str, total: int | None, done: int) -> None:
-        """The steps of an epoch begin, `done` of them have been done before."""
+        """Begin the steps of an epoch, of which `done` have been done before."""
         self._title, self._total, self._first, self._began = title, total, done, time.monotonic()
         if self._bar is not None:
-            self._told = self._began
+            self._last_shown = self._began
             self._bar.show(title, done, total, "")
 
     def step(self, done: int, loss: float, rate: float | None, skipped: int) -> None:
         if self._style == "none":
             return
         now = time.monotonic()
-        if now - self._told < (QUIET_S if self._bar is None else REFRESH_S):
+        if now - self._last_shown < (QUIET_S if self._bar is None else REFRESH_S):
             return
-        self._told = now
+        self._last_shown = now
         per_s = (done - self._first) / max(now - self._began, 1e-9)
         note = pace(done, self._total, loss, rate, per_s, skipped)
         if self._bar is not None:
@@ -111,7 +111,7 @@ class Progress:
 
 
 def sample_lines(samples: Samples, most: int = 2) -> list[str]:
-    """Some samples of each set; the texts of one stand below each other."""
+    """Return lines with some samples of each set; the texts of one stand below each other."""
     lines = []
     for of, each in samples.items():
         for sample in each[:most]:
@@ -121,7 +121,7 @@ def sample_lines(samples: Samples, most: int = 2) -> list[str]:
 
 
 def pace(done: int, total: int | None, loss: float, rate: float | None, per_s: float, skipped: int) -> str:
-    """How training goes, in one phrase."""
+    """Return loss, rate and speed in one phrase."""
     parts = [f"loss {loss:.4f}"]
     if rate is not None:
         parts.append(f"lr {rate:.3g}")
@@ -134,7 +134,7 @@ def pace(done: int, total: int | None, loss: float, rate: float | None, per_s: f
 
 
 def clock_time(seconds: float) -> str:
-    """h:mm:ss"""
+    """Return seconds as h:mm:ss."""
     hours, rest = divmod(int(seconds), 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
 
@@ -149,7 +149,7 @@ def epoch_line(
     padding: float | None,
     speeds: Sequence[str] = (),
 ) -> str:
-    """RETURNN's epoch line, with padding and speeds."""
+    """Return RETURNN's epoch line, with padding and speeds."""
     parts = [
         f"train {title}",
         f"finished after {steps} steps",

@@ -1,4 +1,4 @@
-"""Each rank's own log file: what it said, its warnings, and how it failed."""
+"""Log file of a rank: console output, log messages, warnings, and the exception that ended it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = "%(asctime)s %(levelname)s %(message)s"
-SAID = "paceline.said"
-"""Logger of what is said on the console; it has no other way out than these files."""
+CONSOLE = "paceline.said"
+"""Name of the logger of console output, which goes to these files only."""
 
 
 class _LogFile(logging.FileHandler):
-    """A full disk takes no lines: that is not shown in their place, and keeps no rank from training or from ending."""
+    """Log file that loses lines on a full disk in silence: it keeps no rank from training or from ending."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -31,7 +31,7 @@ class _LogFile(logging.FileHandler):
 
 @contextmanager
 def rank_log(path: Path | None, header: str) -> Iterator[None]:
-    """While it lasts, `path` gets what is logged under `paceline`, every warning, and the exception that ends it.
+    """Log to `path` what goes to the logger `paceline`, every warning, and the exception that ends the block.
 
     A resumed run goes on in the same file. Warnings are still shown where they were before.
     """
@@ -41,30 +41,30 @@ def rank_log(path: Path | None, header: str) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = _LogFile(path, encoding="utf-8")
     file.setFormatter(logging.Formatter(FORMAT))
-    ours = logging.getLogger("paceline")
-    level, shown = ours.level, warnings.showwarning
+    package = logging.getLogger("paceline")
+    level, show_before = package.level, warnings.showwarning
 
     def show(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any, **named: Any
     ) -> None:
         text = warnings.formatwarning(message, category, filename, lineno).rstrip()
         file.handle(logging.makeLogRecord({"msg": text, "levelname": "WARNING", "levelno": logging.WARNING}))
-        shown(message, category, filename, lineno, *rest, **named)
+        show_before(message, category, filename, lineno, *rest, **named)
 
-    for logger in (ours, logging.getLogger(SAID)):
+    for logger in (package, logging.getLogger(CONSOLE)):
         logger.addHandler(file)
-    ours.setLevel(logging.INFO)
+    package.setLevel(logging.INFO)
     warnings.showwarning = show
     try:
-        ours.info(f"host {socket.gethostname()}, pid {os.getpid()}, {header}")
+        package.info(f"host {socket.gethostname()}, pid {os.getpid()}, {header}")
         yield
     except BaseException:
-        file.handle(ours.makeRecord("paceline", logging.ERROR, "", 0, "ended by an exception", (), sys.exc_info()))
+        file.handle(package.makeRecord("paceline", logging.ERROR, "", 0, "ended by an exception", (), sys.exc_info()))
         raise
     finally:
         if warnings.showwarning is show:
-            warnings.showwarning = shown
-        ours.setLevel(level)
-        for logger in (ours, logging.getLogger(SAID)):
+            warnings.showwarning = show_before
+        package.setLevel(level)
+        for logger in (package, logging.getLogger(CONSOLE)):
             logger.removeHandler(file)
         file.close()

@@ -53,6 +53,10 @@ class Units:
             rates[self._name(self.counts)] = count / seconds
         return rates
 
+    def flops_per_s(self, seconds: float, samples: int, length: float | None) -> float | None:
+        """Return the arithmetic that training needs; None where the task does not know it."""
+        return None if self.flops is None else self.flops * (samples if length is None else length) / seconds
+
     def phrase(self, name: str, rate: float) -> str:
         """Return a rate in words: `183 utterances/s`."""
         number = f"{rate:,.0f}".replace(",", "") if rate >= 100 else f"{rate:.3g}"

@@ -12,7 +12,7 @@ from paceline.observe.records import EpochRecord, Finding, Matter, Meetings, Way
 Rule = Callable[[EpochRecord], Iterable[Finding]]
 """Finds one kind of thing that can hold a run back."""
 LEAST_SECONDS, LEAST_STEPS = 1.0, 10
-"""Less than this says nothing about a run."""
+"""Shortest epoch that is judged."""
 DATA_SHARE = 0.10
 """RETURNN's rule: below 90 % computing time, data is the bottleneck."""
 NAMED_FROM = 0.05
@@ -84,7 +84,7 @@ def _data(record: EpochRecord) -> Iterator[Finding]:
 
 
 def enough_workers(share: float, workers: int) -> int:
-    """Workers that would read as fast as the rest of a step goes, where so many leave `share` of the time waiting."""
+    """Return the number of workers that keep up with training, where `workers` leave `share` of the time waiting."""
     rest = max(1.0 - share, 1e-3)
     # Without workers reading takes `share` of the time; with some, they read all the time and are still too slow.
     needed = share / rest if workers == 0 else workers / rest
@@ -92,7 +92,7 @@ def enough_workers(share: float, workers: int) -> int:
 
 
 def _cores(record: EpochRecord) -> Iterator[Finding]:
-    """Others on the machine take the time that the clock shows as computing, or as waiting for a rank."""
+    """Find missing cores: other processes take time that the clock shows as computing, or as waiting for a rank."""
     rank, share = _worst(_core_wait_shares(record))
     if share < CORE_WAIT_SHARE:
         return
@@ -116,7 +116,7 @@ def _communication(record: EpochRecord) -> Iterator[Finding]:
 
 
 def _lighter(way: Way) -> str:
-    """How ranks would have less to say to each other."""
+    """Return settings with which ranks have less to send to each other."""
     if way.shard == "full":
         return "`--shard none`, if the model fits, sends less; or a larger `--global-batch` with more `--grains`"
     if way.reduce == "grad":
@@ -130,7 +130,7 @@ def _lighter(way: Way) -> str:
 
 
 def _straggler(record: EpochRecord) -> Iterator[Finding]:
-    """The rank that others wait for is the one that waits least: it comes last to nearly every meeting."""
+    """Find the rank that others wait for: it waits least, and comes last to nearly every meeting."""
     meetings = record.meetings or Meetings()
     last = meetings.last
     if len(last) < 2 or max(last) < LAST_SHARE:
@@ -163,7 +163,7 @@ def _straggler(record: EpochRecord) -> Iterator[Finding]:
 
 
 def _waited_for(meetings: Meetings, rank: int) -> float:
-    """The share of the others' own time in which they waited for a rank."""
+    """Return the share of the others' own time in which they waited for a rank."""
     if meetings.waited_for is not None:
         return meetings.waited_for[rank]
     # An older record has only what all ranks waited, of the time of all, the late one's too.
@@ -172,17 +172,17 @@ def _waited_for(meetings: Meetings, rank: int) -> float:
 
 
 def _beyond_others(values: Sequence[float], rank: int) -> float:
-    """How much more a rank has than the others, relative to them."""
+    """Return how much more a rank has than the others, relative to them."""
     others = [value for number, value in enumerate(values) if number != rank]
     return values[rank] / (statistics.median(others) or math.inf) - 1 if others else 0.0
 
 
 def _slow_phase(seconds: Sequence[Mapping[str, float]], rank: int) -> str:
-    """Where a rank spends more time than the others do."""
+    """Return the phase in which a rank spends most time beyond the others."""
     others = [each for number, each in enumerate(seconds) if number != rank]
     more = {
-        phase: own - statistics.median(each.get(phase, 0.0) for each in others)
-        for phase, own in seconds[rank].items()
+        phase: value - statistics.median(each.get(phase, 0.0) for each in others)
+        for phase, value in seconds[rank].items()
         if phase != "communication"
     }
     return max(more, key=more.__getitem__)
@@ -256,18 +256,18 @@ def _way(record: EpochRecord) -> Way:
 
 
 def _shares(record: EpochRecord, phase: str) -> list[float]:
-    """By rank, the share of its time."""
+    """Return by rank the share of a phase in its time."""
     return [rank.get(phase, 0.0) / (sum(rank.values()) or 1.0) for rank in record.seconds]
 
 
 def _core_wait_shares(record: EpochRecord) -> list[float]:
-    """By rank, the share of its time in which it had no core; 0 where that is not known."""
+    """Return by rank the share of its time in which it had no core; 0 where that is not known."""
     waited = record.core_wait or [None] * len(record.seconds)
     return [(wait or 0.0) / (sum(rank.values()) or 1.0) for wait, rank in zip(waited, record.seconds, strict=True)]
 
 
 def _worst(shares: Sequence[float]) -> tuple[int | None, float]:
-    """The largest share, and whose it is, if it stands out from the others."""
+    """Return the largest share, with its rank if it stands out from the others."""
     rank = max(range(len(shares)), key=shares.__getitem__)
     others = [share for number, share in enumerate(shares) if number != rank]
     stands_out = not others or shares[rank] - statistics.median(others) >= NAMED_FROM

@@ -1,4 +1,4 @@
-"""A plot of the page: plotly's own description of it, as plain values, and what it says in words."""
+"""Plot of the page: plotly's own description of it, as plain values, with title and explanation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Literal
 Trace = dict[str, Any]
 
 COLORS = ("#3d7bfd", "#f0883e", "#1fae84", "#c957b1", "#8d6ff0", "#e0566b", "#3aa6c2", "#a89034")
-"""Of runs, sets and metrics; told apart on white and on black."""
+"""Colours of runs, sets and metrics, different on white and on black."""
 DASHES = ("solid", "dash", "dot", "dashdot")
-"""Of the sets of several runs, whose colour is the run's."""
+"""Line styles of the sets of several runs, whose colour is the run's."""
 PHASE_COLORS = {
     "data": "#f0883e",
     "transfer": "#e8c547",
@@ -41,7 +41,7 @@ class Figure:
     size: Literal["small", "half", "wide"] = "half"
     """Of the page's width: a third, a half or all of it; on a phone always all."""
     may_be_log: bool = False
-    """Whether a button for a logarithmic axis makes sense."""
+    """There is a button for a logarithmic axis."""
 
     @property
     def height(self) -> int:
@@ -65,7 +65,7 @@ def line(
     is_faint: bool = False,
     dots: bool = False,
 ) -> Trace:
-    """A curve. Where it has few points they are marked, so that one alone can be seen."""
+    """Return a curve. Where it has few points they are marked, so that one alone is visible."""
     trace: Trace = {
         "type": "scatter",
         "mode": "lines+markers" if dots or len(x) < 2 else "lines",

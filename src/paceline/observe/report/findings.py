@@ -12,7 +12,7 @@ from paceline.observe.verdict import LEAST_SECONDS, LEAST_STEPS, is_judged, verd
 
 @dataclass(frozen=True)
 class Held:
-    """One thing that held a run back."""
+    """Thing that held a run back in some of its epochs."""
 
     kind: str
     text: str

@@ -1,4 +1,4 @@
-"""The steps of a timeline as one plot: which phase each rank was in, on one time axis."""
+"""Gantt chart of a timeline: which phase each rank was in, on one time axis."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from paceline.observe.report.series import short
 from paceline.observe.timeline import trace
 
 MOST_SPANS = 4000
-"""Of one plot; more steps are for Perfetto."""
+"""Spans of one plot; more steps are for Perfetto."""
 MOST_BYTES = 40_000_000
-"""Of a timeline that is opened for its phases."""
+"""Size up to which a timeline is read for its phases."""
 
 
 def gantts(runs: Sequence[ReportedRun]) -> list[Figure]:
-    """One plot per timeline that can be read."""
+    """Return one plot per timeline that can be read."""
     figures: list[Figure] = []
     for run in runs:
         for path in run.timelines:
             spans = _phases(path)
             if spans:
-                whose = f": {run.name}" if len(runs) > 1 else ""
-                figures.append(_figure(path, spans[:MOST_SPANS], whose, f"timeline-{len(figures)}"))
+                of_run = f": {run.name}" if len(runs) > 1 else ""
+                figures.append(_figure(path, spans[:MOST_SPANS], of_run, f"timeline-{len(figures)}"))
     return figures
 
 
 def _phases(path: Path) -> list[trace.Event]:
-    """Our own events, in the order of time."""
+    """Read our own events, in the order of time."""
     try:
         events = trace.read(path)["traceEvents"] if path.stat().st_size <= MOST_BYTES else []
     except (OSError, EOFError, ValueError, KeyError, zlib.error):  # cut short, or not ours
@@ -39,20 +39,20 @@ def _phases(path: Path) -> list[trace.Event]:
     return sorted(ours, key=lambda event: float(event["ts"]))
 
 
-def _figure(path: Path, spans: Sequence[trace.Event], whose: str, name: str) -> Figure:
+def _figure(path: Path, spans: Sequence[trace.Event], of_run: str, name: str) -> Figure:
     ranks = sorted({trace.rank_of(span) for span in spans})
     used = {span["name"] for span in spans}
     traces: list[Trace] = []
     for phase in [*(phase for phase in PHASE_COLORS if phase in used), *sorted(used - PHASE_COLORS.keys())]:
-        mine = [span for span in spans if span["name"] == phase]
+        in_phase = [span for span in spans if span["name"] == phase]
         traces.append(
             {
                 "type": "bar",
                 "orientation": "h",
                 "name": phase,
-                "base": [short(span["ts"] / 1e3, 7) for span in mine],
-                "x": [short(span["dur"] / 1e3) for span in mine],
-                "y": [f"rank {trace.rank_of(span)}" for span in mine],
+                "base": [short(span["ts"] / 1e3, 7) for span in in_phase],
+                "x": [short(span["dur"] / 1e3) for span in in_phase],
+                "y": [f"rank {trace.rank_of(span)}" for span in in_phase],
                 "marker": {"color": PHASE_COLORS.get(phase, "#8b949e")},
                 "hovertemplate": f"{phase} %{{x:.3g}} ms<extra></extra>",
             }
@@ -66,4 +66,4 @@ def _figure(path: Path, spans: Sequence[trace.Event], whose: str, name: str) -> 
     }
     about = f"What each rank did, on one time axis, from profile/{path.name}; Perfetto shows each operator in it."
     steps = path.name.removesuffix(".json.gz").replace("steps-", "steps ").replace("-", " to ")
-    return Figure(name, f"Timeline of {steps}{whose}", traces, layout, about, size="wide")
+    return Figure(name, f"Timeline of {steps}{of_run}", traces, layout, about, size="wide")

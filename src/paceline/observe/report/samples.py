@@ -17,7 +17,7 @@ REFERENCE, HYPOTHESIS = "reference", "hypothesis"
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample of a validation set: as it was last, and what it was before, by step."""
+    """One sample of a validation set: its texts at the last validation, and at earlier ones by step."""
 
     last: Mapping[str, str]
     before: Sequence[tuple[int, Mapping[str, str]]]

@@ -15,7 +15,7 @@ from paceline.observe.report.series import short, thin
 DOTS_UP_TO = 40
 BARS_IN_HALF = 8
 MOST_EPOCHS = 300
-"""That are drawn as bars; of more, every n-th."""
+"""Epochs that are drawn as bars; of more, every n-th."""
 MOST_BARS = 60
 """Epochs times ranks that are drawn one by one; beyond it, the mean over the ranks."""
 NUMBERS = declared_numbers(EpochRecord, Memory, RankEpoch)
@@ -77,18 +77,22 @@ def _by_epoch(run: ReportedRun, epochs: Sequence[EpochRecord], number: int, num_
         _bar(phase, x, [short(bar.seconds.get(phase, 0.0)) for bar in bars], "%{y:.3g} s")
         for phase in phases([bar.seconds for bar in bars])
     ]
-    which = "each epoch" if stride == 1 else f"one epoch in {stride}"
     who = "on each rank" if is_each else "mean over the ranks" if num_ranks > 1 else "on one rank"
-    resumed = [place for place, epoch in enumerate(epochs, 1) if epoch.launch is not None]
-    lost = f" Resumed within epoch {ranges(resumed)}: without what was lost and done again." if resumed else ""
     return Figure(
         f"time-epochs-{number}",
         f"Time by epoch{_of(run, num_runs)}",
         traces,
         {"barmode": "stack", "xaxis": axis("", type="multicategory") if is_each else axis("epoch", type=None)},
-        f"Seconds of {which}, {who}, with what came just before it: the last one's validation and checkpoint.{lost}",
+        _about(epochs, stride, who),
         size="wide" if len(bars) > BARS_IN_HALF else "half",
     )
+
+
+def _about(epochs: Sequence[EpochRecord], stride: int, who: str) -> str:
+    which = "each epoch" if stride == 1 else f"one epoch in {stride}"
+    resumed = [place for place, epoch in enumerate(epochs, 1) if epoch.launch is not None]
+    lost = f" Resumed within epoch {ranges(resumed)}: without what was lost and done again." if resumed else ""
+    return f"Seconds of {which}, {who}, with what came just before it: the last one's validation and checkpoint.{lost}"
 
 
 def _by_rank(run: ReportedRun, epochs: Sequence[EpochRecord], number: int, num_runs: int) -> list[Figure]:

@@ -1,4 +1,4 @@
-"""`--profile`: the chosen steps as a timeline of all ranks, our phases and torch's own events on one time axis.
+"""Recorder of `--profile`: the chosen steps of all ranks, our phases and torch's own events on one time axis.
 
 Where it is off, the loop runs over its batches as it would without this file.
 """
@@ -31,7 +31,7 @@ from paceline.world.link import Link
 T = TypeVar("T")
 
 AUTO_AFTER, AUTO_STEPS = 10, 5
-"""`--profile auto`: so many steps are let go by (compilation, memory pools), so many are recorded."""
+"""`--profile auto`: steps that pass first (compilation, memory pools), and steps that are recorded."""
 MOST_RANKS = 8
 """Ranks of which torch's events are recorded if the user names none: the first ones."""
 MOST_ALLOCATIONS = 500_000
@@ -42,25 +42,29 @@ _STATM = Path("/proc/self/statm")
 
 
 class NoSuchRank(PacelineError):
-    """A rank is to be recorded that this run has not."""
+    """A rank in `profile_ranks` that the run does not have."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(f"`profile_ranks` has {rank}, but the ranks of this run are 0 to {size - 1}")
-        self.rank, self.size = rank, size
-        self.hint = f"`--profile-ranks {size - 1}`, or leave it out for the first {MOST_RANKS}"
+    rank: int
+    size: int
+    sentence = "`profile_ranks` has {rank}, but the ranks of this run are 0 to {last}"
+    hint = f"`--profile-ranks {{last}}`, or leave it out for the first {MOST_RANKS}"
+
+    @property
+    def last(self) -> int:
+        return self.size - 1
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one rank hands over."""
+class Recording:
+    """Recording of one rank, as it goes to the first one."""
 
     events: bytes
     snapshot: bytes | None = None
-    """Its history of device memory."""
+    """History of device memory."""
 
 
 def window(asked: str, now: int) -> range:
-    """The steps to record, for a run that goes on after `now` steps."""
+    """Return the steps to record, for a run that goes on after `now` steps."""
     if asked == "auto":
         return range(now + AUTO_AFTER, now + AUTO_AFTER + AUTO_STEPS)
     return StepRange.parse(asked).steps
@@ -74,14 +78,14 @@ def build(
     num_steps: Callable[[], int],
     say: Callable[[str], None],
 ) -> Timeline | Off:
-    """What the settings ask for; nothing without a run folder to write to. `num_steps` says how many are done."""
+    """Build the recorder that the settings ask for; none without a run folder. `num_steps` returns those done."""
     if run is None or (settings.profile == "no" and not settings.profile_memory):
         return Off()
     return Timeline(settings, link, clock, run, num_steps, say)
 
 
 class Off:
-    """Nothing is recorded, and nothing stands between the loop and its batches."""
+    """Recorder of nothing: nothing stands between the loop and its batches."""
 
     def follow(self, batches: Iterator[T]) -> Iterator[T]:
         return batches
@@ -94,7 +98,7 @@ class Off:
 
 
 class Timeline:
-    """Records a window of steps on this rank and writes one file of all ranks when it is over."""
+    """Recorder of a window of steps on this rank; it writes one file of all ranks when the window is over."""
 
     def __init__(
         self,
@@ -127,7 +131,7 @@ class Timeline:
     # -- along the run -------------------------------------------------------------------------------------------
 
     def follow(self, batches: Iterator[T]) -> Iterator[T]:
-        """The same batches; what lies between asking for one and asking for the next is a step."""
+        """Yield the same batches; the time from asking for one to asking for the next is a step."""
         while True:
             self._between(self._num_steps())
             batch = next(batches, None)
@@ -136,7 +140,7 @@ class Timeline:
             yield batch
 
     def close(self) -> None:
-        """The run is over, whether or not the steps were reached. All ranks must call it."""
+        """End the recording, whether or not its steps were reached. All ranks must call it."""
         if self._tape is not None:
             self._note_step(self._num_steps())
             self._end()
@@ -145,7 +149,7 @@ class Timeline:
             self._say(f"`profile`: {short}, nothing is recorded: `--profile 0:{AUTO_STEPS}`")
 
     def abandon(self) -> None:
-        """The run has failed: nothing is written, and whoever records next may."""
+        """Give up after a failure: nothing is written, and the next run of this process can record."""
         self._clock.follower = None
         if self._profiler is not None:
             self._profiler.stop()
@@ -217,7 +221,7 @@ class Timeline:
         events = self._events(tape, profiler, offset.ns - origin_ns)
         # torch has seen what came just before the window; readers of timelines drop what is before 0.
         first_us = min(self._link.gather_objects(trace.earliest_us(events)))
-        part = Part(trace.pack(trace.earlier(events, first_us)), snapshot)
+        part = Recording(trace.pack(trace.earlier(events, first_us)), snapshot)
         self._write(in_turn(self._link, part), uncertainty_ns)
         self._clock.lap("logging")
 
@@ -225,14 +229,14 @@ class Timeline:
         rank, host = self._link.world.rank, self._link.hosts[self._link.world.rank]
         events = trace.rank_events(rank, f"{host}, {self._link.device}", tape, shift_ns)
         if profiler is not None:
-            seen = exported(profiler)
-            shift_us = shift_ns / 1e3 + _clock_difference_us(seen, self._marks)
-            kept = [event for event in seen if event.get("name") != _MARK]
-            events += trace.torch_events(rank, kept, shift_us, os.getpid())
+            of_torch = exported(profiler)
+            shift_us = shift_ns / 1e3 + _clock_difference_us(of_torch, self._marks)
+            unmarked = [event for event in of_torch if event.get("name") != _MARK]
+            events += trace.torch_events(rank, unmarked, shift_us, os.getpid())
         return events
 
-    def _write(self, parts: Iterator[Part], uncertainty_ns: int) -> None:
-        """On the first rank. A disk that is full does not end a training run: it is said."""
+    def _write(self, parts: Iterator[Recording], uncertainty_ns: int) -> None:
+        """Write on the first rank. A full disk does not end a training run: there is a message."""
         name = f"steps-{self._first}-{max(self._first, self._step - 1)}"
         path = self._folder / f"{name}.json.gz"
         if self._link.is_first:
@@ -243,11 +247,11 @@ class Timeline:
                 self._tell(path, uncertainty_ns)
             except OSError as error:
                 self._say(f"the timeline could not be written: {error}")
-        for _ in parts:  # what nobody has taken, so that no rank waits for it
+        for _ in parts:  # the rest, so that no rank waits for it
             pass
 
-    def _unpack(self, parts: Iterator[Part], name: str) -> Iterator[bytes]:
-        """Events to the timeline, histories of memory to files of their own."""
+    def _unpack(self, parts: Iterator[Recording], name: str) -> Iterator[bytes]:
+        """Yield events for the timeline; histories of memory go to files of their own."""
         for rank, part in enumerate(parts):
             if part.snapshot is not None:
                 file = self._folder / f"{name}-memory-rank-{rank}.pickle"
@@ -273,14 +277,14 @@ class Timeline:
             self._say("memory is in the timeline: torch's allocations and the process's own (a CPU has no snapshots)")
 
 
-def in_turn(link: Link, part: Part) -> Iterator[Part]:
-    """The ranks' parts, one after the other, so that no rank holds all of them. All ranks must go through it."""
+def in_turn(link: Link, part: Recording) -> Iterator[Recording]:
+    """Yield the ranks' recordings, one after the other, so that no rank holds all. All ranks must go through it."""
     for rank in range(link.world.size):
         yield link.broadcast_object(part if rank == link.world.rank else None, src=rank)
 
 
 def exported(profiler: profile) -> list[trace.Event]:
-    """What torch.profiler has to say, as its own export has it."""
+    """Return the events of torch.profiler, as its own export has them."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
@@ -289,7 +293,7 @@ def exported(profiler: profile) -> list[trace.Event]:
 
 
 def resident_bytes() -> int:
-    """Memory that this process has now; 0 where the system does not say."""
+    """Return the memory that this process has now; 0 where the system does not say."""
     try:
         return int(_STATM.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -297,7 +301,7 @@ def resident_bytes() -> int:
 
 
 def _mark() -> tuple[int, int]:
-    """An event for torch.profiler, and what our clock said just before and after it."""
+    """Make an event for torch.profiler; return our clock just before and after it."""
     before = perf_counter_ns()
     with record_function(_MARK):
         pass
@@ -305,10 +309,10 @@ def _mark() -> tuple[int, int]:
 
 
 def _clock_difference_us(events: list[trace.Event], marks: list[tuple[int, int]]) -> float:
-    """What to add to torch's times to have ours, from the quickest of the marks."""
-    found = [event for event in events if event.get("name") == _MARK and event.get("ph") == "X"]
+    """Return what to add to torch's times to have ours, from the quickest of the marks."""
+    marked = [event for event in events if event.get("name") == _MARK and event.get("ph") == "X"]
     began, ended = min(marks, key=lambda mark: mark[1] - mark[0])
-    event = sorted(found, key=lambda each: float(each["ts"]))[marks.index((began, ended))]
+    event = sorted(marked, key=lambda each: float(each["ts"]))[marks.index((began, ended))]
     return float((began + ended) / 2e3 - (event["ts"] + event["dur"] / 2))
 
 

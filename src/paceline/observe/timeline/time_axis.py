@@ -1,4 +1,4 @@
-"""One time axis for all ranks: how far the clocks of their machines are apart.
+"""Common time axis of all ranks: how far the clocks of their machines are apart.
 
 Ranks of one machine read one clock. Between machines, a question and its answer bound the difference: the answer was
 given between sending and receiving, so the middle of the two is wrong by half of the way there and back at most
@@ -23,7 +23,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Offset:
-    """What to add to a rank's clock to have the first rank's."""
+    """Difference that makes a rank's clock the first rank's."""
 
     ns: int = 0
     uncertainty_ns: int = 0
@@ -32,7 +32,7 @@ class Offset:
 
 @dataclass(frozen=True)
 class Try:
-    """A question to the first rank: when it was sent and its answer received here, and what the clock there said."""
+    """Question to the first rank: sent and received by this rank's clock, answered by the first rank's."""
 
     sent_ns: int
     answered_ns: int
@@ -40,14 +40,14 @@ class Try:
 
 
 def offset(tries: Sequence[Try]) -> Offset:
-    """From the quickest try."""
+    """Return the offset from the quickest try."""
     best = min(tries, key=lambda each: each.received_ns - each.sent_ns)
     way_ns = best.received_ns - best.sent_ns
     return Offset(best.answered_ns - (best.sent_ns + best.received_ns) // 2, way_ns // 2 + 1)
 
 
 def machine() -> str:
-    """What all processes that read the same clock have in common, and no others."""
+    """Return a name that only processes with the same clock have in common."""
     try:
         return _BOOT.read_text(encoding="ascii").strip()
     except OSError:  # no Linux
@@ -55,11 +55,11 @@ def machine() -> str:
 
 
 def measure(link: Link, where: str | None = None, now_ns: Callable[[], int] = perf_counter_ns) -> Offset:
-    """This rank's offset. All ranks must call it; `where` names the clock that this rank reads."""
+    """Measure this rank's offset. All ranks must call it; `where` names the clock that this rank reads."""
     machines = link.gather_objects(machine() if where is None else where)
     # The first rank of each other machine asks; all ranks hear both, which a broadcast is.
     askers = [rank for rank, name in enumerate(machines) if machines.index(name) == rank and rank > 0]
-    found = Offset()
+    own = Offset()
     for asker in askers:
         tries = []
         for _ in range(NUM_TRIES):
@@ -70,7 +70,7 @@ def measure(link: Link, where: str | None = None, now_ns: Callable[[], int] = pe
                 answer[0] = now_ns()
             link.broadcast(answer)
             tries.append(Try(sent_ns, int(answer), now_ns()))
-        told = link.broadcast_object(offset(tries), src=asker)
+        measured = link.broadcast_object(offset(tries), src=asker)
         if machines[link.world.rank] == machines[asker]:
-            found = told
-    return found
+            own = measured
+    return own

@@ -1,4 +1,4 @@
-"""A timeline as Perfetto and Chrome read it (Trace Event Format): events of all ranks, each rank a process of its own.
+"""Timeline as Perfetto and Chrome read it (Trace Event Format): events of all ranks, each rank a process of its own.
 
 Pure functions on values. Times inside are nanoseconds of `time.perf_counter_ns`; the format wants microseconds.
 """
@@ -28,7 +28,7 @@ _FLOWS = ("s", "t", "f")
 
 @dataclass
 class Tape:
-    """What one rank noted while it was recorded."""
+    """Notes of one rank while it was recorded."""
 
     laps: list[tuple[str, int, int]] = field(default_factory=list)
     """Phase, begin and end."""
@@ -39,7 +39,7 @@ class Tape:
 
 
 def rank_events(rank: int, about: str, tape: Tape, shift_ns: int) -> list[Event]:
-    """The named tracks of a rank. `shift_ns` brings its times to the common axis."""
+    """Return the named tracks of a rank. `shift_ns` brings its times to the common axis."""
     pid = rank * _TRACKS_PER_RANK
     events = [
         _name("process_name", pid, 0, name=f"rank {rank}"),
@@ -59,7 +59,7 @@ def rank_events(rank: int, about: str, tape: Tape, shift_ns: int) -> list[Event]
 
 
 def torch_events(rank: int, events: Iterable[Event], shift_us: float, own_pid: int) -> list[Event]:
-    """What torch.profiler saw on this rank, moved to the common axis and into the rank's own number range.
+    """Move the events of torch.profiler on this rank to the common axis and into the rank's number range.
 
     torch numbers the host's tracks by process (`own_pid`) and those of devices by device.
     """
@@ -71,46 +71,48 @@ def torch_events(rank: int, events: Iterable[Event], shift_us: float, own_pid: i
         kind, process = event.get("ph"), event.get("pid")
         if not isinstance(process, int) or (kind == "M" and event["name"] != "thread_name"):
             continue  # names and order of processes are ours; "Spans" and "Traces" say nothing of the run
-        own = processes.setdefault(process, pid + len(processes))
+        new_pid = processes.setdefault(process, pid + len(processes))
         track = threads.setdefault((process, event.get("tid")), _FIRST_TORCH_TRACK + len(threads))
         if kind == "M":  # a name holds at all times
-            moved.append({**{name: value for name, value in event.items() if name != "ts"}, "pid": own, "tid": track})
+            moved.append(
+                {**{name: value for name, value in event.items() if name != "ts"}, "pid": new_pid, "tid": track}
+            )
             continue
-        event = {**event, "pid": own, "tid": track, "ts": event.get("ts", 0.0) + shift_us}
+        event = {**event, "pid": new_pid, "tid": track, "ts": event.get("ts", 0.0) + shift_us}
         if kind in _FLOWS:
             event["id"] = f"{rank}:{event['id']}"  # an arrow must not lead to another rank
         moved.append(_torch_memory(event) if event["name"] == "[memory]" else event)
-    for process, own in processes.items():
-        if own != pid:
-            moved.append(_name("process_name", own, 0, name=f"rank {rank}, device {process}"))
-            moved.append(_name("process_sort_index", own, 0, sort_index=own))
+    for process, new_pid in processes.items():
+        if new_pid != pid:
+            moved.append(_name("process_name", new_pid, 0, name=f"rank {rank}, device {process}"))
+            moved.append(_name("process_sort_index", new_pid, 0, sort_index=new_pid))
     return moved
 
 
 def _torch_memory(event: Event) -> Event:
-    """An allocation as a curve of what is allocated."""
+    """Turn an allocation into a point on a curve of allocated memory."""
     args = event["args"]
     where = "cpu" if args.get("Device Type") == 0 else f"device {args.get('Device Id')}"
     return _count(f"torch memory, {where}", event["pid"], event["ts"], allocated_bytes=args.get("Total Allocated", 0))
 
 
 def earliest_us(events: Iterable[Event]) -> float:
-    """When the first of them began; infinity where none has a time."""
+    """Return when the first of them began; infinity where none has a time."""
     return min((float(event["ts"]) for event in events if "ts" in event), default=math.inf)
 
 
 def earlier(events: Iterable[Event], by_us: float) -> list[Event]:
-    """The same events, so much earlier."""
+    """Return the events, moved to an earlier time."""
     return [{**event, "ts": event["ts"] - by_us} if "ts" in event else event for event in events]
 
 
 def pack(events: Sequence[Event]) -> bytes:
-    """A rank's events on their way to the first rank."""
+    """Compress a rank's events for the way to the first rank."""
     return zlib.compress(",\n".join(json.dumps(event, separators=(",", ":")) for event in events).encode(), 1)
 
 
 def write(path: Path, parts: Iterable[bytes], about: dict[str, Any]) -> None:
-    """One file of all ranks' events, which has its name only when it is complete."""
+    """Write one file of all ranks' events, which has its name only when it is complete."""
     with replacing(path, "wb") as packed, gzip.open(packed, "wb", compresslevel=6) as file:
         file.write(b'{"displayTimeUnit":"ms","otherData":' + json.dumps(about).encode() + b',"traceEvents":[\n')
         for number, part in enumerate(parts):
@@ -119,10 +121,10 @@ def write(path: Path, parts: Iterable[bytes], about: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A timeline file."""
+    """Read a timeline file."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
-        found: dict[str, Any] = json.load(file)
-    return found
+        timeline: dict[str, Any] = json.load(file)
+    return timeline
 
 
 def rank_of(event: Event) -> int:
