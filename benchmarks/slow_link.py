@@ -193,11 +193,11 @@ class Paceline(Case):
     def step(self, number: int) -> None:
         grain = Grain(self.data.batch(number), self.link.world.rank, np.arange(BATCH))
         batch = Batch(0, number, RANKS, RANKS * BATCH, RANKS * BATCH, [grain], own_count=BATCH)
-        before = self.engine.strategy.blocked_s  # type: ignore[attr-defined]
-        averages = self.engine.strategy.num_averages  # type: ignore[attr-defined]
+        before = self.engine.prepared.strategy.blocked_s  # type: ignore[attr-defined]
+        averages = self.engine.prepared.strategy.num_averages  # type: ignore[attr-defined]
         self.engine.step(self._sum, batch)
-        self._blocked = getattr(self, "_blocked", 0.0) + self.engine.strategy.blocked_s - before  # type: ignore[attr-defined]
-        if self.engine.strategy.num_averages > averages:  # type: ignore[attr-defined]
+        self._blocked = getattr(self, "_blocked", 0.0) + self.engine.prepared.strategy.blocked_s - before  # type: ignore[attr-defined]
+        if self.engine.prepared.strategy.num_averages > averages:  # type: ignore[attr-defined]
             self.sync_s.append(self._blocked)
             self._blocked = 0.0
 

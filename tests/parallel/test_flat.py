@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paceline.config.settings import ReduceSettings
+from paceline.data.grain import Batch
 from paceline.parallel.averaged import Averaged
 from paceline.parallel.flat import reset
 from paceline.parallel.step import Step
@@ -30,7 +31,8 @@ def test_entries_are_averaged_and_missing_ones_are_zero(link: Link) -> None:
     weights, optimizer = adam(rank, is_used=rank != 0)
     averaging = Averaged(weights, link, ReduceSettings(reduce="param", sync_step=1), optimizer=optimizer, buffers={})
     everyone = [adam(other, is_used=other != 0) for other in range(size)]
-    averaging.stepped(Step(0, torch.tensor(1.0), 5), 5.0 * size, True, False, False)
+    averaging.begin(Batch(0, 0, 1, 1, 5.0 * size, []))
+    averaging.finish(Step(0, torch.tensor(1.0), 5, True, False))
     for number in range(2):
         states = [their_optimizer.state[their_weights[number]] for their_weights, their_optimizer in everyone]
         for entry in ("exp_avg", "exp_avg_sq"):

@@ -39,13 +39,12 @@ def test_equal_to_one_process(link: Link) -> None:
     rank, size = link.world.rank, link.world.size
     for step in range(6):
         num_grains = 2 if step == 2 else GRAINS  # fewer than some numbers of ranks
-        position = 0
+        statistics.begin_step()
         for number in range(rank, num_grains, size):
-            statistics.before_grain(missed=number - position)
-            position = number + 1
+            statistics.before_grain(number)
             run(net, grain(step, number), step)
             statistics.after_grain()
-        statistics.end_step(missed=num_grains - position)
+        statistics.end_step(num_grains)
         for number in range(num_grains):
             run(alone, grain(step, number), step)
         if step in (1, 4):  # somebody reads in between

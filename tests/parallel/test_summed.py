@@ -8,9 +8,13 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.data.grain import Batch
+from paceline.parallel.step import Tally
 from paceline.parallel.summed import Summed
 from paceline.world.link import Link
 from tests.ranks import ranks
+
+BATCH = Batch(0, 0, 1, 1, 1.0, [])
 
 
 class Branches(nn.Module):
@@ -46,13 +50,13 @@ def loss(model: nn.Module, rank: int) -> torch.Tensor:
     return model(x, rank != 1).square().sum() + model(-x, rank != 1).sum()
 
 
-def reduced(link: Link, model: nn.Module, strategy: Summed, has_data: bool = True) -> torch.Tensor:
-    strategy.start_step()
+def reduced(link: Link, model: nn.Module, strategy: Summed, has_data: bool = True) -> Tally:
+    strategy.begin(BATCH)
     value = loss(model, link.world.rank) if has_data else None
-    strategy.arm((0.0 if value is None else value.detach(), 4, has_data, False))
     if value is not None:
+        strategy.last_backward()
         value.backward()
-    return strategy.reduce()
+    return strategy.reduce(Tally(0.0 if value is None else value.detach(), 4, has_data, False))
 
 
 @ranks(2, 4)
@@ -65,7 +69,7 @@ def test_sums_with_unused_parameters_and_two_forwards(link: Link) -> None:
         for parameter, expected in zip(model.parameters(), reference(link.world.size), strict=True):
             torch.testing.assert_close(parameter.grad, expected, rtol=1e-13, atol=1e-13)
     total = sum(float(loss(Branches(), rank).detach()) for rank in range(link.world.size))
-    assert tally.tolist() == [pytest.approx(total), 4 * link.world.size, link.world.size, 0]
+    assert [float(value) for value in tally] == [pytest.approx(total), 4 * link.world.size, link.world.size, 0]
 
 
 @ranks(4)
@@ -75,7 +79,7 @@ def test_ranks_without_data_send_zeros_and_get_the_sum(link: Link) -> None:
     tally = reduced(link, model, strategy, has_data=link.world.rank < 2)
     for parameter, expected in zip(model.parameters(), reference(2), strict=True):
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-13, atol=1e-13)
-    assert tally[2] == 2
+    assert tally.ranks_with_data == 2
 
 
 @ranks(2)
@@ -90,14 +94,14 @@ def test_accumulation_communicates_once(link: Link) -> None:
         return original(tensor, **options)  # type: ignore[arg-type]
 
     link.all_reduce = counted  # type: ignore[method-assign, assignment]
-    strategy.start_step()
+    strategy.begin(BATCH)
     for grain in range(4):
         value = loss(model, grain % 2)
         if grain == 3:
-            strategy.arm((0.0, 0, True, False))
+            strategy.last_backward()
         value.backward()
         assert not sent or grain == 3
-    strategy.reduce()
+    strategy.reduce(Tally(0.0, 0, True, False))
     parameters = list(model.parameters())
     assert sum(sent) == sum(parameter.numel() for parameter in parameters) + 4 + len(parameters)  # tally, marks
     expected = reference(2)
@@ -110,11 +114,11 @@ def test_accumulation_communicates_once(link: Link) -> None:
 def test_equals_torch_ddp(link: Link) -> None:
     ours, theirs = Branches(), Branches()
     strategy = Summed(list(ours.parameters()), link)
-    strategy.start_step()
+    strategy.begin(BATCH)
     value = ours(data(link.world.rank)).square().sum()
-    strategy.arm((0.0, 0, True, False))
+    strategy.last_backward()
     value.backward()
-    strategy.reduce()
+    strategy.reduce(Tally(0.0, 0, True, False))
     wrapped = DistributedDataParallel(theirs)
     wrapped(data(link.world.rank)).square().sum().backward()
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -127,11 +131,12 @@ def test_equals_torch_ddp(link: Link) -> None:
 def test_half_precision_keeps_the_tally_exact(link: Link) -> None:
     model = nn.Linear(4, 4).half()
     strategy = Summed(list(model.parameters()), link)
-    strategy.start_step()
+    strategy.begin(BATCH)
     value = model(torch.ones(2, 4, dtype=torch.float16)).sum()
-    strategy.arm((1.25, 100_003, True, link.is_first))
+    strategy.last_backward()
     value.backward()
-    assert strategy.reduce().tolist() == [2.5, 200_006, 2, 1]  # 100003 is no fp16 number
+    summed = strategy.reduce(Tally(1.25, 100_003, True, link.is_first))  # 100003 is no fp16 number
+    assert summed == (2.5, 200_006, 2, 1)
 
 
 @ranks(2)
@@ -162,11 +167,11 @@ def test_half_on_the_wire_is_torchs_compression_hook(link: Link) -> None:
     for wire, gradients in expected.items():
         ours = Branches().float()
         strategy = Summed(list(ours.parameters()), link, bucket_bytes=300, wire=wire)  # type: ignore[arg-type]
-        strategy.start_step()
+        strategy.begin(BATCH)
         value = ours(x).square().sum()
-        strategy.arm((1.25, 100_003, True, link.is_first))
+        strategy.last_backward()
         value.backward()
-        assert strategy.reduce().tolist() == [2.5, 200_006, 2, 1]
+        assert strategy.reduce(Tally(1.25, 100_003, True, link.is_first)) == (2.5, 200_006, 2, 1)
         for parameter, gradient in zip(ours.parameters(), gradients, strict=True):
             assert parameter.grad is not None
             torch.testing.assert_close(parameter.grad, gradient.float(), rtol=1e-3, atol=1e-7)

@@ -93,8 +93,8 @@ def fit(link: Link, task: dict[str, Any], settings: dict[str, Any]) -> dict[str,
         "seen": mine.seen,
         "steps": result.num_steps,
         "loss": result.loss,
-        "averages": getattr(trainer.engine.strategy, "num_averages", 0),
-        "interval": getattr(trainer.engine.strategy, "interval", 0),
+        "averages": getattr(trainer.engine.prepared.strategy, "num_averages", 0),
+        "interval": getattr(trainer.engine.prepared.strategy, "interval", 0),
     }
 
 

@@ -251,8 +251,8 @@ def resumed_loop(link: Link, folder: str, stop_after: int | None) -> list[torch.
         state.restore(engine, found.parts, found.state)
         list(run(engine, None))
     assert engine.num_steps == 2 * STEPS
-    assert engine.average is not None
-    return [*(parameter.detach() for parameter in engine.model.parameters()), *engine.average.tensors.values()]
+    assert engine.prepared.average is not None
+    return [*(parameter.detach() for parameter in engine.model.parameters()), *engine.prepared.average.tensors.values()]
 
 
 @ranks(1, 2)

@@ -20,7 +20,8 @@ from paceline.observe.journal import read
 from paceline.parallel.statistics import BatchNormFrozen
 from paceline.train.engine import Engine
 from paceline.train.feed import NothingRead
-from paceline.train.loss import ForeignParameters, NoGradients
+from paceline.train.loss import NoGradients
+from paceline.train.prepare import ForeignParameters
 from paceline.train.task import Stage, Task
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link

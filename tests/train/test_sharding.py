@@ -328,10 +328,10 @@ def test_layers_that_no_rank_uses_are_left_alone(link: Link) -> None:
     engine = Engine(link=link, level=0, shard="full")
     model = TwoHeads()
     engine.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5))
-    before = {name: tensor.clone() for name, tensor in engine.named_weights().items()}
+    before = {name: tensor.clone() for name, tensor in engine.prepared.named_weights().items()}
     for batch in engine.batches(points(8, seed=1), global_batch=4):
         engine.step(lambda grain: (model(grain.x, "a").square().sum(), len(grain)), batch)
-    after = engine.named_weights()
+    after = engine.prepared.named_weights()
     assert torch.equal(after["b.weight"], before["b.weight"])
     assert link.world.rank == 1 or not torch.equal(after["a.weight"], before["a.weight"])
 
@@ -343,7 +343,7 @@ def test_all_ranks_skip_a_step_whose_gradient_overflowed_on_one(link: Link) -> N
     model = nn.Linear(5, 4)
     engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for number, batch in enumerate(engine.batches(points(12, seed=1), global_batch=4)):
-        before = engine.named_weights()["weight"].clone()
+        before = engine.prepared.named_weights()["weight"].clone()
         weights = torch.tensor([float("inf") if number == 1 else 1.0, 1.0, 1.0, 1.0])
         engine.step(lambda grain, weights=weights: ((model(grain.x) * weights).sum(), len(grain)), batch)
-        assert torch.equal(engine.named_weights()["weight"], before) == (number == 1)
+        assert torch.equal(engine.prepared.named_weights()["weight"], before) == (number == 1)

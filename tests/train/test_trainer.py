@@ -309,8 +309,8 @@ def test_the_average_is_that_of_a_plain_loop_and_is_what_validation_sees() -> No
     for _ in raw_steps(model, sgd(model), 7, dtype=torch.float64):
         for name, parameter in model.named_parameters():
             average[name] = 0.75 * average[name] + 0.25 * parameter.detach()
-    assert ours.engine.average is not None
-    for name, tensor in ours.engine.average.tensors.items():
+    assert ours.engine.prepared.average is not None
+    for name, tensor in ours.engine.prepared.average.tensors.items():
         assert torch.allclose(tensor, average[name], rtol=1e-13, atol=1e-15), name
     assert_same(weights(ours), model.state_dict())
     without = plain_metrics(model, BATCH)["dev/loss"]

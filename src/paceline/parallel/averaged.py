@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -26,9 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.config.settings import ReduceSettings
+from paceline.observe.clock import Clock
 from paceline.parallel import outer, wire
 from paceline.parallel.flat import FlatAverage, StateAverage, by_kind, reset
-from paceline.parallel.strategy import StepRecord, Strategy, Tally
+from paceline.parallel.step import Average, Step, Tally
+from paceline.parallel.strategy import GlobalBatch, Part, Strategy, StrategyState
 from paceline.world.failure.flight_recorder import trail
 from paceline.world.link import Link
 
@@ -38,6 +41,8 @@ GROWTH = 8
 
 class Averaged(Strategy):
     """`reduce: param` on several ranks."""
+
+    meets_on_host = True
 
     def __init__(
         self,
@@ -50,10 +55,11 @@ class Averaged(Strategy):
         weight_average: Sequence[Tensor] = (),
         timeout: timedelta = timedelta(seconds=1800),
         weights_changed: Callable[[], None] = lambda: None,
+        clock: Clock | None = None,
     ) -> None:
         """`weights_changed` is called when the optimizer's weights (masters) have another value."""
         super().__init__(parameters)
-        self._link, self._settings, self._optimizer = link, settings, optimizer
+        self._link, self._settings, self._optimizer, self._clock = link, settings, optimizer, clock
         self._size = link.world.size
         self._weights_changed = weights_changed
         # Of its own, so that it does not matter what else ranks say to each other while an average is under way.
@@ -81,9 +87,10 @@ class Averaged(Strategy):
         self._expected = 0.0
         self._waited_s = 0.0
         self._began_s: float | None = None
-        self._steps: list[StepRecord] = []
-        self._sent_steps: list[StepRecord] = []
-        self._flags = (True, False)
+        self._batch_count, self._is_last = 0.0, False
+        self._steps: list[tuple[int, Tally]] = []
+        """(number, tally of this rank) of every step since the last average was taken."""
+        self._sent_steps: list[int] = []
         self._tally = _Tally(self._group)
         self.spread = [0.0, 1.0]
         """(squared distance of this rank from the last average, squared norm of that), for the next tally."""
@@ -98,43 +105,65 @@ class Averaged(Strategy):
     def is_together(self) -> bool:
         return self._since == 0
 
-    def start_step(self) -> None:
+    def begin(self, batch: GlobalBatch) -> None:
         if self._began_s is None:  # here, so that looking and saving between averages does not count as stepping
             self._began_s = time.perf_counter()
+        self._batch_count, self._is_last = batch.count, batch.is_last
         for parameter in self.parameters:
             parameter.grad = None
 
-    def arm(self, tally: Tally) -> None:
-        raise AssertionError("there is nothing to reduce in a step")
+    def divisor(self, batch: GlobalBatch) -> float:
+        return batch.own_count or 1
 
-    def reduce(self) -> Tensor:
-        raise AssertionError("there is nothing to reduce in a step")
+    def last_backward(self) -> None:
+        """Nothing is sent during backward."""
 
-    def stepped(self, step: StepRecord, expected: float, has_next: bool, wants_stop: bool, is_last: bool) -> None:
-        step.is_local = True
-        self._steps.append(step)
+    def reduce(self, tally: Tally) -> Tally:
+        """Return this rank's own: the update is made of its own gradients."""
+        return tally
+
+    def updates(self, batch: GlobalBatch) -> bool:
+        """A rank without grains in this step has learned nothing that it could update with."""
+        return bool(batch.grains)
+
+    def finish(self, step: Step) -> Step:
+        """Return the record of the step: of this rank alone, or of all ranks if they have come together with it."""
+        self._steps.append((step.number, Tally(step.loss_sum, step.count, step.ranks_with_data, step.ranks_to_stop)))
         self._count = self._count + step.count
-        self._expected += expected
+        self._expected += self._batch_count
         self._since += 1
-        self._flags = (has_next, wants_stop)
+        average = self._advance()
+        if self._clock is not None:
+            if self.is_together:
+                self._clock.meet()
+            else:
+                self._clock.lap("communication")
+        return _record(step, average)
+
+    def _advance(self) -> Average | None:
+        """After a step: go on with the average in flight, and start the next one if it is time."""
+        average = None
         if self._flown >= 0:
             self._flown += 1
             for piece in self._pieces():
                 if not piece.poll():
                     break  # what comes after it must be sent after it, on every rank
             if self._flown >= self._settings.sync_overlap:
-                self._finish()
-        if self._since >= self.interval or is_last:
-            self._finish()
+                average = self._finish()
+        if self._since >= self.interval or self._is_last:
+            average = self._finish() or average
             self._start()
             if self._settings.sync_overlap == 0:
-                self._finish()
+                average = self._finish()
+        return average
 
-    def sync(self) -> None:
-        self._finish()
+    def sync(self) -> Average | None:
+        average = self._finish()
         if self._since:
             self._start()
-            self._finish()
+            last = self._finish()
+            average = last if average is None else average.then(last)
+        return average
 
     def detach(self) -> None:
         self._finish()
@@ -156,30 +185,31 @@ class Averaged(Strategy):
         self._own_counted = [now - before for now, before in zip(counted, self._counted, strict=True)]
         if self._state is not None:
             self._state.bind()
-        tally = {
+        tallies = [tally for _, tally in self._steps]
+        numbers = {
             "weight": [weight],
-            "flags": [float(flag) for flag in self._flags],
+            "flags": [float(tallies[-1].ranks_with_data), float(tallies[-1].ranks_to_stop)],
             "spread": [self.spread[0]],
             "seconds": seconds,
             "counted": self._own_counted,
             "state_steps": [] if self._state is None else self._state.send_steps(weight),
-            "losses": _numbers([step.loss_sum for step in self._steps]),
-            "counts": _numbers([step.count for step in self._steps]),
+            "losses": _numbers([tally.loss_sum for tally in tallies]),
+            "counts": _numbers([tally.count for tally in tallies]),
         }
         self._counted = counted
-        self._tally.start(tally)
+        self._tally.start(numbers)
         for piece in self._pieces():
             piece.start(weight)
-        self._sent_steps, self._steps = self._steps, []
+        self._sent_steps, self._steps = [number for number, _ in self._steps], []
         self._sent_since = self._since
         self._since, self._flown, self._count, self._expected = 0, 0, 0.0, 0.0
         self._waited_s, self._began_s = 0.0, None
         self.blocked_s += time.perf_counter() - began
 
-    def _finish(self) -> None:
-        """Wait for the average that is under way, if there is one, and apply it."""
+    def _finish(self) -> Average | None:
+        """Wait for the average in flight, if there is one, and apply it."""
         if self._flown < 0:
-            return
+            return None
         began = time.perf_counter()
         has_moved, self._flown = self._since > 0, -1
         found = self._tally.finish()
@@ -199,25 +229,30 @@ class Averaged(Strategy):
         self._weights_changed()
         settings = self._settings
         self.interval = next_interval(settings.sync_step, settings.sync_seconds, self._sent_since, found["seconds"])
-        self._tell(found)
+        average = self._completed(found)
         self.spread = [float(sum(values, start=torch.zeros(()))) for values in zip(*distances, strict=True)]
         self.num_averages += 1
         waited = time.perf_counter() - began
         if self._began_s is not None:  # else it was between two intervals, and is not in the time of either
             self._waited_s += waited
         self.blocked_s += waited
+        return average
 
-    def _tell(self, found: dict[str, list[float]]) -> None:
-        """Complete the records of the steps that were averaged; the newest record hears of stops and ends of data."""
-        for step, loss, count in zip(self._sent_steps, found["losses"], found["counts"], strict=True):
-            step.loss_sum, step.count, step.is_local = torch.tensor(loss, dtype=torch.float64), count, False
-        newest = (self._steps or self._sent_steps)[-1]
-        newest.ranks_with_data, newest.ranks_to_stop = (torch.tensor(flag) for flag in found["flags"])
+    def _completed(self, found: dict[str, list[float]]) -> Average:
+        """Return the records of the steps that were averaged, with the numbers of all ranks."""
+        notes: dict[str, float] = {}
         if self.num_averages:
             # Of the average before, whose distances were known only after it.
             mean = found["spread"][0] / self._size
-            self._sent_steps[-1].notes["spread"] = math.sqrt(mean / self.spread[1]) if self.spread[1] else 0.0
+            notes = {"spread": math.sqrt(mean / self.spread[1]) if self.spread[1] else 0.0}
+        last = self._sent_steps[-1]
+        steps = tuple(
+            Step(number, torch.tensor(loss, dtype=torch.float64), count, notes=notes if number == last else {})
+            for number, loss, count in zip(self._sent_steps, found["losses"], found["counts"], strict=True)
+        )
         self._sent_steps = []
+        with_data, to_stop = (torch.tensor(flag) for flag in found["flags"])
+        return Average(steps, with_data, to_stop)
 
     def _count_buffers(self) -> list[float]:
         if not self._counters:
@@ -237,27 +272,28 @@ class Averaged(Strategy):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def common_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What all ranks have alike beside the model: (tensors, plain values). Ranks must be together."""
+    def state(self) -> StrategyState:
+        """Return the velocities of the outer optimizer and, of this rank alone, what rounding on the wire has lost."""
         velocities = {
             f"velocity.{number}": piece.outer.velocity
             for number, piece in enumerate(self.weights)
             if piece.outer is not None and piece.outer.velocity is not None
         }
-        return velocities, {"interval": self.interval, "num_averages": self.num_averages}
-
-    def local_state(self) -> dict[str, Tensor]:
-        """What only this rank has: what rounding on the wire has lost so far."""
-        found = {"spread": torch.tensor(self.spread, dtype=torch.float64)}
+        local = {"spread": torch.tensor(self.spread, dtype=torch.float64)}
         for number, piece in enumerate(self._pieces()):
             if piece.exchange is not None:
-                found[f"lost.{number}"] = piece.exchange.lost
-                found[f"lost_in_sum.{number}"] = piece.exchange.lost_in_sum
-        return found
+                local[f"lost.{number}"] = piece.exchange.lost
+                local[f"lost_in_sum.{number}"] = piece.exchange.lost_in_sum
+        return StrategyState(velocities, {"interval": self.interval, "num_averages": self.num_averages}, local)
+
+    def own_part(self, parts: Sequence[Part]) -> Part | None:
+        """Ranks go on with their own if there are as many as there were."""
+        return parts[self._link.world.rank] if len(parts) == self._size else None
 
     @torch.no_grad()
-    def load(self, common: Mapping[str, Tensor], values: Mapping[str, Any], local: Mapping[str, Tensor] | None) -> None:
-        """Go on with the model as it has just been restored; without `local` nothing was lost. All ranks must call."""
+    def load(self, state: StrategyState) -> None:
+        """Go on from `state`; without `local` nothing was lost."""
+        values, local = state.values, state.local
         if self._settings.sync_seconds is not None:
             self.interval = int(values.get("interval", self.interval))
         self.num_averages = int(values.get("num_averages", 0))
@@ -267,7 +303,7 @@ class Averaged(Strategy):
             piece.take_anchor()
         self._counted = self._count_buffers()
         for number, piece in enumerate(self.weights):
-            velocity = common.get(f"velocity.{number}")
+            velocity = state.common.get(f"velocity.{number}")
             if piece.outer is not None and velocity is not None:
                 assert piece.anchor is not None
                 piece.outer.velocity = velocity.to(piece.anchor, copy=True)
@@ -278,6 +314,24 @@ class Averaged(Strategy):
             if piece.exchange is not None and f"lost.{number}" in local:
                 piece.exchange.lost.copy_(local[f"lost.{number}"])
                 piece.exchange.lost_in_sum.copy_(local[f"lost_in_sum.{number}"])
+
+
+def _record(step: Step, average: Average | None) -> Step:
+    """Return the record of a step of this rank: of all ranks where `average` contains it."""
+    if average is None:
+        return replace(step, ranks_with_data=None, ranks_to_stop=None, is_local=True)
+    newest = average.steps[-1]
+    is_averaged = newest.number == step.number
+    return replace(
+        step,
+        loss_sum=newest.loss_sum if is_averaged else step.loss_sum,
+        count=newest.count if is_averaged else step.count,
+        ranks_with_data=average.ranks_with_data,
+        ranks_to_stop=average.ranks_to_stop,
+        is_local=not is_averaged,
+        notes=newest.notes if is_averaged else step.notes,
+        average=average,
+    )
 
 
 class _Tally:

@@ -26,7 +26,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from paceline.core.errors import PacelineError
 from paceline.core.torch_private import forget_forwards, is_view, step_pre_hooks, tree_map
-from paceline.parallel.strategy import Strategy, Tally
+from paceline.observe.clock import Clock
+from paceline.parallel.step import Tally
+from paceline.parallel.strategy import GlobalBatch, Strategy
 from paceline.world.link import Link
 
 MIN_BLOCK = 2**16
@@ -192,6 +194,11 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
     return tree_map(own, output)
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Return True if `shard` has cut this model up."""
+    return isinstance(model, FSDPModule)
+
+
 class Shards:
     """This rank's piece of every parameter, by name, which an optimizer now holds in place of the parameters."""
 
@@ -281,13 +288,14 @@ class UnevenUse(PacelineError):
 class Sharded(Strategy):
     """`reduce: grad` with `shard: full`."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], link: Link, shards: Shards) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], link: Link, shards: Shards, clock: Clock | None = None
+    ) -> None:
         super().__init__(parameters)
-        self._link, self._shards = link, shards
+        self._link, self._shards, self._clock = link, shards, clock
         self._modules = [module for module in _modules(shards.model) if isinstance(module, FSDPModule)]
-        self._tally: Tally = ()
 
-    def make_up(self, grains: Sequence[Any]) -> list[Any]:
+    def makeup(self, grains: Sequence[Any]) -> list[Any]:
         own, rank, ranks = len(grains), self._link.world.rank, self._link.world.size
         numbers = torch.tensor([own, -own, -(rank if own else ranks)])  # on the CPU: no device is waited for
         self._link.all_reduce(numbers, "max")
@@ -300,17 +308,16 @@ class Sharded(Strategy):
             lent = self._link.broadcast_object(lent, src=lender).to(self._link.device)
         return [lent] * (most - own)
 
-    def start_step(self) -> None:
+    def begin(self, batch: GlobalBatch) -> None:
         self._shards.forget_gradients()
         self._shards.model.set_requires_gradient_sync(False)
 
-    def arm(self, tally: Tally) -> None:
-        self._tally = tally
+    def last_backward(self) -> None:
         self._shards.model.set_requires_gradient_sync(True)
 
-    def reduce(self) -> torch.Tensor:
-        tally = torch.stack([torch.as_tensor(number, device=self._link.device).double() for number in self._tally])
-        work = self._link.all_reduce(tally, async_op=True)
+    def reduce(self, tally: Tally) -> Tally:
+        sums = torch.stack([torch.as_tensor(number, device=self._link.device).double() for number in tally])
+        work = self._link.all_reduce(sums, async_op=True)
         marks = torch.tensor(self._shards.pull_gradients()).int()  # on the CPU, too
         self._link.all_reduce(marks)
         names = list(self._shards.tensors)
@@ -319,7 +326,9 @@ class Sharded(Strategy):
             raise UnevenUse(uneven)
         if work is not None:
             work.wait()
-        return tally
+        if self._clock is not None:
+            self._clock.meet()
+        return Tally(*sums.unbind())
 
     def pull_gradients(self) -> None:
         self._shards.pull_gradients()
@@ -351,7 +360,7 @@ class Sharded(Strategy):
 
 
 def _forget_forwards(model: FSDPModule) -> None:
-    """Ranks that have made unequally many forwards would gather different weights in the next backward."""
+    """Forget forwards without a backward: ranks that made unequally many would gather different weights next time."""
     for module in _modules(model):
         if isinstance(module, FSDPModule):
             forget_forwards(module)

@@ -50,9 +50,9 @@ class SyncBatchNormRefused(PacelineError):
 class RunningStatistics:
     """The running statistics of a model's batch norms, shared out over the ranks while it trains.
 
-    Around each of its grains a rank calls `before_grain` and `after_grain`, and `end_step` after the last, telling how
-    many grains of the step other ranks ran in between; a layer may be called several times per grain, or not at all,
-    as long as that is the same for all grains of a step.
+    A rank calls `begin_step`, around each of its grains `before_grain` and `after_grain`, and `end_step`; the numbers
+    of its grains tell how many other ranks ran in between. A layer may be called several times per grain, or not at
+    all, as long as that is the same for all grains of a step.
     """
 
     def __init__(self, model: torch.nn.Module, link: Link, *, are_shared_out: bool = True) -> None:
@@ -67,6 +67,7 @@ class RunningStatistics:
         self._floats: list[torch.Tensor] = []
         self._before: list[torch.Tensor] = []
         self._missed = 0
+        self._position = 0  # number of the first grain of the step that this rank's share does not account for
 
     def share(self) -> None:
         """From totals to shares; layers that are not in training mode keep their totals."""
@@ -141,20 +142,23 @@ class RunningStatistics:
             for counter in self._joined_counters:
                 self._link.broadcast(counter)
 
-    def before_grain(self, missed: int) -> None:
-        """This rank's next grain, after `missed` grains of other ranks in this step.
+    def begin_step(self) -> None:
+        self._position = 0
 
-        How often a layer is called is known only afterwards, so the share is put aside and the layers start from 0.
+    def before_grain(self, number: int) -> None:
+        """Put the share aside before this rank's grain `number`, and let the layers start from 0.
+
+        How often a layer is called is known only afterwards.
         """
         if self._layers:
             if not all(layer.training for layer in self._layers):
                 raise BatchNormFrozen
             self._before = [tensor.clone() for tensor in self._floats]
             foreach_zero_(self._floats)
-            self._missed = missed
+            self._missed, self._position = number - self._position, number + 1
 
     def after_grain(self) -> None:
-        """After the grain's backward, which does not want the statistics to have changed."""
+        """Add the share to the grain's statistics, after backward, during which they must not change."""
         if self._layers:
             tracked = torch.stack(self._counters())
             self._calls = tracked - self._tracked
@@ -164,10 +168,10 @@ class RunningStatistics:
             foreach_add_(self._floats, self._before)
             self._decays = torch.zeros_like(self._decays)
 
-    def end_step(self, missed: int) -> None:
-        """After the step, with `missed` grains of other ranks since this rank's last one."""
-        if self._layers and missed:
-            self._decays += self._calls * missed
+    def end_step(self, num_grains: int) -> None:
+        """Decay the share for the grains that other ranks ran after this rank's last one, of `num_grains` in all."""
+        if self._layers and num_grains > self._position:
+            self._decays += self._calls * (num_grains - self._position)
 
     def _factors(self, calls: torch.Tensor) -> list[torch.Tensor]:
         return [factor for factor in self._keep.pow(calls).unbind() for _ in ("mean", "var")]

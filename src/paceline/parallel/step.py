@@ -1,31 +1,69 @@
-"""What a training step says of itself."""
+"""Record of a training step. Records are never changed: what is learned later comes in a new one."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
-@dataclass(slots=True)
+class Tally(NamedTuple):
+    """Numbers of a step that are summed over the ranks with its gradients."""
+
+    loss_sum: Any
+    count: Any
+    ranks_with_data: Any = None
+    """Ranks that have data after this step: 1 or 0 on each rank before the sum; None if nothing was summed."""
+    ranks_to_stop: Any = None
+    """Ranks that were asked to stop, in the same way."""
+
+    @property
+    def loss(self) -> float:
+        """Loss per counted item (waits for the device)."""
+        return float(self.loss_sum) / float(self.count) if self.count else math.nan
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """What a step did. Tensors stay on the device until somebody reads `loss`."""
+    """Record of one training step. Tensors stay on the device until `loss` is read."""
 
     number: int
     loss_sum: torch.Tensor
     count: Any
     ranks_with_data: Any = None
+    """Ranks that have more data, if the ranks came together in this step."""
     ranks_to_stop: Any = None
+    """Ranks that were asked to stop, if the ranks came together in this step."""
     gradient_norm: torch.Tensor | None = None
-    outputs: list[Any] = field(default_factory=list)
+    outputs: Sequence[Any] = ()
+    """Third values that the loss function returned, by grain."""
     is_local: bool = False
-    """With `reduce: param`, until the next average: loss and count are this rank's."""
-    notes: dict[str, float] = field(default_factory=dict)
-    """More numbers for whoever logs."""
+    """True with `reduce: param` until the next average: loss and count are of this rank alone."""
+    notes: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers for the log."""
+    average: Average | None = None
+    """The average of the ranks' models that this step completed, with `reduce: param`."""
 
     @property
     def loss(self) -> float:
-        """Loss per counted item over all ranks, or of this rank while `is_local` (waits for the device)."""
+        """Loss per counted item over all ranks, or of this rank if `is_local` (waits for the device)."""
         return float(self.loss_sum) / float(self.count) if self.count else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """Numbers that came with an average of the ranks' models (`reduce: param`)."""
+
+    steps: tuple[Step, ...]
+    """The steps that were averaged, with losses and counts of all ranks."""
+    ranks_with_data: torch.Tensor
+    ranks_to_stop: torch.Tensor
+
+    def then(self, later: Average | None) -> Average:
+        """Return this average and a later one as one."""
+        if later is None:
+            return self
+        return Average(self.steps + later.steps, later.ranks_with_data, later.ranks_to_stop)

@@ -1,99 +1,172 @@
-"""How ranks come to one model: the interface that gradient and parameter reduction share.
+"""How ranks come to one model: the interface of gradient reduction, sharding and parameter averaging.
 
-A step speaks to it in a fixed order: `start_step`, then for each grain forward and backward (with `arm` before the
-rank's last backward), then `reduce`; after the optimizer `stepped`. A rank without a grain in the step goes straight
-to `arm` and `reduce` and contributes zeros without calling the model. Where ranks step apart (`averages`), there is
-neither `arm` nor `reduce`: `stepped` decides whether they come together. Where weights are sharded, the model itself
-communicates: `make_up` says what a rank runs so that all call it equally often.
+The engine calls a strategy in a fixed order and never asks which one it has:
+
+    begin(batch)       forget the last gradients
+    last_backward()    the next backward is this rank's last of the step
+    reduce(tally)      gradients and tally of the step are final: summed over the ranks, or this rank's own
+    finish(step)       the update is done; returns the record of the step
+    sync()             between steps: make the ranks' models equal, if they are not
+
+A rank without grains in a step goes straight to `reduce` and contributes zeros without calling the model. Where weights
+are sharded the model itself communicates: `makeup` gives the grains that a rank runs so that all call it equally often.
+
+| | gradients | ranks' weights | a step is divided by |
+|---|---|---|---|
+| `Alone` | this rank's | | its count |
+| `Summed` | summed in buckets during backward | equal after each step | the count of all ranks |
+| `Sharded` | summed, each rank keeps its shards | one model in pieces | the count of all ranks |
+| `Averaged` | this rank's | averaged now and then | this rank's count |
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
-Tally = tuple[torch.Tensor | float, ...]
-TALLY = 4
-"""Numbers summed over the ranks with the gradients: loss sum, loss count, ranks with more data, ranks told to stop."""
+from paceline.parallel.step import Average, Step, Tally
+
+Part = TypeVar("Part")
 
 
-class StepRecord(Protocol):
-    """What a step has to say; where ranks step apart, completed when they have come together."""
+class GlobalBatch(Protocol):
+    """This rank's share of a global batch, as far as a strategy needs it."""
 
-    loss_sum: Any
-    count: Any
-    ranks_with_data: Any
-    ranks_to_stop: Any
-    is_local: bool
-    """Loss and count are of this rank alone, so far."""
-    notes: dict[str, float]
+    @property
+    def grains(self) -> Sequence[Any]: ...
+
+    @property
+    def count(self) -> float:
+        """Count of the loss over all ranks, as far as it is known before the step."""
+        ...
+
+    @property
+    def own_count(self) -> float:
+        """This rank's part of `count`."""
+        ...
+
+    @property
+    def is_last(self) -> bool:
+        """True if no rank has data after this batch."""
+        ...
+
+
+@dataclass(frozen=True)
+class StrategyState:
+    """Part of a checkpoint that a strategy needs beside the model and the optimizer."""
+
+    common: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors that all ranks have alike."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Plain values that all ranks have alike."""
+    local: Mapping[str, Tensor] | None = None
+    """Tensors that only this rank has; None if ranks have nothing of their own."""
 
 
 class Strategy(ABC):
-    """One way of keeping the ranks' models together."""
+    """One way of keeping the ranks' models together.
+
+    What is implemented here holds wherever the ranks' weights are equal after every step.
+    """
+
+    meets_on_host = False
+    """True if ranks wait for each other on the host, between steps."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = list(parameters)
 
-    @property
-    def is_together(self) -> bool:
-        """All ranks have the same weights, or will once `sync` returns, without one more average."""
-        return True
+    # -- a step --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def start_step(self) -> None:
-        """Forget the last step's gradients."""
+    def begin(self, batch: GlobalBatch) -> None:
+        """Begin a step: forget the gradients of the last one."""
 
-    @abstractmethod
-    def arm(self, tally: Tally) -> None:
-        """The next backward, if any, is this rank's last of the step; `tally` holds the rank's final numbers."""
+    def divisor(self, batch: GlobalBatch) -> float:
+        """Return the count that the losses of this step are divided by before backward."""
+        return batch.count or 1
 
-    @abstractmethod
-    def reduce(self) -> torch.Tensor:
-        """Gradients become sums over all ranks; returns the summed tally, (TALLY,)."""
-
-    def make_up(self, grains: Sequence[Any]) -> list[Any]:
-        """Grains to run beside the rank's own, for nothing, where all ranks must call the model equally often."""
+    def makeup(self, grains: Sequence[Any]) -> list[Any]:
+        """Return grains to run after the rank's own, with a loss of zero, so that all ranks call the model equally."""
         return []
 
-    def pull_gradients(self) -> None:  # noqa: B027
-        """Take over what became of the model's gradients, where the optimizer holds other tensors."""
+    @abstractmethod
+    def last_backward(self) -> None:
+        """Announce that the next backward is this rank's last of the step."""
 
-    def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """The norm of all gradients, from that of the gradients of this rank's optimizer."""
+    @abstractmethod
+    def reduce(self, tally: Tally) -> Tally:
+        """Make the gradients those of the step, and return the numbers that belong to them."""
+
+    def updates(self, batch: GlobalBatch) -> bool:
+        """Return True if this rank's weights are updated in this step."""
+        return True
+
+    def finish(self, step: Step) -> Step:
+        """End a step after its update, and return its record."""
+        return step
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def pull_gradients(self) -> None:  # noqa: B027
+        """Take over changes of the model's gradients, where the optimizer holds other tensors."""
+
+    def total_norm(self, norm: Tensor) -> Tensor:
+        """Return the norm of all gradients, from the norm of those that this rank's optimizer has."""
         return norm
 
-    def agree(self, flag: torch.Tensor) -> None:  # noqa: B027
-        """What any rank has found in its gradients (1.0), all have, where each has other gradients."""
+    def agree(self, flag: Tensor) -> None:  # noqa: B027
+        """Raise `flag` (in place, to 1.0) on all ranks whose update depends on a rank that raised it."""
+
+    # -- between steps -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_together(self) -> bool:
+        """True if the ranks' weights are equal, or will be once the average in flight is applied.
+
+        False if `sync` would have to start an average of its own.
+        """
+        return True
+
+    def sync(self) -> Average | None:
+        """Make the ranks' models equal. All ranks must call it. Return the average that it took, if any."""
+        return None
 
     def whole_weights(self) -> AbstractContextManager[None]:
-        """The model in a form that a rank may call on its own; all ranks must enter."""
+        """Return a context in which a rank may call the model on its own; all ranks must enter it."""
         return nullcontext()
 
-    def stepped(self, step: StepRecord, expected: float, has_next: bool, wants_stop: bool, is_last: bool) -> None:
-        """A step is done, with or without an update; `expected` is its count over all ranks."""
-        raise AssertionError("only where ranks step apart")
-
-    def sync(self) -> None:  # noqa: B027
-        """Make the ranks' models one, if they are not. All ranks must call it."""
-
     def detach(self) -> None:  # noqa: B027
-        """Take any hooks off the parameters."""
+        """Remove hooks from the parameters and give up process groups."""
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state(self) -> StrategyState:
+        """Return what a checkpoint has to hold of the strategy. The ranks' models must be equal."""
+        return StrategyState()
+
+    def load(self, state: StrategyState) -> None:  # noqa: B027
+        """Go on from `state`, with the model as it was just restored. All ranks must call it."""
+
+    def own_part(self, parts: Sequence[Part]) -> Part | None:
+        """Return the part of a checkpoint that was this rank's own, of those of all ranks; None if it takes none."""
+        return None
 
 
 class Alone(Strategy):
-    """One rank: nothing to reduce."""
+    """One rank: there is nothing to reduce."""
 
-    def start_step(self) -> None:
+    def begin(self, batch: GlobalBatch) -> None:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def arm(self, tally: Tally) -> None:
+    def last_backward(self) -> None:
         pass
 
-    def reduce(self) -> torch.Tensor:
-        raise AssertionError("one rank has its sums already")
+    def reduce(self, tally: Tally) -> Tally:
+        return Tally(tally.loss_sum, tally.count)

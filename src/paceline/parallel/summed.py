@@ -22,11 +22,14 @@ import torch
 import torch.distributed
 
 from paceline.core.errors import PacelineError
-from paceline.parallel.strategy import TALLY, Strategy, Tally
+from paceline.observe.clock import Clock
+from paceline.parallel.step import Tally
+from paceline.parallel.strategy import GlobalBatch, Strategy
 from paceline.world.link import Link
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first all-reduce starts early
 BUCKET_BYTES = 25 << 20
+TALLY = len(Tally._fields)
 
 
 class PiecewiseGradient(PacelineError):
@@ -63,10 +66,11 @@ class Summed(Strategy):
         link: Link,
         bucket_bytes: int = BUCKET_BYTES,
         wire: Literal["full", "fp16", "bf16", "int8"] = "full",
+        clock: Clock | None = None,
     ) -> None:
-        """`wire`: as what gradients travel, and are added up on their way."""
+        """`wire` is the format in which gradients are sent and added; `clock` is told when the ranks have met."""
         super().__init__(parameters)
-        self._link = link
+        self._link, self._clock = link, clock
         self._half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(wire)
         self._rounded: list[tuple[torch.Tensor, torch.Tensor]] = []
         extra = TALLY + len(self.parameters)  # the tally, and one mark per parameter that has a gradient
@@ -85,7 +89,7 @@ class Summed(Strategy):
             for index, parameter in bucket.members
         ]
 
-    def start_step(self) -> None:
+    def begin(self, batch: GlobalBatch) -> None:
         for bucket in self._buckets:
             bucket.flat.zero_()
             bucket.pending = {index for index, _ in bucket.members}
@@ -96,13 +100,13 @@ class Summed(Strategy):
         self._has_gradient = [False] * len(self.parameters)
         self._next = 0
 
-    def arm(self, tally: Tally) -> None:
-        for index, number in enumerate(tally):
-            self._tally[index] = number
+    def last_backward(self) -> None:
         self._armed = True
 
-    def reduce(self) -> torch.Tensor:
+    def reduce(self, tally: Tally) -> Tally:
         self._armed = False
+        for index, number in enumerate(tally):
+            self._tally[index] = number
         while self._next < len(self._buckets):
             self._send_next()
         for work in self._works:
@@ -112,7 +116,9 @@ class Summed(Strategy):
             flat.copy_(half)
         self._rounded.clear()
         self._drop_unused()
-        return self._tally[:TALLY].clone()
+        if self._clock is not None:
+            self._clock.meet()
+        return Tally(*self._tally[:TALLY].clone().unbind())
 
     def detach(self) -> None:
         for hook in self._hooks:

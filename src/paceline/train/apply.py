@@ -173,7 +173,7 @@ def restore_for_use(task: Task, config: TrainConfig, link: Link, checkpoint: Pat
     model.eval()
     # An optimizer that keeps nothing; it is never called.
     engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    engine.strategy.detach()
+    engine.prepared.strategy.detach()
     engine.resume_at(found.step)
     state.restore_weights(engine, {**found.parts["model"], **found.parts.get("ema", {})})
     tasks.load_state(task, dict(found.parts.get("task", {})))

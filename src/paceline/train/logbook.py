@@ -20,10 +20,8 @@ from paceline.observe.records import EpochRecord, Finding, Launch, Matter, Sampl
 from paceline.observe.throughput import Units
 from paceline.observe.verdict import news, verdict
 from paceline.optim.larc import Larc
-from paceline.parallel.step import Step
+from paceline.parallel.step import Average, Step
 from paceline.speed.verdicts import slow_depthwise
-from paceline.train.autotune.recorded import counters
-from paceline.train.checkpoint import state
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
 from paceline.train.meter import Meter
@@ -60,6 +58,8 @@ class Logbook:
         self.loss = float("nan")
         """Of the last step that was read."""
 
+        engine.on_average(self._complete)
+
     def start(self, info: RunInfo) -> None:
         self._folder = info.folder
         for watcher in self._watchers:
@@ -69,6 +69,11 @@ class Logbook:
     def note(self, step: Step, batch: Batch) -> None:
         self._pending.append((step, self._engine.rate))
         self._meter.note(batch)
+
+    def _complete(self, average: Average) -> None:
+        """Replace records of this rank alone (`reduce: param`) by those of all ranks."""
+        complete = {step.number: step for step in average.steps}
+        self._pending = [(complete.get(step.number, step), rate) for step, rate in self._pending]
 
     def flush(self) -> None:
         """Read what the device has counted since the last time, in one go.
@@ -136,7 +141,7 @@ class Logbook:
             loss=loss,
             skipped=skipped,
             padding=self._padding,
-            **counters(self._engine),
+            **self._engine.counters(),
         )
         findings = verdict(record, [slow_depthwise])
         if whole is not None and earlier.steps:
@@ -255,5 +260,5 @@ def speeds(record: EpochRecord, units: Units) -> list[str]:
 def notes(engine: Engine, larc: Larc | None) -> dict[str, float]:
     """Return numbers of the last step beside its loss: the loss scale, and LARC's learning rates by parameter."""
     scale = {"loss_scale": engine.scale.current()} if engine.precision.scaled else {}
-    rates = {} if larc is None else larc.rates(state.names(engine))
+    rates = {} if larc is None else larc.rates(engine.prepared.optimizer_names())
     return {**scale, **{f"larc/{name}": rate for name, rate in rates.items()}}

@@ -1,4 +1,4 @@
-"""What a loss function owes the engine, and the small failures of a step."""
+"""The contract of a loss function, (sum, count), and the failures of a step."""
 
 from __future__ import annotations
 
@@ -13,75 +13,65 @@ from paceline.core.errors import PacelineError
 class LossContract(PacelineError):
     """The loss function did not return (sum, count)."""
 
+    reason: str
+    sentence = (
+        "the loss function {reason}; it must return the sum of the losses and the number of them, because a mean"
+        " over one micro-batch cannot be joined exactly with the others'"
+    )
     hint = "return (sum, count): e.g. F.cross_entropy(output, y, reduction='sum'), len(y)"
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(
-            f"the loss function {reason}; it must return the sum of the losses and the number of them, because a mean"
-            " over one micro-batch cannot be joined exactly with the others'"
-        )
-        self.reason = reason
 
 
 class NonFiniteLoss(PacelineError):
     """The very first loss is not a number."""
 
+    value: float
+    shapes: str
+    sentence = "the loss is {value} at step 0 (data: {shapes})"
     hint = "look at the inputs and the initial weights: nothing has been trained yet"
-
-    def __init__(self, value: float, shapes: str) -> None:
-        super().__init__(f"the loss is {value} at step 0 (data: {shapes})")
-        self.value = value
 
 
 class TooManySkipped(PacelineError):
     """No step has had finite gradients for a long while."""
 
+    skipped: int
+    step: int
+    sentence = "gradients were not finite in {skipped} steps in a row, up to step {step}"
     hint = (
         "in `metrics.jsonl` a loss that was not finite is null: if there is one, look at the data of the first such"
         " step; else lower `--lr`, set `--clip-norm` or a level of more precision; `--max-skipped` sets the limit"
     )
 
-    def __init__(self, skipped: int, step: int) -> None:
-        super().__init__(f"gradients were not finite in {skipped} steps in a row, up to step {step}")
-        self.skipped = skipped
-        self.step = step
-
 
 class NoGradients(PacelineError):
     """Backward reached no trainable parameter."""
 
+    sentence = "the loss gave no gradient to any trainable parameter"
     hint = "is the loss detached from the model, or is everything frozen (`freeze`)?"
-
-    def __init__(self) -> None:
-        super().__init__("the loss gave no gradient to any trainable parameter")
-
-
-class ForeignParameters(PacelineError):
-    """The optimizer updates parameters that the model does not have."""
-
-    hint = "make them part of the model (a criterion's parameters too), so that ranks and checkpoints know them"
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"the optimizer updates {number} parameters that are not the model's")
-        self.number = number
 
 
 class OutOfMemory(PacelineError):
     """A grain does not fit the device."""
 
-    def __init__(self, shapes: str, num_samples: int, num_grains: int | None, detail: str) -> None:
-        super().__init__(f"out of memory on a grain of {num_samples} samples ({shapes}): {detail}")
-        self.hint = (
-            f"validate with smaller batches: `--eval-batch {max(1, num_samples // 2)}`"
-            if num_grains is None
-            else f"cut the batch finer with `--grains {2 * num_grains}` (changes numerics, so in a new run), recompute"
+    shapes: str
+    num_samples: int
+    num_grains: int | None
+    """None in validation, whose batches are not cut."""
+    detail: str
+    sentence = "out of memory on a grain of {num_samples} samples ({shapes}): {detail}"
+    hint = "{remedy}"
+
+    @property
+    def remedy(self) -> str:
+        if self.num_grains is None:
+            return f"validate with smaller batches: `--eval-batch {max(1, self.num_samples // 2)}`"
+        return (
+            f"cut the batch finer with `--grains {2 * self.num_grains}` (changes numerics, so in a new run), recompute"
             " with `--checkpoint-activations`, or use a lower precision (`-O2`)"
         )
-        self.shapes = shapes
 
 
 def unpack(result: Any) -> tuple[torch.Tensor, Any, Any]:
-    """(sum, count) or (sum, count, outputs) as returned by a loss function, checked."""
+    """Return (sum, count, outputs) of what a loss function returned, checked."""
     if not isinstance(result, tuple):
         what = "a single tensor (a mean?)" if isinstance(result, torch.Tensor) else f"a {type(result).__name__}"
         raise LossContract(f"returned {what}")
@@ -99,12 +89,51 @@ def unpack(result: Any) -> tuple[torch.Tensor, Any, Any]:
     return total, count, result[2] if len(result) == 3 else None
 
 
-def check_pair(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer must update what the ranks keep equal: trainable parameters of this model."""
-    own = {id(parameter) for parameter in model.parameters()}
-    updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    num_foreign = sum(id(parameter) not in own for parameter in updated)
-    if num_foreign:
-        raise ForeignParameters(num_foreign)
-    if not any(parameter.requires_grad for parameter in updated):
-        raise NoGradients
+class SkipCount:
+    """Number of steps skipped for non-finite gradients, in all and in a row.
+
+    Counted on the device where only the device knows, and read when something is logged anyway.
+    """
+
+    def __init__(self, device: torch.device, limit: int) -> None:
+        self._limit = limit
+        self._in_all = 0
+        self._in_row = 0
+        self._on_device = torch.zeros(2, device=device)  # (in all, in a row)
+        self._is_on_device = False
+
+    def note(self, is_skipped: bool, step: int) -> None:
+        """Count a step whose outcome the host knows."""
+        if is_skipped:
+            self._in_all += 1
+            self._in_row += 1
+            self._check(step)
+        else:
+            self._in_row = 0
+
+    def note_on_device(self, found_inf: torch.Tensor) -> None:
+        """Count a step whose outcome only the device knows, without waiting for it."""
+        if not self._is_on_device:
+            self._on_device.copy_(torch.tensor([float(self._in_all), float(self._in_row)]))
+            self._is_on_device = True
+        self._on_device += found_inf
+        self._on_device[1:] *= found_inf
+
+    def read(self, step: int) -> int:
+        """Return the number of skipped steps (waits for the device); fail when too many came in a row."""
+        in_all, _ = self.state()
+        self._check(step)
+        return in_all
+
+    def state(self) -> list[int]:
+        if self._is_on_device:
+            self._in_all, self._in_row = (int(value) for value in self._on_device.tolist())
+        return [self._in_all, self._in_row]
+
+    def load(self, state: list[int]) -> None:
+        self._in_all, self._in_row = state
+        self._is_on_device = False
+
+    def _check(self, step: int) -> None:
+        if self._in_row >= self._limit:
+            raise TooManySkipped(self._in_row, step)

@@ -59,7 +59,7 @@ class Meter:
         if not is_resumed:
             self.earlier = EpochSums()
         if isinstance(clock, DeviceClock):
-            clock.meets_on_host = self._engine.averages
+            clock.meets_on_host = self._engine.prepared.strategy.meets_on_host
         clock.begin_epoch()
         self._before, self._core_wait_s = clock.read(), core_wait_s()
         self._between = elapsed(self._ended, self._before)

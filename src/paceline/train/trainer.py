@@ -230,6 +230,7 @@ class Trainer:
         position = self.position
         if now.validate or now.save or not self.engine.is_together:
             self._come_together()
+            step = self.engine.last_step or step
         signals = self._signals(feed, batch, step)  # the average may have told of a stop or of the end of the data
         position.is_epoch_over = signals.is_out_of_data
         now = due(self.config, position, signals, since)
@@ -445,7 +446,7 @@ class Trainer:
 
     def _close(self, status: str) -> Result:
         self.engine.sync()
-        self.engine.statistics.total()
+        self.engine.prepared.statistics.total()
         self.checkpoints.close(status)
         self.clock.lap("checkpoint")
         self.timeline.close()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.parallel.averaged import Averaged
 from paceline.speed import precision
 from paceline.speed.graphs import Graphs
 from paceline.speed.precision import Capabilities
@@ -90,8 +89,8 @@ def test_a_run_that_chooses_anew_goes_on_as_it_was(
     assert all(count == 18 for count in counts)
     assert counts or settings["optimizer"] == "sgd"
     assert_same(weights(anew), weights(plain))
-    if anew.engine.average is not None and plain.engine.average is not None:
-        assert_same(anew.engine.average.state_dict(), plain.engine.average.state_dict())
+    if anew.engine.prepared.average is not None and plain.engine.prepared.average is not None:
+        assert_same(anew.engine.prepared.average.state_dict(), plain.engine.prepared.average.state_dict())
 
 
 def on_ranks_anew(link: Link, folder: str, cache: str) -> list[dict[str, torch.Tensor]]:
@@ -109,8 +108,8 @@ def on_ranks_anew(link: Link, folder: str, cache: str) -> list[dict[str, torch.T
             trainer(SmallTask(), out, link, level=0, steps=5, **settings).fit()
             made = trainer(SmallTask(), out, link, level=level, steps=10, resume="auto", allow_change=True, **settings)
             made.fit()
-            assert isinstance(made.engine.strategy, Averaged)
-            velocities, _ = made.engine.strategy.common_state()
+            velocities = made.engine.prepared.strategy.state().common
+            assert velocities
             found.append(
                 {**weights(made), **optimizer_state(made), **{f"outer {key}": v for key, v in velocities.items()}}
             )

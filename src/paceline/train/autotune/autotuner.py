@@ -24,11 +24,11 @@ from paceline.speed.autotune.choice import Cache, Choice, cache_folder, choose
 from paceline.speed.graphs import MOST_GRAPHS, CudaRecorder, Graphs
 from paceline.speed.precision import Precision
 from paceline.train.autotune import timing
-from paceline.train.autotune.recorded import RecordedGrains, counters
 from paceline.train.autotune.shapes import costly_shapes
 from paceline.train.checkpoint import state
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
+from paceline.train.grains import RecordedPass
 from paceline.train.task import Accelerates, Recordable, Task, accelerate, recordable_of
 from paceline.world.installed import has_triton
 
@@ -104,7 +104,7 @@ class Autotuner:
 
     def lines(self) -> list[str]:
         """What is worth saying at the end of the run."""
-        compiled = counters(self._engine).get("compiled")
+        compiled = self._engine.counters().get("compiled")
         said = [] if compiled is None else [f"compiled {compiled} graph{'s' * (compiled != 1)}"]
         return said if self._engine.recorded is None else [*said, *self._engine.recorded.graphs.lines()]
 
@@ -177,7 +177,7 @@ class Autotuner:
         found = precision.resolve_candidate(way, self._config.precision, self._capabilities)
         self._engine.settle(replace(found, is_open=is_open, notes=(*notes, *found.notes)))
 
-    def _warm_up(self, recorded: RecordedGrains, feed: Feed) -> None:
+    def _warm_up(self, recorded: RecordedPass, feed: Feed) -> None:
         if feed.is_stream:
             return
         loss = partial(self._task.loss, self._engine.model)

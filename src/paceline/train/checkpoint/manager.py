@@ -123,11 +123,12 @@ class CheckpointManager:
             return
         self._saved = moment
         engine.sync()
-        engine.statistics.total()
-        ranks = gather_tensors(self._link, state.collect_own(engine)) if engine.averages else []
+        engine.prepared.statistics.total()
+        own_tensors = state.collect_own(engine)  # of ranks that step apart
+        ranks = gather_tensors(self._link, own_tensors) if own_tensors else []
         sums = so_far()
         own = state_of(task)  # on all ranks: what a task has may be spread over them
-        wanted = self._writer is not None or engine.shards is not None
+        wanted = self._writer is not None or engine.prepared.shards is not None
         collected = state.collect(engine, self._in_pieces) if wanted else None
         if self._writer is not None and collected is not None:
             whole, values = collected
@@ -150,7 +151,7 @@ class CheckpointManager:
                 world = self._link.world
                 parts = pieces.own_share(parts, world.rank, world.size, partial(state.is_piece, engine))
             self._writer.save(engine.num_steps, parts, record, score)
-        engine.statistics.share()
+        engine.prepared.statistics.share()
 
     @property
     def _in_pieces(self) -> bool:

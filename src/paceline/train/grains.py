@@ -1,0 +1,103 @@
+"""Forward and backward of one grain: plainly, or by replay of a CUDA graph where its shape has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.data.grain import Grain
+from paceline.parallel.sharded import Shards, called_whole
+from paceline.speed.graphs import Graphs, detached
+from paceline.speed.loss_scale import LossScale
+from paceline.train.loss import unpack
+
+Loss = Callable[[Grain], Any]
+
+
+class GrainPass(Protocol):
+    """Forward and backward of the grains of a step. A loss is divided by `divisor` before backward."""
+
+    def begin_step(self, divisor: float) -> None: ...
+
+    def forward(self, loss: Loss, grain: Grain) -> tuple[Tensor, Any, Any]:
+        """Return (sum, count, outputs)."""
+        ...
+
+    def backward(self, total: Tensor) -> None:
+        """Add the gradients of the last forward's sum."""
+        ...
+
+
+class PlainPass:
+    """Run a grain as PyTorch does, computed in the precision of the level."""
+
+    def __init__(
+        self, scale: LossScale, autocast: Callable[[], AbstractContextManager[Any]] | None, shards: Shards | None
+    ) -> None:
+        """`autocast` is None if the level computes in the dtype of the weights."""
+        self._scale, self._autocast, self._shards = scale, autocast, shards
+        self._divisor = 1.0
+
+    def begin_step(self, divisor: float) -> None:
+        self._divisor = divisor
+
+    def forward(self, loss: Loss, grain: Grain) -> tuple[Tensor, Any, Any]:
+        if self._autocast is None:
+            if self._shards is None:
+                return unpack(loss(grain))
+            with called_whole(self._shards):
+                return unpack(loss(grain))
+        with self._autocast(), called_whole(self._shards):
+            return unpack(loss(grain))
+
+    def backward(self, total: Tensor) -> None:
+        torch.autograd.backward((total,), (self.seed(total),))
+
+    def seed(self, total: Tensor) -> Tensor:
+        """Return the gradient that backward of a sum starts from: the loss scale over the divisor."""
+        return self._scale.seed(total, self._divisor)
+
+
+class RecordedPass:
+    """Run a grain by replay of a CUDA graph, and plainly where its shape has none.
+
+    The loss sees a grain of `tensors` alone in both cases, so that both compute the same.
+    """
+
+    def __init__(self, graphs: Graphs, tensors: Callable[[Grain], Any], plain: PlainPass) -> None:
+        self.graphs = graphs
+        self._tensors, self._plain = tensors, plain
+
+    def begin_step(self, divisor: float) -> None:
+        self._plain.begin_step(divisor)
+        self.graphs.start_step()
+
+    def warm(self, loss: Loss, grain: Grain) -> bool:
+        """Record the shape of this grain, if that is possible; return True if it is recorded."""
+        inputs = self._inputs(grain)
+        return self.graphs.warm(lambda data: self._run(loss, inputs, data), inputs.data)
+
+    def forward(self, loss: Loss, grain: Grain) -> tuple[Tensor, Any, Any]:
+        """Return (sum, count, outputs), with the gradients already added: a graph holds forward and backward."""
+        inputs = self._inputs(grain)
+        replayed = self.graphs.run(lambda data: self._run(loss, inputs, data), inputs.data, self._plain.seed)
+        if replayed is not None:
+            return replayed
+        total, count, outputs = self._plain.forward(loss, inputs)
+        self._plain.backward(total)
+        # What stays of this run on the usual stream must not be met by a recording on another.
+        result: tuple[Tensor, Any, Any] = detached((total, count, outputs))
+        return result
+
+    def backward(self, total: Tensor) -> None:
+        """Do nothing: `forward` has run it."""
+
+    def _inputs(self, grain: Grain) -> Grain:
+        return Grain(self._tensors(grain), grain.number, grain.samples)
+
+    def _run(self, loss: Loss, grain: Grain, data: Any) -> tuple[Tensor, Any, Any]:
+        return self._plain.forward(loss, Grain(data, grain.number, grain.samples))

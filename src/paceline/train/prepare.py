@@ -1,0 +1,236 @@
+"""From a model and its optimizer to what a step needs of them: `prepare` changes both in place, in a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from paceline.config.settings import EngineConfig
+from paceline.core.errors import PacelineError
+from paceline.core.torch_private import takes_amp_scaling
+from paceline.data.grain import Batch
+from paceline.observe.clock import Clock
+from paceline.optim.build import zero_first_momentum
+from paceline.optim.clip import ClipNorm
+from paceline.optim.ema import WeightAverage
+from paceline.parallel.averaged import Averaged
+from paceline.parallel.joined_norm import JoinedNorms
+from paceline.parallel.sharded import Sharded, Shards, is_sharded, shard
+from paceline.parallel.statistics import RunningStatistics
+from paceline.parallel.strategy import Alone, Strategy
+from paceline.parallel.summed import Summed
+from paceline.speed import master, precision, recompute
+from paceline.speed.compile import compile_in_place
+from paceline.speed.loss_scale import LossScale
+from paceline.speed.precision import Precision
+from paceline.train.grains import GrainPass, PlainPass, RecordedPass
+from paceline.train.loss import NoGradients
+from paceline.world.link import Link
+from paceline.world.start import patience
+
+
+class ForeignParameters(PacelineError):
+    """The optimizer updates parameters that the model does not have."""
+
+    number: int
+    sentence = "the optimizer updates {number} parameters that are not the model's"
+    hint = "make them part of the model (a criterion's parameters too), so that ranks and checkpoints know them"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model and its optimizer at work on this rank."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    strategy: Strategy
+    """How the ranks come to one model."""
+    statistics: RunningStatistics
+    """Batch-norm statistics, shared out over the ranks while they train."""
+    masters: master.Masters | None
+    """fp32 masters of fp16 weights."""
+    shards: Shards | None
+    """This rank's pieces of a sharded model."""
+    average: WeightAverage | None
+    """Moving average of the weights (`ema`)."""
+    norms: JoinedNorms | None
+    """Batch norms that are joined over ranks (`sync_batchnorm`)."""
+    input_cast: RemovableHandle | None
+    plain: PlainPass
+    """Forward and backward of a grain as PyTorch does it."""
+    autocast: Callable[[], AbstractContextManager[Any]]
+    updated: list[Tensor]
+    """Tensors that the optimizer updates."""
+    clip_norm: ClipNorm | None
+    skips_on_device: bool
+    """The optimizer itself leaves the weights alone if its `found_inf` says so; the host does not wait."""
+    recorded: RecordedPass | None = None
+    """CUDA graphs of grains, where `-O4` has chosen them."""
+
+    @property
+    def grains(self) -> GrainPass:
+        """Forward and backward of the grains of a step."""
+        return self.plain if self.recorded is None else self.recorded
+
+    def begin_step(self, batch: Batch) -> None:
+        self.strategy.begin(batch)
+        self.grains.begin_step(self.strategy.divisor(batch))
+        self.statistics.begin_step()
+        if self.norms is not None:
+            self.norms.begin_step(batch.num_grains)
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients that the optimizer is about to use."""
+        return [parameter.grad for parameter in self.updated if parameter.grad is not None]
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """Return the weights by name as the optimizer has them: fp32 masters or this rank's shards, if there are."""
+        return named_weights(self.model, self.masters, self.shards)
+
+    def optimizer_names(self) -> dict[Tensor, str]:
+        """Return the parameter's name for each tensor of the optimizer (a master or a shard stands for its weight)."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
+        if self.masters is not None:
+            names.update({tensor: name for name, tensor in self.masters.tensors.items()})
+        if self.shards is not None:
+            names.update({tensor: name for name, tensor in self.shards.tensors.items()})
+        return {parameter: names[parameter] for parameter in self.updated}
+
+    def release(self) -> None:
+        """Give the model back, so that it can be prepared again. The ranks must be together, the statistics total."""
+        self.strategy.detach()
+        if self.norms is not None:
+            self.norms.detach()
+        if self.input_cast is not None:
+            self.input_cast.remove()
+        if self.masters is not None:
+            self.masters.release()
+
+
+def prepare(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: EngineConfig,
+    link: Link,
+    chosen: Precision,
+    scale: LossScale,
+    *,
+    clock: Clock | None = None,
+    average: WeightAverage | None = None,
+) -> Prepared:
+    """Put a model and its optimizer to work on this rank. Both are changed in place and keep their names.
+
+    `average` is the moving average that goes on, if the model was prepared before. All ranks must call it.
+    """
+    _check_pair(model, optimizer)
+    # Where: everything below works on the device's tensors.
+    model.to(link.device)
+    norms = _join_norms(model, config, link)
+    # What is kept of forward: recomputation wraps forwards, which the compiler is to see.
+    if config.checkpoint_activations:
+        recompute.recompute(model, config.checkpoint_activations)
+    # Equal on all ranks, in the dtype that the model came in. Shards are pieces of one model already.
+    for tensor in [*([] if is_sharded(model) else model.parameters()), *model.buffers()]:
+        link.broadcast(tensor.data)
+    # In which dtype: the optimizer gets the fp32 masters before anything counts on the tensors that it holds.
+    masters = master.cast(model, optimizer, chosen)
+    is_fp32 = chosen.weights is torch.float32
+    input_cast = None if is_fp32 else master.cast_inputs(model, chosen.weights)
+    # Compiled: before sharding, whose hooks stay outside of the compiled blocks.
+    if chosen.compile:
+        compile_in_place(model, config.compile_mode)
+    # Cut up: from here on the optimizer holds shards, if there are any.
+    shards = shard(model, optimizer, link, config.shard_modules) if config.shard != "none" and link.has_group else None
+    if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults.get("fused"):
+        zero_first_momentum(optimizer)
+    # Reduced: last, because a strategy hooks and averages the tensors as they now are.
+    if config.ema:
+        average = WeightAverage.following(average, named_weights(model, masters, shards), config.ema)
+    strategy = _choose_strategy(model, optimizer, config, link, masters, shards, average, clock)
+    statistics = RunningStatistics(model, link, are_shared_out=config.reduce != "param")
+    statistics.share()
+    autocast = precision.autocast(chosen, link.device)
+    plain = PlainPass(scale, None if chosen.autocast is None else autocast, shards)
+    return Prepared(
+        model=model,
+        optimizer=optimizer,
+        strategy=strategy,
+        statistics=statistics,
+        masters=masters,
+        shards=shards,
+        average=average,
+        norms=norms,
+        input_cast=input_cast,
+        plain=plain,
+        autocast=autocast,
+        updated=[parameter for group in optimizer.param_groups for parameter in group["params"]],
+        clip_norm=None if config.clip_norm is None else ClipNorm(config.clip_norm),
+        skips_on_device=takes_amp_scaling(optimizer),
+    )
+
+
+def named_weights(model: torch.nn.Module, masters: master.Masters | None, shards: Shards | None) -> dict[str, Tensor]:
+    """Return the weights by name as the optimizer has them: fp32 masters or this rank's shards, if there are some."""
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    if masters is not None:
+        weights.update(masters.tensors)
+    if shards is not None:
+        weights.update(shards.tensors)
+    return weights
+
+
+def _check_pair(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Check that the optimizer updates what the ranks keep equal: trainable parameters of this model."""
+    parameters = {id(parameter) for parameter in model.parameters()}
+    updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    num_foreign = sum(id(parameter) not in parameters for parameter in updated)
+    if num_foreign:
+        raise ForeignParameters(num_foreign)
+    if not any(parameter.requires_grad for parameter in updated):
+        raise NoGradients
+
+
+def _join_norms(model: torch.nn.Module, config: EngineConfig, link: Link) -> JoinedNorms | None:
+    """Join batch norms over groups of ranks, if the settings ask for it; all ranks must call it."""
+    size, world = config.sync_batchnorm, link.world
+    if size == "no" or not link.has_group:
+        return None
+    return JoinedNorms(model, world, world.size if size == "all" else size, patience(config.timeout_s, link.device))
+
+
+def _choose_strategy(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: EngineConfig,
+    link: Link,
+    masters: master.Masters | None,
+    shards: Shards | None,
+    average: WeightAverage | None,
+    clock: Clock | None,
+) -> Strategy:
+    """Return the strategy that the settings ask for on these ranks; all ranks must call it."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not link.has_group:
+        return Alone(parameters)
+    if shards is not None:
+        return Sharded(parameters, link, shards, clock)
+    if config.reduce == "grad":
+        return Summed(parameters, link, wire=config.wire, clock=clock)
+    persistent = model.state_dict().keys()  # buffers that are not persistent are constants
+    return Averaged(
+        parameters,
+        link,
+        config,
+        optimizer=optimizer,
+        buffers={name: buffer for name, buffer in model.named_buffers() if name in persistent},
+        weight_average=() if average is None else list(average.tensors.values()),
+        timeout=patience(config.timeout_s, link.device),
+        weights_changed=(lambda: None) if masters is None else masters.push_weights,
+        clock=clock,
+    )
