@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.data.packed.dataset import PackedDataset
 from paceline.data.packed.from_samples import SampleSource
 from paceline.data.packed.pack import PackResult, pack
 from paceline.data.packed.reader import Packed, open_packed
+from paceline.data.packed.verify import verify
 
 NUMBER = 40
 
@@ -70,6 +72,16 @@ def assert_same(left: Any, right: Any) -> None:
         assert torch.equal(left, other)
     else:
         assert left == right
+
+
+def assert_whole(out: Path, data: Any) -> None:
+    found = PackedDataset(out)
+    assert len(found) == len(data)
+    for row in range(len(data)):
+        assert_same(found[row], data[row])
+    assert verify(open_packed(out))[0] == []
+    assert not out.with_name(f"{out.name}.parts").exists()
+    assert [path.name for path in out.parent.iterdir() if path.name.startswith(".")] == []
 
 
 def needs_returnn() -> Any:

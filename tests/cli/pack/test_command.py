@@ -11,13 +11,9 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from paceline.cli.main import main
-from paceline.cli.pack.options import to_bytes
 from paceline.data.packed.dataset import PackedDataset
-from paceline.data.packed.extract import file_names
 from paceline.data.packed.reader import open_packed
 from tests.recipes.asr import tiny
 
@@ -126,28 +122,6 @@ def test_a_shard_that_is_missing(folder: Path, capsys: Shown) -> None:
     assert f"{second.name}: there is no such file, and it is shard 2 of 2 of train.h5" in error
     assert "put it back beside train.h5" in error
     assert first.name not in error, "another shard is not what was meant"
-
-
-def test_info(folder: Path, capsys: Shown) -> None:
-    shown(capsys, "train.json", "train.h5", "--layout", "returnn")
-    lines = shown(capsys, "--info", "train.h5").splitlines()
-    assert lines[0] == "train.h5: 12 rows, layout returnn"
-    assert lines[1] == "  sample rate: 8000 Hz"
-    assert lines[3].startswith("  audio: audio, int16, ")
-    assert lines[4].startswith("  text: text, uint8, 3 to 5 steps")
-    assert lines[5] == "  tags: train/0.flac ... train/11.flac"
-
-
-def test_verify(folder: Path, capsys: Shown) -> None:
-    shown(capsys, "train.json", "train.h5")
-    assert shown(capsys, "--verify", "train.h5").endswith("kB read: sound\n")
-    raw = bytearray(Path("train.h5").read_bytes())
-    raw[raw.index(open_packed(Path("train.h5")).stream("audio").view(7).tobytes())] ^= 1
-    Path("train.h5").write_bytes(raw)
-    out = shown(capsys, "--verify", "train.h5", code=1)
-    assert "of stream 'audio': the bytes are not those that were written" in out
-    assert "1 block is damaged: pack it again" in out
-    assert main(["manifest", "stats", "train.h5", "--check"]) == 1
 
 
 def test_rows_and_streams(folder: Path, capsys: Shown) -> None:
@@ -275,24 +249,3 @@ def test_split_says_what_to_do_instead(folder: Path, capsys: Shown) -> None:
     shown(capsys, "train.json", "train.h5")
     assert main(["manifest", "split", "train.h5"]) == 2
     assert "--extract" in capsys.readouterr().err
-
-
-def test_sizes() -> None:
-    assert [to_bytes(size) for size in ("1kB", "1.5 MB", "2gb", "1TB")] == [1000, 1_500_000, 2 * 10**9, 10**12]
-    for wrong in ("", "MB", "0MB", "-1GB", "5", "1.2.3MB"):
-        with pytest.raises(ValueError, match="is no size"):
-            to_bytes(wrong)
-
-
-@given(st.lists(st.sampled_from(["a.wav", "a-1", "a-2.wav", "a-3.wav", "a-3-3.wav", "b/a", "a.wav#1", "", ".."])))
-@example(["a.wav", "a-3.wav", "a.wav"])
-def test_names_are_given_once(tags: list[str]) -> None:
-    assert len(set(file_names(tags, ".wav"))) == len(tags)
-
-
-def test_names_stay_in_the_folder() -> None:
-    tags: list[Any] = ["a/b.flac", "/etc/passwd", "../../x", "a/b.wav", "", "a/b.flac#1.5", "manifest.json", "..", "é"]
-    names = file_names(tags, ".wav")
-    assert len(set(names)) == len(tags)
-    assert all(not Path(name).is_absolute() and ".." not in Path(name).parts for name in names)
-    assert names[:2] == ["a/b.wav", "etc/passwd.wav"]

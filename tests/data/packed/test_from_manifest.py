@@ -18,9 +18,7 @@ from paceline.core.disk import DiskFull
 from paceline.data.manifest.read import read_manifests
 from paceline.data.packed import from_manifest as pack_manifest
 from paceline.data.packed.from_manifest import AudioBroken, ManifestSource, RatesDiffer
-from paceline.data.packed.layout import cut_blocks
 from paceline.data.packed.pack import NothingToPack, pack
-from paceline.data.packed.piece import Piece, read_piece
 from paceline.data.packed.reader import open_packed
 from tests.data.sounds import tone, write
 from tests.recipes.asr import tiny
@@ -168,21 +166,3 @@ def test_pieces_are_all_rows_once(seconds: list[float], most_bytes: int | None) 
     assert [row for rows in cuts for row in rows] == list(range(len(seconds)))
     limit = min(pack_manifest.PIECE_S, np.inf if most_bytes is None else most_bytes / 32000)
     assert all(sum(seconds[row] for row in rows) <= limit * (1 + 1e-9) for rows in cuts if len(rows) > 1)
-
-
-@given(st.lists(st.integers(0, 500), max_size=50), st.integers(1, 8), st.integers(1, 2000))
-def test_blocks_are_all_rows_once(lengths: list[int], step_bytes: int, block_bytes: int) -> None:
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    blocks = cut_blocks(starts, step_bytes, block_bytes)
-    assert blocks[0] == 0
-    assert blocks[-1] == len(lengths)
-    assert np.all(np.diff(blocks) > 0)
-    sizes = step_bytes * np.diff(starts[blocks])
-    assert np.all(sizes[:-1] >= block_bytes)
-
-
-def test_a_piece_is_whole_or_not_there(tmp_path: Path) -> None:
-    assert read_piece(tmp_path / "none.npz") is None
-    (tmp_path / "text.npz").write_text("no")
-    assert read_piece(tmp_path / "text.npz") is None
-    assert len(Piece([], {}, {}, [])) == 0

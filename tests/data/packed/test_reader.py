@@ -12,66 +12,16 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
-from paceline.data.collate import pad_collate
-from paceline.data.fetch import Fetch, Request
-from paceline.data.loader import Loader
 from paceline.data.packed import reader as hdf
 from paceline.data.packed.dataset import PackedDataset
-from paceline.data.packed.errors import NoSuchStream, PackedUnreadable
+from paceline.data.packed.errors import PackedUnreadable
 from paceline.data.packed.reader import open_packed
-from paceline.data.packed.verify import verify
-from paceline.data.plan import BatchRule, Plan
 from tests.data.packing import Sentences, assert_same, opened, packed
 
 LAYOUTS = ["paceline", "returnn"]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shard_bytes", [None, 2000])
-def test_samples_come_back_as_they_were(tmp_path: Path, layout: Any, shard_bytes: int | None) -> None:
-    data = Sentences()
-    packed(tmp_path / "a.h5", data, layout=layout, shard_bytes=shard_bytes, processes=2)
-    found = PackedDataset(tmp_path / "a.h5")
-    assert len(found) == len(data)
-    for row in range(-len(data), len(data)):
-        assert_same(found[row], data[row % len(data)])
-    assert list(found.tags) == data.tags
-    assert found.lengths.tolist() == data.lengths.tolist()
-    for row in (len(data), -len(data) - 1):
-        with pytest.raises(IndexError):
-            found[row]
-
-
-@pytest.mark.parametrize(
-    "sample",
-    [
-        torch.arange(6).view(2, 3),
-        (torch.tensor([True, False]), 3.5, "text", False),
-        [np.int16(7), torch.zeros(0, 4)],
-        {"a": torch.tensor(1.5), "b": np.arange(3, dtype=">i4")},
-    ],
-    ids=["tensor", "tuple", "list", "dictionary"],
-)
-def test_shapes_of_samples(tmp_path: Path, sample: Any) -> None:
-    found = opened(tmp_path / "a.h5", [sample, sample])
-    again = PackedDataset(tmp_path / "a.h5")[1]
-    assert len(found) == 2
-    if isinstance(sample, dict):
-        assert again["a"].shape == ()
-        assert_same(again["b"], torch.arange(3, dtype=torch.int32))
-    elif isinstance(sample, tuple):
-        assert [type(value) for value in again] == [torch.Tensor, float, str, bool]
-        assert again[1:] == sample[1:]
-        assert_same(again[0], sample[0])
-    elif isinstance(sample, list):
-        assert (again[0].item(), again[0].dtype, again[1].shape) == (7, torch.int16, (0, 4))
-    else:
-        assert_same(again, sample)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -104,13 +54,6 @@ def map_of(array: Any) -> tuple[str, str]:
     raise AssertionError("mapped nowhere")
 
 
-def test_what_a_user_does_to_a_sample_stays_with_it(tmp_path: Path) -> None:
-    packed(tmp_path / "a.h5")
-    data = PackedDataset(tmp_path / "a.h5")
-    data[4]["features"].zero_()
-    assert_same(data[4], Sentences()[4])
-
-
 @pytest.mark.parametrize("shard_bytes", [None, 2000])
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.integers(0, 39), max_size=9))
@@ -133,32 +76,6 @@ def test_padded_batches(tmp_path: Path, shard_bytes: int | None, rows: list[int]
         stream.pad(np.array(rows, np.int64), out=wide)
         np.testing.assert_array_equal(wide[:, :longest], padded)
         assert not wide[:, longest:].any()
-
-
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers_read_the_same(tmp_path: Path, context: str) -> None:
-    packed(tmp_path / "a.h5", shard_bytes=2000)
-    data = PackedDataset(tmp_path / "a.h5", streams=["features", "classes"])
-    data[0]  # mapped before the fork
-    options: Any = {"num_workers": 2 if context == "fork" else 1, "multiprocessing_context": context}
-    read = list(DataLoader(data, batch_size=8, collate_fn=pad_collate, **options))  # type: ignore[arg-type]
-    here = list(DataLoader(data, batch_size=8, collate_fn=pad_collate))  # type: ignore[arg-type]
-    assert len(read) == 5
-    for mine, other in zip(here, read, strict=True):
-        assert_same(dict(mine), dict(other))
-
-
-def test_the_loader_takes_packed_data_of_a_task(tmp_path: Path) -> None:
-    """As training reads it: planned by its lengths, with as many workers as it likes."""
-    packed(tmp_path / "a.h5", streams=("features", "speaker"))
-    data = PackedDataset(tmp_path / "a.h5")
-    plan = Plan(len(data), rule=BatchRule(8), grains=2, seed=3, lengths=data.lengths, order="sorted")
-    loader = Loader(data, collate=pad_collate, workers="auto")
-    seen = [grain["features_lengths"] for batch in loader.run(plan) for grain in batch.grains]
-    assert sorted(torch.cat(seen).tolist()) == sorted(data.lengths.tolist())
-    loader.close()
-    grain = Fetch(data, pad_collate, 0)(Request(0, 0, np.array([5, 2])))
-    assert grain["speaker"].tolist() == [2, 2]
 
 
 def test_offsets_beyond_what_32_bits_hold(tmp_path: Path) -> None:
@@ -228,46 +145,6 @@ def test_files_that_are_refused(tmp_path: Path, damage: Callable[[Path], Any], w
     assert hint in caught.value.hint
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_change_of_a_byte_goes_unseen(tmp_path: Path, layout: Any) -> None:
-    """It is refused, found by `verify`, or one that nobody reads (room between data sets)."""
-    whole, path = tmp_path / "whole.h5", tmp_path / "a.h5"
-    packed(whole, layout=layout)
-    raw, data = whole.read_bytes(), Sentences()
-    outcomes = {"refused": 0, "found": 0, "unread": 0}
-    for place in np.random.default_rng(0).integers(0, len(raw), 60).tolist():
-        path.write_bytes(raw[:place] + bytes([raw[place] ^ 0x41]) + raw[place + 1 :])
-        try:
-            found = open_packed(path)
-        except PackedUnreadable:
-            outcomes["refused"] += 1
-            continue
-        if verify(found)[0]:
-            outcomes["found"] += 1
-            continue
-        again = PackedDataset(path)
-        for row in range(len(data)):
-            assert_same(again[row], data[row])
-        outcomes["unread"] += 1
-    assert min(outcomes["refused"], outcomes["found"]) > 0, outcomes
-
-
-def test_damage_is_named_by_row(tmp_path: Path) -> None:
-    path = tmp_path / "a.h5"
-    place = opened(path, shard_bytes=2000).files[2].streams["features"]
-    [shard] = tmp_path.glob("a-*-00002.h5")
-    raw = bytearray(shard.read_bytes())
-    assert place.offset is not None
-    raw[place.offset + 20] ^= 1
-    shard.write_bytes(raw)
-    [damage], num_bytes = verify(open_packed(path))
-    assert (damage.path, damage.stream) == (shard, "features")
-    before = sum(len(file) for file in open_packed(path).files[:2])
-    assert damage.rows[0] == before
-    assert num_bytes > 0
-    assert f"rows {before + 1} to" in str(damage)
-
-
 def test_a_file_that_changes_while_it_is_used(tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
     packed(path)
@@ -310,10 +187,3 @@ def test_shards_that_do_not_belong_together(tmp_path: Path) -> None:
         open_packed(tmp_path / "a.h5")
     shard.write_bytes(kept)
     assert len(open_packed(shard)) < len(open_packed(tmp_path / "a.h5")) == 40
-
-
-def test_streams_are_named(tmp_path: Path) -> None:
-    packed(tmp_path / "a.h5", streams=("features",))
-    with pytest.raises(NoSuchStream, match="no stream 'text'") as caught:
-        PackedDataset(tmp_path / "a.h5", streams=["text"])
-    assert "there are: features" in caught.value.hint

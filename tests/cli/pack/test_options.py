@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ import soundfile
 import yaml
 
 from paceline.cli.main import main
+from paceline.cli.pack.options import to_bytes
 from paceline.data.packed.dataset import PackedDataset
 from paceline.data.packed.reader import open_packed
 from tests.recipes.asr import tiny
@@ -145,77 +144,8 @@ def test_a_sample_that_raises_in_another_process(capsys: Shown) -> None:
     assert "concurrent" not in error
 
 
-# -- what was packed -------------------------------------------------------------------------------------------------
-
-
-def test_one_file_that_cannot_be_read_does_not_hide_the_others(capsys: Shown) -> None:
-    said(capsys, "train.json", "train.h5")
-    Path("bad.h5").write_text("no")
-    for action, sign in (("--verify", "read: sound"), ("--info", "sample rate")):
-        capsys.readouterr()
-        assert main(["pack", action, "train.h5", "bad.h5", "none.h5", "train.h5"]) == 2
-        printed = capsys.readouterr()
-        assert printed.out.count(sign) == 2
-        assert "bad.h5: is not HDF5" in printed.err
-        assert "none.h5: there is no such file" in printed.err
-
-
-def test_all_that_was_left_out_is_named(folder: Path, capsys: Shown) -> None:
-    (folder / "bad.wav").write_text("no")
-    bad: list[Any] = ["{", {"audio_filepath": "bad.wav", "duration": 1.0, "text": "a"}]
-    tiny.manifest(folder / "all.json", [*bad, *tiny.lines_of(folder / "train.json")])
-    said(capsys, "all.json", "a.h5", "--bad-data", "skip")
-    told = said(capsys, "--info", "a.h5")
-    assert "left out when it was packed: 2" in told
-    assert "    all.json:1: is not JSON" in told
-    assert "    all.json:2: bad.wav: is not audio" in told
-
-
-# -- extraction ------------------------------------------------------------------------------------------------------
-
-
-def files(folder: str) -> set[str]:
-    return {str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()}
-
-
-def test_force_leaves_nothing_of_an_earlier_extraction(capsys: Shown) -> None:
-    """And takes nothing that was not of it."""
-    said(capsys, "train.json", "train.h5")
-    said(capsys, "--extract", "train.h5", "x")
-    Path("x/notes.txt").write_text("mine")
-    out = said(capsys, "--extract", "train.h5", "x", "--end-seq", "1", "--force")
-    assert "x: 1 other file was there, and stays" in out
-    wavs = {line["audio_filepath"] for line in tiny.lines_of(Path("x/manifest.json"))}
-    assert wavs == {"train/0.wav", "train/1.wav"}
-    assert files("x") == {*wavs, "manifest.json", "notes.txt", ".paceline-extracted"}
-    said(capsys, "own.py:Own", "rows.h5")
-    said(capsys, "--extract", "rows.h5", "x", "--force", "--end-seq", "0")
-    assert files("x") == {"seq-0.npz", "manifest.json", "notes.txt", ".paceline-extracted"}
-    assert not Path("x/train").exists()
-
-
-def test_extraction_onto_recordings_keeps_them(folder: Path, capsys: Shown) -> None:
-    said(capsys, "train.json", "train.h5")
-    Path("train/manifest.json").write_text(Path("train.json").read_text().replace("train/", ""))
-    before = files("train")
-    said(capsys, "--extract", "train.h5", "train", "--force")
-    assert before < files("train")
-
-
-def test_a_full_disk_during_extraction(capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
-    said(capsys, "train.json", "train.h5")
-    real = Path.write_bytes
-
-    def full(self: Path, data: Any) -> int:
-        if self.name == "2.wav":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(self, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full)
-        error = said(capsys, "--extract", "train.h5", "x", code=2)
-    assert "x cannot be written: No space left on device" in error
-    assert "kB more are needed there, and " in error
-    assert "type the same command" in error
-    said(capsys, "--extract", "train.h5", "x")
-    assert len(tiny.lines_of(Path("x/manifest.json"))) == 4
+def test_sizes() -> None:
+    assert [to_bytes(size) for size in ("1kB", "1.5 MB", "2gb", "1TB")] == [1000, 1_500_000, 2 * 10**9, 10**12]
+    for wrong in ("", "MB", "0MB", "-1GB", "5", "1.2.3MB"):
+        with pytest.raises(ValueError, match="is no size"):
+            to_bytes(wrong)

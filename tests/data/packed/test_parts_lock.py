@@ -16,8 +16,7 @@ from paceline.data.packed import parts as pack_lock
 from paceline.data.packed.pack import PackExists
 from paceline.data.packed.parts import PackBusy, locked
 from tests.crash import KILLED
-from tests.data.packed.test_pack import assert_whole
-from tests.data.packing import NUMBER, Sentences, packed
+from tests.data.packing import NUMBER, Sentences, assert_whole, packed
 
 _fork = multiprocessing.get_context("fork")
 OPTIONS = {"shard_bytes": 2000, "processes": 1}

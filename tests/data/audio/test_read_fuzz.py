@@ -13,7 +13,7 @@ HANG_S = 120
 
 def test_five_hundred_damaged_files(tmp_path: Path) -> None:
     command = [sys.executable, "-X", "faulthandler", "-m", "tests.data.fuzz_audio", str(tmp_path), str(NUMBER), "4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stderr[-3000:]
     fates = json.loads(done.stdout)
     assert sum(fates.values()) == NUMBER
