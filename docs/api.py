@@ -1,0 +1,134 @@
+"""Writes docs/api.md: the public names of `paceline`, from their signatures and docstrings.
+
+`python docs/api.py` writes the page; `tests/test_docs.py` fails while it is not what this script would write.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+import paceline
+from paceline.config.sections import parts
+
+PAGE = Path(__file__).with_name("api.md")
+HEAD = """\
+<!-- Written by docs/api.py from the docstrings: change those, not this page. -->
+# Python API
+
+All names are imported from `paceline`. How they are used together: [tasks](task.md) and [your own loop](own-loop.md).
+"""
+GROUPS = {
+    "Train": ("fit", "Task", "Stage", "Result", "Engine"),
+    "Data": ("Grain", "Batch", "pad_collate", "PackedDataset"),
+    "Around a run": ("Callback", "World", "PacelineError"),
+    "Settings": ("TrainConfig",),
+}
+"""The names in the order of the page; `Watcher` is the earlier name of `Callback`."""
+SYNONYMS = {"Watcher"}
+
+
+def page() -> str:
+    """Return the whole page."""
+    missing = set(paceline.__all__) - SYNONYMS - {name for names in GROUPS.values() for name in names}
+    assert not missing, f"add {missing} to a group of docs/api.py"
+    blocks = [HEAD]
+    for group, names in GROUPS.items():
+        blocks.append(f"## {group}\n")
+        for name in names:
+            blocks += _entry(name, getattr(paceline, name))
+    return "\n".join(blocks)
+
+
+def _entry(name: str, value: Any) -> Iterator[str]:
+    yield f"### {name}\n"
+    if not inspect.isclass(value):
+        yield _signature(name, value)
+        yield _doc(value)
+    elif issubclass(value, BaseModel):
+        yield _doc(value)
+        yield from _settings(value)
+    else:
+        yield _doc(value)
+        yield from _attributes(value)
+        yield from _methods(value)
+
+
+def _settings(model: type[BaseModel]) -> Iterator[str]:
+    """The groups of a settings model; the options page has what each setting means."""
+    yield "Each setting is an argument by its name; [options](options.md) has types, defaults and meanings.\n"
+    rows = ["| group | settings |", "|---|---|"]
+    for part in parts(model):
+        rows.append(f"| {part.name} | {', '.join(f'`{option.name}`' for option in part.options)} |")
+    yield "\n".join(rows) + "\n"
+
+
+def _attributes(kind: type) -> Iterator[str]:
+    rows = [f"| `{name}` | {_cell(annotation)} | {_cell(about)} |" for name, annotation, about in _described(kind)]
+    if rows:
+        yield "\n".join(["| attribute | type | meaning |", "|---|---|---|", *rows]) + "\n"
+
+
+def _described(kind: type) -> Iterator[tuple[str, str, str]]:
+    """Annotated attributes of a class and its properties, each with the docstring that follows it."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    for node, after in zip(body.body, [*body.body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not node.target.id.startswith("_"):
+            yield node.target.id, f"`{ast.unparse(node.annotation)}`", _string(after)
+        if isinstance(node, ast.FunctionDef) and any(ast.unparse(each) == "property" for each in node.decorator_list):
+            if not node.name.startswith("_"):
+                annotation = "" if node.returns is None else f"`{ast.unparse(node.returns)}`"
+                yield node.name, annotation, ast.get_docstring(node) or ""
+
+
+def _string(node: ast.stmt | None) -> str:
+    """The text of an attribute's docstring, empty where the next statement is none."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        return node.value.value
+    return ""
+
+
+def _methods(kind: type) -> Iterator[str]:
+    for name, member in vars(kind).items():
+        function = member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
+        is_constructor = name == "__init__" and not hasattr(kind, "__dataclass_fields__")
+        if inspect.isfunction(function) and (is_constructor or not name.startswith("_")):
+            if is_constructor and not function.__doc__ and kind.__doc__ is None:
+                continue
+            shown = f"{kind.__name__}" if is_constructor else f"{kind.__name__}.{name}"
+            yield _signature(shown, function)
+            if function.__doc__:
+                yield _doc(function)
+
+
+def _signature(name: str, function: Any) -> str:
+    signature = inspect.signature(function)
+    parameters = [each for each in signature.parameters.values() if each.name != "self"]
+    text = f"{name}{signature.replace(parameters=parameters)}"
+    text = re.sub(r"'([^']*)'", r"\1", text) if "Literal" not in text else text
+    if len(text) > 100:
+        inner = ",\n    ".join(str(each) for each in parameters)
+        returns = "" if signature.return_annotation is inspect.Signature.empty else f" -> {signature.return_annotation}"
+        text = f"{name}(\n    {inner},\n){returns}"
+        text = re.sub(r"'([^']*)'", r"\1", text) if "Literal" not in text else text
+    return f"```text\n{text}\n```\n"
+
+
+def _doc(value: Any) -> str:
+    return f"{inspect.getdoc(value) or ''}\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
