@@ -38,9 +38,10 @@ check: $(VENV)/.test
 	$(BIN)/lint-imports
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-# Writes the page of options anew and builds all pages into site/.
+# Writes the pages of options and of the Python API anew and builds all pages into site/.
 docs: $(VENV)/.test
 	$(BIN)/python docs/options.py
+	$(BIN)/python docs/api.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.bench

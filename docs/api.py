@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 import paceline
 from paceline.config.sections import parts
+from paceline.train import task
 
 PAGE = Path(__file__).with_name("api.md")
 HEAD = """\
@@ -44,6 +45,8 @@ def page() -> str:
         blocks.append(f"## {group}\n")
         for name in names:
             blocks += _entry(name, getattr(paceline, name))
+            if name == "Task":
+                blocks += _pieces()
     return "\n".join(blocks)
 
 
@@ -59,6 +62,23 @@ def _entry(name: str, value: Any) -> Iterator[str]:
         yield _doc(value)
         yield from _attributes(value)
         yield from _methods(value)
+
+
+def _pieces() -> Iterator[str]:
+    """The protocols beside `Task`: a task implements one by having its methods."""
+    yield "### More that a task may have\n"
+    yield "Nothing to inherit from: a task that has the methods of a row below is asked for it.\n"
+    rows = ["| for | methods |", "|---|---|"]
+    for kind in vars(task).values():
+        if getattr(kind, "_is_protocol", False) and kind.__module__ == task.__name__:
+            methods = [(name, each) for name, each in vars(kind).items() if inspect.isfunction(each) and name[0] != "_"]
+            shown = [f"`{name}({_arguments(each)})` {inspect.getdoc(each) or ''}".strip() for name, each in methods]
+            rows.append(f"| {_cell(kind.__doc__)} | {'<br>'.join(map(_cell, shown))} |")
+    yield "\n".join(rows) + "\n"
+
+
+def _arguments(function: Any) -> str:
+    return ", ".join(name for name in inspect.signature(function).parameters if name != "self")
 
 
 def _settings(model: type[BaseModel]) -> Iterator[str]:
@@ -83,10 +103,13 @@ def _described(kind: type) -> Iterator[tuple[str, str, str]]:
     for node, after in zip(body.body, [*body.body[1:], None], strict=True):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not node.target.id.startswith("_"):
             yield node.target.id, f"`{ast.unparse(node.annotation)}`", _string(after)
-        if isinstance(node, ast.FunctionDef) and any(ast.unparse(each) == "property" for each in node.decorator_list):
-            if not node.name.startswith("_"):
-                annotation = "" if node.returns is None else f"`{ast.unparse(node.returns)}`"
-                yield node.name, annotation, ast.get_docstring(node) or ""
+        if isinstance(node, ast.FunctionDef) and _is_public_property(node):
+            annotation = "" if node.returns is None else f"`{ast.unparse(node.returns)}`"
+            yield node.name, annotation, ast.get_docstring(node) or ""
+
+
+def _is_public_property(node: ast.FunctionDef) -> bool:
+    return not node.name.startswith("_") and any(ast.unparse(each) == "property" for each in node.decorator_list)
 
 
 def _string(node: ast.stmt | None) -> str:

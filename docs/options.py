@@ -18,7 +18,7 @@ from paceline.cli.main import COMMANDS
 from paceline.cli.recipes import RECIPES
 from paceline.cli.tasks import find_task
 from paceline.cli.tune.command import TuneCommand
-from paceline.config.aliases import ALIASES, SHORT
+from paceline.config.aliases import SHORT, aliases_of
 from paceline.config.command_line import dashed
 from paceline.config.parse import choices, is_flag, item, length, section, sequence, variants
 from paceline.config.sections import Option, parts
@@ -84,7 +84,10 @@ def _recipe(name: str) -> Iterator[str]:
 
 def _aliases() -> str:
     short = [f"`-{letter}` is `{dashed(name)}`" for letter, name in SHORT.items()]
-    long = [f"`{dashed(other)}` is `{dashed(name)}`" for other, name in ALIASES.items()]
+    spellings: dict[str, str] = {}
+    for settings in (TrainConfig, *(find_task(recipe).Settings for recipe in RECIPES)):
+        spellings |= aliases_of(settings)
+    long = [f"`{dashed(other)}` is `{dashed(name)}`" for other, name in spellings.items()]
     return f"- Other spellings: {', '.join([*short, *long])}."
 
 

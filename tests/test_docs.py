@@ -12,7 +12,8 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from paceline.config.load import load
 from paceline.config.settings import Section, TrainConfig
 from paceline.observe.journal import read
 from paceline.recipes.asr.network.config import NetworkSettings
+from paceline.train import task
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -300,20 +302,34 @@ def test_what_is_called_ours_exists(word: str) -> None:
     else:
         owner, _, name = word.rpartition(".")
         homes = {"paceline": paceline, "Task": paceline.Task, "Engine": paceline.Engine, "Stage": paceline.Stage}
-        assert hasattr(homes[owner], name) or name in getattr(homes[owner], "__annotations__", {})
+        members = {name for kind in (homes[owner], *_PIECES[owner]) for name in (*dir(kind), *_annotations(kind))}
+        assert name in members
+
+
+_PIECES = defaultdict(tuple, Task=[kind for kind in vars(task).values() if getattr(kind, "_is_protocol", False)])
+"""Protocols that a class may also have the methods of."""
+
+
+def _annotations(kind: object) -> Iterable[str]:
+    return getattr(kind, "__annotations__", {})
 
 
 # -- the page of options -------------------------------------------------------------------------------------------
 
 
-def test_page_of_options_is_fresh() -> None:
-    spec = importlib.util.spec_from_file_location("docs_options", DOCS / "options.py")
+@pytest.mark.parametrize("name", ["options", "api"])
+def test_written_page_is_fresh(name: str) -> None:
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
+    text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    assert text == generator.page(), f"`make docs` writes docs/{name}.md anew"
+
+
+def test_page_of_options_has_every_setting() -> None:
     text = (DOCS / "options.md").read_text(encoding="utf-8")
-    assert text == generator.page(), "`make docs` writes docs/options.md anew"
     for name in {**TrainConfig.model_fields, **TrainCommand.model_fields}:
         assert re.search(rf"^\| `(?:{name}|{name.upper()})` \| [^|]+\S \| ", text, re.MULTILINE), name
 
@@ -324,7 +340,8 @@ def test_options_named_in_running_text_exist() -> None:
     for home, _ in HOMES.values():
         module, _, model = home.partition(":")
         known |= set(getattr(importlib.import_module(f"paceline.cli.{module}"), model).model_fields)
-    known |= {*EVERY_TRAIN_OPTION.model_fields, *aliases_of(EVERY_TRAIN_OPTION)}
+    known |= {*EVERY_TRAIN_OPTION.model_fields, *aliases_of(TrainConfig)}
+    known |= {name for recipe in RECIPES for name in aliases_of(find_task(recipe).Settings)}
     known |= {"config", "help", "version", "hidden", "code_optimization"}
     unknown = []
     for page in PAGES:

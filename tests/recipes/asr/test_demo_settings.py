@@ -13,6 +13,7 @@ import pytest
 from paceline.cli import demo
 from paceline.cli.options import POSITIONAL, train_options
 from paceline.config.load import load
+from paceline.core.run_folder import METRICS
 from paceline.recipes.asr.demo import speak
 from paceline.recipes.asr.demo.speak import SAMPLE_RATE, CorpusSettings, make_corpus
 from paceline.recipes.asr.network.config import NetworkSettings, read_network
@@ -100,7 +101,7 @@ SAMPLES = [{"reference": "a b", "hypothesis": "a"}]
 
 
 def closed(folder: Path, *records: dict[str, Any]) -> list[str]:
-    (folder / demo.JOURNAL).write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / METRICS).write_text("".join(json.dumps(record) + "\n" for record in records))
     return demo.closing(folder, folder / "corpus", 70.0)
 
 
