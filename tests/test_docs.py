@@ -317,6 +317,14 @@ def _annotations(kind: object) -> Iterable[str]:
 # -- the page of options -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["architecture", "glossary"])
+def test_files_that_a_page_names_exist(name: str) -> None:
+    text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    named = {path.rstrip("/") for path in re.findall(r"(?<![\w/])((?:[a-z_]+/)+(?:[a-z_]+\.py)?)(?![\w/])", text)}
+    assert len(named) > 10
+    assert sorted(path for path in named if not (ROOT / "src" / "paceline" / path).exists()) == []
+
+
 @pytest.mark.parametrize("name", ["options", "api"])
 def test_written_page_is_fresh(name: str) -> None:
     spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
