@@ -320,7 +320,10 @@ def _annotations(kind: object) -> Iterable[str]:
 @pytest.mark.parametrize("name", ["architecture", "glossary"])
 def test_files_that_a_page_names_exist(name: str) -> None:
     text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
-    named = {path.rstrip("/").removeprefix("src/paceline") for path in re.findall(r"(?<![\w/])((?:[a-z_]+/)+(?:[a-z_]+\.py)?)(?![\w/])", text)}
+    named = {
+        path.rstrip("/").removeprefix("src/paceline")
+        for path in re.findall(r"(?<![\w/])((?:[a-z_]+/)+(?:[a-z_]+\.py)?)(?![\w/])", text)
+    }
     assert len(named) > 10
     assert sorted(path for path in named if not (ROOT / "src" / "paceline" / path).exists()) == []
 
