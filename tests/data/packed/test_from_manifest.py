@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from paceline.core.disk import DiskFull
 from paceline.data.manifest.read import read_manifests
-from paceline.data.packed import from_manifest as pack_manifest
-from paceline.data.packed.from_manifest import AudioBroken, ManifestSource, RatesDiffer
+from paceline.data.packed import from_manifest
+from paceline.data.packed.from_manifest import AudioBroken, ManifestSource, RatesDiffer, cut
 from paceline.data.packed.pack import NothingToPack, pack
 from paceline.data.packed.reader import open_packed
 from tests.data.sounds import tone, write
@@ -32,7 +32,7 @@ def speech(folder: Path, *lines: Any) -> ManifestSource:
 
 def test_a_packing_may_go_on_without_what_stopped_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what was left out is not taken for whole by one that may leave out nothing."""
-    monkeypatch.setattr(pack_manifest, "PIECE_S", 0.4)
+    monkeypatch.setattr(from_manifest, "PIECE_S", 0.4)
     write(tmp_path / "good.wav", tone(0.5))
     (tmp_path / "bad.wav").write_text("no")
     names = ["good", "good", "good", "bad"]
@@ -102,7 +102,7 @@ def test_a_recording_that_has_changed_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int | None
 ) -> None:
     """One that was broken and is mended: the others stay. One that was packed already: not as it was then."""
-    monkeypatch.setattr(pack_manifest, "PIECE_S", 0.4)
+    monkeypatch.setattr(from_manifest, "PIECE_S", 0.4)
     sounds = [tone(0.5, hertz=100.0 * (number + 1)) for number in range(6)]
     paths = [write(tmp_path / f"{number}.wav", sound) for number, sound in enumerate(sounds)]
     paths[5].write_bytes(paths[5].read_bytes()[:5000])
@@ -138,7 +138,7 @@ def test_a_packed_source_that_has_changed_is_read_again(tmp_path: Path) -> None:
 
 def test_bad_rows_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where pieces have none but bad ones: at the beginning, between and at the end."""
-    monkeypatch.setattr(pack_manifest, "PIECE_S", 0.4)
+    monkeypatch.setattr(from_manifest, "PIECE_S", 0.4)
     write(tmp_path / "good.wav", tone(0.5))
     (tmp_path / "bad.wav").write_text("no")
     names = ["good", "bad", "bad", "bad", "good", "good", "bad", "bad"]
@@ -155,14 +155,8 @@ def test_bad_rows_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert done.num_rows == len(rows) - len(bad)
 
 
-@given(st.lists(st.floats(0.1, 400), min_size=1, max_size=60), st.one_of(st.none(), st.integers(1, 10**8)))
-def test_pieces_are_all_rows_once(seconds: list[float], most_bytes: int | None) -> None:
-    class Lengths:
-        durations = np.array(seconds)
-
-    source = ManifestSource.__new__(ManifestSource)
-    source._manifest, source._rate = Lengths(), 16000  # type: ignore[assignment]
-    cuts = source.cuts(most_bytes)
+@given(st.lists(st.floats(0.1, 400), min_size=1, max_size=60), st.floats(1e-3, 1000))
+def test_pieces_are_all_rows_once(seconds: list[float], limit: float) -> None:
+    cuts = cut(np.array(seconds), limit)
     assert [row for rows in cuts for row in rows] == list(range(len(seconds)))
-    limit = min(pack_manifest.PIECE_S, np.inf if most_bytes is None else most_bytes / 32000)
     assert all(sum(seconds[row] for row in rows) <= limit * (1 + 1e-9) for rows in cuts if len(rows) > 1)

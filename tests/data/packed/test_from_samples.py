@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,7 @@ import torch
 from paceline.core.disk import CannotWrite
 from paceline.data.collate import stack_collate
 from paceline.data.fetch import Fetch, Request, seed_everything
-from paceline.data.packed import from_samples as pack_samples
-from paceline.data.packed import writer as hdf_write
+from paceline.data.packed import from_samples
 from paceline.data.packed.dataset import PackedDataset
 from paceline.data.packed.errors import NoSuchStream
 from paceline.data.packed.from_samples import NotPackable
@@ -26,7 +26,7 @@ from tests.data.packing import Sentences, assert_whole, packed
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_samples, "ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(from_samples, "ROWS_AT_ONCE", 4)
 
 
 class Random:
@@ -66,7 +66,7 @@ def _stopped(out: Path, data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(hdf_write.os, "pwrite", full)
+        patch.setattr(os, "pwrite", full)
         with pytest.raises(CannotWrite):
             packed(out, data)
 

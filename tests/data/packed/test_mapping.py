@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.data.packed import reader as hdf
+from paceline.data.packed import reader
 from paceline.data.packed.mapping import available_bytes, mapped, stays_cached
 from paceline.data.packed.reader import Packed, open_packed
 from tests.data.packing import Sentences, packed
@@ -205,7 +205,7 @@ def test_only_what_stays_is_read_in_large_pieces(
     data = open_packed(tmp_path / "a.h5")
     total = sum(file.streams["features"].nbytes for file in data.files)
     assert max(file.streams["features"].nbytes for file in data.files) < total // 2
-    monkeypatch.setattr(hdf, "available_bytes", lambda: 2 * total - (not is_kept))
+    monkeypatch.setattr(reader, "available_bytes", lambda: 2 * total - (not is_kept))
     rows = touched(data)
     assert [is_advised(file.path) for file in data.files] == [[is_kept]] * len(data.files)
     for row, values in enumerate(rows):

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.core.disk import DiskFull
-from paceline.data.packed import from_samples as pack_samples
-from paceline.data.packed import writer as hdf_write
+from paceline.data.packed import from_samples
 from paceline.data.packed.errors import PackedUnreadable
 from paceline.data.packed.pack import PackExists, WorkerDied, bytes_left
 from paceline.data.packed.parts import OtherParts
@@ -27,7 +26,7 @@ from tests.data.packing import NUMBER, Sentences, assert_whole, packed
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_samples, "ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(from_samples, "ROWS_AT_ONCE", 4)
 
 
 def _kill_packer(at: int) -> Callable[[int], None]:
@@ -88,7 +87,7 @@ def test_an_end_that_fails_costs_no_piece(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(hdf_write.os, "pwrite", full)
+        patch.setattr(os, "pwrite", full)
         with pytest.raises(DiskFull, match="a.h5 cannot be written: No space left") as caught:
             packed(out)
     assert re.match(r"about [\d.]+ kB more are needed there, and .* are free: make room", caught.value.hint)
@@ -115,7 +114,7 @@ def test_a_disk_that_lies_is_found_out(tmp_path: Path, monkeypatch: pytest.Monke
     def lies(descriptor: int, raw: Any, at: int) -> int:
         return len(raw)
 
-    monkeypatch.setattr(hdf_write.os, "pwrite", lies)
+    monkeypatch.setattr(os, "pwrite", lies)
     with pytest.raises(PackedUnreadable, match="is not what was written"):
         packed(tmp_path / "a.h5")
     assert not (tmp_path / "a.h5").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,10 +13,8 @@ from typing import Any
 import h5py
 import pytest
 
-from paceline.data.packed import from_samples as pack_samples
+from paceline.data.packed import from_samples, parts, returnn, writer
 from paceline.data.packed import pack as packing
-from paceline.data.packed import parts as pack_parts
-from paceline.data.packed import writer as hdf_write
 from paceline.data.packed.dataset import PackedDataset
 from paceline.data.packed.layout import Shards
 from paceline.data.packed.parts import OtherParts
@@ -37,7 +36,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
             make(number)
             yield number
 
-    monkeypatch.setattr(pack_samples, "ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(from_samples, "ROWS_AT_ONCE", 3)
     monkeypatch.setattr(packing, "in_processes", here)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the machine stays up, and this is slow
 
@@ -54,9 +53,9 @@ def kill_at(patch: pytest.MonkeyPatch, step: int) -> None:
 
         return change
 
-    for where, name in ((os, "replace"), (Path, "unlink"), (Path, "mkdir"), (pack_parts.shutil, "rmtree")):
+    for where, name in ((os, "replace"), (Path, "unlink"), (Path, "mkdir"), (shutil, "rmtree")):
         patch.setattr(where, name, counted(getattr(where, name)))
-    for module in (hdf_write, pack_parts):
+    for module in (writer, parts, returnn):
         patch.setattr(module, "sync", counted(module.sync))
 
 
@@ -136,7 +135,7 @@ def test_files_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Without `--force` nothing that was there is changed, whatever its name; with it, only what is replaced."""
     out = tmp_path / "a.h5"
     tokens = itertools.chain(["00000000", "00000001"], (f"{number:08x}" for number in itertools.count(2)))
-    monkeypatch.setattr(pack_parts.secrets, "token_hex", lambda size: next(tokens))
+    monkeypatch.setattr(secrets, "token_hex", lambda size: next(tokens))
     others = [tmp_path / name for name in ("a-00000.h5", "a-00000000-00000.h5", "a-00000000-notes.h5")]
     for path in others:
         path.write_text("mine")
@@ -161,7 +160,7 @@ def test_a_file_in_the_place_of_an_old_shard_stays(tmp_path: Path) -> None:
     names = [f"a-{number:05d}.h5" for number in range(len(found.files))]
     for path, name in zip(found.files, names, strict=True):
         path.rename(tmp_path / name)
-    hdf_write.write_shards(out, list(zip(names, found.num_rows, strict=True)), found.pack)
+    writer.write_shards(out, list(zip(names, found.num_rows, strict=True)), found.pack)
     packed(tmp_path / "other.h5", AFTER)
     (tmp_path / "other.h5").rename(tmp_path / names[1])
     packed(out, AFTER, force=True)

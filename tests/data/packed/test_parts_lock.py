@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -11,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.data.packed import from_samples as pack_samples
-from paceline.data.packed import parts as pack_lock
+from paceline.data.packed import from_samples, parts
 from paceline.data.packed.pack import PackExists
 from paceline.data.packed.parts import PackBusy, locked
 from tests.crash import KILLED
@@ -24,7 +24,7 @@ OPTIONS = {"shard_bytes": 2000, "processes": 1}
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_samples, "ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(from_samples, "ROWS_AT_ONCE", 4)
 
 
 @contextmanager
@@ -85,17 +85,17 @@ def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:
 def test_a_lock_of_a_file_that_is_gone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who held it removes it with the folder: another may have opened it before, and gets it then."""
     out, folder = tmp_path / "a.h5", tmp_path / "a.h5.parts"
-    real = pack_lock.fcntl.flock
+    real = fcntl.flock
 
     def late(descriptor: int, how: int) -> None:
-        monkeypatch.setattr(pack_lock.fcntl, "flock", real)
-        (folder / pack_lock.LOCK).unlink()
+        monkeypatch.setattr(fcntl, "flock", real)
+        (folder / parts.LOCK).unlink()
         folder.rmdir()
         real(descriptor, how)
 
-    monkeypatch.setattr(pack_lock.fcntl, "flock", late)
+    monkeypatch.setattr(fcntl, "flock", late)
     with locked(out, folder):
-        assert f"pid {os.getpid()} on " in (folder / pack_lock.LOCK).read_text()
+        assert f"pid {os.getpid()} on " in (folder / parts.LOCK).read_text()
         with pytest.raises(PackBusy):
             locked(out, folder).__enter__()
     assert not folder.exists()

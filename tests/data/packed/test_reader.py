@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.data.packed import reader as hdf
+from paceline.data.packed import reader
 from paceline.data.packed.dataset import PackedDataset
 from paceline.data.packed.errors import PackedUnreadable
 from paceline.data.packed.reader import open_packed
@@ -156,7 +156,7 @@ def test_a_file_that_changes_while_it_is_used(tmp_path: Path) -> None:
 
 def test_a_file_that_is_cut_short_while_it_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next touch of what is gone would end the process by SIGBUS."""
-    monkeypatch.setattr(hdf, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(reader, "LOOK_EVERY_S", 0.0)
     path, kept = tmp_path / "a.h5", tmp_path / "kept.h5"
     packed(path)
     stream = open_packed(path).stream("features")

@@ -114,14 +114,7 @@ class ManifestSource:
 
     def cuts(self, most_bytes: int | None) -> list[range]:
         seconds = PIECE_S if most_bytes is None else min(PIECE_S, most_bytes / (2 * self._rate))
-        ends = np.cumsum(self._manifest.durations)
-        cuts, first = [], 0
-        while first < len(ends):
-            begin = ends[first - 1] if first else 0.0
-            last = max(first + 1, int(np.searchsorted(ends, begin + seconds, side="right")))
-            cuts.append(range(first, last))
-            first = last
-        return cuts
+        return cut(self._manifest.durations, seconds)
 
     def stamp(self, rows: range) -> str:
         """Return a digest of sizes and times of change of the recordings; texts are in the fingerprint."""
@@ -193,6 +186,18 @@ class ManifestSource:
     def _tag(self, row: int) -> str:
         name, manifest = self._manifest.audio_names[row], self._manifest
         return f"{name}#{manifest.offset(row):g}" if manifest.is_part(row) else name
+
+
+def cut(durations: NDArray[np.float64], most_seconds: float) -> list[range]:
+    """Cut rows into ranges of at most this length together; a longer row has a range of its own."""
+    ends = np.cumsum(durations)
+    ranges, first = [], 0
+    while first < len(ends):
+        begin = ends[first - 1] if first else 0.0
+        end = max(first + 1, int(np.searchsorted(ends, begin + most_seconds, side="right")))
+        ranges.append(range(first, end))
+        first = end
+    return ranges
 
 
 def _first_rate(manifest: Manifest, skip_bad: bool) -> int:
