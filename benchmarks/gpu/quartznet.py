@@ -33,7 +33,7 @@ from table import Row, parser, show
 
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
-from paceline.recipes.asr.fast.accelerate import accelerate
+from paceline.recipes.asr.fast import accelerate
 from paceline.recipes.asr.network.config import NetworkSettings, read_network
 from paceline.recipes.asr.network.encoder import Decoder, Encoder
 from paceline.recipes.asr.text.ctc import ctc_loss_sum

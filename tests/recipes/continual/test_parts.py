@@ -46,7 +46,7 @@ def test_class_incremental_shares_classes_and_loses_nothing() -> None:
 
 def test_any_labelled_data_set_will_do() -> None:
     pairs = [(np.full((1, 2, 2), number, np.uint8), number % 3) for number in range(9)]
-    parts = incremental.task_incremental((pairs, pairs), 3)  # type: ignore[arg-type]
+    parts = incremental.class_incremental((pairs, pairs), 3)  # type: ignore[arg-type]
     assert [part.test().x[:, 0, 0, 0].tolist() for part in parts] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
 
 

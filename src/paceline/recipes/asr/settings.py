@@ -19,7 +19,7 @@ from paceline.config.settings import (
     free,
 )
 from paceline.core.paths import AbsolutePath
-from paceline.recipes.asr.data.sets import SetWord
+from paceline.recipes.asr.data.validation_sets import SetWord
 from paceline.recipes.asr.network.config import NetworkSettings, read_network
 from paceline.recipes.asr.sound.perturb import PerturbSettings
 from paceline.recipes.asr.text.labels import TextMode

@@ -78,7 +78,7 @@ class Asr(Task):
         return ladder(data, self.settings.network) if self.settings.level == 4 else collate
 
     def accelerate(self, model: nn.Module) -> Sequence[str]:
-        from paceline.recipes.asr.fast.accelerate import accelerate  # needs Triton, there wherever kernels are offered
+        from paceline.recipes.asr.fast import accelerate  # needs Triton, there wherever kernels are offered
 
         assert isinstance(model, AcousticModel)
         return accelerate(model.encoder)

@@ -59,12 +59,6 @@ def class_incremental(split: Split, num_tasks: int, order: Sequence[int] | None 
     ]
 
 
-def task_incremental(split: Split, num_tasks: int, order: Sequence[int] | None = None) -> list[Experience]:
-    """The same experiences; in the scenario `task` a loss and a prediction choose among the classes of the example's
-    task alone."""
-    return class_incremental(split, num_tasks, order)
-
-
 def domain_incremental(split: Split, views: Sequence[Callable[[Tensor], Tensor]]) -> list[Experience]:
     """Each experience has all classes and all examples, seen through one of the `views` (batch in, batch out)."""
     train, test = (labelled(part) for part in split)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.recipes.asr.exchange import nemo_yaml
 from paceline.recipes.asr.network.config import (
     ENGLISH,
     BlockSettings,
@@ -192,13 +191,6 @@ def test_the_default_of_squeeze_and_excite_differs_between_nemo_0_and_1() -> Non
         blocks[3]["se"] = True
     assert read_network(old).blocks[3].se_reduction_ratio == 16
     assert read_network(new).blocks[3].se_reduction_ratio == 8
-
-
-def test_the_longest_utterance_is_known() -> None:
-    assert nemo_yaml.max_seconds(nemo_0()) == 16.7
-    assert nemo_yaml.max_seconds(nemo_1()) == 12.5
-    assert nemo_yaml.max_seconds({"model": nemo_1()}) == 12.5
-    assert nemo_yaml.max_seconds({"blocks": []}) is None
 
 
 def test_labels_may_be_one_text() -> None:

@@ -34,7 +34,7 @@ blocks:
 def shipped_text(name: str) -> str:
     from importlib import resources
 
-    return (resources.files("paceline.recipes.asr") / "networks" / f"{name}.yaml").read_text()
+    return (resources.files("paceline.recipes.asr.network") / "shipped" / f"{name}.yaml").read_text()
 
 
 def narrow(name: str, factor: int) -> str:

@@ -16,14 +16,19 @@ from paceline.recipes.asr.text.labels import (
     ENGLISH,
     BadLabels,
     Labels,
+    Normalized,
     Normalizer,
     OutsideLabels,
     TextMode,
     TextReport,
     encode_all,
-    normalize,
     required_frames,
 )
+
+
+def normalize(text: str, labels: Labels, mode: TextMode) -> Normalized:
+    return Normalizer(labels, mode)(text)
+
 
 UPPER = Labels((" ", *"ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
 CHINESE = Labels(("你", "好", "世", "界"))

@@ -22,7 +22,7 @@ from paceline.data.manifest.columns import Manifest
 from paceline.data.manifest.read import Reading, read_manifests
 from paceline.observe.bars import SideBar
 from paceline.recipes.asr.data.packing import check_packed
-from paceline.recipes.asr.data.sets import name_sets
+from paceline.recipes.asr.data.validation_sets import name_sets
 from paceline.recipes.asr.network.config import NetworkSettings
 from paceline.recipes.asr.settings import AsrSettings
 from paceline.recipes.asr.sound.features import LogMel

@@ -46,10 +46,3 @@ def phrase(dice: random.Random) -> str:
         return " ".join(dice.choice(DIGITS) for _ in range(dice.randint(1, MAX_DIGITS)))
     chosen = {slot: dice.choice(words) for slot, words in _CHOICES.items()}
     return dice.choice(_COMMANDS).format(**chosen)
-
-
-def vocabulary() -> frozenset[str]:
-    """Every word that a phrase may hold."""
-    fixed = " ".join(_COMMANDS).split()
-    slots = " ".join(word for words in _CHOICES.values() for word in words).split()
-    return frozenset(word for word in (*fixed, *slots, *DIGITS) if not word.startswith("{"))

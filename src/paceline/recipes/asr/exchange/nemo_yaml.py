@@ -144,13 +144,6 @@ def translate(document: Document) -> Translated:
     return _Translator(document).translate()
 
 
-def max_seconds(value: Mapping[str, Any]) -> float | None:
-    """The longest training utterance that a NeMo file wants, if it says."""
-    data = _mapping(value.get("AudioToTextDataLayer")) or _mapping(_mapping(value.get("model", value)).get("train_ds"))
-    longest = _mapping(data.get("train")).get("max_duration", data.get("max_duration"))
-    return float(longest) if isinstance(longest, int | float) else None
-
-
 class _Translator:
     def __init__(self, document: Document) -> None:
         self.document = document

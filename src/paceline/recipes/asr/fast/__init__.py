@@ -1,0 +1,20 @@
+"""Faster ways to train an encoder, by layout and by kernels."""
+
+from __future__ import annotations
+
+from paceline.recipes.asr.network.encoder import Encoder
+
+
+def accelerate(encoder: Encoder) -> list[str]:
+    """Train through our kernels from now on, or else through the library's in the layout that they want.
+
+    Return what is not done by our kernels, and why.
+    """
+    from paceline.recipes.asr.fast import channels_last, fused  # fused needs Triton
+
+    reasons = fused.accelerate(encoder)
+    if not reasons:
+        return []
+    channels_last.accelerate(encoder)
+    others = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+    return [f"{reasons[0]}{others}; the library's convolutions instead, with channels last in memory"]

@@ -21,7 +21,7 @@ from paceline.speed.time_conv import time_conv
 
 
 def accelerate(encoder: Encoder) -> None:
-    """From now on train with channels last; `fused.restore` undoes it."""
+    """Train with channels last from now on."""
     encoder.forward = MethodType(_forward, encoder)  # type: ignore[method-assign]
 
 

@@ -31,15 +31,6 @@ def accelerate(encoder: Encoder) -> list[str]:
     return reasons
 
 
-def restore(encoder: Encoder) -> None:
-    """Back to the plain modules."""
-    encoder.__dict__.pop("forward", None)
-
-
-def is_accelerated(encoder: Encoder) -> bool:
-    return "forward" in encoder.__dict__
-
-
 def obstacles(encoder: Encoder) -> list[str]:
     """What of this network the kernels cannot do."""
     reasons = []

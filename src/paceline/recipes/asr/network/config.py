@@ -239,7 +239,7 @@ def _shipped(name: str) -> NetworkSettings:
 
 
 def _folder() -> Any:
-    return resources.files("paceline.recipes.asr") / "networks"
+    return resources.files("paceline.recipes.asr.network") / "shipped"
 
 
 def build_network(document: Document) -> NetworkSettings:

@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from paceline.config.settings import Fraction, Positive, PositiveFloat, Section
 from paceline.core.errors import PacelineError
 from paceline.core.keys_torch import normal
+from paceline.recipes.asr.sound.key_streams import KeyStream
 
 STD_GUARD = 1e-5
 """Added to the standard deviation, as the reference does."""
-DITHER_STREAM = 1
-"""Keeps the noise of a key apart from other numbers drawn for it."""
 FRAMES_AT_ONCE = {"cpu": 1024, "cuda": 131072}
 """Spectra held at a time: on a CPU what the cache holds, on a GPU what fits beside a model (1.3 GB at 512 points)."""
 
@@ -140,7 +139,7 @@ class LogMel(nn.Module):
         if self.training and self.settings.dither > 0:
             if keys is None:
                 keys = torch.randint(2**62, (len(audio),), device=audio.device)
-            signal.add_(normal(keys, DITHER_STREAM, audio.shape[1]), alpha=self.settings.dither)
+            signal.add_(normal(keys, KeyStream.DITHER, audio.shape[1]), alpha=self.settings.dither)
         energies = self._log_energies(self._with_edges(signal, lengths), self.num_frames(audio.shape[1]))
         frames = self.num_frames(lengths)
         return self._normalized(energies, frames), frames

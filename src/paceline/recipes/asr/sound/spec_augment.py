@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from paceline.config.settings import Section
 from paceline.core.keys_torch import below, keyed
+from paceline.recipes.asr.sound.key_streams import KeyStream
 
 Count = Annotated[int, Field(ge=0)]
-FREQ_STREAM, TIME_STREAM, RECT_FREQ_STREAM, RECT_TIME_STREAM = 2, 3, 4, 5
-"""Keep the numbers of a key apart from each other and from the front end's."""
 
 
 class SpecAugmentSettings(Section):
@@ -63,17 +62,17 @@ class SpecAugment(nn.Module):
         mels, frames = features.shape[1], features.shape[2]
         keys, lengths = keys[:, None], lengths[:, None]
 
-        def bands(stream: int, number: int, width: int) -> Tensor:
+        def bands(stream: KeyStream, number: int, width: int) -> Tensor:
             return _covered(*_spans(keys, stream, number, min(width, mels), mels), mels)
 
-        def stretches(stream: int, number: int, width: float) -> Tensor:
+        def stretches(stream: KeyStream, number: int, width: float) -> Tensor:
             return _covered(*_spans(keys, stream, number, _widest(width, lengths), lengths), frames)
 
-        in_bands = bands(FREQ_STREAM, settings.freq_masks, settings.freq_width).any(1)
-        in_stretches = stretches(TIME_STREAM, settings.time_masks, settings.time_width).any(1)
+        in_bands = bands(KeyStream.FREQ_MASKS, settings.freq_masks, settings.freq_width).any(1)
+        in_stretches = stretches(KeyStream.TIME_MASKS, settings.time_masks, settings.time_width).any(1)
         hidden = in_bands[:, :, None] | in_stretches[:, None, :]
-        tall = bands(RECT_FREQ_STREAM, settings.rect_masks, settings.rect_freq)
-        long = stretches(RECT_TIME_STREAM, settings.rect_masks, settings.rect_time)
+        tall = bands(KeyStream.RECT_FREQ, settings.rect_masks, settings.rect_freq)
+        long = stretches(KeyStream.RECT_TIME, settings.rect_masks, settings.rect_time)
         for mask in range(settings.rect_masks):
             hidden = hidden | (tall[:, mask, :, None] & long[:, mask, None, :])
         return features.masked_fill(hidden, 0.0)
@@ -89,9 +88,11 @@ def _widest(width: float, lengths: Tensor) -> Tensor:
     return torch.minimum(widest, lengths)
 
 
-def _spans(keys: Tensor, stream: int, number: int, widest: int | Tensor, extent: int | Tensor) -> tuple[Tensor, Tensor]:
-    """Start and width of so many masks along an axis: (batch, number) each."""
-    masks = torch.arange(number, device=keys.device)
+def _spans(
+    keys: Tensor, stream: KeyStream, num_masks: int, widest: int | Tensor, extent: int | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return start and width of masks along an axis: (batch, num_masks) each."""
+    masks = torch.arange(num_masks, device=keys.device)
     width = below(keyed(keys, stream, masks, 0), widest + 1)
     start = below(keyed(keys, stream, masks, 1), extent - width + 1)
     return start, width

@@ -223,11 +223,6 @@ class Normalizer:
         return text.translate(self._plain)
 
 
-def normalize(text: str, labels: Labels, mode: TextMode) -> Normalized:
-    """One text in labels only. For many texts make a `Normalizer` once, or use `encode_all`."""
-    return Normalizer(labels, mode)(text)
-
-
 @dataclass
 class TextReport:
     """What normalising did to all texts of a data set, to be said before training."""
