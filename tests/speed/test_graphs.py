@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.speed.graphs import CudaRecorder, Graphs, Recorder, detached, mapped, signature, tensors
+from paceline.core.tree import map_leaves
+from paceline.speed.graphs import CudaRecorder, Graphs, Recorder, detached, signature, tensors
 
 
 class Again:
@@ -189,7 +190,7 @@ def test_a_loss_that_waits_for_the_gpu_runs_plainly() -> None:
 def test_structures() -> None:
     data = make_data(4, 0, CPU)
     assert signature(list(tensors(data))) == (((4, 5), torch.float32), ((4,), torch.int64))
-    doubled = mapped(lambda tensor: 2 * tensor, data)
+    doubled = map_leaves(lambda tensor: 2 * tensor, data, torch.Tensor)
     assert torch.equal(doubled["rest"][0], 2 * data["rest"][0])
     with pytest.raises(TypeError, match="not of str"):
         list(tensors({"name": "a"}))

@@ -1,4 +1,4 @@
-"""Samples into one grain: stacked where shapes agree, padded where the task asks for it."""
+"""Collating samples into the data of one grain: stacked, or padded where lengths differ."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from paceline.core.errors import PacelineError
 class ShapesDiffer(PacelineError):
     """Samples of one grain cannot be stacked."""
 
+    reason: str
+    sentence = "the samples of one grain differ in shape and cannot be stacked: {reason}"
     hint = "give your task `collate = staticmethod(paceline.pad_collate)`, or a collate of its own"
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"the samples of one grain differ in shape and cannot be stacked: {reason}")
-        self.reason = reason
 
 
 def stack_collate(samples: list[Any]) -> Any:

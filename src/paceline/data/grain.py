@@ -1,34 +1,25 @@
-"""What a step is made of: a global batch, cut into grains that never depend on the number of ranks."""
+"""A global batch and its grains, the micro-batches that never depend on the number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.core.tree import map_leaves
+
 
 def map_tensors(change: Callable[[torch.Tensor], Any], data: Any) -> Any:
-    """Apply `change` to every tensor in nested tuples, lists and dictionaries."""
-    if isinstance(data, torch.Tensor):
-        return change(data)
-    if isinstance(data, Mapping):
-        return {name: map_tensors(change, value) for name, value in data.items()}
-    if is_dataclass(data) and not isinstance(data, type):
-        return replace(data, **{entry.name: map_tensors(change, getattr(data, entry.name)) for entry in fields(data)})
-    if isinstance(data, tuple):
-        mapped = [map_tensors(change, value) for value in data]
-        return type(data)(*mapped) if hasattr(data, "_fields") else tuple(mapped)
-    if isinstance(data, list):
-        return [map_tensors(change, value) for value in data]
-    return data
+    """Apply `change` to every tensor in nested tuples, lists, dictionaries and dataclasses."""
+    return map_leaves(change, data, torch.Tensor)
 
 
 class Grain:
-    """One collated micro-batch, the unit the model sees.
+    """One collated micro-batch, the unit that the model sees.
 
     `grain.x` and `grain["x"]` read a dictionary's entries; `x, y = grain` unpacks a tuple, whose first two entries are
     also `grain.x` and `grain.y`. `samples` are the ids of its samples in the data set.
@@ -77,7 +68,7 @@ class Grain:
         return Grain(moved, self.number, self.samples)
 
     def shapes(self) -> str:
-        """The shapes inside, for messages."""
+        """Return the shapes inside, for messages."""
         return _describe(self.data)
 
 
@@ -103,14 +94,14 @@ class Batch:
     num_samples: int
     """Over all ranks."""
     count: float
-    """What the loss is divided by, over all ranks: known before the first backward."""
+    """Denominator of the loss over all ranks, known before the first backward."""
     grains: list[Grain]
     """This rank's, by ascending number."""
     is_last: bool = False
-    """No rank has data after this one; always False for data of unknown length on several ranks."""
+    """True if no rank has data after this one; always False for data of unknown length on several ranks."""
     has_next: bool = True
-    """This rank has data after this one."""
+    """True if this rank has data after this one."""
     own_count: float = 0.0
-    """This rank's part of `count`, which a step of its own (`reduce: param`) is divided by."""
+    """This rank's part of `count`: the denominator of a step of its own (`reduce: param`)."""
     samples: NDArray[np.int64] | None = None
     """Ids of the whole global batch, grain after grain where no lengths decide; None for data of unknown length."""

@@ -1,4 +1,4 @@
-"""One global batch into grains, and grains onto ranks: pure arithmetic on lengths, balanced by padded cost."""
+"""Cutting a batch into grains and assigning them to ranks: pure arithmetic on lengths, balanced by padded cost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CUT_TOLERANCE = 1 / 512
 
 
 def cut(lengths: Numbers | None, num_samples: int, grains: int) -> list[Ids]:
-    """Positions of a batch's samples, grain by grain; the longest sample of a grain comes first.
+    """Return the positions of a batch's samples, grain by grain; the longest sample of a grain comes first.
 
     Equal or unknown lengths: contiguous pieces in the batch's order, as `np.array_split` makes them. Otherwise the
     samples go by length, longest first (equal ones in the batch's order), and are cut where the costliest grain
@@ -44,7 +44,7 @@ def cut(lengths: Numbers | None, num_samples: int, grains: int) -> list[Ids]:
 
 
 def assign(costs: Sequence[float], size: int) -> list[list[int]]:
-    """Whole grains to `size` ranks: the costliest first, each to the least loaded rank (Graham's LPT rule).
+    """Assign whole grains to `size` ranks: the costliest first, each to the least loaded rank (Graham's LPT rule).
 
     No rank exceeds (4/3 - 1/(3 size)) times the best possible. Ties go to the rank with fewer grains, then the lower
     one, so equal costs are dealt in turn.
@@ -62,7 +62,7 @@ def assign(costs: Sequence[float], size: int) -> list[list[int]]:
 
 @lru_cache(maxsize=64)
 def grain_ranks(num_samples: int, num_grains: int, size: int) -> tuple[int, ...]:
-    """The rank of each grain of a batch that was cut without lengths, so that everyone knows who has which sample."""
+    """Return the rank of each grain of a batch that was cut without lengths: all ranks know who has which sample."""
     costs = [float(len(piece)) for piece in cut(None, num_samples, num_grains)]
     ranks = [0] * len(costs)
     for rank, numbers in enumerate(assign(costs, size)):
@@ -76,7 +76,7 @@ def _even_ends(start: int, stop: int, num_pieces: int) -> list[int]:
 
 
 def _balanced_ends(descending: Sequence[float], num_grains: int) -> list[int]:
-    """Where grains end so that the largest of samples x longest is minimal, to within `CUT_TOLERANCE`."""
+    """Return the ends of grains for which the largest of samples x longest is minimal, to within `CUT_TOLERANCE`."""
     num_samples = len(descending)
     outliers: list[int] = []
     start = 0
@@ -101,9 +101,10 @@ def _balanced_ends(descending: Sequence[float], num_grains: int) -> list[int]:
 
 
 def _fill(descending: Sequence[float], start: int, num_grains: int, max_cost: float) -> list[int]:
-    """Ends of grains that each take as many samples as `max_cost` allows; empty if the last one cannot take the rest.
+    """Return the ends of grains that each take as many samples as `max_cost` allows.
 
-    Taking all that fits is optimal: what is left is then fewest and shortest. MIN_GRAIN is kept for each later grain.
+    Empty if the last grain cannot take the rest. Taking all that fits is optimal: what is left is then fewest and
+    shortest. MIN_GRAIN is left for each later grain.
     """
     num_samples = len(descending)
     ends = []
@@ -119,7 +120,7 @@ def _fill(descending: Sequence[float], start: int, num_grains: int, max_cost: fl
 
 
 def by_length(lengths: Numbers, *, descending: bool = False) -> Ids:
-    """Positions by length; equal lengths keep their order in both directions."""
+    """Return the positions by length; equal lengths keep their order in both directions."""
     if not descending:
         return np.argsort(lengths, kind="stable")
     # Reversed twice rather than negated: unsigned lengths have no negative.

@@ -1,4 +1,4 @@
-"""The order of data as a pure function: which samples make a step, cut into which grains, on which rank.
+"""The order of data as a pure function: the samples of each step, cut into grains, on each rank.
 
 A `Plan` is built from numbers alone and never changes, so every rank computes the same one without talking, any step is
 found in O(1), and nothing but (epoch, step) has to be stored to go on in mid-epoch, also on another number of ranks.
@@ -33,35 +33,36 @@ _ORDER_KEY = 0x706C616E  # the second word of the Philox key, so that other user
 class LengthsNeeded(PacelineError):
     """A setting works on the lengths of samples, and there are none."""
 
-    def __init__(self, setting: str, instead: str) -> None:
-        super().__init__(f"`{setting}` needs the length of every sample, but this data set gives none")
-        self.setting = setting
-        self.hint = f"give one length per sample (seconds, frames, tokens), or set {instead}"
+    setting: str
+    instead: str
+    sentence = "`{setting}` needs the length of every sample, but this data set gives none"
+    hint = "give one length per sample (seconds, frames, tokens), or set {instead}"
 
 
 class BadSampleNumbers(PacelineError):
     """Lengths or counts that no plan can be made of; `index` is the first wrong sample, None if all are wrong."""
 
-    def __init__(self, name: str, why: str, index: int | None = None) -> None:
-        super().__init__(f"`{name}` cannot be used: {why}")
-        self.name = name
-        self.index = index
-        self.hint = f"give `{name}` as one number from 0 to 2**53 per sample, in the order of the data set"
+    name: str
+    why: str
+    index: int | None = None
+    sentence = "`{name}` cannot be used: {why}"
+    hint = "give `{name}` as one number from 0 to 2**53 per sample, in the order of the data set"
 
 
 class BadPlanSetting(PacelineError):
     """A setting of the data order that cannot work."""
 
-    def __init__(self, setting: str, value: object, why: str, hint: str) -> None:
-        super().__init__(f"`{setting}` is {value!r}: {why}")
-        self.setting = setting
-        self.value = value
-        self.hint = hint
+    setting: str
+    value: object
+    why: str
+    advice: str
+    sentence = "`{setting}` is {value!r}: {why}"
+    hint = "{advice}"
 
 
 @dataclass(frozen=True)
 class BatchRule:
-    """What makes one global batch: a cap on samples and, if set, on padded cost (samples x longest length).
+    """Size of one global batch: a cap on samples and, if set, on padded cost (samples x longest length).
 
     A single sample above `max_cost` is a batch of its own.
     """
@@ -79,7 +80,7 @@ class BatchRule:
 
 @dataclass(slots=True)  # not frozen: it is made at every step, and freezing costs more than the rest
 class Share:
-    """What one rank does in one step: its whole grains, beside the size of the whole step.
+    """The part of one rank in one step: its whole grains, beside the size of the whole step.
 
     `num_grains`, `num_samples` and `count` are of the global batch, known before the first backward;
     `numbers`, `grains` and `own_count` are this rank's, empty and 0 where there are fewer grains than ranks.
@@ -98,7 +99,7 @@ class Share:
 class Plan:
     """The data of one epoch: global batches of sample ids, each cut into grains that do not depend on the world size.
 
-    `counts` are what a loss is divided by (tokens, frames) and default to one per sample. With `partition_epoch` P,
+    `counts` are the denominators of the loss (tokens, frames) and default to one per sample. With `partition_epoch` P,
     epoch e is part e % P of the order of full epoch e // P. `stream` gives another order of the same epoch
     (rank + 1 for `random_seed_offset`). Of `seed`, the low 64 bits count.
     """
@@ -128,9 +129,9 @@ class Plan:
 
         full_epoch, part = divmod(epoch, partition_epoch)
         random = _generator(seed, full_epoch, stream)
-        kept = _part(num_samples, partition_epoch, part)
+        epoch_part = _part(num_samples, partition_epoch, part)
         bins = bins or DEFAULT_BINS.get(order, 1)
-        self._order = _arrange(order, num_samples, sample_lengths, bins, kept, random)
+        self._order = _arrange(order, num_samples, sample_lengths, bins, epoch_part, random)
         # Kept in the order of the plan: a step reads one contiguous slice, and the caller's arrays may change.
         self._lengths = None if sample_lengths is None else sample_lengths[self._order]
         self._counts = None if sample_counts is None else sample_counts[self._order]
@@ -147,35 +148,37 @@ class Plan:
         self._batch_order = random.permutation(self.num_steps) if order == "bucket" else None
 
     def batch(self, step: int) -> Ids:
-        """Ids of the samples of the global batch."""
+        """Return the ids of the samples of the global batch."""
         return self._order[self._span(step)].astype(np.int64)
 
     def grains(self, step: int) -> list[Ids]:
-        """The global batch cut into grains."""
+        """Return the global batch cut into grains."""
         span = self._span(step)
         ids = self._order[span].astype(np.int64)
         return [ids[piece] for piece in self._cut(span)]
 
     def count(self, step: int) -> int | float:
-        """What the summed loss of the step is divided by."""
+        """Return the denominator of the step's summed loss."""
         return self._count(self._span(step))
 
     def share(self, step: int, rank: int, size: int) -> Share:
-        """The grains of one rank out of `size`, balanced over the ranks by padded cost."""
+        """Return the grains of one rank out of `size`, balanced over the ranks by padded cost."""
         assert 0 <= rank < size, f"rank {rank} of {size}"
         span = self._span(step)
         ids = self._order[span].astype(np.int64)
         if self.max_grains == 1 and self._lengths is None:  # the common case on one rank, without the arithmetic
-            mine, count = rank == 0, self._count(span)
-            return Share(1, (0,) if mine else (), (ids,) if mine else (), len(ids), count, count if mine else 0, ids)
+            count = self._count(span)
+            if rank == 0:
+                return Share(1, (0,), (ids,), len(ids), count, count, ids)
+            return Share(1, (), (), len(ids), count, 0, ids)
         pieces = self._cut(span)
         numbers = assign(self._costs(span, pieces), size)[rank]
         grains = tuple(ids[pieces[number]] for number in numbers)
-        own = sum(self._piece_count(span, pieces[number]) for number in numbers)
-        return Share(len(pieces), tuple(numbers), grains, len(ids), self._count(span), own, ids)
+        own_count = sum(self._piece_count(span, pieces[number]) for number in numbers)
+        return Share(len(pieces), tuple(numbers), grains, len(ids), self._count(span), own_count, ids)
 
     def shapes(self, step: int) -> list[tuple[int, float]]:
-        """Of each grain of a step: how many samples, and the length of the longest (0 where there are no lengths)."""
+        """Return (samples, longest length) of each grain of a step; the length is 0 where there are no lengths."""
         span = self._span(step)
         pieces = self._cut(span)
         if self._lengths is None:
@@ -184,7 +187,7 @@ class Plan:
         return [(len(piece), float(lengths[piece[0]])) for piece in pieces]  # `cut` puts the longest sample first
 
     def padding(self) -> float:
-        """Fraction of the padded cost that is padding when each grain is padded to its longest sample.
+        """Return the fraction of the padded cost that is padding when each grain is padded to its longest sample.
 
         Over at most `PADDING_STEPS` steps, spread evenly; 0 without lengths, where samples count the same.
         """
@@ -218,8 +221,8 @@ class Plan:
     def _piece_count(self, span: slice, piece: Ids) -> int | float:
         if self._counts is None:
             return len(piece)
-        found = self._counts[span][piece]
-        return float(found.sum(dtype=np.float64)) if found.dtype.kind == "f" else int(found.sum(dtype=np.int64))
+        counts = self._counts[span][piece]
+        return float(counts.sum(dtype=np.float64)) if counts.dtype.kind == "f" else int(counts.sum(dtype=np.int64))
 
     def _count(self, span: slice) -> int | float:
         if self._counts is None:
@@ -237,7 +240,7 @@ class RankPlan(Plan):
     """
 
     def share(self, step: int, rank: int, size: int) -> Share:
-        """This rank's whole batch, empty past the end of its plan (another rank's is longer)."""
+        """Return this rank's whole batch, empty past the end of its plan (another rank's is longer)."""
         if step >= self.num_steps:
             return Share(0, (), (), 0, 1.0, 0.0, None)
         whole = super().share(step, 0, 1)
@@ -280,26 +283,26 @@ def _checked(name: str, values: ArrayLike, num_samples: int) -> Numbers:
 
 
 def _generator(seed: int, full_epoch: int, stream: int) -> np.random.Generator:
-    """Random numbers of one order: seed in the key, epoch and stream in the high counter words, so none ever meet."""
+    """Return the generator of one order: seed in the key, epoch and stream in the counter, so none ever meet."""
     key = np.array([seed % 2**64, _ORDER_KEY], dtype=np.uint64)
     counter = np.array([0, 0, full_epoch, stream], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
 def _part(total: int, num_parts: int, number: int) -> slice:
-    """One of `num_parts` contiguous parts whose sizes differ by at most one, with RETURNN's bounds."""
+    """Return one of `num_parts` contiguous parts whose sizes differ by at most one, with RETURNN's bounds."""
     return slice(total * number // num_parts, total * (number + 1) // num_parts)
 
 
 def _arrange(
-    order: str, num_samples: int, lengths: Numbers | None, bins: int, kept: slice, random: np.random.Generator
+    order: str, num_samples: int, lengths: Numbers | None, bins: int, part: slice, random: np.random.Generator
 ) -> NDArray[Any]:
-    """The ids of the `kept` part of the epoch, in order."""
+    """Return the ids of one part of the epoch, in order."""
     ids = np.arange(num_samples, dtype=np.int32 if num_samples < 2**31 else np.int64)
     if order in ("random", "laplace", "bucket"):
         random.shuffle(ids)
     if order == "bucket":  # buckets of the part, not part of the buckets: each sub-epoch has all lengths
-        ids, kept = ids[kept], slice(None)
+        ids, part = ids[part], slice(None)
     if lengths is not None and order in ("sorted", "bucket"):
         ids = ids[by_length(lengths[ids])]
     if lengths is not None and order in ("laplace", "bucket"):
@@ -309,14 +312,14 @@ def _arrange(
                 random.shuffle(binned)
             else:
                 binned[:] = binned[by_length(lengths[binned], descending=number % 2 == 1)]
-    return ids if len(ids[kept]) == len(ids) else ids[kept].copy()
+    return ids if len(ids[part]) == len(ids) else ids[part].copy()
 
 
 def _offsets(lengths: Numbers, rule: BatchRule) -> Ids | None:
-    """Where each batch starts, and the end, if cost decides: consecutive samples while number x longest fits.
+    """Return the start of each batch, and the end, if cost decides: consecutive samples while number x longest fits.
 
     A sample of length l lets at most max_cost / l samples share its batch, so a batch may grow up to the least of these
-    over its samples. They are found by numpy; the greedy walk over them is a plain loop, some 60 ns a sample.
+    over its samples. They are computed by numpy; the greedy walk over them is a plain loop, some 60 ns a sample.
     """
     if rule.max_cost is None:
         return None
@@ -337,7 +340,7 @@ def _offsets(lengths: Numbers, rule: BatchRule) -> Ids | None:
 
 
 def _allowed(lengths: Numbers, max_samples: int, max_cost: float) -> list[int]:
-    """For each sample, the most samples of its length that make a batch: at least itself."""
+    """Return for each sample the most samples of its length that make a batch: at least itself."""
     lengths = lengths.astype(np.float64)
     with np.errstate(divide="ignore", over="ignore"):
         allowed = np.minimum(np.floor(max_cost / lengths), max_samples)

@@ -52,16 +52,16 @@ class Stream:
         self._is_sharded = self._sharded is not None
 
     def run(self, *, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """This rank's batches from step `start` on; what comes before is read and passed over."""
+        """Yield this rank's batches from step `start` on; the steps before it are read and passed over."""
         batches = self._batches(epoch, start)
         return batches if self._device.type == "cpu" else prefetch(batches, self._device, self._clock)
 
     def empty(self, epoch: int, step: int) -> Batch:
-        """What a rank contributes once its own data has ended and another's has not."""
+        """Return the batch of a rank whose data has ended while another's has not."""
         return Batch(epoch, step, self._num_grains, 0, float(self._global_batch), [], has_next=False)
 
     def _read(self, epoch: int, per_step: int) -> Iterator[list[Any]]:
-        """The samples step by step. What a stream draws is keyed by the step, as training draws in between."""
+        """Yield the samples of each step. Random numbers are keyed by the step, since training draws in between."""
         owner = self._rank + 1 if self._is_sharded else 0
         seed_everything(key(self._seed, epoch, owner))
         source = iter(self._dataset if self._sharded is None else self._sharded.shard(self._rank, self._size))
@@ -73,10 +73,10 @@ class Stream:
             yield samples
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        mine = range(self._rank, self._num_grains, self._size)
+        own_numbers = range(self._rank, self._num_grains, self._size)
         sizes = [len(piece) for piece in np.array_split(np.arange(self._global_batch), self._num_grains)]
-        read = range(self._num_grains) if not self._is_sharded else mine
-        step_sizes = {number: sizes[number] for number in read}
+        read_numbers = own_numbers if self._is_sharded else range(self._num_grains)
+        step_sizes = {number: sizes[number] for number in read_numbers}
         source = self._read(epoch, sum(step_sizes.values()))
         for _ in islice(source, start):
             pass
@@ -88,7 +88,7 @@ class Stream:
             offset = 0
             for number, wanted in step_sizes.items():
                 piece = samples[offset : offset + wanted]
-                if piece and number in mine:
+                if piece and number in own_numbers:
                     first = (step * self._global_batch) + offset
                     ids = np.arange(first, first + len(piece), dtype=np.int64)
                     grains.append(Grain(self._collate(piece), number, ids))

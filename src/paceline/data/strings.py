@@ -1,4 +1,4 @@
-"""Many strings in two arrays: one buffer of UTF-8, and where each string begins in it.
+"""Many strings in two arrays: one buffer of UTF-8, and the start of each string in it.
 
 A list of a million strings is a million objects: each costs 50 bytes more than its text, and a forked worker that reads
 one writes its reference count and so copies the page around it. These arrays are shared between processes as they are.
@@ -26,7 +26,7 @@ class Strings:
 
     @classmethod
     def pack(cls, values: Iterable[bytes]) -> Strings:
-        """From strings in UTF-8; of names of files also from bytes that are none, which come out as Python has them."""
+        """Pack strings in UTF-8. Names of files may be other bytes, which come out as Python has them."""
         parts = list(values)
         starts = np.zeros(len(parts) + 1, dtype=np.int64)
         np.cumsum(np.fromiter(map(len, parts), dtype=np.int64, count=len(parts)), out=starts[1:])
@@ -50,14 +50,14 @@ class Strings:
         return self.raw(row).decode("utf-8", "surrogateescape")
 
     def raw(self, row: int) -> bytes:
-        """One string as it is packed."""
+        """Return one string as it is packed."""
         if not -len(self) <= row < len(self):
             raise IndexError(row)
         row %= len(self)
         return self._bytes[self._starts[row] : self._starts[row + 1]].tobytes()
 
     def take(self, rows: NDArray[np.int64]) -> Strings:
-        """The strings of these rows, in their order."""
+        """Return the strings of these rows, in their order."""
         begins = self._starts[:-1][rows]
         lengths = self._starts[1:][rows] - begins
         starts = np.zeros(len(rows) + 1, dtype=np.int64)
@@ -79,7 +79,7 @@ class Strings:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """In bytes."""
+        """Length of each string, in bytes."""
         return np.diff(self._starts)
 
     @property

@@ -10,9 +10,10 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from paceline.core.disk import replacing
+from paceline.core.tree import map_leaves
 from paceline.observe.callback import Callback, Record
 from paceline.observe.records import STEP_KEYS
 
@@ -90,15 +91,7 @@ def _line(record: Record) -> str:
     try:
         return json.dumps(record, allow_nan=False) + "\n"
     except ValueError:  # not a number: JSON has no word for it
-        return json.dumps(_map(record, lambda value: value if math.isfinite(value) else None)) + "\n"
-
-
-def _map(value: Any, change: Callable[[float], Any]) -> Any:
-    if isinstance(value, dict):
-        return {name: _map(entry, change) for name, entry in value.items()}
-    if isinstance(value, list):
-        return [_map(entry, change) for entry in value]
-    return change(value) if isinstance(value, float) else value
+        return json.dumps(map_leaves(lambda value: value if math.isfinite(value) else None, record, float)) + "\n"
 
 
 def read(path: Path, kind: str = "step") -> list[Record]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from paceline.core.errors import first_line
 from paceline.core.torch_private import foreach_add_, foreach_copy_, foreach_zero_
+from paceline.core.tree import map_leaves
 
 MOST_GRAPHS = 32
 WARM_RUNS = 2
@@ -179,7 +180,7 @@ class Graphs:
             inputs.append(tensor.clone())
             return inputs[-1]
 
-        fixed = mapped(held, data)
+        fixed = map_leaves(held, data, Tensor)
         kept = [buffer.clone() for buffer in self._buffers]
         before = [parameter.grad for parameter in self._parameters]
         sums = [None if gradient is None else gradient.clone() for gradient in before]
@@ -244,15 +245,6 @@ def tensors(data: Any) -> Iterator[Tensor]:
         raise TypeError(f"a grain to be recorded is made of tensors, not of {type(data).__name__}")
 
 
-def mapped(change: Callable[[Tensor], Tensor], data: Any) -> Any:
-    """The same structure of other tensors, changed in the order of `tensors`."""
-    if isinstance(data, Tensor):
-        return change(data)
-    if isinstance(data, Mapping):
-        return {name: mapped(change, value) for name, value in data.items()}
-    return type(data)(mapped(change, value) for value in data)
-
-
 def signature(leaves: Sequence[Tensor]) -> tuple[Any, ...]:
     """What two grains must have in common to be replayed from one recording."""
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
@@ -263,18 +255,9 @@ def _words(shape: tuple[Any, ...]) -> str:
 
 
 def _cloned(value: Any) -> Any:
-    return _changed(Tensor.clone, value)
+    return map_leaves(Tensor.clone, value, Tensor)
 
 
 def detached(value: Any) -> Any:
     """A result without what backward needs of it."""
-    return _changed(Tensor.detach, value)
-
-
-def _changed(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Tensors of a result changed, whatever else is in it as it is."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {name: _changed(change, each) for name, each in value.items()}
-    return type(value)(_changed(change, each) for each in value) if isinstance(value, tuple | list) else value
+    return map_leaves(Tensor.detach, value, Tensor)

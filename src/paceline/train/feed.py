@@ -194,7 +194,10 @@ class Feed:
         return 0 if self.is_stream else self._loader.workers or 0
 
     def num_steps(self, epoch: int) -> int | None:
-        """Steps of an epoch, the same on all ranks; None if unknown. With `random_seed_offset` all ranks must ask."""
+        """Return the number of steps of an epoch, the same on all ranks; None if unknown.
+
+        With `random_seed_offset` all ranks must ask.
+        """
         return self._config.limit_batches if self.is_stream else self._num_planned_steps(epoch)
 
     def _num_planned_steps(self, epoch: int) -> int:
