@@ -23,7 +23,7 @@ import yaml
 from pydantic import create_model
 
 import paceline
-from paceline.cli.completion import HOMES
+from paceline.cli.completion import options_of
 from paceline.cli.main import COMMANDS, main
 from paceline.cli.options import TrainCommand, train_options
 from paceline.cli.recipes import RECIPES
@@ -173,9 +173,7 @@ def _understand(words: list[str], folder: Path) -> None:
             rest, _ = tune.with_length(model(settings), rest)
         load(model(settings), rest, prog=f"paceline {command}", positional=("task",))
         return
-    home, positional = HOMES[command]
-    module, _, model = home.partition(":")
-    options = getattr(importlib.import_module(f"paceline.cli.{module}"), model)
+    options, positional = options_of(command)
     if command in ("eval", "infer"):  # those of all recipes: which one it is only the run knows
         options = create_model("Options", __base__=(options, *dict.fromkeys(RECIPE_USES)))
     load(options, rest, prog=f"paceline {command}", positional=positional)
@@ -347,10 +345,7 @@ def test_page_of_options_has_every_setting() -> None:
 
 def test_options_named_in_running_text_exist() -> None:
     """`--words` in backticks on pages about ours, outside of tables of others' options."""
-    known = set()
-    for home, _ in HOMES.values():
-        module, _, model = home.partition(":")
-        known |= set(getattr(importlib.import_module(f"paceline.cli.{module}"), model).model_fields)
+    known = {name for command in COMMANDS for name in options_of(command)[0].model_fields}
     known |= {*EVERY_TRAIN_OPTION.model_fields, *aliases_of(TrainConfig)}
     known |= {name for recipe in RECIPES for name in aliases_of(find_task(recipe).Settings)}
     known |= {"config", "help", "version", "hidden", "code_optimization"}

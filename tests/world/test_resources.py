@@ -1,9 +1,19 @@
+"""Device, backend and threads of a rank, from plain values."""
+
 from __future__ import annotations
 
 import pytest
 
 from paceline.world.launch.launcher import count_procs
-from paceline.world.resources import MoreRanksThanDevices, NoCudaDevice, device_name, threads_per_rank
+from paceline.world.resources import (
+    MoreRanksThanDevices,
+    NoCudaDevice,
+    backend_of,
+    device_name,
+    threads_of,
+    threads_per_rank,
+)
+from paceline.world.roll_call import Present
 
 
 @pytest.mark.parametrize(
@@ -38,3 +48,26 @@ def test_procs() -> None:
     assert count_procs(3, "cpu", num_devices=1) == 3
     with pytest.raises(MoreRanksThanDevices, match=r"3 ranks.* 2 CUDA"):
         count_procs(3, "auto", num_devices=2)
+
+
+def entry(rank: int, host: str = "a", cores: tuple[int, ...] = (0, 1, 2, 3), gpu: str | None = None) -> Present:
+    return Present(rank, host, 1, "cpu", cores, gpu)
+
+
+def test_backend_follows_the_devices() -> None:
+    assert backend_of([entry(0), entry(1)], False) == "gloo"
+    assert backend_of([entry(0, gpu="x"), entry(1, gpu="y")], False) == "cpu:gloo,cuda:nccl"
+    # Two nodes may have GPUs of equal number, even of equal name.
+    assert backend_of([entry(0, "a", gpu="x"), entry(1, "b", gpu="x")], False) == "cpu:gloo,cuda:nccl"
+    shared = [entry(0, gpu="x"), entry(1, gpu="x"), entry(2, gpu="y")]
+    assert backend_of(shared, True) == "cpu:gloo,cuda:gloo"
+    with pytest.raises(MoreRanksThanDevices, match=r"3 ranks.* 2 CUDA"):
+        backend_of(shared, False)
+
+
+def test_threads_are_shared_only_with_ranks_on_the_same_cores() -> None:
+    roll = [entry(0), entry(1), entry(2, host="b")]
+    assert threads_of(roll[0], roll, None) == 2
+    bound = [entry(0, cores=(0, 1)), entry(1, cores=(2, 3))]
+    assert threads_of(bound[0], bound, None) == 2
+    assert threads_of(bound[0], bound, 5) == 5

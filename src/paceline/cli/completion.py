@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Literal
 
+from paceline.cli.main import COMMANDS, import_command
 from paceline.config.help import Command, completion
 from paceline.config.load import load
 from paceline.config.settings import Section
@@ -18,32 +18,15 @@ class CompletionOptions(Section):
     """bash, zsh or fish."""
 
 
-HOMES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "train": ("train:OPTIONS", ("task",)),
-    "tune": ("tune.command:OPTIONS", ("task",)),
-    "eval": ("eval:EvalOptions", ("run",)),
-    "infer": ("infer:InferOptions", ("run", "inputs")),
-    "manifest": ("manifest:ManifestOptions", ("action", "path")),
-    "pack": ("pack.command:PackOptions", ("paths",)),
-    "export": ("export:ExportOptions", ("run", "folder")),
-    "launch": ("launch:LaunchOptions", ()),
-    "submit": ("submit:SubmitOptions", ("scheduler",)),
-    "doctor": ("doctor:DoctorOptions", ()),
-    "runs": ("runs:RunsOptions", ("folder",)),
-    "diff": ("diff:DiffOptions", ("left", "right")),
-    "report": ("report:ReportOptions", ("runs",)),
-    "demo": ("train:OPTIONS", ("task",)),
-    "completion": ("completion:CompletionOptions", ("shell",)),
-}
-"""Each command's model and its positional settings."""
+OPTIONS, POSITIONAL = CompletionOptions, ("shell",)
 
 
 def run(argv: Sequence[str]) -> int:
-    options = load(CompletionOptions, argv, prog="paceline completion", positional=("shell",))
-    completion({name: _command(name) for name in HOMES}, prog="paceline", shell=options.shell)
+    options = load(CompletionOptions, argv, prog="paceline completion", positional=POSITIONAL)
+    completion({name: options_of(name) for name in COMMANDS}, prog="paceline", shell=options.shell)
 
 
-def _command(name: str) -> Command:
-    home, positional = HOMES[name]
-    module, _, model = home.partition(":")
-    return getattr(importlib.import_module(f"paceline.cli.{module}"), model), positional
+def options_of(command: str) -> Command:
+    """Return the model of a command's options, and its positional ones."""
+    module = import_command(command)
+    return module.OPTIONS, module.POSITIONAL

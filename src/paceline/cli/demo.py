@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli import train
+from paceline.cli.options import POSITIONAL as POSITIONAL
 from paceline.cli.options import TrainCommand, train_options
 from paceline.cli.report import PAGE, write_report
 from paceline.config.command_line import asks_for_help, dashed, read_words
@@ -20,6 +21,7 @@ from paceline.core.run_folder import METRICS
 from paceline.observe.journal import read
 from paceline.observe.progress import clock_time
 
+OPTIONS = train.OPTIONS
 CORPUS = "demo-speech"
 """Beside the runs: kept for the next demo."""
 MOST_PROCS = 4

@@ -24,8 +24,11 @@ class DiffOptions(Section):
     """Folder of another run."""
 
 
+OPTIONS, POSITIONAL = DiffOptions, ("left", "right")
+
+
 def run(argv: Sequence[str]) -> int:
-    options = load(DiffOptions, argv, prog="paceline diff", positional=("left", "right"))
+    options = load(DiffOptions, argv, prog="paceline diff", positional=POSITIONAL)
     found = differences(_read(options.left), _read(options.right))
     if not found:
         sys.stdout.write("no difference\n")

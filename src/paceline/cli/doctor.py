@@ -45,6 +45,9 @@ with warnings.catch_warnings():
         """Print JSON instead of a table."""
 
 
+OPTIONS, POSITIONAL = DoctorOptions, ()
+
+
 def run(argv: Sequence[str]) -> int:
     options = load(DoctorOptions, argv, prog=PROG)
     world = discover(os.environ)

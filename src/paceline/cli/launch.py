@@ -51,6 +51,9 @@ class LaunchOptions(Section):
     """Seconds that the ranks have to save and leave after SIGTERM."""
 
 
+OPTIONS, POSITIONAL = LaunchOptions, ()
+
+
 def run(argv: Sequence[str]) -> int:
     words = list(argv)
     at = words.index("--") if "--" in words else len(words)

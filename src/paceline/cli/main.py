@@ -1,4 +1,4 @@
-"""The command line: finds the command and its exit code; each command has a file of its own, loaded when it is used."""
+"""The command line: runs a command and returns its exit code. Each command is a module, imported when it is used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.core.errors import PacelineError
@@ -31,12 +31,17 @@ COMMANDS = {
     "completion": "print a script that completes commands and options in your shell",
 }
 
-_HOMES = {"pack": "paceline.cli.pack.command", "tune": "paceline.cli.tune.command"}
+_FOLDERS = ("pack", "tune")
 """Commands that have a folder; the others have a file of their name."""
 
 
+def import_command(name: str) -> Any:
+    """Import the module of a command: `run(words)`, its options as the model `OPTIONS`, and `POSITIONAL`."""
+    return importlib.import_module(f"paceline.cli.{name}.command" if name in _FOLDERS else f"paceline.cli.{name}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 for success, 2 for a user's mistake, 1 for a crash."""
+    """Run a command; return 0 for success, 2 for a user's mistake, 1 for a crash."""
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # names of files that are no UTF-8 are printed as they are
@@ -72,7 +77,7 @@ def _run(name: str, words: list[str]) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch.profiler says when it starts and stops, which nobody asked
     try:
-        code: int = importlib.import_module(_HOMES.get(name, f"paceline.cli.{name}")).run(words)
+        code: int = import_command(name).run(words)
     except PacelineError as error:
         return _mistake(error)
     except SystemExit as left:  # after `--help`

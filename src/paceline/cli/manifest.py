@@ -85,6 +85,9 @@ with warnings.catch_warnings():
         """The manifest that `scan` writes, the folder for the parts of `split`."""
 
 
+OPTIONS, POSITIONAL = ManifestOptions, ("action", "path")
+
+
 def run(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         sys.stdout.write(_help())

@@ -31,6 +31,9 @@ class ReportOptions(Section):
     """The page; `report.html` in the run's folder if not set, in the working folder for several runs."""
 
 
+OPTIONS, POSITIONAL = ReportOptions, ("runs",)
+
+
 class NoRunGiven(PacelineError):
     """No run is named."""
 
@@ -39,7 +42,7 @@ class NoRunGiven(PacelineError):
 
 
 def run(argv: Sequence[str]) -> int:
-    options = load(ReportOptions, argv, prog="paceline report", positional=("runs",))
+    options = load(ReportOptions, argv, prog="paceline report", positional=POSITIONAL)
     if not options.runs:
         raise NoRunGiven
     path = options.out or (options.runs[0] / PAGE if len(options.runs) == 1 else Path(PAGE))

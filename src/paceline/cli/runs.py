@@ -28,6 +28,9 @@ with warnings.catch_warnings():
         """Print JSON instead of a table."""
 
 
+OPTIONS, POSITIONAL = RunsOptions, ("folder",)
+
+
 WIDTH = 132
 """Columns that the table needs for usual names."""
 
@@ -62,7 +65,7 @@ class RunLine:
 
 
 def run(argv: Sequence[str]) -> int:
-    options = load(RunsOptions, argv, prog="paceline runs", positional=("folder",))
+    options = load(RunsOptions, argv, prog="paceline runs", positional=POSITIONAL)
     if not options.folder.is_dir():
         raise NoSuchFolder(options.folder)
     lines = sorted(

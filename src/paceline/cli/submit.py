@@ -92,6 +92,9 @@ _ONLY = {
 """Options that only one scheduler has, and what to say where it is the other."""
 
 
+OPTIONS, POSITIONAL = SubmitOptions, ("scheduler",)
+
+
 class SchedulerMissing(PacelineError):
     """The scheduler's command is not on this machine."""
 
@@ -198,7 +201,7 @@ def _load(own: list[str], command: list[str]) -> SubmitOptions:
     elif command and command[0] not in RANKED:
         wrong = [Problem(command[0], "does not run on ranks", f"commands that do: {', '.join(RANKED)}")]
     try:
-        options = load(SubmitOptions, own, prog=PROG, positional=("scheduler",))
+        options = load(SubmitOptions, own, prog=PROG, positional=POSITIONAL)
     except SettingsInvalid as invalid:
         raise SettingsInvalid([*invalid.problems, *wrong], PROG) from None
     wrong += _problems(options)
@@ -272,15 +275,16 @@ def _prepare(words: list[str], options: SubmitOptions) -> Command:
 def _read_training(words: list[str]) -> tuple[TrainConfig, str]:
     """The settings that `paceline train` would read from these words, and a short name of the task."""
     from paceline.cli import train
-    from paceline.cli.options import POSITIONAL, task_settings, train_options
+    from paceline.cli.options import POSITIONAL as OF_TRAIN
+    from paceline.cli.options import task_settings, train_options
     from paceline.cli.tasks import find_task
 
     name, rest = train.take_task(words)
     if name is None:
-        load(train.OPTIONS, words, prog=train.PROG, positional=POSITIONAL)  # says what is missing
+        load(train.OPTIONS, words, prog=train.PROG, positional=OF_TRAIN)  # says what is missing
     assert name is not None
     found = find_task(name)
-    options = load(train_options(found.Settings), [name, *rest], prog=train.PROG, positional=POSITIONAL)
+    options = load(train_options(found.Settings), [name, *rest], prog=train.PROG, positional=OF_TRAIN)
     if options.procs != 1:
         hint = f"`{PROG} {dashed('procs_per_node')} N` says how many"
         raise SettingsInvalid([Problem("--procs", "the scheduler starts the ranks", hint, str(options.procs))], PROG)

@@ -1,10 +1,13 @@
-"""What of its machine one rank may use: which device, how many CPU threads. Pure functions."""
+"""Device, backend and CPU threads of a rank: pure decisions."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Literal
 
 from paceline.core.errors import PacelineError
+from paceline.world.roll_call import Present
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 
@@ -28,7 +31,7 @@ class MoreRanksThanDevices(PacelineError):
 def device_name(
     asked: DeviceChoice, local_rank: int, local_size: int, num_devices: int, share_devices: bool = False
 ) -> str:
-    """The device of a rank, as torch names it. A launcher may show each rank only its own GPU: that is `cuda:0`."""
+    """Return torch's name of a rank's device. A launcher may show each rank only its own GPU: that is `cuda:0`."""
     if asked == "cpu" or (asked == "auto" and num_devices == 0):
         return "cpu"
     if num_devices == 0:
@@ -41,6 +44,29 @@ def device_name(
     return f"cuda:{local_rank}"
 
 
+def backend_of(roll: Sequence[Present], share_devices: bool) -> str:
+    """Return torch's backend: gloo for CPU tensors and Python values, NCCL for tensors on GPUs that nobody shares."""
+    gpus = Counter((entry.host, entry.gpu) for entry in roll if entry.gpu is not None)
+    if not gpus:
+        return "gloo"
+    if max(gpus.values()) == 1:
+        return "cpu:gloo,cuda:nccl"
+    if not share_devices:
+        (host, _), _ = gpus.most_common(1)[0]
+        ranks = sum(entry.host == host for entry in roll)
+        raise MoreRanksThanDevices(ranks, sum(gpu_host == host for gpu_host, _ in gpus))
+    return "cpu:gloo,cuda:gloo"
+
+
+def threads_of(mine: Present, roll: Sequence[Present], asked: int | None = None) -> int:
+    """Return the CPU threads of a rank: as asked, else its cores, shared evenly with the ranks that may run on them.
+
+    mpirun gives each rank cores of its own, torchrun does not.
+    """
+    sharers = sum(entry.host == mine.host and not set(entry.cores).isdisjoint(mine.cores) for entry in roll)
+    return threads_per_rank(len(mine.cores), sharers, asked)
+
+
 def threads_per_rank(cores: int, sharers: int, asked: int | None = None) -> int:
-    """CPU threads for a rank that shares `cores` evenly with others, `sharers` in all; or just what was asked."""
+    """Return the CPU threads of one of `sharers` ranks on `cores`, or what was asked for."""
     return asked if asked is not None else max(1, cores // sharers)

@@ -6,14 +6,14 @@ import os
 import signal
 import socket
 from collections import Counter
-from collections.abc import MutableMapping
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from paceline.world.discover.environment import World
-from paceline.world.discover.interfaces import find_interface
+from paceline.world.discover.interfaces import GLOO_INTERFACE, gloo_interface
 from paceline.world.failure import stacks
 from paceline.world.failure.board import FailureBoard, Seen
 from paceline.world.failure.flight_recorder import trail
@@ -21,7 +21,7 @@ from paceline.world.failure.together import remember_meeting
 from paceline.world.failure.watchdog import FailureWatch
 from paceline.world.link import Link
 from paceline.world.parent_process import end_with_parent
-from paceline.world.resources import DeviceChoice, MoreRanksThanDevices, device_name, threads_per_rank
+from paceline.world.resources import DeviceChoice, backend_of, device_name, threads_of
 from paceline.world.roll_call import Present, roll_call
 from paceline.world.store import HashStore, PrefixStore, Store, meet
 
@@ -51,9 +51,11 @@ def start(
     chosen = _choose_device(world, device, share_devices)
     mine = _introduce(world, chosen)
     if world.size == 1:
-        alone = _join_alone(_backend([mine], share_devices), timeout_s) if group_of_one else None
+        alone = _join_alone(backend_of([mine], share_devices), timeout_s) if group_of_one else None
         return Link(world, chosen, _set_threads(mine, [mine], threads), (mine.host,), alone)
-    _choose_interface(world, os.environ)
+    interface = gloo_interface(world, os.environ)
+    if interface is not None:
+        os.environ[GLOO_INTERFACE] = interface
     common = meet(world, start_timeout_s)
     watch = FailureWatch(world, grace_s=timeout_s / 4)
     meeting = remember_meeting(world, common, watch, timeout_s)
@@ -63,7 +65,7 @@ def start(
         FailureBoard(common).tell_place(world.rank, Seen(mine.host, 0, 0, str(trail)))
         roll = roll_call(store, mine, world.size, start_timeout_s)
         meeting.hosts = tuple(entry.host for entry in roll)
-        backend = _backend(roll, share_devices)
+        backend = backend_of(roll, share_devices)
         num_threads = _set_threads(mine, roll, threads)
         dist.init_process_group(
             backend,
@@ -99,6 +101,12 @@ def _choose_device(world: World, asked: DeviceChoice, share_devices: bool) -> to
     return chosen
 
 
+def _set_threads(mine: Present, roll: Sequence[Present], asked: int | None) -> int:
+    threads = threads_of(mine, roll, asked)
+    torch.set_num_threads(threads)
+    return threads
+
+
 def _introduce(world: World, device: torch.device) -> Present:
     return Present(
         rank=world.rank,
@@ -108,33 +116,3 @@ def _introduce(world: World, device: torch.device) -> Present:
         cores=tuple(sorted(os.sched_getaffinity(0))),
         gpu=str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
     )
-
-
-def _backend(roll: list[Present], share_devices: bool) -> str:
-    """CPU tensors and Python values always go through gloo, tensors on GPUs through NCCL."""
-    gpus = Counter((entry.host, entry.gpu) for entry in roll if entry.gpu is not None)
-    if not gpus:
-        return "gloo"
-    if max(gpus.values()) == 1:
-        return "cpu:gloo,cuda:nccl"
-    if not share_devices:
-        (host, _), _ = gpus.most_common(1)[0]
-        ranks = sum(entry.host == host for entry in roll)
-        raise MoreRanksThanDevices(ranks, sum(gpu_host == host for gpu_host, _ in gpus))
-    return "cpu:gloo,cuda:gloo"
-
-
-def _set_threads(mine: Present, roll: list[Present], asked: int | None) -> int:
-    """Share cores only with ranks that may run on them: mpirun gives each rank cores of its own, torchrun does not."""
-    sharers = sum(entry.host == mine.host and not set(entry.cores).isdisjoint(mine.cores) for entry in roll)
-    threads = threads_per_rank(len(mine.cores), sharers, asked)
-    torch.set_num_threads(threads)
-    return threads
-
-
-def _choose_interface(world: World, env: MutableMapping[str, str]) -> None:
-    """Where gloo listens. It asks for the address of the host's name, which on many machines is missing or loopback."""
-    if "GLOO_SOCKET_IFNAME" not in env:
-        chosen = find_interface(world)
-        if chosen is not None:
-            env["GLOO_SOCKET_IFNAME"] = chosen

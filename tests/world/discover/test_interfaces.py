@@ -14,6 +14,7 @@ from paceline.world.discover.interfaces import (
     address_of,
     address_towards,
     choose_interface,
+    gloo_interface,
     list_interfaces,
 )
 
@@ -60,3 +61,13 @@ def test_addresses() -> None:
     assert address_towards("127.0.0.1") == "127.0.0.1"
     assert address_of("no-such-host.invalid") is None
     assert address_towards("no-such-host.invalid") is None
+
+
+def test_a_named_interface_is_left_alone() -> None:
+    several = World(0, 0, 2, 1, 0, 2, "slurm", "a:1")
+    assert gloo_interface(several, {"GLOO_SOCKET_IFNAME": "eth1"}, lambda world: "eth0") is None
+    assert gloo_interface(several, {}, lambda world: "eth0") == "eth0"
+    assert gloo_interface(several, {}, lambda world: None) is None
+    alone = gloo_interface(World(0, 0, 1, 1, 0, 1, "plain", None), {})
+    assert alone is not None
+    assert alone.startswith("lo")

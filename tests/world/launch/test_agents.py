@@ -11,8 +11,8 @@ from contextlib import ExitStack
 import pytest
 
 from paceline.core.errors import PacelineError
-from paceline.world.launch.agents import AgentMeeting, LauncherUnreached, Node, NodesMissing
-from paceline.world.launch.heartbeat import Listener
+from paceline.world.launch.agents import AgentRendezvous, LauncherUnreached, Node, NodesMissing
+from paceline.world.launch.heartbeat import HeartbeatMonitor
 from tests.world.failure.test_together import TIMEOUT_S, free_port
 
 
@@ -20,10 +20,10 @@ def node(rank: int, port: int, count: int = 2, timeout_s: float = 30.0) -> Node:
     return Node(rank, count, f"127.0.0.1:{port}", timeout_s)
 
 
-def come(place: Node, procs: int = 2, max_restarts: int = 1) -> AgentMeeting | PacelineError:
+def come(place: Node, procs: int = 2, max_restarts: int = 1) -> AgentRendezvous | PacelineError:
     """A launcher that meets the others once."""
     try:
-        meeting = AgentMeeting(place, procs, max_restarts)
+        meeting = AgentRendezvous(place, procs, max_restarts)
         meeting.next_rendezvous()
     except PacelineError as error:
         return error
@@ -34,8 +34,8 @@ def test_machines_may_differ_in_ranks() -> None:
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(come, [node(0, port), node(1, port)], [2, 3])
-    assert isinstance(first, AgentMeeting)
-    assert isinstance(second, AgentMeeting)
+    assert isinstance(first, AgentRendezvous)
+    assert isinstance(second, AgentRendezvous)
     assert (first.size, second.size, first.rounds, second.rounds) == (5, 5, 1, 1)
     # When one starts again, the other is told; each attempt once.
     assert (first.num_nodes_waiting(), second.num_nodes_waiting()) == (0, 0)
@@ -143,7 +143,7 @@ def test_a_launcher_that_is_killed_is_named_by_the_other() -> None:
 
 
 def test_a_launcher_is_silent_when_nothing_new_was_heard_for_long() -> None:
-    listener = Listener(silent_s=5.0)
+    listener = HeartbeatMonitor(silent_s=5.0)
     assert listener.silent({0: 3, 1: 7}, 100.0) == set()  # counted from here, whatever was before
     assert listener.silent({0: 4, 1: 7}, 104.0) == set()
     assert listener.silent({0: 4, 1: 7}, 105.0) == {1}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from paceline.core.errors import PacelineError
 from paceline.world.discover.environment import World, is_loopback
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class HostIsLoopback(PacelineError):
@@ -44,6 +46,16 @@ def find_interface(world: World) -> str | None:
     if world.nodes == 1:
         return choose_interface(world, host, None, {}, None)
     return choose_interface(world, host, address_of(host), list_interfaces(), address_towards(_meeting_host(world)))
+
+
+def gloo_interface(
+    world: World, env: Mapping[str, str], find: Callable[[World], str | None] = find_interface
+) -> str | None:
+    """Return the value that `GLOO_INTERFACE` should get; None to leave it as it is.
+
+    gloo listens at the address of the host's name, which on many machines is missing or loopback.
+    """
+    return None if GLOO_INTERFACE in env else find(world)
 
 
 def _meeting_host(world: World) -> str:

@@ -35,7 +35,6 @@ class Gpu:
     name: str
     memory_mib: int
     free_mib: int
-    capability: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def _driver() -> str | None:
 def _gpu(index: int) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
-    return Gpu(properties.name, total // _MIB, free // _MIB, (properties.major, properties.minor))
+    return Gpu(properties.name, total // _MIB, free // _MIB)
 
 
 def _version(package: str) -> str | None:

@@ -97,29 +97,34 @@ def cores(roll: Sequence[Facts]) -> Iterator[Finding]:
 
 def network(world: World, roll: Sequence[Facts]) -> Iterator[Finding]:
     for host, here in _hosts(roll).items():
-        first = here[0]
-        known = ", ".join(f"{name} {address}" for name, address in first.interfaces.items()) or "none with an address"
-        gloo = first.gloo_interface or f"that of {first.host_address}"
-        found = f"{host}: {known}; gloo uses {gloo}, NCCL {first.nccl_interface or 'chooses itself'}"
-        if first.interface_problem is not None:
-            yield Finding("interfaces", "problem", f"{found}; {first.interface_problem}", HostIsLoopback.hint)
-        elif world.nodes > 1 and (first.gloo_interface or "").startswith("lo"):
-            yield Finding(
-                "interfaces", "problem", found, "unset GLOO_SOCKET_IFNAME, or name one that reaches the others"
-            )
-        elif first.gloo_interface is not None and first.gloo_interface not in first.interfaces:
-            yield Finding(
-                "interfaces", "problem", found, "GLOO_SOCKET_IFNAME names one that is not there or has no address"
-            )
-        else:
-            yield Finding("interfaces", "ok", found)
-        if first.host_address is None or first.host_address.startswith("127."):
-            said = f"{host} means {first.host_address or 'nothing'}"
-            if world.nodes > 1:
-                yield Finding("host name", "ok", f"{said}; the interface was found through the meeting point instead")
-            else:
-                todo = "fine on one machine; for several, give it the network's address in /etc/hosts"
-                yield Finding("host name", "ok", said, todo)
+        yield _interfaces(world, host, here[0])
+        address = here[0].host_address
+        if address is None or address.startswith("127."):
+            yield _host_name(world, f"{host} means {address or 'nothing'}")
+
+
+def _interfaces(world: World, host: str, facts: Facts) -> Finding:
+    known = ", ".join(f"{name} {address}" for name, address in facts.interfaces.items()) or "none with an address"
+    gloo = facts.gloo_interface
+    used = f"gloo uses {gloo or f'that of {facts.host_address}'}, NCCL {facts.nccl_interface or 'chooses itself'}"
+    found = f"{host}: {known}; {used}"
+    if facts.interface_problem is not None:
+        return Finding("interfaces", "problem", f"{found}; {facts.interface_problem}", HostIsLoopback.hint)
+    if gloo is not None and world.nodes > 1 and gloo.startswith("lo"):
+        todo = "unset GLOO_SOCKET_IFNAME, or name one that reaches the others"
+        return Finding("interfaces", "problem", found, todo)
+    if gloo is not None and gloo not in facts.interfaces:
+        todo = "GLOO_SOCKET_IFNAME names one that is not there or has no address"
+        return Finding("interfaces", "problem", found, todo)
+    return Finding("interfaces", "ok", found)
+
+
+def _host_name(world: World, means: str) -> Finding:
+    """The host's name does not resolve to an address in the network."""
+    if world.nodes > 1:
+        return Finding("host name", "ok", f"{means}; the interface was found through the meeting point instead")
+    todo = "fine on one machine; for several, give it the network's address in /etc/hosts"
+    return Finding("host name", "ok", means, todo)
 
 
 def clocks(offsets: Sequence[float], roll: Sequence[Facts]) -> Finding:

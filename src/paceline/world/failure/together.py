@@ -11,7 +11,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -123,43 +123,49 @@ def is_broken_link(error: BaseException | None) -> bool:
 
 
 def _fail(world: World, error: BaseException) -> NoReturn:
+    """Agree with the other ranks on the first failure, print it once, and end."""
     mine = _report(world, error)
     if mine.kind == "lost":
         _log_lost(mine, error)
         if stacks.has_log():
-            mine = replace(mine, trace="")  # who is lost is told by the message; the log has the rest
-    first, board = mine, None
+            mine = replace(mine, trace="")  # the message names who is lost; the log has the rest
     try:
         board = _board(world, error)
-        if board is not None:
-            if mine.kind == "lost":
-                mine = _look(board, world, mine)
-            first = board.post(mine)
+        if board is not None and mine.kind == "lost":
+            mine = _look(board, world, mine)
+        first = mine if board is None else board.post(mine)
     except (DistError, PacelineError):
-        heard = _last_meeting.watch.heard if _last_meeting is not None else None
-        if heard is not None:
-            exit_now(heard.exit_code)  # the rank that served the store has said why, and waited for nobody else
-        # The store went with the rank that served it. All survivors are here: let one per machine speak.
-        if mine.kind == "lost":
-            mine = replace(mine, lost=_who_is_gone(world))
-        board, first = None, mine
-        if mine.kind == "lost" and world.rank != 1 and world.local_rank != 0:
-            exit_now(mine.exit_code)
+        board, first = None, (mine := _report_without_store(world, mine))
     if first == mine and mine.kind != "interrupt":
         sys.stderr.write(f"{mine}\n")
         sys.stderr.flush()
     if board is not None:
-        try:
-            board.acknowledge(world.rank)
-            if serves(world):
-                audience = _audience(world, first, error)
-                poll(lambda: board.all_know(audience), LINGER_S)
-                if first.kind == "lost":
-                    # A rank that is stuck, not dead, has a watch that looks here from time to time.
-                    poll(lambda: board.all_know(world.size), _look_s())
-        except DistError:
-            exit_now(first.exit_code)
+        with suppress(DistError):
+            _tell_others(board, world, first, error)
     exit_now(first.exit_code)
+
+
+def _report_without_store(world: World, mine: Failure) -> Failure:
+    """Return the report of this rank where the store went with the rank that served it, or end without one."""
+    heard = _last_meeting.watch.heard if _last_meeting is not None else None
+    if heard is not None:
+        exit_now(heard.exit_code)  # the rank that served the store has reported, and waited for no other
+    if mine.kind != "lost":
+        return mine
+    if world.rank != 1 and world.local_rank != 0:
+        exit_now(mine.exit_code)  # all survivors come here: one per machine reports
+    return replace(mine, lost=_who_is_gone(world))
+
+
+def _tell_others(board: FailureBoard, world: World, first: Failure, error: BaseException) -> None:
+    """Acknowledge the failure; the rank that serves the store stays until the others have read it."""
+    board.acknowledge(world.rank)
+    if serves(world):
+        audience = _audience(world, first, error)
+        poll(lambda: board.all_know(audience), LINGER_S)
+        if first.kind == "lost":
+            # A rank that is stuck, not dead, has a watch that looks here from time to time.
+            poll(lambda: board.all_know(world.size), _look_s())
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from paceline.core.errors import PacelineError
 from paceline.world.discover.environment import OWN_RUN_ID
 from paceline.world.discover.hostlist import fold
-from paceline.world.launch.heartbeat import Listener, Pulse, beats
+from paceline.world.launch.heartbeat import Heartbeat, HeartbeatMonitor, beats
 from paceline.world.store import NotReached, PrefixStore, Store, TCPStore, connect, poll, serve
 
 _HOST = "127.0.0.1"
@@ -95,7 +95,7 @@ class AgentsDisagree(PacelineError):
     hint = "give each machine its own --node-rank, and the same --nnodes and --max-restarts to all"
 
 
-class AgentMeeting(RendezvousHandler):
+class AgentRendezvous(RendezvousHandler):
     """The rendezvous of torch's elastic agents, over one store that lives as long as the job.
 
     One machine serves it on a port that the system chose, so that no two jobs race for one. Each attempt has keys of
@@ -115,7 +115,7 @@ class AgentMeeting(RendezvousHandler):
         """Machines whose launchers ended without a word, by the number of the node; known at the end only."""
         self._num_told = 0
         self._others = [rank for rank in range(node.count) if rank != node.rank]
-        self._pulse: Pulse | None = None
+        self._heartbeat: Heartbeat | None = None
         self.store: Store
         if node.meeting is None:
             served = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
@@ -133,26 +133,40 @@ class AgentMeeting(RendezvousHandler):
             raise LauncherUnreached(self.node, error.cause) from None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until the launchers of all machines are here for the next attempt."""
+        """Wait until the launchers of all machines have arrived for the next attempt."""
         round_number = self.rounds
+        self._arrive(round_number)
+        if self._heartbeat is None and self.node.count > 1:
+            self._heartbeat = Heartbeat(self._agents, self.node.rank)
+        # The first one in this round makes the others come.
+        self._agents.add(f"round/{round_number}", 1)
+        agents = self._wait_for_agents(round_number)
+        self._check_alike(agents)
+        self.rounds += 1
+        self.size = sum(agent.procs for agent in agents)
+        host, _, port = self.meeting.rpartition(":")
+        store = PrefixStore(f"round{round_number}", self.store)
+        return RendezvousInfo(store, self.node.rank, self.node.count, RendezvousStoreInfo(host, int(port)))
+
+    def _arrive(self, round_number: int) -> None:
         text = json.dumps(asdict(self.mine))
         first = self._agents.compare_set(self._key(round_number, self.node.rank), "", text).decode()
         if first != text:
             other = Agent(**json.loads(first)).host
             raise AgentsDisagree(f"two launchers say --node-rank {self.node.rank}: on {other} and {self.mine.host}")
-        if self._pulse is None and self.node.count > 1:
-            self._pulse = Pulse(self._agents, self.node.rank)
-        # Whoever is first in this round makes the others come.
-        self._agents.add(f"round/{round_number}", 1)
+
+    def _wait_for_agents(self, round_number: int) -> list[Agent]:
         keys = [self._key(round_number, rank) for rank in range(self.node.count)]
         if not poll(lambda: self.leaving is not None or self._agents.check(keys), self.node.timeout_s):
-            here = [rank for rank in range(self.node.count) if self._agents.check([keys[rank]])]
-            self._others = [rank for rank in here if rank != self.node.rank]
-            missing = [rank for rank in range(self.node.count) if rank not in here]
-            raise NodesMissing(self.node, tuple(missing), [self._agent(round_number, rank).host for rank in here])
+            arrived = [rank for rank in range(self.node.count) if self._agents.check([keys[rank]])]
+            self._others = [rank for rank in arrived if rank != self.node.rank]
+            missing = tuple(rank for rank in range(self.node.count) if rank not in arrived)
+            raise NodesMissing(self.node, missing, [self._agent(round_number, rank).host for rank in arrived])
         if self.leaving is not None:
             raise SignalException("told to leave while waiting for the other nodes", self.leaving)
-        agents = [self._agent(round_number, rank) for rank in range(self.node.count)]
+        return [self._agent(round_number, rank) for rank in range(self.node.count)]
+
+    def _check_alike(self, agents: Sequence[Agent]) -> None:
         for rank, agent in enumerate(agents):
             if (agent.nodes, agent.max_restarts) != (self.mine.nodes, self.mine.max_restarts):
                 raise AgentsDisagree(
@@ -160,11 +174,6 @@ class AgentMeeting(RendezvousHandler):
                     f"{agent.max_restarts}, node {self.node.rank} on {self.mine.host} with --nnodes "
                     f"{self.mine.nodes} --max-restarts {self.mine.max_restarts}"
                 )
-        self.rounds += 1
-        self.size = sum(agent.procs for agent in agents)
-        host, _, port = self.meeting.rpartition(":")
-        store = PrefixStore(f"round{round_number}", self.store)
-        return RendezvousInfo(store, self.node.rank, self.node.count, RendezvousStoreInfo(host, int(port)))
 
     def num_nodes_waiting(self) -> int:
         """How many launchers wait for this one to start its ranks again."""
@@ -187,19 +196,19 @@ class AgentMeeting(RendezvousHandler):
 
     def linger(self) -> None:
         """After the end: the launcher that serves the store stays until the others have ended too."""
-        if self._pulse is None:
+        if self._heartbeat is None:
             return
         try:
             self._wait_for_all("left", _LINGER_S if self.node.rank == 0 else 0.0)
         except DistError:
             pass
         finally:
-            self._pulse.stop()
+            self._heartbeat.stop()
 
     def _wait_for_all(self, what: str, timeout_s: float) -> None:
         """Say `what`, and wait until every other launcher has said so, has left, or has fallen silent."""
         self._agents.set(f"{what}/{self.node.rank}", "")
-        told, listener = self._num_told, Listener()
+        told, listener = self._num_told, HeartbeatMonitor()
 
         def done() -> bool:
             awaited = [

@@ -1,4 +1,4 @@
-"""Launchers of several machines hear from each other that they live, as one that was killed says nothing at its end."""
+"""Heartbeats between the launchers of several machines: one that was killed cannot say so."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from paceline.world.store import Store
 
 _EVERY_S = 0.5
 SILENT_S = 6.0
-"""A launcher that says nothing for so long is gone: it has nothing else to do, so that only its end keeps it silent."""
+"""Without a beat for this long a launcher is gone: it has nothing else to do."""
 
 
 def beats(store: Store, nodes: Collection[int]) -> dict[int, int]:
-    """How often each of these launchers has said that it lives."""
+    """Return the number of beats of each of these launchers."""
     return {node: store.add(f"beat/{node}", 0) for node in nodes}
 
 
-class Pulse:
-    """The thread by which this launcher says that it lives."""
+class Heartbeat:
+    """Thread that counts up this launcher's beats in the store."""
 
     def __init__(self, store: Store, node: int) -> None:
         self._store, self._key = store, f"beat/{node}"
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="paceline-pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="paceline-heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """To be called before the interpreter ends: a thread inside C++ code would abort it."""
+        """Stop the thread. Call it before the interpreter ends: a thread inside C++ code would abort it."""
         self._stopped.set()
         self._thread.join()
 
@@ -44,15 +44,15 @@ class Pulse:
                 return
 
 
-class Listener:
-    """Which launchers have fallen silent, by how often each had said that it lives when it was last looked at."""
+class HeartbeatMonitor:
+    """Finds launchers whose beats have stopped."""
 
     def __init__(self, silent_s: float = SILENT_S) -> None:
         self._silent_s = silent_s
         self._heard: dict[int, tuple[int, float]] = {}
 
     def silent(self, beats: Mapping[int, int], now_s: float | None = None) -> set[int]:
-        """Those of whom nothing new was heard for too long, counted from the first look."""
+        """Return the launchers without a new beat for too long, counted from the first look."""
         now = time.monotonic() if now_s is None else now_s
         for node, beat in beats.items():
             if node not in self._heard or self._heard[node][0] != beat:

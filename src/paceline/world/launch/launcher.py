@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from paceline.core.errors import PacelineError
 from paceline.world.failure.board import EXIT_CRASH, EXIT_INTERRUPT, EXIT_USER_ERROR, FailureBoard, Seen
 from paceline.world.failure.watchdog import exit_now
-from paceline.world.launch.agents import AgentMeeting, Node
+from paceline.world.launch.agents import AgentRendezvous, Node
 from paceline.world.parent_process import bound
 from paceline.world.resources import DeviceChoice, MoreRanksThanDevices, threads_per_rank
 from paceline.world.store import attempt_store
@@ -71,7 +71,7 @@ def launch(
     To be called from the main thread, as signals are.
     """
     num_procs = count_procs(procs, device, torch.cuda.device_count())
-    meeting = AgentMeeting(node, num_procs, max_restarts)
+    meeting = AgentRendezvous(node, num_procs, max_restarts)
     command = bound(command, signal.SIGTERM)  # a launcher that is killed leaves no rank behind, not even a fresh one
     spec = WorkerSpec(
         role="rank",
@@ -101,7 +101,7 @@ def launch(
     return code
 
 
-def _judge(agent: _Agent, meeting: AgentMeeting, result: RunResult) -> int:
+def _judge(agent: _Agent, meeting: AgentRendezvous, result: RunResult) -> int:
     """The exit code for the user; what no rank could say is said here."""
     if agent.interrupted:
         return EXIT_INTERRUPT
@@ -117,7 +117,7 @@ def _judge(agent: _Agent, meeting: AgentMeeting, result: RunResult) -> int:
     return EXIT_USER_ERROR if EXIT_USER_ERROR in codes.values() else EXIT_CRASH
 
 
-def _read_board(meeting: AgentMeeting, attempt: int, ranks: list[int]) -> tuple[bool, dict[int, Seen | None]]:
+def _read_board(meeting: AgentRendezvous, attempt: int, ranks: list[int]) -> tuple[bool, dict[int, Seen | None]]:
     """Whether a rank has reported a failure, and where these ranks were last."""
     try:
         board = FailureBoard(attempt_store(meeting.store, attempt, meeting.size))
@@ -147,7 +147,7 @@ def _name_silent_dead(codes: Mapping[int, int], places: Mapping[int, Seen | None
 class _Agent(LocalElasticAgent):
     """The elastic agent, with signals that reach its ranks."""
 
-    def __init__(self, spec: WorkerSpec, meeting: AgentMeeting, console: LogsSpecs, grace_s: float) -> None:
+    def __init__(self, spec: WorkerSpec, meeting: AgentRendezvous, console: LogsSpecs, grace_s: float) -> None:
         super().__init__(spec, console)
         self._meeting = meeting
         self.interrupted = False
