@@ -19,7 +19,7 @@ from tests.ranks import ranks
 
 ONE = World(0, 0, 1, 1, 0, 1, "plain", None, ("one process",))
 TWO = World(0, 0, 2, 1, 0, 2, "slurm", "n1:1", ("srun",))
-GPU = Gpu("H200", 143_771, 143_000, (9, 0))
+GPU = Gpu("H200", 143_771, 143_000)
 FACTS = Facts(
     rank=0,
     host="n1",
