@@ -63,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _given(options: type[TrainCommand], argv: Sequence[str]) -> dict[str, Any]:
-    """What the user sets, in files or as words; mistakes in them are said when training reads them."""
+    """Return what the user sets, in files or as words; training reports mistakes in them when it reads them."""
     typed = read_words(options, argv)
     given: dict[str, Given] = {}
     for file in typed.files:
@@ -72,14 +72,14 @@ def _given(options: type[TrainCommand], argv: Sequence[str]) -> dict[str, Any]:
 
 
 def run_folder(given: Mapping[str, Any], runs: Path, moment: str) -> Path | None:
-    """Where the run goes; None where nobody knows yet (a name may get a number), or where there is none."""
+    """Return the run's folder; None if it is not known yet (a name may get a number), or if there is none."""
     if given.get("out") is not None:
         return Path(str(given["out"]))
     return None if given.keys() & {"exp_name", "benchmark"} else runs / f"demo-{moment}"
 
 
 def own_words(given: Collection[str], corpus: Path, out: Path | None, num_cores: int) -> list[str]:
-    """The demo's own settings, but for those that the user has set."""
+    """Return the demo's own settings, without those that the user has set."""
     chosen = {
         **SETTINGS,
         "procs": min(num_cores, MOST_PROCS),
@@ -106,14 +106,14 @@ def _speak(folder: Path) -> None:
 
 
 def _report(out: Path) -> list[str]:
-    """The page about this run, where there is something to draw it with."""
+    """Write the report of this run, if plotly is installed; return lines about it."""
     if find_spec("plotly") is None or not read(out / METRICS):
         return []
     return [write_report([out], out / PAGE), ""]
 
 
 def closing(out: Path, corpus: Path, seconds: float, report: Sequence[str] = ()) -> list[str]:
-    """What came out, and where to look next."""
+    """Return the closing lines: results, and commands to try next."""
     validations, epochs = read(out / METRICS, "validation"), read(out / METRICS, "epoch")
     lines = error_rates(validations[-1]) if validations else []
     example = corpus / "val-unseen" / "00000.flac"
@@ -131,7 +131,7 @@ def closing(out: Path, corpus: Path, seconds: float, report: Sequence[str] = ())
 
 
 def error_rates(record: Mapping[str, Any]) -> list[str]:
-    """Of all sets of a validation, and some samples of the first."""
+    """Return lines with the error rates of all validation sets, and some samples of the first."""
     rates = {name.removesuffix("/wer"): rate for name, rate in record.items() if name.endswith("/wer")}
     shown = [
         f"{'unknown' if rate is None else f'{100 * rate:.1f} %'} on {SETS.get(name, name)}"
@@ -145,7 +145,7 @@ def error_rates(record: Mapping[str, Any]) -> list[str]:
 
 
 def training_time(epochs: Sequence[Mapping[str, Any]], seconds: float) -> str:
-    """How long training took, what part of that was computing, and how long everything took."""
+    """Return a line with the time of training, the share of computing in it, and the time of everything."""
     everything = f"everything took {clock_time(seconds)}"
     ranks = [rank for epoch in epochs for rank in epoch["seconds"]]
     elapsed, waited = sum(sum(rank.values()) for rank in ranks), sum(rank.get("data", 0.0) for rank in ranks)

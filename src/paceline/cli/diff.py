@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def differences(left: RunRecord, right: RunRecord) -> dict[str, Rows]:
-    """What differs between the records of two runs: heading -> name -> both values."""
+    """Return the differences between the records of two runs: heading -> name -> both values."""
     sections = {heading: (_values(left, heading), _values(right, heading)) for heading in ("settings", "start")}
     found = {}
     for heading, (ours, theirs) in sections.items():

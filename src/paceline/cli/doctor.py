@@ -96,7 +96,7 @@ def examine(link: Link, folder: Path) -> list[Finding]:
 
 
 def show(findings: Sequence[Finding]) -> None:
-    """The table, and a last line that counts what is wrong."""
+    """Print the table, and a last line that counts what is wrong."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -143,7 +143,7 @@ def run_here_or_on_procs(
 
 
 def with_task_options(model: type[Options], typed: Typed, argv: Sequence[str]) -> type[Options]:
-    """The options, with those that the run's task has for its use; without a run that can be read, as they are."""
+    """Return the options with those that the run's task adds; unchanged if the run cannot be read."""
     # Before the task is known its options are not: the run may stand behind one, and pass for a part of its value.
     words = [str(typed.given["run"].raw)] if "run" in typed.given else []
     records = (_record(Path(word)) for word in [*words, *(argv[place] for place in typed.swallowed)])
@@ -171,7 +171,7 @@ def _record(run: Path) -> RunRecord | None:
 def open_run(
     options: UseOptions, changes: dict[str, Any], manifests: Mapping[str, Any]
 ) -> tuple[Task, TrainConfig, Link]:
-    """The task of a run, its settings with those of this command, and the link to the other ranks.
+    """Return the task of a run, its settings with those of this command, and the link to the other ranks.
 
     `manifests` says which setting `--manifest` stands for.
     """
@@ -204,7 +204,7 @@ def open_run(
 
 
 def task_of(run: Path, given: str | None, record: RunRecord) -> Task:
-    """The task of a run: where its record says, or where the user says it is now."""
+    """Return the task of a run: from where the record names it, or from where the user says that it is now."""
     from paceline.cli.tasks import UnknownTask, load_task
 
     if given is not None:

@@ -77,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def place(options: LaunchOptions, around: World) -> Node:
-    """This machine among all, as typed, or as srun or mpirun says that started this launcher once per machine."""
+    """Return the place of this machine: as typed, or from the srun or mpirun that started a launcher per machine."""
     from paceline.world.launch.agents import Node
 
     if options.nnodes == 1:
@@ -91,7 +91,7 @@ def place(options: LaunchOptions, around: World) -> Node:
 
 
 def _around(env: Mapping[str, str]) -> World:
-    """What started this launcher; where that does not say where to meet, the options have to."""
+    """Return what started this launcher; without a meeting point from it, the options must name one."""
     try:
         return discover(env)
     except MeetingPointUnknown:
@@ -122,7 +122,7 @@ def _load(own: list[str], command: list[str], around: World) -> LaunchOptions:
 
 
 def _problems(options: LaunchOptions, around: World) -> list[Problem]:
-    """What is wrong between the options, and with what is around them."""
+    """Return what is wrong between the options, and between them and the environment."""
     rank, nodes = options.node_rank, options.nnodes
     if rank is not None and rank >= nodes:
         return [Problem("--node-rank", f"--nnodes is {nodes}, so the last one is {nodes - 1}", "", str(rank))]

@@ -1,4 +1,4 @@
-"""What `paceline train` is told beside a task's own settings, joined with them into one model."""
+"""Options of `paceline train` beside a task's settings, joined with them into one model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TrainCommand(Section):
 
 
 def train_options(settings: type[TrainConfig]) -> type[TrainCommand]:
-    """The model of `paceline train` for a task with these settings."""
+    """Return the model of `paceline train` for a task with these settings."""
     about = "Train a task: a recipe, or a class in your own file."
     bases: Any = (settings, TrainCommand)
     options: type[TrainCommand] = create_model("TrainOptions", __base__=bases, __doc__=about)
@@ -35,5 +35,5 @@ def train_options(settings: type[TrainConfig]) -> type[TrainCommand]:
 
 
 def task_settings(options: Section, settings: type[TrainConfig]) -> TrainConfig:
-    """The task's part of what was given."""
+    """Return the task's part of the options that were set."""
     return settings(**{name: getattr(options, name) for name in options.model_fields_set & set(settings.model_fields)})

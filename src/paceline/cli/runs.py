@@ -81,7 +81,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
-    """All run folders below; a run is not looked into."""
+    """Yield all run folders below; the folders of a run are not searched."""
     for place, below, files in os.walk(folder):
         if RECORD in files:
             below.clear()
@@ -89,7 +89,7 @@ def find_runs(folder: Path) -> Iterator[Path]:
 
 
 def read_line(run: Path, base: Path) -> RunLine:
-    """What the files of a run say; a broken one is listed as such."""
+    """Return the line of a run; a broken one is listed as such."""
     name = str(run.relative_to(base)) if run != base else run.name
     try:
         record = read_record(run)

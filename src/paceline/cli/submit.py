@@ -138,7 +138,7 @@ class ResumesFromFile(PacelineError):
 
 @dataclass(frozen=True)
 class Command:
-    """What the ranks will run, and where its batch files go."""
+    """The command that the ranks will run, and the folder of its batch files."""
 
     words: tuple[str, ...]
     name: str
@@ -164,7 +164,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def script(options: SubmitOptions, command: Command, here: Path, logs: Path) -> str:
-    """The batch script: settings in, text out."""
+    """Return the batch script."""
     job = BatchJob(
         name=_job_name(options.job_name or command.name),
         command=(sys.executable, "-m", "paceline", *command.words),
@@ -236,7 +236,7 @@ def _problems(options: SubmitOptions) -> list[Problem]:
 
 
 def read_env(text: str) -> list[tuple[str, str]]:
-    """`A=1 B='two words'` as pairs."""
+    """Return the pairs of `A=1 B='two words'`."""
     pairs = []
     for word in shlex.split(text):
         match = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word, re.DOTALL | re.ASCII)
@@ -247,7 +247,7 @@ def read_env(text: str) -> list[tuple[str, str]]:
 
 
 def _job_name(text: str) -> str:
-    """A name that both schedulers take: Grid Engine's must not begin with a digit."""
+    """Return a name that both schedulers accept: Grid Engine's must not begin with a digit."""
     plain = re.sub(r"[^\w.-]+", "-", text, flags=re.ASCII).strip("-.") or "paceline"
     return f"p{plain}" if plain[0].isdigit() else plain
 
@@ -273,7 +273,7 @@ def _prepare(words: list[str], options: SubmitOptions) -> Command:
 
 
 def _read_training(words: list[str]) -> tuple[TrainConfig, str]:
-    """The settings that `paceline train` would read from these words, and a short name of the task."""
+    """Return the settings that `paceline train` would read from these words, and a short name of the task."""
     from paceline.cli import train
     from paceline.cli.options import POSITIONAL as OF_TRAIN
     from paceline.cli.options import task_settings, train_options

@@ -1,4 +1,4 @@
-"""From what a user types to a task: a recipe's name, or a class in a file."""
+"""Tasks by name: a recipe, or a class in a user's file."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class PackagesMissing(PacelineError):
 
 
 def load_task(name: str) -> Task:
-    """Make the task that `name` means."""
+    """Return a new task of the class that `name` means."""
     return make_task(find_task(name), name)
 
 
 def find_task(name: str) -> type[Task]:
-    """The task class that `name` means."""
+    """Return the task class that `name` means."""
     if name in RECIPES:
         module_name, _, class_name = RECIPES[name].partition(":")
         found: type[Task] = getattr(_import_recipe(name, module_name), class_name)

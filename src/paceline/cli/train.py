@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def take_task(words: Sequence[str], options: type[Section] = OPTIONS) -> tuple[str | None, list[str]]:
-    """The word that names the task, and the others. It stands anywhere, as a task may have options we do not know."""
+    """Return the word that names the task, and the others. It may stand anywhere: a task has options of its own."""
     typed = read_words(options, words, POSITIONAL)
     places = typed.loose or [place for place in typed.swallowed if _looks_like_task(words[place])]
     if not places:
@@ -83,7 +83,7 @@ def _run(world: World, name: str, rest: list[str]) -> int:
 
 
 def _find(name: str, rest: list[str]) -> type[Task]:
-    """The task's class. Where there is none, what is wrong with the settings that all tasks share is said too."""
+    """Return the task's class. If there is none, mistakes in the settings that all tasks share are reported, too."""
     from paceline.cli.tasks import UnknownTask, find_task
 
     try:
@@ -117,7 +117,7 @@ def _launch(options: TrainCommand, settings: TrainConfig, words: list[str]) -> i
 
 
 def _with_folder(world: World, settings: TrainConfig, name: str) -> TrainConfig:
-    """The settings with the run's folder, the same on all ranks and after every restart."""
+    """Return the settings with the run's folder, the same on all ranks and after every restart."""
     changes: dict[str, object] = {}
     if settings.out is None:
         changes["out"] = _folder(settings, name) if world.size == 1 else _agree(world, settings, name)
@@ -138,7 +138,7 @@ def _agree(world: World, settings: TrainConfig, name: str) -> Path | None:
 
 
 def _folder(settings: TrainConfig, name: str) -> Path | None:
-    """The run's folder; None where nothing is saved and no run is meant."""
+    """Return the run's folder; None if nothing is saved and no run is meant."""
     if settings.benchmark and settings.out is None:
         return None
     if settings.mode in ("eval", "infer"):

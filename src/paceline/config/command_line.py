@@ -1,4 +1,4 @@
-"""Command-line words, read against the fields of a model: all that can be understood, and all that cannot."""
+"""Parser of command lines against the fields of a model: collects values and all mistakes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _NUMBER = re.compile(r"-(\d|\.\d|inf)")
 
 @dataclass
 class Typed:
-    """What a command line sets."""
+    """Content of a command line."""
 
     given: dict[str, Given] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
-    """Of `--config`, in order."""
+    """Files of `--config`, in order."""
     loose: list[int] = field(default_factory=list)
     """Places of the words that belong to no option."""
     swallowed: list[int] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Typed:
 
 
 def dashed(name: str) -> str:
-    """A setting's name as it is typed."""
+    """Return the option of a setting: `global_batch` is `--global-batch`."""
     return "--" + name.replace("_", "-")
 
 
@@ -41,7 +41,7 @@ def is_option(word: str) -> bool:
 
 
 def asks_for_help(words: Sequence[str]) -> bool:
-    """Whether help is asked for, before any `--`."""
+    """Return True if help is asked for before any `--`."""
     own = words[: words.index("--")] if "--" in words else words
     return any(word in HELP_WORDS for word in own)
 
@@ -133,7 +133,7 @@ class _Reader:
             self._keep(name, word, self._values(word, None, 1))
 
     def _values(self, where: str, attached: str | None, takes: int | None, bare: str | None = None) -> list[str]:
-        """The words that belong to an option; one per value, or all up to the next option.
+        """Return the words that belong to an option: one per value, or all up to the next option.
 
         `bare` is what the option means without any.
         """
@@ -204,7 +204,7 @@ def _takes(annotation: object) -> int | None:
 
 
 def _bare(model: type[BaseModel], name: str) -> str | None:
-    """What an option means that is given without a value, where it may be."""
+    """Return the value of an option that is given without one, if it may be."""
     extra = model.model_fields[name].json_schema_extra
     bare = extra.get("bare") if isinstance(extra, dict) else None
     return bare if isinstance(bare, str) else None

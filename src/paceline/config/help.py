@@ -41,7 +41,7 @@ def completion(commands: Mapping[str, Command], *, prog: str, shell: Literal["ba
 
 
 def _screen(model: type[BaseModel], positional: Sequence[str]) -> type[BaseModel]:
-    """A model with one group per section: tyro shows a box for each."""
+    """Return a model with one group per section: tyro shows a box for each."""
     groups = parts(model)
     head = Part(groups[0].name, groups[0].about, (*groups[0].options, _CONFIG))
     fields: dict[str, Any] = {}
@@ -56,7 +56,7 @@ def _screen(model: type[BaseModel], positional: Sequence[str]) -> type[BaseModel
 
 
 def _field(option: Option, is_positional: bool) -> Any:
-    """As tyro should show it. Defaults are shown as text: nothing is parsed here."""
+    """Return the field that tyro shows. Defaults are text: nothing is parsed here."""
     hint = "(required)" if option.is_required else f"(default: {_shown(option.default)})"
     if is_positional:
         metavar = option.name.upper() + (" ..." if sequence(option.annotation) is not None else "")

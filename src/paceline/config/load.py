@@ -1,6 +1,6 @@
-"""From what a user writes to checked settings: defaults < YAML files < command-line words.
+"""Settings from defaults, YAML files and the command line; later ones win.
 
-Every mistake is found before any is shown.
+All mistakes are collected before any is shown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ S = TypeVar("S", bound=Section)
 
 
 def load(model: type[S], words: Sequence[str], *, prog: str, positional: Sequence[str] = ()) -> S:
-    """The settings that `words` and the files they name mean; `--help` shows the options and leaves.
+    """Return the settings of `words` and of the files that they name; `--help` shows the options and leaves.
 
     `positional` names the fields that are given without an option name, in order; a tuple takes all that are left.
     """
@@ -50,7 +50,7 @@ def load(model: type[S], words: Sequence[str], *, prog: str, positional: Sequenc
 
 
 def as_yaml(settings: Section) -> str:
-    """Settings as a file that `--config` takes, with a comment per section."""
+    """Return settings as a file for `--config`, with a comment per section."""
     values = settings.model_dump(mode="json")
     blocks = []
     for part in parts(type(settings)):
@@ -75,7 +75,7 @@ def _check(model: type[S], given: Mapping[str, Given], tried: set[str]) -> tuple
 def _across(
     model: type[S], values: Mapping[str, Any], given: Mapping[str, Given], wrong: set[str], error: ValidationError
 ) -> list[Problem]:
-    """What is wrong between fields; the model looks at that only when each field is right by itself."""
+    """Return contradictions between fields; the model checks these only when each field is right by itself."""
     missing = {
         str(detail["loc"][0]): "?"
         for detail in error.errors()

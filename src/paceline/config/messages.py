@@ -119,7 +119,7 @@ class _Field:
 
 
 def _value_problem(field: _Field, details: list[Any]) -> Problem:
-    """A value, or an entry of a list of values, that cannot be used."""
+    """Return the problem of a value, or of an entry of a list of values."""
     inner, wrong = _inner(details[0]["loc"]), details[0]["input"]
     entry = f"value {inner[0] + 1} " if inner and isinstance(inner[0], int) else ""
     raised = [_own_words(detail) for detail in details if detail["type"] in ("value_error", "assertion_error")]
@@ -129,7 +129,7 @@ def _value_problem(field: _Field, details: list[Any]) -> Problem:
 
 
 def _section_problem(field: _Field, model: type[BaseModel], detail: Any) -> Problem:
-    """A mistake inside a setting that has settings of its own."""
+    """Return the problem of a setting inside a nested section."""
     where, text, inner = field.where, field.text, _inner(detail["loc"])
     entry = f"entry {inner[0] + 1}: " if inner and isinstance(inner[0], int) else ""
     path = entry + ".".join(str(part) for part in (inner[1:] if entry else inner))

@@ -24,7 +24,7 @@ class Given:
     """Text, None, a list or a mapping of such."""
     where: str
     text: str
-    """As it was typed, for messages."""
+    """The value as it was typed, for messages."""
     place: Place
 
 

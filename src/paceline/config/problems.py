@@ -24,7 +24,7 @@ class Problem:
     what: str
     hint: str = ""
     given: str = ""
-    """What was set there, as it was typed."""
+    """The value that was set, as it was typed."""
     place: Place = (NOWHERE, 0)
     is_unknown: bool = False
     """There is no setting of this name."""
@@ -63,14 +63,14 @@ class SettingsInvalid(PacelineError):
 
 
 def first_lines(lines: Sequence[object], most: int, total: int | None = None, margin: str = "  ") -> list[str]:
-    """The first of many things, a line each, and how many there are beside; `total` where not all are listed."""
+    """Return the first `most` lines, and one with the number of the rest; `total` counts those not in `lines`, too."""
     total = len(lines) if total is None else total
     more = [f"{margin}... and {total - most:,} more"] if total > most else []
     return [*(f"{margin}{line}" for line in lines[:most]), *more]
 
 
 def nearest(wrong: str, right: Iterable[str]) -> str | None:
-    """The name that was probably meant."""
+    """Return the name that was probably meant."""
     names = list(right)
     spellings = {name: name for name in names} | {other: name for other, name in MEANT.items() if name in names}
     found = difflib.get_close_matches(wrong.replace("-", "_").lower(), spellings, n=1, cutoff=0.6)

@@ -1,4 +1,4 @@
-"""Which folder a run gets: a pure decision."""
+"""Folder of a run: a pure decision."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NotAName(PacelineError):
 
 
 def run_folder(settings: RunSettings, *, task: str, moment: str, exists: Callable[[Path], bool]) -> Path:
-    """`out`, else the named run, else the run of the checkpoint to go on from, else one named for task and moment.
+    """Return `out`, else the named run, else the run of the checkpoint to resume, else one named for task and moment.
 
     A new run never gets a folder that exists: a number is appended.
     """

@@ -35,7 +35,7 @@ class Part:
 
 
 def parts(model: type[BaseModel]) -> list[Part]:
-    """Settings by the class that first named them, with the defaults that `model` gives them."""
+    """Return the settings by the class that first named them, with the defaults of `model`."""
     by_class: dict[type[BaseModel], list[Option]] = {}
     for name, field in model.model_fields.items():
         owners = [each for each in model.__mro__ if name in inspect.get_annotations(each)]
@@ -52,7 +52,7 @@ def parts(model: type[BaseModel]) -> list[Part]:
 
 @functools.cache
 def docs(model: type) -> dict[str, str]:
-    """The sentence below each field of a class, read from its source."""
+    """Return the docstring below each field of a class, read from its source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(model)))
     except (OSError, TypeError, SyntaxError):  # a class without a file, made at run time
@@ -70,6 +70,6 @@ def docs(model: type) -> dict[str, str]:
 
 
 def _title(owner: type) -> str:
-    """`RunSettings` is `run`, `TrainCommand` is `train`."""
+    """Return the title of a section: `RunSettings` is `run`, `TrainCommand` is `train`."""
     plain = re.sub(r"(Settings|Config|Command|Options)$", "", owner.__name__) or owner.__name__
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", plain).lower()

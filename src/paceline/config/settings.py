@@ -35,7 +35,7 @@ ScheduleName = Literal[
 
 
 def free(default: Any, **extra: Any) -> Any:
-    """A field that does not change numerics: resuming with another value needs no permission."""
+    """Return a field that does not change numerics: resuming with another value needs no permission."""
     return Field(default, json_schema_extra={"free": True}, **extra)
 
 
@@ -47,9 +47,9 @@ class Section(BaseModel):
     """Other names of fields that are accepted in files and on the command line."""
 
     def contradictions(self) -> Iterator[str]:
-        """What is wrong between settings that are right by themselves: a line each, with their names in backticks.
+        """Yield what is wrong between settings that are right by themselves: a line each, with names in backticks.
 
-        All are found before any is said. A class adds its own to those of `super()`.
+        All are collected before any is shown. A class adds its own to those of `super()`.
         """
         yield from ()
 

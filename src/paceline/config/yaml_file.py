@@ -17,7 +17,7 @@ from paceline.config.problems import Place, Problem, nearest
 def read_file(
     model: type[BaseModel], file: str, positional: Sequence[str] = (), number: int = 0
 ) -> tuple[dict[str, Given], list[Problem]]:
-    """What a file, the `number`-th, sets, and its mistakes."""
+    """Return what a file, the `number`-th, sets, and its mistakes."""
     path = Path(file)
     try:
         text = path.read_text(encoding="utf-8")
@@ -80,7 +80,7 @@ def _raw(node: yaml.Node) -> Any:
 
 
 def _text(node: yaml.Node) -> str:
-    """A value in short, for messages."""
+    """Return a value in short, for messages."""
     if isinstance(node, yaml.ScalarNode):
         return str(node.value) or "(empty)"
     if isinstance(node, yaml.SequenceNode):
@@ -100,7 +100,7 @@ def _syntax(file: str, text: str, error: yaml.MarkedYAMLError, place: Place) -> 
 
 
 def _other_files(path: Path) -> str:
-    """What is there instead."""
+    """Return a hint: the file that was probably meant, or the YAML files beside it."""
     folder = path.parent
     if not folder.is_dir():
         return f"there is no folder {folder} either"

@@ -1,4 +1,4 @@
-"""JSON that can always be written: readable letters, but for names of files that are no UTF-8."""
+"""JSON that can always be written: not escaped, except for file names that are no UTF-8."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def json_text(value: Any) -> str:
-    """On one line. Python stands a half of a surrogate pair for a byte that is no text; escaped, it survives a file."""
+    """Return JSON on one line. A byte that is no text, half a surrogate pair in Python, is escaped."""
     text = json.dumps(value, ensure_ascii=False)
     return text if _is_utf8(text) else json.dumps(value)
 

@@ -1,4 +1,4 @@
-"""Paths that a run keeps: in full, so that they lead to one place from any folder, and shown as short as can be."""
+"""Paths in a run's record are absolute; paths in messages are relative to the working folder where possible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import AfterValidator
 
 
 def absolute(path: Path) -> Path:
-    """In full, as seen from the working folder; links stay what they are."""
+    """Return an absolute path; `~` is expanded, links are kept."""
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 
@@ -18,5 +18,5 @@ AbsolutePath = Annotated[Path, AfterValidator(absolute)]
 
 
 def near(path: Path | str) -> str:
-    """As somebody in the working folder would type it: without that folder where it lies in it."""
+    """Return a path as typed in the working folder: relative if it lies in it."""
     return str(path).removeprefix(os.path.join(os.getcwd(), ""))

@@ -1,4 +1,4 @@
-"""What is written down with every run, beside its settings: how it was started, with what, from which state of code."""
+"""Provenance of a run: command, host, versions and git state of each of its starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GIT_TIMEOUT_S = 5.0
 
 
 def start_record() -> dict[str, Any]:
-    """One start of a run: when, where, by which command, with which versions and git state."""
+    """Return the record of a start: time, host, command, versions and git state."""
     return {
         "time": datetime.now().isoformat(sep=" ", timespec="milliseconds"),
         "command": command_line(sys.argv),
@@ -30,24 +30,24 @@ def start_record() -> dict[str, Any]:
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """A command as it is typed; the words of `python -m paceline` are those of `paceline`."""
+    """Return a command as it is typed; `python -m paceline` is written as `paceline`."""
     program = Path(argv[0])
     is_ours = program.name == "__main__.py" and program.parent.name == "paceline"
     return shlex.join(["paceline" if is_ours else program.name, *argv[1:]])
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:  # run from a source tree that is not installed
             continue
-    return found
+    return installed
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit, and whether tracked files differ from it; None outside of a repository or without git."""
+    """Return the commit, and True as `dirty` if tracked files differ; None outside of a repository or without git."""
     commit = _git(folder, "rev-parse", "HEAD")
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     if not commit or changes is None:

@@ -1,4 +1,4 @@
-"""Amounts as people read them: with three digits or so, in the unit that gives them, however small or large."""
+"""Sizes and durations for people: about three digits, in a fitting unit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _SIZES = ("B", "kB", "MB", "GB", "TB")
 
 
 def size(num_bytes: float) -> str:
-    """`0 B`, `512 B`, `31.4 kB`, `1,204.5 GB` is `1.2 TB`"""
+    """Return a size: `0 B`, `512 B`, `31.4 kB`, `1.2 TB`."""
     scaled, unit = float(num_bytes), _SIZES[0]
     for unit in _SIZES:
         # What would be shown as 1000.0 is 1 of the next one.
@@ -17,7 +17,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`0.4 s`, `31.0 s`, `5.2 min`, `960.41 h`"""
+    """Return a duration: `0.4 s`, `31.0 s`, `5.2 min`, `960.41 h`."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 3597 else f"{seconds / 3600:,.2f} h"

@@ -1,4 +1,4 @@
-"""Which packages that a feature needs are installed."""
+"""Optional packages that are installed."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import importlib.util
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether kernels can be compiled for a GPU; asked once, since optimizers ask at every step."""
+    """Return True if kernels can be compiled for a GPU; cached, since optimizers ask at every step."""
     return importlib.util.find_spec("triton") is not None

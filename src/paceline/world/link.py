@@ -1,4 +1,4 @@
-"""The live connection of this rank to all others: the few collectives that the house needs, and nothing at one rank."""
+"""Connection of this rank to all others: the collectives that we need; no-ops for a single process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LINGER_S = 60.0
 
 
 class Link:
-    """What `start` returns. Tensors travel by gloo on the CPU and by NCCL on GPUs, Python values by gloo.
+    """The process group of a run. Tensors travel by gloo on the CPU and by NCCL on GPUs, Python values by gloo.
 
     `with link:` closes at the end. When an exception passes, `fail_together` tells the others, who may be inside a
     collective; without it the group is given up, so that another `start` may follow in this process.
@@ -47,7 +47,7 @@ class Link:
         """Keys shared by all ranks, before and beside the process group; None where there is no group."""
         self._watch = watch
         self.has_group = store is not None
-        """Whether there is a process group: with several ranks always, with one only where it was asked for."""
+        """True if there is a process group: always with several ranks, with one if it was asked for."""
 
     @property
     def is_first(self) -> bool:
@@ -71,7 +71,7 @@ class Link:
             tensor.detach().copy_(flat.view(tensor.shape))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Everyone's small Python value, by rank, on every rank."""
+        """Return the small Python values of all ranks, in order, on every rank."""
         values = [value] * self.world.size
         if self.has_group:
             trail.note("gather of values")
@@ -79,7 +79,7 @@ class Link:
         return values
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """The small Python value of rank `src`, on every rank."""
+        """Return the small Python value of rank `src`, on every rank."""
         values = [value]
         if self.has_group:
             trail.note("broadcast of a value")
@@ -87,7 +87,7 @@ class Link:
         return values[0]
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called it."""
         if self.has_group:
             trail.note("barrier")
             # A CPU tensor goes through gloo, so that no GPU is waited for.

@@ -1,4 +1,4 @@
-"""Processes that end with the one that began them, however that one ends."""
+"""Processes that end with the one that started them, however that one ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _parent: int | None = None
 
 
 def bound(command: Sequence[str], how: signal.Signals) -> list[str]:
-    """The command, for this process to start, of a process that gets this signal when this one is gone.
+    """Return a command whose process gets this signal when the process that starts it, this one, is gone.
 
     From its beginning on: importing torch takes seconds, in which a process cannot ask for that itself.
     """
@@ -38,5 +38,5 @@ def end_with_parent(how: signal.Signals) -> None:
 
 
 def is_orphan() -> bool:
-    """Whether the parent that this process was to end with is gone."""
+    """Return True if the parent that this process was to end with is gone."""
     return _parent is not None and os.getppid() != _parent

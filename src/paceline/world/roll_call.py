@@ -1,4 +1,4 @@
-"""The roll call before the process group: every rank says who it is, and missing ranks are named instead of waited for.
+"""Roll call before the process group exists: every rank describes itself, and missing ranks are named.
 
 Rank 0 collects. Its verdict is one key of the store, written once, so that all ranks go on together or fail alike.
 """
@@ -20,7 +20,7 @@ _MARGIN_S = 5.0
 
 @dataclass(frozen=True)
 class Present:
-    """What a rank says about itself."""
+    """A rank that has arrived, as it describes itself."""
 
     rank: int
     host: str
@@ -82,7 +82,7 @@ class DuplicateRank(PacelineError):
 
 
 def roll_call(store: Store, mine: Present, size: int, timeout_s: float) -> list[Present]:
-    """All ranks, in order; raises `RanksMissing` or `DuplicateRank` on every rank alike."""
+    """Return all ranks, in order; raise `RanksMissing` or `DuplicateRank` on every rank alike."""
     text = json.dumps(asdict(mine))
     first = store.compare_set(_key(mine.rank), "", text)
     if first.decode() != text:
@@ -133,7 +133,7 @@ def _from_json(entry: dict[str, object]) -> Present:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """Ranks for people: 0-3, 7."""
+    """Return ranks as ranges: `0-3, 7`."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and rank == parts[-1][-1] + 1:

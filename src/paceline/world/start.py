@@ -1,4 +1,4 @@
-"""From a `World` to a live `Link`: device, meeting, roll call, threads, process group, in this order."""
+"""Start of a rank: device, store, roll call, threads, process group, in this order."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def start(
 
 
 def patience(timeout_s: float, device: torch.device) -> timedelta:
-    """The time-out of a process group. NCCL ends the process at its own: the watch, which knows more, comes first."""
+    """Return the time-out of a process group. NCCL ends the process at its own, so the watchdog acts first."""
     return timedelta(seconds=timeout_s * (1.5 if device.type == "cuda" else 1.0))
 
 

@@ -57,7 +57,7 @@ class MeetingPointTaken(PacelineError):
 
 
 class NotReached(Exception):
-    """Nobody answers; whoever asked knows what that means."""
+    """No answer; the caller knows what that means."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
@@ -65,7 +65,7 @@ class NotReached(Exception):
 
 
 def meet(world: World, timeout_s: float) -> Store:
-    """The store of this job and attempt: served by rank 0, or by the launcher where it offers one."""
+    """Return the store of this job and attempt, served by rank 0, or by the launcher if it offers one."""
     assert world.meeting is not None, "a single process meets nobody"
     if world.meeting not in _stores:
         serves = world.rank == 0 and not world.launcher_hosts_store
@@ -74,12 +74,12 @@ def meet(world: World, timeout_s: float) -> Store:
 
 
 def meet_apart(world: World, timeout_s: float) -> Store:
-    """The same store through a connection of its own, for a thread that must not wait for the main thread's calls."""
+    """Return the same store through another connection, for a thread that must not wait for the main thread's calls."""
     return attempt_store(_connect(world, timeout_s), world.attempt, world.size)
 
 
 def attempt_store(store: Store, attempt: int, size: int) -> Store:
-    """The part of a store that belongs to one attempt of an elastic job.
+    """Return the part of a store that belongs to one attempt of an elastic job.
 
     Without it, restarted ranks would read the addresses of the dead ones and dial them in vain.
     """
@@ -95,7 +95,7 @@ def _connect(world: World, timeout_s: float) -> Store:
 
 
 def connect(meeting: str, timeout_s: float) -> Store:
-    """The store that another process serves at `host:port`; asks until the time is over."""
+    """Return the store that another process serves at `host:port`; retry until the time is over."""
     host, port = _split(meeting)
     cause = "no answer"
 
@@ -120,7 +120,7 @@ def connect(meeting: str, timeout_s: float) -> Store:
 
 
 def poll(done: Callable[[], bool], timeout_s: float) -> bool:
-    """Ask until `done` or the time is over; often at first, four times a second later. Says whether it is done."""
+    """Call `done` until it is True or the time is over, every 5 ms at first, 0.25 s later. Return its last value."""
     deadline, pause_s = time.monotonic() + timeout_s, 0.005
     while not done():
         if time.monotonic() >= deadline:
@@ -131,7 +131,7 @@ def poll(done: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def serve(meeting: str, timeout_s: float) -> Store:
-    """A store at `host:port`, which must be this machine."""
+    """Serve a store at `host:port`, which must be this machine."""
     host, port = _split(meeting)
     try:
         return TCPStore(

@@ -1,4 +1,4 @@
-"""Which machines a scheduler gave to the job, read from its variables; ranks may or may not be started there yet."""
+"""Machines that a scheduler gave to the job, read from its variables; ranks may not be started there yet."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HostfileUnreadable(PacelineError):
 
 
 def read_text(path: str) -> str | None:
-    """The text of a file; None where this machine does not have it."""
+    """Return the text of a file; None if this machine does not have it."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError:
@@ -41,7 +41,7 @@ def read_text(path: str) -> str | None:
 
 
 def find_allocation(env: Mapping[str, str], read: ReadText = read_text) -> Allocation | None:
-    """The job that this process is in: of SLURM, or of Grid Engine; None outside of both.
+    """Return the job of this process, of SLURM or of Grid Engine; None outside of both.
 
     Grid Engine keeps its list of hosts on the first one: elsewhere only the job's number is known, and no host.
     """

@@ -1,4 +1,4 @@
-"""Which rank is this process? Read from what launchers leave in the environment; nothing else in the house reads it.
+"""Rank of this process, from the variables that launchers set. No other module reads them.
 
 Everything here is a pure function of the variables it is given (and of the file that Grid Engine names in one of them):
 every launcher is tested with captured ones. Launchers are asked in order; torchrun's variables win over a scheduler's,
@@ -97,7 +97,7 @@ class MeetingPointUnknown(PacelineError):
 
 
 def discover(env: Environment, read: ReadText = read_text) -> World:
-    """The world that the environment describes; a single process where it names no launcher."""
+    """Return the world that the environment describes; a single process if it names no launcher."""
     for find in (_from_torch, _from_open_mpi, _from_mpich, _from_slurm):
         world = find(env, read)
         if world is not None:
@@ -201,7 +201,7 @@ def _from_mpi(
 
 
 def _from_slurm(env: Environment, read: ReadText) -> World | None:
-    """A task of an `srun` step. A batch script or a shell in a job has some of these variables but is one process."""
+    """Return the world of a task of an `srun` step. A batch script has some of these variables but is one process."""
     if not _in_srun_step(env) or "SLURM_PROCID" not in env:
         return None
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
@@ -253,7 +253,7 @@ def _in_srun_step(env: Environment) -> bool:
 def _meeting(
     env: Environment, read: ReadText, launcher: str, size: int, nodes: int, job: str | None, why: list[str]
 ) -> str | None:
-    """`host:port` from MASTER_ADDR and MASTER_PORT; what is missing is derived where the launcher numbers its jobs."""
+    """Return `host:port` from MASTER_ADDR and MASTER_PORT; missing parts are derived from the job's number."""
     if size == 1:
         return None
     host = env.get("MASTER_ADDR") or None
@@ -272,7 +272,7 @@ def _meeting(
 
 
 def _first_host(env: Environment, read: ReadText, why: list[str]) -> str | None:
-    """The machine of rank 0: the first that the scheduler names, else the one where Open MPI's mpirun runs."""
+    """Return the machine of rank 0: the first that the scheduler names, else the one where Open MPI's mpirun runs."""
     allocation = find_allocation(env, read)
     if allocation is not None and allocation.hosts:
         why.append(f"ranks meet at {allocation.hosts[0]}, the first host of the {allocation.scheduler} job")

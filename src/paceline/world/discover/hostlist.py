@@ -38,7 +38,7 @@ def expand(text: str) -> list[str]:
 
 
 def fold(hosts: Iterable[str]) -> str:
-    """A short list of these hosts for people, in order: neighbours that differ in their last number share a bracket."""
+    """Return a short list of hosts, in order: neighbours that differ in their last number share a bracket."""
     parts: list[str] = []
     for (start, width, end), group in itertools.groupby(map(_split_number, hosts), key=lambda split: split[:3]):
         if width is None:
@@ -50,7 +50,7 @@ def fold(hosts: Iterable[str]) -> str:
 
 
 def _items(text: str) -> Iterator[str]:
-    """The list cut at commas, but not at those in brackets."""
+    """Split a list at commas outside of brackets."""
     depth, start = 0, 0
     for place, letter in enumerate(text):
         depth += {"[": 1, "]": -1}.get(letter, 0)
@@ -71,14 +71,14 @@ def _named(item: str, text: str) -> str:
 
 
 def _combine(item: str, text: str) -> Iterator[str]:
-    """All hosts of `a[..]b[..]c`; the last bracket counts fastest."""
+    """Return all hosts of `a[..]b[..]c`; the last bracket counts fastest."""
     pieces = re.split(r"\[([^\]]*)\]", item)
     choices = [_numbers(piece, text) if place % 2 else [piece] for place, piece in enumerate(pieces)]
     return map("".join, itertools.product(*choices))
 
 
 def _numbers(bracket: str, text: str) -> list[str]:
-    """`08-10,12` as 08, 09, 10, 12: as many digits as the range's first number has."""
+    """Return 08, 09, 10, 12 for `08-10,12`: with as many digits as the range's first number."""
     numbers: list[str] = []
     for part in bracket.split(","):
         match = _RANGE.fullmatch(part.strip())
@@ -94,7 +94,7 @@ def _numbers(bracket: str, text: str) -> list[str]:
 
 
 def _split_number(host: str) -> tuple[str, int | None, str, int]:
-    """Before the last number, how it is padded (0: not at all; None: there is none), behind it, the number."""
+    """Return prefix, padding (0: not padded; None: no number), suffix and the last number of a name."""
     match = re.fullmatch(r"(.*?)(\d+)(\D*)", host, re.DOTALL | re.ASCII)
     if match is None:
         return host, None, "", 0

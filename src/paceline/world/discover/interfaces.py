@@ -25,7 +25,7 @@ class HostIsLoopback(PacelineError):
 def choose_interface(
     world: World, host: str, host_address: str | None, interfaces: Mapping[str, str], own_address: str | None
 ) -> str | None:
-    """What GLOO_SOCKET_IFNAME should be; None where gloo finds it by itself, through the address of the host's name.
+    """Return a value for GLOO_SOCKET_IFNAME; None if gloo finds it by itself, from the address of the host's name.
 
     That name often means loopback (Debian writes 127.0.1.1 into /etc/hosts) or nothing. Then it is the interface that
     has `own_address`, the one from which this machine reaches the meeting point.
@@ -41,7 +41,7 @@ def choose_interface(
 
 
 def find_interface(world: World) -> str | None:
-    """`choose_interface` for this machine as it is."""
+    """Return `choose_interface` of this machine."""
     host = socket.gethostname()
     if world.nodes == 1:
         return choose_interface(world, host, None, {}, None)
@@ -63,7 +63,7 @@ def _meeting_host(world: World) -> str:
 
 
 def address_of(host: str) -> str | None:
-    """The IPv4 address of a name; None where it has none."""
+    """Return the IPv4 address of a name; None if it has none."""
     try:
         return socket.gethostbyname(host)
     except OSError:
@@ -71,7 +71,7 @@ def address_of(host: str) -> str | None:
 
 
 def address_towards(host: str) -> str | None:
-    """The address from which this machine would reach another; nothing is sent."""
+    """Return the address from which this machine would reach another; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))
@@ -82,7 +82,7 @@ def address_towards(host: str) -> str | None:
 
 
 def list_interfaces() -> dict[str, str]:
-    """IPv4 addresses by interface, of those that have one; empty where the system is not Linux."""
+    """Return the IPv4 addresses by interface; empty if the system is not Linux."""
     found: dict[str, str] = {}
     if sys.platform != "linux":
         return found

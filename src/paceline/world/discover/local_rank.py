@@ -9,7 +9,7 @@ from paceline.world.discover.environment import EnvironmentContradicts, Environm
 
 
 def without_local_rank(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """The words behind a leading `--local-rank N`, which must say the same as LOCAL_RANK: that is what decides."""
+    """Return the words behind a leading `--local-rank N`, which must agree with LOCAL_RANK."""
     if not words:
         return []
     match = re.fullmatch(r"(--local[-_]rank)(?:=(.*))?", words[0])

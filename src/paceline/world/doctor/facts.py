@@ -1,4 +1,4 @@
-"""What one rank can say about its machine, for `paceline doctor`: looked up, not judged."""
+"""Facts of a rank and its machine for `paceline doctor`: looked up, not judged."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Facts:
 
 
 def collect(world: World, folder: Path, threads: int) -> Facts:
-    """Everything about this rank; `folder` is where runs are to be kept."""
+    """Return the facts of this rank; `folder` is the folder of runs."""
     interface, problem = _interface(world)
     shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     return Facts(
@@ -112,7 +112,7 @@ def _interface(world: World) -> tuple[str | None, str | None]:
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """Return the folder, or the nearest existing one above it."""
     path = folder.absolute()
     while not path.exists():
         path = path.parent

@@ -1,4 +1,4 @@
-"""What is wrong with a machine or an allocation, and what to do about it: pure judgements on facts and measurements."""
+"""Findings of the doctor: pure judgements on facts and measurements, with what to do about problems."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Finding:
 
 
 def ranks(world: World, roll: Sequence[Facts], allocation: Allocation | None) -> Iterator[Finding]:
-    """How many there are, and whether that is what the scheduler has room for."""
+    """Yield the number of ranks, and a warning if the scheduler has room for more."""
     hosts = list(dict.fromkeys(facts.host for facts in roll))
     found = f"{world.size} on {fold(hosts)}, by {world.launcher} ({'; '.join(world.why)})"
     if allocation is not None and allocation.slots is not None and world.size == 1 < allocation.slots:
@@ -120,7 +120,7 @@ def _interfaces(world: World, host: str, facts: Facts) -> Finding:
 
 
 def _host_name(world: World, means: str) -> Finding:
-    """The host's name does not resolve to an address in the network."""
+    """Return the finding of a host name that does not resolve to an address in the network."""
     if world.nodes > 1:
         return Finding("host name", "ok", f"{means}; the interface was found through the meeting point instead")
     todo = "fine on one machine; for several, give it the network's address in /etc/hosts"

@@ -1,4 +1,4 @@
-"""What ranks can only find out together, for `paceline doctor`: clocks, the shared folder, the speed of a reduction."""
+"""Measurements of all ranks together for `paceline doctor`: clocks, the shared folder, the speed of a reduction."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Reduction:
 
     @property
     def bytes_per_s(self) -> float:
-        """What goes through the slowest link: a ring sends 2 (n - 1) / n of the tensor from each rank."""
+        """Bytes per second through the slowest link: a ring sends 2 (n - 1) / n of the tensor from each rank."""
         return 2 * (self.ranks - 1) / self.ranks * self.num_bytes / self.seconds
 
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """What the ranks found in the folder where runs are kept."""
+    """Results of the ranks in the folder of runs."""
 
     folder: str
     problem: str | None
@@ -65,7 +65,7 @@ def clock_offsets(link: Link, rounds: int = 9) -> list[float]:
 
 
 def reductions(link: Link, device: torch.device, sizes: tuple[int, ...] = SIZES) -> list[Reduction]:
-    """The median time of an all-reduce of each size; as many rounds as fit in a moment, equally many on all ranks."""
+    """Return the median time of an all-reduce of each size; all ranks do as many rounds as fit in a moment."""
     found = []
     for num_bytes in sizes:
         tensor = torch.zeros(num_bytes // 4, device=device)
@@ -129,7 +129,7 @@ def _write(path: Path) -> tuple[str | None, float]:
 
 
 def _locks(link: Link, path: Path) -> bool:
-    """Whether a lock that rank 0 holds is refused to the last rank; with one rank, whether there are locks at all."""
+    """Return True if a lock that rank 0 holds is refused to the last rank; with one rank, if there are locks at all."""
     with path.open("rb+") as file:
         mine = _lock(file.fileno()) if link.is_first else False
         link.barrier()

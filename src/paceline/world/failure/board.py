@@ -1,4 +1,4 @@
-"""What ranks tell each other when one fails: one report, the first, and where each rank was last seen."""
+"""Failure board in the store: the first failure report, and the last known place of each rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kind = Literal["user", "crash", "lost", "interrupt"]
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank says of itself about once a second."""
+    """Place of a rank, updated about once a second."""
 
     host: str
     beat: int
@@ -59,7 +59,7 @@ class Failure:
 
 
 def describe(rank: int, host: str | None, last: Seen | None, is_alive: bool) -> str:
-    """What became of a rank that others wait for, and where it was last."""
+    """Return a line about a rank that others wait for: its state, and its last known place."""
     name = f"rank {rank}" + (f" on {host}" if host else "")
     fate = "ended without a word (killed? out of memory?) or is stopped"
     if is_alive:
@@ -68,7 +68,7 @@ def describe(rank: int, host: str | None, last: Seen | None, is_alive: bool) -> 
 
 
 def who_is_missing(number: int, before: Mapping[int, Seen | None], now: Mapping[int, Seen | None]) -> dict[int, bool]:
-    """Of the ranks that say nothing, those that others wait for, and whether they run; by what was seen at two times.
+    """Return the silent ranks that others wait for, and True for those that still run, judged by two looks.
 
     One that runs and has begun as many collectives (`number`) waits in vain, too; unless nobody else is left.
     """
@@ -88,7 +88,7 @@ class FailureBoard:
         self._store = PrefixStore("failure", store)
 
     def post(self, failure: Failure) -> Failure:
-        """The failure that counts: this one if it is the first."""
+        """Post a failure; return the first one that was posted."""
         return _failure(self._store.compare_set("first", "", json.dumps(asdict(failure))))
 
     def read(self) -> Failure | None:
@@ -107,7 +107,7 @@ class FailureBoard:
         self._store.set(f"alive/{rank}", "")
 
     def silent(self, size: int) -> list[int]:
-        """The ranks that have not said so."""
+        """Return the ranks that have not called `tell_alive`."""
         return [rank for rank in range(size) if not self._store.check([f"alive/{rank}"])]
 
     def tell_place(self, rank: int, seen: Seen) -> None:

@@ -1,4 +1,4 @@
-"""Where a rank is: what it does, its step and its last collective, so that others can say it when the rank cannot.
+"""Flight recorder of a rank: phase, step and last collective, so that others can report it when the rank cannot.
 
 The main thread only sets attributes; a thread that looks once a second puts them into words.
 """
@@ -21,7 +21,7 @@ class Trail:
         self.reset()
 
     def reset(self) -> None:
-        """A new job begins. All ranks count its collectives alike from here on."""
+        """Start a new job: all ranks count its collectives from here on."""
         self.doing: Doing = "starting"
         self.step = -1
         """Counts from 0 as in `metrics.jsonl`; -1 before the first."""
@@ -31,7 +31,7 @@ class Trail:
         self.dtype: torch.dtype | None = None
 
     def note(self, name: str, tensor: torch.Tensor | None = None) -> None:
-        """The next collective begins: to be called by all ranks in the same order."""
+        """Record the start of a collective. All ranks call it in the same order."""
         self.number += 1
         self.name = name
         if tensor is None:

@@ -1,4 +1,4 @@
-"""What every thread was doing, written into the rank's log when the rank must end for another's sake."""
+"""Stack traces of all threads, written into the rank's log when it ends because another rank failed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _path: Path | None = None
 
 
 def send_to(path: Path | None) -> None:
-    """The log of this rank; None where it has none."""
+    """Set the log file of this rank; None if it has none."""
     global _path
     _path = path
 
 
 def has_log() -> bool:
-    """Whether there is a place for what would only fill the screen."""
+    """Return True if this rank has a log file."""
     return _path is not None
 
 

@@ -52,7 +52,7 @@ _logged: BaseException | None = None
 
 @dataclass
 class Meeting:
-    """What a failing rank needs to know about the job it was in."""
+    """The job of this rank, as a failure needs to know it."""
 
     world: World
     store: Store
@@ -106,12 +106,12 @@ def is_guarded() -> bool:
 
 
 def user_message(error: PacelineError) -> str:
-    """A user's mistake in words: what and why, then what to type next."""
+    """Return the text of a user's mistake: what and why, then what to type next."""
     return f"error: {error}" + (f"\n  {error.hint}" if error.hint else "")
 
 
 def is_broken_link(error: BaseException | None) -> bool:
-    """Whether the error, or one that caused it, says only that other ranks are gone or silent."""
+    """Return True if the error, or a cause of it, means only that other ranks are gone or silent."""
     while error is not None:
         # gloo raises a plain RuntimeError that begins with its source file.
         if isinstance(error, (DistBackendError, DistNetworkError)):
@@ -187,7 +187,7 @@ def _log_lost(mine: Failure, error: BaseException) -> None:
 
 
 def _who_is_gone(world: World) -> str:
-    """What became of the process that served the store."""
+    """Return a sentence about the process that served the store."""
     slept_s = _last_meeting.watch.slept_s if _last_meeting is not None else 0.0
     if slept_s >= _ASLEEP_S:
         return f"it did not run for {slept_s:.0f} s itself (stopped?), and they have ended meanwhile"
@@ -197,7 +197,7 @@ def _who_is_gone(world: World) -> str:
 
 
 def _audience(world: World, first: Failure, error: BaseException) -> int:
-    """How many ranks can still hear of the failure."""
+    """Return the number of ranks that can still read the failure."""
     if isinstance(error, RanksMissing):
         return len(error.present)
     return world.size - 1 if first.kind == "lost" else world.size
@@ -226,7 +226,7 @@ def _host(rank: int) -> str | None:
 
 
 def _board(world: World, error: BaseException) -> FailureBoard | None:
-    """The board of this job; ranks that never met meet now."""
+    """Return the board of this job; ranks that never met meet now."""
     if _last_meeting is not None and _last_meeting.world == world:
         _last_meeting.watch.stop()
         return FailureBoard(_last_meeting.store)

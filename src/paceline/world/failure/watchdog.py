@@ -1,4 +1,4 @@
-"""A thread per rank that says once a second where the rank is, and ends the process when another has failed.
+"""Watchdog thread of a rank: posts its place once a second, and ends the process when another rank has failed.
 
 The main thread may not notice by itself: it may be inside a GPU collective that waits for the dead, in a long
 computation of its own, or stuck in a user's code.
@@ -45,12 +45,12 @@ def _print(message: str) -> None:
 
 
 def serves(world: World) -> bool:
-    """Whether this process serves the store."""
+    """Return True if this process serves the store."""
     return world.rank == 0 and not world.launcher_hosts_store
 
 
 def behind(mine: int, others: Mapping[int, Seen | None]) -> list[int]:
-    """The ranks that have begun fewer collectives than this one, for which it must be waiting."""
+    """Return the ranks that have begun fewer collectives than this one, which must be waiting for them."""
     return [rank for rank, seen in others.items() if seen is not None and seen.number < mine]
 
 
@@ -84,7 +84,7 @@ class FailureWatch:
 
     @property
     def slept_s(self) -> float:
-        """For how long this process did not run at all, though its watch wanted to: somebody had stopped it."""
+        """Seconds in which this process was stopped: its watch should have run, and did not."""
         since = self._waits_since
         now_s = 0.0 if since is None else time.monotonic() - since - _EVERY_S
         return max(self._slept_s, now_s)
@@ -127,7 +127,7 @@ class FailureWatch:
         board.tell_place(self._world.rank, Seen(self._host, self._beats, trail.number, str(trail)))
 
     def _late(self, board: FailureBoard) -> Failure | None:
-        """The report that others keep this rank waiting for too long; None while they do not."""
+        """Return the report that others keep this rank waiting for too long; None if they do not."""
         place, now = (trail.number, trail.step), time.monotonic()
         if place != self._place:
             self._place, self._since = place, now

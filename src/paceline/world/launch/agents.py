@@ -1,4 +1,4 @@
-"""Where the launchers of one job meet, one per machine: who is there, which attempt it is, when all start again."""
+"""Rendezvous of the launchers of one job, one per machine: who is there, which attempt it is, when all restart."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Agent:
-    """What a launcher says about itself."""
+    """Description of a launcher."""
 
     host: str
     pid: int
@@ -176,7 +176,7 @@ class AgentRendezvous(RendezvousHandler):
                 )
 
     def num_nodes_waiting(self) -> int:
-        """How many launchers wait for this one to start its ranks again."""
+        """Return the number of launchers that wait for this one to start its ranks again."""
         if self.leaving is not None or self.node.count == 1:
             return 0
         try:
@@ -186,16 +186,16 @@ class AgentRendezvous(RendezvousHandler):
         return waiting
 
     def leave(self, number: signal.Signals) -> None:
-        """The user wants this launcher to end; who says so again does not want to wait for other machines either."""
+        """Leave, as the user asked; asked a second time, do not wait for other machines either."""
         self.leaving = number
         self._num_told += 1
 
     def finish(self, timeout_s: float) -> None:
-        """After ranks that went well: wait for those of the other machines, as long as these have their launchers."""
+        """Wait for the ranks of the other machines, after ours went well, as long as their launchers live."""
         self._wait_for_all("finished", timeout_s)
 
     def linger(self) -> None:
-        """After the end: the launcher that serves the store stays until the others have ended too."""
+        """Stay, if this launcher serves the store, until the others have ended, too."""
         if self._heartbeat is None:
             return
         try:
@@ -240,7 +240,7 @@ class AgentRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """The machines of a job are fixed: none leaves a rendezvous by itself."""
+        """Do nothing: the machines of a job are fixed, none leaves a rendezvous by itself."""
 
     def get_run_id(self) -> str:
         return OWN_RUN_ID

@@ -16,7 +16,7 @@ _UNITS_MIB = {"M": 1, "G": 1024, "T": 1024 * 1024}
 
 @dataclass(frozen=True)
 class BatchJob:
-    """What is to run, and on what."""
+    """A job: its command and its resources."""
 
     name: str
     command: tuple[str, ...]
@@ -67,7 +67,7 @@ class NotASize(PacelineError):
 
 
 def seconds(text: str) -> int:
-    """`90m`, `12h`, `2d`, `H:MM:SS`, `D-HH`, `D-HH:MM` or `D-HH:MM:SS` in seconds.
+    """Return the seconds of `90m`, `12h`, `2d`, `H:MM:SS`, `D-HH`, `D-HH:MM` or `D-HH:MM:SS`.
 
     `90` and `2:30` are refused: SLURM would read minutes and minutes:seconds, Grid Engine seconds and nothing.
     """
@@ -87,7 +87,7 @@ def seconds(text: str) -> int:
 
 
 def mebibytes(text: str) -> int:
-    """`800M`, `64G` or `1T` in MiB."""
+    """Return the MiB of `800M`, `64G` or `1T`."""
     match = re.fullmatch(r"([1-9]\d*)([MGT])(?:i?B)?", text)
     if match is None:
         raise NotASize(text)
@@ -95,7 +95,7 @@ def mebibytes(text: str) -> int:
 
 
 def beginning(job: BatchJob) -> Iterator[str]:
-    """What every script does before the ranks start."""
+    """Return the lines of every script before the ranks start."""
     yield f"cd {shlex.quote(str(job.folder))} || exit 1"
     yield from (f"export {name}={shlex.quote(value)}" for name, value in job.environment)
     yield from job.setup

@@ -46,7 +46,7 @@ class LauncherGone(PacelineError):
 
 
 def count_procs(asked: int | Literal["auto"], device: DeviceChoice, num_devices: int) -> int:
-    """How many ranks to start: `auto` is one per GPU, and one without GPUs."""
+    """Return the number of ranks to start: `auto` is one per GPU, and one without GPUs."""
     if device == "cpu":
         num_devices = 0
     if asked == "auto":
@@ -102,7 +102,7 @@ def launch(
 
 
 def _judge(agent: _Agent, meeting: AgentRendezvous, result: RunResult) -> int:
-    """The exit code for the user; what no rank could say is said here."""
+    """Return the exit code; print what no rank could report."""
     if agent.interrupted:
         return EXIT_INTERRUPT
     if not result.is_failed():
@@ -118,7 +118,7 @@ def _judge(agent: _Agent, meeting: AgentRendezvous, result: RunResult) -> int:
 
 
 def _read_board(meeting: AgentRendezvous, attempt: int, ranks: list[int]) -> tuple[bool, dict[int, Seen | None]]:
-    """Whether a rank has reported a failure, and where these ranks were last."""
+    """Return True if a rank has reported a failure, and the last known places of these ranks."""
     try:
         board = FailureBoard(attempt_store(meeting.store, attempt, meeting.size))
         return board.read() is not None, {rank: board.last_seen(rank) for rank in ranks}
@@ -282,7 +282,7 @@ def _quiet_agent() -> Iterator[None]:
 
 @contextmanager
 def _environment(num_procs: int) -> Iterator[None]:
-    """What the ranks inherit: a fair share of threads also for libraries beside torch, and no C++ warnings."""
+    """Return the environment of the ranks: a fair share of threads for all libraries, and no C++ warnings."""
     threads = threads_per_rank(len(os.sched_getaffinity(0)), num_procs)
     wanted = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     added = {name: value for name, value in wanted.items() if name not in os.environ}

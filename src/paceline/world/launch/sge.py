@@ -16,7 +16,7 @@ REQUEUE_CODE = 99
 
 @dataclass(frozen=True)
 class GridEngine:
-    """How a site has set up what Grid Engine leaves open."""
+    """Choices of a site that Grid Engine leaves open."""
 
     parallel_environment: str = "mpi"
     mpi: Literal["openmpi", "mpich"] = "openmpi"
@@ -36,7 +36,7 @@ class GpusPerSlot(PacelineError):
 
 
 def sge_script(job: BatchJob, site: GridEngine) -> str:
-    """What `qsub` is given.
+    """Return the script for `qsub`.
 
     Grid Engine warns by USR1 at the soft time limit and before a stop, and by USR2 before a kill (`-notify`), all
     processes of the script's group at once. The ranks know only USR1, so they get a group of their own (`set -m`).

@@ -9,7 +9,7 @@ from paceline.world.launch.batch_script import BatchJob, beginning, ranks_in_bac
 
 
 def slurm_script(job: BatchJob) -> str:
-    """What `sbatch` is given.
+    """Return the script for `sbatch`.
 
     Before the job's time is over SLURM sends USR1 to this script only (`B:`), which passes it to `srun`, and `srun` to
     the ranks: they save and leave, and the job goes back into the queue. A job that SLURM itself pre-empts or that
