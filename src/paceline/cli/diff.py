@@ -29,18 +29,18 @@ OPTIONS, POSITIONAL = DiffOptions, ("left", "right")
 
 def run(argv: Sequence[str]) -> int:
     options = load(DiffOptions, argv, prog="paceline diff", positional=POSITIONAL)
-    found = differences(_read(options.left), _read(options.right))
-    if not found:
+    changes = differences(_read(options.left), _read(options.right))
+    if not changes:
         sys.stdout.write("no difference\n")
         return 0
-    _show(found, str(options.left), str(options.right))
+    _show(changes, str(options.left), str(options.right))
     return 1
 
 
 def differences(left: RunRecord, right: RunRecord) -> dict[str, Rows]:
     """Return the differences between the records of two runs: heading -> name -> both values."""
     sections = {heading: (_values(left, heading), _values(right, heading)) for heading in ("settings", "start")}
-    found = {}
+    changed = {}
     for heading, (ours, theirs) in sections.items():
         names = [*ours, *(name for name in theirs if name not in ours)]
         rows = {
@@ -49,8 +49,8 @@ def differences(left: RunRecord, right: RunRecord) -> dict[str, Rows]:
             if ours.get(name, ABSENT) != theirs.get(name, ABSENT)
         }
         if rows:
-            found[heading] = rows
-    return found
+            changed[heading] = rows
+    return changed
 
 
 def _values(record: RunRecord, heading: str) -> dict[str, str]:
@@ -75,13 +75,13 @@ def _read(folder: Path) -> RunRecord:
     return record
 
 
-def _show(found: dict[str, Rows], left: str, right: str) -> None:
+def _show(changes: dict[str, Rows], left: str, right: str) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     console = Console(file=sys.stdout, highlight=False, markup=False)
-    for heading, rows in found.items():
+    for heading, rows in changes.items():
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for title in (heading, left, right):
             table.add_column(title, overflow="fold")

@@ -84,14 +84,14 @@ def examine(link: Link, folder: Path) -> list[Finding]:
 
     world = link.world
     roll = link.gather_objects(facts.collect(world, folder, link.threads))
-    found = [*findings.ranks(world, roll, find_allocation(os.environ)), *findings.versions(roll)]
-    found += [*findings.devices(roll), *findings.cores(roll), *findings.network(world, roll)]
-    found += [*findings.folder(measure.shared_folder(link, folder), roll), *findings.space(roll)]
+    results = [*findings.ranks(world, roll, find_allocation(os.environ)), *findings.versions(roll)]
+    results += [*findings.devices(roll), *findings.cores(roll), *findings.network(world, roll)]
+    results += [*findings.folder(measure.shared_folder(link, folder), roll), *findings.space(roll)]
     if world.size > 1:
-        found.append(findings.clocks(measure.clock_offsets(link), roll))
-        found += findings.speed(measure.reductions(link, link.device), world, link.device.type)
-    found.append(findings.packages(roll))
-    answer: list[Finding] = link.broadcast_object(found)
+        results.append(findings.clocks(measure.clock_offsets(link), roll))
+        results += findings.speed(measure.reductions(link, link.device), world, link.device.type)
+    results.append(findings.packages(roll))
+    answer: list[Finding] = link.broadcast_object(results)
     return answer
 
 

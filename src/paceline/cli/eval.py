@@ -109,8 +109,8 @@ def evaluate(options: EvalOptions) -> int:
         metrics = apply.evaluate_run(task, config, link, options.run, checkpoint)
     if link.is_first and options.json:
         step = restore.load(checkpoint, [], verify=False).step
-        found = {"run": str(options.run), "checkpoint": str(checkpoint), "step": step, "metrics": metrics}
-        sys.stdout.write(json.dumps(outcome.plain(found)) + "\n")
+        results = {"run": str(options.run), "checkpoint": str(checkpoint), "step": step, "metrics": metrics}
+        sys.stdout.write(json.dumps(outcome.plain(results)) + "\n")
     elif link.is_first:
         sys.stdout.write(f"{checkpoint}\n{outcome.table(metrics)}")
     return 0
@@ -121,7 +121,7 @@ def run_here_or_on_procs(
     model: type[Options],
     positional: Sequence[str],
     argv: Sequence[str],
-    here: Callable[[Options], int],
+    on_this_rank: Callable[[Options], int],
 ) -> int:
     """Do `here` as the rank that this process is, or start `--procs` ranks that each do."""
     model = with_task_options(model, read_words(model, argv, positional), argv)
@@ -137,7 +137,7 @@ def run_here_or_on_procs(
 
     def checked() -> int:
         check_procs(world, options.procs, f"paceline {command}")
-        return here(options)
+        return on_this_rank(options)
 
     return fail_together(world, checked)
 
@@ -147,18 +147,18 @@ def with_task_options(model: type[Options], typed: Typed, argv: Sequence[str]) -
     # Before the task is known its options are not: the run may stand behind one, and pass for a part of its value.
     words = [str(typed.given["run"].raw)] if "run" in typed.given else []
     records = (_record(Path(word)) for word in [*words, *(argv[place] for place in typed.swallowed)])
-    record = next((found for found in records if found is not None), None)
+    record = next((each for each in records if each is not None), None)
     if record is None:
         return model  # said when the run is opened
     spec = str(typed.given["task"].raw if "task" in typed.given else record.task)
     from paceline.cli.tasks import UnknownTask, find_task
 
     try:
-        own = find_task(spec).Use
+        use = find_task(spec).Use
     except UnknownTask:
         return model
-    bases: Any = (model, own)
-    return model if own is Section else create_model(model.__name__, __base__=bases, __doc__=model.__doc__)
+    bases: Any = (model, use)
+    return model if use is Section else create_model(model.__name__, __base__=bases, __doc__=model.__doc__)
 
 
 def _record(run: Path) -> RunRecord | None:
@@ -203,12 +203,12 @@ def open_run(
     return task, config, link
 
 
-def task_of(run: Path, given: str | None, record: RunRecord) -> Task:
+def task_of(run: Path, spec_now: str | None, record: RunRecord) -> Task:
     """Return the task of a run: from where the record names it, or from where the user says that it is now."""
     from paceline.cli.tasks import UnknownTask, load_task
 
-    if given is not None:
-        return load_task(given)
+    if spec_now is not None:
+        return load_task(spec_now)
     spec = str(record.task)
     try:
         return load_task(spec)

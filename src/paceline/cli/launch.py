@@ -57,9 +57,9 @@ OPTIONS, POSITIONAL = LaunchOptions, ()
 def run(argv: Sequence[str]) -> int:
     words = list(argv)
     at = words.index("--") if "--" in words else len(words)
-    own, command = words[:at], words[at + 1 :]
+    option_words, command = words[:at], words[at + 1 :]
     around = _around(os.environ)
-    options = _load(own, command, around)
+    options = _load(option_words, command, around)
     from paceline.world.failure.together import fail_together
     from paceline.world.launch.launcher import launch
 
@@ -102,7 +102,7 @@ def _is_one_per_machine(options: LaunchOptions, around: World) -> bool:
     return around.size == options.nnodes == around.nodes
 
 
-def _load(own: list[str], command: list[str], around: World) -> LaunchOptions:
+def _load(option_words: list[str], command: list[str], around: World) -> LaunchOptions:
     wrong = []
     if not command:
         wrong = [
@@ -112,7 +112,7 @@ def _load(own: list[str], command: list[str], around: World) -> LaunchOptions:
         what = "does not run on ranks" if command[0] in COMMANDS else "is no command"
         wrong = [Problem(command[0], what, f"commands that do: {', '.join(RANKED)}")]
     try:
-        options = load(LaunchOptions, own, prog=PROG)
+        options = load(LaunchOptions, option_words, prog=PROG)
     except SettingsInvalid as invalid:
         raise SettingsInvalid([*invalid.problems, *wrong], PROG) from None
     wrong += _problems(options, around)
@@ -128,10 +128,10 @@ def _problems(options: LaunchOptions, around: World) -> list[Problem]:
         return [Problem("--node-rank", f"--nnodes is {nodes}, so the last one is {nodes - 1}", "", str(rank))]
     if nodes == 1 or _is_one_per_machine(options, around):
         return []
-    found = []
+    problems = []
     if rank is None:
         hint = "count the machines from 0; the same command is typed on each, with its own number"
-        found.append(Problem("--node-rank", "is missing", hint))
+        problems.append(Problem("--node-rank", "is missing", hint))
     if options.master_addr is None:
-        found.append(Problem("--master-addr", "is missing", "name machine 0, as the others reach it"))
-    return found
+        problems.append(Problem("--master-addr", "is missing", "name machine 0, as the others reach it"))
+    return problems

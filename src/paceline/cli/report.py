@@ -71,9 +71,9 @@ def write_report(folders: Sequence[Path], path: Path) -> str:
     except OSError as error:
         raise cannot_write(path, error, len(text.encode()), "it writes the page") from error
     unfinished = [run.name for run in runs if run.status not in ("finished", "early", "stopped")]
-    said = f" ({', '.join(unfinished)}: not finished, shown as far as it came)" if unfinished else ""
+    notes = f" ({', '.join(unfinished)}: not finished, shown as far as it came)" if unfinished else ""
     for run in runs:
         if run.num_unread:
             lines = f"{run.num_unread} line{'s' * (run.num_unread > 1)} of {near(run.folder / METRICS)}"
-            said += f"; left out, because they cannot be read: {lines}"
-    return f"report in {near(path)}, {path.stat().st_size / 1e6:.1f} MB; it opens in any browser, also offline{said}"
+            notes += f"; left out, because they cannot be read: {lines}"
+    return f"report in {near(path)}, {path.stat().st_size / 1e6:.1f} MB; it opens in any browser, also offline{notes}"

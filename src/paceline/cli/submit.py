@@ -163,12 +163,12 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def script(options: SubmitOptions, command: Command, here: Path, logs: Path) -> str:
+def script(options: SubmitOptions, command: Command, folder: Path, logs: Path) -> str:
     """Return the batch script."""
     job = BatchJob(
         name=_job_name(options.job_name or command.name),
         command=(sys.executable, "-m", "paceline", *command.words),
-        folder=here,
+        folder=folder,
         logs=logs,
         nodes=options.nodes,
         procs_per_node=options.procs_per_node or options.gpus_per_node or 1,
@@ -194,14 +194,14 @@ def script(options: SubmitOptions, command: Command, here: Path, logs: Path) -> 
     return sge_script(job, GridEngine(**given))
 
 
-def _load(own: list[str], command: list[str]) -> SubmitOptions:
+def _load(option_words: list[str], command: list[str]) -> SubmitOptions:
     wrong = []
-    if not command and not asks_for_help(own):
+    if not command and not asks_for_help(option_words):
         wrong = [Problem("COMMAND", "is missing", f"put it behind two dashes: `{PROG} slurm --nodes 2 -- train ...`")]
     elif command and command[0] not in RANKED:
         wrong = [Problem(command[0], "does not run on ranks", f"commands that do: {', '.join(RANKED)}")]
     try:
-        options = load(SubmitOptions, own, prog=PROG, positional=POSITIONAL)
+        options = load(SubmitOptions, option_words, prog=PROG, positional=POSITIONAL)
     except SettingsInvalid as invalid:
         raise SettingsInvalid([*invalid.problems, *wrong], PROG) from None
     wrong += _problems(options)
@@ -283,12 +283,12 @@ def _read_training(words: list[str]) -> tuple[TrainConfig, str]:
     if name is None:
         load(train.OPTIONS, words, prog=train.PROG, positional=OF_TRAIN)  # says what is missing
     assert name is not None
-    found = find_task(name)
-    options = load(train_options(found.Settings), [name, *rest], prog=train.PROG, positional=OF_TRAIN)
+    task_class = find_task(name)
+    options = load(train_options(task_class.Settings), [name, *rest], prog=train.PROG, positional=OF_TRAIN)
     if options.procs != 1:
         hint = f"`{PROG} {dashed('procs_per_node')} N` says how many"
         raise SettingsInvalid([Problem("--procs", "the scheduler starts the ranks", hint, str(options.procs))], PROG)
-    return task_settings(options, found.Settings), re.sub(r"\W+", "-", name.rpartition(":")[2] or name).strip("-")
+    return task_settings(options, task_class.Settings), re.sub(r"\W+", "-", name.rpartition(":")[2] or name).strip("-")
 
 
 def _queue(words: list[str], path: Path) -> str:

@@ -42,9 +42,9 @@ def find_task(name: str) -> type[Task]:
     """Return the task class that `name` means."""
     if name in RECIPES:
         module_name, _, class_name = RECIPES[name].partition(":")
-        found: type[Task] = getattr(_import_recipe(name, module_name), class_name)
-        assert issubclass(found, Task)
-        return found
+        task_class: type[Task] = getattr(_import_recipe(name, module_name), class_name)
+        assert issubclass(task_class, Task)
+        return task_class
     path, separator, class_name = name.rpartition(":")
     if not separator:
         nearest = difflib.get_close_matches(name, RECIPES, n=1)
@@ -71,10 +71,10 @@ def _import_recipe(name: str, module_name: str) -> ModuleType:
         raise PackagesMissing(name, package, EXTRAS[package]) from None
 
 
-def make_task(found: type[Task], name: str) -> Task:
+def make_task(task_class: type[Task], name: str) -> Task:
     """A task of this class, which knows by which name it is found again."""
     path, _, class_name = name.rpartition(":")
-    task = found() if name in RECIPES else guarded(Path(path), f"{class_name}() is made", found)
+    task = task_class() if name in RECIPES else guarded(Path(path), f"{class_name}() is made", task_class)
     task.spec = name if name in RECIPES else f"{Path(path).resolve()}:{class_name}"
     return task
 

@@ -64,9 +64,9 @@ def _looks_like_task(word: str) -> bool:
 def _run(world: World, name: str, rest: list[str]) -> int:
     from paceline.cli.tasks import make_task
 
-    found = _find(name, rest)
-    options = load(train_options(found.Settings), [name, *rest], prog=PROG, positional=POSITIONAL)
-    settings = task_settings(options, found.Settings)
+    task_class = _find(name, rest)
+    options = load(train_options(task_class.Settings), [name, *rest], prog=PROG, positional=POSITIONAL)
+    settings = task_settings(options, task_class.Settings)
     if options.print_config:
         if world.rank == 0:
             sys.stdout.write(f"# {PROG} {name} --config THIS_FILE\n{as_yaml(settings)}")
@@ -78,7 +78,7 @@ def _run(world: World, name: str, rest: list[str]) -> int:
     settings = _with_folder(world, settings, name)
     from paceline.train.fit import fit
 
-    fit(make_task(found, name), settings)
+    fit(make_task(task_class, name), settings)
     return 0
 
 

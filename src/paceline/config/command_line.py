@@ -42,8 +42,8 @@ def is_option(word: str) -> bool:
 
 def asks_for_help(words: Sequence[str]) -> bool:
     """Return True if help is asked for before any `--`."""
-    own = words[: words.index("--")] if "--" in words else words
-    return any(word in HELP_WORDS for word in own)
+    before = words[: words.index("--")] if "--" in words else words
+    return any(word in HELP_WORDS for word in before)
 
 
 def resolve(model: type[BaseModel], name: str) -> str | None:
@@ -88,11 +88,11 @@ class _Reader:
         for name in positional:
             annotation = self._model.model_fields[name].annotation
             takes = len(loose) if sequence(annotation) is not None else 1
-            mine, loose = loose[:takes], loose[takes:]
-            if mine:
-                values = [self._words[place] for place in mine]
+            taken, loose = loose[:takes], loose[takes:]
+            if taken:
+                values = [self._words[place] for place in taken]
                 raw = values if sequence(annotation) is not None else values[0]
-                self.typed.given[name] = Given(raw, name.upper(), " ".join(values), (WORDS, mine[0]))
+                self.typed.given[name] = Given(raw, name.upper(), " ".join(values), (WORDS, taken[0]))
         hint = "options are typed as --name value, flags as --name or --no-name"
         self.typed.problems += [
             Problem(self._words[place], "belongs to no option", hint, place=(WORDS, place)) for place in loose
@@ -104,16 +104,16 @@ class _Reader:
         if name == CONFIG:
             self.typed.files += self._values(where, attached if equals else None, 1)
             return
-        found = resolve(self._model, name)
-        if found in self._options and found is not None:
-            annotation = self._model.model_fields[found].annotation
+        setting = resolve(self._model, name)
+        if setting in self._options and setting is not None:
+            annotation = self._model.model_fields[setting].annotation
             if not is_flag(annotation):
-                takes, bare = _takes(annotation), _bare(self._model, found)
-                self._keep(found, where, self._values(where, attached if equals else None, takes, bare))
+                takes, bare = _takes(annotation), _bare(self._model, setting)
+                self._keep(setting, where, self._values(where, attached if equals else None, takes, bare))
             elif equals:
-                self._keep(found, where, [attached])
+                self._keep(setting, where, [attached])
             else:
-                self._keep(found, where, ["true"], is_shown=False)
+                self._keep(setting, where, ["true"], is_shown=False)
                 self._refuse_flag_value(where)
             return
         negated = resolve(self._model, name.replace("_", "-").removeprefix("no-"))
@@ -185,16 +185,22 @@ class _Reader:
             )
 
     def _unknown(self, where: str, name: str, attached: str | None) -> None:
-        given = [attached] if attached is not None else []
+        values = [attached] if attached is not None else []
         while attached is None and self._at < len(self._words) and not is_option(self._words[self._at]):
-            given.append(self._words[self._at])
+            values.append(self._words[self._at])
             self.typed.swallowed.append(self._at)
             self._at += 1
         meant = nearest(name.replace("-", "_").removeprefix("no_"), self._options)
         hint = f"did you mean {dashed(meant)}?" if meant else ""
         self.typed.problems.append(
             Problem(
-                where, "there is no such option", hint, " ".join(given), self._place, is_unknown=True, meant=meant or ""
+                where,
+                "there is no such option",
+                hint,
+                " ".join(values),
+                self._place,
+                is_unknown=True,
+                meant=meant or "",
             )
         )
 

@@ -67,9 +67,9 @@ def _check(model: type[S], given: Mapping[str, Given], tried: set[str]) -> tuple
     try:
         return model.model_validate(values), []
     except ValidationError as error:
-        found = wording.problems(error, model, given)
-        wrong = {*found, *tried}
-        return None, [*found.values(), *_across(model, values, given, wrong, error)]
+        by_field = wording.problems(error, model, given)
+        wrong = {*by_field, *tried}
+        return None, [*by_field.values(), *_across(model, values, given, wrong, error)]
 
 
 def _across(

@@ -106,8 +106,8 @@ class _Field:
 
     @property
     def choices(self) -> list[str]:
-        found = choices(self.annotation) or (choices(self._item) if self._is_list else [])
-        return [str(choice) for choice in found]
+        values = choices(self.annotation) or (choices(self._item) if self._is_list else [])
+        return [str(choice) for choice in values]
 
     @property
     def _is_list(self) -> bool:

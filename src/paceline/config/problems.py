@@ -73,8 +73,8 @@ def nearest(wrong: str, right: Iterable[str]) -> str | None:
     """Return the name that was probably meant."""
     names = list(right)
     spellings = {name: name for name in names} | {other: name for other, name in MEANT.items() if name in names}
-    found = difflib.get_close_matches(wrong.replace("-", "_").lower(), spellings, n=1, cutoff=0.6)
-    return spellings[found[0]] if found else None
+    matches = difflib.get_close_matches(wrong.replace("-", "_").lower(), spellings, n=1, cutoff=0.6)
+    return spellings[matches[0]] if matches else None
 
 
 def _indented(text: str, margin: str) -> str:

@@ -59,14 +59,14 @@ def docs(model: type) -> dict[str, str]:
         return {}
     definition = tree.body[0]
     assert isinstance(definition, ast.ClassDef)
-    found = {}
+    sentences = {}
     for field, below in zip(definition.body, definition.body[1:], strict=False):
         is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
             assert isinstance(below, ast.Expr)
             assert isinstance(below.value, ast.Constant)
-            found[field.target.id] = " ".join(str(below.value.value).split())
-    return found
+            sentences[field.target.id] = " ".join(str(below.value.value).split())
+    return sentences
 
 
 def _title(owner: type) -> str:

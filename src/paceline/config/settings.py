@@ -210,11 +210,11 @@ class ReduceSettings(Section):
 
     @field_validator("shard", mode="before")
     @classmethod
-    def _said_otherwise(cls, given: Any) -> Any:
+    def _said_otherwise(cls, value: Any) -> Any:
         """torch's and DeepSpeed's names, and yes or no."""
         full, none = ("fsdp", "fsdp2", "full_shard", "zero3", "true", "1"), ("no", "false", "0")
-        word = str(given).lower()
-        return "full" if word in full else "none" if word in none else given
+        word = str(value).lower()
+        return "full" if word in full else "none" if word in none else value
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -310,9 +310,9 @@ class OptimSettings(Section):
 
     @field_validator("scale_lr", mode="before")
     @classmethod
-    def _said_as_a_flag(cls, given: Any) -> Any:
+    def _said_as_a_flag(cls, value: Any) -> Any:
         """RETURNN's `horovod_scale_lr` is true or false."""
-        return {"true": "linear", "false": "none", "1": "linear", "0": "none"}.get(str(given).lower(), given)
+        return {"true": "linear", "false": "none", "1": "linear", "0": "none"}.get(str(value).lower(), value)
 
 
 class ObserveSettings(Section):
@@ -333,9 +333,9 @@ class ObserveSettings(Section):
 
     @field_validator("profile", mode="before")
     @classmethod
-    def _are_steps(cls, given: Any) -> str:
+    def _are_steps(cls, value: Any) -> str:
         """Yes and no, or a range."""
-        word = {"true": "auto", "yes": "auto", "false": "no"}.get(str(given).lower(), str(given))
+        word = {"true": "auto", "yes": "auto", "false": "no"}.get(str(value).lower(), str(value))
         if word not in ("no", "auto"):
             StepRange.parse(word)
         return word

@@ -17,11 +17,11 @@ class StepRange:
 
     @classmethod
     def parse(cls, text: str) -> StepRange:
-        found = _RANGE.fullmatch(text.strip())
-        if found is None:
+        match = _RANGE.fullmatch(text.strip())
+        if match is None:
             raise ValueError(f"{text!r} is no range of steps: type `20:25` for steps 20 to 24, or `auto`")
-        first = int(found[1])
-        end = first + 1 if found[2] is None else int(found[2])
+        first = int(match[1])
+        end = first + 1 if match[2] is None else int(match[2])
         if end <= first:
             raise ValueError(f"{text!r} has no step in it: the end must be larger than the begin, as in `20:25`")
         return cls(first, end)

@@ -43,11 +43,11 @@ class PacelineError(Exception):
         if not self.sentence:
             super().__init__(*values)
             return
-        given = dict(zip(self._fields, values, strict=False)) | named
-        missing = [name for name in self._fields if name not in given and not hasattr(type(self), name)]
+        fields = dict(zip(self._fields, values, strict=False)) | named
+        missing = [name for name in self._fields if name not in fields and not hasattr(type(self), name)]
         if missing or len(values) > len(self._fields) or not set(named) <= set(self._fields):
             raise TypeError(f"{type(self).__name__} takes {self._fields}, not {values} and {named}")
-        self.__dict__.update(given)
+        self.__dict__.update(fields)
         names = _Attributes(self)
         super().__init__(self.sentence.format_map(names))
         self.hint = type(self).hint.format_map(names)

@@ -100,11 +100,11 @@ def roll_call(store: Store, mine: Present, size: int, timeout_s: float) -> list[
 
 
 def _publish(store: Store, size: int, timeout_s: float, gone: int | None = None) -> None:
-    here = [rank for rank in range(size) if rank != gone and store.check([_key(rank)])]
+    arrived = [rank for rank in range(size) if rank != gone and store.check([_key(rank)])]
     verdict = {
-        "missing": [rank for rank in range(size) if rank not in here],
+        "missing": [rank for rank in range(size) if rank not in arrived],
         "waited_s": timeout_s,
-        "present": [asdict(_present(store.get(_key(rank)))) for rank in here],
+        "present": [asdict(_present(store.get(_key(rank)))) for rank in arrived],
     }
     store.compare_set("verdict", "", json.dumps(verdict))
 

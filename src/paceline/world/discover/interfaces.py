@@ -83,9 +83,9 @@ def address_towards(host: str) -> str | None:
 
 def list_interfaces() -> dict[str, str]:
     """Return the IPv4 addresses by interface; empty if the system is not Linux."""
-    found: dict[str, str] = {}
+    addresses: dict[str, str] = {}
     if sys.platform != "linux":
-        return found
+        return addresses
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -95,5 +95,5 @@ def list_interfaces() -> dict[str, str]:
                 answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
             except OSError:
                 continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+            addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses

@@ -15,12 +15,12 @@ def without_local_rank(words: Sequence[str], env: Mapping[str, str]) -> list[str
     match = re.fullmatch(r"(--local[-_]rank)(?:=(.*))?", words[0])
     if match is None:
         return list(words)
-    name, given = match[1], match[2]
+    name, value = match[1], match[2]
     rest = list(words[1:])
-    if given is None:
-        given = rest.pop(0) if rest else ""
+    if value is None:
+        value = rest.pop(0) if rest else ""
     if "LOCAL_RANK" not in env:
         raise EnvironmentIncomplete([name], ["LOCAL_RANK"])
-    if given != env["LOCAL_RANK"]:
-        raise EnvironmentContradicts([name, "LOCAL_RANK"], f"{given or 'nothing'} and {env['LOCAL_RANK']}")
+    if value != env["LOCAL_RANK"]:
+        raise EnvironmentContradicts([name, "LOCAL_RANK"], f"{value or 'nothing'} and {env['LOCAL_RANK']}")
     return rest

@@ -57,14 +57,16 @@ def versions(roll: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def devices(roll: Sequence[Facts]) -> Iterator[Finding]:
-    for host, here in _hosts(roll).items():
-        first = here[0]
+    for host, on_host in _hosts(roll).items():
+        first = on_host[0]
         if first.gpus:
             kinds = sorted({f"{gpu.name} ({gpu.memory_mib // _GIB} GiB)" for gpu in first.gpus})
             found = f"{host}: {len(first.gpus)} x {', '.join(kinds)}"
             # A launcher may show each rank only its own GPU.
-            if len(here) > len(first.gpus) > 1:
-                yield Finding("GPUs", "problem", found, f"start at most {len(first.gpus)} ranks there, not {len(here)}")
+            if len(on_host) > len(first.gpus) > 1:
+                yield Finding(
+                    "GPUs", "problem", found, f"start at most {len(first.gpus)} ranks there, not {len(on_host)}"
+                )
             elif any(gpu.free_mib < gpu.memory_mib / 2 for gpu in first.gpus):
                 yield Finding("GPUs", "warning", f"{found}, in use", "`nvidia-smi` says by whom")
             else:
@@ -82,11 +84,12 @@ def devices(roll: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def cores(roll: Sequence[Facts]) -> Iterator[Finding]:
-    for host, here in _hosts(roll).items():
-        usable = sorted({core for facts in here for core in facts.cores})
-        threads = sum(facts.threads for facts in here)
-        found = f"{host}: {len(usable)} of {here[0].machine_cores} for {len(here)} rank(s), {threads} thread(s) in all"
-        if any(len(facts.cores) == 1 for facts in here) and here[0].machine_cores > len(here):
+    for host, on_host in _hosts(roll).items():
+        usable = sorted({core for facts in on_host for core in facts.cores})
+        threads = sum(facts.threads for facts in on_host)
+        num_ranks, num_cores = len(on_host), on_host[0].machine_cores
+        found = f"{host}: {len(usable)} of {num_cores} for {num_ranks} rank(s), {threads} thread(s) in all"
+        if any(len(facts.cores) == 1 for facts in on_host) and num_cores > num_ranks:
             todo = "a rank is bound to one core: `mpirun --bind-to none`, or `srun --cpus-per-task N`"
             yield Finding("cores", "warning", found, todo)
         elif threads > len(usable):
@@ -96,9 +99,9 @@ def cores(roll: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def network(world: World, roll: Sequence[Facts]) -> Iterator[Finding]:
-    for host, here in _hosts(roll).items():
-        yield _interfaces(world, host, here[0])
-        address = here[0].host_address
+    for host, on_host in _hosts(roll).items():
+        yield _interfaces(world, host, on_host[0])
+        address = on_host[0].host_address
         if address is None or address.startswith("127."):
             yield _host_name(world, f"{host} means {address or 'nothing'}")
 
@@ -177,14 +180,14 @@ def space(roll: Sequence[Facts]) -> Iterator[Finding]:
             yield Finding("shared memory", "ok", found)
 
 
-def speed(found: Sequence[Reduction], world: World, device: str) -> Iterator[Finding]:
+def speed(reductions: Sequence[Reduction], world: World, device: str) -> Iterator[Finding]:
     """Bounds far from what such links reach: a local socket takes under a millisecond, 1 Gbit/s carries 0.11 GB/s."""
-    first, last = found[0], found[-1]
+    first, last = reductions[0], reductions[-1]
     slow = first.seconds > (5e-3 if world.nodes == 1 else 20e-3)
     text = f"{first.num_bytes} B in {first.seconds * 1e6:.0f} us over {device}"
     todo = "ranks outnumber cores, or the network is slow to answer" if slow else ""
     yield Finding("all-reduce latency", "warning" if slow else "ok", text, todo)
-    rows = [f"{_size(entry.num_bytes)} {entry.bytes_per_s / 1e9:.3g} GB/s" for entry in found[1:]]
+    rows = [f"{_size(entry.num_bytes)} {entry.bytes_per_s / 1e9:.3g} GB/s" for entry in reductions[1:]]
     slow = last.bytes_per_s < 0.1e9
     todo = "slower than 1 Gbit/s: check which interface is used (above)" if slow else ""
     yield Finding("all-reduce bandwidth", "warning" if slow else "ok", ", ".join(rows), todo)
@@ -197,10 +200,10 @@ def packages(roll: Sequence[Facts]) -> Finding:
 
 
 def _hosts(roll: Sequence[Facts]) -> dict[str, list[Facts]]:
-    found: dict[str, list[Facts]] = {}
+    by_host: dict[str, list[Facts]] = {}
     for facts in roll:
-        found.setdefault(facts.host, []).append(facts)
-    return found
+        by_host.setdefault(facts.host, []).append(facts)
+    return by_host
 
 
 def _by_host(values: dict[str, str]) -> str:

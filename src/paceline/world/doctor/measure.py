@@ -66,15 +66,15 @@ def clock_offsets(link: Link, rounds: int = 9) -> list[float]:
 
 def reductions(link: Link, device: torch.device, sizes: tuple[int, ...] = SIZES) -> list[Reduction]:
     """Return the median time of an all-reduce of each size; all ranks do as many rounds as fit in a moment."""
-    found = []
+    measured = []
     for num_bytes in sizes:
         tensor = torch.zeros(num_bytes // 4, device=device)
         first = max(link.gather_objects(_timed(link, tensor)))
         rounds = max(3, min(30, int(_ROUNDS_S / max(first, 1e-6))))
         times = [_timed(link, tensor) for _ in range(rounds)]
         slowest = max(link.gather_objects(statistics.median(times)))
-        found.append(Reduction(num_bytes, slowest, link.world.size))
-    return found
+        measured.append(Reduction(num_bytes, slowest, link.world.size))
+    return measured
 
 
 def _timed(link: Link, tensor: torch.Tensor) -> float:
@@ -90,8 +90,8 @@ def shared_folder(link: Link, folder: Path) -> SharedFolder:
     """Write and read files of all ranks in `folder`, or in what is there of its path, and lock one; none is left."""
     folder = link.broadcast_object(existing(folder))
     token = link.broadcast_object(f".paceline-doctor-{uuid.uuid4().hex}")
-    mine = folder / f"{token}-{link.world.rank}"
-    problem, fsync_s = _write(mine)
+    own_file = folder / f"{token}-{link.world.rank}"
+    problem, fsync_s = _write(own_file)
     problems = link.gather_objects(problem)
     try:
         if any(problems):
@@ -99,8 +99,8 @@ def shared_folder(link: Link, folder: Path) -> SharedFolder:
             return SharedFolder(str(folder), f"rank {rank}: {problems[rank]}")
         files = [folder / f"{token}-{rank}" for rank in range(link.world.size)]
         blind = link.gather_objects(not poll(files[0].exists, _SEEN_S))
-        seen = [poll(file.exists, _SEEN_S if index == 0 else 1.0) for index, file in enumerate(files)]
-        unseen = link.broadcast_object([rank for rank, is_seen in enumerate(seen) if not is_seen])
+        visible = [poll(file.exists, _SEEN_S if index == 0 else 1.0) for index, file in enumerate(files)]
+        unseen = link.broadcast_object([rank for rank, is_seen in enumerate(visible) if not is_seen])
         locks = True if any(blind) else _locks(link, files[0])
         return SharedFolder(
             str(folder),
@@ -113,7 +113,7 @@ def shared_folder(link: Link, folder: Path) -> SharedFolder:
     finally:
         link.barrier()
         with suppress(OSError):  # it may never have been written
-            mine.unlink()
+            own_file.unlink()
 
 
 def _write(path: Path) -> tuple[str | None, float]:

@@ -208,7 +208,7 @@ class AgentRendezvous(RendezvousHandler):
     def _wait_for_all(self, what: str, timeout_s: float) -> None:
         """Say `what`, and wait until every other launcher has said so, has left, or has fallen silent."""
         self._agents.set(f"{what}/{self.node.rank}", "")
-        told, listener = self._num_told, HeartbeatMonitor()
+        num_told, listener = self._num_told, HeartbeatMonitor()
 
         def done() -> bool:
             awaited = [
@@ -219,7 +219,7 @@ class AgentRendezvous(RendezvousHandler):
             for rank in listener.silent(beats(self._agents, awaited)):
                 self.silent[rank] = self._agent(self.rounds - 1, rank).host if self.rounds else "its machine"
                 awaited.remove(rank)
-            return not awaited or self._num_told > told
+            return not awaited or self._num_told > num_told
 
         poll(done, timeout_s)
 

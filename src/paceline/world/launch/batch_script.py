@@ -72,18 +72,18 @@ def seconds(text: str) -> int:
     `90` and `2:30` are refused: SLURM would read minutes and minutes:seconds, Grid Engine seconds and nothing.
     """
     if match := re.fullmatch(r"(\d+)([mhd])", text):
-        found = int(match[1]) * _UNITS_S[match[2]]
+        total = int(match[1]) * _UNITS_S[match[2]]
     elif match := re.fullmatch(r"(\d+)-(\d+)(?::([0-5]\d)(?::([0-5]\d))?)?", text):
         days, hours, minutes, rest = (int(part or 0) for part in match.groups())
-        found = ((days * 24 + hours) * 60 + minutes) * 60 + rest
+        total = ((days * 24 + hours) * 60 + minutes) * 60 + rest
     elif match := re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", text):
         hours, minutes, rest = map(int, match.groups())
-        found = (hours * 60 + minutes) * 60 + rest
+        total = (hours * 60 + minutes) * 60 + rest
     else:
         raise NotADuration(text)
-    if found == 0:
+    if total == 0:
         raise NotADuration(text)
-    return found
+    return total
 
 
 def mebibytes(text: str) -> int:
