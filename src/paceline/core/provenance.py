@@ -37,13 +37,17 @@ def command_line(argv: Sequence[str]) -> str:
 
 
 def versions() -> dict[str, str]:
-    installed = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # run from a source tree that is not installed
-            continue
-    return installed
+    """Return the versions of Python and of `PACKAGES`, without those that run from a source tree."""
+    by_name = {name: version_of(name) for name in PACKAGES}
+    return {"python": platform.python_version(), **{name: text for name, text in by_name.items() if text is not None}}
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, else None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import importlib.metadata
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from paceline.config.settings import TrainConfig
+from paceline.core.provenance import version_of
 from paceline.data.grain import Grain
 from paceline.observe.progress import Progress
 from paceline.speed import kernels, precision
@@ -195,7 +195,7 @@ class Autotuner:
         return {
             "device": self._capabilities.name,
             "threads": torch.get_num_threads() if self._capabilities.device == "cpu" else None,
-            "versions": {name: _version(name) for name in ("torch", "triton", "paceline")},
+            "versions": {name: version_of(name) for name in ("torch", "triton", "paceline")},
             "kernels": _digest_of(kernels.__path__),
             "ways": [way.name for way in ways],
             "cuda": torch.version.cuda,
@@ -255,10 +255,3 @@ def _digest_of(folders: Iterable[str]) -> str:
     """Of the sources in there: kernels get faster within a version."""
     files = sorted(file for folder in folders for file in Path(folder).glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

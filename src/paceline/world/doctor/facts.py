@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import shutil
 import socket
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from paceline.core.provenance import version_of
 from paceline.world.discover.environment import World
 from paceline.world.discover.interfaces import HostIsLoopback, address_of, find_interface, list_interfaces
 
@@ -79,7 +79,7 @@ def collect(world: World, folder: Path, threads: int) -> Facts:
         rank=world.rank,
         host=socket.gethostname(),
         python=".".join(map(str, sys.version_info[:3])),
-        paceline=_version("paceline") or "unknown",
+        paceline=version_of("paceline") or "unknown",
         torch=torch.__version__,
         cuda=torch.version.cuda,
         nccl=_nccl(),
@@ -97,7 +97,7 @@ def collect(world: World, folder: Path, threads: int) -> Facts:
         shm_mib=shm.total // _MIB if shm is not None else None,
         shm_free_mib=shm.free // _MIB if shm is not None else None,
         disk_free_mib=shutil.disk_usage(existing(folder)).free // _MIB,
-        packages={name: version for name in PACKAGES if (version := _version(name)) is not None},
+        packages={name: version for name in PACKAGES if (version := version_of(name)) is not None},
     )
 
 
@@ -138,10 +138,3 @@ def _gpu(index: int) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
     return Gpu(properties.name, total // _MIB, free // _MIB)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
