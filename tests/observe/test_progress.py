@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 import re
 import sys
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
 from paceline.observe import progress
-from paceline.observe.bars import NOTEBOOK_COLUMNS, is_notebook, notebook_line
 from paceline.observe.progress import Progress, choose_style, clock_time, epoch_line, pace
+from tests.observe.notebook import fake_ipython
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
@@ -172,47 +171,6 @@ def test_none_shows_only_what_must_be_known(monkeypatch: pytest.MonkeyPatch) -> 
     assert terminal.getvalue() == "numerics change from here on\n"
 
 
-class Cell:
-    """What a notebook's cell shows: displays by number, replaced in place."""
-
-    def __init__(self) -> None:
-        self.outputs: list[dict[str, str]] = []
-        self.history: list[dict[str, str]] = []
-        """All that was ever shown."""
-
-    def display(self, data: dict[str, str], *, raw: bool, display_id: bool) -> Any:
-        assert raw
-        assert display_id
-        number = len(self.outputs)
-        self.outputs.append(data)
-        self.history.append(data)
-
-        def update(data: dict[str, str], *, raw: bool) -> None:
-            assert raw
-            self.outputs[number] = data
-            self.history.append(data)
-
-        return SimpleNamespace(update=update)
-
-
-def fake_ipython(monkeypatch: pytest.MonkeyPatch, shell: Any) -> Cell:
-    cell, module = Cell(), ModuleType("IPython")
-    module.display = SimpleNamespace(display=cell.display)  # type: ignore[attr-defined]
-    module.get_ipython = lambda: shell  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "IPython", module)
-    return cell
-
-
-def test_a_terminal_of_ipython_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not is_notebook()
-    fake_ipython(monkeypatch, None)
-    assert not is_notebook()
-    fake_ipython(monkeypatch, SimpleNamespace())
-    assert not is_notebook()
-    fake_ipython(monkeypatch, SimpleNamespace(kernel=object()))
-    assert is_notebook()
-
-
 def test_a_notebook_has_one_line_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = on_file(monkeypatch)
     cell = fake_ipython(monkeypatch, SimpleNamespace(kernel=object()))
@@ -228,10 +186,3 @@ def test_a_notebook_has_one_line_that_is_replaced(monkeypatch: pytest.MonkeyPatc
     assert plain.getvalue() == "train epoch 1, finished\n", "lines are the cell's text, without codes for a terminal"
     shown.close()
     assert cell.outputs == [{"text/plain": "", "text/html": ""}]
-
-
-@pytest.mark.parametrize(("done", "total"), [(0, 4), (3, 4), (4, 4), (7, None), (9, 4)])
-def test_a_notebooks_line_fits(done: int, total: int | None) -> None:
-    line = notebook_line("stage <first & only>, epoch 1", done, total, "loss " + "9" * 100)
-    assert len(line) <= NOTEBOOK_COLUMNS
-    assert line.count("█") + line.count("░") == 20

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from paceline.observe.report.runs import ReportedRun, read_run
 from paceline.world.link import Link
 from tests.train.small import SmallTask, trainer
 
@@ -21,6 +22,11 @@ def write_run(folder: Path, records: Iterable[dict[str, Any]], status: str = "fi
     (folder / "run.json").write_text(json.dumps(about))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
+
+
+def made(tmp_path: Path, records: list[dict[str, Any]] | None = None, name: str = "a", **settings: Any) -> ReportedRun:
+    """Such a run, as the report reads it."""
+    return read_run(write_run(tmp_path / name, usual() if records is None else records, **settings))
 
 
 def step(number: int, loss: float | None, **notes: Any) -> dict[str, Any]:

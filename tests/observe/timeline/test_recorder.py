@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from paceline.config.settings import TrainConfig
 from paceline.config.step_range import StepRange
@@ -22,15 +20,13 @@ from paceline.observe.timeline.recorder import (
     NoSuchRank,
     Off,
     Timeline,
-    time_axis,
     trace,
     window,
 )
-from paceline.observe.timeline.time_axis import NUM_TRIES, Offset, Try, offset
 from paceline.world.discover.environment import discover
 from paceline.world.link import Link
 from paceline.world.start import start
-from tests.ranks import ranks, run_ranks
+from tests.ranks import run_ranks
 from tests.train.small import SmallTask, alone, assert_same, trainer, weights
 
 SLACK_US = 1000.0
@@ -53,35 +49,7 @@ def test_what_is_no_range_is_refused(text: str) -> None:
         TrainConfig(epochs=1, profile=text)
 
 
-@given(
-    true_ns=st.integers(-(10**15), 10**15),
-    ways=st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 10**7)), min_size=1, max_size=NUM_TRIES),
-)
-def test_the_true_offset_is_within_what_is_claimed(true_ns: int, ways: list[tuple[int, int]]) -> None:
-    now, tries = 0, []
-    for there, back in ways:  # however unequal the two ways are
-        tries.append(Try(now, now + there + true_ns, now + there + back))
-        now += there + back + 1
-    found = offset(tries)
-    assert abs(found.ns - true_ns) <= found.uncertainty_ns
-    assert found.uncertainty_ns <= min(there + back for there, back in ways) // 2 + 1
-
-
 # -- one axis ------------------------------------------------------------------------------------------------------
-
-APART_NS = 5_000_000_000
-
-
-@ranks(4)
-def test_clocks_of_machines_are_found_apart(link: Link) -> None:
-    """Ranks 0 and 1 share a machine; each other one has a clock that is seconds ahead."""
-    rank = link.world.rank
-    here, ahead_ns = max(1, rank), 0 if rank < 2 else rank * APART_NS
-    found = time_axis.measure(link, f"machine {here}", lambda: time_axis.perf_counter_ns() + ahead_ns)
-    if rank < 2:
-        assert found == Offset(), "one clock: nothing is to be measured"
-    else:
-        assert abs(found.ns + ahead_ns) <= found.uncertainty_ns < APART_NS // 2
 
 
 def profiled(link: Link, out: Path, settings: dict[str, Any]) -> list[float]:
@@ -279,24 +247,6 @@ def test_a_rank_that_is_not_there_is_refused_before_anything_is_made(tmp_path: P
 def test_off_leaves_the_batches_alone() -> None:
     batches = iter([1, 2])
     assert Off().follow(batches) is batches
-
-
-def test_events_of_ranks_do_not_mix() -> None:
-    seen = [
-        {"ph": "X", "name": "gemm", "cat": "kernel", "pid": 0, "tid": 7, "ts": 5.0, "dur": 1.0},
-        {"ph": "X", "name": "aten::mm", "cat": "cpu_op", "pid": 4242, "tid": 4242, "ts": 4.0, "dur": 1.0},
-        {"ph": "s", "name": "ac2g", "cat": "ac2g", "pid": 4242, "tid": 4242, "ts": 4.0, "id": 9},
-        {"ph": "M", "name": "process_name", "pid": 4242, "tid": 0, "args": {"name": "python"}},
-        {"ph": "X", "name": "span", "pid": "Spans", "tid": "x", "ts": 0.0, "dur": 9.0},
-    ]
-    both = [trace.torch_events(rank, seen, shift_us=100.0, own_pid=4242) for rank in (0, 3)]
-    for rank, events in zip((0, 3), both, strict=True):
-        assert {trace.rank_of(event) for event in events} == {rank}
-        spans = {event["name"]: event for event in events if event["ph"] == "X"}
-        assert spans.keys() == {"gemm", "aten::mm"}
-        assert (spans["gemm"]["ts"], spans["aten::mm"]["ts"]) == (105.0, 104.0)
-        assert spans["gemm"]["pid"] != spans["aten::mm"]["pid"], "a device is a track of its own"
-    assert {event["id"] for events in both for event in events if event["ph"] == "s"} == {"0:9", "3:9"}
 
 
 def test_the_model_is_the_same_whether_or_not_it_is_looked_at(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`paceline.fit` in the cell of a notebook: through a real kernel, and with a kernel's display played by hand."""
+"""The bar of a notebook: its line, and `paceline.fit` in a cell, of a real kernel and of one played by hand."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 import paceline
 from paceline.observe import progress
-from paceline.observe.bars import NOTEBOOK_COLUMNS
-from tests.observe.test_progress import fake_ipython
+from paceline.observe.bars import NOTEBOOK_COLUMNS, is_notebook, notebook_line
+from tests.observe.notebook import fake_ipython
 from tests.train.small import SmallTask
 
 CELL = """
@@ -55,3 +55,20 @@ def test_a_cell_in_a_real_kernel() -> None:
     assert text.count("train epoch") == 2
     assert "\x1b" not in text
     assert outputs[-1].data["text/plain"] == "'finished'"
+
+
+def test_a_terminal_of_ipython_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_notebook()
+    fake_ipython(monkeypatch, None)
+    assert not is_notebook()
+    fake_ipython(monkeypatch, SimpleNamespace())
+    assert not is_notebook()
+    fake_ipython(monkeypatch, SimpleNamespace(kernel=object()))
+    assert is_notebook()
+
+
+@pytest.mark.parametrize(("done", "total"), [(0, 4), (3, 4), (4, 4), (7, None), (9, 4)])
+def test_a_notebooks_line_fits(done: int, total: int | None) -> None:
+    line = notebook_line("stage <first & only>, epoch 1", done, total, "loss " + "9" * 100)
+    assert len(line) <= NOTEBOOK_COLUMNS
+    assert line.count("█") + line.count("░") == 20
