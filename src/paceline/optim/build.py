@@ -95,10 +95,7 @@ def optimizer(settings: OptimSettings, groups: list[dict[str, Any]], device: tor
     match settings.optimizer:
         case "sgd" | "lars":
             # LARS is SGD whose gradients are scaled tensor by tensor: see `larc.py`.
-            sgd = torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=fused)
-            if fused and settings.momentum:
-                zero_first_momentum(sgd)
-            return sgd
+            return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=fused)
         case "adam":
             return torch.optim.Adam(groups, lr=settings.lr, betas=betas, fused=fused)
         case "adamw":

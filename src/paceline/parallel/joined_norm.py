@@ -24,25 +24,30 @@ from paceline.world.failure.flight_recorder import trail
 class GroupDoesNotDivide(PacelineError):
     """The ranks cannot be dealt into groups of this size."""
 
-    def __init__(self, group: int, ranks: int) -> None:
-        super().__init__(f"`sync_batchnorm` is {group}, but {ranks} ranks are no multiple of that")
-        fitting = [str(size) for size in range(2, ranks + 1) if ranks % size == 0]
-        self.hint = f"set it to {' or '.join(fitting)}, or `all`"
+    group: int
+    ranks: int
+    sentence = "`sync_batchnorm` is {group}, but {ranks} ranks are no multiple of that"
+    hint = "set it to {fitting}, or `all`"
+
+    @property
+    def fitting(self) -> str:
+        return " or ".join(str(size) for size in range(2, self.ranks + 1) if self.ranks % size == 0)
 
 
 class NotOneGrainPerRank(PacelineError):
     """Joined batch norm with ranks that run several grains in turn, or none."""
 
-    def __init__(self, grains: int, ranks: int) -> None:
-        super().__init__(f"`sync_batchnorm` joins one grain of each rank, but {ranks} ranks have {grains} in a step")
-        self.hint = f"set `--grains {ranks}`, or leave out `sync_batchnorm`"
+    grains: int
+    ranks: int
+    sentence = "`sync_batchnorm` joins one grain of each rank, but {ranks} ranks have {grains} in a step"
+    hint = "set `--grains {ranks}`, or leave out `sync_batchnorm`"
 
 
 class JoinedBatchNorm(BatchNorm):
-    """Takes the place of a BatchNorm1d, 2d or 3d, with its parameters and buffers."""
+    """Replacement of a BatchNorm1d, 2d or 3d, with its parameters and buffers."""
 
     group: dist.ProcessGroup | None = None
-    """The ranks that are joined; None: every rank for itself."""
+    """Ranks that are joined; None: every rank for itself."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         assert input.dim() >= 2, input.shape
@@ -54,8 +59,8 @@ class JoinedBatchNorm(BatchNorm):
         output, mean, variance, count = join(input, self.weight, self.bias, self.eps, self.group)
         if self.track_running_stats and self.num_batches_tracked is not None:
             self._follow(mean, variance * (count / (count - 1)))
-        found: Tensor = output
-        return found
+        result: Tensor = output
+        return result
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, variance: Tensor) -> None:
@@ -128,7 +133,7 @@ class JoinedNorms:
         self.layers = _replace(model)
 
     def begin_step(self, num_grains: int) -> None:
-        """Joined in this step if every rank has a grain; the same decision everywhere."""
+        """Join the layers in this step if every rank has a grain: all ranks decide alike."""
         if not self._is_checked and num_grains > self._world.size:
             raise NotOneGrainPerRank(num_grains, self._world.size)
         self._is_checked = True

@@ -50,17 +50,21 @@ class CannotShard(PacelineError):
 
 
 class CalledAround(PacelineError):
-    """A loss used weights of a sharded model that were not brought together."""
+    """A loss used weights of a sharded model that were not gathered."""
 
+    error: str
+    """Message of torch."""
+    sentence = "a part of the sharded model was called on its own ({first_line})"
     hint = "call the model itself in the loss, `model(x)`, not its layers or methods; or train with `--shard none`"
 
-    def __init__(self, error: str) -> None:
-        super().__init__(f"a part of the sharded model was called on its own ({error.splitlines()[0]})")
+    @property
+    def first_line(self) -> str:
+        return self.error.splitlines()[0]
 
 
 @contextmanager
 def called_whole(shards: Shards | None) -> Iterator[None]:
-    """Say it in words when a loss meets a piece of a weight where a whole one should be."""
+    """Raise `CalledAround` if a loss uses a piece of a weight where a whole one should be."""
     try:
         yield
     except RuntimeError as error:
@@ -70,10 +74,10 @@ def called_whole(shards: Shards | None) -> Iterator[None]:
 
 
 def blocks(model: nn.Module, patterns: Iterable[str] = ()) -> list[str]:
-    """Names of the modules whose parameters travel together; what is in none of them goes with the whole model.
+    """Return the names of the modules whose parameters are gathered together; the rest goes with the whole model.
 
-    Those that match, or else the large children of `Sequential` and `ModuleList`. A match that is never called
-    (`ModuleList`) stands for its children.
+    They are those that match `patterns`, or else the large children of `Sequential` and `ModuleList`. A match that is
+    never called (`ModuleList`) stands for its children.
     """
     patterns = tuple(patterns)
     modules = {name: module for name, module in model.named_modules() if name}
@@ -94,16 +98,16 @@ def blocks(model: nn.Module, patterns: Iterable[str] = ()) -> list[str]:
 
 
 def _large(parent: nn.Module, prefix: str, too_large: float) -> list[str]:
-    found = []
+    names = []
     for child_name, child in parent.named_children():
         name, size = prefix + child_name, _size(child)
         is_called = type(child).forward is not nn.Module.forward
         is_block = isinstance(parent, nn.Sequential | nn.ModuleList) and is_called and size >= MIN_BLOCK
         if is_block:
-            found.append(name)
+            names.append(name)
         if not is_block or size > too_large:
-            found += _large(child, f"{name}.", too_large)
-    return found
+            names += _large(child, f"{name}.", too_large)
+    return names
 
 
 def _size(module: nn.Module) -> int:
@@ -111,7 +115,7 @@ def _size(module: nn.Module) -> int:
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
-    """Say what cannot be sharded before anything is changed."""
+    """Raise `CannotShard`, before anything is changed, for what cannot be sharded."""
     kind = type(optimizer)
     is_torchs = kind.__module__.startswith("torch.") and kind.__name__ in ELEMENTWISE
     if not is_torchs and not getattr(kind, "is_elementwise", False) and not hasattr(kind, "join_norms"):
@@ -186,12 +190,12 @@ def _join_norms(optimizer: torch.optim.Optimizer, link: Link) -> None:
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """A later change in place of an output that is a view would make backward go on without the weights."""
+    """Copy outputs that are views: changed in place later, they would make backward go on without the weights."""
 
-    def own(value: Any) -> Any:
+    def copied(value: Any) -> Any:
         return value.clone() if isinstance(value, Tensor) and value.requires_grad and is_view(value) else value
 
-    return tree_map(own, output)
+    return tree_map(copied, output)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -220,11 +224,11 @@ class Shards:
             group["params"] = [exchange[id(parameter)] for parameter in group["params"]]
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Of the whole parameters."""
+        """Return the shapes of the whole parameters."""
         return {name: parameter.shape for name, parameter in self._parameters.items()}
 
     def pull_gradients(self) -> list[bool]:
-        """The parameters' gradients, as those of the shards; which parameters have one."""
+        """Make the parameters' gradients those of the shards; return which parameters have one."""
         for name, parameter in self._parameters.items():
             gradient: Any = parameter.grad
             self.tensors[name].grad = None if gradient is None else gradient.to_local()
@@ -236,17 +240,17 @@ class Shards:
 
     @torch.no_grad()
     def whole(self, tensors: Mapping[str, Tensor], name_of: Callable[[str], str] = str) -> dict[str, Tensor]:
-        """Everyone's pieces joined, in the first rank's main memory; elsewhere what was no piece. All must call it.
+        """Return all ranks' pieces joined, in the first rank's main memory; elsewhere what was no piece.
 
-        `name_of` says of which parameter an entry is. Numbers (counts of steps) and what belongs to no parameter is
-        whole already.
+        All ranks must call it. `name_of` gives the parameter of an entry. Numbers (counts of steps) and what belongs to
+        no parameter is whole already.
         """
-        found: dict[str, Tensor] = {}
+        whole: dict[str, Tensor] = {}
         is_first = self._mesh.get_rank() == 0
         for key, tensor in tensors.items():
             parameter = self._parameters.get(name_of(key))
             if parameter is None or tensor.ndim == 0:
-                found[key] = tensor
+                whole[key] = tensor
                 continue
             joined = DTensor.from_local(
                 tensor.detach(),
@@ -257,32 +261,33 @@ class Shards:
                 stride=parameter.stride(),
             ).full_tensor()
             if is_first:
-                found[key] = joined.cpu()
-        return found
+                whole[key] = joined.cpu()
+        return whole
 
     def pieces(self, tensors: Mapping[str, Tensor], name_of: Callable[[str], str] = str) -> dict[str, Tensor]:
-        """The counterpart of `whole`: this rank's piece of each."""
+        """Return this rank's piece of each: the counterpart of `whole`."""
         rank, size = self._mesh.get_rank(), self._mesh.size()
-        found: dict[str, Tensor] = {}
+        pieces: dict[str, Tensor] = {}
         for key, tensor in tensors.items():
             if name_of(key) in self._parameters and tensor.ndim > 0:
                 parts = tensor.chunk(size)
-                # Copied, so that what was read of the others' pieces is let go.
-                found[key] = (parts[rank] if rank < len(parts) else tensor[:0]).clone()
+                # Copied, so that the other ranks' pieces are freed.
+                pieces[key] = (parts[rank] if rank < len(parts) else tensor[:0]).clone()
             else:
-                found[key] = tensor
-        return found
+                pieces[key] = tensor
+        return pieces
 
 
 class UnevenUse(PacelineError):
     """Ranks used different parts of the model in one step, so their collectives were not of the same things."""
 
+    names: list[str]
+    sentence = "`shard` is full, but only some ranks had gradients for {shown}"
     hint = "let the loss use the same layers for every grain of a step, or train with `--shard none`"
 
-    def __init__(self, names: list[str]) -> None:
-        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        super().__init__(f"`shard` is full, but only some ranks had gradients for {shown}")
-        self.names = names
+    @property
+    def shown(self) -> str:
+        return ", ".join(self.names[:3]) + (", ..." if len(self.names) > 3 else "")
 
 
 class Sharded(Strategy):
@@ -296,8 +301,9 @@ class Sharded(Strategy):
         self._modules = [module for module in _modules(shards.model) if isinstance(module, FSDPModule)]
 
     def makeup(self, grains: Sequence[Any]) -> list[Any]:
-        own, rank, ranks = len(grains), self._link.world.rank, self._link.world.size
-        numbers = torch.tensor([own, -own, -(rank if own else ranks)])  # on the CPU: no device is waited for
+        num_grains, rank, ranks = len(grains), self._link.world.rank, self._link.world.size
+        # On the CPU: the host does not wait for a device.
+        numbers = torch.tensor([num_grains, -num_grains, -(rank if num_grains else ranks)])
         self._link.all_reduce(numbers, "max")
         most, fewest, lender = int(numbers[0]), -int(numbers[1]), -int(numbers[2])
         if most == 0:
@@ -306,7 +312,7 @@ class Sharded(Strategy):
         if fewest == 0:
             lent = grains[0].to(torch.device("cpu")) if rank == lender else None
             lent = self._link.broadcast_object(lent, src=lender).to(self._link.device)
-        return [lent] * (most - own)
+        return [lent] * (most - num_grains)
 
     def begin(self, batch: GlobalBatch) -> None:
         self._shards.forget_gradients()

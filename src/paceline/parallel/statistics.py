@@ -21,30 +21,24 @@ from paceline.world.link import Link
 class CumulativeBatchNorm(PacelineError):
     """A batch norm with momentum=None averages over all calls, which has no per-rank share."""
 
+    name: str
+    sentence = "batch norm {name!r} has momentum=None, which cannot be kept exact on several ranks"
     hint = "give the layer a momentum, or train on one rank"
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"batch norm {name!r} has momentum=None, which cannot be kept exact on several ranks")
-        self.name = name
 
 
 class BatchNormFrozen(PacelineError):
     """A batch norm stopped training in the middle of a stage, where it has only this rank's share."""
 
+    sentence = "a batch norm was put into evaluation mode between two steps; on several ranks it cannot be"
     hint = "freeze batch norms in `before_stage`, or before the model is prepared"
-
-    def __init__(self) -> None:
-        super().__init__("a batch norm was put into evaluation mode between two steps; on several ranks it cannot be")
 
 
 class SyncBatchNormRefused(PacelineError):
     """Batch norm over ranks, in a model whose unit of numerics is the grain."""
 
+    name: str
+    sentence = "{name!r} is a SyncBatchNorm, which would wait for ranks that have no grain in a step"
     hint = "use plain BatchNorm, whose statistics are per grain; `--sync-batchnorm all` joins the ranks' grains"
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"{name!r} is a SyncBatchNorm, which would wait for ranks that have no grain in a step")
-        self.name = name
 
 
 class RunningStatistics:
@@ -56,7 +50,7 @@ class RunningStatistics:
     """
 
     def __init__(self, model: torch.nn.Module, link: Link, *, are_shared_out: bool = True) -> None:
-        """`are_shared_out=False`: every rank has its own, as with `reduce: param`, which averages them itself."""
+        """With `are_shared_out=False` every rank has its own, as with `reduce: param`, which averages them itself."""
         self._model = model
         self._link = link
         self._are_shared_out = are_shared_out and link.has_group
@@ -70,7 +64,7 @@ class RunningStatistics:
         self._position = 0  # number of the first grain of the step that this rank's share does not account for
 
     def share(self) -> None:
-        """From totals to shares; layers that are not in training mode keep their totals."""
+        """Turn totals into shares; layers that are not in training mode keep their totals."""
         if self._is_shared or not self._are_shared_out:
             return
         self._is_shared = True
@@ -98,7 +92,7 @@ class RunningStatistics:
         self._decays = torch.zeros_like(self._tracked)  # (layers,) calls by others that the share has not decayed for
 
     def total(self) -> None:
-        """From shares to totals, on every rank. All ranks must call it."""
+        """Turn shares into totals, on every rank. All ranks must call it."""
         if not self._is_shared:
             return
         self._is_shared = False
@@ -118,7 +112,7 @@ class RunningStatistics:
             tensor.copy_(value)
 
     def _agree_on_other_buffers(self) -> None:
-        """What a model changes in its own way (spectral norms, codebooks) has no shares: the first rank's counts."""
+        """Take the first rank's buffers that a model changes in its own way (spectral norms, codebooks): no shares."""
         shared = {id(tensor) for tensor in [*self._floats, *self._counters(), *self._joined, *self._joined_counters]}
         others = {name: tensor for name, tensor in self._model.named_buffers() if id(tensor) not in shared}
         prints = {name: repr(tensor.double().sum().item()) for name, tensor in others.items()}
@@ -132,7 +126,7 @@ class RunningStatistics:
             )
 
     def _average_joined(self) -> None:
-        """Statistics of several groups of ranks, or of steps in which ranks were not joined: their mean."""
+        """Average the statistics of groups of ranks, and those of steps in which ranks were not joined."""
         if self._joined:
             flat = torch.cat([tensor.reshape(-1).double() for tensor in self._joined])
             self._link.all_reduce(flat)

@@ -33,12 +33,10 @@ TALLY = len(Tally._fields)
 
 
 class PiecewiseGradient(PacelineError):
-    """A gradient that was complete, and sent, went on to grow."""
+    """A gradient grew after it was complete and had been sent."""
 
+    sentence = "a parameter got its gradient in several pieces in one backward (reentrant checkpointing?)"
     hint = "use torch.utils.checkpoint with use_reentrant=False, or `checkpoint_activations`"
-
-    def __init__(self) -> None:
-        super().__init__("a parameter got its gradient in several pieces in one backward (reentrant checkpointing?)")
 
 
 class _Bucket:
@@ -76,7 +74,7 @@ class Summed(Strategy):
         extra = TALLY + len(self.parameters)  # the tally, and one mark per parameter that has a gradient
         self._buckets = _fill(self.parameters, bucket_bytes, extra if self._half is None else 0)
         last = self._buckets[-1]
-        # What travels in half precision cannot carry a count exactly: the tally then has an all-reduce of its own.
+        # Half precision cannot hold a count exactly: the tally is then reduced apart from the gradients.
         self._tally_rides = last.tail.numel() > 0
         self._tally = last.tail if self._tally_rides else torch.zeros(extra, device=last.flat.device)
         self._has_gradient = [False] * len(self.parameters)
@@ -165,7 +163,7 @@ class Summed(Strategy):
             self._tally[TALLY:] = torch.tensor(self._has_gradient).to(self._tally, non_blocking=True)
 
     def _drop_unused(self) -> None:
-        """No gradient where no rank had one. What this rank had itself is known without asking the device."""
+        """Remove the gradients that no rank had. The host knows this rank's own without waiting for the device."""
         if all(self._has_gradient):
             return
         used = self._tally[TALLY:].tolist()

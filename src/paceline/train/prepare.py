@@ -148,7 +148,7 @@ def prepare(
     # Cut up: from here on the optimizer holds shards, if there are any.
     shards = shard(model, optimizer, link, config.shard_modules) if config.shard != "none" and link.has_group else None
     if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults.get("fused"):
-        zero_first_momentum(optimizer)
+        zero_first_momentum(optimizer)  # the only place: also for an optimizer that the user has made
     # Reduced: last, because a strategy hooks and averages the tensors as they now are.
     if config.ema:
         average = WeightAverage.following(average, named_weights(model, masters, shards), config.ema)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of an engine: weights, buffers, optimizer, loss scale, average (there is no random state)."""
+"""State of an engine in a checkpoint: weights, buffers, optimizer, loss scale, average (there is no random state)."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ Parts = dict[str, dict[str, Tensor]]
 class WeightsMisfit(PacelineError):
     """The checkpoint is of another model."""
 
+    problems: list[str]
+    sentence = "the checkpoint does not fit this model:\n{shown}"
     hint = "resume with the model of the run, or start a new run with `init_from` to take what fits"
 
-    def __init__(self, problems: list[str]) -> None:
-        shown = "\n".join(f"  {problem}" for problem in problems[:10])
-        more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
-        super().__init__(f"the checkpoint does not fit this model:\n{shown}{more}")
-        self.problems = problems
+    @property
+    def shown(self) -> str:
+        lines = [f"  {problem}" for problem in self.problems[:10]]
+        more = [f"  and {len(self.problems) - 10} more"] if len(self.problems) > 10 else []
+        return "\n".join(lines + more)
 
 
 class RanksHaveTheirOwn(PacelineError):
     """Every rank kept its own optimizer state, and there are not as many ranks as there were."""
 
+    before: int
+    now: int
+    sentence = "the checkpoint has the optimizer states of {before} ranks (`sync_state` keep), here are {now}"
     hint = "use as many ranks, or add `--sync-state average --allow-change` (or `reset`) to go on with another number"
-
-    def __init__(self, before: int, now: int) -> None:
-        super().__init__(
-            f"the checkpoint has the optimizer states of {before} ranks (`sync_state` keep), here are {now}"
-        )
 
 
 RANK = "rank-"
-"""Parts of a checkpoint with what only that rank had (`reduce: param`)."""
+"""Prefix of the parts of a checkpoint that only one rank had (`reduce: param`)."""
 
 
 SHARDED: dict[str, Callable[[str], str]] = {"model": str, "optimizer": optimizer_state.parameter_of, "ema": str}
-"""Parts of which a rank has only its shards (`shard: full`), and of which parameter an entry is."""
+"""Parts of which a rank has only its shards (`shard: full`), and the parameter that an entry belongs to."""
 
 
 def collect(engine: Engine, in_pieces: bool = False) -> tuple[Parts, dict[str, Any]]:
-    """(tensors by part, plain values). Batch-norm statistics must be complete: see `RunningStatistics.total`.
+    """Return (tensors by part, plain values). Statistics must be complete: see `Engine.whole_statistics`.
 
     With `shard: full` all ranks must call it, and only the first gets everything; `in_pieces` leaves every rank its
     own pieces, and nobody needs room for more.
@@ -80,13 +80,13 @@ def collect(engine: Engine, in_pieces: bool = False) -> tuple[Parts, dict[str, A
 
 
 def is_piece(engine: Engine, part: str, name: str, tensor: Tensor) -> bool:
-    """Whether an entry of a part is this rank's piece of a tensor, as `Shards.whole` would join it."""
+    """Return True if an entry of a part is this rank's piece of a tensor, as `Shards.whole` would join it."""
     of, shards = SHARDED.get(part), engine.prepared.shards
     return shards is not None and of is not None and tensor.ndim > 0 and of(name) in shards.tensors
 
 
 def collect_own(engine: Engine) -> dict[str, Tensor]:
-    """What only this rank has: nothing, unless ranks step apart (`reduce: param`). Ranks must be together."""
+    """Return what only this rank has: nothing, unless ranks step apart (`reduce: param`). They must be together."""
     prepared = engine.prepared
     local = prepared.strategy.state().local
     if local is None:
@@ -99,7 +99,7 @@ def collect_own(engine: Engine) -> dict[str, Tensor]:
 
 
 def carried(engine: Engine) -> tuple[Parts, dict[str, Any]]:
-    """What `restore` takes to go on after the model was released and prepared anew, on this very rank.
+    """Return what `restore` needs to go on after the model was released and prepared again, on this rank.
 
     For a model that is whole on every rank. All ranks must call it.
     """
@@ -114,7 +114,7 @@ def carried(engine: Engine) -> tuple[Parts, dict[str, Any]]:
 
 @torch.no_grad()
 def restore(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Any]) -> None:
-    """The counterpart of `collect`, into a prepared engine; parts named `rank-0` and so on are from `collect_own`."""
+    """Restore what `collect` returned into a prepared engine; parts `rank-0` and so on are from `collect_own`."""
     prepared = engine.prepared
     own, optimizer = _own_parts(engine, parts)
     restore_weights(engine, parts["model"])
@@ -133,7 +133,7 @@ def restore(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]], values: M
 
 
 def _own_parts(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]]) -> tuple[Parts, Mapping[str, Tensor]]:
-    """(what this rank had, the optimizer state it goes on with)."""
+    """Return (what this rank had, the optimizer state that it goes on with)."""
     ranks: list[Parts] = []
     for number in range(sum(part.startswith(RANK) for part in parts)):
         split: Parts = {}
@@ -163,7 +163,7 @@ def _mean(tensors: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def restore_weights(engine: Engine, saved: Mapping[str, Tensor]) -> None:
-    """Weights and buffers, all of them; the statistics become totals and are shared out anew."""
+    """Restore all weights and buffers; batch-norm statistics become totals and are shared out again."""
     prepared = engine.prepared
     prepared.statistics.total()
     tensors = {**dict(prepared.model.named_buffers()), **prepared.named_weights()}
