@@ -8,6 +8,6 @@ RECIPES = {
     "digits": "paceline.recipes.digits:Digits",
 }
 REPORTS = ("paceline.recipes.asr.report:AsrReport", "paceline.recipes.continual.report:ContinualReport")
-"""What recipes add to `paceline report`; these modules do not import torch."""
+"""Sections that recipes add to `paceline report`; these modules do not import torch."""
 EXTRAS = {"soundfile": "asr", "soxr": "asr", "rapidfuzz": "asr", "sklearn": "demo"}
-"""From a package that recipes import to the extra of ours that installs it."""
+"""Package that recipes import -> our extra that installs it."""

@@ -54,7 +54,7 @@ class RunLine:
     status: str
     steps: int
     loss: float | None
-    """Of the last step."""
+    """Loss of the last step."""
     metric: str | None
     """The name of what is monitored."""
     last: float | None

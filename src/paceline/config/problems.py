@@ -10,7 +10,7 @@ from paceline.config.aliases import MEANT
 from paceline.core.errors import PacelineError
 
 Place = tuple[int, int]
-"""For showing mistakes in the order they were made: (which source, where in it)."""
+"""Position of a mistake, for showing mistakes in order: (number of the source, place in it)."""
 # Files are counted from 0; command-line words come after any number of them, what is nowhere comes last.
 WORDS, NOWHERE = 10**6, 10**7
 

@@ -54,7 +54,7 @@ class Section(BaseModel):
         yield from ()
 
     @model_validator(mode="after")
-    def _agrees(self) -> Section:
+    def _check_contradictions(self) -> Section:
         wrong = list(self.contradictions())
         if wrong:
             raise ValueError("\n".join(wrong))
@@ -210,7 +210,7 @@ class ReduceSettings(Section):
 
     @field_validator("shard", mode="before")
     @classmethod
-    def _said_otherwise(cls, value: Any) -> Any:
+    def _accept_other_words(cls, value: Any) -> Any:
         """torch's and DeepSpeed's names, and yes or no."""
         full, none = ("fsdp", "fsdp2", "full_shard", "zero3", "true", "1"), ("no", "false", "0")
         word = str(value).lower()
@@ -310,7 +310,7 @@ class OptimSettings(Section):
 
     @field_validator("scale_lr", mode="before")
     @classmethod
-    def _said_as_a_flag(cls, value: Any) -> Any:
+    def _accept_flag(cls, value: Any) -> Any:
         """RETURNN's `horovod_scale_lr` is true or false."""
         return {"true": "linear", "false": "none", "1": "linear", "0": "none"}.get(str(value).lower(), value)
 
@@ -333,7 +333,7 @@ class ObserveSettings(Section):
 
     @field_validator("profile", mode="before")
     @classmethod
-    def _are_steps(cls, value: Any) -> str:
+    def _check_steps(cls, value: Any) -> str:
         """Yes and no, or a range."""
         word = {"true": "auto", "yes": "auto", "false": "no"}.get(str(value).lower(), str(value))
         if word not in ("no", "auto"):

@@ -73,7 +73,7 @@ class BrokenRecord(Exception):
         super().__init__(f"{RECORD} {reason}")
         self.reason = reason
         self.cause = cause
-        """The same where the file has been named."""
+        """The reason, for a message that names the file."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ class RunRecord:
     status: str | None = None
     grains: int | None = None
     choice: dict[str, Any] | None = None
-    """What the autotuner of `-O4` chose."""
+    """Choice of the autotuner (`-O4`)."""
     starts: list[dict[str, Any]] = field(default_factory=list)
     """See provenance.py."""
     other: dict[str, Any] = field(default_factory=dict)

@@ -9,7 +9,7 @@ def size(num_bytes: float) -> str:
     """Return a size: `0 B`, `512 B`, `31.4 kB`, `1.2 TB`."""
     scaled, unit = float(num_bytes), _SIZES[0]
     for unit in _SIZES:
-        # What would be shown as 1000.0 is 1 of the next one.
+        # 999.95 would be shown as 1000.0: it is 1.0 of the next unit.
         if scaled < 999.95 or unit == _SIZES[-1]:
             break
         scaled /= 1000

@@ -14,7 +14,7 @@ from paceline.world.store import Store, poll
 
 # How long the serving rank stays after a refusal, so that the others can read it.
 _LINGER_S = 3.0
-# What the other ranks grant rank 0 beyond its own time-out.
+# Seconds that the other ranks grant rank 0 beyond its own time-out.
 _MARGIN_S = 5.0
 
 

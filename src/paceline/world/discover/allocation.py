@@ -19,7 +19,7 @@ class Allocation:
     scheduler: str
     job: str
     hosts: tuple[str, ...]
-    """In the scheduler's order; the first one runs the job's script."""
+    """Machines in the scheduler's order; the first one runs the job's script."""
     slots: int | None = None
     """Processes or cores that the job may use in all, where the scheduler says so."""
 

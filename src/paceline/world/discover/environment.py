@@ -17,7 +17,7 @@ from paceline.world.discover.allocation import ReadText, find_allocation, read_t
 
 Environment = Mapping[str, str]
 
-# What our own launcher calls its runs, so that ranks can tell it from torchrun.
+# Run id of our own launcher, by which ranks tell it from torchrun.
 OWN_RUN_ID = "paceline-procs"
 # Below the ports that Linux hands out by itself (from 32768), so that a derived port is rarely taken.
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000
@@ -37,15 +37,15 @@ class World:
     nodes: int
     launcher: str
     meeting: str | None
-    """Where the ranks find each other, as `host:port`; None for a single process."""
+    """Rendezvous of the ranks, as `host:port`; None for a single process."""
     why: tuple[str, ...] = ()
-    """What decided, for people: one sentence per finding."""
+    """Reasons for this result, one sentence each."""
     attempt: int = 0
-    """How often an elastic launcher has restarted the job."""
+    """Number of restarts by an elastic launcher."""
     launcher_hosts_store: bool = False
-    """The launcher serves the store at `meeting`; otherwise rank 0 does."""
+    """True if the launcher serves the store at `meeting`; otherwise rank 0 does."""
     is_relayed: bool = False
-    """An mpirun passes on what this process prints, also where it gave it a terminal of its own to print to."""
+    """True if an mpirun passes on the output of this process, even if that looks like a terminal."""
 
     @property
     def global_rank(self) -> int:

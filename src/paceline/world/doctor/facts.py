@@ -50,7 +50,7 @@ class Facts:
     """The CUDA that torch was built for."""
     nccl: str | None
     driver: str | None
-    """Of NVIDIA's GPUs, on this machine, whether torch can use it or not."""
+    """NVIDIA's driver on this machine, usable by torch or not."""
     backends: tuple[str, ...]
     gpus: tuple[Gpu, ...]
     cores: tuple[int, ...]

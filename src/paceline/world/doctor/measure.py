@@ -44,14 +44,14 @@ class SharedFolder:
 
     folder: str
     problem: str | None
-    """Why nothing could be written."""
+    """Reason why nothing could be written."""
     blind: tuple[int, ...] = ()
     """Ranks that do not see a file of rank 0."""
     unseen: tuple[int, ...] = ()
     """Ranks whose files rank 0 does not see."""
     fsync_s: float = 0.0
     has_locks: bool = True
-    """Whether a lock of rank 0 keeps another rank out."""
+    """True if a lock of rank 0 keeps another rank out."""
 
 
 def clock_offsets(link: Link, rounds: int = 9) -> list[float]:

@@ -22,7 +22,7 @@ class Seen:
 
     host: str
     beat: int
-    """How often it has said so: one that does not grow is of a rank that is dead or stopped."""
+    """Number of its updates; a rank whose number does not grow is dead or stopped."""
     number: int
     """Its collectives so far."""
     where: str
@@ -38,9 +38,9 @@ class Failure:
     message: str
     trace: str = ""
     where: str = ""
-    """What the reporting rank was doing: step and last collective."""
+    """Step and last collective of the reporting rank."""
     lost: str = ""
-    """Of a rank that lost others: who they are, what became of them, and where they were last, in lines."""
+    """Report of a rank that lost others: a line for each, with its state and last known place."""
 
     @property
     def exit_code(self) -> int:

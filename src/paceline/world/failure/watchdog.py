@@ -67,7 +67,7 @@ class FailureWatch:
         self._grace_s = _GRACE_S if grace_s is None else min(grace_s, _GRACE_S)
         self.overdue_s: float | None = None
         self.heard: Failure | None = None
-        """What another rank has reported, once this watch has read it: the store may be gone when others ask."""
+        """Report of another rank, once this watch has read it: the store may be gone when others ask."""
         self._beats = 0
         self._place, self._since = (0, 0), time.monotonic()
         self._waits_since: float | None = None

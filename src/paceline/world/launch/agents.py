@@ -33,7 +33,7 @@ class Node:
     meeting: str | None = None
     """`host:port` where the launcher of node 0 serves; None on one machine."""
     timeout_s: float = 300.0
-    """How long launchers wait for each other."""
+    """Seconds that launchers wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class AgentRendezvous(RendezvousHandler):
         self.node = node
         self.mine = Agent(socket.gethostname(), os.getpid(), node.count, procs, max_restarts)
         self.rounds = 0
-        """How often all agents have met."""
+        """Number of rendezvous so far."""
         self.size = procs
         """Ranks of the whole job."""
         self.leaving: signal.Signals | None = None

@@ -22,7 +22,7 @@ class BatchJob:
     command: tuple[str, ...]
     """One rank's command."""
     folder: Path
-    """Where it is run."""
+    """Working folder of the job."""
     logs: Path
     """Folder for what the job prints."""
     nodes: int = 1
@@ -39,7 +39,7 @@ class BatchJob:
     setup: tuple[str, ...] = ()
     """Lines of shell before the ranks start."""
     signal_s: int = 120
-    """How long before the end the ranks are told to save and leave."""
+    """Seconds before the end at which the ranks are told to save and leave."""
     requeue: bool = True
     """Back into the queue when it was told to leave before it had finished."""
     directives: tuple[str, ...] = ()

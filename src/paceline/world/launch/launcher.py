@@ -152,7 +152,7 @@ class _Agent(LocalElasticAgent):
         self._meeting = meeting
         self.interrupted = False
         self.overdue = False
-        """Whether ranks had to be killed, because they did not leave in time."""
+        """True if ranks had to be killed, because they did not leave in time."""
         self.grace_s = grace_s
         self._pids: list[int] = []
         self._pending: list[signal.Signals] = []
