@@ -176,8 +176,7 @@ def open_run(
     `manifests` says which setting `--manifest` stands for.
     """
     from paceline.train.apply import read_run
-    from paceline.world.discover.environment import discover
-    from paceline.world.start import start
+    from paceline.world.start import from_settings
 
     record = read_run(options.run)
     task = task_of(options.run, options.task, record)
@@ -193,14 +192,7 @@ def open_run(
         if getattr(options, name) is not None:
             values[name] = getattr(options, name)
     config = settings_of(task, options.run, values)
-    link = start(
-        discover(os.environ),
-        device=config.device,
-        threads=config.threads,
-        start_timeout_s=config.start_timeout_s,
-        timeout_s=config.timeout_s,
-    )
-    return task, config, link
+    return task, config, from_settings(config)
 
 
 def task_of(run: Path, spec_now: str | None, record: RunRecord) -> Task:

@@ -10,7 +10,6 @@ model back, so that it can be prepared again with another shape, optimizer or pr
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -35,10 +34,9 @@ from paceline.train.position import Position, choose_grains
 from paceline.train.prepare import Prepared, prepare
 from paceline.train.randomness import GrainRandomness
 from paceline.train.scaling import for_ranks
-from paceline.world.discover.environment import discover
 from paceline.world.failure.flight_recorder import trail
 from paceline.world.link import Link
-from paceline.world.start import start
+from paceline.world.start import from_settings
 
 
 class NotPrepared(PacelineError):
@@ -70,13 +68,7 @@ class Engine:
     ) -> None:
         self.config = config or EngineConfig(**settings)
         self._owns_link = link is None
-        self.link = link or start(
-            discover(os.environ),
-            device=self.config.device,
-            threads=self.config.threads,
-            start_timeout_s=self.config.start_timeout_s,
-            timeout_s=self.config.timeout_s,
-        )
+        self.link = link or from_settings(self.config)
         self.device = self.link.device
         self.clock = clock
         self.skips = SkipCount(self.device, self.config.max_skipped)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +18,8 @@ from paceline.train.benchmark import benchmark
 from paceline.train.checkpoint import reader as restore
 from paceline.train.task import Task
 from paceline.train.trainer import Result, Trainer
-from paceline.world.discover.environment import discover
 from paceline.world.link import Link
-from paceline.world.start import start
+from paceline.world.start import from_settings
 
 PREDICTIONS = "predictions.jsonl"
 """In the run folder: what `--mode infer` predicted last."""
@@ -35,14 +33,7 @@ def fit(task: Task, config: TrainConfig | None = None, *, watchers: Sequence[Wat
     Under a launcher (torchrun, mpirun, srun, `paceline train --procs`) every rank calls it alike.
     """
     config = config or task.Settings(**settings)
-    link = start(
-        discover(os.environ),
-        device=config.device,
-        threads=config.threads,
-        start_timeout_s=config.start_timeout_s,
-        timeout_s=config.timeout_s,
-    )
-    with link:
+    with from_settings(config) as link:
         if config.out is None and config.exp_name is not None:
             # One rank looks which names are taken.
             chosen = run_folder(config, task="", moment="", exists=Path.exists) if link.is_first else None

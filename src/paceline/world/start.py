@@ -12,7 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from paceline.world.discover.environment import World
+from paceline.config.settings import WorldSettings
+from paceline.world.discover.environment import World, discover
 from paceline.world.discover.interfaces import GLOO_INTERFACE, gloo_interface
 from paceline.world.failure import stacks
 from paceline.world.failure.board import FailureBoard, Seen
@@ -27,6 +28,17 @@ from paceline.world.store import HashStore, PrefixStore, Store, meet
 
 # Starts so far at each meeting point. All ranks start equally often, so the number keeps their keys apart.
 _starts: Counter[tuple[str | None, int]] = Counter()
+
+
+def from_settings(settings: WorldSettings, world: World | None = None) -> Link:
+    """Join the other ranks as the settings ask; `world` is what the environment says, unless it is known already."""
+    return start(
+        discover(os.environ) if world is None else world,
+        device=settings.device,
+        threads=settings.threads,
+        start_timeout_s=settings.start_timeout_s,
+        timeout_s=settings.timeout_s,
+    )
 
 
 def start(

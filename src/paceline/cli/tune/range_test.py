@@ -21,7 +21,7 @@ from paceline.world.discover.environment import World
 from paceline.world.failure.board import EXIT_INTERRUPT
 from paceline.world.failure.together import fail_together
 from paceline.world.launch.launcher import count_procs, launch
-from paceline.world.start import start
+from paceline.world.start import from_settings
 
 NUM_SHOWN = 12
 _DOUBTS: dict[Doubt, str] = {
@@ -49,14 +49,7 @@ def range_test(
 
 def _run(world: World, found: type[Task], options: TuneCommand, settings: TrainConfig) -> int:
     check_procs(world, options.procs, PROG)
-    link = start(
-        world,
-        device=settings.device,
-        threads=settings.threads,
-        start_timeout_s=settings.start_timeout_s,
-        timeout_s=settings.timeout_s,
-    )
-    with link:
+    with from_settings(settings, world) as link:
         with SideBar("learning rates", options.lr_steps) as bar:
             points = sweep(
                 make_task(found, options.task),

@@ -13,7 +13,7 @@ from paceline.train.tune.trial import trial
 from paceline.world.discover.environment import World, discover
 from paceline.world.failure.together import fail_together
 from paceline.world.launch.launcher import launch
-from paceline.world.start import start
+from paceline.world.start import from_settings
 
 
 def main(folder: Path) -> int:
@@ -30,13 +30,7 @@ def _measure(world: World, folder: Path) -> int:
     try:
         found = find_task(spec.task)
         config = found.Settings(**spec.settings)
-        link = start(
-            world,
-            device=config.device,
-            threads=config.threads,
-            start_timeout_s=config.start_timeout_s,
-            timeout_s=config.timeout_s,
-        )
+        link = from_settings(config, world)
         die_with_parent()  # `start` has asked for SIGTERM, on which ranks save and leave: here is nothing to save
         with link:
             speed = trial(

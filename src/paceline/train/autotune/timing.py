@@ -17,11 +17,11 @@ import torch
 from paceline.config.settings import TrainConfig
 from paceline.core.errors import first_line
 from paceline.data.grain import Batch, Grain
-from paceline.optim import build, larc
 from paceline.speed import precision
 from paceline.speed.autotune.candidates import Candidate
 from paceline.speed.autotune.choice import CannotRun
 from paceline.speed.graphs import CudaRecorder, Graphs
+from paceline.train import setup
 from paceline.train.engine import Engine
 from paceline.train.loss import OutOfMemory
 from paceline.train.task import Task, accelerate, recordable_of
@@ -64,9 +64,7 @@ class TimedSteps:
         engine.settle(precision.resolve_candidate(way, config.precision, precision.capabilities(link.device)))
         if way.kernels:
             accelerate(task, model)
-        optimizer = task.optimizer(build.groups(model, config), config, link.device)
-        larc.attach(optimizer, config)
-        engine.prepare(model, optimizer)
+        setup.prepare(engine, task, config, model)
         loss = self._loss = partial(task.loss, model)
         if way.graphs:
             recorded = engine.record(Graphs(model, CudaRecorder(link.device)), recordable_of(task))
