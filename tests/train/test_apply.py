@@ -18,6 +18,7 @@ from paceline.data.grain import Grain
 from paceline.observe.journal import read
 from paceline.train import apply
 from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint.format import listed, step_of
 from paceline.train.fit import run_mode
 from paceline.train.task import NoInputs, Stage, Task, read_inputs
 from paceline.train.trainer import Trainer
@@ -77,12 +78,12 @@ def test_metrics_are_those_of_training_to_the_last_bit(tmp_path: Path, ranks: in
     out = tmp_path / "run"
     run_ranks(ranks, train, out, {**settings, "mode": "train_eval"})
     expected = logged(out)
-    checkpoints = restore.listed(out / "checkpoints")
+    checkpoints = listed(out / "checkpoints")
     assert len(checkpoints) == len(expected) == 3
     for size in SIZES:
         for path in checkpoints if size == 1 else checkpoints[:1]:
             for found in run_ranks(size, evaluate, out, settings, path):
-                assert found == expected[restore.step_of(path)]
+                assert found == expected[step_of(path)]
     assert len({metrics["dev/loss"] for metrics in expected.values()}) == 3
 
 

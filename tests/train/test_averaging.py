@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paceline.observe.journal import read
-from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint.format import listed, step_of
 from paceline.train.checkpoint.state import RanksHaveTheirOwn
 from paceline.train.engine import Engine
 from paceline.train.trainer import Trainer
@@ -239,7 +239,7 @@ def test_resume_is_bitwise(tmp_path: Path, way: str) -> None:
     settings |= {"val_every_epochs": None}
     task = {"has_norm": True, "is_even": False}
     whole = run_ranks(2, fit, task, {**settings, "out": str(tmp_path / "whole")})
-    steps = [restore.step_of(path) for path in restore.listed(tmp_path / "whole" / "checkpoints")]
+    steps = [step_of(path) for path in listed(tmp_path / "whole" / "checkpoints")]
     # Due after 3, 6, 9, ... steps, saved when the ranks are together: after 4 and 6 steps of each epoch.
     assert sorted(steps) == [4, 6, 10, 12, 16, 18]
     for step in (4, 10):

@@ -14,9 +14,10 @@ import pytest
 KILLS = """
 import json, os, pathlib, random, select, shutil, signal, sys, time
 import torch
+from paceline.train.checkpoint.format import listed
 from paceline.train import snapshot
 from paceline.train.checkpoint.writer import Checkpointer
-from paceline.train.checkpoint.reader import listed, load, newest
+from paceline.train.checkpoint.reader import load, newest
 
 def parts(step):
     return {part: {"w": torch.full((size,), float(step))} for part, size in (("model", 60000), ("optimizer", 1000))}

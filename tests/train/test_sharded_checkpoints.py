@@ -117,7 +117,7 @@ def test_who_writes_what() -> None:
     def is_row(part: str, name: str, tensor: torch.Tensor) -> bool:
         return part == "model" and tensor.ndim > 0
 
-    shares = [pieces.own_share(parts, rank, 2, is_row) for rank in (0, 1)]
+    shares = [pieces.share_of_rank(parts, rank, 2, is_row) for rank in (0, 1)]
     assert [{part: list(tensors) for part, tensors in share.items()} for share in shares] == [
         {"model.shard-0-of-2": ["w", "count"], "scale": ["s"]},
         {"model.shard-1-of-2": ["w"]},

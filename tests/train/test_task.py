@@ -15,7 +15,7 @@ from torch import nn
 from paceline.config.settings import TrainConfig
 from paceline.observe.journal import read
 from paceline.optim import schedule
-from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint.format import listed, step_of
 from paceline.train.task import (
     Accelerates,
     Exports,
@@ -145,13 +145,13 @@ def test_every_checkpoint_of_a_growing_run_leads_to_the_same_end(tmp_path: Path,
     steps = [f"step {step}" for step in range(12)]
     assert task.events == ["before 0", *steps[:6], "after 0", "before 1", *steps[6:], "after 1"]
     validations = validations_of(tmp_path / "whole")
-    paths = restore.listed(tmp_path / "whole" / "checkpoints")
-    assert [restore.step_of(path) for path in paths] == [12, 10, 8, 6, 4, 3, 2]
+    paths = listed(tmp_path / "whole" / "checkpoints")
+    assert [step_of(path) for path in paths] == [12, 10, 8, 6, 4, 3, 2]
     for path in paths:
         again = GrowingTask(**restarts)
         resumed = trainer(again, tmp_path / path.name, resume=path, **settings)
         assert resumed.fit().num_steps == 12
-        step = restore.step_of(path)
+        step = step_of(path)
         ends = {"after 0": step < 6, "after 1": step < 12}
         assert [event for event in again.events if "step" not in event] == [
             event for event in ("before 0", "after 0", "before 1", "after 1") if ends.get(event, True)
@@ -300,7 +300,7 @@ def test_weights_come_from_a_task_s_own_kind_of_file_or_from_a_checkpoint(tmp_pa
     assert_same(weights(ours), expected)
     first = trainer(WeighingTask(), tmp_path / "run", steps=1)
     first.fit()
-    path = restore.listed(tmp_path / "run" / "checkpoints")[0]
+    path = listed(tmp_path / "run" / "checkpoints")[0]
     assert_same(weights(trainer(WeighingTask(), None, epochs=1, init_from=path, seed=5)), weights(first))
 
 

@@ -18,6 +18,7 @@ from paceline.observe.callback import RunInfo, Watcher
 from paceline.observe.journal import read
 from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint import writer
+from paceline.train.checkpoint.format import listed, step_of
 from paceline.train.checkpoint.writer import CheckpointFailed
 from paceline.train.trainer import Trainer
 from paceline.train.validate import NotASet, UnknownMonitor
@@ -154,7 +155,7 @@ def test_validation_at_one_moment_counts_once_for_patience() -> None:
 
 
 def kept_steps(folder: Path) -> list[int]:
-    return sorted(restore.step_of(path) for path in restore.listed(folder / "checkpoints"))
+    return sorted(step_of(path) for path in listed(folder / "checkpoints"))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from paceline.config.settings import TrainConfig
 from paceline.core.run_folder import RunExists
 from paceline.observe.journal import read
 from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint.format import listed, step_of
 from paceline.train.checkpoint.state import WeightsMisfit
 from paceline.train.position import SettingsChanged
 from paceline.train.trainer import Trainer
@@ -84,7 +85,7 @@ def test_a_broken_newest_checkpoint_is_named_and_skipped(tmp_path: Path, capsys:
     whole.fit()
     stopped = trainer(StoppingTask(at_step=4), tmp_path / "run", **settings)
     assert stopped.fit().status == "stopped"
-    newest, before = restore.listed(tmp_path / "run" / "checkpoints")
+    newest, before = listed(tmp_path / "run" / "checkpoints")
     file = newest / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -94,7 +95,7 @@ def test_a_broken_newest_checkpoint_is_named_and_skipped(tmp_path: Path, capsys:
     resumed.fit()
     said = capsys.readouterr().out
     assert f"skipped a broken checkpoint: {file}: its content is not what was written" in said
-    assert f"resumed after step {restore.step_of(before)} ({before.name})" in said
+    assert f"resumed after step {step_of(before)} ({before.name})" in said
     assert_same(weights(resumed), weights(whole))
     steps = read(tmp_path / "run" / "metrics.jsonl")
     assert steps == read(tmp_path / "whole" / "metrics.jsonl")

@@ -24,6 +24,7 @@ from paceline.train import task as tasks
 from paceline.train.autotune.autotuner import precision_for_use
 from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint import state
+from paceline.train.checkpoint.format import DIGESTS, listed
 from paceline.train.engine import Engine
 from paceline.train.position import Position
 from paceline.train.task import Surroundings, Task, overrides
@@ -127,9 +128,9 @@ def find_checkpoint(folder: Path, which: Which) -> Path:
     checkpoints = RunFolder(folder).checkpoints
     if isinstance(which, Path):
         for path in (which, checkpoints / which):
-            if (path / restore.DIGESTS).exists():
+            if (path / DIGESTS).exists():
                 return path
-        names = ", ".join(path.name for path in restore.listed(checkpoints)) or "none"
+        names = ", ".join(path.name for path in listed(checkpoints)) or "none"
         raise NoCheckpoint(f"{which} is not a checkpoint", f"checkpoints of {folder}: {names}")
     looked = restore.best(checkpoints) if which == "best" else restore.newest(checkpoints)
     for broken in looked.broken:
@@ -149,7 +150,7 @@ def _none_found(folder: Path, checkpoints: Path, has_broken: bool) -> tuple[str,
     """(what, hint)"""
     if has_broken:
         return f"{folder} has no sound checkpoint", "train it again: every one that was saved is damaged"
-    if restore.listed(checkpoints):
+    if listed(checkpoints):
         return f"no checkpoint of {folder} has a score: it was never validated", "add `--checkpoint last`"
     return f"{folder} has no checkpoint", "let it train until the first one is saved (`--save-every-steps`)"
 

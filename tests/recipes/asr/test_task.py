@@ -21,7 +21,7 @@ from paceline.data.plan import BatchRule, Plan
 from paceline.recipes.asr.data.corpus import BAD_DATA
 from paceline.recipes.asr.network.config import read_network
 from paceline.recipes.asr.network.model import AcousticModel
-from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint.format import listed
 from paceline.train.position import SettingsChanged
 from paceline.train.summary import data_facts
 from paceline.train.task import Surroundings
@@ -340,7 +340,7 @@ def test_going_on_with_another_network_or_labels_is_refused(tmp_path: Path, data
         other = {**tiny.NETWORK, **changes}
         with pytest.raises(SettingsChanged, match="network"):
             tiny.train(tiny.settings(data, out=tmp_path / "run", resume="auto", epochs=2, network=other))
-    assert len(restore.listed(tmp_path / "run" / "checkpoints")) == 1
+    assert len(listed(tmp_path / "run" / "checkpoints")) == 1
 
 
 def test_labels_are_looked_at_once(data: Path) -> None:

@@ -13,15 +13,8 @@ import torch
 import xxhash
 from torch import nn
 
-from paceline.train.checkpoint.reader import (
-    CheckpointBroken,
-    NothingMatches,
-    PartMissing,
-    best,
-    load,
-    load_by_name,
-    newest,
-)
+from paceline.train.checkpoint.format import CheckpointBroken
+from paceline.train.checkpoint.reader import NothingMatches, PartMissing, best, load, load_by_name, newest
 from paceline.train.checkpoint.writer import Checkpointer
 
 

@@ -1,4 +1,4 @@
-"""A run on disk: opened once, resumed if asked, saved as it goes."""
+"""Checkpoint manager: the run folder of a trainer, opened once, resumed if asked, saved as training goes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from paceline.observe.progress import Progress
 from paceline.parallel.gather import gather_tensors
 from paceline.train.checkpoint import pieces, state
 from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint.format import DIGESTS
 from paceline.train.checkpoint.writer import Checkpointer
 from paceline.train.engine import Engine
 from paceline.train.position import Position, SettingsChanged, choose_grains, settings_changed
@@ -27,21 +28,29 @@ from paceline.world.link import Link
 
 
 class NotACheckpoint(PacelineError):
-    """`resume` names something else than a checkpoint."""
+    """A `resume` that names something else than a checkpoint."""
 
-    def __init__(self, path: Path) -> None:
-        is_run = RunFolder(path).is_run
-        super().__init__(f"{path} is {'a run, not a checkpoint' if is_run else 'not a checkpoint'}")
-        self.path = path
-        self.hint = (
-            f"add `--out {path} --resume auto` to go on with it"
-            if is_run
-            else "checkpoints are folders like <run>/checkpoints/step-00000120"
-        )
+    path: Path
+    sentence = "{path} is {kind}"
+    hint = "{advice}"
+
+    @property
+    def kind(self) -> str:
+        return "a run, not a checkpoint" if RunFolder(self.path).is_run else "not a checkpoint"
+
+    @property
+    def advice(self) -> str:
+        if RunFolder(self.path).is_run:
+            return f"add `--out {self.path} --resume auto` to go on with it"
+        return "checkpoints are folders like <run>/checkpoints/step-00000120"
 
 
 class CheckpointManager:
-    """The run folder of a trainer; without `out` nothing is written. All ranks read, the first one writes."""
+    """Keeps a run: its record, its lock and its checkpoints. Without `out` nothing is written.
+
+    In this order: `find` the checkpoint to resume from, `open` the folder, `save` along the way, and `close`, or
+    `mark_failed`. All ranks call all of it; all read, the first one writes.
+    """
 
     def __init__(self, config: TrainConfig, link: Link, progress: Progress, task: str) -> None:
         self._config, self._link, self._progress, self._task = config, link, progress, task
@@ -66,7 +75,7 @@ class CheckpointManager:
 
     @property
     def rank_log_file(self) -> Path | None:
-        """Where this rank's own log goes, where there are several ranks."""
+        """Log of this rank; None where there is only one."""
         if self._run is None or self._link.world.size == 1 or not self._config.rank_logs:
             return None
         return self._run.logs / f"rank-{self._link.world.rank}.log"
@@ -80,7 +89,7 @@ class CheckpointManager:
         with ExitStack() as undo:
             if self._link.is_first:
                 self._run.lock()
-                undo.callback(self.unlock)
+                undo.callback(self._unlock)
                 self._starts.append(start_record())
                 self._write("running")
                 undo.callback(self._write_failed)
@@ -101,7 +110,7 @@ class CheckpointManager:
         )
 
     def keep_choice(self, choice: dict[str, Any] | None) -> None:
-        """What `-O4` has chosen: a resumed run takes the same. Written at once, for whoever looks at the run."""
+        """Record what the autotuner of `-O4` has chosen: a resumed run takes the same. Written at once."""
         if choice != self._choice:
             self._choice = choice
             self._write("running")
@@ -114,9 +123,9 @@ class CheckpointManager:
         score: float | None,
         so_far: Callable[[], dict[str, Any] | None],
     ) -> None:
-        """Everything, unless this very moment has been saved already. All ranks must call it.
+        """Save everything, unless this very moment has been saved already. All ranks must call it.
 
-        `so_far` gives the sums of the epoch, as plain values.
+        `so_far` returns the sums of the epoch, as plain values.
         """
         moment = position.state()
         if self._run is None or moment == self._saved:
@@ -127,15 +136,15 @@ class CheckpointManager:
         own_tensors = state.collect_own(engine)  # of ranks that step apart
         ranks = gather_tensors(self._link, own_tensors) if own_tensors else []
         sums = so_far()
-        own = state_of(task)  # on all ranks: what a task has may be spread over them
-        wanted = self._writer is not None or engine.prepared.shards is not None
-        collected = state.collect(engine, self._in_pieces) if wanted else None
+        task_state = state_of(task)  # on all ranks: what a task has may be spread over them
+        takes_part = self._writer is not None or engine.prepared.shards is not None
+        collected = state.collect(engine, self._in_pieces) if takes_part else None
         if self._writer is not None and collected is not None:
             whole, values = collected
             parts: dict[str, Mapping[str, Tensor]] = dict(whole)
             parts |= {f"{state.RANK}{number}": tensors for number, tensors in enumerate(ranks)}
-            if own:
-                parts["task"] = own
+            if task_state:
+                parts["task"] = task_state
             record = {
                 "engine": values,
                 "position": moment,
@@ -149,42 +158,43 @@ class CheckpointManager:
                 self._writer.wait()
                 self._link.barrier()  # the folder of the save before has its name
                 world = self._link.world
-                parts = pieces.own_share(parts, world.rank, world.size, partial(state.is_piece, engine))
+                parts = pieces.share_of_rank(parts, world.rank, world.size, partial(state.is_piece, engine))
             self._writer.save(engine.num_steps, parts, record, score)
         engine.prepared.statistics.share()
 
     @property
     def _in_pieces(self) -> bool:
-        """Whether every rank writes its own pieces of a checkpoint."""
+        """True if every rank writes its own pieces of a checkpoint."""
         return self._link.has_group and self._config.shard == "full" and self._config.checkpoint_form == "sharded"
 
     def mark_failed(self) -> None:
-        """The run ended with an error; its checkpoints stay what they are."""
+        """Record that the run ended with an error, and let others train in its folder. Checkpoints stay as they are."""
         if not self._is_open:
             return
         self._is_open = False
         if self._writer is not None:
             self._writer.abandon()
         self._write_failed()
-        self.unlock()
+        self._unlock()
 
     def _write_failed(self) -> None:
         with suppress(CannotWrite):  # what made the run fail matters more, and may be the same
             self._write("failed")
 
     def close(self, status: str) -> None:
+        """Finish the last save, record how the run ended, and let others train in its folder."""
         if self._writer is not None:
             self._writer.close()
         self._write(status)
-        self.unlock()
+        self._unlock()
         self._is_open = False
 
-    def unlock(self) -> None:
-        """Let others train in this folder."""
+    def _unlock(self) -> None:
         if self._run is not None:
             self._run.unlock()
 
     def _check(self) -> RunRecord | None:
+        """Return the record of the run to resume, None for a new one; refuses settings that change its result."""
         resume = self._config.resume
         stored = None if self._run is None else self._run.check(may_exist=resume != "no")
         if stored is None and isinstance(resume, Path):
@@ -198,7 +208,7 @@ class CheckpointManager:
         return stored
 
     def check_precision(self, checkpoint: restore.Checkpoint, precision: str) -> None:
-        """`level: auto` may mean something else on another device."""
+        """Refuse another precision than that of the run: `level: auto` may mean something else on another device."""
         before = checkpoint.state.get("precision")
         if before not in (None, precision) and not self._config.allow_change:
             raise SettingsChanged({"precision on this device": (before, precision)})
@@ -217,7 +227,7 @@ class CheckpointManager:
     def _find(self) -> restore.Checkpoint | None:
         resume = self._config.resume
         if isinstance(resume, Path):
-            if not (resume / restore.DIGESTS).exists():
+            if not (resume / DIGESTS).exists():
                 raise NotACheckpoint(resume)
             return restore.load(resume)
         if resume == "no" or not self._may_resume or self._run is None:

@@ -19,32 +19,32 @@ _NAME = re.compile(r"(?P<part>.+)\.shard-(?P<rank>\d+)-of-(?P<size>\d+)")
 
 
 def shard_name(part: str, rank: int, size: int) -> str:
-    """What the part is called of which this is one rank's pieces."""
+    """Return the name of a file with one rank's pieces of a part."""
     return f"{part}.shard-{rank}-of-{size}"
 
 
 def whole_name(name: str) -> str:
-    """The part that these are pieces of; a part that is whole is its own."""
+    """Return the part that a file has pieces of; of one that is whole, its own name."""
     match = _NAME.fullmatch(name)
     return match["part"] if match else name
 
 
-def own_share(
+def share_of_rank(
     parts: Mapping[str, Mapping[str, Tensor]],
     rank: int,
     size: int,
     is_piece: Callable[[str, str, Tensor], bool],
 ) -> dict[str, Mapping[str, Tensor]]:
-    """What this rank writes: its pieces, by `is_piece(part, name, tensor)`, and on the first rank all the rest."""
-    found: dict[str, Mapping[str, Tensor]] = {}
+    """Return what this rank writes: its pieces, by `is_piece(part, name, tensor)`, and on the first rank all else."""
+    share: dict[str, Mapping[str, Tensor]] = {}
     for part, tensors in parts.items():
         pieces = {name for name, tensor in tensors.items() if is_piece(part, name, tensor)}
         if pieces:
-            mine = {name: tensor for name, tensor in tensors.items() if rank == 0 or name in pieces}
-            found[shard_name(part, rank, size)] = mine
+            written = {name: tensor for name, tensor in tensors.items() if rank == 0 or name in pieces}
+            share[shard_name(part, rank, size)] = written
         elif rank == 0:
-            found[part] = tensors
-    return found
+            share[part] = tensors
+    return share
 
 
 class Joined(Mapping[str, Tensor]):
@@ -67,24 +67,24 @@ class Joined(Mapping[str, Tensor]):
 
 
 def join(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Mapping[str, Tensor]]:
-    """Parts by name, those in pieces as one."""
-    found: dict[str, Mapping[str, Tensor]] = {}
+    """Return parts by name, those in pieces as one."""
+    whole: dict[str, Mapping[str, Tensor]] = {}
     for name, tensors in parts.items():
         match = _NAME.fullmatch(name)
         if match is None:
-            found[name] = tensors
-        elif match["part"] not in found:
+            whole[name] = tensors
+        elif match["part"] not in whole:
             part, size = match["part"], int(match["size"])
-            found[part] = Joined([parts[shard_name(part, rank, size)] for rank in range(size)])
-    return found
+            whole[part] = Joined([parts[shard_name(part, rank, size)] for rank in range(size)])
+    return whole
 
 
 def missing(names: Sequence[str]) -> list[str]:
-    """Names of pieces that should be there, as others of the same part are."""
-    found = []
+    """Return names of pieces that should be there, as others of the same part are."""
+    absent: list[str] = []
     for name in names:
         match = _NAME.fullmatch(name)
         if match is not None:
             every = [shard_name(match["part"], rank, int(match["size"])) for rank in range(int(match["size"]))]
-            found += [other for other in every if other not in names and other not in found]
-    return found
+            absent += [other for other in every if other not in names and other not in absent]
+    return absent

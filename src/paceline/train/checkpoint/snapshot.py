@@ -1,4 +1,4 @@
-"""Tensors as they are now, in kept CPU memory, so that training goes on while they are written to safetensors files.
+"""Copies of tensors in CPU memory, so that training goes on while they are written to safetensors files.
 
 The buffer of a part is the image of its file, header included. Writing it is a plain loop of hash and `write` over
 large chunks, both of which release the interpreter lock, past the page cache: the copy into the cache would take
@@ -50,16 +50,16 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 class NotStorable(PacelineError):
     """A tensor that a safetensors file cannot hold."""
 
+    part: str
+    name: str
+    why: str
+    sentence = "{part}: tensor {name!r} cannot be saved: {why}"
     hint = "store it as a dense tensor of a plain dtype, e.g. with `torch.view_as_real` or `.to_dense()`"
-
-    def __init__(self, part: str, name: str, why: str) -> None:
-        super().__init__(f"{part}: tensor {name!r} cannot be saved: {why}")
-        self.part, self.name, self.why = part, name, why
 
 
 @dataclass(frozen=True)
 class Digest:
-    """What a file must look like to be taken for the one that was written."""
+    """Size and hash of a file, by which it is known again."""
 
     num_bytes: int
     xxh3_128: str
@@ -91,7 +91,7 @@ class Snapshot:
         }
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether these tensors can be copied into the buffer as it is."""
+        """Return True if these tensors can be copied into the buffer as it is."""
         return self._signature == _signature(tensors)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
@@ -122,16 +122,16 @@ class Snapshot:
         return Digest(self._num_bytes, digest.hexdigest())
 
 
-def refill(kept: dict[str, Snapshot], parts: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Make `kept` hold these parts as they are now, with new buffers only where the old do not fit."""
-    for part in kept.keys() - parts.keys():
-        del kept[part]
+def refill(snapshots: dict[str, Snapshot], parts: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Make `snapshots` hold these parts as they are now, with new buffers only where the old do not fit."""
+    for part in snapshots.keys() - parts.keys():
+        del snapshots[part]
     for part, tensors in parts.items():
-        if part in kept and not kept[part].fits(tensors):
-            del kept[part]  # before its successor is made, as there may not be memory for both
-        if part not in kept:
-            kept[part] = Snapshot(part, tensors)
-        kept[part].fill(tensors)
+        if part in snapshots and not snapshots[part].fits(tensors):
+            del snapshots[part]  # before its successor is made, as there may not be memory for both
+        if part not in snapshots:
+            snapshots[part] = Snapshot(part, tensors)
+        snapshots[part].fill(tensors)
     for device in {tensor.device for tensors in parts.values() for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
@@ -161,7 +161,7 @@ def _write_all(file: FileIO, content: memoryview) -> None:
 
 
 def _header(tensors: Mapping[str, Tensor], offsets: Mapping[str, tuple[int, int]]) -> bytes:
-    """The head of a safetensors file: its length in 8 bytes, then JSON, filled up with spaces to whole blocks."""
+    """Return the head of a safetensors file: its length in 8 bytes, then JSON, padded with spaces to whole blocks."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for name, tensor in tensors.items():
         dtype, shape = DTYPE_NAMES[tensor.dtype], list(tensor.shape)
@@ -172,7 +172,7 @@ def _header(tensors: Mapping[str, Tensor], offsets: Mapping[str, tuple[int, int]
 
 
 def _aligned(num_bytes: int, pinned: bool) -> Tensor:
-    """Uninitialised memory that starts at a whole block."""
+    """Return uninitialised memory that starts at a whole block."""
     memory = torch.empty(num_bytes + BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned)
     begin = -memory.data_ptr() % BLOCK_BYTES
     return memory[begin : begin + num_bytes]

@@ -1,8 +1,7 @@
-"""Keep what a run needs to go on: written in the background, whole or not at all; the last and the best are kept.
+"""Write the checkpoints of a run in the background, each whole or not at all; the last and the best are kept.
 
 A checkpoint is written aside, synced to disk and only then given its name, so a kill at any moment leaves the
-checkpoints that were there, and at most a folder that nobody takes for one. `restore.py` says what is in a checkpoint
-and reads it.
+checkpoints that were there, and at most a folder that nobody takes for one. format.py has their layout.
 """
 
 from __future__ import annotations
@@ -22,17 +21,22 @@ from torch import Tensor
 
 from paceline.core.disk import sync
 from paceline.core.errors import PacelineError
-from paceline.train.checkpoint.reader import (
+from paceline.train.checkpoint.format import (
     DIGESTS,
-    FORMAT,
     LEFT,
     REMOVING,
     REPLACED,
     STATE,
     TENSORS,
     WRITING,
+    Entries,
     Mode,
+    StateFile,
     by_score,
+    entries_of,
+    entries_to_json,
+    folder_name,
+    handed_in,
     listed,
     step_of,
 )
@@ -41,34 +45,40 @@ from paceline.world.store import poll
 
 
 class CheckpointFailed(PacelineError):
-    """The disk refused a checkpoint; those before it are untouched."""
+    """A checkpoint that the disk refused; those before it are untouched."""
 
+    path: Path
+    what: str
+    error: OSError
+    sentence = "{path}: {what}: {error}"
     hint = "free some space or choose another folder with `--out`, then go on with `--resume auto`"
-
-    def __init__(self, path: Path, what: str, error: OSError) -> None:
-        super().__init__(f"{path}: {what}: {error}")
-        self.path, self.what, self.error = path, what, error
 
 
 class PiecesMissing(PacelineError):
-    """Ranks did not write their pieces of a checkpoint; those before it are untouched."""
+    """A checkpoint of which ranks did not write their pieces; those before it are untouched."""
 
+    path: Path
+    ranks: list[int]
+    waited_s: float
+    sentence = "{path}: no pieces from rank {names} in {waited_s:g} s, so the checkpoint was not written"
     hint = "look into the logs of these ranks; all ranks must write to the same run folder"
 
-    def __init__(self, path: Path, ranks: list[int], waited_s: float) -> None:
-        names = ", ".join(map(str, ranks))
-        super().__init__(f"{path}: no pieces from rank {names} in {waited_s:g} s, so the checkpoint was not written")
-        self.path, self.ranks = path, ranks
+    @property
+    def names(self) -> str:
+        return ", ".join(map(str, self.ranks))
 
 
 class StateNotPlain(PacelineError):
     """A value of the state that JSON would not give back as it was."""
 
+    where: str
+    value: object
+    sentence = "{where} is a {kind}, which JSON cannot hold"
     hint = "keep numbers, strings, lists and dicts with string keys in the state, and tensors in a part"
 
-    def __init__(self, where: str, value: object) -> None:
-        super().__init__(f"{where} is a {type(value).__name__}, which JSON cannot hold")
-        self.where, self.value = where, value
+    @property
+    def kind(self) -> str:
+        return type(self.value).__name__
 
 
 class Checkpointer:
@@ -100,7 +110,7 @@ class Checkpointer:
         """Seconds that callers have been blocked so far."""
         self._background = background
         self._rank, self._num_writers, self._timeout_s = rank, num_writers, timeout_s
-        self._kept: dict[str, Snapshot] = {}
+        self._snapshots: dict[str, Snapshot] = {}
         self._pending: Future[None] | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         try:
@@ -123,9 +133,8 @@ class Checkpointer:
         with self._stalled():
             self._settle()
             _check_plain(dict(state), "state")
-            document = {"format": FORMAT, "step": step, "score": score, "mode": self.mode, "state": dict(state)}
-            text = json.dumps(document, indent=1).encode()
-            refill(self._kept, parts)
+            text = StateFile(step, score, self.mode, dict(state)).to_json()
+            refill(self._snapshots, parts)
             self._pending = self._writer.submit(self._write, step, text)
             if not self._background:
                 self._settle()
@@ -141,7 +150,7 @@ class Checkpointer:
             self.wait()
         finally:
             self._writer.shutdown()
-            self._kept = {}
+            self._snapshots = {}
 
     def abandon(self) -> None:
         """Leave after a failure of the run: a save that is going on ends in the background, nobody waits for it."""
@@ -164,23 +173,21 @@ class Checkpointer:
         pending.result()
 
     def _write(self, step: int, state: bytes) -> None:
-        final = self.folder / f"step-{step:08d}"
+        final = self.folder / folder_name(step)
         aside = self.folder / (WRITING + final.name)
         try:
             aside.mkdir(exist_ok=self._num_writers > 1)
             digests = {
-                part + TENSORS: snapshot.write(aside / (part + TENSORS)) for part, snapshot in self._kept.items()
+                part + TENSORS: snapshot.write(aside / (part + TENSORS)) for part, snapshot in self._snapshots.items()
             }
             if self._rank == 0:
                 digests[STATE] = write_file(aside / STATE, state)
-            entries = {
-                file: {"bytes": digest.num_bytes, "xxh3_128": digest.xxh3_128} for file, digest in digests.items()
-            }
+            entries = entries_of(digests)
             if self._rank > 0:
                 self._hand_in(aside, entries)
                 return
             entries |= self._collect(aside, final)
-            write_file(aside / DIGESTS, json.dumps(entries, indent=1).encode())
+            write_file(aside / DIGESTS, entries_to_json(entries))
             sync(aside)
             if final.exists():
                 final.rename(self.folder / (REPLACED + final.name))
@@ -195,19 +202,19 @@ class Checkpointer:
         except OSError as error:
             raise CheckpointFailed(self.folder, "older checkpoints cannot be removed", error) from error
 
-    def _hand_in(self, aside: Path, entries: dict[str, Any]) -> None:
+    def _hand_in(self, aside: Path, entries: Entries) -> None:
         """Tell the first rank that the files are on disk, by one that is whole or not there."""
-        unnamed = aside / f".{_handed_in(self._rank)}"
+        unnamed = aside / f".{handed_in(self._rank)}"
         write_file(unnamed, json.dumps(entries).encode())
         sync(aside)
-        unnamed.rename(aside / _handed_in(self._rank))
+        unnamed.rename(aside / handed_in(self._rank))
 
-    def _collect(self, aside: Path, final: Path) -> dict[str, Any]:
-        """Wait for the others' files, and take over what they say about them."""
-        notes = {rank: aside / _handed_in(rank) for rank in range(1, self._num_writers)}
+    def _collect(self, aside: Path, final: Path) -> Entries:
+        """Wait for the other ranks' files, and return their entries."""
+        notes = {rank: aside / handed_in(rank) for rank in range(1, self._num_writers)}
         if not poll(lambda: all(note.exists() for note in notes.values()), self._timeout_s):
             raise PiecesMissing(final, [rank for rank, note in notes.items() if not note.exists()], self._timeout_s)
-        entries: dict[str, Any] = {}
+        entries: Entries = {}
         for note in notes.values():
             entries |= json.loads(note.read_bytes())
             note.unlink()
@@ -225,10 +232,6 @@ class Checkpointer:
         _clean(self.folder)
 
 
-def _handed_in(rank: int) -> str:
-    return f"rank-{rank}.json"
-
-
 def _check_plain(value: object, where: str) -> None:
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -243,8 +246,9 @@ def _check_plain(value: object, where: str) -> None:
 
 
 def _clean(folder: Path) -> None:
-    """Delete what is out of sight. What cannot be deleted yet (files on NFS that a process has mapped) is left to the
-    next save, being no failure of this one."""
+    """Delete folders that are no checkpoints.
+
+    What cannot be deleted yet (files on NFS that a process has mapped) is left to the next save."""
     for path in folder.iterdir():
         replaced = path.name.startswith(REPLACED) and (folder / path.name.removeprefix(REPLACED)).exists()
         if replaced or path.name.startswith((WRITING, REMOVING)):

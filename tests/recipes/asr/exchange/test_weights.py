@@ -16,6 +16,7 @@ from paceline.recipes.asr.exchange.export import LabelsDiffer, WeightsDiffer, wr
 from paceline.recipes.asr.exchange.weights import NoWeights, RatesDiffer, read_model, read_weights
 from paceline.recipes.asr.network.config import read_network
 from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint.format import DIGESTS, STATE
 from paceline.train.checkpoint.snapshot import digest_of
 from paceline.train.trainer import Trainer
 from tests.recipes.asr import tiny
@@ -110,14 +111,14 @@ def test_a_checkpoint_that_was_moved_knows_its_labels(folder: Path, tmp_path: Pa
 
 def without_about(checkpoint: Path, to: Path) -> Path:
     """A checkpoint as it was saved before it said anything of its task."""
-    record = json.loads((checkpoint / restore.STATE).read_text())
+    record = json.loads((checkpoint / STATE).read_text())
     del record["state"]["about"]
     shutil.copytree(checkpoint, to)
-    (to / restore.STATE).write_text(json.dumps(record))
-    digests = json.loads((to / restore.DIGESTS).read_text())
-    digest = digest_of(to / restore.STATE)
-    digests[restore.STATE] = {"bytes": digest.num_bytes, "xxh3_128": digest.xxh3_128}
-    (to / restore.DIGESTS).write_text(json.dumps(digests))
+    (to / STATE).write_text(json.dumps(record))
+    digests = json.loads((to / DIGESTS).read_text())
+    digest = digest_of(to / STATE)
+    digests[STATE] = {"bytes": digest.num_bytes, "xxh3_128": digest.xxh3_128}
+    (to / DIGESTS).write_text(json.dumps(digests))
     return to
 
 

@@ -17,6 +17,7 @@ from paceline.recipes.asr.network.config import NetworkSettings
 from paceline.recipes.asr.network.encoder import weight_shapes
 from paceline.train import apply
 from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint.format import DIGESTS, listed
 
 DECODER = "decoder."
 
@@ -30,7 +31,7 @@ class NoWeights(PacelineError):
         why = "there is no such file or folder"
         if RunFolder(path).is_run:
             why = "is a run, not one of its checkpoints"
-            names = [str(checkpoint) for checkpoint in restore.listed(RunFolder(path).checkpoints)]
+            names = [str(checkpoint) for checkpoint in listed(RunFolder(path).checkpoints)]
             self.hint = f"name one of them: {', '.join(names)}" if names else "it has none yet"
         elif path.exists():
             why = "is no checkpoint, no exported model and no .nemo archive"
@@ -69,7 +70,7 @@ def read_weights(
     """
     found = read_model(path)
     if found is None:
-        if not (path / restore.DIGESTS).exists():
+        if not (path / DIGESTS).exists():
             raise NoWeights(path)
         weights: Mapping[str, Tensor] = apply.read_weights(path)
         known = _known_of(path)
