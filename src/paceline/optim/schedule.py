@@ -237,10 +237,18 @@ def build(
     return rate
 
 
+def users_of_options() -> dict[str, list[str]]:
+    """Return, for each option that not every schedule heeds, the schedules that do."""
+    users: dict[str, list[str]] = {}
+    for name, schedule in SCHEDULES.items():
+        for option in sorted(schedule.options):
+            users.setdefault(option, []).append(name)
+    return users
+
+
 def unused(settings: OptimSettings) -> list[str]:
-    """Options that were set but have no effect in the chosen schedule."""
-    of_schedules = frozenset().union(*(schedule.options for schedule in SCHEDULES.values()))
-    idle = of_schedules - SCHEDULES[settings.schedule].options
+    """Return the options that were set but have no effect in the chosen schedule."""
+    idle = {option for option, names in users_of_options().items() if settings.schedule not in names}
     fields = type(settings).model_fields
     return [name for name in fields if name in idle and getattr(settings, name) != fields[name].default]
 

@@ -1,18 +1,20 @@
-"""Where a run is, and how a resumed one may differ from the one that began: pure decisions."""
+"""Position of a run, and how a resumed one may differ from the one that began: pure decisions."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from paceline.config.settings import TrainConfig
 from paceline.core.errors import PacelineError
 from paceline.data.grain import Batch
 
-NEWBOB_LOOKS_AT = ("val_every_steps", "val_every_epochs", "monitor", "monitor_mode")
+NEWBOB_DEPENDS_ON = ("val_every_steps", "val_every_epochs", "monitor", "monitor_mode")
 """Settings that change numerics where validation scores decide the learning rate."""
-OVERLAP_LOOKS_AT = ("val_every_steps", "save_every_steps")
-"""Settings that change numerics where an average is under way while steps go on: whoever looks waits for it."""
+OVERLAP_DEPENDS_ON = ("val_every_steps", "save_every_steps")
+"""Settings that change numerics where an average runs while steps go on: validation and saving wait for it."""
 
 
 @dataclass
@@ -32,7 +34,7 @@ class Position:
     validated: int = -1
     """`num_steps` at the last validation, -1 before the first."""
     score: float | None = None
-    """What the last validation gave for `monitor`."""
+    """Value of `monitor` at the last validation."""
     best: float | None = None
     bad_validations: int = 0
     scores: list[float] = field(default_factory=list)
@@ -75,30 +77,40 @@ class Position:
 
 
 class MoreRanksThanGrains(PacelineError):
-    """Some ranks would never have anything to do."""
+    """More ranks than grains: some would never have anything to do."""
 
-    def __init__(self, ranks: int, grains: int, is_resumed: bool) -> None:
-        where = "this run was started with" if is_resumed else "the settings ask for"
-        super().__init__(f"{ranks} ranks, but {where} {grains} grains per step: a rank takes whole grains")
-        again = f"`--regrain` cuts the batch into {ranks} grains, which changes numerics"
-        self.hint = f"use at most {grains} ranks, or {again if is_resumed else f'set `--grains {ranks}`'}"
-        self.ranks = ranks
-        self.grains = grains
+    ranks: int
+    grains: int
+    is_resumed: bool
+    sentence = "{ranks} ranks, but {source} {grains} grains per step: a rank takes whole grains"
+    hint = "use at most {grains} ranks, or {remedy}"
+
+    @property
+    def source(self) -> str:
+        return "this run was started with" if self.is_resumed else "the settings ask for"
+
+    @property
+    def remedy(self) -> str:
+        if self.is_resumed:
+            return f"`--regrain` cuts the batch into {self.ranks} grains, which changes numerics"
+        return f"set `--grains {self.ranks}`"
 
 
 class SettingsChanged(PacelineError):
-    """A run is to be resumed with settings that change what is computed."""
+    """A resume with settings that change what is computed."""
 
+    changes: dict[str, tuple[Any, Any]]
+    sentence = "these settings differ from the run's and change the result:\n{lines}"
     hint = "use the run's settings, or add `--allow-change` to go on with the new ones"
 
-    def __init__(self, changes: dict[str, tuple[Any, Any]]) -> None:
-        lines = [f"  {name}: {before!r} in the run, {now!r} now" for name, (before, now) in changes.items()]
-        super().__init__("these settings differ from the run's and change the result:\n" + "\n".join(lines))
-        self.changes = changes
+    @property
+    def lines(self) -> str:
+        changes = self.changes.items()
+        return "\n".join(f"  {name}: {before!r} in the run, {now!r} now" for name, (before, now) in changes)
 
 
 def choose_grains(asked: int | None, stored: int | None, ranks: int, regrain: bool) -> int:
-    """Grains per step: as the run began, else as asked, else one per rank."""
+    """Return the grains per step: as the run began, else as asked, else one per rank."""
     grains = asked or stored or ranks
     if stored is not None and not regrain:
         grains = stored
@@ -110,28 +122,33 @@ def choose_grains(asked: int | None, stored: int | None, ranks: int, regrain: bo
 
 
 def settings_changed(before: dict[str, Any], now: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """Settings that change numerics and differ: name -> (before, now)."""
-    fields = type(now).model_fields
+    """Return the settings that change numerics and differ: name -> (before, now)."""
     current = now.model_dump(mode="json")
-    defaults = {name: info.get_default(call_default_factory=True) for name, info in fields.items()}
     changes = {}
-    for name, info in fields.items():
-        extra = info.json_schema_extra
-        is_free = isinstance(extra, dict) and extra.get("free")
-        matters = now.schedule == "newbob" and name in NEWBOB_LOOKS_AT
-        matters = matters or (now.reduce == "param" and now.sync_overlap > 0 and name in OVERLAP_LOOKS_AT)
-        if is_free and not matters:
+    for name, info in type(now).model_fields.items():
+        if not _changes_numerics(name, info, now):
             continue
-        if name in ("epochs", "steps") and now.schedule == "constant":
-            continue  # how long to train changes nothing of what was trained
-        if name == "grains" and (current[name] is None or now.regrain):
-            continue  # not asked for: the run's own number is kept; asked for with `regrain`: allowed
-        was = before.get(name, _plain(defaults[name]))  # a setting that the run's version did not know had its default
-        if was != current[name]:
-            changes[name] = (was, current[name])
+        # A setting that the run's version did not know had its default.
+        value = before.get(name, _as_json(info.get_default(call_default_factory=True)))
+        if value != current[name]:
+            changes[name] = (value, current[name])
     return changes
 
 
-def _plain(value: Any) -> Any:
-    """A default as JSON would give it back."""
+def _changes_numerics(name: str, info: FieldInfo, now: TrainConfig) -> bool:
+    """Return True if a run gives another result with another value of this setting."""
+    if name in ("epochs", "steps"):
+        return now.schedule != "constant"  # else the number of steps changes nothing of those that were done
+    if name == "grains":
+        return now.grains is not None and not now.regrain  # else the run's number is kept, or a new one is allowed
+    if now.schedule == "newbob" and name in NEWBOB_DEPENDS_ON:
+        return True
+    if now.reduce == "param" and now.sync_overlap > 0 and name in OVERLAP_DEPENDS_ON:
+        return True
+    extra = info.json_schema_extra
+    return not (isinstance(extra, dict) and extra.get("free"))
+
+
+def _as_json(value: Any) -> Any:
+    """Return a default as JSON would give it back."""
     return list(value) if isinstance(value, tuple) else value

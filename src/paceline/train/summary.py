@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from paceline.config.settings import TrainConfig
-from paceline.optim import larc
+from paceline.optim import build, larc, schedule
+from paceline.optim.schedule import SCHEDULES
 from paceline.parallel import outer
 from paceline.speed import precision
 from paceline.speed.precision import Precision
@@ -253,22 +255,32 @@ def model_facts(engine: Engine) -> ModelFacts:
 
 # -- settings without effect -------------------------------------------------------------------------------------------
 
-_Test = Callable[[Facts], bool]
+_Row = tuple[str, tuple[str, ...], Callable[[Facts], bool]]
+"""(reason, settings, test if they have no effect for this reason)"""
 
-_IDLE: list[tuple[str, tuple[str, ...], _Test]] = [
+
+def _schedule_rows() -> Iterator[_Row]:
+    """Options that not every schedule heeds, those of few schedules after the one of all that decay."""
+    every = len(SCHEDULES) - 1  # but the constant one
+    for option, names in sorted(schedule.users_of_options().items(), key=lambda item: len(item[1]) % every):
+        words = " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+        reason = "with a constant schedule" if len(names) == every else f"unless the schedule is {words}"
+        yield reason, (option,), partial(_has_other_schedule, names)
+
+
+def _has_other_schedule(names: list[str], facts: Facts) -> bool:
+    return facts.config.schedule not in names
+
+
+_NO_EFFECT: list[_Row] = [
     ("at a level that does not compile", ("compile_mode",), lambda facts: not facts.precision.compile),
     (
         "without validation sets",
         ("monitor", "patience", "monitor_mode", "eval_batch", "val_every_steps"),
         lambda facts: not facts.validation,
     ),
-    (
-        "unless the optimizer is sgd or lars",
-        ("momentum",),
-        lambda facts: facts.config.optimizer not in ("sgd", "lars"),
-    ),
-    ("with optimizer sgd", ("betas",), lambda facts: facts.config.optimizer == "sgd"),
-    ("with optimizer lars", ("betas",), lambda facts: facts.config.optimizer == "lars"),
+    ("unless the optimizer is sgd or lars", ("momentum",), lambda facts: "momentum" in build.unused(facts.config)),
+    ("with optimizer {optimizer}", ("betas",), lambda facts: "betas" in build.unused(facts.config)),
     (
         "without `larc` or optimizer lars",
         ("larc_eta", "larc_exclude"),
@@ -279,22 +291,7 @@ _IDLE: list[tuple[str, tuple[str, ...], _Test]] = [
         ("larc_epsilon", "larc_min_update", "larc_decay", "larc_zero"),
         lambda facts: facts.config.larc is None,
     ),
-    ("with a constant schedule", ("min_lr",), lambda facts: facts.config.schedule == "constant"),
-    ("unless the schedule is polynomial", ("power",), lambda facts: facts.config.schedule != "polynomial"),
-    ("unless the schedule is exponential", ("decay_steps",), lambda facts: facts.config.schedule != "exponential"),
-    ("unless the schedule is piecewise", ("milestones",), lambda facts: facts.config.schedule != "piecewise"),
-    ("unless the schedule is noam", ("model_size",), lambda facts: facts.config.schedule != "noam"),
-    ("unless the schedule is newbob", ("newbob_threshold",), lambda facts: facts.config.schedule != "newbob"),
-    (
-        "unless the schedule is polynomial or exponential",
-        ("hold_steps",),
-        lambda facts: facts.config.schedule not in ("polynomial", "exponential"),
-    ),
-    (
-        "unless the schedule is exponential, piecewise or newbob",
-        ("decay",),
-        lambda facts: facts.config.schedule not in ("exponential", "piecewise", "newbob"),
-    ),
+    *_schedule_rows(),
     (
         "unless the order is laplace or bucket",
         ("bins",),
@@ -329,14 +326,15 @@ _IDLE: list[tuple[str, tuple[str, ...], _Test]] = [
 
 
 def idle(facts: Facts) -> list[str]:
-    """Settings that were set and have no effect in this run, one sentence per reason, each setting for its first."""
-    fields = TrainConfig.model_fields
-    lines, said = [], set[str]()
-    for reason, names, applies in _IDLE:
-        changed = [name for name in names if getattr(facts.config, name) != fields[name].default and name not in said]
+    """Return a line per reason why settings that were changed have no effect in this run, each for its first reason."""
+    config, fields = facts.config, TrainConfig.model_fields
+    lines, reported = [], set[str]()
+    for reason, names, applies in _NO_EFFECT:
+        changed = [name for name in names if getattr(config, name) != fields[name].default and name not in reported]
         if changed and applies(facts):
-            said |= set(changed)
+            reported |= set(changed)
             words = " and ".join(f"`{name}`" for name in changed)
+            reason = reason.format(optimizer=config.optimizer)
             lines.append(f"{words} {'has' if len(changed) == 1 else 'have'} no effect {reason}")
     if facts.folder is None and "tensorboard" in facts.config.loggers and "loggers" in facts.config.model_fields_set:
         lines.append("the logger tensorboard has no effect without a run folder")
