@@ -1,4 +1,4 @@
-"""Use what a run has learned: its validation metrics again, or predictions, at any world size.
+"""Use a trained run: its validation metrics again, or predictions, at any world size.
 
 Nothing of the run is changed, and nothing of a training step is needed: no training data, no optimizer state.
 """
@@ -38,7 +38,7 @@ ROUND = 8
 
 
 class NoRun(PacelineError):
-    """What was given as a run is none, or none that can be used."""
+    """A folder that is no run, or none that can be used."""
 
     hint = "give the folder of a run (the one with run.json in it); `paceline runs` lists them"
 
@@ -54,49 +54,64 @@ class NoCheckpoint(PacelineError):
 class NothingToValidate(PacelineError):
     """A task without validation sets."""
 
+    task: Task
+    sentence = "{name} has no validation sets"
     hint = "give the task a `val_data()` that returns data sets by name"
 
-    def __init__(self, task: Task) -> None:
-        super().__init__(f"{type(task).__name__} has no validation sets")
+    @property
+    def name(self) -> str:
+        return type(self.task).__name__
 
 
 class NothingToPredict(PacelineError):
     """A task that names no data for inference."""
 
+    task: Task
+    sentence = "{name} has neither `infer_data` nor validation sets"
     hint = "give the task an `infer_data()`, or name a function that returns a data set: `--data file.py:function`"
 
-    def __init__(self, task: Task) -> None:
-        super().__init__(f"{type(task).__name__} has neither `infer_data` nor validation sets")
+    @property
+    def name(self) -> str:
+        return type(self.task).__name__
 
 
 class CannotPredict(PacelineError):
     """A task without `predict`."""
 
+    task: Task
+    sentence = "{name} has no `predict`"
     hint = "give it `def predict(self, model, grain)`, which returns one entry per sample of the grain"
 
-    def __init__(self, task: Task) -> None:
-        super().__init__(f"{type(task).__name__} has no `predict`")
+    @property
+    def name(self) -> str:
+        return type(self.task).__name__
 
 
 class PredictionContract(PacelineError):
-    """What `predict` returned cannot be told apart by sample."""
+    """A prediction that does not have one entry per sample."""
 
+    prediction: Any
+    num_samples: int
+    sentence = "`predict` returned a {what} for {num_samples} sample{plural}"
     hint = "return a tensor whose first axis are the samples, or a list with one entry per sample"
 
-    def __init__(self, prediction: Any, num_samples: int) -> None:
-        what = type(prediction).__name__
-        if isinstance(prediction, torch.Tensor):
-            what = f"tensor of shape {tuple(prediction.shape)}"
-        elif isinstance(prediction, list):
-            what = f"list of {len(prediction)}"
-        super().__init__(f"`predict` returned a {what} for {num_samples} sample{'s' * (num_samples > 1)}")
+    @property
+    def what(self) -> str:
+        if isinstance(self.prediction, torch.Tensor):
+            return f"tensor of shape {tuple(self.prediction.shape)}"
+        kind = type(self.prediction).__name__
+        return f"list of {len(self.prediction)}" if isinstance(self.prediction, list) else kind
+
+    @property
+    def plural(self) -> str:
+        return "s" * (self.num_samples > 1)
 
 
 # -- a run and its checkpoints -----------------------------------------------------------------------------------------
 
 
 def read_run(folder: Path) -> RunRecord:
-    """The record of a run that has something to use."""
+    """Return the record of a run that has something to use."""
     try:
         record = RunFolder(folder).check(may_exist=True)
     except NotARun as error:
@@ -108,22 +123,22 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def choose_checkpoint(link: Link, folder: Path, which: Which) -> Path:
-    """The sound checkpoint that `which` means, the same on all ranks: one looks, and says which ones were broken."""
-    found: Path | PacelineError | None = None
+    """Return the sound checkpoint that `which` means, the same on all ranks: the first looks, and names broken ones."""
+    checkpoint: Path | PacelineError | None = None
     if link.is_first:
         try:
-            found = find_checkpoint(folder, which)
+            checkpoint = find_checkpoint(folder, which)
         except PacelineError as error:
-            found = error
-    found = link.broadcast_object(found)
-    if isinstance(found, PacelineError):
-        raise found
-    assert found is not None
-    return found
+            checkpoint = error
+    checkpoint = link.broadcast_object(checkpoint)
+    if isinstance(checkpoint, PacelineError):
+        raise checkpoint
+    assert checkpoint is not None
+    return checkpoint
 
 
 def find_checkpoint(folder: Path, which: Which) -> Path:
-    """The sound checkpoint of a run that `which` means; it is said which ones were broken."""
+    """Return the sound checkpoint of a run that `which` means; broken ones are named on stderr."""
     read_run(folder)
     checkpoints = RunFolder(folder).checkpoints
     if isinstance(which, Path):
@@ -141,13 +156,16 @@ def find_checkpoint(folder: Path, which: Which) -> Path:
 
 
 def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint by name: their average, if the run kept one."""
-    found = _load(checkpoint, verify=True)
-    return {**found.parts["model"], **found.parts.get("ema", {})}
+    """Return the weights of a checkpoint by name: their average, if the run kept one."""
+    return _weights(_load(checkpoint, verify=True))
+
+
+def _weights(loaded: restore.Checkpoint) -> dict[str, torch.Tensor]:
+    return {**loaded.parts["model"], **loaded.parts.get("ema", {})}
 
 
 def _none_found(folder: Path, checkpoints: Path, has_broken: bool) -> tuple[str, str]:
-    """(what, hint)"""
+    """Return (what, hint) of the error where no checkpoint can be used."""
     if has_broken:
         return f"{folder} has no sound checkpoint", "train it again: every one that was saved is damaged"
     if listed(checkpoints):
@@ -156,33 +174,33 @@ def _none_found(folder: Path, checkpoints: Path, has_broken: bool) -> tuple[str,
 
 
 def restore_for_use(task: Task, config: TrainConfig, link: Link, checkpoint: Path) -> Engine:
-    """An engine whose model has the checkpoint's weights (their average, if the run kept one) and is not trained.
+    """Return an engine whose model has a checkpoint's weights (their average, if the run kept one); not for training.
 
     The weights are in the precision of the settings; call the model inside `engine.evaluating()`, which autocasts.
     """
     attach(task, config, link)
-    found = _load(checkpoint, verify=link.is_first)
+    loaded = _load(checkpoint, verify=link.is_first)
     plain = {"ema": 0.0, "checkpoint_activations": (), "reduce": "grad", "shard": "none"}
     engine = Engine(config.model_copy(update=plain), link=link)
     if config.level == 4:
-        engine.settle(precision_for_use(found.state.get("choice"), config, link.device))
+        engine.settle(precision_for_use(loaded.state.get("choice"), config, link.device))
     torch.manual_seed(config.seed)
     model = task.model().to(link.device)
-    position = Position(**found.state["position"])
+    position = Position(**loaded.state["position"])
     for number in range(position.num_begun_stages):  # a model that grows has its shape before its weights are loaded
         setup.begin_stage(task, config, model, number)
     model.eval()
     # An optimizer that keeps nothing; it is never called.
     engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     engine.prepared.strategy.detach()
-    engine.resume_at(found.step)
-    state.restore_weights(engine, {**found.parts["model"], **found.parts.get("ema", {})})
-    tasks.load_state(task, dict(found.parts.get("task", {})))
+    engine.resume_at(loaded.step)
+    state.restore_weights(engine, _weights(loaded))
+    tasks.load_state(task, dict(loaded.parts.get("task", {})))
     return engine
 
 
 def attach(task: Task, config: TrainConfig, link: Link) -> None:
-    """Put a task to work on a run that is there. What it says goes beside the results, not between them."""
+    """Attach a task to a run that is used. Lines of the task go to stderr, beside the results."""
 
     def say(text: str) -> None:
         if link.is_first:
@@ -192,7 +210,7 @@ def attach(task: Task, config: TrainConfig, link: Link) -> None:
 
 
 def _load(checkpoint: Path, *, verify: bool) -> restore.Checkpoint:
-    """All parts but those of a training step; not every run has an average, not every task a state."""
+    """Load all parts but those of a training step; not every run has an average, not every task a state."""
     parts = ["model", "ema", "task"]
     while True:
         try:
@@ -214,7 +232,7 @@ def evaluate_run(
     which: Which = "best",
     sets: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Metrics, as `set/metric`, of the task's validation sets or of those given.
+    """Return metrics, as `set/metric`, of the task's validation sets or of `sets`.
 
     The same numbers on every rank and at any world size, and the same as training gave for this checkpoint.
     """
@@ -231,7 +249,7 @@ def evaluate_run(
 def predict_run(
     task: Task, config: TrainConfig, link: Link, folder: Path, which: Which = "best", data: Any = None
 ) -> Iterator[tuple[int, Any]]:
-    """(index, prediction) of every sample, in the order of `data`, which is the task's `infer_data` if not given.
+    """Yield (index, prediction) of every sample, in the order of `data`; the task's `infer_data` if it is None.
 
     All ranks must iterate to the end; the results come out on the first.
     """
@@ -247,22 +265,22 @@ def predict_run(
 
 
 def _grains(folder: Path, config: TrainConfig) -> int:
-    """Grains per step of the run, which say how large its validation batches are."""
+    """Return the grains per step of the run, which determine the size of its validation batches."""
     return int(read_run(folder).grains or config.grains or 1)
 
 
 def _predict(task: Task, engine: Engine, each: FixedSet, limit_batches: int | None) -> Iterator[tuple[int, Any]]:
-    """In rounds of some batches per rank. A round covers consecutive samples, so sorted rounds are in order."""
+    """Predict in rounds of some batches per rank. A round covers consecutive samples, so sorted rounds are in order."""
     link, world = engine.link, engine.link.world
     steps = each.plan.num_steps if limit_batches is None else min(each.plan.num_steps, limit_batches)
-    mine = each.loader.run(each.plan, range(world.rank, steps, world.size))
+    batches = each.loader.run(each.plan, range(world.rank, steps, world.size))
     for _ in range(0, steps, ROUND * world.size):
         # Entered once a round, by ranks without a batch too: around a `yield` it would turn gradients off for whoever
         # iterates.
         with engine.evaluating():
             parts = [
                 _predict_grain(task, engine, grain, batch.step)
-                for batch in islice(mine, ROUND)
+                for batch in islice(batches, ROUND)
                 for grain in batch.grains
             ]
         pairs = [

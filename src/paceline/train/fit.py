@@ -22,7 +22,7 @@ from paceline.world.link import Link
 from paceline.world.start import from_settings
 
 PREDICTIONS = "predictions.jsonl"
-"""In the run folder: what `--mode infer` predicted last."""
+"""File in the run folder with the last predictions of `--mode infer`."""
 
 
 def fit(task: Task, config: TrainConfig | None = None, *, watchers: Sequence[Watcher] = (), **settings: Any) -> Result:
@@ -42,7 +42,7 @@ def fit(task: Task, config: TrainConfig | None = None, *, watchers: Sequence[Wat
 
 
 def run_mode(task: Task, config: TrainConfig, link: Link, watchers: Sequence[Watcher] = ()) -> Result:
-    """What the settings ask for, on the ranks of a link."""
+    """Train, measure, validate or predict on the ranks of a link, as the settings ask."""
     if config.benchmark:
         return benchmark(task, config, link)
     if config.mode in ("eval", "infer"):

@@ -1,4 +1,7 @@
-"""Steps as they are logged: kept on the device, read together, handed to all who watch."""
+"""Metrics logger: keeps steps on the device, reads them together, and hands them to the callbacks and the console.
+
+The logbook owns the losses, the skips and the findings of an epoch; the meter owns its times, amounts and memory.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from paceline.train.summary import DataFacts
 
 
 class Logbook:
-    """Between the loop and what is seen of it: the watchers and the console. Ranks but the first have no watchers."""
+    """Passes what the loop does on to the callbacks and the console. Only the first rank has callbacks."""
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class Logbook:
         meter: Meter,
         more: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        """`more` gives numbers of the last step that are worth a look on the device, when something is logged."""
+        """`more` returns further numbers of the last step; they are read from the device when something is logged."""
         self._watchers, self._progress, self._engine, self._position = watchers, progress, engine, position
         self._meter, self._clock, self._more = meter, meter.clock, more
         self._pending: list[tuple[Step, float | None]] = []
@@ -56,8 +59,7 @@ class Logbook:
         self._stage: str | None = None
         self._padding: float | None = None
         self.loss = float("nan")
-        """Of the last step that was read."""
-
+        """Loss of the last step that was read."""
         engine.on_average(self._complete)
 
     def start(self, info: RunInfo) -> None:
@@ -76,7 +78,7 @@ class Logbook:
         self._pending = [(complete.get(step.number, step), rate) for step, rate in self._pending]
 
     def flush(self) -> None:
-        """Read what the device has counted since the last time, in one go.
+        """Read the losses since the last time from the device, in one transfer, and log them.
 
         Steps of ranks that step apart (`reduce: param`) are kept until their losses are of all ranks.
         """
@@ -113,7 +115,7 @@ class Logbook:
         self._progress.validation(metrics, samples)
 
     def begin_epoch(self, feed: Feed, data: DataFacts, stage: str | None) -> None:
-        """`stage` is named where there are several."""
+        """Start the sums of an epoch, or go on with those of a checkpoint; `stage` is named where there are several."""
         self._clock.lap("setup")
         self._stage, self._padding = stage, data.padding
         self._progress.epoch(self._title, data.num_steps, self._position.step)
@@ -171,7 +173,7 @@ class Logbook:
         self._clock.lap("logging")
 
     def so_far(self) -> dict[str, Any] | None:
-        """What the epoch has come to, for a checkpoint; None between epochs. All ranks must call it."""
+        """Return the sums of the epoch so far, for a checkpoint; None between epochs. All ranks must call it."""
         if self._position.step == 0:
             return None
         steps = self._meter.earlier.steps + self._position.step - self._first
@@ -181,7 +183,7 @@ class Logbook:
 
     @property
     def _is_written(self) -> bool:
-        """Whether the last step is that of an epoch in the journal; there is one on the first rank only."""
+        """True if the journal has the epoch that ends with the last step; there is one on the first rank only."""
         last = self._engine.num_steps - 1
         return all(watcher.last_epoch == last for watcher in self._watchers if isinstance(watcher, Journal))
 
@@ -198,13 +200,13 @@ class Logbook:
         return tuple(sorted(self._findings.values(), key=lambda finding: -finding.share))
 
     def close(self, status: str) -> None:
-        """The run went as it should."""
+        """End a run that went well."""
         self.flush()
         self._status = status
         self.end()
 
     def end(self) -> None:
-        """Let go of files and terminal, also after a failure, and also where one watcher cannot end."""
+        """Give files and terminal back, also after a failure, and also where one callback cannot end."""
         if self._is_over:
             return
         self._is_over = True
@@ -215,7 +217,7 @@ class Logbook:
                 watcher.end(self._status)
             except Exception as error:
                 if self._status == "failed" and is_full(error):
-                    continue  # said already, or less than what made the run fail
+                    continue  # reported already, or less important than what made the run fail
                 failed.append(error)
                 self._progress.say(f"{type(watcher).__name__} could not end: {type(error).__name__}: {error}")
         if failed and self._status != "failed":  # else what made the run fail matters more
@@ -223,7 +225,7 @@ class Logbook:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """A disk that has filled up is no mistake of this program."""
+        """Report a full disk as a mistake that the user can mend."""
         try:
             yield
         except OSError as error:
@@ -238,7 +240,7 @@ class Logbook:
 
 
 def _read_losses(steps: list[Step]) -> list[float]:
-    """All losses in one transfer."""
+    """Return all losses, in one transfer."""
     if steps[0].loss_sum.device.type == "cpu":
         return [step.loss for step in steps]
     sums = torch.stack([step.loss_sum.double() for step in steps])

@@ -1,4 +1,4 @@
-"""What a rank measures while it trains, beside losses: its time, how much it has trained on, memory, compilation."""
+"""Measurements of a rank while it trains, beside losses: time, amount of data, memory, compilation."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from paceline.train.task import CountsFlops, Task
 
 
 def make_clock(device: torch.device) -> Clock:
-    """The host's clock, with samples of the device's time where there is one."""
+    """Return the host's clock, with samples of the device's time where there is one."""
     if device.type == "cpu":
         return Clock()
     return DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
 
 
 class Meter:
-    """One rank's instruments. What they show is put together once an epoch."""
+    """Instruments of one rank. Those of all ranks are combined once an epoch."""
 
     def __init__(
         self, clock: Clock, engine: Engine, task: Task, config: TrainConfig, so_far: Mapping[str, Any] | None = None
     ) -> None:
-        """`so_far` is what a checkpoint had of the epoch that it is in the middle of."""
+        """`so_far` are the sums of an epoch that a checkpoint is in the middle of."""
         self.clock, self._engine, self._task, self._config = clock, engine, task, config
         self.earlier = EpochSums.load(so_far)
         self._before = self._ended = clock.read()
@@ -54,7 +54,7 @@ class Meter:
         self._lengths: NDArray[Any] | None = None
 
     def begin_epoch(self, feed: Feed, is_resumed: bool = False) -> None:
-        """`is_resumed` says that steps of it were done by an earlier launch."""
+        """Start the measurements of an epoch; `is_resumed` if steps of it were done by an earlier launch."""
         clock = self.clock
         if not is_resumed:
             self.earlier = EpochSums()
@@ -78,7 +78,7 @@ class Meter:
         self.units = Units(task.sample_unit, task.length_unit, task.count_unit, flops, task.rate_words)
 
     def note(self, batch: Batch) -> None:
-        """A step has been done with this batch."""
+        """Count a batch that a step was done with."""
         self._count += batch.own_count
         self._grains = max(self._grains, len(batch.grains))
         for grain in batch.grains:
@@ -87,7 +87,7 @@ class Meter:
                 self._unread.append(grain.samples)
 
     def settle(self) -> None:
-        """The device has just been waited for: what it has counted is read, and what was put off is done."""
+        """Read what the device has counted, and do what was put off. Called when the device was waited for anyway."""
         self.clock.collect()
         if self._unread and self._lengths is not None:
             for samples in self._unread:
@@ -110,16 +110,16 @@ class Meter:
         return launch, whole_record(join_launches(self.earlier.ranks, ranks), self.units)
 
     def recall(self) -> EpochRecord:
-        """What earlier launches measured of an epoch of which they did all steps."""
+        """Return the measurements of an epoch of which earlier launches did all steps."""
         return replace(epoch_record(self.earlier.ranks, self.units), way=self._way())
 
     def so_far(self) -> list[RankEpoch]:
-        """By rank, what this launch and those before it have measured of the epoch. All ranks must call it."""
+        """Return the measurements of the epoch by rank, of this launch and those before. All ranks must call it."""
         mine = self._measured(self.clock.read(), self._compiled)
         return join_launches(self.earlier.ranks, self._engine.link.gather_objects(mine))
 
     def _measured(self, now: dict[str, float], compiled: Compiled) -> RankEpoch:
-        """On this rank, by this launch."""
+        """Return the measurements of this rank by this launch."""
         self.settle()
         lately = compiled.since(self._compiled)
         compiles = self._engine.precision.compile
@@ -165,7 +165,7 @@ class Meter:
 
     @property
     def _dtype(self) -> str:
-        """What its products are computed in."""
+        """Precision of matrix products, by name."""
         chosen = self._engine.precision
         words = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
         dtype = chosen.weights if chosen.autocast is None else chosen.autocast
@@ -173,7 +173,7 @@ class Meter:
 
 
 def has_depthwise(model: nn.Module) -> bool:
-    """Whether there are convolutions of one channel each that look at more than one place."""
+    """Return True if the model has convolutions of one channel each with a kernel larger than 1."""
     return any(
         isinstance(module, nn.Conv1d | nn.Conv2d)
         and module.groups == module.in_channels > 1
@@ -183,7 +183,7 @@ def has_depthwise(model: nn.Module) -> bool:
 
 
 def core_wait_s() -> float | None:
-    """Seconds in which this thread could have run and another had its core, so far; None where nobody counts them."""
+    """Return the seconds so far in which this thread was ready but had no core; None where they are not counted."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) * 1e-9
     except (OSError, IndexError):
@@ -191,6 +191,6 @@ def core_wait_s() -> float | None:
 
 
 def _host_bytes() -> int:
-    """The most memory that this process has had."""
+    """Return the peak memory of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak

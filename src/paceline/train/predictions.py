@@ -1,4 +1,4 @@
-"""What the use of a run gives, in words: metrics as a table, predictions as lines of text or JSON."""
+"""Results of a run as text: metrics as a table, predictions as lines of text or JSON."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from paceline.world.link import Link
 class NotPlain(PacelineError):
     """A prediction that JSON has no form for."""
 
+    value: Any
+    sentence = "a prediction holds a {kind}, which cannot be written as JSON"
     hint = "return numbers, strings, tensors, or lists and dictionaries of them from `predict`"
 
-    def __init__(self, value: Any) -> None:
-        super().__init__(f"a prediction holds a {type(value).__name__}, which cannot be written as JSON")
+    @property
+    def kind(self) -> str:
+        return type(self.value).__name__
 
 
 def table(metrics: Mapping[str, float]) -> str:
-    """`set/metric` numbers as a table with one line per set."""
+    """Return `set/metric` numbers as a table with one line per set."""
     rows: dict[str, dict[str, float]] = {}
     for name, value in metrics.items():
         of, _, metric = name.rpartition("/")
@@ -44,7 +47,7 @@ def table(metrics: Mapping[str, float]) -> str:
 def write_predictions(
     pairs: Iterator[tuple[int, Any]], link: Link, line: Callable[[int, Any], str], path: Path | None = None
 ) -> int:
-    """A line per sample, to the console or to a file that has its name only when it is complete; how many.
+    """Write a line per sample, to the console or to a file that has its name once it is complete. Returns how many.
 
     All ranks must call it; the first one writes.
     """
@@ -62,20 +65,20 @@ def write_predictions(
 
 
 def json_line(index: int, prediction: Any, names: Sequence[str] | None = None) -> str:
-    """One sample as a line of JSON; what is not a number (JSON has no word for it) becomes null."""
+    """Return one sample as a line of JSON; what is not a number (JSON has no word for it) becomes null."""
     name = {} if names is None else {"name": names[index]}
     return json_text({"index": index, **name, "prediction": plain(prediction)}) + "\n"
 
 
 def text_line(index: int, prediction: Any, names: Sequence[str] | None = None) -> str:
-    """One sample as `index<TAB>prediction` (or its name), always one line: text as it is, everything else as JSON."""
+    """Return one sample as `index<TAB>prediction` (or its name), one line: text as it is, everything else as JSON."""
     is_line = isinstance(prediction, str) and prediction.isprintable()
     shown = prediction if is_line else json_text(plain(prediction))
     return f"{index if names is None else names[index]}\t{shown}\n"
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: tensors as lists, NaN and infinity as null."""
+    """Return a value as JSON has it: tensors as lists, NaN and infinity as null."""
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
         return plain(value.tolist())
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A batch per device: what the global batch and the learning rate are on so many ranks."""
+"""A batch per device: global batch and learning rate on a number of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ S = TypeVar("S", bound=DataSettings)
 
 
 def for_ranks(config: S, ranks: int) -> tuple[S, str]:
-    """Settings with the global batch and the learning rate worked out, and the arithmetic in words ("" if none).
+    """Return settings with the global batch and the learning rate worked out, and the arithmetic in words, if any.
 
     A run keeps the result, so that resuming on another number of ranks is a change that has to be allowed.
     """

@@ -1,4 +1,4 @@
-"""Being asked to stop: SIGTERM and SIGUSR1, as batch schedulers send them, and Ctrl-C mean save and leave cleanly."""
+"""Stop signals: SIGTERM and SIGUSR1, as batch schedulers send them, and Ctrl-C mean save and leave cleanly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IMPATIENT_AFTER_S = 1.0
 
 @contextmanager
 def handled(numbers: Iterable[int], handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Signals go to `handle` meanwhile; outside the main thread Python delivers none and nothing is changed."""
+    """Send signals to `handle` meanwhile; outside the main thread Python delivers none and nothing is changed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -50,7 +50,7 @@ def on_stop_signal(ask: Callable[[], None]) -> Iterator[None]:
 
 
 def stop_reason(link: Link) -> str:
-    """Why the ranks stop: asked to, or because a launcher that was killed cannot look after its ranks any more."""
+    """Return why the ranks stop: asked to, or because a launcher was killed and cannot look after them any more."""
     hosts = link.gather_objects(socket.gethostname() if is_orphan() else None)
     names = ", ".join(dict.fromkeys(host for host in hosts if host is not None))
     return f"the launcher on {names} is gone" if names else "asked to stop"

@@ -1,4 +1,4 @@
-"""What a run is, said before its first step: facts are collected, pure functions make lines of them."""
+"""Summary of a run before its first step: facts are collected, pure functions make lines of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Rows = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Seat:
-    """Where one rank computes."""
+    """Host, device and threads of one rank."""
 
     host: str
     device: str
@@ -46,7 +46,7 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is trained."""
+    """The model and its optimizer."""
 
     num_parameters: int
     num_trained: int
@@ -56,7 +56,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that the start-up summary is made of."""
+    """Everything that the start-up summary shows."""
 
     config: TrainConfig
     world: World
@@ -69,14 +69,14 @@ class Facts:
     validation: dict[str, int] = field(default_factory=dict)
     """Samples of each set."""
     schedule_steps: int | None = None
-    """Over which the learning rate goes."""
+    """Length of the learning-rate schedule."""
     stage: str | None = None
-    """Named where there are several."""
+    """Name of the stage, where there are several."""
     folder: Path | None = None
     resumed: str | None = None
     """Step and checkpoint."""
     has_group: bool = False
-    """One rank with a process group of its own: it reduces as several do."""
+    """True also for one rank with a process group of its own, which reduces as several do."""
 
     @property
     def reduces(self) -> bool:
@@ -84,33 +84,33 @@ class Facts:
 
 
 def rows(facts: Facts) -> Rows:
-    """Names and values of the start-up summary."""
+    """Return names and values of the start-up summary."""
     config = facts.config
-    found: Rows = []
+    lines: Rows = []
     if facts.folder is not None:
-        found.append(("run folder", str(facts.folder)))
+        lines.append(("run folder", str(facts.folder)))
     if facts.resumed is not None:
-        found.append(("resumed", facts.resumed))
-    found += _ranks(facts.world, facts.seats)
-    found += [
+        lines.append(("resumed", facts.resumed))
+    lines += _ranks(facts.world, facts.seats)
+    lines += [
         ("batch", batch_line(config, facts.grains, facts.world.size)),
         ("data" if facts.stage is None else f"data of {facts.stage}", data_line(facts.data)),
     ]
     if facts.reduces:
-        found.append(("reduction", _reduction(config, facts.world.size)))
+        lines.append(("reduction", _reduction(config, facts.world.size)))
     if facts.validation:
         sets = ", ".join(f"{name} {_samples(size)}" for name, size in facts.validation.items())
-        found.append(("validation", sets))
-    found += [
+        lines.append(("validation", sets))
+    lines += [
         ("parameters", _parameters(facts.model)),
         ("optimizer", _optimizer(config, facts.model.optimizer)),
         ("learning rate", _schedule(config, facts.schedule_steps)),
     ]
-    return found + precision.rows(facts.precision)
+    return lines + precision.rows(facts.precision)
 
 
 def batch_line(config: TrainConfig, grains: int, size: int) -> str:
-    """`global batch 64 = 4 grains of 16 = 2 ranks x 2`"""
+    """Return a line such as `global batch 64 = 4 grains of 16 = 2 ranks x 2`."""
     whole = config.max_samples if config.batch_cost is None else config.batch_cost
     unit = "" if config.batch_cost is None else " (padded length)"
     ranks = f"{size} rank{'s' * (size > 1)} x {grains / size:g}"
@@ -137,14 +137,14 @@ def _ranks(world: World, seats: list[Seat]) -> Rows:
     by = "paceline" if world.launcher == "procs" else world.launcher
     launcher = "no launcher" if by == "plain" else f"launched by {by}"
     why = f" ({'; '.join(world.why)})" if world.why and world.launcher != "plain" else ""
-    found = [
+    lines = [
         ("ranks", f"{world.size}, {each} each, {launcher}{why}"),
         ("devices", ", ".join(f"{number} x {name}" if number > 1 else name for name, number in devices.items())),
     ]
     hosts = Counter(seat.host for seat in seats)
     if len(hosts) > 1:
-        found.append(("hosts", ", ".join(f"{host} ({number} ranks)" for host, number in hosts.items())))
-    return found
+        lines.append(("hosts", ", ".join(f"{host} ({number} ranks)" for host, number in hosts.items())))
+    return lines
 
 
 def _reduction(config: TrainConfig, ranks: int) -> str:
@@ -226,14 +226,14 @@ def seat(link: Link) -> Seat:
 
 
 def rank_line(link: Link) -> str:
-    """Head of a rank's log file."""
+    """Return the first line of a rank's log file."""
     world = link.world
     device = "cpu" if link.device.type == "cpu" else f"{link.device} ({seat(link).device})"
     return f"rank {world.rank} of {world.size}, {device}, {link.threads} thread{'s' * (link.threads > 1)}"
 
 
 def data_facts(feed: Feed, epoch: int, length_unit: str = "") -> DataFacts:
-    """All ranks must ask."""
+    """Collect facts of a stage's data. All ranks must call it."""
     num_steps = feed.num_steps(epoch)
     if feed.is_stream:
         return DataFacts(None, num_steps)
