@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.config.settings import GroupSettings, TrainConfig
+from paceline.data.grain import Batch
 from paceline.train.position import (
     MoreRanksThanGrains,
     Position,
@@ -119,6 +120,46 @@ def test_grains_that_are_not_asked_for_are_no_change() -> None:
 def test_a_position_comes_back_from_json() -> None:
     position = Position(stage=1, epoch=2, step=3, num_steps=40, stage_began=30, best=0.1 + 0.2, bad_validations=1)
     assert Position(**json.loads(json.dumps(position.state()))) == position
+
+
+def batch(step: int) -> Batch:
+    return Batch(0, step, 1, 1, 1.0, [])
+
+
+def test_a_position_moves_by_batches_epochs_and_stages() -> None:
+    position = Position()
+    assert position.num_begun_stages == 0
+    position.advance(batch(0))
+    position.advance(batch(1))
+    assert (position.epoch, position.step, position.num_steps, position.num_begun_stages) == (0, 2, 2, 1)
+    position.is_epoch_over = True
+    position.end_epoch()
+    assert (position.epoch, position.step, position.is_epoch_over, position.num_begun_stages) == (1, 0, False, 1)
+    position.best, position.bad_validations, position.data = 0.5, 2, "fingerprint"
+    position.begin_stage(1)
+    assert (position.stage, position.epoch, position.step, position.num_steps) == (1, 0, 0, 2)
+    assert (position.best, position.bad_validations, position.data) == (None, 0, None)
+    assert position.num_begun_stages == 1, "saved between two stages: the next one has not begun"
+
+
+def test_the_keys_of_a_position_in_a_checkpoint_stay() -> None:
+    """Runs of older versions are resumed, and newer ones read by them."""
+    assert list(Position().state()) == [
+        "stage",
+        "epoch",
+        "step",
+        "num_steps",
+        "stage_began",
+        "schedule_began",
+        "validated",
+        "score",
+        "best",
+        "bad_validations",
+        "scores",
+        "is_complete",
+        "data",
+        "is_epoch_over",
+    ]
 
 
 def test_more_of_the_same_is_no_change_where_no_schedule_looks_at_the_end() -> None:

@@ -45,13 +45,13 @@ from paceline.train.meter import Meter, make_clock
 from paceline.train.position import Position
 from paceline.train.probe import Probe
 from paceline.train.scaling import for_ranks
-from paceline.train.signals import on_stop_signal, stop_reason
 from paceline.train.task import Stage, Surroundings, Task, overrides
 from paceline.train.validate import Validation
 from paceline.world.failure import stacks
 from paceline.world.failure.flight_recorder import trail
 from paceline.world.failure.together import log_if_lost
 from paceline.world.link import Link
+from paceline.world.signals import on_stop_signal, stop_reason
 
 
 @dataclass(frozen=True)

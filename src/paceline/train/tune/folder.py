@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from paceline.train.signals import handled
+from paceline.world.signals import handled
 
 PREFIX = "paceline-tune-"
 LOCK = "alive"

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.train import signals
+from paceline.world import signals
 from paceline.world.link import Link
 
 
