@@ -53,9 +53,9 @@ class Benchmark(Result):
     first_step: int = 0
     """First step that was timed; `num_steps` counts all that were done."""
     num_samples: int = 0
-    """Of the timed steps, over all ranks."""
+    """Samples of the timed steps, over all ranks."""
     length: float | None = None
-    """Of these samples together (seconds of audio, tokens: the unit of the data's lengths), without padding."""
+    """Length of these samples together (seconds of audio, tokens: the unit of the data), without padding."""
 
     @property
     def timed_steps(self) -> int:
@@ -63,7 +63,7 @@ class Benchmark(Result):
 
     @property
     def wall_s(self) -> float:
-        """Of the timed steps."""
+        """Seconds of the timed steps."""
         return math.fsum(self.seconds.values())
 
     @property

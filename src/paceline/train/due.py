@@ -37,9 +37,9 @@ class Signals:
     """News that come with a step. Ranks that are together have the same."""
 
     stop: bool = False
-    """Some rank was asked to stop."""
+    """True if some rank was asked to stop."""
     is_together: bool = True
-    """All ranks have the same weights, or get them without an average that would not have been."""
+    """True if all ranks have the same weights, or get them without an average that would not have been."""
     is_out_of_data: bool = False
     """Data of unknown length: no rank has more."""
     is_last: bool = False

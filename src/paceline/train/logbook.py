@@ -196,7 +196,7 @@ class Logbook:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What held the run back so far: the last word on each matter, the costliest first."""
+        """Reasons that held the run back so far: the last word on each matter, the costliest first."""
         return tuple(sorted(self._findings.values(), key=lambda finding: -finding.share))
 
     def close(self, status: str) -> None:

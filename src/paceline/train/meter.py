@@ -97,8 +97,8 @@ class Meter:
             self._unread = []
 
     def end_epoch(self) -> tuple[EpochRecord, EpochRecord]:
-        """What all ranks have measured since this launch began the epoch, and what its verdict depends on; and those
-        numbers that can be had of the whole epoch. All ranks must call it."""
+        """Return the measurements of all ranks since this launch began the epoch, with what its verdict depends on, and
+        those numbers that can be had of the whole epoch. All ranks must call it."""
         now, compiled = self.clock.read(), compiled_so_far()
         ranks = self._engine.link.gather_objects(self._measured(now, compiled))
         self.clock.lap("communication")
@@ -115,8 +115,8 @@ class Meter:
 
     def so_far(self) -> list[RankEpoch]:
         """Return the measurements of the epoch by rank, of this launch and those before. All ranks must call it."""
-        mine = self._measured(self.clock.read(), self._compiled)
-        return join_launches(self.earlier.ranks, self._engine.link.gather_objects(mine))
+        measured = self._measured(self.clock.read(), self._compiled)
+        return join_launches(self.earlier.ranks, self._engine.link.gather_objects(measured))
 
     def _measured(self, now: dict[str, float], compiled: Compiled) -> RankEpoch:
         """Return the measurements of this rank by this launch."""

@@ -1,4 +1,4 @@
-"""From a task to a prepared engine: the same steps for training, for timing candidates and for using a run."""
+"""Set-up of a task: the same steps to a prepared engine for training, for timing candidates and for using a run."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ def callbacks(
     installed, missing = loggers.build(config.loggers, is_asked="loggers" in config.model_fields_set)
     for name in missing:
         say(f"{name} is not installed: metrics go to metrics.jsonl alone (`pip install {name}`)")
-    own = task.watchers() if isinstance(task, HasWatchers) else ()
-    return [*installed, *checked(own), *checked(more)]
+    of_task = task.watchers() if isinstance(task, HasWatchers) else ()
+    return [*installed, *checked(of_task), *checked(more)]

@@ -38,7 +38,7 @@ class DataFacts:
     num_samples: int | None
     """None for data of unknown length."""
     num_steps: int | None
-    """Of the coming epoch."""
+    """Steps of the coming epoch."""
     total_length: float | None = None
     length_unit: str = ""
     padding: float | None = None
@@ -61,7 +61,7 @@ class Facts:
     config: TrainConfig
     world: World
     seats: list[Seat]
-    """By rank."""
+    """Seats by rank."""
     grains: int
     precision: Precision
     data: DataFacts

@@ -63,16 +63,16 @@ class Result:
     other modes `evaluated`, `predicted` or `measured`."""
     num_steps: int
     loss: float
-    """Of the last step."""
+    """Loss of the last step."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the last validation, as `set/metric`."""
+    """Metrics of the last validation, as `set/metric`."""
     best: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     """Time by phase."""
     findings: tuple[Finding, ...] = ()
     """Reasons that held the run back, and what to type: the last word on each matter."""
     mode: str = "train_eval"
-    """As in the settings, or `benchmark`."""
+    """Mode as in the settings, or `benchmark`."""
     predictions: Path | None = None
     """The file that mode `infer` wrote."""
 
@@ -387,7 +387,7 @@ class Trainer:
     def _set_up(self, feed: Feed) -> None:
         """Make everything ready for the first step of a stage that is begun or goes on."""
         if self.autotuner is not None:
-            # `-O4`: find out what is fastest here, if that is not known.
+            # `-O4`: measure which way to compute is fastest, unless that is known.
             self.autotuner.begin_stage(feed, self._prepare)
             self.checkpoints.keep_choice(None if self.autotuner.choice is None else self.autotuner.choice.record())
         self.engine.follow(self._schedule(feed))

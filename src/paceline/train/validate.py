@@ -256,7 +256,7 @@ class Validation:
             raise UnknownMonitor(self._config.monitor, [f"{known}/{metric}" for known in self._sets])
 
     def _read_samples(self, task: ShowsSamples, each: FixedSet) -> list[dict[str, str]]:
-        """Some samples of a set, always the same: the first of the batch in the middle, which is of middle length."""
+        """Return some samples of a set, always the same: the first of the middle batch, which is of middle length."""
         link, step = self._engine.link, each.plan.num_steps // 2
         samples: list[dict[str, str]] = []
         if link.world.rank == step % link.world.size:

@@ -41,7 +41,7 @@ _FOREVER = 1_000_000
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank saw of one part of the timed steps."""
+    """One part of the timed steps, on one rank."""
 
     seconds: float
     num_samples: int
@@ -49,10 +49,10 @@ class Part:
 
 
 class Pace(Protocol):
-    """Who lets a trial go on, part by part, and hears of each; asked on the first rank."""
+    """Lets a trial go on, part by part, and gets the speed of each; asked on the first rank."""
 
     def may_go(self, number: int) -> bool:
-        """Whether another part is wanted; may take its time."""
+        """Return True if another part is wanted; may block."""
         ...
 
     def passed(self, number: int, samples_per_s: float) -> None: ...
@@ -114,7 +114,7 @@ def join(ranks: Sequence[Sequence[Part]], mean_length: float | None) -> list[flo
 
 
 def is_settled(step_s: Sequence[float]) -> bool:
-    """Whether the last steps were about as long as the others."""
+    """Return True if the last steps were about as long as the others."""
     if len(step_s) < LEAST_WARM:
         return False
     return len(step_s) >= MOST_WARM or max(step_s[-3:]) <= UNSETTLED * statistics.median(step_s)
@@ -213,10 +213,10 @@ def _facts(trainer: Trainer, data: summary.DataFacts, *, has_lengths: bool) -> F
     levels = []
     for level in config.possible_levels:
         try:
-            found = precision.resolve(level, config.precision, able)
+            resolved = precision.resolve(level, config.precision, able)
         except (precision.LevelUnsupported, precision.LevelConflict):
             continue
-        levels.append(LevelFacts(level, _computes(found), found.compile))
+        levels.append(LevelFacts(level, _computes(resolved), resolved.compile))
     return Facts(
         device=able.device,
         device_name=able.name,
@@ -241,6 +241,6 @@ def _memory_bytes(link: Link) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // link.world.local_size
 
 
-def _computes(found: precision.Precision) -> str:
+def _computes(resolved: precision.Precision) -> str:
     """The same for levels that differ in name alone."""
-    return repr(replace(found, level=0, name="", notes=()))
+    return repr(replace(resolved, level=0, name="", notes=()))
