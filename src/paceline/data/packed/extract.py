@@ -49,6 +49,7 @@ class Extraction:
     manifest: Path
     num_rows: int = 0
     skipped: list[str] = field(default_factory=list)
+    """Reasons why rows were left out."""
     num_others: int = 0
     """Files in the folder that no extraction has written, and that stay."""
 
@@ -74,12 +75,12 @@ def extract(
     """
     is_speech = packed.of_kind("audio") is not None and packed.sample_rate is not None
     names = file_names([packed.tags[row] for row in rows], ".wav" if is_speech else ".npz")
-    done, checked, lines = Extraction(folder / MANIFEST), CheckedRows(packed), []
+    result, checked, lines = Extraction(folder / MANIFEST), CheckedRows(packed), []
     num_left = _num_bytes(packed, rows)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _clear(folder)
-        done.num_others = sum(len(files) for _, _, files in os.walk(folder))
+        result.num_others = sum(len(files) for _, _, files in os.walk(folder))
         (folder / LIST).write_text(json.dumps(names), encoding="utf-8")
         for number, (row, name) in enumerate(zip(rows, names, strict=True), 1):
             if (damage := checked.damage(row)) is None:
@@ -87,7 +88,7 @@ def extract(
                 path.parent.mkdir(parents=True, exist_ok=True)
                 lines.append(_speech(packed, row, path, name) if is_speech else _arrays(packed, row, path, name))
             elif skip_bad:
-                done.skipped.append(f"{packed.tags[row]}: {damage.what}")
+                result.skipped.append(f"{packed.tags[row]}: {damage.what}")
             else:
                 raise RowDamaged(damage)
             num_left -= _num_bytes(packed, range(row, row + 1))
@@ -95,12 +96,12 @@ def extract(
                 progress(number)
         if not lines:
             raise NothingExtracted(packed.path)
-        with replacing(done.manifest) as file:
+        with replacing(result.manifest) as file:
             file.writelines(f"{line}\n" for line in map(json_text, lines))
     except OSError as error:
         raise cannot_write(folder, error, num_left, "it begins anew, in the same folder") from error
-    done.num_rows = len(lines)
-    return done
+    result.num_rows = len(lines)
+    return result
 
 
 def _has_manifest(folder: Path) -> bool:

@@ -93,9 +93,9 @@ class ManifestSource:
         self.num_bytes = round(2 * self._rate * seconds) + manifest.texts.nbytes  # features are about as large as audio
         self._recordings: Recordings | None = None
         self._checked: dict[Path, CheckedRows] = {}
-        """Of packed sources."""
+        """By packed source."""
         self._files_of: dict[Path, list[Path]] = {}
-        """Of packed sources, which are not opened for every row."""
+        """Files of packed sources, which are not opened for every row."""
         self.about = About(
             Structure("dict", tuple(self._streams)),
             self._rate,

@@ -222,7 +222,7 @@ def h5py_or_error() -> Any:
 
 
 def index_digest(about: str, arrays: Sequence[NDArray[Any]]) -> str:
-    """Return the digest of all that a file says of its data."""
+    """Return the digest of a file's index and description."""
     digest = xxhash.xxh3_64(about.encode())
     for array in arrays:
         digest.update(np.ascontiguousarray(array).view(np.uint8).data)

@@ -226,7 +226,7 @@ def _read_extras(path: Path, ours: Any) -> Strings | None:
     if "extra" not in ours:
         return None
     extras = Strings(ours["extra/values"][...], ours["extra/starts"][...])
-    # With a digest of its own: files are read by versions that know nothing of it.
+    # A separate digest: older versions, which ignore extras, read the same files.
     if index_digest("", [extras.packed, extras.lengths]) != ours["extra"].attrs["digest"]:
         raise PackedUnreadable(path, "is damaged: its index is not the one that was written")
     return extras

@@ -56,7 +56,7 @@ def write_returnn_index(
     tags: Strings,
     max_values: Mapping[str, int],
 ) -> None:
-    """Write what `HDFDataset` asks for beside the data."""
+    """Write the lengths, tags and sizes that `HDFDataset` reads."""
     first, *targets = specs
     columns = [first, *sorted(targets, key=lambda spec: returnn_name(spec.name))]
     lengths = [np.diff(starts[spec.name]) for spec in columns]

@@ -61,7 +61,7 @@ class Content:
         return "inputs" if spec is self.specs[0] else f"targets/data/{returnn_name(spec.name)}"
 
     def to_json(self, layout: Layout) -> str:
-        """Return what the index says of the data, as it is written."""
+        """Return the description of the data, as it is written."""
         streams = {
             spec.name: {
                 "kind": spec.kind,
