@@ -242,7 +242,7 @@ ALL = ("level", "compile", "grains", "workers", "order", "threads")
 def values(known: Facts, speed: Speed | None = None, **settings: Any) -> dict[str, Any]:
     config = TrainConfig(epochs=1, global_batch=32, **settings)
     found, _ = knobs(known, speed or Speed(100.0, data_share=0.5, workers=2), config, ALL, keep_numerics=False)
-    return {each.name: [[dict(value) for value in way] for way in each.ways] for each in found}
+    return {each.name: [[dict(value) for value in way] for way in each.paths] for each in found}
 
 
 def test_what_is_tried_follows_from_the_facts() -> None:
@@ -279,4 +279,4 @@ def test_numerics_can_be_kept() -> None:
     assert [reason for reason in why if reason.endswith("changes numerics")] == [
         f"{name}: changes numerics" for name in ("level", "compile", "grains", "order")
     ]
-    assert all(is_free(name) for each in found for way in each.ways for value in way for name in value)
+    assert all(is_free(name) for each in found for way in each.paths for value in way for name in value)

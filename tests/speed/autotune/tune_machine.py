@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.speed.autotune.proof import is_decided
-from paceline.speed.autotune.search import Changes, Failure, Found, Knob, Speed, Trial, ratios_of, search
+from paceline.speed.autotune.search import Changes, Failure, Knob, SearchResult, Speed, Trial, ratios_of, search
 
 TRIAL_S = 5.0
 
@@ -46,7 +46,7 @@ class Machine:
             pairs.append((one, other))
         return pairs
 
-    def search(self, *to_try: Knob, side_by_side: bool = False) -> Found:
+    def search(self, *to_try: Knob, side_by_side: bool = False) -> SearchResult:
         race = self.race if side_by_side else None
         return search(self.measure({}, 1e9), to_try, self.measure, self.left_s, race)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.speed.autotune.search import Changes, Contest, Found, Speed, Trial, budget_for, search
+from paceline.speed.autotune.search import Changes, Race, SearchResult, Speed, Trial, budget_for, search
 from paceline.train.tune import report as tune_report
 from tests.speed.autotune.tune_machine import LEVEL, TRIAL_S, WORKERS, Machine, formula, knob
 
@@ -14,11 +14,11 @@ def alone(changes: Changes, speed: float) -> Trial:
 def test_the_table_and_the_verdict_agree() -> None:
     """What looked faster alone and lost in turns, or was not raced, is neither hidden nor called slower."""
     lost = tuple([0.7, 0.9] * 5 + [1.3, 1.4])
-    found = Found(
+    found = SearchResult(
         (alone({}, 16000.0), alone({"level": 2}, 17630.0), alone({"level": 3}, 17780.0), alone({"grains": 2}, 14840.0)),
         {},
         {},
-        contests=(Contest({}, {"level": 2}, lost),),
+        races=(Race({}, {"level": 2}, lost),),
     )
     rows = {row[0]: row[1:4] for row in tune_report.rows(found)}
     assert rows == {
@@ -36,20 +36,20 @@ def test_the_table_and_the_verdict_agree() -> None:
 def test_a_ratio_is_of_one_race_or_of_trials_alone() -> None:
     """The samples/s of a row over the default's are its ratio; a race has another moment, and a column of its own."""
     first, winner = {"level": 2}, {"level": 2, "threads": 1}
-    found = Found(
+    found = SearchResult(
         (alone({}, 62.0), alone(first, 78.0), alone(winner, 107.4)),
         {},
         winner,
         rounds=(1.66,) * 8,
         rival=winner,
-        contests=(Contest({}, first, (1.2,) * 8), Contest(first, winner, (1.4,) * 8), Contest({}, winner, (1.66,) * 8)),
+        races=(Race({}, first, (1.2,) * 8), Race(first, winner, (1.4,) * 8), Race({}, winner, (1.66,) * 8)),
     )
     rows = {row[0]: row[1:4] for row in tune_report.rows(found)}
     assert rows["level 2"] == ("78", f"{78 / 62:.2f}x", "1.20x")
     assert rows["level 2, threads 1 *"] == ("107.4", f"{107.4 / 62:.2f}x", "1.66x")
     assert "is 1.66x as fast as the default: ahead in 8 of 8 rounds" in tune_report.sentence(found)
     assert tune_report.unproven(found) == []
-    unfinished = Found(found.trials, {}, {}, contests=found.contests[:2])
+    unfinished = SearchResult(found.trials, {}, {}, races=found.races[:2])
     assert tune_report.rows(unfinished)[2][3] == "1.40x of level 2"
     assert [line.split(":")[0] for line in tune_report.proven(unfinished)] == [
         "`level 2` is 1.20x as fast as `default`",

@@ -19,12 +19,12 @@ from paceline.core.disk import CannotWrite
 from paceline.core.errors import PacelineError
 from paceline.observe.bars import SideBar
 from paceline.speed.autotune import knobs as tune_space
-from paceline.speed.autotune.proof import RACE_ROUNDS, is_decided
+from paceline.speed.autotune.proof import is_decided
 from paceline.speed.autotune.search import (
     Changes,
-    Contest,
     Failure,
-    Found,
+    Race,
+    SearchResult,
     Speed,
     Trial,
     budget_for,
@@ -35,7 +35,7 @@ from paceline.speed.autotune.search import (
 from paceline.train.tune import report as tune_report
 from paceline.train.tune.folder import AskedToLeave, leaving_when_asked, work_folder
 from paceline.train.tune.process import Spec, run_trial
-from paceline.train.tune.race import race
+from paceline.train.tune.race import run_race
 from paceline.world.failure.board import EXIT_INTERRUPT
 from paceline.world.launch.launcher import count_procs
 
@@ -99,7 +99,7 @@ def tune(options: TuneCommand, settings: TrainConfig, *, is_length_ours: bool) -
     return 0
 
 
-def report(found: Found, left_out: list[str], enough_s: float) -> list[str]:
+def report(found: SearchResult, left_out: list[str], enough_s: float) -> list[str]:
     """The table, who won, and what that means."""
     lines = tune_report.table(found)
     lines += [f"not tried: {reason}" for reason in left_out]
@@ -164,12 +164,12 @@ class _Tuner:
         self._hopeless: dict[str, Failure] = {}
         """What does not fit will not fit the next time."""
         self.trials: list[Trial] = []
-        self.contests: list[Contest] = []
+        self.races: list[Race] = []
         self.left_out: list[str] = []
         self.enough_s = options.budget
         """A budget in which all knobs have their turn, about."""
 
-    def search(self) -> Found:
+    def search(self) -> SearchResult:
         default = self.measure({}, self._left_s())
         tried = [default]
         if isinstance(default.outcome, Failure):
@@ -201,7 +201,7 @@ class _Tuner:
         if not self.trials:
             return [f"interrupted {came}: nothing was measured, nothing is written"]
         nobody = {"": ""}
-        found = Found(tuple(self.trials), {}, nobody, contests=tuple(self.contests))
+        found = SearchResult(tuple(self.trials), {}, nobody, races=tuple(self.races))
         proven = tune_report.proven(found)
         return [*tune_report.table(found), *proven, f"interrupted {came}: nothing is written"]
 
@@ -245,19 +245,18 @@ class _Tuner:
             entries.append((self._folder / f"race-{self._num_races}", self._spec(config, is_paced=True)))
         names = [tune_report.label(trial.changes) for trial in (first, second)]
         with SideBar(f"racing {names[0]} and {names[1]}", round(self._options.budget)) as bar:
-            rates = race(
+            rates = run_race(
                 COMMAND,
                 entries,
-                RACE_ROUNDS,
                 limit_s,
                 lambda: bar.show(round(self._spent_s())),
-                lambda found: is_decided([other / rate for rate, other in found]),
+                lambda rounds: is_decided([other / rate for rate, other in rounds]),
             )
         pairs = [(_with_rate(first, rate), _with_rate(second, other)) for rate, other in rates]
         if pairs:
-            contest = Contest(first.changes, second.changes, tuple(ratios_of(pairs)))
-            self.contests.append(contest)
-            self._say(f"{names[1]} against {names[0]}: {contest.ratio:.2f}x as fast in {len(pairs)} rounds in turns")
+            held = Race(first.changes, second.changes, tuple(ratios_of(pairs)))
+            self.races.append(held)
+            self._say(f"{names[1]} against {names[0]}: {held.ratio:.2f}x as fast in {len(pairs)} rounds in turns")
         return pairs
 
     def _make_fit(self, default: Trial) -> tuple[Trial | None, list[Trial]]:

@@ -1,4 +1,4 @@
-"""Ways to compute a step that `-O4` may choose from: one of the other levels, with or without what comes on top."""
+"""Candidates of `-O4`: one of the other levels, with or without the task's kernels and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Candidate:
-    """A level, the task's own kernels, CUDA graphs."""
+    """One way to compute a step."""
 
     level: int
     kernels: bool = False
+    """With the task's own kernels."""
     graphs: bool = False
+    """With CUDA graphs."""
 
     @property
     def name(self) -> str:
@@ -25,23 +27,33 @@ class Candidate:
     def is_compiled(self) -> bool:
         return self.level == 3
 
+    @property
+    def change(self) -> tuple[int, bool, bool]:
+        """Distance from `-O0`, to sort by: the level first, then kernels, which round otherwise than torch's; a graph
+        changes no number."""
+        return self.level, self.kernels, self.graphs
+
     def record(self) -> dict[str, Any]:
-        """As plain values, for a file."""
+        """Return plain values, for a file."""
         return {"level": self.level, "kernels": self.kernels, "graphs": self.graphs}
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> Candidate:
-        """The counterpart of `record`."""
+        """Return the candidate that `record` was made of."""
         return cls(int(record["level"]), bool(record["kernels"]), bool(record["graphs"]))
 
 
 def candidates(
     levels: Iterable[int], *, has_kernels: bool, can_graph: bool, leaves_some: bool = False
 ) -> list[Candidate]:
-    """What is worth measuring, the likely winners first, so that the hopeless are known after one step.
+    """Return the candidates worth measuring, likely winners first, so that the hopeless are known after one step.
 
-    `levels` are those that the device can compute. Kernels are for bf16, so they stand on level 2. On 3 as well where
-    they leave some of the network as it was: a compiler may fuse that, and what they have fused already it may not.
+    Args:
+        levels: The levels that the device can compute.
+        has_kernels: The task has kernels. They are for bf16, so they go with level 2.
+        can_graph: CUDA graphs are possible.
+        leaves_some: The kernels leave parts of the network as they were. A compiler may fuse those, so that kernels are
+            tried with level 3, too.
     """
     # Level 2 before level 3: it needs no compilation, and tells whether that could still win.
     ranked = sorted(levels, key=lambda level: (level < 2, level if level >= 2 else -level))

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from paceline.config.settings import TrainConfig
 from paceline.speed.autotune.search import MARGIN, Changes, Knob, Speed
 
-KnobName = Literal["level", "compile", "grains", "workers", "order", "threads"]
 SETTINGS: dict[str, tuple[str, ...]] = {
     "level": ("level",),
     "compile": ("level", "compile_mode"),
@@ -89,8 +88,8 @@ def knobs(
     ]
     kept, left_out = [], []
     for knob in found:
-        knob = Knob(knob.name, tuple(way for way in knob.ways if way), knob.gain)
-        if knob.name not in chosen or not knob.ways:
+        knob = Knob(knob.name, tuple(path for path in knob.paths if path), knob.gain)
+        if knob.name not in chosen or not knob.paths:
             continue
         if keep_numerics and not all(map(is_free, SETTINGS[knob.name])):
             left_out.append(f"{knob.name}: changes numerics")
@@ -135,8 +134,8 @@ def _levels(facts: Facts, *, compiling: bool = False) -> tuple[tuple[Changes, ..
 def _compile(facts: Facts, config: TrainConfig) -> tuple[tuple[Changes, ...], ...]:
     """The levels that compile; where one is faster, or the default compiles, also the compiler's other mode."""
     mode = {"compile_mode": "max-autotune" if config.compile_mode == "default" else "default"}
-    ways: list[tuple[Changes, ...]] = [(level, {**level, **mode}) for (level,) in _levels(facts, compiling=True)]
-    return (*ways, (mode,)) if facts.compiles else tuple(ways)
+    paths: list[tuple[Changes, ...]] = [(level, {**level, **mode}) for (level,) in _levels(facts, compiling=True)]
+    return (*paths, (mode,)) if facts.compiles else tuple(paths)
 
 
 def _workers(facts: Facts, speed: Speed) -> tuple[tuple[Changes, ...], ...]:

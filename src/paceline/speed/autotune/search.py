@@ -1,11 +1,11 @@
 """The search of `paceline tune`: from measurements to the fastest settings, one knob after the other.
 
-It decides only; `measure` runs a trial, `race` runs two side by side, and `left_s` says how much of the budget is left.
+It only decides: `measure` runs a trial, `run_race` runs two side by side, `left_s` gives what is left of the budget.
 Noise must not pick:
 
 - a value that looks faster races what it would replace, in turns, and must be ahead by more than luck explains (see
-  tune_proof.py);
-- what was found then races the default in the same way. Else the default wins.
+  proof.py);
+- the best settings then race the default in the same way. If they do not win, the default does.
 
 Where two trials do not fit into memory side by side, they are run one after the other, and all rounds must be won.
 """
@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from paceline.speed.autotune.proof import FEW, is_ahead, is_decided
+from paceline.speed.autotune.proof import FEW, is_ahead, is_decided, is_faster
+from paceline.speed.autotune.race import race
 
 MARGIN = 0.02
 """A gain below this share is not worth a setting."""
@@ -37,7 +38,7 @@ FailureKind = Literal["memory", "killed", "time", "refused", "failed"]
 
 @dataclass(frozen=True)
 class Speed:
-    """What one trial measured."""
+    """Measurement of one trial."""
 
     samples_per_s: float
     spread: float = 0.0
@@ -52,7 +53,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a trial measured nothing."""
+    """Reason for which a trial measured nothing."""
 
     kind: FailureKind
     what: str = ""
@@ -81,14 +82,14 @@ class Knob:
     """A setting, or some that belong together, and what to try for it."""
 
     name: str
-    ways: tuple[tuple[Changes, ...], ...]
-    """Each way leads on from the default, value by value, and is left where a value is no better than the last."""
+    paths: tuple[tuple[Changes, ...], ...]
+    """Each leads on from the default, value by value, and is left where a value is no better than the last."""
     gain: float
     """Share of the time that it may save, as far as the default's measurement tells. Larger ones come first."""
 
 
 @dataclass(frozen=True)
-class Contest:
+class Race:
     """Two settings, measured in turns."""
 
     first: Changes
@@ -102,22 +103,22 @@ class Contest:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What came out of a search."""
+class SearchResult:
+    """Outcome of a search."""
 
     trials: tuple[Trial, ...]
     """Each alone on the machine."""
     base: Changes
-    """What the others are compared with: nothing changed, unless the default does not fit into memory."""
+    """The settings that others are compared with: nothing changed, unless the default does not fit into memory."""
     winner: Changes
     rounds: tuple[float, ...] = ()
     """Speed of the winner, or of what came nearest to winning, over the default's, in each round of the final."""
     rival: Changes = field(default_factory=dict)
-    """What was in the final."""
+    """Settings of the final, where there was one."""
     untried: tuple[str, ...] = ()
     """Knobs for which there was no time."""
-    contests: tuple[Contest, ...] = ()
-    """All that were held, the final too."""
+    races: tuple[Race, ...] = ()
+    """All races, the final included."""
 
     @property
     def default_wins(self) -> bool:
@@ -125,13 +126,11 @@ class Found:
 
 
 Measure = Callable[[Changes, float], Trial]
-"""Try settings, for so many seconds at most."""
-
-
+"""Tries settings, for at most this many seconds."""
 Pairs = Sequence[tuple[Trial, Trial]]
 """Rounds of two settings."""
-Race = Callable[[Trial, Trial, float], Pairs]
-"""Run two settings side by side, for so many seconds at most; nothing where that is not possible."""
+RunRace = Callable[[Trial, Trial, float], Pairs]
+"""Runs two settings side by side, for at most this many seconds; no pairs where that is not possible."""
 
 
 def ratios_of(pairs: Pairs) -> list[float]:
@@ -139,17 +138,21 @@ def ratios_of(pairs: Pairs) -> list[float]:
 
 
 def budget_for(spent_s: float, trial_s: float, knobs: Sequence[Knob]) -> float:
-    """About how many seconds a search needs that also has time for these knobs: each of their values, and a race."""
-    values = sum(len(way) for knob in knobs for way in knob.ways)
+    """Return about how many seconds a search needs that also tries these knobs: each of their values, and a race."""
+    values = sum(len(path) for knob in knobs for path in knob.paths)
     needed = spent_s + trial_s * (values + 2 * RACE_COST * len(knobs))
     return 10.0 * math.ceil(needed / 10)
 
 
 def search(
-    default: Trial, knobs: Sequence[Knob], measure: Measure, left_s: Callable[[], float], race: Race | None = None
-) -> Found:
-    """Coordinate by coordinate from `default`, which was measured and fits, then the final."""
-    climb = _Climb(default, measure, left_s, race)
+    default: Trial,
+    knobs: Sequence[Knob],
+    measure: Measure,
+    left_s: Callable[[], float],
+    run_race: RunRace | None = None,
+) -> SearchResult:
+    """Search coordinate by coordinate from `default`, which was measured and fits; then hold the final."""
+    climb = _Climb(default, measure, left_s, run_race)
     untried = []
     for knob in sorted(knobs, key=lambda knob: -knob.gain):
         if not climb.turn(knob):
@@ -160,7 +163,7 @@ def search(
 def make_fit(
     default: Trial, finer: Sequence[Changes], measure: Measure, left_s: Callable[[], float]
 ) -> tuple[Trial | None, list[Trial]]:
-    """The first of some settings of ever less memory that fits, where the default does not; and all that were tried."""
+    """Return the first of settings of ever less memory that fits, if any does, and all that were tried."""
     tried = [default]
     for changes in finer:
         if left_s() <= 0:
@@ -175,31 +178,30 @@ def make_fit(
 
 
 class _Climb:
-    """Where a search is: the best so far, and its newest measurement."""
+    """State of a search: the best settings so far, and their newest measurement."""
 
-    def __init__(self, default: Trial, measure: Measure, left_s: Callable[[], float], race: Race | None) -> None:
+    def __init__(self, default: Trial, measure: Measure, left_s: Callable[[], float], run_race: RunRace | None) -> None:
         assert isinstance(default.outcome, Speed)
-        self._base, self._measure, self._left_s, self._race = default, measure, left_s, race
+        self._base, self._measure, self._left_s, self._run_race = default, measure, left_s, run_race
         round_s = 2 * default.wall_s
         self._final_s = min(MOST_ROUNDS * round_s, max(LEAST_ROUNDS * round_s, FINAL_SHARE * left_s()))
-        if race is not None:
+        if run_race is not None:
             self._final_s = RACE_COST * round_s
         self._raced: tuple[Changes, Changes, Pairs] | None = None
-        """The last race, of which settings."""
+        """The settings of the last race, and its rounds."""
         self.best = default
         self.trials = [default]
-        self.contests: list[Contest] = []
+        self.races: list[Race] = []
 
     def turn(self, knob: Knob) -> bool:
-        """Try a knob's values; whether there was time for at least one."""
-        here = self.best
-        # What looks faster than anything that was seen of it is not passed over: the race will tell.
-        seen = [trial.samples_per_s for trial in (here, *self._alone(here.changes))]
-        here = best = dataclasses.replace(here, outcome=_at(here.outcome, min(seen)))
+        """Try a knob's values; return True if there was time for at least one."""
+        # Compare with the slowest measurement of the best so far: the race will tell whether a value is faster.
+        slowest = min(trial.samples_per_s for trial in (self.best, *self._alone(self.best.changes)))
+        here = best = dataclasses.replace(self.best, outcome=_at(self.best.outcome, slowest))
         has_tried = False
-        for way in knob.ways:
+        for path in knob.paths:
             last = here
-            for value in way:
+            for value in path:
                 if not self._has_time(last):
                     break
                 has_tried = True
@@ -215,52 +217,56 @@ class _Climb:
         return has_tried
 
     def _confirmed(self, here: Trial, best: Trial) -> Trial:
-        """Whichever is faster when both are measured again."""
-        pairs = self._contest(here, best, self._limit_s(), rounds=1)
+        """Return whichever is faster when both are measured again."""
+        pairs = self._race(here, best, self._limit_s(), rounds=1)
         ratios = ratios_of(pairs)
-        if is_ahead(ratios) and statistics.median(ratios) > 1 + MARGIN:
+        if is_faster(ratios, MARGIN):
             return _middle([second for _, second in pairs])
         return _middle([first for first, _ in pairs]) if pairs else here
 
-    def finish(self, untried: tuple[str, ...]) -> Found:
+    def finish(self, untried: tuple[str, ...]) -> SearchResult:
         base, rival = self._base, self.best
         if rival.changes == base.changes:
-            return Found(tuple(self.trials), base.changes, base.changes, untried=untried, contests=tuple(self.contests))
+            return SearchResult(
+                tuple(self.trials), base.changes, base.changes, untried=untried, races=tuple(self.races)
+            )
         if self._raced is not None and self._raced[:2] == (base.changes, rival.changes):
             pairs = self._raced[2]  # only one knob was worth turning: this race has been
         else:
-            pairs = self._contest(base, rival, self._left_s(), rounds=MOST_ROUNDS)
+            pairs = self._race(base, rival, self._left_s(), rounds=MOST_ROUNDS)
         ratios = ratios_of(pairs)
         wins = len(ratios) >= LEAST_ROUNDS and is_ahead(ratios)
         winner = rival.changes if wins else base.changes
-        return Found(
-            tuple(self.trials), base.changes, winner, tuple(ratios), rival.changes, untried, tuple(self.contests)
+        return SearchResult(
+            tuple(self.trials), base.changes, winner, tuple(ratios), rival.changes, untried, tuple(self.races)
         )
 
-    def _contest(self, first: Trial, second: Trial, limit_s: float, rounds: int) -> Pairs:
+    def _race(self, first: Trial, second: Trial, limit_s: float, rounds: int) -> Pairs:
         pairs = self._rounds(first, second, limit_s, rounds)
         if pairs:
-            self.contests.append(Contest(first.changes, second.changes, tuple(ratios_of(pairs))))
+            self.races.append(Race(first.changes, second.changes, tuple(ratios_of(pairs))))
         return pairs
 
     def _rounds(self, first: Trial, second: Trial, limit_s: float, rounds: int) -> Pairs:
-        """Both again, side by side; or in turns, the second first: what was last before is now first."""
+        """Measure both again, side by side; or in turns, the second first: it was measured last."""
         before_s = self._left_s()
-        pairs = [] if self._race is None else list(self._race(first, second, limit_s))
+        pairs = [] if self._run_race is None else list(self._run_race(first, second, limit_s))
         if len(pairs) >= FEW or is_decided(ratios_of(pairs)):
             self._raced = (first.changes, second.changes, pairs)
             self._final_s = max(self._final_s, before_s - self._left_s())  # a race to come takes as long
             return pairs
-        pairs = []
-        for number in range(rounds):
-            if self._left_s() < first.wall_s + second.wall_s:
-                break
-            turns = (second, first) if number % 2 == 0 else (first, second)
-            tried = {id(each): self._try(each.changes) for each in turns}
-            if not all(trial.samples_per_s for trial in tried.values()):
-                break
-            pairs.append((tried[id(first)], tried[id(second)]))
-        return pairs
+
+        def is_over(done: Sequence[tuple[Trial, ...]]) -> bool:
+            return len(done) == rounds or self._left_s() < first.wall_s + second.wall_s
+
+        def runner(entrant: Trial) -> Callable[[int], Trial | None]:
+            def run(number: int) -> Trial | None:
+                trial = self._try(entrant.changes)
+                return trial if trial.samples_per_s else None
+
+            return run
+
+        return [(one, other) for other, one in race([runner(second), runner(first)], is_over)]
 
     def _alone(self, changes: Changes) -> list[Trial]:
         return [trial for trial in self.trials if trial.changes == changes and isinstance(trial.outcome, Speed)]
@@ -269,7 +275,7 @@ class _Climb:
         return self._left_s() - self._final_s >= sum(trial.wall_s for trial in trials)
 
     def _limit_s(self) -> float:
-        """A first compilation may take long, but not all the time that the others need."""
+        """Return the limit of one trial: a compilation may take long, but not all the time that others need."""
         left = max(0.0, self._left_s())
         return min(left, max(3 * self._base.wall_s, (left - self._final_s) / 2))
 
@@ -285,12 +291,12 @@ def _at(outcome: Speed | Failure, samples_per_s: float) -> Speed:
 
 
 def _middle(trials: Sequence[Trial]) -> Trial:
-    """Rounds of one setting as one trial."""
+    """Join rounds of one setting into one trial."""
     return Trial(trials[0].changes, speed_of(trials), trials[0].wall_s)
 
 
 def speed_of(trials: Sequence[Trial]) -> Speed | Failure:
-    """All trials of one setting as one: medians, and the largest spread and memory."""
+    """Join trials of one setting: medians, and the largest spread and memory."""
     speeds = [trial.outcome for trial in trials if isinstance(trial.outcome, Speed)]
     if not speeds:
         return trials[-1].outcome

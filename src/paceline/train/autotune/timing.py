@@ -1,14 +1,13 @@
-"""How long a step takes in each of several ways: a copy of the model trained for some steps on real grains."""
+"""Timing of candidates: copies of the model trained for some steps on real grains, in this process."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import gc
-import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +19,7 @@ from paceline.data.grain import Batch, Grain
 from paceline.speed import precision
 from paceline.speed.autotune.candidates import Candidate
 from paceline.speed.autotune.choice import CannotRun
+from paceline.speed.autotune.race import is_enough, medians, race
 from paceline.speed.graphs import CudaRecorder, Graphs
 from paceline.train import setup
 from paceline.train.engine import Engine
@@ -29,14 +29,10 @@ from paceline.world.discover.environment import World
 from paceline.world.link import Link
 
 WARM_ROUNDS = 2
-FEWEST_ROUNDS = 3
-ROUNDS = 7
-ENOUGH_S = 2.0
-"""No further round is begun after so many seconds of them, and the fewest."""
 
 
 def alone(link: Link) -> Link:
-    """The same device without the other ranks, who wait for what is found here."""
+    """Return a link to the same device without the other ranks, who wait for the choice."""
     if link.world.size == 1:
         return link
     world = World(0, 0, 1, 1, 0, 1, "plain", None)
@@ -45,7 +41,7 @@ def alone(link: Link) -> Link:
 
 @dataclass(frozen=True)
 class Workload:
-    """What every way is measured with. `model` and the task's data stay as they are."""
+    """Everything that a candidate is measured with. `model` and the task's data stay as they are."""
 
     task: Task
     config: TrainConfig
@@ -55,18 +51,18 @@ class Workload:
 
 
 class TimedSteps:
-    """One step on each of the grains, in one way, with a copy of the model."""
+    """One step on each of the grains by one candidate, with a copy of the model: a round."""
 
-    def __init__(self, way: Candidate, workload: Workload) -> None:
+    def __init__(self, candidate: Candidate, workload: Workload) -> None:
         task, config, link = workload.task, workload.config, workload.link
         model = copy.deepcopy(workload.model)
         engine = self._engine = Engine(config, link=alone(link))
-        engine.settle(precision.resolve_candidate(way, config.precision, precision.capabilities(link.device)))
-        if way.kernels:
+        engine.settle(precision.resolve_candidate(candidate, config.precision, precision.capabilities(link.device)))
+        if candidate.kernels:
             accelerate(task, model)
         setup.prepare(engine, task, config, model)
         loss = self._loss = partial(task.loss, model)
-        if way.graphs:
+        if candidate.graphs:
             recorded = engine.record(Graphs(model, CudaRecorder(link.device)), recordable_of(task))
             for grain in workload.grains:
                 if not recorded.warm(loss, grain):
@@ -81,7 +77,8 @@ class TimedSteps:
             self._engine.step(self._loss, batch)
 
     def seconds(self) -> float:
-        """Of one round. How fp32 is multiplied is a setting of the process, which another way may have changed."""
+        """Return the seconds of one round."""
+        # How fp32 is multiplied is a setting of the process, which another candidate may have changed.
         precision.apply(self._engine.precision)
         _wait(self._engine.device)
         began = time.perf_counter()
@@ -90,61 +87,42 @@ class TimedSteps:
         return time.perf_counter() - began
 
 
-def step_seconds(way: Candidate, limit_s: float, *, workload: Workload) -> float:
-    """Seconds for one round, without the reading of its grains.
+def step_seconds(candidate: Candidate, limit_s: float, *, workload: Workload) -> float:
+    """Return the seconds of one round, without the reading of its grains.
 
-    Once a few warm rounds have all taken more than `limit_s`, that is the answer. Raises `CannotRun` where the way does
-    not work here, from whatever it ran into.
+    Once a few warm rounds have all taken more than `limit_s`, that is the answer. Raises `CannotRun` where the
+    candidate does not work here, from whatever it ran into.
     """
-    with _cleared(workload.link.device):
-        return _one(way, limit_s, workload)
+    return _medians([candidate], limit_s, workload)[candidate]
 
 
-def in_turns(ways: Sequence[Candidate], *, workload: Workload) -> dict[Candidate, float]:
-    """Seconds for one round of each, in turns: what else the machine does hits all alike.
+def in_turns(candidates: Sequence[Candidate], *, workload: Workload) -> dict[Candidate, float]:
+    """Return the seconds of one round of each, measured in a race.
 
     Raises `CannotRun` where there is no room for copies of the model for all of them.
     """
+    return _medians(candidates, float("inf"), workload)
+
+
+def _medians(candidates: Sequence[Candidate], limit_s: float, workload: Workload) -> dict[Candidate, float]:
     with _cleared(workload.link.device):
-        return _several(ways, workload)
+        return _race(candidates, limit_s, workload)
 
 
-def _one(way: Candidate, limit_s: float, workload: Workload) -> float:
-    round_ = TimedSteps(way, workload)
-    for _ in range(WARM_ROUNDS):
-        round_()
-    return enough(round_.seconds, limit_s)
-
-
-def _several(ways: Sequence[Candidate], workload: Workload) -> dict[Candidate, float]:
-    rounds = {way: TimedSteps(way, workload) for way in ways}
-    for round_ in rounds.values():
+def _race(candidates: Sequence[Candidate], limit_s: float, workload: Workload) -> dict[Candidate, float]:
+    # In a function of its own: the models are gone when `_cleared` frees memory.
+    entrants = [TimedSteps(candidate, workload) for candidate in candidates]
+    for steps in entrants:
         for _ in range(WARM_ROUNDS):
-            round_.seconds()
-    times: dict[Candidate, list[float]] = {way: [] for way in ways}
-
-    def turn() -> float:
-        spent = {way: rounds[way].seconds() for way in ways}
-        for way, seconds in spent.items():
-            times[way].append(seconds)
-        return sum(spent.values()) / len(ways)
-
-    enough(turn)
-    return {way: statistics.median(each) for way, each in times.items()}
-
-
-def enough(seconds: Callable[[], float], limit_s: float = float("inf")) -> float:
-    """The median of as many rounds as it takes: at least `FEWEST_ROUNDS`, so that a single disturbed one decides
-    nothing."""
-    times: list[float] = []
-    while len(times) < FEWEST_ROUNDS or (len(times) < ROUNDS and sum(times) < ENOUGH_S and min(times) <= limit_s):
-        times.append(seconds())
-    return statistics.median(times)
+            steps.seconds()
+    runners = [lambda number, steps=steps: steps.seconds() for steps in entrants]
+    rounds = race(runners, lambda rounds: is_enough(rounds, limit_s))
+    return dict(zip(candidates, medians(rounds), strict=True))
 
 
 @contextlib.contextmanager
 def _cleared(device: torch.device) -> Iterator[None]:
-    """Whatever a way runs into is no reason to end the run: another may do better, with all memory to itself."""
+    """Turn any failure into `CannotRun`, and free memory: another candidate may do better."""
     try:
         yield
     except Exception as error:
@@ -160,7 +138,7 @@ def _cleared(device: torch.device) -> Iterator[None]:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """A failure is kept, for what it says; the model that was being computed is not."""
+    """Drop the frames of a failure: its message is kept, the model that was being computed is not."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -1,7 +1,7 @@
-"""Two settings side by side: both trials stay alive and take turns, part by part, on the same machine at the same time.
+"""The race of `paceline tune`: trials in processes that stay alive and take turns, part by part, on the same machine.
 
-What else the machine does then hits both alike, so that a few seconds tell more than trials one after the other.
-The word to go on and the answer are files in the trial's folder.
+A few seconds of that tell more than trials one after the other (see speed/autotune/race.py). The signal to go on and
+the answer are files in the trial's folder.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from subprocess import Popen
 
 from paceline.core.disk import replacing
+from paceline.speed.autotune.race import race
 from paceline.train.tune.process import POLL_S, Spec, started
 
 ENOUGH = "enough"
@@ -23,7 +24,7 @@ READY = "ready-0"
 
 
 class FilePace:
-    """In a trial: waits for the word of the race. Ends with the process that started it."""
+    """The trial's end: waits for its turn. Ends with the process that started it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._parent = folder, os.getppid()
@@ -41,47 +42,55 @@ class FilePace:
             json.dump(samples_per_s, file)
 
 
-def race(
+def run_race(
     command: Sequence[str],
     entries: Sequence[tuple[Path, Spec]],
-    rounds: int,
     limit_s: float,
     tick: Callable[[], None],
-    is_decided: Callable[[Sequence[tuple[float, float]]], bool] = lambda found: False,
-) -> list[tuple[float, float]]:
-    """Samples per second of both, round by round, until it is decided; fewer where time is over or one of them died."""
+    is_over: Callable[[Sequence[tuple[float, ...]]], bool],
+) -> Sequence[tuple[float, ...]]:
+    """Race trials in processes of their own, each alive all the time; return their samples per second, by round.
+
+    There are fewer rounds where time is over or one of the processes has died.
+    """
     deadline = time.monotonic() + limit_s
-    found: list[tuple[float, float]] = []
     with ExitStack() as stack:
-        runners: list[tuple[Popen[bytes], Path]] = []
+        trials: list[_PacedTrial] = []
         try:
             for folder, spec in entries:
-                runners.append((stack.enter_context(started(command, folder, spec)), folder))
+                process = stack.enter_context(started(command, folder, spec))
+                trials.append(_PacedTrial(process, folder, deadline, tick))
                 # One after the other: warming up beside another would be slow.
-                if not _wait(*runners[-1], READY, deadline, tick):
+                if not trials[-1].wait_for(READY):
                     return []
-            for number in range(rounds):
-                rates = [0.0, 0.0]
-                for index in (0, 1) if number % 2 == 0 else (1, 0):
-                    process, folder = runners[index]
-                    (folder / f"go-{number}").touch()
-                    if not _wait(process, folder, f"part-{number}", deadline, tick):
-                        return found
-                    rates[index] = float(json.loads((folder / f"part-{number}").read_text(encoding="utf-8")))
-                found.append((rates[0], rates[1]))
-                if is_decided(found):
-                    break
+            return race([trial.run for trial in trials], is_over)
         finally:
             # Also when it is interrupted: one that waits for its turn hears nothing else, and would have to be killed.
-            for _, folder in runners:
-                (folder / ENOUGH).touch()
-    return found
+            for trial in trials:
+                trial.end()
 
 
-def _wait(process: Popen[bytes], folder: Path, name: str, deadline: float, tick: Callable[[], None]) -> bool:
-    while not (folder / name).exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            return False
-        tick()
-        time.sleep(POLL_S / 10)
-    return True
+class _PacedTrial:
+    """The parent's end of a trial that waits for its turn before each part."""
+
+    def __init__(self, process: Popen[bytes], folder: Path, deadline: float, tick: Callable[[], None]) -> None:
+        self._process, self._folder, self._deadline, self._tick = process, folder, deadline, tick
+
+    def run(self, number: int) -> float | None:
+        """Return the samples per second of one part; None if the process has ended or time is over."""
+        (self._folder / f"go-{number}").touch()
+        if not self.wait_for(f"part-{number}"):
+            return None
+        return float(json.loads((self._folder / f"part-{number}").read_text(encoding="utf-8")))
+
+    def end(self) -> None:
+        (self._folder / ENOUGH).touch()
+
+    def wait_for(self, name: str) -> bool:
+        """Return True once a file of that name is there."""
+        while not (self._folder / name).exists():
+            if self._process.poll() is not None or time.monotonic() > self._deadline:
+                return False
+            self._tick()
+            time.sleep(POLL_S / 10)
+        return True
