@@ -269,11 +269,11 @@ def fastest(ours: Ours, profile: bool) -> tuple[float, float, str]:
     print("\n".join([choice.line("measured"), *choice.notes]), file=sys.stderr, flush=True)
     clean()
     torch.cuda.reset_peak_memory_stats()
-    step = ours.round(choice.way)
+    step = ours.round(choice.candidate)
     ms, peak = step_ms(step), peak_gib()
     if profile:
         show_profile(step)
-    return ms, peak, choice.way.name
+    return ms, peak, choice.candidate.name
 
 
 def show_profile(step: Callable[[], None]) -> None:
@@ -296,7 +296,7 @@ def show_profile(step: Callable[[], None]) -> None:
 
 def clean() -> None:
     gc.collect()
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.cuda.empty_cache()
 
 

@@ -21,9 +21,10 @@ from paceline.observe.records import Finding
 from paceline.observe.timeline import recorder as timeline
 from paceline.optim import build, schedule
 from paceline.parallel.step import Step
+from paceline.speed.autotune.choice import Choice
 from paceline.train import setup, summary
 from paceline.train import task as tasks
-from paceline.train.autotune.autotuner import Autotuner
+from paceline.train.autotune import autotuner
 from paceline.train.checkpoint import state
 from paceline.train.checkpoint.manager import CheckpointManager
 from paceline.train.checkpoint.reader import Checkpoint
@@ -102,9 +103,12 @@ class Trainer:
         stacks.send_to(self.checkpoints.rank_log_file)
         self.engine = Engine(config, link=link, clock=self.clock)
         task.attach(Surroundings(config, link, self.progress.say, self.engine.evaluating))
-        self.autotuner = Autotuner(task, config, self.engine, self.progress) if config.level == 4 else None
-        if self.autotuner is not None and checkpoint is not None:
-            self.autotuner.recall(checkpoint.state.get("choice"))
+        self.choice: Choice | None = None
+        if config.level == 4:
+            self._autotuner = autotuner.Autotuner(task, config, link, self.progress.say)
+            record = None if checkpoint is None else checkpoint.state.get("choice")
+            tuned = None if record is None else self._autotuner.recall(record)
+            self._compute_in(tuned)
         self.position = Position()
         stages = tasks.stages_of(task)
         self.stages = list(stages) if probe is None else probe.stages(stages)
@@ -326,8 +330,7 @@ class Trainer:
 
     def _prepare(self, model: torch.nn.Module) -> None:
         model.to(self.link.device)
-        if self.autotuner is not None:
-            self.autotuner.accelerate(model)
+        autotuner.put_kernels(self.task, model, self.engine.precision, self.progress.say)
         self.larc = setup.prepare(self.engine, self.task, self.config, model)
 
     def _resume(self, checkpoint: Checkpoint) -> str:
@@ -386,15 +389,33 @@ class Trainer:
 
     def _set_up(self, feed: Feed) -> None:
         """Make everything ready for the first step of a stage that is begun or goes on."""
-        if self.autotuner is not None:
-            # `-O4`: measure which way to compute is fastest, unless that is known.
-            self.autotuner.begin_stage(feed, self._prepare)
-            self.checkpoints.keep_choice(None if self.autotuner.choice is None else self.autotuner.choice.record())
+        if self.config.level == 4:
+            self._tune(feed)
         self.engine.follow(self._schedule(feed))
         self._introduce(feed)
         if self._probe is not None:
             self._probe.begin(self, feed)
         self.clock.lap("setup")
+
+    def _tune(self, feed: Feed) -> None:
+        """With `-O4`: choose the fastest way to compute a step, if that is not done, and set it up for a stage."""
+        engine = self.engine
+        if engine.precision.is_open:
+            # A run that is resumed, but not with what it chose before: its optimizer goes on.
+            carried = state.carried(engine) if engine.num_steps else None
+            model = engine.model
+            self._compute_in(self._autotuner.choose(model, feed))
+            engine.release()
+            self._prepare(model)
+            if carried is not None:
+                state.restore(engine, *carried)
+        autotuner.record_shapes(engine, self.task, feed, self.progress.say)
+        self.checkpoints.keep_choice(None if self.choice is None else self.choice.record())
+
+    def _compute_in(self, tuned: autotuner.Tuned | None) -> None:
+        """Settle the engine on what the autotuner has chosen; None: nothing yet."""
+        self.choice = None if tuned is None else tuned.choice
+        self.engine.settle(self._autotuner.initial if tuned is None else tuned.precision)
 
     def _schedule(self, feed: Feed) -> Callable[[int], float]:
         """Return the learning rate by step."""
@@ -452,7 +473,7 @@ class Trainer:
         self.timeline.close()
         self.log.close(status)
         self.clock.lap("logging")
-        for line in [] if self.autotuner is None else self.autotuner.lines():
+        for line in autotuner.closing_lines(self.engine) if self.config.level == 4 else []:
             self.progress.say(line)
         if status == "stopped":
             why = stop_reason(self.link)

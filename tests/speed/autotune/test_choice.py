@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.speed.autotune.candidates import Candidate, candidates
 from paceline.speed.autotune.choice import (
-    Cache,
     CannotRun,
     Choice,
     NothingRuns,
-    cache_folder,
-    change,
     choose,
     finalists,
 )
@@ -63,14 +58,14 @@ def test_candidates() -> None:
 def test_never_slower_than_any_other(best: str) -> None:
     seconds = {way.name: 1.0 + number / 10 for number, way in enumerate(ALL)} | {best: 0.5}
     choice = choose(ALL, *clocks(seconds))
-    assert choice.way.name == best
+    assert choice.candidate.name == best
     assert next(iter(choice.step_ms)) == best
     assert min(choice.step_ms.values()) == choice.step_ms[best] == 500.0
 
 
 def test_what_cannot_run_is_said_and_left() -> None:
     choice = choose(ALL, *clocks({"-O2": 2.0, "-O0": 1.0}))
-    assert choice.way == Candidate(0)
+    assert choice.candidate == Candidate(0)
     assert "-O2 + kernels cannot run here: no such thing" in choice.notes
     with pytest.raises(NothingRuns, match="-O2 \\+ kernels: no such thing") as caught:
         choose(ALL, *clocks({}))
@@ -93,21 +88,22 @@ def test_what_the_machine_did_meanwhile_does_not_decide() -> None:
         [Candidate(2), Candidate(1), Candidate(0)],
         *clocks({"-O2": 1.0, "-O1": 3.0, "-O0": 1.9}, {"-O2": 1.5, "-O0": 1.2}),
     )
-    assert choice.way == Candidate(0)
+    assert choice.candidate == Candidate(0)
     assert list(choice.step_ms) == ["-O0", "-O2", "-O1"]
     # And one that looked fast while all others were disturbed: what was measured in turns is compared with its like.
     slowed = choose(
         [Candidate(2), Candidate(1), Candidate(0)],
         *clocks({"-O2": 1.0, "-O1": 1.3, "-O0": 1.1}, {"-O2": 2.0, "-O0": 1.8}),
     )
-    assert slowed.way == Candidate(0)
+    assert slowed.candidate == Candidate(0)
 
 
 def test_of_equals_the_one_that_changes_least() -> None:
-    assert sorted(ALL, key=change)[:3] == [Candidate(0), Candidate(1), Candidate(2)]
-    assert choose(ALL, *clocks({way.name: 1.0 + 0.001 * number for number, way in enumerate(ALL)})).way == Candidate(0)
+    assert sorted(ALL, key=lambda candidate: candidate.change)[:3] == [Candidate(0), Candidate(1), Candidate(2)]
+    alike = {candidate.name: 1.0 + 0.001 * number for number, candidate in enumerate(ALL)}
+    assert choose(ALL, *clocks(alike)).candidate == Candidate(0)
     near = {"-O2 + kernels + graphs": 1.0, "-O2 + graphs": 1.029, "-O0": 1.031}
-    assert choose(ALL, *clocks(near)).way == Candidate(2, graphs=True)
+    assert choose(ALL, *clocks(near)).candidate == Candidate(2, graphs=True)
 
 
 def test_who_is_timed_again() -> None:
@@ -122,7 +118,7 @@ def test_without_room_for_all_at_once_the_first_times_stand() -> None:
         raise CannotRun("out of memory")
 
     choice = choose([Candidate(2), Candidate(0)], clocks({"-O2": 1.0, "-O0": 1.1})[0], in_turns)
-    assert choice.way == Candidate(2)
+    assert choice.candidate == Candidate(2)
     assert choice.notes == ("-O2, -O0 were timed one after the other only: out of memory",)
 
 
@@ -160,29 +156,6 @@ def test_a_measurement_may_stop_at_twice_the_best() -> None:
     assert limits["-O2 + kernels + graphs"] == float("inf")
     assert limits["-O2 + kernels"] == 6.0
     assert limits["-O0"] == 2.0
-
-
-def test_kept_for_the_machine(tmp_path: Path) -> None:
-    shelf, choice = (
-        Cache(tmp_path / "ways"),
-        Choice(Candidate(2, kernels=True), {"-O2 + kernels": 1.5, "-O0": 9.0}, ("so",)),
-    )
-    facts = {"device": "an H200", "shapes": [(64, 1680)], "versions": {"torch": "2.11"}}
-    assert shelf.find(facts) is None
-    assert shelf.keep(facts, choice) is None
-    assert shelf.find(facts) == choice
-    assert shelf.find(facts | {"device": "an A100"}) is None
-    [file] = (tmp_path / "ways").iterdir()
-    assert json.loads(file.read_text())["facts"]["device"] == "an H200"
-    file.write_text("{")  # cut short
-    assert shelf.find(facts) is None
-    (tmp_path / "file").write_text("")
-    assert "not kept" in str(Cache(tmp_path / "file" / "ways").keep(facts, choice))
-
-
-def test_where_it_is_kept() -> None:
-    assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/paceline/ways")
-    assert cache_folder({"HOME": "/home/me"}) == Path("/home/me/.cache/paceline/ways")
 
 
 def test_what_is_said() -> None:

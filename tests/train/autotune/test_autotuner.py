@@ -130,9 +130,8 @@ class NanInBf16(SmallTask):
 def test_a_way_without_a_finite_loss_is_left_out(tmp_path: Path) -> None:
     run = trainer(NanInBf16(), tmp_path / "run", level=4, steps=3)
     run.fit()
-    assert run.autotuner is not None
-    assert run.autotuner.choice is not None
-    assert run.autotuner.choice.way == Candidate(0)
+    assert run.choice is not None
+    assert run.choice.candidate == Candidate(0)
     assert any("-O2 cannot run here: NonFiniteLoss" in note for note in run.engine.precision.notes)
 
 
@@ -148,12 +147,11 @@ def test_measuring_leaves_the_run_as_it_is(tmp_path: Path, capsys: pytest.Captur
     """Really measured: the weights after it are those of a run of the chosen level."""
     chosen = trainer(SmallTask(), tmp_path / "chosen", level=4, epochs=2)
     chosen.fit()
-    assert chosen.autotuner is not None
-    assert chosen.autotuner.choice is not None
-    times = chosen.autotuner.choice.step_ms
+    assert chosen.choice is not None
+    times = chosen.choice.step_ms
     assert set(times) == {"-O0", "-O2"}
-    assert times[chosen.autotuner.choice.way.name] <= min(times.values()) * 1.0301  # rounded in the record
-    plain = trainer(SmallTask(), tmp_path / "plain", level=chosen.autotuner.choice.way.level, epochs=2)
+    assert times[chosen.choice.candidate.name] <= min(times.values()) * 1.0301  # rounded in the record
+    plain = trainer(SmallTask(), tmp_path / "plain", level=chosen.choice.candidate.level, epochs=2)
     plain.fit()
     for name, tensor in weights(plain).items():
         assert torch.equal(tensor, weights(chosen)[name]), name
@@ -184,8 +182,8 @@ def test_kernels_that_fail_cost_only_themselves(
     times |= {"-O2": 1.0}
     run = trainer(Broken(), tmp_path / "run", level=4, steps=1)
     run.fit()
-    assert run.autotuner.choice.way.name == "-O2"
-    assert any(note.startswith("-O2 + kernels cannot run here") for note in run.autotuner.choice.notes)
+    assert run.choice.candidate.name == "-O2"
+    assert any(note.startswith("-O2 + kernels cannot run here") for note in run.choice.notes)
 
 
 def test_a_choice_is_made_anew_for_other_kernels(
@@ -296,9 +294,8 @@ def on_ranks(link: Link, folder: str, cache: str) -> tuple[list[str], dict[str, 
         patch.setattr(timing, "in_turns", lambda ways, workload: {way: 1.0 + way.level for way in ways})
         run = trainer(SmallTask(), Path(folder), link, level=4, epochs=2, grains=2)
         run.fit()
-    assert run.autotuner is not None
-    assert run.autotuner.choice is not None
-    return asked, run.autotuner.choice.record(), weights(run)
+    assert run.choice is not None
+    return asked, run.choice.record(), weights(run)
 
 
 def test_all_ranks_take_what_the_first_one_finds(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from paceline.speed.autotune.search import Failure, Speed
 from paceline.train.loss import LossContract, OutOfMemory
 from paceline.train.tune import trial as tune_trial
 from paceline.train.tune.process import POLL_S, SPEED, Spec, judge, kind_of, run_trial, started, write_end
-from paceline.train.tune.race import FilePace, race
+from paceline.train.tune.race import FilePace, run_race
 from paceline.train.tune.trial import LEAST_PARTS, NUM_PARTS, Part, is_settled, join, steps_per_part, trial
 from paceline.world.link import Link
 from tests.ranks import run_ranks
@@ -173,15 +174,32 @@ for number in range(100):
 """
 
 
+def after(number: int) -> Callable[[Sequence[tuple[float, ...]]], bool]:
+    return lambda rounds: len(rounds) == number
+
+
 def test_runners_take_turns(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RUNNER]
-    found = race(command, [(tmp_path / "a", SPEC), (tmp_path / "b", SPEC)], 4, 60.0, lambda: None)
+    found = run_race(
+        command, [(tmp_path / "a", SPEC), (tmp_path / "b", SPEC)], 60.0, lambda: None, lambda rounds: len(rounds) == 4
+    )
     assert found == [(0.0, 10.0), (1.0, 11.0), (2.0, 12.0), (3.0, 13.0)]
     assert (tmp_path / "order").read_text() == "abbaabba"
-    found = race(command, [(tmp_path / "c", SPEC), (tmp_path / "dies", SPEC)], 9, 60.0, lambda: None)
+    found = run_race(
+        command,
+        [(tmp_path / "c", SPEC), (tmp_path / "dies", SPEC)],
+        60.0,
+        lambda: None,
+        lambda rounds: len(rounds) == 9,
+    )
     assert len(found) == 3  # what was done before one died
     silent = [sys.executable, "-c", "import time; time.sleep(600)"]
-    assert race(silent, [(tmp_path / "e", SPEC), (tmp_path / "f", SPEC)], 4, 0.5, lambda: None) == []
+    assert (
+        run_race(
+            silent, [(tmp_path / "e", SPEC), (tmp_path / "f", SPEC)], 0.5, lambda: None, lambda rounds: len(rounds) == 4
+        )
+        == []
+    )
 
 
 def test_an_interrupted_race_lets_its_runners_leave(tmp_path: Path) -> None:
@@ -194,7 +212,13 @@ def test_an_interrupted_race_lets_its_runners_leave(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        race([sys.executable, "-c", deaf + said], [(tmp_path / "a", SPEC), (tmp_path / "b", SPEC)], 99, 60.0, tick)
+        run_race(
+            [sys.executable, "-c", deaf + said],
+            [(tmp_path / "a", SPEC), (tmp_path / "b", SPEC)],
+            60.0,
+            tick,
+            lambda rounds: len(rounds) == 99,
+        )
     assert (tmp_path / "a" / "left").exists()
     assert (tmp_path / "b" / "left").exists()
 

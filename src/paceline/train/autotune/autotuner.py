@@ -1,4 +1,7 @@
-"""`-O4` in a training run: the fastest way is found before the first step, stored with the run, and taken on resume."""
+"""`-O4` in a training run: candidates are measured before the first step; the choice is stored with the run.
+
+The autotuner gets values and returns a `Tuned`; the trainer applies it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,23 +20,22 @@ import torch
 from paceline.config.settings import TrainConfig
 from paceline.core.provenance import version_of
 from paceline.data.grain import Grain
-from paceline.observe.progress import Progress
 from paceline.speed import kernels, precision
+from paceline.speed.autotune.cache import Cache, cache_folder
 from paceline.speed.autotune.candidates import Candidate, candidates
-from paceline.speed.autotune.choice import Cache, Choice, cache_folder, choose
+from paceline.speed.autotune.choice import Choice, choose
 from paceline.speed.graphs import MOST_GRAPHS, CudaRecorder, Graphs
 from paceline.speed.precision import Precision
 from paceline.train.autotune import timing
 from paceline.train.autotune.shapes import costly_shapes
-from paceline.train.checkpoint import state
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
-from paceline.train.grains import RecordedPass
 from paceline.train.task import Accelerates, Recordable, Task, accelerate, recordable_of
 from paceline.world.installed import has_triton
+from paceline.world.link import Link
 
 MEASURED_SHAPES = 2
-"""Grains of so many shapes are trained on to compare ways: those that an epoch spends most time on."""
+"""Shapes of grains that candidates are compared on: those that an epoch spends most time on."""
 MATTERS = {
     "optimizer",
     "momentum",
@@ -47,149 +49,120 @@ MATTERS = {
     "loss_scale",
     "checkpoint_activations",
 }
-"""Settings that a choice depends on, ..."""
+"""Settings that a choice depends on by their value, ..."""
 MATTERS_IF_SET = ("clip_norm", "clip_value", "ema", "weight_decay")
-"""... and those of which only whether they are set."""
+"""... and those by whether they are set."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What the autotuner has chosen: `choice` is stored with the run, `precision` is what the engine computes in."""
+
+    choice: Choice
+    precision: Precision
 
 
 class Autotuner:
-    """Chooses for a trainer's engine, and sets up what was chosen. All ranks take what the first one finds."""
+    """Chooses the fastest candidate for a task on this device. It changes neither model nor engine.
 
-    def __init__(self, task: Task, config: TrainConfig, engine: Engine, progress: Progress) -> None:
-        self._task, self._config, self._engine, self._progress = task, config, engine, progress
-        self._capabilities = precision.capabilities(engine.device)
+    All ranks get the choice of the first one.
+    """
+
+    def __init__(self, task: Task, config: TrainConfig, link: Link, say: Callable[[str], None]) -> None:
+        self._task, self._config, self._link, self._say = task, config, link, say
+        self._capabilities = precision.capabilities(link.device)
         self._levels = precision.levels(config.precision, self._capabilities)
         self._no_kernels = why_no_kernels(task, config, self._capabilities)
-        self._no_graphs = why_no_graphs(task, config, self._capabilities, engine.link.world.size)
-        self.choice: Choice | None = None
-        # Until something is chosen, nothing is compiled for nothing.
-        self._settle(Candidate(min(self._levels[-1], 2)), is_open=True)
+        self._no_graphs = why_no_graphs(task, config, self._capabilities, link.world.size)
 
-    def recall(self, record: Mapping[str, Any] | None) -> None:
-        """Take what a run chose before it was interrupted, without measuring."""
-        if record is None:
-            return
+    @property
+    def initial(self) -> Precision:
+        """Precision until there is a choice: nothing is compiled in vain."""
+        return replace(self._precision(Candidate(min(self._levels[-1], 2))), is_open=True)
+
+    def recall(self, record: Mapping[str, Any]) -> Tuned | None:
+        """Return what the run chose before it was interrupted, without measuring; None where this device lacks it."""
         choice = Choice.read(record)
+        chosen = choice.candidate
         # Recording changes no number: a run may go on without it, and with it again later. Kernels round differently.
-        way = replace(choice.way, graphs=choice.way.graphs and self._no_graphs is None)
-        if way.level not in self._levels or (way.kernels and self._no_kernels is not None):
-            self._progress.say(f"the run computed as {choice.way.name}, which cannot be done here: -O4 chooses anew")
-            return
-        self._take(choice, "as before", way)
+        possible = replace(chosen, graphs=chosen.graphs and self._no_graphs is None)
+        if possible.level not in self._levels or (possible.kernels and self._no_kernels is not None):
+            self._say(f"the run computed as {chosen.name}, which cannot be done here: -O4 chooses anew")
+            return None
+        return self._tuned(choice, "as before", possible)
 
-    def begin_stage(self, feed: Feed, prepare: Callable[[torch.nn.Module], None]) -> None:
-        """Before a stage's first step: choose, if that is not done, and record the stage's shapes, if they are to be.
-
-        `prepare` prepares a model for the engine as it is settled then.
-        """
-        engine = self._engine
-        if engine.precision.is_open:
-            # A run that is resumed, but not with what it chose before: its optimizer goes on.
-            kept = state.carried(engine) if engine.num_steps else None
-            self._choose(feed)
-            model = engine.model
-            engine.release()
-            prepare(model)
-            if kept is not None:
-                state.restore(engine, *kept)
-        if engine.precision.graphs and engine.recorded is None:
-            graphs = Graphs(engine.model, CudaRecorder(engine.device))
-            self._warm_up(engine.record(graphs, recordable_of(self._task)), feed)
-
-    def accelerate(self, model: torch.nn.Module) -> None:
-        """Put the task's kernels into a model that is about to be prepared, if they were chosen."""
-        if self._engine.precision.kernels:
-            for line in accelerate(self._task, model):
-                self._progress.say(f"without a kernel: {line}")
-
-    def lines(self) -> list[str]:
-        """What is worth saying at the end of the run."""
-        compiled = self._engine.counters().get("compiled")
-        said = [] if compiled is None else [f"compiled {compiled} graph{'s' * (compiled != 1)}"]
-        return said if self._engine.recorded is None else [*said, *self._engine.recorded.graphs.lines()]
+    def choose(self, model: torch.nn.Module, feed: Feed) -> Tuned:
+        """Measure candidates on copies of the model, or take what the cache has. All ranks must call it."""
+        if feed.is_stream:
+            unmeasured = Choice(Candidate(self._levels[-1]))
+            return self._tuned(unmeasured, "not measured, since nobody knows the shapes of iterable data")
+        answer: tuple[dict[str, Any], str] | None = None
+        if self._link.is_first:
+            choice, source = self._find(model, feed)
+            answer = choice.record(), source
+        record, source = self._link.broadcast_object(answer)
+        return self._tuned(Choice.read(record), source)
 
     # -- how it is done ------------------------------------------------------------------------------------------
 
-    def _choose(self, feed: Feed) -> None:
-        link = self._engine.link
-        if feed.is_stream:
-            self._take(
-                Choice(Candidate(self._levels[-1])), "not measured, since nobody knows the shapes of iterable data"
-            )
-            return
-        found: tuple[dict[str, Any], str] | None = None
-        if link.is_first:
-            choice, source = self._find(feed)
-            found = choice.record(), source
-        record, source = link.broadcast_object(found)
-        self._take(Choice.read(record), source)
-
-    def _find(self, feed: Feed) -> tuple[Choice, str]:
+    def _find(self, model: torch.nn.Module, feed: Feed) -> tuple[Choice, str]:
         picks = costly_shapes(feed.plan(0), MEASURED_SHAPES, feed.collate)
         grains = list(feed.read((pick.step, pick.number) for pick in picks))
-        ways = self._ways()
-        facts, shelf = self._facts(grains, ways), Cache(cache_folder(os.environ))
-        known = shelf.find(facts)
-        if known is not None:
-            return known, "measured by an earlier run on this machine"
-        self._progress.say(f"-O4: timing {len(ways)} ways to compute a step, once on this machine")
-
-        workload = timing.Workload(self._task, self._config, self._engine.link, self._engine.model, grains)
-
-        def measure(way: Candidate, limit_s: float) -> float:
-            seconds = timing.step_seconds(way, limit_s * len(grains), workload=workload) / len(grains)
-            self._progress.say(f"  {way.name}: {1e3 * seconds:.4g} ms")
-            return seconds
-
-        def in_turns(ways: Sequence[Candidate]) -> dict[Candidate, float]:
-            seconds = {way: each / len(grains) for way, each in timing.in_turns(ways, workload=workload).items()}
-            shown = ", ".join(f"{way.name} {1e3 * each:.4g} ms" for way, each in seconds.items())
-            self._progress.say(f"  in turns: {shown}")
-            return seconds
-
-        choice = choose(ways, measure, in_turns)
+        to_try = self._candidates(model)
+        facts, cache = self._facts(model, grains, to_try), Cache(cache_folder(os.environ))
+        cached = cache.find(facts)
+        if cached is not None:
+            return cached, "measured by an earlier run on this machine"
+        self._say(f"-O4: timing {len(to_try)} ways to compute a step, once on this machine")
+        choice = self._measure(to_try, timing.Workload(self._task, self._config, self._link, model, grains))
         reasons = [why for why in (self._no_kernels, self._no_graphs) if why is not None]
         choice = replace(choice, notes=(*choice.notes, *reasons))
         if any("-O3" in name for name in choice.step_ms):
-            torch.compiler.reset()  # what was compiled for copies of the model is of no more use
-        problem = shelf.keep(facts, choice)
+            torch.compiler.reset()  # code that was compiled for copies of the model is of no more use
+        problem = cache.keep(facts, choice)
         if problem is not None:
-            self._progress.say(problem)
+            self._say(problem)
         return choice, "measured"
 
-    def _ways(self) -> list[Candidate]:
+    def _measure(self, to_try: Sequence[Candidate], workload: timing.Workload) -> Choice:
+        steps = len(workload.grains)
+
+        def measure(candidate: Candidate, limit_s: float) -> float:
+            seconds = timing.step_seconds(candidate, limit_s * steps, workload=workload) / steps
+            self._say(f"  {candidate.name}: {1e3 * seconds:.4g} ms")
+            return seconds
+
+        def in_turns(last: Sequence[Candidate]) -> dict[Candidate, float]:
+            rounds = timing.in_turns(last, workload=workload)
+            seconds = {candidate: each / steps for candidate, each in rounds.items()}
+            shown = ", ".join(f"{candidate.name} {1e3 * each:.4g} ms" for candidate, each in seconds.items())
+            self._say(f"  in turns: {shown}")
+            return seconds
+
+        return choose(to_try, measure, in_turns)
+
+    def _candidates(self, model: torch.nn.Module) -> list[Candidate]:
         levels = precision.distinct(self._levels, self._config.precision, self._capabilities)
         has_kernels, leaves_some = self._no_kernels is None, False
         if has_kernels:
-            with contextlib.suppress(Exception):  # whatever it runs into, measuring them says
-                leaves_some = bool(accelerate(self._task, copy.deepcopy(self._engine.model)))
+            with contextlib.suppress(Exception):  # measuring them will report whatever it runs into
+                leaves_some = bool(accelerate(self._task, copy.deepcopy(model)))
         return candidates(levels, has_kernels=has_kernels, can_graph=self._no_graphs is None, leaves_some=leaves_some)
 
-    def _take(self, choice: Choice, source: str, way: Candidate | None = None) -> None:
-        """`way`: what of the choice can be had here, where that is not all of it."""
-        self.choice = choice
+    def _tuned(self, choice: Choice, source: str, possible: Candidate | None = None) -> Tuned:
+        """`possible` is the part of the choice that this device has, where that is not all of it."""
         used = choice
-        if way not in (None, choice.way):
-            used = replace(choice, way=way, notes=(*choice.notes, *filter(None, [self._no_graphs])))
-        self._settle(used.way, notes=(used.line(source), *used.notes))
+        if possible not in (None, choice.candidate):
+            used = replace(choice, candidate=possible, notes=(*choice.notes, *filter(None, [self._no_graphs])))
+        resolved = self._precision(used.candidate)
+        return Tuned(choice, replace(resolved, notes=(used.line(source), *used.notes, *resolved.notes)))
 
-    def _settle(self, way: Candidate, *, is_open: bool = False, notes: tuple[str, ...] = ()) -> None:
-        found = precision.resolve_candidate(way, self._config.precision, self._capabilities)
-        self._engine.settle(replace(found, is_open=is_open, notes=(*notes, *found.notes)))
+    def _precision(self, candidate: Candidate) -> Precision:
+        return precision.resolve_candidate(candidate, self._config.precision, self._capabilities)
 
-    def _warm_up(self, recorded: RecordedPass, feed: Feed) -> None:
-        if feed.is_stream:
-            return
-        loss = partial(self._task.loss, self._engine.model)
-        picks = costly_shapes(feed.plan(0), MOST_GRAPHS, feed.collate)
-        for number, grain in enumerate(feed.read((pick.step, pick.number) for pick in picks), 1):
-            recorded.warm(loss, grain)
-            if number % 8 == 0 or number == len(picks):
-                self._progress.say(f"CUDA graphs: {recorded.graphs.num_recorded} recorded of {number} shapes")
-
-    def _facts(self, grains: list[Grain], ways: list[Candidate]) -> dict[str, Any]:
-        """What a choice depends on."""
-        config, model = self._config, self._engine.model
+    def _facts(self, model: torch.nn.Module, grains: list[Grain], to_try: list[Candidate]) -> dict[str, Any]:
+        """Return everything that a choice depends on."""
+        config = self._config
         named = [f"{name} {tuple(value.shape)} {value.requires_grad}" for name, value in model.named_parameters()]
         network = hashlib.sha256("\n".join([repr(model), *named]).encode()).hexdigest()
         return {
@@ -197,7 +170,7 @@ class Autotuner:
             "threads": torch.get_num_threads() if self._capabilities.device == "cpu" else None,
             "versions": {name: version_of(name) for name in ("torch", "triton", "paceline")},
             "kernels": _digest_of(kernels.__path__),
-            "ways": [way.name for way in ways],
+            "ways": [candidate.name for candidate in to_try],
             "cuda": torch.version.cuda,
             "network": network,
             "settings": config.model_dump(mode="json", include=MATTERS),
@@ -207,21 +180,50 @@ class Autotuner:
         }
 
 
+def put_kernels(task: Task, model: torch.nn.Module, chosen: Precision, say: Callable[[str], None]) -> None:
+    """Put the task's kernels into a model that is about to be prepared, if they were chosen."""
+    if chosen.kernels:
+        for line in accelerate(task, model):
+            say(f"without a kernel: {line}")
+
+
+def record_shapes(engine: Engine, task: Task, feed: Feed, say: Callable[[str], None]) -> None:
+    """Record CUDA graphs of a stage's shapes before its first step, if graphs were chosen and none are recorded yet."""
+    if not engine.precision.graphs or engine.recorded is not None:
+        return
+    recorded = engine.record(Graphs(engine.model, CudaRecorder(engine.device)), recordable_of(task))
+    if feed.is_stream:
+        return
+    loss = partial(task.loss, engine.model)
+    picks = costly_shapes(feed.plan(0), MOST_GRAPHS, feed.collate)
+    for number, grain in enumerate(feed.read((pick.step, pick.number) for pick in picks), 1):
+        recorded.warm(loss, grain)
+        if number % 8 == 0 or number == len(picks):
+            say(f"CUDA graphs: {recorded.graphs.num_recorded} recorded of {number} shapes")
+
+
+def closing_lines(engine: Engine) -> list[str]:
+    """Return what was compiled and recorded, for the end of a run at `-O4`."""
+    compiled = engine.counters().get("compiled")
+    lines = [] if compiled is None else [f"compiled {compiled} graph{'s' * (compiled != 1)}"]
+    return lines if engine.recorded is None else [*lines, *engine.recorded.graphs.lines()]
+
+
 def precision_for_use(record: Mapping[str, Any] | None, config: TrainConfig, device: torch.device) -> Precision:
-    """What a model that was trained at `-O4` is used in: the level that the run chose, where this device has it.
+    """Return the precision for the use of a model that was trained at `-O4`: the run's level, where this device has it.
 
     Kernels and graphs are for training.
     """
     capabilities = precision.capabilities(device)
     levels = precision.levels(config.precision, capabilities)
-    chosen = 2 if record is None else Choice.read(record).way.level
+    chosen = 2 if record is None else Choice.read(record).candidate.level
     return precision.resolve_candidate(
         Candidate(max(level for level in levels if level <= chosen)), config.precision, capabilities
     )
 
 
 def why_no_kernels(task: Task, config: TrainConfig, capabilities: precision.Capabilities) -> str | None:
-    """Why the task's own kernels are not among the candidates; None: they are."""
+    """Return why the task's own kernels are not among the candidates; None if they are."""
     if not isinstance(task, Accelerates):
         return "no kernels: this task has none of its own"
     if capabilities.device != "cuda":
@@ -237,7 +239,7 @@ def why_no_kernels(task: Task, config: TrainConfig, capabilities: precision.Capa
 
 
 def why_no_graphs(task: Task, config: TrainConfig, capabilities: precision.Capabilities, size: int) -> str | None:
-    """Why CUDA graphs are not among the candidates; None: they are."""
+    """Return why CUDA graphs are not among the candidates; None if they are."""
     if not isinstance(task, Recordable):
         return "no CUDA graphs: this task does not say that its loss can be recorded"
     if capabilities.device != "cuda":
@@ -252,6 +254,6 @@ def why_no_graphs(task: Task, config: TrainConfig, capabilities: precision.Capab
 
 
 def _digest_of(folders: Iterable[str]) -> str:
-    """Of the sources in there: kernels get faster within a version."""
+    """Return a digest of the sources in these folders: kernels get faster within a version."""
     files = sorted(file for folder in folders for file in Path(folder).glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
