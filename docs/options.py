@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -13,7 +12,7 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from paceline.cli.completion import HOMES
+from paceline.cli.completion import options_of
 from paceline.cli.main import COMMANDS
 from paceline.cli.recipes import RECIPES
 from paceline.cli.tasks import find_task
@@ -50,14 +49,14 @@ SHARED = {
 def page() -> str:
     """The whole page."""
     blocks = [f"{HEAD}{_aliases()}\n"]
-    for command, (home, positional) in HOMES.items():
+    for command in COMMANDS:
+        model, positional = options_of(command)
         blocks.append(f"## paceline {command}\n\n{COMMANDS[command].capitalize()}.\n")
         if command in SHARED:
             blocks.append(f"{SHARED[command]}\n")
             blocks += _command(TuneCommand, positional) if command == "tune" else []
             continue
-        module, _, name = home.partition(":")
-        blocks += _command(getattr(importlib.import_module(f"paceline.cli.{module}"), name), positional)
+        blocks += _command(model, positional)
         if command == "train":
             blocks += [block for recipe in RECIPES for block in _recipe(recipe)]
     return "\n".join(blocks)
