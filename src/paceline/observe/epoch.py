@@ -21,7 +21,7 @@ from paceline.observe.throughput import Units
 
 @dataclass(frozen=True)
 class Join:
-    """How what several launches measured becomes one value."""
+    """Rule by which the measurements of several launches become one value."""
 
     add: Callable[[Sequence[Any]], Any]
     """From the values of one rank in several launches to one."""

@@ -72,15 +72,15 @@ class Journal(Callback):
 
     def _keep(self, is_kept: Callable[[Record], bool]) -> None:
         """Drop the other lines, and one that a crash has cut short. The file is whole at every moment."""
-        kept = []
+        lines = []
         for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
             try:
                 if line.endswith("\n") and is_kept(json.loads(line)):
-                    kept.append(line)
+                    lines.append(line)
             except (ValueError, KeyError, TypeError):
                 continue
         with replacing(self._path) as file:
-            file.writelines(kept)
+            file.writelines(lines)
 
 
 def _without_layers(record: Record) -> Record:

@@ -22,13 +22,13 @@ _console_log = logging.getLogger(CONSOLE)
 _console_log.propagate = False  # it is on the console already
 
 
-def choose_style(asked: str, *, is_terminal: bool, is_notebook: bool) -> Style:
+def choose_style(setting: str, *, is_terminal: bool, is_notebook: bool) -> Style:
     """Return the style for `--progress` and the place that the output goes to."""
-    if asked in ("lines", "none"):
-        return "lines" if asked == "lines" else "none"
+    if setting in ("lines", "none"):
+        return "lines" if setting == "lines" else "none"
     if is_notebook:
         return "notebook"
-    return "bar" if is_terminal or asked == "bar" else "lines"
+    return "bar" if is_terminal or setting == "bar" else "lines"
 
 
 class Progress:

@@ -383,5 +383,5 @@ def is_number(value: Any) -> bool:
 
 def declared_numbers(*of: Any) -> dict[str, Number]:
     """Return the numbers that fields of these classes declare, in their order on a page."""
-    found = {each.name: each.metadata["number"] for one in of for each in _fields(one) if each.metadata.get("number")}
-    return dict(sorted(found.items(), key=lambda pair: pair[1].place))
+    numbers = {each.name: each.metadata["number"] for one in of for each in _fields(one) if each.metadata.get("number")}
+    return dict(sorted(numbers.items(), key=lambda pair: pair[1].place))

@@ -128,7 +128,7 @@ class ReportedRun:
 
     @property
     def num_ranks(self) -> int | None:
-        """Of the last epoch that ended."""
+        """Number of ranks in the last epoch that ended; None where it is not known."""
         return (len(self.epochs[-1].seconds) or None) if self.epochs else None
 
     @property

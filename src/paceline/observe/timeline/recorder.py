@@ -63,11 +63,11 @@ class Recording:
     """History of device memory."""
 
 
-def window(asked: str, now: int) -> range:
+def window(setting: str, now: int) -> range:
     """Return the steps to record, for a run that goes on after `now` steps."""
-    if asked == "auto":
+    if setting == "auto":
         return range(now + AUTO_AFTER, now + AUTO_AFTER + AUTO_STEPS)
-    return StepRange.parse(asked).steps
+    return StepRange.parse(setting).steps
 
 
 def build(

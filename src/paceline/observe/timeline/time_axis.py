@@ -59,7 +59,7 @@ def measure(link: Link, where: str | None = None, now_ns: Callable[[], int] = pe
     machines = link.gather_objects(machine() if where is None else where)
     # The first rank of each other machine asks; all ranks hear both, which a broadcast is.
     askers = [rank for rank, name in enumerate(machines) if machines.index(name) == rank and rank > 0]
-    own = Offset()
+    result = Offset()
     for asker in askers:
         tries = []
         for _ in range(NUM_TRIES):
@@ -72,5 +72,5 @@ def measure(link: Link, where: str | None = None, now_ns: Callable[[], int] = pe
             tries.append(Try(sent_ns, int(answer), now_ns()))
         measured = link.broadcast_object(offset(tries), src=asker)
         if machines[link.world.rank] == machines[asker]:
-            own = measured
-    return own
+            result = measured
+    return result
