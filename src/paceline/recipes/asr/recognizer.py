@@ -32,27 +32,28 @@ Audio = str | Path | NDArray[Any]
 class NotSpeech(PacelineError):
     """A run of another task."""
 
+    path: Path
+    task: str
+    sentence = "{path} is a run of the task {task}, not of speech recognition"
     hint = "give a run of `paceline train asr`, a folder of `paceline export`, or a .nemo archive"
-
-    def __init__(self, path: Path, task: str) -> None:
-        super().__init__(f"{path} is a run of the task {task}, not of speech recognition")
 
 
 class NotAudio(PacelineError):
     """An array that cannot be a recording."""
 
+    array: NDArray[Any]
+    why: str = "is no audio"
+    sentence = "an array of {array.dtype} with shape {array.shape} {why}"
     hint = "give int16 samples, or floats between -1 and 1, of one channel at the model's `sample_rate`"
-
-    def __init__(self, array: NDArray[Any], why: str = "is no audio") -> None:
-        super().__init__(f"an array of {array.dtype} with shape {array.shape} {why}")
 
 
 class NoSuchChoice(PacelineError):
     """An argument of `load` that cannot be."""
 
-    def __init__(self, what: str, hint: str) -> None:
-        super().__init__(what)
-        self.hint = hint
+    what: str
+    advice: str
+    sentence = "{what}"
+    hint = "{advice}"
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -34,12 +34,15 @@ from paceline.train.task import Sums, Task
 class NothingNamed(PacelineError):
     """A run without validation sets is to be validated, or to predict them."""
 
-    def __init__(self, mode: str) -> None:
-        super().__init__("the run has no validation manifests, and no others are named")
-        self.hint = {
-            "eval": "name some: `paceline eval RUN --manifest a.json,b.json`",
-            "infer": "say what to transcribe: `paceline infer RUN a.flac folder manifest.json`",
-        }[mode]
+    mode: Literal["eval", "infer"]
+    sentence = "the run has no validation manifests, and no others are named"
+    hint = "{advice}"
+
+    @property
+    def advice(self) -> str:
+        if self.mode == "eval":
+            return "name some: `paceline eval RUN --manifest a.json,b.json`"
+        return "say what to transcribe: `paceline infer RUN a.flac folder manifest.json`"
 
 
 class Asr(Task):

@@ -18,10 +18,14 @@ from paceline.core.user_file import class_from_file
 class BackboneFails(PacelineError):
     """A user's network cannot be made."""
 
+    spec: str
+    error: Exception
+    sentence = "{spec} cannot be made: {kind}: {error}"
     hint = "it is made as Model(shape, num_classes), e.g. Model((3, 32, 32), 10)"
 
-    def __init__(self, spec: str, error: Exception) -> None:
-        super().__init__(f"{spec} cannot be made: {type(error).__name__}: {error}")
+    @property
+    def kind(self) -> str:
+        return type(self.error).__name__
 
 
 class MLP(nn.Module):

@@ -20,26 +20,40 @@ IMAGE_BYTES = 3 * 32 * 32
 class FileMissing(PacelineError):
     """An official file is not there."""
 
-    def __init__(self, dataset: str, name: str, looked: list[Path], url: str) -> None:
-        super().__init__(f"{dataset} needs {name}, which is in none of {', '.join(map(str, looked))}")
-        self.hint = f"download {url} to {looked[-1]}, or say with `--data-root` where it is"
+    dataset: str
+    name: str
+    folders: list[Path]
+    url: str
+    sentence = "{dataset} needs {name}, which is in none of {shown}"
+    hint = "download {url} to {last_folder}, or say with `--data-root` where it is"
+
+    @property
+    def shown(self) -> str:
+        return ", ".join(map(str, self.folders))
+
+    @property
+    def last_folder(self) -> Path:
+        return self.folders[-1]
 
 
 class ChecksumWrong(PacelineError):
     """A file that is not the official one."""
 
-    def __init__(self, path: Path, wanted: str, found: str, url: str) -> None:
-        super().__init__(f"{path} is not the official file: its md5 is {found}, not {wanted}")
-        self.hint = f"download it again: {url}"
+    path: Path
+    wanted: str
+    md5: str
+    url: str
+    sentence = "{path} is not the official file: its md5 is {md5}, not {wanted}"
+    hint = "download it again: {url}"
 
 
 class SubsetWrong(PacelineError):
     """An `.npz` that does not hold pictures and labels."""
 
+    path: Path
+    why: str
+    sentence = "{path} cannot be used: {why}"
     hint = "it needs x_train (n, 3, 32, 32) uint8, y_train (n,), x_test and y_test"
-
-    def __init__(self, path: Path, why: str) -> None:
-        super().__init__(f"{path} cannot be used: {why}")
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ Scenario = Literal["class", "task", "domain"]
 class TooManyTasks(PacelineError):
     """Fewer classes than tasks to share them."""
 
-    def __init__(self, num_tasks: int, num_classes: int) -> None:
-        super().__init__(f"{num_tasks} tasks cannot share {num_classes} classes: each needs at least one")
-        self.hint = f"set `--num-tasks` to {num_classes} or less"
+    num_tasks: int
+    num_classes: int
+    sentence = "{num_tasks} tasks cannot share {num_classes} classes: each needs at least one"
+    hint = "set `--num-tasks` to {num_classes} or less"
 
 
 @dataclass(frozen=True)

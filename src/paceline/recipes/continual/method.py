@@ -71,11 +71,20 @@ class Answer:
 class NotAnAnswer(PacelineError):
     """A method's `loss` returned something else."""
 
+    method: Method
+    returned: object
+    sentence = "`loss` of method {method_name} returned {what}, not an Answer"
     hint = "return Answer(sum, count, output): the sum of the losses, their number, the outputs for `now.x`"
 
-    def __init__(self, method: Method, returned: object) -> None:
-        what = "a single tensor (a mean?)" if isinstance(returned, Tensor) else f"a {type(returned).__name__}"
-        super().__init__(f"`loss` of method {type(method).__name__} returned {what}, not an Answer")
+    @property
+    def method_name(self) -> str:
+        return type(self.method).__name__
+
+    @property
+    def what(self) -> str:
+        if isinstance(self.returned, Tensor):
+            return "a single tensor (a mean?)"
+        return f"a {type(self.returned).__name__}"
 
 
 class Method:

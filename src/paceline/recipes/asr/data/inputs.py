@@ -28,19 +28,28 @@ SKIP_HINT = "mend them, leave them out, or add `--bad-data skip`"
 class NothingToHear(PacelineError):
     """A word that leads to no audio."""
 
+    word: str
+    why: str
+    sentence = "{word}: {why}"
     hint = "give audio files, folders of them, manifests (.json, .jsonl) or packed files (.h5)"
-
-    def __init__(self, word: str, why: str) -> None:
-        super().__init__(f"{word}: {why}")
 
 
 class InputsUnreadable(PacelineError):
     """Recordings that cannot be transcribed, all of them."""
 
-    def __init__(self, problems: Sequence[str], total: int, hint: str) -> None:
-        self.hint = hint
-        number = f"{total:,} recordings" if total > 1 else "1 recording"
-        super().__init__("\n".join([f"{number} cannot be used", *first_lines(problems, MOST_SHOWN, total)]))
+    problems: Sequence[str]
+    total: int
+    advice: str
+    sentence = "{count} cannot be used\n{shown}"
+    hint = "{advice}"
+
+    @property
+    def count(self) -> str:
+        return f"{self.total:,} recordings" if self.total > 1 else "1 recording"
+
+    @property
+    def shown(self) -> str:
+        return "\n".join(first_lines(self.problems, MOST_SHOWN, self.total))
 
 
 @dataclass

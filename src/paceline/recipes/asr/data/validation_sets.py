@@ -20,10 +20,9 @@ _BETWEEN_FILES = re.compile(r"(?<=\.json)\+|(?<=\.jsonl)\+|(?<=\.h5)\+|(?<=\.hdf
 class NamedTwice(PacelineError):
     """Two validation sets that would have one name."""
 
+    name: str
+    sentence = "two validation sets are called {name!r}"
     hint = "name them yourself: `--val-manifest first=a/test.json,second=b/test.json`"
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"two validation sets are called {name!r}")
 
 
 def name_sets(words: Sequence[str]) -> dict[str, tuple[Path, ...]]:

@@ -27,19 +27,16 @@ _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes
 class EspeakMissing(PacelineError):
     """The package with espeak-ng is not installed."""
 
+    sentence = "speaking the demo corpus needs espeak-ng (package espeakng-loader), which is not installed"
     hint = "pip install 'paceline[demo]'"
-
-    def __init__(self) -> None:
-        super().__init__("speaking the demo corpus needs espeak-ng (package espeakng-loader), which is not installed")
 
 
 class EspeakFailed(PacelineError):
     """The library is there and does not work."""
 
+    why: str
+    sentence = "espeak-ng cannot speak: {why}"
     hint = "pip install --force-reinstall espeakng-loader"
-
-    def __init__(self, why: str) -> None:
-        super().__init__(f"espeak-ng cannot speak: {why}")
 
 
 def require_espeak() -> None:

@@ -57,21 +57,23 @@ _PROGRESS: Final = re.compile(r"(\d+) of (\d+)")
 class CorpusFolderUnusable(PacelineError):
     """The folder cannot be written, or holds something that is not for this module to replace."""
 
+    folder: Path
+    why: str
+    sentence = "no demo corpus can be written to {folder}: {why}"
     hint = "name a new or empty folder for the demo corpus"
-
-    def __init__(self, folder: Path, why: str) -> None:
-        super().__init__(f"no demo corpus can be written to {folder}: {why}")
-        self.folder = folder
 
 
 class SpeakingFailed(PacelineError):
     """The child that speaks ended early."""
 
+    code: int
+    said: str
+    sentence = "speaking the demo corpus ended with code {code}: {last_words}"
     hint = "see whether the disk has room; `python -m paceline.recipes.asr.demo.speak` is what was started"
 
-    def __init__(self, code: int, said: str) -> None:
-        super().__init__(f"speaking the demo corpus ended with code {code}: {said or 'nothing was said'}")
-        self.code = code
+    @property
+    def last_words(self) -> str:
+        return self.said or "nothing was said"
 
 
 class CorpusSettings(Section):

@@ -29,30 +29,33 @@ MAX_SHOWN = 10
 class NotAnExport(PacelineError):
     """A folder that does not hold a model as `write_export` writes it."""
 
+    folder: Path
+    why: str
+    sentence = "{folder}: {why}"
     hint = f"an exported model is a folder with {WEIGHTS} and {NETWORK}"
-
-    def __init__(self, folder: Path, why: str) -> None:
-        super().__init__(f"{folder}: {why}")
-        self.folder = folder
 
 
 class ExportFailed(PacelineError):
     """An export that cannot be written there; nothing has been changed."""
 
-    def __init__(self, folder: Path, why: str, hint: str) -> None:
-        super().__init__(f"cannot export to {folder}: {why}")
-        self.folder, self.hint = folder, hint
+    folder: Path
+    why: str
+    advice: str
+    sentence = "cannot export to {folder}: {why}"
+    hint = "{advice}"
 
 
 class WeightsDiffer(PacelineError):
     """Weights that are not those of the network."""
 
+    where: str | Path
+    mistakes: Sequence[str]
+    sentence = "{where}: the weights do not fit the network\n{shown}"
     hint = "these weights were made with another network"
 
-    def __init__(self, where: str | Path, mistakes: Sequence[str]) -> None:
-        lines = [f"{where}: the weights do not fit the network", *first_lines(mistakes, MAX_SHOWN)]
-        super().__init__("\n".join(lines))
-        self.mistakes = tuple(mistakes)
+    @property
+    def shown(self) -> str:
+        return "\n".join(first_lines(self.mistakes, MAX_SHOWN))
 
 
 class LabelsDiffer(PacelineError):
@@ -92,7 +95,7 @@ def check_weights(network: NetworkSettings, weights: Mapping[str, Tensor], where
         if name in weights and weights[name].shape != shape
     ]
     if mistakes:
-        raise WeightsDiffer(where, mistakes)
+        raise WeightsDiffer(where, tuple(mistakes))
 
 
 def is_export(folder: Path) -> bool:

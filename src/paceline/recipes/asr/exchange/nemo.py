@@ -37,11 +37,10 @@ _IGNORED = re.compile(r"(preprocessor|spec_augmentation)\.")
 class NotANemoArchive(PacelineError):
     """A file that does not hold a model as NeMo saves it."""
 
+    path: Path
+    why: str
+    sentence = "{path}: {why}"
     hint = f"a .nemo archive of an EncDecCTCModel is a tar file with {CONFIG} and {WEIGHTS}"
-
-    def __init__(self, path: Path, why: str) -> None:
-        super().__init__(f"{path}: {why}")
-        self.path = path
 
 
 def read_nemo(path: Path) -> tuple[NetworkSettings, dict[str, Tensor]]:
@@ -58,7 +57,7 @@ def read_nemo(path: Path) -> tuple[NetworkSettings, dict[str, Tensor]]:
     used = set(names.values())
     extra = [f"{name} is not known" for name in weights if name not in used and not _IGNORED.match(name)]
     if missing or extra:
-        raise WeightsDiffer(path, [*missing, *extra])
+        raise WeightsDiffer(path, (*missing, *extra))
     # Counters matter to nobody here: batch norms with a momentum never read them.
     zeros = {name: torch.zeros((), dtype=torch.int64) for name in counters}
     renamed = zeros | {

@@ -41,9 +41,11 @@ class NoWeights(PacelineError):
 class RatesDiffer(PacelineError):
     """A model that hears audio at another rate: its features stand for other frequencies."""
 
-    def __init__(self, ours: int, theirs: int, where: Path) -> None:
-        super().__init__(f"{where} is a model for {theirs} Hz, and the network is for {ours} Hz")
-        self.hint = f"set `sample_rate: {theirs}` in the network's file; audio of any rate is resampled to it"
+    ours: int
+    theirs: int
+    where: Path
+    sentence = "{where} is a model for {theirs} Hz, and the network is for {ours} Hz"
+    hint = "set `sample_rate: {theirs}` in the network's file; audio of any rate is resampled to it"
 
 
 class _Known(NamedTuple):

@@ -30,20 +30,26 @@ class Clip(NamedTuple):
 class NoClips(PacelineError):
     """A folder without audio."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(f"{folder}: holds no audio")
-        self.folder = folder
-        self.hint = f"name a folder with files that end in {', '.join(sorted(SUFFIXES))}, or a manifest of such files"
+    folder: Path
+    sentence = "{folder}: holds no audio"
+    hint = f"name a folder with files that end in {', '.join(sorted(SUFFIXES))}, or a manifest of such files"
 
 
 class ClipsUnreadable(PacelineError):
     """Files that cannot be mixed in, all of them."""
 
-    def __init__(self, source: Path, problems: Sequence[str]) -> None:
-        count = f"{len(problems):,} files" if len(problems) > 1 else "1 file"
-        super().__init__("\n".join([f"{source}: {count} cannot be mixed in", *first_lines(problems, MOST_SHOWN)]))
-        self.source, self.problems = source, tuple(problems)
-        self.hint = f"mend or remove them in {source}"
+    source: Path
+    problems: Sequence[str]
+    sentence = "{source}: {count} cannot be mixed in\n{shown}"
+    hint = "mend or remove them in {source}"
+
+    @property
+    def count(self) -> str:
+        return f"{len(self.problems):,} files" if len(self.problems) > 1 else "1 file"
+
+    @property
+    def shown(self) -> str:
+        return "\n".join(first_lines(self.problems, MOST_SHOWN))
 
 
 @functools.lru_cache(maxsize=16)

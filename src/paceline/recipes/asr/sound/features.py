@@ -75,10 +75,11 @@ class FeatureSettings(Section):
 class FrontEndMisfit(PacelineError):
     """Feature settings that cannot work at the sample rate."""
 
-    def __init__(self, sample_rate: int, reason: str, hint: str) -> None:
-        super().__init__(f"no features at {sample_rate} Hz: {reason}")
-        self.sample_rate = sample_rate
-        self.hint = hint
+    sample_rate: int
+    reason: str
+    advice: str
+    sentence = "no features at {sample_rate} Hz: {reason}"
+    hint = "{advice}"
 
 
 class LogMel(nn.Module):

@@ -43,20 +43,22 @@ _SPACES: Final = re.compile(r"  +")
 class BadLabels(PacelineError):
     """A list of labels that cannot name the outputs of a model."""
 
+    why: str
+    sentence = "`labels` cannot be used: {why}"
     hint = 'give each label once, as one character, such as labels: [" ", "a", "b", "\'"]'
-
-    def __init__(self, why: str) -> None:
-        super().__init__(f"`labels` cannot be used: {why}")
 
 
 class OutsideLabels(PacelineError):
     """A text with characters that the model cannot write, where it should have been normalised."""
 
+    text: str
+    characters: str
+    sentence = "{text!r} has characters outside the labels: {shown}"
     hint = 'normalise texts first: `text_rules` "en" or "basic"'
 
-    def __init__(self, text: str, characters: str) -> None:
-        super().__init__(f"{text!r} has characters outside the labels: {' '.join(map(_shown, characters))}")
-        self.characters = characters
+    @property
+    def shown(self) -> str:
+        return " ".join(map(_shown, self.characters))
 
 
 @dataclass(frozen=True)
