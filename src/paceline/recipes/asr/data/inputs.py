@@ -40,7 +40,7 @@ class InputsUnreadable(PacelineError):
     problems: Sequence[str]
     total: int
     advice: str
-    sentence = "{count} cannot be used\n{shown}"
+    sentence = "{count} cannot be used{lines}"
     hint = "{advice}"
 
     @property
@@ -48,8 +48,8 @@ class InputsUnreadable(PacelineError):
         return f"{self.total:,} recordings" if self.total > 1 else "1 recording"
 
     @property
-    def shown(self) -> str:
-        return "\n".join(first_lines(self.problems, MOST_SHOWN, self.total))
+    def lines(self) -> str:
+        return "".join(f"\n{line}" for line in first_lines(self.problems, MOST_SHOWN, self.total))
 
 
 @dataclass

@@ -50,12 +50,12 @@ class WeightsDiffer(PacelineError):
 
     where: str | Path
     mistakes: Sequence[str]
-    sentence = "{where}: the weights do not fit the network\n{shown}"
+    sentence = "{where}: the weights do not fit the network{lines}"
     hint = "these weights were made with another network"
 
     @property
-    def shown(self) -> str:
-        return "\n".join(first_lines(self.mistakes, MAX_SHOWN))
+    def lines(self) -> str:
+        return "".join(f"\n{line}" for line in first_lines(self.mistakes, MAX_SHOWN))
 
 
 class LabelsDiffer(PacelineError):

@@ -40,7 +40,7 @@ class ClipsUnreadable(PacelineError):
 
     source: Path
     problems: Sequence[str]
-    sentence = "{source}: {count} cannot be mixed in\n{shown}"
+    sentence = "{source}: {count} cannot be mixed in{lines}"
     hint = "mend or remove them in {source}"
 
     @property
@@ -48,8 +48,8 @@ class ClipsUnreadable(PacelineError):
         return f"{len(self.problems):,} files" if len(self.problems) > 1 else "1 file"
 
     @property
-    def shown(self) -> str:
-        return "\n".join(first_lines(self.problems, MOST_SHOWN))
+    def lines(self) -> str:
+        return "".join(f"\n{line}" for line in first_lines(self.problems, MOST_SHOWN))
 
 
 @functools.lru_cache(maxsize=16)
