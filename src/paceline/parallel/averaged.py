@@ -36,7 +36,7 @@ from paceline.world.failure.flight_recorder import trail
 from paceline.world.link import Link
 
 GROWTH = 8
-"""How many times longer than the last an interval may be: a first step that took no time says little."""
+"""Largest ratio of an interval to the one before: a first step that took no time says little."""
 
 
 class Averaged(Strategy):
@@ -57,12 +57,12 @@ class Averaged(Strategy):
         weights_changed: Callable[[], None] = lambda: None,
         clock: Clock | None = None,
     ) -> None:
-        """`weights_changed` is called when the optimizer's weights (masters) have another value."""
+        """Average `parameters`; `weights_changed` is called after the optimizer's weights (masters) have changed."""
         super().__init__(parameters)
         self._link, self._settings, self._optimizer, self._clock = link, settings, optimizer, clock
         self._size = link.world.size
         self._weights_changed = weights_changed
-        # Of its own, so that it does not matter what else ranks say to each other while an average is under way.
+        # A group of its own: other collectives may run while an average is in flight.
         self._group: dist.ProcessGroup = dist.new_group(timeout=timeout)
         weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         format_ = wire.build(settings.wire)
@@ -82,7 +82,7 @@ class Averaged(Strategy):
         self._since = 0
         """Steps since the last average was taken."""
         self._flown = -1
-        """Steps since the average that is under way was taken; -1: none is."""
+        """Steps since the average in flight was taken; -1: none is."""
         self._count: Any = 0.0
         self._expected = 0.0
         self._waited_s = 0.0
@@ -97,9 +97,9 @@ class Averaged(Strategy):
         self._counted = self._count_buffers()
         self.num_averages = 0
         self.blocked_s = 0.0
-        """Seconds that steps have waited for averages, in all."""
+        """Seconds that steps have waited for averages so far."""
 
-    # -- the step ------------------------------------------------------------------------------------------------------
+    # -- a step --------------------------------------------------------------------------------------------------------
 
     @property
     def is_together(self) -> bool:
@@ -175,7 +175,7 @@ class Averaged(Strategy):
         return [*self.weights, *self._others, *(self._state.pieces if self._state is not None else [])]
 
     def _start(self) -> None:
-        """The model as it is now is on its way."""
+        """Start an average of the models as they are now."""
         began = time.perf_counter()
         seconds = [0.0] * self._size
         seconds[self._link.world.rank] = began - (self._began_s or began) - self._waited_s
@@ -212,24 +212,24 @@ class Averaged(Strategy):
             return None
         began = time.perf_counter()
         has_moved, self._flown = self._since > 0, -1
-        found = self._tally.finish()
+        sums = self._tally.finish()
         for piece in self._pieces():
             piece.go_on()
         for piece in self._pieces():
             piece.wait()
-        total = found["weight"][0]
+        total = sums["weight"][0]
         distances = [piece.finish(total, has_moved) for piece in self.weights]
         for piece in self._others:
             piece.finish(total, has_moved)
-        self._add_counted(found["counted"])
+        self._add_counted(sums["counted"])
         if self._state is not None:
-            self._state.finish(total, has_moved, found["state_steps"])
+            self._state.finish(total, has_moved, sums["state_steps"])
         elif self._settings.sync_state == "reset":
             reset(self._optimizer)
         self._weights_changed()
         settings = self._settings
-        self.interval = next_interval(settings.sync_step, settings.sync_seconds, self._sent_since, found["seconds"])
-        average = self._completed(found)
+        self.interval = next_interval(settings.sync_step, settings.sync_seconds, self._sent_since, sums["seconds"])
+        average = self._completed(sums)
         self.spread = [float(sum(values, start=torch.zeros(()))) for values in zip(*distances, strict=True)]
         self.num_averages += 1
         waited = time.perf_counter() - began
@@ -238,20 +238,20 @@ class Averaged(Strategy):
         self.blocked_s += waited
         return average
 
-    def _completed(self, found: dict[str, list[float]]) -> Average:
+    def _completed(self, sums: dict[str, list[float]]) -> Average:
         """Return the records of the steps that were averaged, with the numbers of all ranks."""
         notes: dict[str, float] = {}
         if self.num_averages:
             # Of the average before, whose distances were known only after it.
-            mean = found["spread"][0] / self._size
+            mean = sums["spread"][0] / self._size
             notes = {"spread": math.sqrt(mean / self.spread[1]) if self.spread[1] else 0.0}
         last = self._sent_steps[-1]
         steps = tuple(
             Step(number, torch.tensor(loss, dtype=torch.float64), count, notes=notes if number == last else {})
-            for number, loss, count in zip(self._sent_steps, found["losses"], found["counts"], strict=True)
+            for number, loss, count in zip(self._sent_steps, sums["losses"], sums["counts"], strict=True)
         )
         self._sent_steps = []
-        with_data, to_stop = (torch.tensor(flag) for flag in found["flags"])
+        with_data, to_stop = (torch.tensor(flag) for flag in sums["flags"])
         return Average(steps, with_data, to_stop)
 
     def _count_buffers(self) -> list[float]:
@@ -261,8 +261,8 @@ class Averaged(Strategy):
         return [float(value) for value in flat.tolist()]
 
     def _add_counted(self, counted: list[float]) -> None:
-        """Counters go on by what all ranks have counted, not only this one."""
-        others = [total - mine for total, mine in zip(counted, self._own_counted, strict=True)]
+        """Add to the counters what the other ranks have counted."""
+        others = [total - local for total, local in zip(counted, self._own_counted, strict=True)]
         self._counted = [before + other for before, other in zip(self._counted, others, strict=True)]
         if not any(others):
             return
@@ -354,23 +354,23 @@ class _Tally:
 
 
 def _numbers(values: Sequence[Any]) -> list[float]:
-    """Numbers of the host as they are; those of a device in one transfer."""
+    """Return numbers of the host as they are, and those of a device by one transfer."""
     on_device = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
-    found = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
+    numbers = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
     if on_device:
         read = torch.stack([values[index].detach().double() for index in on_device]).tolist()
         for index, value in zip(on_device, read, strict=True):
-            found[index] = value
-    return found
+            numbers[index] = value
+    return numbers
 
 
 def first_interval(sync_step: int | None) -> int:
-    """Steps before the first average. By seconds it is one step, because nobody knows yet how long that takes."""
+    """Return the steps before the first average: one if by seconds, because the time of a step is not known yet."""
     return sync_step or 1
 
 
 def next_interval(sync_step: int | None, sync_seconds: float | None, steps: int, seconds: Sequence[float]) -> int:
-    """Steps until the next average, when each rank needed so many `seconds` for the last `steps` steps.
+    """Return the steps until the next average, given the `seconds` of each rank for the last `steps` steps.
 
     By seconds: as many as the slowest rank does in that time.
     """

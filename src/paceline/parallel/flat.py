@@ -58,7 +58,7 @@ class FlatAverage:
 
     @torch.no_grad()
     def take_anchor(self) -> None:
-        """The tensors as they are now are what all ranks have."""
+        """Take the tensors as they are now for the model that all ranks have."""
         if self.anchor is not None:
             foreach_copy_(self._views(self.anchor), self.tensors)
 
@@ -79,7 +79,7 @@ class FlatAverage:
             self.exchange.start(self._sum)
 
     def poll(self) -> bool:
-        """Go on as far as possible without waiting; whether all has been sent that will be."""
+        """Go on as far as possible without waiting; return True if everything has been sent."""
         return self.exchange is None or self.exchange.poll()
 
     def go_on(self) -> None:
@@ -88,7 +88,7 @@ class FlatAverage:
             self.exchange.go_on()
 
     def wait(self) -> None:
-        """Return when the sum is here."""
+        """Wait for the sum."""
         if self.exchange is not None:
             self._sum.copy_(self.exchange.finish())
         elif self._work is not None:
@@ -97,7 +97,7 @@ class FlatAverage:
 
     @torch.no_grad()
     def finish(self, total: float, has_moved: bool) -> tuple[Tensor, Tensor]:
-        """Apply what `wait` brought; (distance of this rank from the average, norm of the average), both squared."""
+        """Apply the sum; return (distance of this rank from the average, norm of the average), both squared."""
         self.is_in_flight = False
         average = self._sum
         if total == 0:  # no rank has learned anything since the last time
@@ -125,11 +125,11 @@ class FlatAverage:
 
 
 def by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Tensors that can share a flat buffer."""
-    found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    """Return groups of tensors that can share a flat buffer."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        found.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return list(found.values())
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(groups.values())
 
 
 def _square(flat: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ Place = tuple[int, str, tuple[int, ...], str]
 
 
 class StateAverage:
-    """Floating-point entries of the state are averaged, counts of steps to the nearest whole number.
+    """Average of an optimizer's state: of its floating-point entries, and of counts of steps to the nearest integer.
 
     Which entries there are is agreed once: a rank that has none yet for a parameter (it had no gradient) gets zeros.
     Where weights are rounded on the wire, to whatever format, the state travels in bf16 and by value: second moments
@@ -175,9 +175,8 @@ class StateAverage:
             piece.tensors = [self._tensor(place).detach() for place in places]
 
     def agree(self) -> None:
-        """Which entries there are on any rank."""
-        own = self._own()
-        everyone: list[list[Place]] = self._link.gather_objects(own)
+        """Agree on the entries that any rank has. All ranks must call it."""
+        everyone: list[list[Place]] = self._link.gather_objects(self._local_places())
         union = sorted({place for places in everyone for place in places})
         self._should_agree = False
         if set(union) == self._agreed:
@@ -196,10 +195,10 @@ class StateAverage:
         ]
 
     def send_steps(self, weight: float) -> list[float]:
-        """Numbers for the tally: counts of steps, and whether this rank has entries that are not agreed on."""
+        """Return numbers for the tally: counts of steps, and 1.0 if this rank has entries that are not agreed on."""
         counts = [self._tensor(place).double() for place in self._step_places]
         self._sent: list[float] = torch.stack(counts).tolist() if counts else []
-        has_more = self._agreed is not None and not set(self._own()) <= self._agreed
+        has_more = self._agreed is not None and not set(self._local_places()) <= self._agreed
         return [*(weight * count for count in self._sent), float(has_more)]
 
     def finish(self, total: float, has_moved: bool, steps: list[float]) -> None:
@@ -217,13 +216,14 @@ class StateAverage:
                 if round(value / total) != sent:
                     self._tensor(place).add_(round(value / total) - sent)
 
-    def _own(self) -> list[Place]:
-        found: list[Place] = []
+    def _local_places(self) -> list[Place]:
+        """Return the entries that this rank's optimizer has."""
+        places: list[Place] = []
         for number, parameter in enumerate(self._parameters):
             for entry, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.is_floating_point():
-                    found.append((number, entry, tuple(value.shape), str(value.dtype).removeprefix("torch.")))
-        return found
+                    places.append((number, entry, tuple(value.shape), str(value.dtype).removeprefix("torch.")))
+        return places
 
     def _tensor(self, place: Place) -> Tensor:
         number, entry, shape, dtype = place
@@ -233,12 +233,12 @@ class StateAverage:
             # Counts of steps stay on the host unless the optimizer is fused; torch itself moves them where needed.
             device = parameter.device if entry != STEP or _is_on_device(self._optimizer) else torch.device("cpu")
             state[entry] = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
-        found: Tensor = state[entry]
-        return found
+        tensor: Tensor = state[entry]
+        return tensor
 
 
 def reset(optimizer: torch.optim.Optimizer) -> None:
-    """Let the state begin anew: in place where it begins at 0, so that nothing is left uninitialised."""
+    """Reset the state: in place where it begins at 0, so that nothing is left uninitialised."""
     for parameter, entries in list(optimizer.state.items()):
         tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
         if set(entries) <= FROM_ZERO and len(tensors) == len(entries):

@@ -81,10 +81,10 @@ class _Join(torch.autograd.Function):
         shape = [1, -1] + [1] * (x.dim() - 2)
         num = x.numel() // x.shape[1]
         own_mean = wide.mean(dims)
-        own = torch.cat([own_mean, (wide - own_mean.view(shape)).square().sum(dims), own_mean.new_full((1,), num)])
-        everyone = [torch.empty_like(own) for _ in range(group.size())]
-        trail.note("all_gather of batch statistics", own)
-        dist.all_gather(everyone, own, group=group)
+        moments = torch.cat([own_mean, (wide - own_mean.view(shape)).square().sum(dims), own_mean.new_full((1,), num)])
+        everyone = [torch.empty_like(moments) for _ in range(group.size())]
+        trail.note("all_gather of batch statistics", moments)
+        dist.all_gather(everyone, moments, group=group)
         channels = x.shape[1]
         means, squares, counts = torch.stack(everyone).split([channels, channels, 1], dim=1)
         count = counts.sum()
@@ -126,7 +126,7 @@ class JoinedNorms:
         if world.size % size:
             raise GroupDoesNotDivide(size, world.size)
         self._world = world
-        # Of its own: backward sends buckets of gradients in between.
+        # A group of its own: backward sends buckets of gradients in between.
         groups = [dist.new_group(range(first, first + size), timeout=timeout) for first in range(0, world.size, size)]
         self._group = groups[world.rank // size]
         self._is_checked = False
@@ -148,7 +148,7 @@ class JoinedNorms:
 
 def _replace(model: nn.Module) -> list[JoinedBatchNorm]:
     """Put a joined layer in the place of each batch norm; parameters, buffers and names stay the same objects."""
-    found = [module for module in model.modules() if isinstance(module, JoinedBatchNorm)]
+    layers = [module for module in model.modules() if isinstance(module, JoinedBatchNorm)]
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
@@ -157,5 +157,5 @@ def _replace(model: nn.Module) -> list[JoinedBatchNorm]:
                 share_tensors(joined, child)
                 joined.train(child.training)
                 setattr(parent, name, joined)
-                found.append(joined)
-    return found
+                layers.append(joined)
+    return layers

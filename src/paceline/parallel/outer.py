@@ -1,4 +1,4 @@
-"""What the ranks make of an average: taken as it is, or as one step of an optimizer over the averaged models.
+"""Outer optimizer of averaged models: an average is taken as it is, or as the gradient of one more step.
 
 With g = last model - average (how far the ranks have come together, as a gradient):
 
@@ -26,7 +26,7 @@ class Outer:
 
     @torch.no_grad()
     def step(self, model: Tensor, average: Tensor) -> None:
-        """Move `model`, in place, from where it was at the last average."""
+        """Move `model` in place from the last average towards this one."""
         gradient = model - average
         if self.velocity is None:
             self.velocity = torch.zeros_like(model)
@@ -38,7 +38,7 @@ class Outer:
 
 
 def build(settings: ReduceSettings, ranks: int) -> Outer | None:
-    """The outer optimizer of the settings; None where the average is the model."""
+    """Return the outer optimizer of the settings; None if the average is the model."""
     if settings.outer == "plain":
         return None
     is_nesterov = settings.outer == "nesterov"

@@ -1,4 +1,4 @@
-"""How ranks come to one model: the interface of gradient reduction, sharding and parameter averaging.
+"""Interface of the ways in which ranks come to one model: summed gradients, sharding, averaged parameters.
 
 The engine calls a strategy in a fixed order and never asks which one it has:
 

@@ -1,6 +1,6 @@
-"""How numbers travel between ranks: fewer bytes per number, and what rounding loses is kept and sent the next time.
+"""Compressed sums over ranks: fewer bytes per number; what rounding loses is kept and sent the next time.
 
-A sum over ranks in two hops, as a ring would move it: every rank gets its own slice of everybody's numbers, adds them
+A sum in two hops, as a ring would move it: every rank gets its own slice of all ranks' numbers, adds them
 up in fp32, and gives the sum to all. Both hops are encoded; the error of each is added to what the same place sends
 next time (error feedback: Seide et al. 2014; for both hops Tang et al. 2021), so that nothing is lost, only late.
 """
@@ -25,15 +25,15 @@ class Wire(ABC):
 
     @abstractmethod
     def num_bytes(self, length: int) -> int:
-        """Bytes of a row of so many numbers."""
+        """Return the bytes of a row of `length` numbers."""
 
     @abstractmethod
     def encode(self, values: Tensor) -> Tensor:
-        """(rows, length) fp32 -> (rows, bytes) uint8."""
+        """Encode (rows, length) fp32 as (rows, bytes) uint8."""
 
     @abstractmethod
     def decode(self, payload: Tensor) -> Tensor:
-        """The counterpart of `encode`."""
+        """Decode what `encode` returned."""
 
 
 class HalfWire(Wire):
@@ -78,7 +78,7 @@ class Int8Wire(Wire):
 
 
 def build(name: str) -> Wire | None:
-    """The format of a setting; None for numbers as they are."""
+    """Return the format of a setting; None for numbers as they are."""
     return {
         "full": None,
         "fp16": HalfWire(torch.float16),
@@ -88,7 +88,7 @@ def build(name: str) -> Wire | None:
 
 
 class Exchange:
-    """One sum over the ranks in flight, in a format; the same bits on every rank.
+    """A sum over the ranks in flight, in a compressed format; the same bits on every rank.
 
     `start` sends, `poll` now and then lets the second hop begin as soon as the first is done, `finish` waits. Every
     rank must issue the same operations in the same order on a process group that nobody else uses; when, is free.
@@ -97,7 +97,7 @@ class Exchange:
     def __init__(
         self, length: int, wire: Wire, group: dist.ProcessGroup, device: torch.device, *, carries: bool = True
     ) -> None:
-        """`carries`: what rounding loses is sent the next time."""
+        """With `carries`, what rounding loses is sent the next time."""
         self._wire, self._group, self._carries = wire, group, carries
         self._size, self._length = group.size(), length
         self._slice = -(-length // (self._size * BLOCK)) * BLOCK
@@ -107,9 +107,9 @@ class Exchange:
         self._road = torch.device("cpu") if by_host else device
         self._device = device
         self.lost = torch.zeros(self._size, self._slice, device=device)
-        """What this rank's numbers lost in the last encoding."""
+        """Rounding errors of this rank's numbers in the last encoding."""
         self.lost_in_sum = torch.zeros(1, self._slice, device=device)
-        """The same for the sums that this rank makes."""
+        """Rounding errors of the sums that this rank makes."""
         self._work: dist.Work | None = None
         self._arriving = torch.empty(0)
         self._is_second_hop = False
@@ -127,7 +127,7 @@ class Exchange:
         self._work = dist.all_to_all_single(self._arriving.view(-1), payload.view(-1), group=self._group, async_op=True)
 
     def poll(self) -> bool:
-        """Begin the second hop if the first is done; never waits. Whether it has begun."""
+        """Begin the second hop if the first is done, without waiting; return True if it has begun."""
         if self._work is not None and not self._is_second_hop and self._work.is_completed():
             self._send_sums()
         return self._is_second_hop
@@ -138,7 +138,7 @@ class Exchange:
             self._send_sums()
 
     def finish(self) -> Tensor:
-        """The sum over the ranks, (length,) fp32."""
+        """Return the sum over the ranks, (length,) fp32."""
         self.go_on()
         assert self._work is not None, "nothing is under way"
         self._work.wait()
@@ -148,7 +148,7 @@ class Exchange:
         return total.view(-1)[: self._length]
 
     def _carry(self, wanted: Tensor, payload: Tensor) -> None:
-        """Leave of what was to be sent what was not."""
+        """Keep the part of `wanted` that `payload` does not hold, or nothing."""
         if self._carries:
             wanted -= self._wire.decode(payload)
         else:

@@ -143,7 +143,7 @@ class Engine:
     def record(self, graphs: Graphs, tensors: Callable[[Grain], Any]) -> RecordedPass:
         """Replay CUDA graphs of grains from now on, where their shape has one; `tensors` gives a grain's inputs."""
         recorded = RecordedPass(graphs, tensors, self.prepared.plain)
-        self._prepared = replace(self.prepared, recorded=recorded)
+        self._prepared = replace(self.prepared, grains=recorded, recorded=recorded)
         return recorded
 
     def resume_at(self, num_steps: int, batches: Sequence[int] | None = None) -> None:

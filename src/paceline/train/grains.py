@@ -55,7 +55,7 @@ class PlainPass:
             return unpack(loss(grain))
 
     def backward(self, total: Tensor) -> None:
-        torch.autograd.backward((total,), (self.seed(total),))
+        torch.autograd.backward((total,), (self._scale.seed(total, self._divisor),))
 
     def seed(self, total: Tensor) -> Tensor:
         """Return the gradient that backward of a sum starts from: the loss scale over the divisor."""

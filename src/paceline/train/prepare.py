@@ -1,4 +1,4 @@
-"""From a model and its optimizer to what a step needs of them: `prepare` changes both in place, in a fixed order."""
+"""Preparation of a model and its optimizer for training: both are changed in place, in a fixed order."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Prepared:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     strategy: Strategy
-    """How the ranks come to one model."""
+    """Way in which the ranks come to one model."""
     statistics: RunningStatistics
     """Batch-norm statistics, shared out over the ranks while they train."""
     masters: master.Masters | None
@@ -70,13 +70,10 @@ class Prepared:
     clip_norm: ClipNorm | None
     skips_on_device: bool
     """The optimizer itself leaves the weights alone if its `found_inf` says so; the host does not wait."""
+    grains: GrainPass
+    """Forward and backward of the grains of a step: `plain`, or `recorded`."""
     recorded: RecordedPass | None = None
     """CUDA graphs of grains, where `-O4` has chosen them."""
-
-    @property
-    def grains(self) -> GrainPass:
-        """Forward and backward of the grains of a step."""
-        return self.plain if self.recorded is None else self.recorded
 
     def begin_step(self, batch: Batch) -> None:
         self.strategy.begin(batch)
@@ -168,6 +165,7 @@ def prepare(
         norms=norms,
         input_cast=input_cast,
         plain=plain,
+        grains=plain,
         autocast=autocast,
         updated=[parameter for group in optimizer.param_groups for parameter in group["params"]],
         clip_norm=None if config.clip_norm is None else ClipNorm(config.clip_norm),
