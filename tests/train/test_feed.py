@@ -1,15 +1,22 @@
+"""Training data: the same on all ranks and after a resume, and batches of any epoch from any step."""
+
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import TensorDataset
 
-from paceline.train.feed import DataChanged, RanksDiffer, check_ranks
+from paceline.config.settings import TrainConfig
+from paceline.data.grain import Batch
+from paceline.train.feed import DataChanged, Feed, RanksDiffer, TrainingData, check_ranks
 from paceline.world.link import Link
 from tests.ranks import ranks
-from tests.train.small import SmallTask, points, trainer
+from tests.train.small import SmallTask, alone, points, trainer
 
 
 def test_the_message_names_the_rank() -> None:
@@ -42,3 +49,40 @@ def test_a_run_is_not_resumed_on_other_data_unless_allowed(tmp_path: Path) -> No
     with pytest.raises(DataChanged, match="not what it was"):
         trainer(Shorter(), out, resume="auto", epochs=2, steps=4).fit()
     assert trainer(Shorter(), out, resume="auto", epochs=2, steps=4, allow_change=True).fit().num_steps == 4
+
+
+def feed(**settings: Any) -> Feed:
+    config = TrainConfig(epochs=1, **{"global_batch": 4, **settings})
+    return Feed(TrainingData.of(points(14, seed=1)), config, alone(), grains=2, seed=3)
+
+
+def ids(batches: Iterable[Batch]) -> list[Any]:
+    return [(batch.epoch, batch.step, [grain.samples.tolist() for grain in batch.grains]) for batch in batches]
+
+
+@pytest.mark.parametrize("distribution", ["shard", "random_seed_offset"])
+def test_workers_that_read_on_give_the_epochs_in_any_order(distribution: str) -> None:
+    inline = feed(workers=0, dataset_distribution=distribution)
+    reading_on = feed(workers=1, dataset_distribution=distribution)
+    reading_on.end_epoch = 3
+    next(reading_on.batches(0))  # broken off
+    for epoch, start in [(0, 0), (1, 0), (2, 0), (3, 0), (1, 2), (2, 0), (0, 3)]:
+        assert ids(reading_on.batches(epoch, start)) == ids(inline.batches(epoch, start))
+    assert ids(inline.batches(0)) != ids(inline.batches(1))
+    reading_on.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_that_is_over_has_no_batches(workers: int) -> None:
+    done = feed(workers=workers)
+    assert done.num_steps(0) == 4
+    assert ids(done.batches(0, 4)) == []
+    assert [step for _, step, _ in ids(done.batches(0, 3))] == [3]
+    done.close()
+
+
+def test_a_grain_is_read_as_its_epoch_has_it() -> None:
+    both = feed(workers=0, order="none")
+    [grain] = both.read([(1, 1)])
+    assert grain.samples.tolist() == [6, 7]
+    assert torch.equal(grain.x, next(itertools.islice(both.batches(0), 1, None)).grains[1].x)
