@@ -69,7 +69,8 @@ def load(
     decoder: Literal["greedy", "beam"] = "greedy",
     beam_width: int = 16,
 ) -> Recognizer:
-    """A recogniser from a run's folder (`checkpoint` as in `paceline eval`), an exported folder or a NeMo archive."""
+    """Return a recogniser from a run's folder (`checkpoint` as in `paceline eval`), an exported folder or a NeMo
+    archive."""
     _check_choice("device", device, ("auto", "cpu", "cuda"))
     _check_choice("decoder", decoder, ("greedy", "beam"))
     if beam_width < 1:
@@ -104,7 +105,7 @@ class Recognizer:
 
     @torch.inference_mode()
     def transcribe(self, audio: Audio | Sequence[Audio]) -> list[str]:
-        """The text of each file or array (of the model's sample rate); always a list."""
+        """Return the text of each file or array (of the model's sample rate); always a list."""
         given = [each if isinstance(each, np.ndarray) else Path(each) for each in _listed(audio)]
         texts = [""] * len(given)
         for batch in _batches(self._lengths(given), int(BATCH_SECONDS * self.sample_rate)):
@@ -114,7 +115,7 @@ class Recognizer:
         return texts
 
     def _lengths(self, given: Sequence[Path | NDArray[Any]]) -> list[int]:
-        """In samples; what cannot be used is said here, all of it, and before anything is transcribed."""
+        """Return lengths in samples; raise for everything that cannot be used, before anything is transcribed."""
         measured = measure_all(list(dict.fromkeys(each for each in given if isinstance(each, Path))))
         bad = [str(found) for found in measured.values() if isinstance(found, AudioUnreadable)]
         if bad:
@@ -155,7 +156,7 @@ def _check_array(array: NDArray[Any]) -> None:
 
 
 def _batches(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Places of recordings of like length, so that little of a batch is padding; the longest first."""
+    """Return places of recordings of like length, so that little of a batch is padding; the longest first."""
     batches: list[list[int]] = []
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
         if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= most:

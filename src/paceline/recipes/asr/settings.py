@@ -92,7 +92,7 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
     @model_validator(mode="before")
     @classmethod
     def _own_warmup(cls, values: Any) -> Any:
-        """Who sets `warmup_steps` does not mean the recipe's ratio."""
+        """Drop the recipe's `warmup_ratio` if `warmup_steps` is set."""
         if isinstance(values, dict) and "warmup_steps" in values and "warmup_ratio" not in values:
             return {**values, "warmup_ratio": None}
         return values
@@ -100,7 +100,7 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
     @model_validator(mode="before")
     @classmethod
     def _betas_of_novograd(cls, values: Any) -> Any:
-        """The recipe's are NovoGrad's: another optimizer has its own."""
+        """Set QuartzNet's betas for NovoGrad only: another optimizer has its own."""
         is_recipe = isinstance(values, dict) and values.get("optimizer", OPTIMIZER) == OPTIMIZER
         return {**values, "betas": BETAS} if is_recipe and "betas" not in values else values
 

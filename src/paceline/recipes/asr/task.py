@@ -91,7 +91,7 @@ class Asr(Task):
         return {name: grain[name] for name in ("audio", "lengths", "keys", "text", "out_frames", "text_lengths")}
 
     def loss(self, model: nn.Module, grain: Grain) -> tuple[Tensor, int]:
-        """Summed over utterances and, later, divided by how many there are on all ranks."""
+        """Return the loss summed over utterances and, later, divided by how many there are on all ranks."""
         return self._loss(model, grain, self._listen(model, grain)), len(grain)
 
     def metrics(self, model: nn.Module, grain: Grain) -> Mapping[str, Sums]:
@@ -135,17 +135,17 @@ class Asr(Task):
         return {"labels": list(network.labels), "sample_rate": network.sample_rate}
 
     def report(self) -> None:
-        """Which utterances could not be read after all; without `bad_data: skip` there are none, or no run."""
+        """List the utterances that could not be read; without `bad_data: skip` there are none, or no run."""
         if self.settings.bad_data != "skip":
             return
-        found = sorted({line for lines in self.gather(self._unread) for line in lines}, key=_place)
+        unread = sorted({line for lines in self.gather(self._unread) for line in lines}, key=_place)
         self._unread = set()
-        if found:
-            number = f"{len(found):,} utterance{'s' * (len(found) > 1)}"
+        if unread:
+            number = f"{len(unread):,} utterance{'s' * (len(unread) > 1)}"
             self.say(f"{number} could not be read and added nothing:")
-            for line in shown(found, len(found)):
+            for line in shown(unread, len(unread)):
                 self.say(line)
-            self._list_bad(found)
+            self._list_bad(unread)
 
     def export(self, folder: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         write_export(folder, self.settings.network, weights, about)
@@ -157,7 +157,7 @@ class Asr(Task):
         return _labels(self.settings.network.labels)
 
     def _corpora(self) -> dict[Part, Corpus]:
-        """All data sets of the run, opened together when the first is asked for."""
+        """Return all data sets of the run, opened together when the first is asked for."""
         if self._opened is None:
             self._opening = Opening(self.settings, (self.world.rank, self.world.size), self.gather, self.say)
             self._opened = self._opening.open(parts_of(self.settings))
@@ -168,7 +168,7 @@ class Asr(Task):
         return Utterances(corpus.manifest, corpus.texts, rate, perturb, skip_bad=skip_bad)
 
     def _list_bad(self, more: Sequence[BadLine] = ()) -> None:
-        """In the run's folder, which is one by the time that training asks for its data; a benchmark has none."""
+        """List bad lines in the run's folder, which exists by the time training asks for data; a benchmark has none."""
         if self.settings.mode in ("eval", "infer"):
             return  # the run is used, and stays what it is
         out, opening = self.settings.out, self._opening
@@ -189,8 +189,8 @@ class Asr(Task):
         return ctc_loss_sum(log_probs, grain["text"], self._frames(model, grain), grain["num_labels"])
 
     def _frames(self, model: nn.Module, grain: Grain) -> list[int]:
-        """Of each utterance, known without asking the device; none of one that could not be read, so that it adds
-        nothing to a loss and has no text."""
+        """Return the output frames of each utterance, without asking the device; none of one that could not be read,
+        so that it adds nothing to a loss and has no text."""
         assert isinstance(model, AcousticModel)
         self._note_unread(grain)
         lengths = zip(grain["num_samples"], grain["bad"], strict=True)
@@ -211,7 +211,7 @@ class Asr(Task):
 
 @functools.lru_cache(maxsize=4)
 def _labels(symbols: tuple[str, ...]) -> Labels:
-    """Checked once, not for every utterance."""
+    """Return labels that are checked once, not for every utterance."""
     return Labels(symbols)
 
 

@@ -1,4 +1,4 @@
-"""The networks: two hidden layers of 100 for small pictures, ResNet-18 for 32 x 32, or a class in a user's file.
+"""Networks: two hidden layers of 100 for small pictures, ResNet-18 for 32 x 32, or a class in a user's file.
 
 A network may have `features(x)`, what its last layer sees; herding then goes by that, else by its outputs.
 """
@@ -95,7 +95,7 @@ BACKBONES: dict[str, type[nn.Module]] = {"mlp": MLP, "resnet18": ResNet18}
 
 
 def build(name: str, shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """The network of this name, or `file.py:Model`, for examples of this shape."""
+    """Return the network of this name, or `file.py:Model`, for examples of this shape."""
     if name in BACKBONES:
         return BACKBONES[name](shape, num_classes)
     model = class_from_file("network", name, nn.Module)
@@ -109,7 +109,7 @@ def build(name: str, shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
 
 def features_of(model: nn.Module, x: Tensor) -> Tensor:
-    """What herding compares."""
+    """Return the features that herding compares."""
     own = getattr(model, "features", None)
     if not callable(own):
         found: Tensor = model(x)

@@ -1,4 +1,4 @@
-"""Official data files under `--data-root`: found, verified by checksum, read. Nothing is downloaded."""
+"""Official data files under `--data-root`: located, verified by checksum, read. Nothing is downloaded."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from paceline.core.errors import PacelineError
 from paceline.recipes.continual.files import Labelled, Split
 
 Scenario = Literal["class", "task", "domain"]
-"""What changes, and what is known: new classes; new classes, and whoever asks says of which task; new inputs."""
+"""`class`: new classes; `task`: new classes, with the task given at test time; `domain`: new inputs."""
 
 
 class TooManyTasks(PacelineError):
@@ -33,13 +33,14 @@ class Experience:
 
     name: str
     classes: tuple[int, ...]
-    """What its labels can be."""
+    """Values of its labels."""
     train: Callable[[], Labelled]
     test: Callable[[], Labelled]
 
 
 def labelled(data: Any) -> Labelled:
-    """A map-style data set of (example, label) as tensors; examples that are not tensors or arrays are refused."""
+    """Return a map-style data set of (example, label) as tensors; examples that are not tensors or arrays are
+    refused."""
     if isinstance(data, Labelled):
         return data
     pairs = [data[number] for number in range(len(data))]
@@ -48,7 +49,8 @@ def labelled(data: Any) -> Labelled:
 
 
 def class_incremental(split: Split, num_tasks: int, order: Sequence[int] | None = None) -> list[Experience]:
-    """Each experience brings new classes, in `order` (ascending if not given), as evenly as they can be shared."""
+    """Return experiences that each bring new classes, in `order` (ascending if not given), as evenly as they can be
+    shared."""
     train, test = (labelled(part) for part in split)
     classes = torch.unique(torch.cat([train.y, test.y])).tolist() if order is None else list(order)
     if num_tasks > len(classes):
@@ -61,7 +63,8 @@ def class_incremental(split: Split, num_tasks: int, order: Sequence[int] | None 
 
 
 def domain_incremental(split: Split, views: Sequence[Callable[[Tensor], Tensor]]) -> list[Experience]:
-    """Each experience has all classes and all examples, seen through one of the `views` (batch in, batch out)."""
+    """Return experiences that each have all classes and all examples, seen through one of the `views` (batch in, batch
+    out)."""
     train, test = (labelled(part) for part in split)
     classes = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
     return [

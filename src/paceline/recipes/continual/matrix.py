@@ -1,4 +1,4 @@
-"""How well each task is known after each: the matrix, and the numbers that are read from it."""
+"""Accuracy matrix: accuracy on each task after each task, and the numbers that are read from it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ Matrix = NDArray[np.float64]
 
 
 def average(matrix: Matrix, after: int) -> float:
-    """Mean accuracy over the tasks so far."""
+    """Return the mean accuracy over the tasks so far."""
     return float(matrix[after, : after + 1].mean())
 
 
 def forgetting(matrix: Matrix) -> float:
-    """Mean loss from the best that was ever known of a task to what is left at the end (Chaudhry et al. 2018)."""
+    """Return the mean loss from the best that was ever known of a task to what is left at the end (Chaudhry et al.
+    2018)."""
     last = len(matrix) - 1
     return _mean([np.nanmax(matrix[task:last, task]) - matrix[last, task] for task in range(last)])
 
 
 def backward_transfer(matrix: Matrix) -> float:
-    """Mean change from when a task was learned to the end (Lopez-Paz & Ranzato 2017)."""
+    """Return the mean change from when a task was learned to the end (Lopez-Paz & Ranzato 2017)."""
     last = len(matrix) - 1
     return _mean([matrix[last, task] - matrix[task, task] for task in range(last)])
 
 
 def forward_transfer(matrix: Matrix, untrained: Matrix) -> float:
-    """Mean gain on a task before it is learned, over a network that has learned nothing."""
+    """Return the mean gain on a task before it is learned, over a network that has learned nothing."""
     return _mean([matrix[task - 1, task] - untrained[task] for task in range(1, len(matrix))])
 
 
@@ -60,7 +61,7 @@ class Results:
         return int(done[-1]) + 1 if len(done) else 0
 
     def summary(self) -> dict[str, float]:
-        """The numbers as of now, in percent."""
+        """Return the numbers as of now, in percent."""
         done = self.num_done
         if done == 0:
             return {}
@@ -78,7 +79,7 @@ class Results:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """The numbers and the matrices, for a file."""
+        """Return the numbers and the matrices, for a file."""
         matrices = {"class_il_matrix": self.class_il, "task_il_matrix": self.task_il}
         plain = {
             name: [[None if np.isnan(value) else float(value) for value in row] for row in matrix]

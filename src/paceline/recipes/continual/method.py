@@ -1,4 +1,4 @@
-"""What a method of continual learning is: a loss on new and replayed examples, and what it does between tasks.
+"""Interface of a method of continual learning: a loss on new and replayed examples, and what it does between tasks.
 
 A method is written as for one process. It sees one grain of the step at a time and gives sums, which are added over all
 grains and divided once, so it need not know of ranks.
@@ -50,7 +50,7 @@ class Replayed:
     num_items: int
     """Of the whole draw."""
     logits: Tensor | None = None
-    """What the network gave when they were new, if the method keeps that."""
+    """Outputs of the network when they were new, if the method keeps them."""
 
     def __len__(self) -> int:
         return len(self.y)
@@ -58,7 +58,8 @@ class Replayed:
 
 @dataclass(slots=True)
 class Answer:
-    """What a method says of a grain. The step's loss is the sum of the totals over the sum of the counts."""
+    """Loss of a grain and the outputs behind it. The step's loss is the sum of the totals over the sum of the
+    counts."""
 
     total: Tensor
     count: int
@@ -91,17 +92,17 @@ class Method:
     """Subclass it, fill in `loss`, and say `exact = True` if the step's loss is such a sum over examples."""
 
     exact: bool = False
-    """Whether it gives the same on any number of ranks; a method that does not say so is refused on several."""
+    """It gives the same on any number of ranks; a method that does not say so is refused on several."""
     why_not: str = "it does not say `exact = True`"
     """Shown when it is refused."""
     draws: int = 0
     """Independent draws from the buffer in each step; 0: there is no buffer."""
     is_joint: bool = False
-    """Whether its one stage has all tasks."""
+    """Its one stage has all tasks."""
     counts_replayed: bool = False
-    """Whether `Answer.count` counts replayed examples too: then the step's divisor is known before it."""
+    """`Answer.count` counts replayed examples too: then the step's divisor is known before it."""
     keeps_logits: bool = False
-    """Whether the buffer keeps the outputs that examples had when they were new."""
+    """The buffer keeps the outputs that examples had when they were new."""
 
     def __init__(self, task: Continual) -> None:
         self.task = task
@@ -109,37 +110,39 @@ class Method:
         self.stage = 0
 
     def loss(self, net: Net, now: Incoming, replay: Sequence[Replayed]) -> Answer:
-        """The loss of one grain. `replay` has a piece of each draw, or is empty while there is nothing to replay."""
+        """Return the loss of one grain. `replay` has a piece of each draw, or is empty while there is nothing to
+        replay."""
         raise NotImplementedError(f"{type(self).__name__} has no `loss(net, now, replay)`")
 
     def cross_entropy(self, output: Tensor, y: Tensor) -> Tensor:
-        """Summed over the examples; in the scenario `task` among the classes of each example's task alone."""
+        """Return the cross-entropy summed over the examples; in the scenario `task` among the classes of each
+        example's task alone."""
         if self.task.stream.scenario == "task":
             output = output.masked_fill(~self.task.together[y], -torch.inf)
         return F.cross_entropy(output, y, reduction="sum")
 
     def stages(self) -> list[Stage]:
-        """One per task, each with its own examples, unless the method wants something else."""
+        """Return one stage per task, each with its own examples, unless the method wants something else."""
         return self.task.default_stages()
 
     def begin(self, model: nn.Module, stage: int) -> None:
-        """Before a task's first step; on resume again for all tasks up to the current one."""
+        """Run before a task's first step; on resume again for all tasks up to the current one."""
         self.stage = stage
 
     def after_backward(self, model: nn.Module) -> None:
-        """Gradients of the whole step are there, and may be changed."""
+        """Run when gradients of the whole step are there; they may be changed."""
 
     def end(self, model: nn.Module, stage: int) -> None:
-        """After a task's last step, before it is measured."""
+        """Run after a task's last step, before it is measured."""
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors of its own for the checkpoint, the same on all ranks."""
+        """Return tensors of its own for the checkpoint, the same on all ranks."""
         return {}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """The counterpart of `state`; `begin` has been called before."""
+        """Take over a `state`; `begin` has been called before."""
 
 
 def per_example(values: Tensor) -> Tensor:
-    """Mean over all but the first axis."""
+    """Return the mean over all but the first axis."""
     return values.flatten(1).mean(1)

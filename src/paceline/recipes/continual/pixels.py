@@ -1,4 +1,4 @@
-"""What is done to pictures: views of a domain stream, augmentation and scaling on the device."""
+"""Operations on pictures: views of a domain stream, augmentation and scaling on the device."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ROTATED_AT_ONCE = 10_000
 
 
 def permute(x: Tensor, seed: int) -> Tensor:
-    """All pictures with their pixels in the same other order."""
+    """Return all pictures with their pixels in the same other order."""
     order = torch.randperm(x[0].numel(), generator=torch.Generator().manual_seed(seed))
     return x.flatten(1)[:, order].view_as(x)
 
 
 def rotate(x: Tensor, degrees: float) -> Tensor:
-    """All pictures turned about their middle, between pixels linearly, black outside."""
+    """Return all pictures turned about their middle, between pixels linearly, black outside."""
     angle = math.radians(degrees)
     turn = torch.tensor([[math.cos(angle), -math.sin(angle), 0.0], [math.sin(angle), math.cos(angle), 0.0]])
 
@@ -43,8 +43,8 @@ def rotations(num_tasks: int, seed: int) -> list[partial[Tensor]]:
 
 
 def crop_and_flip(x: Tensor, padding: int = 4) -> Tensor:
-    """Each picture shifted by up to `padding` pixels, black outside, and mirrored or not; from torch's generator, which
-    is keyed for each grain, so the same on any rank."""
+    """Return each picture shifted by up to `padding` pixels, black outside, and mirrored or not; from torch's
+    generator, which is keyed for each grain, so the same on any rank."""
     num, _, height, width = x.shape
     chance = torch.rand((3, num), device=x.device)
     down, right = (chance[:2] * (2 * padding + 1)).long()
@@ -57,7 +57,7 @@ def crop_and_flip(x: Tensor, padding: int = 4) -> Tensor:
 
 
 def scale(x: Tensor, mean: tuple[float, ...] = (), deviation: tuple[float, ...] = ()) -> Tensor:
-    """Bytes as numbers from 0 to 1, then per channel to mean 0 and deviation 1 where those are given."""
+    """Return bytes as numbers from 0 to 1, then per channel to mean 0 and deviation 1 where those are given."""
     x = x.float().div_(255.0) if x.dtype == torch.uint8 else x
     if mean:
         shape = (1, -1, *([1] * (x.dim() - 2)))

@@ -1,4 +1,4 @@
-"""The matrix as a picture: one SVG that any browser opens."""
+"""Picture of the matrix: one SVG that any browser opens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ CELL, LEFT, TOP = 54, 92, 54
 
 
 def heat_map(matrix: Matrix, names: Sequence[str], title: str) -> str:
-    """Rows: after which task. Columns: which task. Darker is better; empty: not measured."""
+    """Return an SVG: rows are the last task learned, columns the task measured; darker is better, empty: not
+    measured."""
     rows, columns = matrix.shape
     width, height = LEFT + CELL * columns + 20, TOP + CELL * rows + 20
     parts = [
@@ -41,7 +42,7 @@ def heat_map(matrix: Matrix, names: Sequence[str], title: str) -> str:
 
 
 def _shade(value: float) -> str:
-    """From near white to dark blue."""
+    """Return a colour from near white to dark blue."""
     light, dark = (236, 242, 250), (16, 62, 130)
     red, green, blue = (round(a + (b - a) * value) for a, b in zip(light, dark, strict=True))
     return f"#{red:02x}{green:02x}{blue:02x}"

@@ -1,4 +1,4 @@
-"""The streams by name: which data, cut how, with which network and how many epochs unless said otherwise."""
+"""Streams by name: data, how it is cut, default network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CIFAR_MEAN, CIFAR_DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2615)
 
 @dataclass(frozen=True)
 class Kind:
-    """What a name stands for."""
+    """Data, scenario and defaults of a stream."""
 
     read: Callable[[Path], Split]
     num_tasks: int
@@ -56,7 +56,7 @@ class Stream:
         self.kind, self.experiences, self.scenario = kind, experiences, scenario
         self.shape, self.dtype = tuple(example.shape), example.dtype
         self.note = ""
-        """What a user should know of the data."""
+        """Remark on the data for the user."""
         self.num_classes = 1 + max(max(experience.classes) for experience in experiences)
         task_of = torch.zeros(self.num_classes, dtype=torch.int64)
         masks = torch.zeros(len(experiences), self.num_classes, dtype=torch.bool)
@@ -70,7 +70,7 @@ class Stream:
         """(tasks, classes): which classes have come by the end of each task."""
 
     def view(self, x: Tensor, augment: bool) -> Tensor:
-        """Examples as stored, as the network sees them."""
+        """Return stored examples as the network takes them."""
         if augment and self.kind.augments:
             x = pixels.crop_and_flip(x)
         return pixels.scale(x, self.kind.mean, self.kind.deviation)
@@ -79,7 +79,7 @@ class Stream:
 def build(
     name: str, root: Path, *, num_tasks: int | None, scenario: Scenario | None, permute_classes: bool, seed: int
 ) -> Stream:
-    """The stream of this name, from the files under `root`."""
+    """Return the stream of this name, from the files under `root`."""
     kind = STREAMS[name]
     split = kind.read(root)
     number = num_tasks or kind.num_tasks

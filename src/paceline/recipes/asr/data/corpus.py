@@ -38,7 +38,7 @@ MOST_THREADS = 16
 
 @dataclass(frozen=True)
 class Part:
-    """What a data set of the run is made of."""
+    """Files and settings of one data set of the run."""
 
     name: str
     paths: tuple[Path, ...]
@@ -167,7 +167,7 @@ def _texts(manifest: Manifest) -> Any:
 
 
 def remarks(report: TextReport, manifest: Manifest, texts: EncodedTexts, network: NetworkSettings) -> list[str]:
-    """What a user should know of the transcripts."""
+    """Return what a user should know of the transcripts."""
     found = [str(report)] if report.num_changed or report.dropped or report.num_empty else []
     samples = np.rint(manifest.durations * network.sample_rate).astype(np.int64)
     hop = LogMel(network.features, network.sample_rate).hop_samples

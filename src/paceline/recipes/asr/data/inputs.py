@@ -1,4 +1,4 @@
-"""What somebody wants transcribed: audio files, folders of them, manifests, all as one data set."""
+"""Inputs to transcribe: audio files, folders of them, manifests, all as one data set."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class InputsUnreadable(PacelineError):
 
 @dataclass
 class _Problems:
-    """What is wrong with all that was named."""
+    """Problems of all inputs."""
 
     listed: list[str] = field(default_factory=list)
     total: int = 0
@@ -89,7 +89,7 @@ def open_inputs(
 
 
 def measure_all(files: Sequence[Path]) -> dict[Path, AudioFacts | AudioUnreadable]:
-    """How long each file is, or why it cannot be read."""
+    """Return the length of each file, or why it cannot be read."""
     return dict(zip(files, in_threads(_measure, files, THREADS), strict=True))
 
 

@@ -45,7 +45,7 @@ class Collate:
         return self.grain(audio, lengths, [sample.text for sample in samples], keys, [sample.bad for sample in samples])
 
     def width(self, lengths: NDArray[np.int64]) -> int:
-        """What audio of these lengths is padded to."""
+        """Return the length to which audio of these lengths is padded."""
         return -(-int(lengths.max()) // self.audio_multiple) * self.audio_multiple
 
     def grain(
@@ -56,7 +56,7 @@ class Collate:
         keys: NDArray[np.int64],
         bad: list[BadLine | None],
     ) -> dict[str, Any]:
-        """A grain of audio that is padded already."""
+        """Return a grain of audio that is padded already."""
         num_labels = [len(text) for text in texts]
         text = np.zeros((len(texts), max(self.text_width, *num_labels)), np.int64)
         for row, labels in enumerate(texts):

@@ -49,7 +49,7 @@ class Utterances:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of what is read for whom: another file, another text or another order gives another one."""
+        """Digest of files, texts and order: another file, another text or another order gives another one."""
         digest = xxhash.xxh3_64()
         for column in (*self._manifest.content(), self._texts.ids, self._texts.offsets):
             digest.update(np.ascontiguousarray(column).view(np.uint8).data)
@@ -81,7 +81,7 @@ class Utterances:
         return Utterance(silence, self._texts[index], key, bad_audio(manifest, index, unreadable.why))
 
     def read_grain(self, samples: NDArray[np.int64], seeds: Sequence[int], collate: Any) -> dict[str, Any] | None:
-        """What `collate` makes of these samples; None where they must be read one by one.
+        """Return what `collate` makes of these samples; None where they must be read one by one.
 
         Packed audio that nothing changes is copied from the file into the batch, without an object per utterance.
         """
@@ -102,7 +102,7 @@ class Utterances:
 
     @property
     def holds_features(self) -> bool:
-        """Whether `audio` is features, computed when the file was packed."""
+        """True if `audio` is features, computed when the file was packed."""
         return self._recordings.holds_features
 
     @property
@@ -112,10 +112,10 @@ class Utterances:
 
     @property
     def most_labels(self) -> int:
-        """Of the longest text."""
+        """Number of labels of the longest text."""
         return int(self._texts.lengths.max(initial=0))
 
     @property
     def names(self) -> Sequence[str]:
-        """How each utterance is called in what is printed of it."""
+        """Name of each utterance, for printing."""
         return [near(self._manifest.audio(index)) for index in range(len(self))]

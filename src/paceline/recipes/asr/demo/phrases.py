@@ -1,4 +1,4 @@
-"""What the demo corpus says: connected digits and short commands of a house, from a grammar of some sixty words."""
+"""Phrases of the demo corpus: connected digits and short commands of a house, from a grammar of some sixty words."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _COMMANDS: Final = (
 
 
 def phrase(dice: random.Random) -> str:
-    """Digits or a command, as often the one as the other."""
+    """Return digits or a command, each with probability one half."""
     if dice.random() < 0.5:
         return " ".join(dice.choice(DIGITS) for _ in range(dice.randint(1, MAX_DIGITS)))
     chosen = {slot: dice.choice(words) for slot, words in _CHOICES.items()}

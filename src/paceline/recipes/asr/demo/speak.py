@@ -117,7 +117,7 @@ class SpokenCorpus:
     num_utterances: int
     hours: float
     reused: bool
-    """Whether it was there already."""
+    """It was there already."""
 
     @property
     def train(self) -> Path:
@@ -281,7 +281,7 @@ def _speak_in_child(folder: Path, settings: CorpusSettings, progress: Callable[[
 
 
 def _digest(folder: Path, settings: CorpusSettings) -> str:
-    """Of the bytes of all manifests and audio files of these settings; fails where one is missing."""
+    """Return the digest of all manifests and audio files of these settings; fails where one is missing."""
     digest = hashlib.blake2b(digest_size=16)
     for name, count in settings.sizes.items():
         for path in (f"{name}.json", *(f"{name}/{number:05d}.flac" for number in range(count))):

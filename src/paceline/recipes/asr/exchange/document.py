@@ -21,7 +21,7 @@ MAX_DEPTH = 50
 
 @dataclass(frozen=True)
 class Document:
-    """What a file, or a mapping that never was one, says."""
+    """Content of a YAML file, or of a mapping that never was one."""
 
     name: str
     value: Any

@@ -127,7 +127,7 @@ class Translated:
     problems: list[Problem] = field(default_factory=list)
 
     def origin(self, location: Location) -> Location:
-        """Where a value of ours stands in the document; in our own form it is the same place."""
+        """Return the place of a value of ours in the document; in our own form it is the same place."""
         for end in range(len(location), 0, -1):
             if location[:end] in self.origins:
                 return (*self.origins[location[:end]], *location[end:])
@@ -135,7 +135,7 @@ class Translated:
 
 
 def is_nemo(value: Mapping[str, Any]) -> bool:
-    """Whether a document is in one of NeMo's forms."""
+    """Return True if a document is in one of NeMo's forms."""
     return bool(_places(value))
 
 
@@ -297,7 +297,7 @@ class _Translator:
 
 
 def _places(value: Mapping[str, Any]) -> dict[str, Location]:
-    """Where the arguments of each part stand; nothing where the document is not NeMo's."""
+    """Return the places of the arguments of each part; nothing if the document is not NeMo's."""
     if "JasperEncoder" in value:
         old = {
             "encoder": "JasperEncoder",
@@ -337,7 +337,7 @@ def _mapping(value: Any) -> Mapping[Any, Any]:
 
 
 def _is_same(value: Any, wanted: Any) -> bool:
-    """Whether a value, perhaps still text or alone in a list, is the wanted one."""
+    """Return True if a value, perhaps still text or alone in a list, is the wanted one."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if str(value).lower() == str(wanted).lower():

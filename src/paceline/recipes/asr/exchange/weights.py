@@ -23,7 +23,7 @@ DECODER = "decoder."
 
 
 class NoWeights(PacelineError):
-    """What `init_from` names holds no weights that can be started from."""
+    """A path for `init_from` without weights to start from."""
 
     hint = "name a checkpoint (RUN/checkpoints/step-...), an exported folder or a .nemo archive"
 
@@ -49,7 +49,7 @@ class RatesDiffer(PacelineError):
 
 
 class _Known(NamedTuple):
-    """What is known of a model beside its weights; None where nothing says it."""
+    """Facts about a model beside its weights; None where unknown."""
 
     labels: tuple[str, ...] | None = None
     sample_rate: int | None = None
@@ -65,7 +65,8 @@ def read_model(path: Path) -> tuple[NetworkSettings, dict[str, Tensor]] | None:
 def read_weights(
     path: Path, network: NetworkSettings, *, new_decoder: bool, say: Callable[[str], None]
 ) -> Mapping[str, Tensor]:
-    """What `init_from` names, for a model of this network; weights of another one are refused, not taken in part.
+    """Return the weights that `init_from` names, for a model of this network; weights of another one are refused, not
+    taken in part.
 
     A decoder for other labels has other meanings even where its shape fits: it is refused, or left out on request. Of a
     checkpoint with an average of its weights, that is what is taken.
@@ -99,7 +100,7 @@ def without_decoder(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _known_of(checkpoint: Path) -> _Known:
-    """As the checkpoint itself says, or, of one that was saved before they did, the record of the run it lies in."""
+    """Return the facts in a checkpoint or, of an old one without them, in the record of its run."""
     about = restore.load(checkpoint, [], verify=False).state.get("about") or _network_of_run(checkpoint)
     try:
         return _Known(tuple(about["labels"]), int(about["sample_rate"]))

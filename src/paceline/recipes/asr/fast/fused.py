@@ -24,7 +24,7 @@ from paceline.speed.kernels.tiles import padded_frames
 
 
 def accelerate(encoder: Encoder) -> list[str]:
-    """From now on train through the kernels; or leave it as it is, and say every reason why."""
+    """Train through the kernels from now on; or leave the encoder as it is and return every reason why."""
     reasons = obstacles(encoder)
     if not reasons:
         encoder.forward = MethodType(_forward, encoder)  # type: ignore[method-assign]
@@ -32,7 +32,7 @@ def accelerate(encoder: Encoder) -> list[str]:
 
 
 def obstacles(encoder: Encoder) -> list[str]:
-    """What of this network the kernels cannot do."""
+    """Return what of this network the kernels cannot do."""
     reasons = []
     if encoder.settings.activation != "relu":
         reasons.append(f"activation {encoder.settings.activation}: the kernels know relu")
@@ -65,7 +65,7 @@ Seen = list[tuple[nn.BatchNorm1d, Tensor]]
 
 
 class Signal(NamedTuple):
-    """What goes from block to block."""
+    """Tensors that go from block to block."""
 
     values: Tensor
     """(channel, batch, row) bfloat16: activations, or raw values whose batch norm is still to be applied."""
@@ -76,7 +76,7 @@ class Signal(NamedTuple):
     frames: int
 
     def activated(self) -> Signal:
-        """With activations in full."""
+        """Return the signal with activations in full."""
         if self.affine is None or self.moments is None:
             return self
         values = join(self.values, self.affine, self.moments, None, None, None, self.lengths, None)

@@ -172,7 +172,7 @@ class NetworkSettings(Section):
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """What each block gets, and at the end what the last one puts out."""
+        """Input channels of each block, then the output channels of the last one."""
         return (self.features.num_mels, *(block.filters for block in self.blocks))
 
     @property
@@ -228,7 +228,7 @@ def read_document(path: Path) -> Document:
 
 
 def _name(given: str) -> str:
-    """What a network of this name is called among those that are shipped."""
+    """Return the shipped name of a network."""
     name = given.removesuffix(".yaml")
     return ALSO_CALLED.get(name.lower(), name)
 

@@ -52,7 +52,8 @@ class Encoder(nn.Module):
         return x, frames.lengths
 
     def trains_in_bfloat16(self, device: torch.device) -> bool:
-        """Whether a faster way may stand in for this pass: training under bfloat16 autocast, with no layer frozen."""
+        """Return True if a faster way may stand in for this pass: training under bfloat16 autocast, with no layer
+        frozen."""
         if not torch.is_autocast_enabled(device.type) or torch.get_autocast_dtype(device.type) is not torch.bfloat16:
             return False
         return all(module.training for module in self.modules())
@@ -136,7 +137,7 @@ class Decoder(nn.Module):
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """What it, and with it the network, computes in unless autocast says otherwise."""
+        """Dtype of the network's computation without autocast."""
         return self.conv.weight.dtype
 
 

@@ -1,4 +1,4 @@
-"""What an acoustic network costs to train: multiplications and additions of its convolutions, per second of audio."""
+"""Cost of training an acoustic network: multiplications and additions of its convolutions, per second of audio."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PASSES = 3
 
 
 def training_flops(network: NetworkSettings) -> float:
-    """Of one second of audio; the front end, norms and the loss are left out, as is usual."""
+    """Return the operations per second of audio; the front end, norms and the loss are left out, as is usual."""
     frames_per_s = 1 / network.features.stride_s
     total = 0.0
     chain: list[int] = []  # channels of the inputs of the dense blocks directly before
@@ -23,7 +23,7 @@ def training_flops(network: NetworkSettings) -> float:
 
 
 def _layers(block: BlockSettings, channels: int) -> float:
-    """Of all sub-blocks, at one frame that comes out."""
+    """Return the operations of all sub-blocks per output frame."""
     total = 0.0
     for number in range(block.repeat):
         width = channels if number == 0 else block.filters

@@ -1,4 +1,5 @@
-"""Which frames of a padded batch belong to an utterance: computed once per time resolution, used by every layer."""
+"""Mask of the frames of a padded batch that belong to an utterance: computed once per time resolution, used by every
+layer."""
 
 from __future__ import annotations
 
@@ -39,5 +40,5 @@ def frames_of(lengths: Tensor, num_frames: int) -> Frames:
 
 
 def strided_length(length: Count, stride: int) -> Count:
-    """What "same" padding leaves of a length: ceil(length / stride), in whole numbers; 0 stays 0."""
+    """Return the length after a stride with "same" padding: ceil(length / stride), in whole numbers; 0 stays 0."""
     return (length + stride - 1) // stride

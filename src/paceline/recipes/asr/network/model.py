@@ -1,4 +1,5 @@
-"""From audio to letters: front end, masks for training, encoder, decoder, as one module that knows only tensors."""
+"""Acoustic model from audio to letters: front end, masks for training, encoder, decoder, as one module that knows only
+tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class AcousticModel(nn.Module):
 
     @not_compiled
     def _hear(self, audio: Tensor, lengths: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Masked features and their lengths. Nothing is won by compiling this: FFT and gathers are kernels already."""
+        """Return masked features and their lengths. Nothing is won by compiling this: FFT and gathers are kernels
+        already."""
         if audio.dim() == 3:
             features, frames = self.features.computed(audio), lengths
         else:
@@ -49,11 +51,11 @@ class AcousticModel(nn.Module):
         return features, frames
 
     def output_length(self, num_samples: int) -> int:
-        """Frames of log-probabilities that belong to so many samples of audio."""
+        """Return the number of output frames for `num_samples` of audio."""
         return self.output_frames(self.features.num_frames(num_samples))
 
     def output_frames(self, num_frames: int) -> int:
-        """Frames of log-probabilities that belong to so many frames of features."""
+        """Return the number of output frames for `num_frames` of features."""
         return self.encoder.output_length(num_frames)
 
     @property

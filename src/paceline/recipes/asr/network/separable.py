@@ -24,7 +24,7 @@ Activation = Literal["relu", "hardtanh", "selu", "swish"]
 
 
 class SubBlock(nn.Module):
-    """What follows every convolution; a subclass says in `convolve` what the convolution is."""
+    """Norm, activation and dropout after a convolution, which a subclass has in `convolve`."""
 
     def __init__(self, settings: BlockSettings, activation: Activation, *, is_masked: bool, is_last: bool) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class SubBlock(nn.Module):
         return out
 
     def masked(self, x: Tensor, frames: Frames) -> Tensor:
-        """Without what stands behind the end of each utterance, if the network's convolutions are masked."""
+        """Zero the frames behind the end of each utterance, if the network's convolutions are masked."""
         return frames.masked(x) if self.is_masked else x
 
 

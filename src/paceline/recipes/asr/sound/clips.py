@@ -54,11 +54,10 @@ class ClipsUnreadable(PacelineError):
 
 @functools.lru_cache(maxsize=16)
 def find_clips(source: Path) -> tuple[Clip, ...]:
-    """Every clip of a folder (and those in it) by name, of a manifest by line, or of a packed file by row.
+    """Return every clip of a folder (and those in it) by name, of a manifest by line, or of a packed file by row.
 
-    Each file's header is looked at once.
-
-    Of a manifest's line, `offset` and `duration` may be left out, and other keys have no meaning here.
+    Each file's header is read once. Of a manifest's line, `offset` and `duration` may be left out, and other keys have
+    no meaning here.
     """
     if is_packed(source):
         return tuple(_in_packed(source))

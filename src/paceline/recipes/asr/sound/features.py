@@ -118,7 +118,7 @@ class LogMel(nn.Module):
     @overload
     def num_frames(self, samples: Tensor) -> Tensor: ...
     def num_frames(self, samples: int | Tensor) -> int | Tensor:
-        """Frames of so many samples."""
+        """Return the number of frames of `samples`."""
         return -(-samples // self.hop_samples)
 
     # Compiled, the FFT would fall back to this same code with a warning about complex numbers, and every new width of a
@@ -226,7 +226,8 @@ def _hz(mels: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _reflected(positions: Tensor, lengths: Tensor) -> Tensor:
-    """Where a position outside of an utterance reads, the edges being mirrors that are not repeated themselves."""
+    """Return the position that one outside of an utterance reads, the edges being mirrors that are not repeated
+    themselves."""
     period = (2 * lengths - 2).clamp(min=1)
     inside = positions.remainder(period)
     return torch.minimum(inside, period - inside)
@@ -245,7 +246,7 @@ def _window(name: str, samples: int) -> Tensor:
 
 
 def _samples(seconds: float, sample_rate: int) -> int:
-    """Whole samples in a time; what the product lacks by rounding is no reason to lose one."""
+    """Return the whole samples in a time; what the product lacks by rounding must not lose one."""
     return math.floor(seconds * sample_rate + 1e-6)
 
 

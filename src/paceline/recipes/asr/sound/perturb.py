@@ -79,13 +79,13 @@ class PerturbSettings(Section):
 
 
 def is_active(settings: PerturbSettings) -> bool:
-    """Whether anything is set that changes the sound."""
+    """Return True if anything is set that changes the sound."""
     ways = (settings.speed_range, settings.speed_factors, settings.impulse_from, settings.shift_ms)
     return any((*ways, settings.gain_db, settings.noise_from, settings.white_noise_db))
 
 
 def max_stretch(settings: PerturbSettings) -> float:
-    """By which factor an utterance can become longer."""
+    """Return the factor by which an utterance can become longer."""
     speeds = settings.speed_range or settings.speed_factors
     return max(1.0, 1.0 / min(speeds)) if speeds and settings.speed_prob > 0 else 1.0
 
@@ -103,7 +103,7 @@ def check_clips(settings: PerturbSettings) -> None:
 def perturb(
     audio: NDArray[np.int16], sample_rate: int, settings: PerturbSettings, rng: np.random.Generator
 ) -> NDArray[np.int16]:
-    """The utterance as another speaker, room or microphone might have had it; mono, saturated at full scale.
+    """Return the utterance as another speaker, room or microphone might have had it; mono, saturated at full scale.
 
     A function of the audio, the settings (and the files they name) and the state of `rng`.
     """
@@ -137,7 +137,7 @@ def _draw_speed(settings: PerturbSettings, rng: np.random.Generator) -> float:
 
 
 def _at_speed(samples: Samples, sample_rate: int, speed: float) -> Samples:
-    """What was recorded at `speed` times the rate, at the rate."""
+    """Return samples recorded at `speed` times the rate, resampled to the rate."""
     import soxr
 
     if speed == 1.0:
@@ -147,7 +147,7 @@ def _at_speed(samples: Samples, sample_rate: int, speed: float) -> Samples:
 
 
 def _in_room(samples: Samples, response: Samples) -> Samples:
-    """Convolved with a room's response, not delayed by the direct sound, and as loud as before."""
+    """Return samples convolved with a room's response, not delayed by the direct sound, and as loud as before."""
     peak = int(np.argmax(np.abs(response))) if len(response) else 0
     loudness = _rms(samples)
     if loudness == 0 or not len(response) or response[peak] == 0:
@@ -160,7 +160,7 @@ def _in_room(samples: Samples, response: Samples) -> Samples:
 
 
 def _shifted(samples: Samples, places: int) -> Samples:
-    """Later by so many samples; an utterance shorter than that stays, or it would be gone."""
+    """Return samples shifted by `places`; an utterance shorter than that stays, or it would be gone."""
     if places == 0 or abs(places) >= len(samples):
         return samples
     shifted = np.zeros_like(samples)
@@ -180,7 +180,7 @@ def _with_noise(samples: Samples, noise: Samples, snr_db: float) -> Samples:
 
 
 def _draw_noise(clip: Clip, count: int, sample_rate: int, rng: np.random.Generator) -> Samples:
-    """So many samples of a clip from a random place on, only these being read where the clip is longer."""
+    """Return `count` samples of a clip from a random place on, only these being read where the clip is longer."""
     wanted_s = max(count / sample_rate, SHORTEST_READ_S)
     if clip.seconds > wanted_s:
         offset_s = clip.offset_s + rng.uniform(0.0, clip.seconds - wanted_s)

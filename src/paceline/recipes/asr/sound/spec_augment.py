@@ -99,6 +99,6 @@ def _spans(
 
 
 def _covered(start: Tensor, width: Tensor, size: int) -> Tensor:
-    """Which places of an axis each mask covers: (batch, number, size)."""
+    """Mark the places of an axis that each mask covers: (batch, num_masks, size)."""
     places = torch.arange(size, device=start.device) - start[:, :, None]
     return (places >= 0) & (places < width[:, :, None])

@@ -1,4 +1,4 @@
-"""The loss of CTC: minus the log-probability of a transcript, summed over all ways to place it on the frames.
+"""CTC loss: minus the log-probability of a transcript, summed over all ways to place it on the frames.
 
 Graves et al. 2006, "Connectionist temporal classification: labelling unsegmented sequence data with recurrent neural
 networks".
@@ -18,7 +18,7 @@ Lengths = Sequence[int] | Tensor
 
 
 def ctc_loss_sum(log_probs: Tensor, targets: Tensor, input_lengths: Lengths, target_lengths: Lengths) -> Tensor:
-    """The sum of the losses of a batch, in nats; the blank is the last class.
+    """Return the sum of the losses of a batch, in nats; the blank is the last class.
 
     `log_probs` is (batch, frames, classes), normalised over the classes; `targets` is (batch, labels), padded with
     anything. An utterance with fewer frames than `required_frames` of its transcript cannot be written at all: it
@@ -42,7 +42,7 @@ def ctc_loss_sum(log_probs: Tensor, targets: Tensor, input_lengths: Lengths, tar
 
 
 def is_by_kernel(log_probs: Tensor) -> bool:
-    """Whether their loss is computed by our kernel; not in float64, where torch's has more digits."""
+    """Return True if their loss is computed by our kernel; not in float64, where torch's has more digits."""
     return log_probs.is_cuda and log_probs.dtype != torch.float64 and has_triton()
 
 

@@ -1,4 +1,4 @@
-"""From log-probabilities per frame to label ids: the best path, or the best text among many paths."""
+"""Decoding of log-probabilities per frame to label ids: the best path, or the best text among many paths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.recipes.asr.text.labels import Labels
 
 
 def transcripts(log_probs: Tensor, lengths: Sequence[int], labels: Labels, beam_width: int | None) -> list[str]:
-    """The text of each utterance, by greedy decoding or, with a width, by a beam; spaces only between words."""
+    """Return the text of each utterance, by greedy decoding or, with a width, by a beam; spaces only between words."""
     if beam_width is None:
         found = greedy(log_probs, lengths, labels.blank)
     else:
@@ -22,7 +22,7 @@ def transcripts(log_probs: Tensor, lengths: Sequence[int], labels: Labels, beam_
 
 
 def greedy(log_probs: Tensor, lengths: Sequence[int] | Tensor, blank: int) -> list[list[int]]:
-    """The labels of the best path of each utterance: repeats collapsed, blanks removed.
+    """Return the labels of the best path of each utterance: repeats collapsed, blanks removed.
 
     `log_probs` is (batch, frames, classes); frames at and after an utterance's length are never looked at.
     """
@@ -41,7 +41,8 @@ class Hypothesis(NamedTuple):
 
 
 def beam(log_probs: NDArray[Any], blank: int, width: int, *, prune: float | None = 10.0) -> list[Hypothesis]:
-    """The most probable texts of one utterance, best first, by prefix beam search; `log_probs` is (frames, classes).
+    """Return the most probable texts of one utterance, best first, by prefix beam search; `log_probs` is (frames,
+    classes).
 
     After each frame the `width` most probable beginnings of a text are kept, each with the sum of all its paths, those
     that end in a blank counted apart from those that do not: only after a blank does a repeated label count twice.
@@ -86,7 +87,7 @@ def beam(log_probs: NDArray[Any], blank: int, width: int, *, prune: float | None
 def beam_batch(
     log_probs: Tensor, lengths: Sequence[int] | Tensor, blank: int, width: int, *, prune: float | None = 10.0
 ) -> list[list[int]]:
-    """The ids of the best hypothesis of each utterance; `log_probs` is (batch, frames, classes)."""
+    """Return the ids of the best hypothesis of each utterance; `log_probs` is (batch, frames, classes)."""
     scores = log_probs.float().cpu().numpy()
     bests = [
         beam(one[:length], blank, width, prune=prune) for one, length in zip(scores, _lengths(lengths), strict=True)
@@ -106,7 +107,7 @@ class _Prefixes:
     def places(
         self, nodes: NDArray[np.int64], symbols: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where the parent of each node stands among `nodes`, and its label among the sorted `symbols`; -1: nowhere."""
+        """Return the place of each node's parent among `nodes` and of its label among the sorted `symbols`, or -1."""
         self._place[nodes] = np.arange(len(nodes))
         parents = self._place[self._parent[nodes]]
         self._place[nodes] = -1
@@ -116,7 +117,7 @@ class _Prefixes:
         return parents, np.where(found, columns, -1)
 
     def children(self, parents: NDArray[np.int64], labels: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The nodes one label further; made where they are new."""
+        """Return the nodes one label further, made where they are new."""
         keys = list(zip(parents.tolist(), labels.tolist(), strict=True))
         nodes = [self._node_of.setdefault(key, len(self._node_of) + 1) for key in keys]
         while len(self._node_of) >= len(self.label) - 1:

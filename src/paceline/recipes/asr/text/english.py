@@ -1,4 +1,4 @@
-"""How written English is spoken: numbers, a few abbreviations and signs as words.
+"""Written English as it is spoken: numbers, a few abbreviations and signs as words.
 
 Plain cardinals only: years, dates, times and money are read number by number, because which reading is right
 depends on what was said, and a wrong guess is worse than a known plain rule.

@@ -10,13 +10,13 @@ from rapidfuzz.distance import Levenshtein
 
 
 def word_errors(reference: str, hypothesis: str) -> tuple[int, int]:
-    """Words are what white space parts."""
+    """Count word errors; words are separated by white space."""
     expected, heard = reference.split(), hypothesis.split()
     return Levenshtein.distance(*_numbered(expected, heard)), len(expected)
 
 
 def character_errors(reference: str, hypothesis: str) -> tuple[int, int]:
-    """Spaces between words are characters too; those around the text are not."""
+    """Count character errors; spaces between words are characters, those around the text are not."""
     expected, heard = reference.strip(), hypothesis.strip()
     return Levenshtein.distance(expected, heard), len(expected)
 

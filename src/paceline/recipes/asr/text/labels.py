@@ -122,7 +122,7 @@ class Labels:
 
 
 ENGLISH: Final = Labels((" ", *"abcdefghijklmnopqrstuvwxyz", "'"))
-"""What QuartzNet and Jasper write: 28 labels, the blank is 28."""
+"""Labels of QuartzNet and Jasper: 28, the blank is 28."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Normalized:
     text: str
     changed: bool
     dropped: Mapping[str, int]
-    """How often each character was dropped because no label stands for it."""
+    """Number of drops of each character that no label stands for."""
 
 
 class _Plain(dict[int, str]):
@@ -153,7 +153,7 @@ class _Plain(dict[int, str]):
 
 
 class _Spelling(dict[int, str]):
-    """What stands for each character in the labels, worked out when it is first met; for `str.translate`."""
+    """Spelling of each character in the labels, computed when it is first met; for `str.translate`."""
 
     def __init__(self, labels: frozenset[str]) -> None:
         self._labels = labels
@@ -227,7 +227,7 @@ class Normalizer:
 
 @dataclass
 class TextReport:
-    """What normalising did to all texts of a data set, to be said before training."""
+    """Changes by normalisation to all texts of a data set, shown before training."""
 
     num_texts: int = 0
     num_changed: int = 0
@@ -293,7 +293,8 @@ def required_frames(ids: Sequence[int] | NDArray[Any] | EncodedTexts) -> int | N
 
 
 def encode_all(texts: Iterable[str], labels: Labels, mode: TextMode) -> tuple[EncodedTexts, TextReport]:
-    """The ids of all texts, normalised, and what that changed. Texts that already consist of labels cost least."""
+    """Return the ids of all texts, normalised, and what that changed. Texts that already consist of labels cost
+    least."""
     normalizer = Normalizer(labels, mode)
     report = TextReport()
     ids: list[NDArray[Any]] = []
@@ -314,7 +315,7 @@ def encode_all(texts: Iterable[str], labels: Labels, mode: TextMode) -> tuple[En
 
 
 def _to_normalize(texts: list[str], labels: Labels, mode: TextMode) -> list[int]:
-    """The numbers of the texts that are not yet what the normaliser would make of them."""
+    """Return the numbers of texts that normalisation would change."""
     lengths = _lengths(texts)
     text_of = np.repeat(np.arange(len(texts)), lengths)
     ids = labels._ids("".join(texts))

@@ -44,7 +44,7 @@ class GDumb(Finetune):
         return lambda: self.task.stage_data(self.kept(last))
 
     def kept(self, last: int) -> Labelled:
-        """What is kept after the tasks up to `last`."""
+        """Return the examples kept after the tasks up to `last`."""
         parts = [experience.train() for experience in self.task.stream.experiences[: last + 1]]
         seed = self.settings.seed
         orders = [
@@ -61,8 +61,8 @@ class GDumb(Finetune):
 
 
 def greedy_balanced(seed: int, labels: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """Which items of a stream are kept: while a class has less than its equal share, its item takes the place of one of
-    the largest class."""
+    """Return the items of a stream that are kept: while a class has less than its equal share, its item takes the
+    place of one of the largest class."""
     place = uniform((seed, _VICTIM), np.arange(len(labels))).tolist()
     held: dict[int, list[int]] = {}
     num_held = 0
