@@ -26,21 +26,22 @@ NOVOGRAD_BETAS = (0.95, 0.25)
 class ParameterPatternUnmatched(PacelineError):
     """A setting names parameters that the model does not have."""
 
-    def __init__(self, setting: str, pattern: str, nearest: list[str]) -> None:
-        super().__init__(f"{setting}: {pattern!r} matches no parameter of the model")
-        self.setting = setting
-        self.pattern = pattern
-        self.nearest = nearest
-        self.hint = f"nearest parameter names: {', '.join(nearest)}" if nearest else "the model has no parameters"
+    setting: str
+    pattern: str
+    nearest: list[str]
+    sentence = "{setting}: {pattern!r} matches no parameter of the model"
+    hint = "{advice}"
+
+    @property
+    def advice(self) -> str:
+        return f"nearest parameter names: {', '.join(self.nearest)}" if self.nearest else "the model has no parameters"
 
 
 class NothingToTrain(PacelineError):
     """Every parameter is frozen, or there is none."""
 
+    sentence = "the model has no parameter left to train"
     hint = "take a pattern out of `freeze`"
-
-    def __init__(self) -> None:
-        super().__init__("the model has no parameter left to train")
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:

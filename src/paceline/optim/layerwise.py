@@ -21,21 +21,25 @@ JoinNorms = Callable[[Tensor], Tensor]
 class SparseGradient(PacelineError):
     """A gradient without an element for every weight."""
 
+    optimizer: str
+    shape: torch.Size
+    sentence = "{optimizer} needs whole gradients, but that of a weight of shape {sizes} is sparse"
     hint = "make the layer (nn.Embedding, nn.EmbeddingBag) with `sparse=False`"
 
-    def __init__(self, optimizer: str, shape: torch.Size) -> None:
-        super().__init__(f"{optimizer} needs whole gradients, but that of a weight of shape {list(shape)} is sparse")
-        self.shape = shape
+    @property
+    def sizes(self) -> list[int]:
+        return list(self.shape)
 
 
 class OutOfRange(PacelineError):
     """A number with which the update has no meaning."""
 
-    def __init__(self, optimizer: str, name: str, value: Any, allowed: str) -> None:
-        super().__init__(f"{optimizer}: {name} is {value!r}")
-        self.hint = f"{name} must be {allowed}"
-        self.name = name
-        self.value = value
+    optimizer: str
+    name: str
+    value: Any
+    allowed: str
+    sentence = "{optimizer}: {name} is {value!r}"
+    hint = "{name} must be {allowed}"
 
 
 @dataclass(frozen=True)

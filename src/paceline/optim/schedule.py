@@ -21,52 +21,49 @@ from paceline.core.errors import PacelineError
 class MinLrAboveLr(PacelineError):
     """A floor above the peak: the schedule would rise instead of fall."""
 
+    peak: float
+    min_lr: float
+    peak_name: str = "lr"
+    sentence = "min_lr {min_lr:g} is above {peak_name} {peak:g}"
     hint = "set `min_lr` below it"
-
-    def __init__(self, peak: float, min_lr: float, peak_name: str = "lr") -> None:
-        super().__init__(f"min_lr {min_lr:g} is above {peak_name} {peak:g}")
-        self.peak = peak
-        self.min_lr = min_lr
 
 
 class ScheduleNeedsEnd(PacelineError):
     """Something that depends on the last step, in a run whose last step is not known."""
 
+    what: str
+    sentence = "{what} needs to know how many steps the run has"
     hint = "set `steps`, or `schedule: constant` with `warmup_steps`"
-
-    def __init__(self, what: str) -> None:
-        super().__init__(f"{what} needs to know how many steps the run has")
-        self.what = what
 
 
 class ScheduleOptionMissing(PacelineError):
     """A schedule that has no sensible default for one of its options."""
 
-    def __init__(self, schedule: str, option: str, example: str) -> None:
-        super().__init__(f"schedule {schedule!r} needs `{option}`")
-        self.schedule = schedule
-        self.option = option
-        self.hint = f"set it, for example `--{option.replace('_', '-')} {example}`"
+    schedule: str
+    option: str
+    example: str
+    sentence = "schedule {schedule!r} needs `{option}`"
+    hint = "set it, for example `--{dashed} {example}`"
+
+    @property
+    def dashed(self) -> str:
+        return self.option.replace("_", "-")
 
 
 class ScoresMissing(PacelineError):
     """Newbob in a run that never validates."""
 
+    sentence = "schedule 'newbob' follows the scores of validation, and this run has none"
     hint = "give the task validation sets (`val_data`) and validate in training, or choose another `schedule`"
-
-    def __init__(self) -> None:
-        super().__init__("schedule 'newbob' follows the scores of validation, and this run has none")
 
 
 class TwoWarmups(PacelineError):
     """The length of the warm-up is given twice."""
 
+    warmup_steps: int
+    warmup_ratio: float
+    sentence = "both `warmup_steps` ({warmup_steps}) and `warmup_ratio` ({warmup_ratio:g}) are set"
     hint = "take one of them out"
-
-    def __init__(self, warmup_steps: int, warmup_ratio: float) -> None:
-        super().__init__(f"both `warmup_steps` ({warmup_steps}) and `warmup_ratio` ({warmup_ratio:g}) are set")
-        self.warmup_steps = warmup_steps
-        self.warmup_ratio = warmup_ratio
 
 
 @dataclass(frozen=True)

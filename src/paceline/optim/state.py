@@ -22,21 +22,30 @@ SEPARATOR = "/"
 class StateNotFlat(PacelineError):
     """An optimizer keeps something that is neither a tensor nor a plain value."""
 
+    optimizer: str
+    entry: str
+    kind: str
+    sentence = "{optimizer} keeps a {kind} as {entry!r}, which a checkpoint cannot hold"
     hint = "use another optimizer, or one whose state per parameter is tensors and numbers"
-
-    def __init__(self, optimizer: str, entry: str, kind: str) -> None:
-        super().__init__(f"{optimizer} keeps a {kind} as {entry!r}, which a checkpoint cannot hold")
 
 
 class StateMisfit(PacelineError):
     """The saved optimizer state is not for these parameters."""
 
+    missing: list[str]
+    unexpected: list[str]
+    sentence = (
+        "the saved optimizer state does not fit: nothing for {first_missing}, not trained here {first_unexpected}"
+    )
     hint = "resume with the settings of the run, or start a new run with `init_from` to take the weights only"
 
-    def __init__(self, missing: list[str], unexpected: list[str]) -> None:
-        super().__init__(
-            f"the saved optimizer state does not fit: nothing for {missing[:3]}, not trained here {unexpected[:3]}"
-        )
+    @property
+    def first_missing(self) -> list[str]:
+        return self.missing[:3]
+
+    @property
+    def first_unexpected(self) -> list[str]:
+        return self.unexpected[:3]
 
 
 def pack(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:

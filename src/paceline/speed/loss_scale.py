@@ -7,7 +7,7 @@ Rules after OpenSeq2Seq's automatic loss scaling; `backoff` is also the rule of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -26,23 +26,19 @@ SCALE_LIMIT = 2.0**24
 class ScaleRange(PacelineError):
     """A range of loss scales that is empty or leaves what is useful."""
 
+    scale_min: float
+    scale_max: float
+    sentence = "no loss scale between {scale_min:g} and {scale_max:g}"
     hint = f"choose 0 < scale_min <= scale_max <= {SCALE_LIMIT:.0f}"
-
-    def __init__(self, scale_min: float, scale_max: float) -> None:
-        super().__init__(f"no loss scale between {scale_min:g} and {scale_max:g}")
-        self.scale_min = scale_min
-        self.scale_max = scale_max
 
 
 class ScaleStateMismatch(PacelineError):
     """The saved state is of another kind of loss scaling."""
 
+    expected: list[str]
+    found: list[str]
+    sentence = "loss scaling needs the state {expected}, the checkpoint has {found}"
     hint = "resume with the `loss_scale` and `precision` of the run"
-
-    def __init__(self, expected: Sequence[str], found: Sequence[str]) -> None:
-        super().__init__(f"loss scaling needs the state {list(expected)}, the checkpoint has {list(found)}")
-        self.expected = expected
-        self.found = found
 
 
 class LossScale:

@@ -30,22 +30,21 @@ _LEVELS: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
 class LevelUnsupported(PacelineError):
     """A level or precision that this device cannot compute."""
 
-    def __init__(self, wanted: str, device: str, reason: str, hint: str) -> None:
-        super().__init__(f"{wanted} cannot run on {device}: {reason}")
-        self.wanted = wanted
-        self.device = device
-        self.reason = reason
-        self.hint = hint
+    wanted: str
+    device: str
+    reason: str
+    advice: str
+    sentence = "{wanted} cannot run on {device}: {reason}"
+    hint = "{advice}"
 
 
 class LevelConflict(PacelineError):
     """A level and a precision that contradict each other on any device."""
 
-    def __init__(self, level: int, precision: str) -> None:
-        super().__init__(f"-O{level} lowers the precision and --precision {precision} raises it")
-        self.level = level
-        self.precision = precision
-        self.hint = f"drop `-O{level}`, or drop `--precision {precision}`"
+    level: int
+    precision: str
+    sentence = "-O{level} lowers the precision and --precision {precision} raises it"
+    hint = "drop `-O{level}`, or drop `--precision {precision}`"
 
 
 @dataclass(frozen=True)
@@ -120,31 +119,42 @@ def resolve(level: Level, precision: PrecisionName | None, capabilities: Capabil
     name = f"-O{number}" if precision is None else f"--precision {precision}"
     if precision == "fp64":
         return _resolve_fp64(number, name, notes)
-    if precision is not None and not capabilities.fp16:
-        raise LevelUnsupported(name, capabilities.name, "it has no fp16", "use `-O0`")
-    if precision is None and number >= 2 and not capabilities.bf16:
-        fp16 = " or `--precision fp16`" if capabilities.fp16 else ""
-        raise LevelUnsupported(name, capabilities.name, "it has no bf16", f"use `-O1`{fp16}")
-    if number == 3 and not capabilities.compiler:
-        package = "Triton (`pip install triton`)" if capabilities.device == "cuda" else "g++ (`apt install g++`)"
-        raise LevelUnsupported("-O3", capabilities.name, f"compiling needs {package}", "install it, or use `-O2`")
+    _check_supported(number, name, precision, capabilities)
     if number == 1 and not capabilities.tf32:
         notes.append(f"-O1: {capabilities.name} has no TF32, so fp32 matmuls stay exact fp32 as at -O0")
     half_weights = precision in ("fp16-master", "fp16-pure")
-    autocast = None
-    if not half_weights and (precision == "fp16" or number >= 2):
-        autocast = torch.float16 if precision == "fp16" else torch.bfloat16
     return Precision(
         level=number,
         name=name,
         weights=torch.float16 if half_weights else torch.float32,
-        autocast=autocast,
+        autocast=_autocast_dtype(number, precision),
         fp32_matmul="tf32" if number >= 1 and capabilities.tf32 else "ieee",
         compile=number == 3,
         scaled=precision is not None,
         master=precision == "fp16-master",
         notes=tuple(notes),
     )
+
+
+def _check_supported(level: int, name: str, precision: PrecisionName | None, capabilities: Capabilities) -> None:
+    """Raise `LevelUnsupported` where the device lacks what the level or precision needs."""
+    if precision is not None and not capabilities.fp16:
+        raise LevelUnsupported(name, capabilities.name, "it has no fp16", "use `-O0`")
+    if precision is None and level >= 2 and not capabilities.bf16:
+        fp16 = " or `--precision fp16`" if capabilities.fp16 else ""
+        raise LevelUnsupported(name, capabilities.name, "it has no bf16", f"use `-O1`{fp16}")
+    if level == 3 and not capabilities.compiler:
+        package = "Triton (`pip install triton`)" if capabilities.device == "cuda" else "g++ (`apt install g++`)"
+        raise LevelUnsupported("-O3", capabilities.name, f"compiling needs {package}", "install it, or use `-O2`")
+
+
+def _autocast_dtype(level: int, precision: PrecisionName | None) -> torch.dtype | None:
+    """Return the dtype of autocast; None where the weights are half, or everything stays as it is."""
+    if precision in ("fp16-master", "fp16-pure"):
+        return None
+    if precision == "fp16":
+        return torch.float16
+    return torch.bfloat16 if level >= 2 else None
 
 
 def _resolve_fastest(precision: PrecisionName | None, capabilities: Capabilities) -> Precision:

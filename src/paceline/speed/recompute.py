@@ -23,11 +23,14 @@ from paceline.core.torch_private import BatchNorm
 class ModulePatternUnmatched(PacelineError):
     """`checkpoint_activations` names modules that the model does not have."""
 
-    def __init__(self, pattern: str, nearest: list[str]) -> None:
-        super().__init__(f"checkpoint_activations: {pattern!r} matches no module of the model")
-        self.pattern = pattern
-        self.nearest = nearest
-        self.hint = f"nearest module names: {', '.join(nearest)}" if nearest else "the model has no submodules"
+    pattern: str
+    nearest: list[str]
+    sentence = "checkpoint_activations: {pattern!r} matches no module of the model"
+    hint = "{advice}"
+
+    @property
+    def advice(self) -> str:
+        return f"nearest module names: {', '.join(self.nearest)}" if self.nearest else "the model has no submodules"
 
 
 def recompute(model: nn.Module, patterns: Iterable[str]) -> list[str]:

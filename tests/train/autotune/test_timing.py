@@ -12,6 +12,7 @@ from torch import nn
 
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
+from paceline.optim import larc
 from paceline.speed import precision
 from paceline.speed.autotune.candidates import Candidate
 from paceline.speed.autotune.choice import CannotRun
@@ -73,7 +74,7 @@ def test_the_model_and_the_data_stay_as_they_are() -> None:
 def test_layer_wise_rates_are_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the trainer attaches them: their time counts."""
     attached: list[str] = []
-    monkeypatch.setattr(timing.larc, "attach", lambda optimizer, config: attached.append(config.larc))
+    monkeypatch.setattr(larc, "attach", lambda optimizer, config: attached.append(config.larc))
     step_seconds(Candidate(0), 1.0, workload=workload(SmallTask(), larc="clip"))
     assert attached == ["clip"]
 

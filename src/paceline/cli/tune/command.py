@@ -79,10 +79,9 @@ class TuneCommand(Section):
 class NotUnderLauncher(PacelineError):
     """Each trial starts ranks of its own."""
 
+    launcher: str
+    sentence = "`paceline tune` starts its own ranks and cannot be one of {launcher}'s"
     hint = "type `paceline tune TASK --procs N` without a launcher; ranks on other machines cannot be tuned yet"
-
-    def __init__(self, launcher: str) -> None:
-        super().__init__(f"`paceline tune` starts its own ranks and cannot be one of {launcher}'s")
 
 
 def tune_options(settings: type[TrainConfig]) -> type[TuneCommand]:

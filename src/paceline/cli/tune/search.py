@@ -53,26 +53,29 @@ COMMAND = (sys.executable, "-m", "paceline.cli.tune.trial")
 class FileExists(PacelineError):
     """A file that something else has written is not overwritten."""
 
+    path: Path
+    sentence = "{path} exists and was not written by `paceline tune`"
     hint = "choose another with `--write FILE`, or take this one away"
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(f"{path} exists and was not written by `paceline tune`")
-        self.path = path
 
 
 class DefaultFails(PacelineError):
     """The settings as given cannot be measured: there is nothing to compare with."""
 
-    def __init__(self, failure: Failure, budget_s: float) -> None:
-        gap = "\n" if "\n" in failure.what else " "
-        super().__init__(f"the settings as given cannot be measured:{gap}{failure.what}")
-        self.failure = failure
-        hints = {
-            "time": f"set a larger `--budget`, {4 * budget_s:.0f} say",
-            "memory": "a smaller `--global-batch`, or recompute with `--checkpoint-activations`",
-            "killed": "a smaller `--global-batch`, or recompute with `--checkpoint-activations`",
-        }
-        self.hint = hints.get(failure.kind, "")
+    failure: Failure
+    budget_s: float
+    sentence = "the settings as given cannot be measured:{gap}{failure.what}"
+    hint = "{advice}"
+
+    @property
+    def gap(self) -> str:
+        return "\n" if "\n" in self.failure.what else " "
+
+    @property
+    def advice(self) -> str:
+        if self.failure.kind == "time":
+            return f"set a larger `--budget`, {4 * self.budget_s:.0f} say"
+        smaller = "a smaller `--global-batch`, or recompute with `--checkpoint-activations`"
+        return smaller if self.failure.is_memory else ""
 
 
 def tune(options: TuneCommand, settings: TrainConfig, *, is_length_ours: bool) -> int:

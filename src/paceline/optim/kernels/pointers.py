@@ -27,14 +27,12 @@ RESERVE = 32
 class NoRoomInCapture(PacelineError):
     """A CUDA graph is captured, and there is no page-locked memory for the addresses in it."""
 
+    sentence = f"no memory is set aside for this captured update, or {RESERVE} captures have used it up"
     hint = "make one update before the first capture, and keep gradients in place: `zero_grad(set_to_none=False)`"
-
-    def __init__(self) -> None:
-        super().__init__(f"no memory is set aside for this captured update, or {RESERVE} captures have used it up")
 
 
 def has_kernels(dtype: torch.dtype, device: torch.device, fused: bool | None) -> bool:
-    """Whether Triton's kernels update such weights: on CUDA where Triton is installed, unless `fused` is False.
+    """Return True if Triton's kernels update such weights: on CUDA where Triton is installed, unless `fused` is False.
 
     On CPU only where `fused` is True and Triton is set to interpret its kernels, which is for tests.
     """

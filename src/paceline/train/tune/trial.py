@@ -90,10 +90,8 @@ def trial(
 class TrialStopped(PacelineError):
     """A signal ended a trial before it was over."""
 
+    sentence = "a trial was asked to stop: nothing was measured"
     hint = "type the command again"
-
-    def __init__(self) -> None:
-        super().__init__("a trial was asked to stop: nothing was measured")
 
 
 def join(ranks: Sequence[Sequence[Part]], mean_length: float | None) -> list[float]:
