@@ -34,17 +34,15 @@ class StateMisfit(PacelineError):
 
     missing: list[str]
     unexpected: list[str]
-    sentence = (
-        "the saved optimizer state does not fit: nothing for {first_missing}, not trained here {first_unexpected}"
-    )
+    sentence = "the saved optimizer state does not fit: nothing for {lost}, not trained here {extra}"
     hint = "resume with the settings of the run, or start a new run with `init_from` to take the weights only"
 
     @property
-    def first_missing(self) -> list[str]:
+    def lost(self) -> list[str]:
         return self.missing[:3]
 
     @property
-    def first_unexpected(self) -> list[str]:
+    def extra(self) -> list[str]:
         return self.unexpected[:3]
 
 
