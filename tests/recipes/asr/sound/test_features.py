@@ -16,7 +16,7 @@ from torch import nn
 from paceline.recipes.asr.sound import features as module
 from paceline.recipes.asr.sound.features import FeatureSettings, FrontEndMisfit, LogMel, mel_filters
 
-DATA = Path(__file__).parents[4] / "shared" / "data"
+DATA = Path(__file__).parents[5] / "shared" / "data"
 NETWORKS_OWN = FeatureSettings(n_fft=512)
 """As the shipped networks have it."""
 # What librosa's documentation prints for mel_frequencies(n_mels=40): Slaney's mels between 0 and 11025 Hz.

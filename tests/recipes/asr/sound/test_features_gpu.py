@@ -21,7 +21,7 @@ pytestmark = [
     # torch says of its own sync debug mode that it is a prototype, and of its compiler whatever it likes.
     pytest.mark.filterwarnings("ignore"),
 ]
-SPEECH = Path(__file__).parents[4] / "shared" / "data" / "librispeech" / "test.json"
+SPEECH = Path(__file__).parents[5] / "shared" / "data" / "librispeech" / "test.json"
 MASKS = SpecAugmentSettings(
     freq_masks=2, time_masks=2, freq_width=15, time_width=0.07, rect_masks=5, rect_time=120, rect_freq=50
 )
