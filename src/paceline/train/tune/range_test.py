@@ -94,21 +94,36 @@ def smooth(losses: Sequence[float]) -> list[float]:
     return found
 
 
+class Divergence:
+    """Tells, loss by loss, when a sweep has diverged."""
+
+    def __init__(self) -> None:
+        self._average, self._weight, self._step = 0.0, 0.0, 0
+        self._best, self._start = math.inf, -math.inf
+        self.has_come = False
+
+    def add(self, loss: float) -> bool:
+        """Take the next loss; return True from the first step on at which the loss has diverged."""
+        if self.has_come or not math.isfinite(loss):
+            self.has_come = True
+            return True
+        self._average = SMOOTHING * self._average + (1 - SMOOTHING) * loss
+        self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
+        value = self._average / self._weight
+        self._best = min(self._best, value)
+        if self._step < FIRST_STEPS:
+            self._start = max(self._start, value)
+        else:
+            limit = self._start + 0.5 * max(self._start - self._best, 0.0)
+            self.has_come = value > max(self._best + (DIVERGED - 1) * abs(self._best), limit)
+        self._step += 1
+        return self.has_come
+
+
 def diverged_at(losses: Sequence[float]) -> int | None:
-    """The first step at which the loss has diverged."""
-    smoothed = smooth(losses)
-    best, start = math.inf, math.nan
-    for step, (loss, value) in enumerate(zip(losses, smoothed, strict=True)):
-        if not math.isfinite(loss):
-            return step
-        if step < FIRST_STEPS:
-            start = value if math.isnan(start) else max(start, value)
-            best = min(best, value)
-            continue
-        best = min(best, value)
-        if value > max(best + (DIVERGED - 1) * abs(best), start + 0.5 * max(start - best, 0.0)):
-            return step
-    return None
+    """Return the first step at which the loss has diverged."""
+    divergence = Divergence()
+    return next((step for step, loss in enumerate(losses) if divergence.add(loss)), None)
 
 
 def suggest(points: Sequence[Point], *, is_interrupted: bool = False) -> Suggestion:

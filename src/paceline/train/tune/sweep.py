@@ -11,7 +11,7 @@ from paceline.train.feed import Feed
 from paceline.train.probe import Probe, unkept
 from paceline.train.task import Task
 from paceline.train.trainer import Trainer
-from paceline.train.tune.range_test import Point, diverged_at, rate_at
+from paceline.train.tune.range_test import Divergence, Point, diverged_at, rate_at
 from paceline.world.link import Link
 
 
@@ -50,6 +50,7 @@ class _Sweep(Probe, Watcher):
     def __init__(self, schedule: Callable[[int], float], tell: Callable[[int], None]) -> None:
         self.schedule = schedule
         self.points: list[Point] = []
+        self._divergence = Divergence()
         self._tell = tell
 
     def begin(self, trainer: Trainer, feed: Feed) -> None:
@@ -58,5 +59,5 @@ class _Sweep(Probe, Watcher):
     def step(self, records: list[Record]) -> None:
         self.points += [Point(record["lr"], record["loss"]) for record in records]
         self._tell(len(self.points))
-        if diverged_at([point.loss for point in self.points]) is not None:
+        if any(self._divergence.add(record["loss"]) for record in records):  # once it has come, it stays
             self._ask_to_stop()
