@@ -14,8 +14,8 @@ import pytest
 KILLS = """
 import json, os, pathlib, random, select, shutil, signal, sys, time
 import torch
+from paceline.train.checkpoint import snapshot
 from paceline.train.checkpoint.format import listed
-from paceline.train import snapshot
 from paceline.train.checkpoint.writer import Checkpointer
 from paceline.train.checkpoint.reader import load, newest
 

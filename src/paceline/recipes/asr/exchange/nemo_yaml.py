@@ -144,6 +144,13 @@ def translate(document: Document) -> Translated:
     return _Translator(document).translate()
 
 
+def max_seconds(value: Mapping[str, Any]) -> float | None:
+    """Return the length of the longest training utterance that a NeMo file asks for, None if it asks for none."""
+    data = _mapping(value.get("AudioToTextDataLayer")) or _mapping(_mapping(value.get("model", value)).get("train_ds"))
+    longest = _mapping(data.get("train")).get("max_duration", data.get("max_duration"))
+    return float(longest) if isinstance(longest, int | float) else None
+
+
 class _Translator:
     def __init__(self, document: Document) -> None:
         self.document = document

@@ -31,6 +31,11 @@ def accelerate(encoder: Encoder) -> list[str]:
     return reasons
 
 
+def restore(encoder: Encoder) -> None:
+    """Train through the plain modules again."""
+    encoder.__dict__.pop("forward", None)
+
+
 def obstacles(encoder: Encoder) -> list[str]:
     """Return what of this network the kernels cannot do."""
     reasons = []
