@@ -129,8 +129,9 @@ def batch(step: int) -> Batch:
 def test_a_position_moves_by_batches_epochs_and_stages() -> None:
     position = Position()
     assert position.num_begun_stages == 0
-    position.advance(batch(0))
-    position.advance(batch(1))
+    for number in range(2):
+        position.num_steps += 1  # the engine's part
+        position.advance(batch(number))
     assert (position.epoch, position.step, position.num_steps, position.num_begun_stages) == (0, 2, 2, 1)
     position.is_epoch_over = True
     position.end_epoch()

@@ -73,7 +73,7 @@ class Engine:
         self.clock = clock
         self.skips = SkipCount(self.device, self.config.max_skipped)
         self.position = Position()
-        """Steps done, and where `batches` is: what a resume of one's own loop goes on from."""
+        """The one position of a run: the engine counts its steps, the trainer or `batches` its epochs and batches."""
         self.rate: float | None = None
         """Learning rate of the last step, if there is a schedule."""
         self.last_step: Step | None = None
@@ -426,11 +426,11 @@ class Engine:
         feed.end_epoch = call.first_epoch + epochs
         while position.epoch < call.first_epoch + epochs:
             for batch in feed.batches(position.epoch, position.step):
-                position.step = batch.step + 1
+                position.advance(batch)
                 yield batch
                 if feed.is_stream and self._is_out_of_data():
                     break
-            position.epoch, position.step = position.epoch + 1, 0
+            position.end_epoch()
         feed.close()
 
     def _is_out_of_data(self) -> bool:

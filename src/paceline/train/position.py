@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -47,9 +48,8 @@ class Position:
     """Data of unknown length has ended with the last step."""
 
     def advance(self, batch: Batch) -> None:
-        """Move past a batch that a step was done with."""
+        """Move past a batch; the engine counts `num_steps` when it steps."""
         self.step = batch.step + 1
-        self.num_steps += 1
 
     def end_epoch(self) -> None:
         """Move to the start of the next epoch."""
@@ -74,6 +74,10 @@ class Position:
     def state(self) -> dict[str, Any]:
         """Return the fields as plain values, for a checkpoint."""
         return asdict(self)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go to where `state` was taken."""
+        self.__dict__.update(vars(Position(**state)))
 
 
 class MoreRanksThanGrains(PacelineError):

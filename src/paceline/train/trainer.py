@@ -109,7 +109,7 @@ class Trainer:
             record = None if checkpoint is None else checkpoint.state.get("choice")
             tuned = None if record is None else self._autotuner.recall(record)
             self._compute_in(tuned)
-        self.position = Position()
+        self.position = self.engine.position
         stages = tasks.stages_of(task)
         self.stages = list(stages) if probe is None else probe.stages(stages)
         self._began_stage = -1
@@ -338,8 +338,8 @@ class Trainer:
         position = Position(**checkpoint.state["position"])
         for number in range(position.num_begun_stages):
             self._begin_stage(number)
-        self.position = position
         state.restore(self.engine, checkpoint.parts, checkpoint.state["engine"])
+        self.position.load(checkpoint.state["position"])
         tasks.load_state(self.task, dict(checkpoint.parts.get("task", {})))
         self.checkpoints.check_precision(checkpoint, self.engine.precision.name)
         resumed = f"after step {position.num_steps} ({checkpoint.path.name})"
