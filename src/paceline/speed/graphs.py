@@ -92,6 +92,17 @@ class Recorded:
     replay: Callable[[], None]
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """Buffers and gradients of a model before a recording runs it."""
+
+    buffers: list[Tensor]
+    gradients: list[Tensor | None]
+    """The tensors themselves."""
+    sums: list[Tensor | None]
+    """Copies of the values in `gradients`."""
+
+
 class Graphs:
     """The recorded shapes of one model, and the gradients that they share."""
 
@@ -173,7 +184,7 @@ class Graphs:
         return _cloned(results["total"]), _cloned(results["count"]), _cloned(results["outputs"])
 
     def _record(self, shape: Any, run: Pass, data: Any) -> Recorded | None:
-        """Nothing is left of the runs that this takes: buffers, gradients and generators are as before."""
+        """Record a shape; None if that fails. The runs that this takes leave no trace: see `_restore`, `_rewind`."""
         inputs: list[Tensor] = []
 
         def held(tensor: Tensor) -> Tensor:
@@ -181,9 +192,7 @@ class Graphs:
             return inputs[-1]
 
         fixed = map_leaves(held, data, Tensor)
-        kept = [buffer.clone() for buffer in self._buffers]
-        before = [parameter.grad for parameter in self._parameters]
-        sums = [None if gradient is None else gradient.clone() for gradient in before]
+        before = self._snapshot()
         seed = torch.zeros((), device=inputs[0].device)
         last: dict[str, Any] = {}
 
@@ -213,17 +222,27 @@ class Graphs:
                 self._most = 0
             return None
         finally:
-            for parameter, gradient, so_far in zip(self._parameters, before, sums, strict=True):
-                shared = self._gradients.get(parameter)
-                parameter.grad = gradient if shared is None else shared
-                if shared is not None:
-                    shared.zero_() if so_far is None else shared.copy_(so_far)
-            for buffer, value in zip(self._buffers, kept, strict=True):
-                buffer.copy_(value)
+            self._restore(before)
             self._rewind()
         recorded = Recorded(inputs, seed, last, replay)
         self._recorded[shape] = recorded
         return recorded
+
+    def _snapshot(self) -> Snapshot:
+        buffers = [buffer.clone() for buffer in self._buffers]
+        gradients = [parameter.grad for parameter in self._parameters]
+        sums = [None if gradient is None else gradient.clone() for gradient in gradients]
+        return Snapshot(buffers, gradients, sums)
+
+    def _restore(self, before: Snapshot) -> None:
+        """Put back buffers and sums of gradients; gradients that graphs share from now on stay where graphs add."""
+        for parameter, gradient, so_far in zip(self._parameters, before.gradients, before.sums, strict=True):
+            shared = self._gradients.get(parameter)
+            parameter.grad = gradient if shared is None else shared
+            if shared is not None:
+                shared.zero_() if so_far is None else shared.copy_(so_far)
+        for buffer, value in zip(self._buffers, before.buffers, strict=True):
+            buffer.copy_(value)
 
     def _rewind(self) -> None:
         """To where the engine's seeding of this grain left the generators."""

@@ -11,7 +11,7 @@ from typing import Any
 from paceline.config.run_path import run_folder
 from paceline.config.settings import TrainConfig
 from paceline.core.run_folder import RunFolder
-from paceline.observe.callback import Watcher
+from paceline.observe.callback import Callback
 from paceline.train import apply
 from paceline.train import predictions as outcome
 from paceline.train.benchmark import benchmark
@@ -25,7 +25,7 @@ PREDICTIONS = "predictions.jsonl"
 """File in the run folder with the last predictions of `--mode infer`."""
 
 
-def fit(task: Task, config: TrainConfig | None = None, *, watchers: Sequence[Watcher] = (), **settings: Any) -> Result:
+def fit(task: Task, config: TrainConfig | None = None, *, watchers: Sequence[Callback] = (), **settings: Any) -> Result:
     """Train `task` with `config`, or with the settings given by name; or validate, predict or measure, as `mode` and
     `benchmark` say.
 
@@ -41,7 +41,7 @@ def fit(task: Task, config: TrainConfig | None = None, *, watchers: Sequence[Wat
         return run_mode(task, config, link, watchers)
 
 
-def run_mode(task: Task, config: TrainConfig, link: Link, watchers: Sequence[Watcher] = ()) -> Result:
+def run_mode(task: Task, config: TrainConfig, link: Link, watchers: Sequence[Callback] = ()) -> Result:
     """Train, measure, validate or predict on the ranks of a link, as the settings ask."""
     if config.benchmark:
         return benchmark(task, config, link)

@@ -15,7 +15,7 @@ import torch
 
 from paceline.core.disk import DiskFull, is_full
 from paceline.data.grain import Batch
-from paceline.observe.callback import RunInfo, Watcher
+from paceline.observe.callback import Callback, RunInfo
 from paceline.observe.epoch import EpochSums, Mean
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress, epoch_line
@@ -37,7 +37,7 @@ class Logbook:
 
     def __init__(
         self,
-        watchers: Sequence[Watcher],
+        watchers: Sequence[Callback],
         progress: Progress,
         engine: Engine,
         position: Position,
@@ -50,7 +50,7 @@ class Logbook:
         self._pending: list[tuple[Step, float | None]] = []
         self._status = "failed"  # until the run is closed
         self._is_over = False
-        self._started: list[Watcher] = []
+        self._started: list[Callback] = []
         self._folder: Path | None = None
         self._mean = Mean()
         self._findings: dict[Matter, Finding] = {}

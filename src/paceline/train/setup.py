@@ -11,7 +11,7 @@ from paceline.config.settings import TrainConfig
 from paceline.core.keys import key
 from paceline.data.grain import Grain
 from paceline.observe import loggers
-from paceline.observe.callback import Watcher, checked
+from paceline.observe.callback import Callback, checked
 from paceline.optim import build, larc
 from paceline.parallel.step import Step
 from paceline.train.checkpoint import reader as restore
@@ -62,8 +62,8 @@ def after_step(task: Task, probe: Probe | None) -> Callable[[torch.nn.Module, St
 
 
 def callbacks(
-    task: Task, config: TrainConfig, say: Callable[[str], None], more: Sequence[Watcher] = ()
-) -> list[Watcher]:
+    task: Task, config: TrainConfig, say: Callable[[str], None], more: Sequence[Callback] = ()
+) -> list[Callback]:
     """Return the loggers of the settings, the callbacks of the task, and `more`; for the first rank."""
     installed, missing = loggers.build(config.loggers, is_asked="loggers" in config.model_fields_set)
     for name in missing:

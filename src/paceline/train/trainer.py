@@ -13,7 +13,7 @@ import torch
 from paceline.config.settings import TrainConfig
 from paceline.core.keys import key
 from paceline.data.grain import Batch
-from paceline.observe.callback import RunInfo, Watcher
+from paceline.observe.callback import Callback, RunInfo
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
 from paceline.observe.rank_log import rank_log
@@ -89,7 +89,7 @@ class Trainer:
         task: Task,
         config: TrainConfig,
         link: Link,
-        watchers: Sequence[Watcher] = (),
+        watchers: Sequence[Callback] = (),
         *,
         probe: Probe | None = None,
     ) -> None:

@@ -161,17 +161,22 @@ def judge(folder: Path, code: int, procs: int) -> Speed | Failure:
     """What the files of a trial and its exit code mean."""
     if (folder / SPEED).exists():
         return Speed(**json.loads((folder / SPEED).read_text(encoding="utf-8")))
-    ranks = [folder / f"rank-{rank}.json" for rank in range(procs)]
-    ends = [json.loads(path.read_text(encoding="utf-8")) for path in ranks if path.exists()]
-    by_kind = {each["kind"]: each["what"] for each in reversed(ends)}
+    paths = {rank: folder / f"rank-{rank}.json" for rank in range(procs)}
+    ends = {rank: json.loads(path.read_text(encoding="utf-8")) for rank, path in paths.items() if path.exists()}
+    by_kind = {each["kind"]: each["what"] for each in reversed(ends.values())}
     kinds: tuple[FailureKind, ...] = ("memory", "killed", "failed", "refused")
     for kind in kinds:
         if kind in by_kind:
             # Of a bug, what was printed has the traceback.
             return Failure(kind, (kind == "failed" and tail(folder)) or by_kind[kind])
-    silent = [rank for rank, path in enumerate(ranks) if not path.exists()]
+    silent = [rank for rank in range(procs) if rank not in ends]
     if procs > 1 and silent and code != 0:
         return _silent(silent, folder)
+    return _exit(code, folder)
+
+
+def _exit(code: int, folder: Path) -> Failure:
+    """Return what the exit code means, where no rank says more."""
     if code == -signal.SIGKILL:
         return Failure("killed", "ended by SIGKILL, as the kernel does when memory runs out")
     if code < 0:

@@ -48,6 +48,9 @@ Doubt = Literal["short", "interrupted", "flat", "high", "hasty", "early", "open"
 - open: it does not diverge, and a tenth of where it would may be less than the steepest rate.
 """
 
+Course = Literal["fell", "turned", "rose", "stayed"]
+"""Course of a loss until it diverged, as far as the noise between batches shows it; turned: it fell, then rose."""
+
 
 @dataclass(frozen=True)
 class Point:
@@ -131,30 +134,19 @@ def suggest(points: Sequence[Point], *, is_interrupted: bool = False) -> Suggest
     losses = [point.loss for point in points]
     end = diverged_at(losses)
     diverges = None if end is None else points[end].rate
-    smoothed = smooth(losses)[: len(points) if end is None else end]
-    lowest = min(range(len(smoothed)), key=lambda step: (step < FIRST_STEPS, smoothed[step]), default=0)
-    slopes = [
-        ((smoothed[step + 1] - smoothed[step - 1]) / math.log(points[step + 1].rate / points[step - 1].rate), step)
-        for step in range(FIRST_STEPS, len(smoothed) - 1)
-        if step <= lowest + 1  # a fall after that is one from a height it has just been thrown to
-    ]
+    losses = losses[:end]
+    smoothed = smooth(losses)
+    slopes = _slopes(points, smoothed)
     if not slopes:
         return Suggestion(None, diverges, "high" if end is not None else "interrupted" if is_interrupted else "short")
     slope, place = min(slopes)
-    course = _course(losses[: len(smoothed)], smoothed)
+    course = _course(losses, smoothed)
     steepest = points[place].rate if slope < 0 and course in ("fell", "turned") else None
-    doubt: Doubt | None = None
     if is_interrupted and end is None and course != "turned":
-        doubt = "interrupted"
-    elif steepest is None:
-        doubt = "flat" if course == "stayed" and end is None else "high"
-        if end is not None and points[end].rate > WIDER * points[0].rate:
-            doubt = "hasty"
-    elif place <= FIRST_STEPS + 1:
-        doubt = "early"
-    elif end is None and steepest > points[-1].rate / BELOW:
-        doubt = "open"  # it diverges above the last rate, if anywhere: a tenth of that may be the smaller
-    return Suggestion(steepest, diverges, doubt)
+        return Suggestion(steepest, diverges, "interrupted")
+    if steepest is None:
+        return Suggestion(None, diverges, _doubt_without_fall(course, points[0].rate, diverges))
+    return Suggestion(steepest, diverges, _doubt_of_fall(points, place, diverges))
 
 
 def wider(doubt: Doubt, first: float, last: float, least: float, most: float) -> tuple[float, float]:
@@ -166,9 +158,34 @@ def wider(doubt: Doubt, first: float, last: float, least: float, most: float) ->
     return first, last
 
 
-def _course(losses: Sequence[float], smoothed: Sequence[float]) -> Literal["fell", "turned", "rose", "stayed"]:
-    """What a loss did until it diverged, as far as the noise between batches lets it be seen; "turned": fell, then
-    rose. The first loss is that of untrained weights, whatever the rate."""
+def _slopes(points: Sequence[Point], smoothed: Sequence[float]) -> list[tuple[float, int]]:
+    """Return (slope, step) on the way of the smoothed loss to its lowest; the slope is per factor of the rate."""
+    lowest = min(range(len(smoothed)), key=lambda step: (step < FIRST_STEPS, smoothed[step]), default=0)
+    return [
+        ((smoothed[step + 1] - smoothed[step - 1]) / math.log(points[step + 1].rate / points[step - 1].rate), step)
+        for step in range(FIRST_STEPS, len(smoothed) - 1)
+        if step <= lowest + 1  # a fall after that is one from a height it has just been thrown to
+    ]
+
+
+def _doubt_without_fall(course: Course, first: float, diverges: float | None) -> Doubt:
+    """Return why a sweep from the rate `first` on saw no fall."""
+    if diverges is None:
+        return "flat" if course == "stayed" else "high"
+    return "hasty" if diverges > WIDER * first else "high"
+
+
+def _doubt_of_fall(points: Sequence[Point], place: int, diverges: float | None) -> Doubt | None:
+    """Return why the steepest fall, at step `place`, may not give the rate; None if it does."""
+    if place <= FIRST_STEPS + 1:
+        return "early"
+    if diverges is None and points[place].rate > points[-1].rate / BELOW:
+        return "open"  # it diverges above the last rate, if anywhere: a tenth of that may be the smaller
+    return None
+
+
+def _course(losses: Sequence[float], smoothed: Sequence[float]) -> Course:
+    """Return the course of a loss. The first one is that of untrained weights, whatever the rate."""
     noise = max(NOISE * _deviation(losses), LEAST * abs(losses[0]))
     start, best = min(losses[0], smoothed[FIRST_STEPS]), min(smoothed[FIRST_STEPS:])
     if start - best > noise:

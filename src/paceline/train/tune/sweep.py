@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from paceline.config.settings import TrainConfig
-from paceline.observe.callback import Record, Watcher
+from paceline.observe.callback import Callback, Record
 from paceline.train.feed import Feed
 from paceline.train.probe import Probe, unkept
 from paceline.train.task import Task
@@ -41,7 +41,7 @@ def is_cut_short(points: Sequence[Point], steps: int) -> bool:
     return len(points) < steps and diverged_at([point.loss for point in points]) is None
 
 
-class _Sweep(Probe, Watcher):
+class _Sweep(Probe, Callback):
     """Keeps (rate, loss) of every step, and stops the run when the loss has diverged.
 
     Losses come to the first rank alone, so it asks to stop, and the others learn of it with the next step's reduction.

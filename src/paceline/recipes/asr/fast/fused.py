@@ -6,6 +6,7 @@ are applied by whoever reads them next. Evaluation, and whatever is not bfloat16
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import MethodType
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.core.torch_private import BatchNorm, foreach_add_, foreach_lerp_
+from paceline.recipes.asr.network.config import BlockSettings
 from paceline.recipes.asr.network.encoder import Block, Encoder, Residual
 from paceline.recipes.asr.network.frames import frames_of, strided_length
 from paceline.recipes.asr.network.separable import BATCH_NORM_MOMENTUM, PlainConv, SeparableConv
@@ -42,27 +44,30 @@ def obstacles(encoder: Encoder) -> list[str]:
     if encoder.settings.activation != "relu":
         reasons.append(f"activation {encoder.settings.activation}: the kernels know relu")
     for number, settings in enumerate(encoder.settings.blocks):
-        block = f"block {number}: "
-        if not settings.separable and settings.kernel * settings.stride > 1:
-            reasons.append(f"{block}kernel {settings.kernel} over all channels at once, not separable")
-        if settings.groups > 1:
-            reasons.append(f"{block}{settings.groups} groups of channels")
-        if settings.se:
-            reasons.append(f"{block}squeeze and excite")
-        if settings.dropout > 0:
-            reasons.append(f"{block}dropout {settings.dropout}")
-        if settings.residual_dense:
-            reasons.append(f"{block}residuals of several blocks")
-        if settings.filters % 16:
-            reasons.append(f"{block}{settings.filters} filters, no multiple of 16")
-        if settings.stride not in (1, 2, 4):
-            reasons.append(f"{block}stride {settings.stride}")
+        reasons += [f"block {number}: {reason}" for reason in _block_obstacles(settings)]
     for name, module in encoder.named_modules():
         if isinstance(module, BatchNorm) and type(module) is not nn.BatchNorm1d:
             reasons.append(f"{name} is a {type(module).__name__}")
         elif isinstance(module, nn.BatchNorm1d) and module.momentum != BATCH_NORM_MOMENTUM:
             reasons.append(f"{name} has momentum {module.momentum}")
     return reasons
+
+
+def _block_obstacles(settings: BlockSettings) -> Iterator[str]:
+    if not settings.separable and settings.kernel * settings.stride > 1:
+        yield f"kernel {settings.kernel} over all channels at once, not separable"
+    if settings.groups > 1:
+        yield f"{settings.groups} groups of channels"
+    if settings.se:
+        yield "squeeze and excite"
+    if settings.dropout > 0:
+        yield f"dropout {settings.dropout}"
+    if settings.residual_dense:
+        yield "residuals of several blocks"
+    if settings.filters % 16:
+        yield f"{settings.filters} filters, no multiple of 16"
+    if settings.stride not in (1, 2, 4):
+        yield f"stride {settings.stride}"
 
 
 Seen = list[tuple[nn.BatchNorm1d, Tensor]]

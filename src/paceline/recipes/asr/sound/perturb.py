@@ -6,6 +6,8 @@ All are off unless set. What is drawn comes from the generator that is handed in
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +24,8 @@ SHORTEST_READ_S = 0.1
 """Of a noise: a few samples at another rate could be none at ours."""
 Samples = NDArray[np.float32]
 """In steps of int16, so that full scale is 32768."""
+Change = Callable[[Samples, int, np.random.Generator], Samples]
+"""From samples, their rate and a generator to draw from, to samples that sound different."""
 
 
 def _ascending(pair: tuple[float, float]) -> tuple[float, float]:
@@ -109,25 +113,58 @@ def perturb(
     """
     unchanged: Samples = audio.astype(np.float32)
     samples = unchanged
-
-    def chosen(probability: float) -> bool:
-        return bool(len(samples)) and rng.random() < probability
-
-    if (settings.speed_range is not None or settings.speed_factors) and chosen(settings.speed_prob):
-        samples = _at_speed(samples, sample_rate, _draw_speed(settings, rng))
-    if settings.impulse_from is not None and chosen(settings.impulse_prob):
-        samples = _in_room(samples, _read(_pick(settings.impulse_from, rng), sample_rate))
-    if settings.shift_ms is not None and chosen(settings.shift_prob):
-        samples = _shifted(samples, round(rng.uniform(*settings.shift_ms) * sample_rate / 1000))
-    if settings.gain_db is not None and chosen(settings.gain_prob):
-        samples = samples * np.float32(_amplitude(rng.uniform(*settings.gain_db)))
-    if settings.noise_from is not None and chosen(settings.noise_prob):
-        noise = _draw_noise(_pick(settings.noise_from, rng), len(samples), sample_rate, rng)
-        samples = _with_noise(samples, noise, rng.uniform(*settings.noise_snr_db))
-    if settings.white_noise_db is not None and chosen(settings.white_noise_prob):
-        level = FULL_SCALE * _amplitude(rng.uniform(*settings.white_noise_db))
-        samples = samples + np.float32(level) * rng.standard_normal(len(samples), dtype=np.float32)
+    for probability, change in _changes(settings):
+        if len(samples) and rng.random() < probability:
+            samples = change(samples, sample_rate, rng)
     return audio if samples is unchanged else np.clip(np.rint(samples), -32768, 32767).astype(np.int16)
+
+
+def _changes(settings: PerturbSettings) -> Iterator[tuple[float, Change]]:
+    """Yield the changes that are set, each with its probability, in the order in which they are made."""
+    if settings.speed_range is not None or settings.speed_factors:
+        yield settings.speed_prob, partial(_change_speed, settings)
+    if settings.impulse_from is not None:
+        yield settings.impulse_prob, partial(_add_room, settings.impulse_from)
+    if settings.shift_ms is not None:
+        yield settings.shift_prob, partial(_shift, settings.shift_ms)
+    if settings.gain_db is not None:
+        yield settings.gain_prob, partial(_change_gain, settings.gain_db)
+    if settings.noise_from is not None:
+        yield settings.noise_prob, partial(_add_noise, settings.noise_from, settings.noise_snr_db)
+    if settings.white_noise_db is not None:
+        yield settings.white_noise_prob, partial(_add_white_noise, settings.white_noise_db)
+
+
+def _change_speed(settings: PerturbSettings, samples: Samples, sample_rate: int, rng: np.random.Generator) -> Samples:
+    return _at_speed(samples, sample_rate, _draw_speed(settings, rng))
+
+
+def _add_room(source: Path, samples: Samples, sample_rate: int, rng: np.random.Generator) -> Samples:
+    return _in_room(samples, _read(_pick(source, rng), sample_rate))
+
+
+def _shift(range_ms: tuple[float, float], samples: Samples, sample_rate: int, rng: np.random.Generator) -> Samples:
+    return _shifted(samples, round(rng.uniform(*range_ms) * sample_rate / 1000))
+
+
+def _change_gain(
+    range_db: tuple[float, float], samples: Samples, sample_rate: int, rng: np.random.Generator
+) -> Samples:
+    return samples * np.float32(_amplitude(rng.uniform(*range_db)))
+
+
+def _add_noise(
+    source: Path, snr_db: tuple[float, float], samples: Samples, sample_rate: int, rng: np.random.Generator
+) -> Samples:
+    noise = _draw_noise(_pick(source, rng), len(samples), sample_rate, rng)
+    return _with_noise(samples, noise, rng.uniform(*snr_db))
+
+
+def _add_white_noise(
+    range_db: tuple[float, float], samples: Samples, sample_rate: int, rng: np.random.Generator
+) -> Samples:
+    level = FULL_SCALE * _amplitude(rng.uniform(*range_db))
+    return samples + np.float32(level) * rng.standard_normal(len(samples), dtype=np.float32)
 
 
 def _draw_speed(settings: PerturbSettings, rng: np.random.Generator) -> float:
