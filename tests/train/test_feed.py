@@ -86,3 +86,21 @@ def test_a_grain_is_read_as_its_epoch_has_it() -> None:
     [grain] = both.read([(1, 1)])
     assert grain.samples.tolist() == [6, 7]
     assert torch.equal(grain.x, next(itertools.islice(both.batches(0), 1, None)).grains[1].x)
+
+
+class UnevenShards:
+    """A stream of unknown length whose second shard is shorter."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("it is read by shard")
+
+    def shard(self, rank: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(torch.zeros(4), torch.zeros(()))] * (20 if rank == 0 else 5)
+
+
+@ranks(2)
+def test_a_limit_ends_the_epoch_on_all_ranks_in_the_same_step(link: Link) -> None:
+    config = TrainConfig(epochs=1, global_batch=4, limit_batches=4)
+    batches = list(Feed(TrainingData.of(UnevenShards()), config, link, grains=2, seed=3).batches(0, 0))
+    assert [(batch.step, batch.is_last) for batch in batches] == [(0, False), (1, False), (2, False), (3, True)]
+    assert not batches[-1].has_next

@@ -101,14 +101,14 @@ def evaluate(options: EvalOptions) -> int:
     """Validate on this rank, with all others; the first one prints."""
     from paceline.train import apply
     from paceline.train import predictions as outcome
-    from paceline.train.checkpoint import reader as restore
+    from paceline.train.checkpoint import reader
 
     task, config, link = open_run(options, {"mode": "eval"}, {"val_manifest": options.manifest})
     with link:
         checkpoint = apply.choose_checkpoint(link, options.run, options.checkpoint)
         metrics = apply.evaluate_run(task, config, link, options.run, checkpoint)
     if link.is_first and options.json:
-        step = restore.load(checkpoint, [], verify=False).step
+        step = reader.load(checkpoint, [], verify=False).step
         results = {"run": str(options.run), "checkpoint": str(checkpoint), "step": step, "metrics": metrics}
         sys.stdout.write(json.dumps(outcome.plain(results)) + "\n")
     elif link.is_first:

@@ -98,7 +98,7 @@ class Batch:
     grains: list[Grain]
     """This rank's, by ascending number."""
     is_last: bool = False
-    """True if no rank has data after this one; always False for data of unknown length on several ranks."""
+    """True if no rank has data after this one, as far as this rank can tell: of shards of unknown length it cannot."""
     has_next: bool = True
     """True if this rank has data after this one."""
     own_count: float = 0.0

@@ -22,8 +22,7 @@ from paceline.data.grain import Grain, map_tensors
 from paceline.train import setup
 from paceline.train import task as tasks
 from paceline.train.autotune.autotuner import precision_for_use
-from paceline.train.checkpoint import reader as restore
-from paceline.train.checkpoint import state
+from paceline.train.checkpoint import reader, state
 from paceline.train.checkpoint.format import DIGESTS, listed
 from paceline.train.engine import Engine
 from paceline.train.position import Position
@@ -147,7 +146,7 @@ def find_checkpoint(folder: Path, which: Which) -> Path:
                 return path
         names = ", ".join(path.name for path in listed(checkpoints)) or "none"
         raise NoCheckpoint(f"{which} is not a checkpoint", f"checkpoints of {folder}: {names}")
-    looked = restore.best(checkpoints) if which == "best" else restore.newest(checkpoints)
+    looked = reader.best(checkpoints) if which == "best" else reader.newest(checkpoints)
     for broken in looked.broken:
         sys.stderr.write(f"skipped a broken checkpoint: {broken}\n")
     if looked.checkpoint is None:
@@ -160,7 +159,7 @@ def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return _weights(_load(checkpoint, verify=True))
 
 
-def _weights(loaded: restore.Checkpoint) -> dict[str, torch.Tensor]:
+def _weights(loaded: reader.Checkpoint) -> dict[str, torch.Tensor]:
     return {**loaded.parts["model"], **loaded.parts.get("ema", {})}
 
 
@@ -209,13 +208,13 @@ def attach(task: Task, config: TrainConfig, link: Link) -> None:
     task.attach(Surroundings(config, link, say))
 
 
-def _load(checkpoint: Path, *, verify: bool) -> restore.Checkpoint:
+def _load(checkpoint: Path, *, verify: bool) -> reader.Checkpoint:
     """Load all parts but those of a training step; not every run has an average, not every task a state."""
     parts = ["model", "ema", "task"]
     while True:
         try:
-            return restore.load(checkpoint, parts, verify)
-        except restore.PartMissing as missing:
+            return reader.load(checkpoint, parts, verify)
+        except reader.PartMissing as missing:
             if missing.part == "model":
                 raise
             parts.remove(missing.part)

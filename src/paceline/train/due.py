@@ -27,6 +27,11 @@ class Outcome(Enum):
         return self in (Outcome.OUT_OF_STEPS, Outcome.EARLY)
 
     @property
+    def goes_on(self) -> bool:
+        """True unless the run ends here: it has more epochs or stages, if there are any."""
+        return self.status == "finished"
+
+    @property
     def status(self) -> str:
         """Status of a run that ends so."""
         return self.value if self in (Outcome.EARLY, Outcome.STOPPED) else "finished"

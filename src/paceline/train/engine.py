@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -424,14 +424,14 @@ class Engine:
             call.first_epoch = position.epoch
         call.is_resumed = False
         feed.end_epoch = call.first_epoch + epochs
-        while position.epoch < call.first_epoch + epochs:
-            for batch in feed.batches(position.epoch, position.step):
-                position.advance(batch)
-                yield batch
-                if feed.is_stream and self._is_out_of_data():
-                    break
-            position.end_epoch()
-        feed.close()
+        with closing(feed):  # also where the caller leaves its loop
+            while position.epoch < call.first_epoch + epochs:
+                for batch in feed.batches(position.epoch, position.step):
+                    position.advance(batch)
+                    yield batch
+                    if feed.is_stream and self._is_out_of_data():
+                        break
+                position.end_epoch()
 
     def _is_out_of_data(self) -> bool:
         """Return True if no rank has more data of unknown length, as the last reduction said.

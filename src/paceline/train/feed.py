@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from numpy.typing import NDArray
@@ -251,19 +252,28 @@ class Feed:
             yield EpochSteps(epoch, self.plan(epoch), range(self._num_planned_steps(epoch)), world.rank, world.size)
 
     def _streamed(self, epoch: int, start: int) -> Iterator[Batch]:
-        """Never ends by itself on several ranks: the loop stops when the reduction says that no rank has more."""
-        step = start - 1
-        for batch in self._stream.run(epoch=epoch, start=start):
-            step = batch.step
-            limit = self._config.limit_batches
-            if limit is not None and step + 1 >= limit:
+        """Yield batches, up to `limit_batches` on all ranks alike.
+
+        Without a limit, where ranks read shards, this has no end on several ranks: empty batches follow a rank's last
+        one, until the loop learns from the reduction that no rank has more.
+        """
+        limit = self._config.limit_batches
+        for batch in self._streamed_for_ever(epoch, start):
+            if limit is not None and batch.step + 1 >= limit:
                 batch.has_next, batch.is_last = False, True
             yield batch
             if batch.is_last:
                 return
-        while self._link.world.size > 1:
-            step += 1
-            yield self._stream.empty(epoch, step)
+
+    def _streamed_for_ever(self, epoch: int, start: int) -> Iterator[Batch]:
+        """Yield this rank's batches, and on several ranks empty ones when its data has ended."""
+        step = start
+        for batch in self._stream.run(epoch=epoch, start=start):
+            step = batch.step + 1
+            yield batch
+        if self._link.world.size > 1:
+            for number in count(step):
+                yield self._stream.empty(epoch, number)
 
 
 def check_ranks(everyone: Sequence[tuple[int, str]]) -> None:

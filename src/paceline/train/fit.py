@@ -15,7 +15,7 @@ from paceline.observe.callback import Callback
 from paceline.train import apply
 from paceline.train import predictions as outcome
 from paceline.train.benchmark import benchmark
-from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint import reader
 from paceline.train.task import Task
 from paceline.train.trainer import Result, Trainer
 from paceline.world.link import Link
@@ -54,7 +54,7 @@ def _apply(task: Task, config: TrainConfig, link: Link) -> Result:
     """Restore the newest checkpoint of `out`, or the one that `resume` names, and use it; the run stays as it is."""
     folder, which = _run_to_use(config)
     checkpoint = apply.choose_checkpoint(link, folder, which)
-    step = restore.load(checkpoint, [], verify=False).step
+    step = reader.load(checkpoint, [], verify=False).step
     if config.mode == "eval":
         metrics = apply.evaluate_run(task, config, link, folder, checkpoint)
         if link.is_first:

@@ -124,19 +124,19 @@ class Meter:
         lately = compiled.since(self._compiled)
         compiles = self._engine.precision.compile
         return RankEpoch(
-            elapsed(self._before, now),
-            self._between,
-            self._num_samples,
-            self._count,
-            None if self._lengths is None else self._length,
-            self._num_samples if self._lengths is None else self._work,
-            None if self._core_wait_s is None else (core_wait_s() or 0.0) - self._core_wait_s,
-            _host_bytes(),
-            None if self._device is None else torch.cuda.max_memory_allocated(self._engine.device),
-            self.clock.waits.numbers,
-            self.clock.device if isinstance(self.clock, DeviceClock) else None,
-            lately.recompiles if compiles else None,
-            lately.seconds,
+            seconds=elapsed(self._before, now),
+            between=self._between,
+            num_samples=self._num_samples,
+            count=self._count,
+            length=None if self._lengths is None else self._length,
+            work=self._num_samples if self._lengths is None else self._work,
+            core_wait_s=None if self._core_wait_s is None else (core_wait_s() or 0.0) - self._core_wait_s,
+            host_bytes=_host_bytes(),
+            device_bytes=None if self._device is None else torch.cuda.max_memory_allocated(self._engine.device),
+            waits=self.clock.waits.numbers,
+            device=self.clock.device if isinstance(self.clock, DeviceClock) else None,
+            recompiles=lately.recompiles if compiles else None,
+            compile_s=lately.seconds,
         )
 
     def _way(self) -> Way:

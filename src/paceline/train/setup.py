@@ -14,7 +14,7 @@ from paceline.observe import loggers
 from paceline.observe.callback import Callback, checked
 from paceline.optim import build, larc
 from paceline.parallel.step import Step
-from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint import reader
 from paceline.train.engine import Engine
 from paceline.train.probe import Probe
 from paceline.train.task import HasWatchers, ReadsWeights, Task, overrides
@@ -43,8 +43,8 @@ def load_weights(model: torch.nn.Module, task: Task, path: Path | None, say: Cal
         return
     weights = task.read_weights(path) if isinstance(task, ReadsWeights) else None
     if weights is None:
-        weights = restore.load(path, ["model"]).parts["model"]
-    say(restore.load_by_name(model, weights).line(path))
+        weights = reader.load(path, ["model"]).parts["model"]
+    say(reader.load_by_name(model, weights).line(path))
 
 
 def after_step(task: Task, probe: Probe | None) -> Callable[[torch.nn.Module, Step, list[Grain]], None] | None:

@@ -178,11 +178,11 @@ class Trainer:
         self._set_up(feed)
         outcome = Outcome.EPOCH_DONE
         feed.end_epoch = epochs
-        while outcome.status == "finished" and not is_stage_over(config, position, epochs):
+        while outcome.goes_on and not is_stage_over(config, position, epochs):
             outcome = self._train_epoch(feed)
             if outcome is not Outcome.STOPPED:
                 outcome = self._end_epoch(outcome)
-            goes_on = outcome.status == "finished" and not is_stage_over(config, position, epochs)
+            goes_on = outcome.goes_on and not is_stage_over(config, position, epochs)
             if goes_on and (is_multiple(position.epoch, config.save_every_epochs) or is_new_best(config, position)):
                 self._save()
         feed.close()

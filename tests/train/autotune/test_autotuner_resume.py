@@ -45,6 +45,13 @@ def test_a_resumed_run_takes_its_own_choice(tmp_path: Path, times: dict[str, Any
         assert torch.equal(tensor, weights(again)[name]), name
 
 
+def test_the_record_of_a_finished_run_keeps_its_choice(tmp_path: Path, times: dict[str, Any]) -> None:
+    times |= {"-O0": 2.0, "-O1": 3.0, "-O2": 1.0}
+    for resume in ("no", "auto"):
+        trainer(SmallTask(), tmp_path / "run", level=4, steps=3, resume=resume).fit()
+        assert json.loads((tmp_path / "run/run.json").read_text())["choice"]["way"]["level"] == 2
+
+
 def optimizer_state(made: Trainer) -> dict[str, torch.Tensor]:
     parts, _ = state.collect(made.engine)
     return {**parts["optimizer"], **{f"scale {name}": tensor for name, tensor in parts["scale"].items()}}

@@ -17,8 +17,7 @@ from paceline.core.provenance import start_record
 from paceline.core.run_folder import RunFolder, RunRecord
 from paceline.observe.progress import Progress
 from paceline.parallel.gather import gather_tensors
-from paceline.train.checkpoint import pieces, state
-from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint import pieces, reader, state
 from paceline.train.checkpoint.format import DIGESTS
 from paceline.train.checkpoint.writer import Checkpointer
 from paceline.train.engine import Engine
@@ -58,10 +57,11 @@ class CheckpointManager:
         self._writer: Checkpointer | None = None
         self._is_open = False
         self._saved: dict[str, Any] | None = None
-        self._choice: dict[str, Any] | None = None
         stored = self._check()
         is_own = stored is not None and self._run is not None and self._run.is_run
         self._starts: list[dict[str, Any]] = stored.starts if stored is not None and is_own else []
+        # Kept in the record of a resumed run from its first moment on: it may end before the autotuner is asked.
+        self._choice = stored.choice if stored is not None and is_own and config.level == 4 else None
         before = stored.grains if stored is not None else None
         may_regrain = config.regrain or (config.allow_change and config.grains is not None)
         self.grains = choose_grains(config.grains, before, link.world.size, may_regrain)
@@ -207,13 +207,13 @@ class CheckpointManager:
                 raise SettingsChanged(changes)
         return stored
 
-    def check_precision(self, checkpoint: restore.Checkpoint, precision: str) -> None:
+    def check_precision(self, checkpoint: reader.Checkpoint, precision: str) -> None:
         """Refuse another precision than that of the run: `level: auto` may mean something else on another device."""
         before = checkpoint.state.get("precision")
         if before not in (None, precision) and not self._config.allow_change:
             raise SettingsChanged({"precision on this device": (before, precision)})
 
-    def find(self) -> restore.Checkpoint | None:
+    def find(self) -> reader.Checkpoint | None:
         """Return the checkpoint to resume from, None for a new run. All ranks must call it."""
         checkpoint = self._find()
         config, ranks = self._config, self._link.world.size
@@ -224,22 +224,22 @@ class CheckpointManager:
             raise SettingsChanged({"ranks (with random_seed_offset)": (checkpoint.state["world_size"], ranks)})
         return checkpoint
 
-    def _find(self) -> restore.Checkpoint | None:
+    def _find(self) -> reader.Checkpoint | None:
         resume = self._config.resume
         if isinstance(resume, Path):
             if not (resume / DIGESTS).exists():
                 raise NotACheckpoint(resume)
-            return restore.load(resume)
+            return reader.load(resume)
         if resume == "no" or not self._may_resume or self._run is None:
             return None
         chosen: Path | None = None
         if self._link.is_first:  # one rank looks and verifies, so that all take the same
-            looked = restore.newest(self._run.checkpoints)
+            looked = reader.newest(self._run.checkpoints)
             for broken in looked.broken:
                 self._progress.say(f"skipped a broken checkpoint: {broken}")
             chosen = None if looked.checkpoint is None else looked.checkpoint.path
         chosen = self._link.broadcast_object(chosen)
-        return None if chosen is None else restore.load(chosen, verify=False)
+        return None if chosen is None else reader.load(chosen, verify=False)
 
     def _write(self, status: str) -> None:
         if self._run is not None and self._link.is_first:

@@ -16,7 +16,7 @@ from paceline.recipes.asr.exchange.nemo import read_nemo
 from paceline.recipes.asr.network.config import NetworkSettings
 from paceline.recipes.asr.network.encoder import weight_shapes
 from paceline.train import apply
-from paceline.train.checkpoint import reader as restore
+from paceline.train.checkpoint import reader
 from paceline.train.checkpoint.format import DIGESTS, listed
 
 DECODER = "decoder."
@@ -101,7 +101,7 @@ def without_decoder(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _known_of(checkpoint: Path) -> _Known:
     """Return the facts in a checkpoint or, of an old one without them, in the record of its run."""
-    about = restore.load(checkpoint, [], verify=False).state.get("about") or _network_of_run(checkpoint)
+    about = reader.load(checkpoint, [], verify=False).state.get("about") or _network_of_run(checkpoint)
     try:
         return _Known(tuple(about["labels"]), int(about["sample_rate"]))
     except (KeyError, TypeError, ValueError):
