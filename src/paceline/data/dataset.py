@@ -1,4 +1,4 @@
-"""What a data set must have, and what it may offer beyond that.
+"""Interface of a data set: the methods it must have, and those it may offer beyond that.
 
 A map-style data set has `__len__` and `__getitem__`, an iterable one `__iter__`. Everything else is optional: each
 protocol below is one thing that a data set may offer, and `DatasetTraits` is the only place where a data set is asked

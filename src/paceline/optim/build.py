@@ -141,5 +141,5 @@ def _require_match(setting: str, pattern: str, names: list[str]) -> None:
 
 
 def signature(model: torch.nn.Module) -> dict[str, tuple[torch.Size, bool]]:
-    """What an optimizer and a reduction are made for: which parameters of which shapes are trained."""
+    """Return the shapes of all parameters, and which are trained: optimizer and reduction are made for these."""
     return {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()}

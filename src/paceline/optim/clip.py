@@ -47,7 +47,7 @@ class ClipNorm:
             return None
         from paceline.optim.kernels.many_tensors import CHUNK
 
-        found = [gradient for gradient in gradients if gradient.numel()]
-        if not found or not fit(found, torch.float32, first.device):
+        nonempty = [gradient for gradient in gradients if gradient.numel()]
+        if not nonempty or not fit(nonempty, torch.float32, first.device):
             return None
-        return self._tables.of([found], CHUNK, [torch.float32])
+        return self._tables.of([nonempty], CHUNK, [torch.float32])

@@ -57,12 +57,12 @@ class WeightAverage:
         """The model with the average as its weights, inside the `with`; then its own weights again, bitwise."""
         parameters = dict(model.named_parameters()) if isinstance(model, nn.Module) else model
         targets = [parameters[name].detach() for name in self.tensors]
-        kept = [target.clone() for target in targets]
+        saved = [target.clone() for target in targets]
         try:
             foreach_copy_(targets, self._averages)
             yield
         finally:
-            foreach_copy_(targets, kept)
+            foreach_copy_(targets, saved)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Name of a weight -> its average (the live tensors, not copies)."""

@@ -77,6 +77,6 @@ class Lamb(Layerwise):
         bucket.descend(group["lr"])
 
     def _ratios(self, group: dict[str, Any], weights: Tensor, updates: Tensor) -> Tensor:
-        """How far to go along each update, from the norms of both."""
+        """Return the trust ratio of each update, from the norms of weights and updates."""
         ratios = torch.where((weights > 0) & (updates > 0), weights / updates, 1.0)
         return ratios if group["trust_range"] is None else ratios.clamp(*group["trust_range"])

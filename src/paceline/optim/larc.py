@@ -35,7 +35,7 @@ from paceline.optim.layerwise import JoinNorms, OutOfRange, alike, by_size, norm
 
 @dataclass(frozen=True)
 class Rule:
-    """How gradients are scaled."""
+    """Rule by which gradients are scaled."""
 
     mode: Literal["clip", "scale"] = "clip"
     eta: float = 0.002
@@ -84,19 +84,19 @@ class Larc:
 
     def rates(self, names: Mapping[Tensor, str]) -> dict[str, float]:
         """The effective learning rate of each tensor in the last step, by name (waits for the device)."""
-        found: dict[str, float] = {}
+        by_name: dict[str, float] = {}
         for parameters, ratios, lr in self._ratios:
             values = (ratios * lr).tolist()
-            found |= {names[parameter]: value for parameter, value in zip(parameters, values, strict=True)}
-        return found
+            by_name |= {names[parameter]: value for parameter, value in zip(parameters, values, strict=True)}
+        return by_name
 
     @torch.no_grad()
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._ratios = []
         self._decays = [group.get("weight_decay", 0.0) for group in optimizer.param_groups]
         for group, decay in zip(optimizer.param_groups, self._decays, strict=True):
-            found = with_gradient(group, "LARC", with_empty=self.join_norms is not None)
-            chosen = [parameter for parameter in found if self._is_scaled(parameter)]
+            trained = with_gradient(group, "LARC", with_empty=self.join_norms is not None)
+            chosen = [parameter for parameter in trained if self._is_scaled(parameter)]
             for parameters in alike(chosen):
                 ratios = None
                 if self.join_norms is None:
@@ -106,7 +106,7 @@ class Larc:
                     ratios = self._scale(parameters, group["lr"], decay)
                 self._ratios.append((parameters, ratios, group["lr"]))
             if self.rule.decay_inside and decay:
-                rest = [parameter for parameter in found if not self._is_scaled(parameter)]
+                rest = [parameter for parameter in trained if not self._is_scaled(parameter)]
                 if rest:
                     gradients = [parameter.grad for parameter in rest if parameter.grad is not None]
                     foreach_add_(gradients, rest, alpha=decay)
@@ -190,6 +190,6 @@ def rule_of(settings: OptimSettings) -> Rule | None:
 
 
 def attach(optimizer: torch.optim.Optimizer, settings: OptimSettings) -> Larc | None:
-    """What the settings ask for, around an optimizer; None where gradients stay as they are."""
+    """Attach the LARC or LARS of the settings to an optimizer; return None where gradients stay as they are."""
     rule = rule_of(settings)
     return None if rule is None else Larc(optimizer, rule)

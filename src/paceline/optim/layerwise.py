@@ -1,4 +1,4 @@
-"""What optimizers with one factor per tensor share: many tensors at once, and no word from the device to the host."""
+"""Base of optimizers with one factor per tensor: many tensors at once, and no word from the device to the host."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Bucket:
     """Parameters of one group, device and dtype that have a gradient, those of equal size side by side."""
 
     weights: list[Tensor]
-    """What is computed on: the parameters themselves, or fp32 and contiguous copies."""
+    """Tensors that are computed on: the parameters themselves, or fp32 and contiguous copies."""
     state: dict[str, list[Tensor]]
     skip: Tensor
     """1 on the device where nothing may change, else 0."""
@@ -93,7 +93,7 @@ class Bucket:
 
 
 class Layerwise(TakesAmpScaling, torch.optim.Optimizer):
-    """What optimizers with one factor per tensor share: many tensors at once, and no word from the device to the host.
+    """Base of optimizers with one factor per tensor: many tensors at once, and no word from the device to the host.
 
     State is kept in at least fp32: squared fp16 gradients overflow and underflow. A step whose `found_inf` (set by an
     engine or a GradScaler) is above 0 leaves weights and state bitwise as they are; `grad_scale` divides gradients.
@@ -146,8 +146,8 @@ class Layerwise(TakesAmpScaling, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            found = with_gradient(group, type(self).__name__, with_empty=self.join_norms is not None)
-            for parameters in alike(found):
+            trained = with_gradient(group, type(self).__name__, with_empty=self.join_norms is not None)
+            for parameters in alike(trained):
                 gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
                 if self.join_norms is None:
                     if self._update_fused(group, parameters, gradients):
@@ -159,7 +159,7 @@ class Layerwise(TakesAmpScaling, torch.optim.Optimizer):
                 self._update(group, bucket, gradients)
                 copies = [pair for pair in zip(parameters, bucket.weights, strict=True) if pair[0] is not pair[1]]
                 if copies:
-                    foreach_copy_([own for own, _ in copies], [copy for _, copy in copies])
+                    foreach_copy_([parameter for parameter, _ in copies], [copy for _, copy in copies])
         return loss
 
     @torch.no_grad()
@@ -170,13 +170,13 @@ class Layerwise(TakesAmpScaling, torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, parameter in zip(saved, parameters, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
-                kept = value.to(parameter.device, memory_format=torch.contiguous_format, copy=True)
-                self.state[parameter][name] = kept
+                restored = value.to(parameter.device, memory_format=torch.contiguous_format, copy=True)
+                self.state[parameter][name] = restored
 
     def _norms(self, tensors: Sequence[Tensor]) -> Tensor:
         """The norm of each of a bucket's tensors, of the whole tensor where this rank has a piece."""
-        own = norms(tensors)
-        return own if self.join_norms is None else self.join_norms(own)
+        local_norms = norms(tensors)
+        return local_norms if self.join_norms is None else self.join_norms(local_norms)
 
     def _bucket(self, group: dict[str, Any], parameters: list[Tensor]) -> Bucket:
         device, dtype = parameters[0].device, torch.promote_types(parameters[0].dtype, torch.float32)
@@ -224,7 +224,7 @@ class Layerwise(TakesAmpScaling, torch.optim.Optimizer):
         return self._has_kernels and has_kernels(dtype, device, self.fused)
 
     def _columns(self, state: dict[str, list[Tensor]]) -> list[list[Tensor]]:
-        """What of the state the kernels read and write, in their order."""
+        """Return the state that the kernels read and write, in their order."""
         raise NotImplementedError
 
     def _launch(self, group: dict[str, Any], table: Table, dtype: torch.dtype, found_inf: Tensor) -> None:
@@ -245,8 +245,9 @@ def scale(flat: Tensor, sizes: Sequence[int], factors: Tensor) -> None:
     piece."""
     runs = [(size, len(list(run))) for size, run in groupby(sizes)]
     pieces = flat.split([size * count for size, count in runs])
-    for (size, count), piece, own in zip(runs, pieces, factors.split([count for _, count in runs]), strict=True):
-        piece.view(count, size).mul_(own.unsqueeze(1))
+    run_factors = factors.split([count for _, count in runs])
+    for (size, count), piece, each in zip(runs, pieces, run_factors, strict=True):
+        piece.view(count, size).mul_(each.unsqueeze(1))
 
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -279,25 +280,25 @@ def with_gradient(group: dict[str, Any], optimizer: str, with_empty: bool = Fals
 
     `with_empty`: this rank may have no piece of a tensor where others have one, and all must join their norms.
     """
-    found = [parameter for parameter in group["params"] if parameter.grad is not None]
+    trained = [parameter for parameter in group["params"] if parameter.grad is not None]
     if not with_empty:
-        found = [parameter for parameter in found if parameter.numel()]
-    for parameter in found:
+        trained = [parameter for parameter in trained if parameter.numel()]
+    for parameter in trained:
         if parameter.grad.layout != torch.strided:
             raise SparseGradient(optimizer, parameter.shape)
-    return found
+    return trained
 
 
 def alike(parameters: list[Tensor]) -> list[list[Tensor]]:
     """By device and dtype, as kernels over many tensors need it."""
     if len({parameter.dtype for parameter in parameters}) == len({parameter.device for parameter in parameters}) == 1:
         return [parameters]
-    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
-        found.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-    return list(found.values())
+        groups.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+    return list(groups.values())
 
 
 def by_size(parameters: list[Tensor]) -> list[Tensor]:
-    """Those of equal size side by side, as `scale` needs it."""
+    """Return the parameters with those of equal size side by side, as `scale` needs it."""
     return sorted(parameters, key=Tensor.numel)

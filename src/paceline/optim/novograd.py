@@ -93,7 +93,7 @@ class NovoGrad(Layerwise):
         bucket.count_step()
 
     def _second_moments(self, group: dict[str, Any], bucket: Bucket) -> Tensor:
-        """What to divide the squares of the gradients in the views by, one number per tensor; state is moved on."""
+        """Update the second moments; return the divisors of the views' squared gradients, one number per tensor."""
         before, now = torch.stack(bucket.state["exp_avg_sq"]), self._norms(bucket.views).square()
         beta2 = group["betas"][1]
         # 0 until a gradient was seen: the first step, and those before it whose gradient was 0.

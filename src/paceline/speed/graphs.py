@@ -32,7 +32,7 @@ Pass = Callable[[Any], tuple[Tensor, Any, Any]]
 
 
 class Recorder(Protocol):
-    """What turns a function of fixed buffers into something to replay."""
+    """Interface that turns a function of fixed buffers into a replayable recording."""
 
     def warm(self, function: Callable[[], None]) -> None:
         """Run it as it will be recorded, without recording."""
@@ -41,7 +41,7 @@ class Recorder(Protocol):
         """Run it once for recording, which computes nothing, and give what computes it from now on."""
 
     def recover(self) -> bool:
-        """After a recording that failed: put right what it left behind. Whether recordings made before are lost."""
+        """Clean up after a recording that failed; return True if recordings made before are lost."""
 
 
 class CudaRecorder:
@@ -86,7 +86,7 @@ class Recorded:
 
     inputs: list[Tensor]
     seed: Tensor
-    """What backward starts from: 1 over the step's count."""
+    """Gradient that backward starts from: 1 over the step's count."""
     results: Mapping[str, Any]
     """`total`, `count`, `outputs`: tensors that a replay writes to."""
     replay: Callable[[], None]
@@ -154,7 +154,7 @@ class Graphs:
         return self._replay(recorded, leaves, seed)
 
     def warm(self, run: Pass, data: Any) -> bool:
-        """Record the shape of a grain before the first step; whether it is recorded now."""
+        """Record the shape of a grain before the first step; return True if it is recorded now."""
         shape = signature(list(tensors(data)))
         if shape not in self._recorded and self.num_recorded < self._most and _words(shape) not in self.failures:
             self._record(shape, run, data)
@@ -162,11 +162,11 @@ class Graphs:
 
     def lines(self) -> list[str]:
         """For the console, at the end of a run."""
-        found = [
+        lines = [
             f"CUDA graphs: {self.num_recorded} shape{'s' * (self.num_recorded != 1)} recorded,"
             f" {self.num_replayed:,} grains replayed, {self.num_plain:,} run without"
         ]
-        return found + [f"  {shape} could not be recorded: {why}" for shape, why in self.failures.items()]
+        return lines + [f"  {shape} could not be recorded: {why}" for shape, why in self.failures.items()]
 
     def numbers(self) -> dict[str, int]:
         """For the journal."""
@@ -203,11 +203,11 @@ class Graphs:
             torch.autograd.backward((total,), (seed.to(total.dtype),))
             # Without what backward has kept of the run.
             last["total"], last["count"], last["outputs"] = detached((total, count, outputs))
-            found = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
-            for parameter, gradient in found:
+            pairs = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+            for parameter, gradient in pairs:
                 if parameter not in self._gradients:
                     self._gradients[parameter] = torch.zeros_like(gradient)
-            foreach_add_([self._gradients[parameter] for parameter, _ in found], [each for _, each in found])
+            foreach_add_([self._gradients[parameter] for parameter, _ in pairs], [each for _, each in pairs])
 
         try:
             for _ in range(WARM_RUNS):
@@ -265,7 +265,7 @@ def tensors(data: Any) -> Iterator[Tensor]:
 
 
 def signature(leaves: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What two grains must have in common to be replayed from one recording."""
+    """Return the shapes and dtypes that two grains must have in common to be replayed from one recording."""
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
 

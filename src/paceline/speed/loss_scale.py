@@ -42,13 +42,13 @@ class ScaleStateMismatch(PacelineError):
 
 
 class LossScale:
-    """What all kinds share: a factor on the loss, taken off the gradients again."""
+    """Base of all kinds: a factor on the loss, taken off the gradients again."""
 
     def __init__(self, scale: float, device: torch.device) -> None:
         self._scale = torch.tensor(scale, dtype=torch.float32, device=device)
 
     def seed(self, loss: Tensor, count: float) -> Tensor:
-        """What to run backward from `loss` with: the gradient of scale * loss / count by the loss."""
+        """Return the gradient to run backward from `loss` with: that of scale * loss / count by the loss."""
         return (self._scale.double() / count).to(loss.dtype)
 
     def unscale_and_check(self, gradients: list[Tensor], found_inf: Tensor) -> None:
@@ -64,10 +64,10 @@ class LossScale:
         return {name: tensor.detach().clone() for name, tensor in self._state().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        own = self._state()
-        if own.keys() != state.keys():
-            raise ScaleStateMismatch(sorted(own), sorted(state))
-        for name, tensor in own.items():
+        tensors = self._state()
+        if tensors.keys() != state.keys():
+            raise ScaleStateMismatch(sorted(tensors), sorted(state))
+        for name, tensor in tensors.items():
             tensor.copy_(state[name])
 
     def current(self) -> float:

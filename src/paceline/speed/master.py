@@ -24,8 +24,8 @@ class Masters:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        kept = _batch_norm_parameters(model)
-        names = {name: weight for name, weight in model.named_parameters() if _is_half_to_be(weight, kept)}
+        batch_norm_ids = _batch_norm_parameters(model)
+        names = {name: weight for name, weight in model.named_parameters() if _is_half_to_be(weight, batch_norm_ids)}
         self.tensors: dict[str, Tensor] = {name: weight.detach().float().clone() for name, weight in names.items()}
         """Name of a weight in the model -> its fp32 master, what a checkpoint stores. Frozen weights have one too."""
         self._weights: list[Tensor] = list(names.values())
@@ -138,8 +138,8 @@ def _batch_norm_parameters(model: nn.Module) -> set[int]:
     return {id(weight) for layer in layers for weight in layer.parameters(recurse=False)}
 
 
-def _is_half_to_be(weight: Tensor, kept: set[int]) -> bool:
-    return weight.is_floating_point() and id(weight) not in kept
+def _is_half_to_be(weight: Tensor, batch_norm_ids: set[int]) -> bool:
+    return weight.is_floating_point() and id(weight) not in batch_norm_ids
 
 
 def _halve(model: nn.Module) -> None:

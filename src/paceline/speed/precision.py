@@ -49,7 +49,7 @@ class LevelConflict(PacelineError):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a device can compute with."""
+    """Number formats and tools that a device can compute with."""
 
     device: Literal["cpu", "cuda"]
     name: str
@@ -61,22 +61,22 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Precision:
-    """What a step computes in."""
+    """Precision of a step: dtypes, loss scaling, compilation and kernels."""
 
     level: int
     name: str
-    """What the user would type for it: `-O2`, `--precision fp16`."""
+    """The option that the user would type for it: `-O2`, `--precision fp16`."""
     weights: torch.dtype
     autocast: torch.dtype | None
     fp32_matmul: Fp32Matmul
-    """How a matmul or convolution that stays in fp32 is computed."""
+    """Computation of a matmul or convolution that stays in fp32."""
     compile: bool
     scaled: bool
     """The loss is scaled, as `loss_scale` says."""
     master: bool
     """The optimizer updates fp32 masters of the weights; batch norm stays fp32."""
     notes: tuple[str, ...]
-    """What the user should be told about this choice."""
+    """Lines that tell the user about this choice."""
     kernels: bool = False
     """The task's own kernels stand in for its modules (`-O4`)."""
     graphs: bool = False
@@ -169,20 +169,20 @@ def _resolve_fastest(precision: PrecisionName | None, capabilities: Capabilities
 
 def resolve_candidate(way: Candidate, precision: PrecisionName | None, capabilities: Capabilities) -> Precision:
     """`-O4` once it has chosen: what the way's level computes in, with what comes on top."""
-    found = resolve(_LEVELS[way.level], precision, capabilities)
+    resolved = resolve(_LEVELS[way.level], precision, capabilities)
     # A run is resumed with the name of the level; what that chose is stored beside it.
-    name = "-O4" if precision is None else found.name
-    return replace(found, level=4, name=name, kernels=way.kernels, graphs=way.graphs)
+    name = "-O4" if precision is None else resolved.name
+    return replace(resolved, level=4, name=name, kernels=way.kernels, graphs=way.graphs)
 
 
 def levels(precision: PrecisionName | None, capabilities: Capabilities) -> list[int]:
-    """Which of the levels 0 to 3 this device has."""
-    found = []
+    """Return those of the levels 0 to 3 that this device has."""
+    supported = []
     for level in _LEVELS:
         with contextlib.suppress(LevelUnsupported, LevelConflict):
             resolve(level, precision, capabilities)
-            found.append(int(level))
-    return found
+            supported.append(int(level))
+    return supported
 
 
 def distinct(levels: Iterable[int], precision: PrecisionName | None, capabilities: Capabilities) -> list[int]:
@@ -239,7 +239,7 @@ _NOTHING = contextlib.nullcontext()
 def autocast(
     precision: Precision, device: torch.device
 ) -> Callable[[], contextlib.AbstractContextManager[object | None]]:
-    """What to enter around a forward; without autocast it is one reused empty context."""
+    """Return a function that makes the context around a forward; without autocast it is one reused empty context."""
     if precision.autocast is None:
         return lambda: _NOTHING
     return functools.partial(torch.autocast, device.type, precision.autocast)

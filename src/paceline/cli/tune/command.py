@@ -112,18 +112,18 @@ def _run(argv: Sequence[str]) -> int:
     world = discover(os.environ)
     from paceline.cli.tasks import find_task  # from here on torch is needed
 
-    found = find_task(name)
-    model = tune_options(found.Settings)
+    task_type = find_task(name)
+    model = tune_options(task_type.Settings)
     rest, is_length_ours = with_length(model, rest)
     options = load(model, [name, *rest], prog=PROG, positional=POSITIONAL)
-    settings = task_settings(options, found.Settings)
+    settings = task_settings(options, task_type.Settings)
     idle = without_effect(settings)
     if idle and world.rank == 0 and world.launcher != "procs":  # whose launcher has said so
         sys.stdout.write(f"without effect here, as nothing is kept: {', '.join(idle)}\n")
     if options.range_test:
         from paceline.cli.tune.range_test import range_test
 
-        return range_test(world, found, options, settings, [name, *rest])
+        return range_test(world, task_type, options, settings, [name, *rest])
     if world.launcher != "plain":
         raise NotUnderLauncher(world.launcher)
     from paceline.cli.tune.search import tune
@@ -142,13 +142,16 @@ def range_test_words(argv: Sequence[str]) -> list[str]:
 
 
 def with_length(model: type[Section], words: list[str]) -> tuple[list[str], bool]:
-    """How long to train has no meaning here: where it is not said, an epoch stands in. Whether it does."""
+    """Return the words, with `--epochs 1` added if no length is set, and True if it was added.
+
+    How long to train has no meaning here.
+    """
     typed = read_words(model, words)
-    given = set(typed.given)
+    names = set(typed.given)
     for file in typed.files:
-        given |= set(read_file(model, file)[0])
+        names |= set(read_file(model, file)[0])
     has_own = any(model.model_fields[name].default is not None for name in ("epochs", "steps"))
-    is_missing = not has_own and not given & {"epochs", "steps"}
+    is_missing = not has_own and not names & {"epochs", "steps"}
     # In front, so that no option that lacks its value is told of a word that nobody typed.
     return (["--epochs", "1", *words] if is_missing else words), is_missing
 
@@ -156,5 +159,5 @@ def with_length(model: type[Section], words: list[str]) -> tuple[list[str], bool
 def without_effect(settings: TrainConfig) -> list[str]:
     """Settings that were given and do nothing here, as they are typed."""
     fields = type(settings).model_fields
-    given = [name for name in UNKEPT if name in settings.model_fields_set]
-    return [dashed(name) for name in given if getattr(settings, name) != fields[name].get_default()]
+    names = [name for name in UNKEPT if name in settings.model_fields_set]
+    return [dashed(name) for name in names if getattr(settings, name) != fields[name].get_default()]

@@ -36,7 +36,7 @@ _DOUBTS: dict[Doubt, str] = {
 
 
 def range_test(
-    world: World, found: type[Task], options: TuneCommand, settings: TrainConfig, words: Sequence[str]
+    world: World, task_type: type[Task], options: TuneCommand, settings: TrainConfig, words: Sequence[str]
 ) -> int:
     """As one process, as one of many, or as the launcher of `--procs`."""
     if options.csv is not None:
@@ -44,15 +44,15 @@ def range_test(
     procs = count_procs(options.procs, settings.device, torch.cuda.device_count()) if world.launcher == "plain" else 1
     if procs > 1:
         return launch(procs, [sys.executable, "-m", "paceline", "tune", *words], device=settings.device)
-    return fail_together(world, lambda: _run(world, found, options, settings))
+    return fail_together(world, lambda: _run(world, task_type, options, settings))
 
 
-def _run(world: World, found: type[Task], options: TuneCommand, settings: TrainConfig) -> int:
+def _run(world: World, task_type: type[Task], options: TuneCommand, settings: TrainConfig) -> int:
     check_procs(world, options.procs, PROG)
     with from_settings(settings, world) as link:
         with SideBar("learning rates", options.lr_steps) as bar:
             points = sweep(
-                make_task(found, options.task),
+                make_task(task_type, options.task),
                 settings,
                 link,
                 first=options.lr_from,
@@ -79,29 +79,29 @@ def report(points: Sequence[Point], options: TuneCommand, *, is_interrupted: boo
     for number, (point, loss) in enumerate(zip(points, smoothed, strict=True)):
         if number % every == 0 or number == len(points) - 1:
             lines.append(f"  {point.rate:>14.3e}  {point.loss:>8.4g}  {loss:>8.4g}")
-    said = suggest(points, is_interrupted=is_interrupted)
-    marks = {} if said.diverges is None else {"x": said.diverges}
-    if said.rate is not None:
-        marks["^"] = said.rate
+    suggestion = suggest(points, is_interrupted=is_interrupted)
+    marks = {} if suggestion.diverges is None else {"x": suggestion.diverges}
+    if suggestion.rate is not None:
+        marks["^"] = suggestion.rate
     lines += ["", *plot(points, marks), ""]
     if is_interrupted:
         lines.append(f"interrupted after {len(points)} of {options.lr_steps} steps, at {points[-1].rate:.2g}")
-    if said.steepest is not None and said.doubt not in ("interrupted", "early"):
-        lines.append(f"steepest descent: {said.steepest:.3g}")
-    if said.diverges is not None and said.tenth is not None:
-        lines.append(f"divergence: {said.diverges:.3g} (x), a tenth of it {said.tenth:.3g}")
-    elif said.doubt not in ("interrupted", "high"):
+    if suggestion.steepest is not None and suggestion.doubt not in ("interrupted", "early"):
+        lines.append(f"steepest descent: {suggestion.steepest:.3g}")
+    if suggestion.diverges is not None and suggestion.tenth is not None:
+        lines.append(f"divergence: {suggestion.diverges:.3g} (x), a tenth of it {suggestion.tenth:.3g}")
+    elif suggestion.doubt not in ("interrupted", "high"):
         lines.append(f"divergence: not reached up to {points[-1].rate:.2g}")
-    return [*lines, *_verdict(said, options)]
+    return [*lines, *_verdict(suggestion, options)]
 
 
-def _verdict(said: Suggestion, options: TuneCommand) -> list[str]:
+def _verdict(suggestion: Suggestion, options: TuneCommand) -> list[str]:
     """The rate to take, or what is not known and what to type next."""
-    if said.rate is not None:
-        rule = "the steepest" if said.rate == said.steepest else "a tenth of where it diverges"
-        both = ", the smaller of the two" if said.tenth is not None else ""
-        return [f"suggested: `--lr {said.rate:.2g}` (^), {rule}{both}; nothing was saved"]
-    doubt: Doubt = said.doubt or "flat"
+    if suggestion.rate is not None:
+        rule = "the steepest" if suggestion.rate == suggestion.steepest else "a tenth of where it diverges"
+        both = ", the smaller of the two" if suggestion.tenth is not None else ""
+        return [f"suggested: `--lr {suggestion.rate:.2g}` (^), {rule}{both}; nothing was saved"]
+    doubt: Doubt = suggestion.doubt or "flat"
     fields = TuneCommand.model_fields
     first, last = wider(doubt, options.lr_from, options.lr_to, fields["lr_from"].default, fields["lr_to"].default)
     advice = f"try `--lr-from {first:.2g} --lr-to {last:.2g}`"

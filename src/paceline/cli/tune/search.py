@@ -85,34 +85,34 @@ def tune(options: TuneCommand, settings: TrainConfig, *, is_length_ours: bool) -
     with leaving_when_asked(), work_folder() as folder:
         tuner = _Tuner(options, settings, procs, folder)
         try:
-            found = tuner.search()
+            result = tuner.search()
         except KeyboardInterrupt as stopped:
             _print(tuner.so_far())
             return 128 + stopped.number if isinstance(stopped, AskedToLeave) else EXIT_INTERRUPT
-    lines = report(found, tuner.left_out, tuner.enough_s)
+    lines = report(result, tuner.left_out, tuner.enough_s)
     _print(lines)
-    given = settings.model_dump(mode="json", exclude_unset=True)
+    values = settings.model_dump(mode="json", exclude_unset=True)
     if is_length_ours:
-        del given["epochs"]
+        del values["epochs"]
     if procs > 1:
-        given["procs"] = procs
-    write_text(options.write, tune_report.file_text(options.task, given, found, lines))
+        values["procs"] = procs
+    write_text(options.write, tune_report.file_text(options.task, values, result, lines))
     length = " --epochs N" if is_length_ours else ""
     _print([f"{options.write} is written: `paceline train {options.task} --config {options.write}{length}`"])
     return 0
 
 
-def report(found: SearchResult, left_out: list[str], enough_s: float) -> list[str]:
+def report(result: SearchResult, left_out: list[str], enough_s: float) -> list[str]:
     """The table, who won, and what that means."""
-    lines = tune_report.table(found)
+    lines = tune_report.table(result)
     lines += [f"not tried: {reason}" for reason in left_out]
-    if found.untried:
+    if result.untried:
         lines.append(
-            f"not tried: {', '.join(found.untried)}: no time left; `--budget {enough_s:.0f}` has it, more or less"
+            f"not tried: {', '.join(result.untried)}: no time left; `--budget {enough_s:.0f}` has it, more or less"
         )
-    lines += tune_report.unproven(found)
-    lines.append(tune_report.sentence(found))
-    changed = tune_report.numerics(found.winner)
+    lines += tune_report.unproven(result)
+    lines.append(tune_report.sentence(result))
+    changed = tune_report.numerics(result.winner)
     if changed:
         lines.append(
             f"results change with {changed}: train anew with it, and look at the losses (`--keep-numerics` avoids it)"
@@ -130,7 +130,7 @@ def check_target(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Whether a file can be written, by doing so: a disk may be full, or for reading only."""
+    """Check that a file can be written, by doing so: a disk may be full, or for reading only."""
     if path.is_dir():
         raise CannotWrite(path, OSError(None, "it is a folder"), OTHER_NAME)
     folder = path.resolve().parent
@@ -165,7 +165,7 @@ class _Tuner:
         self._facts: tune_space.Facts | None = None
         self._num_races = 0
         self._hopeless: dict[str, Failure] = {}
-        """What does not fit will not fit the next time."""
+        """Trials that ran out of memory, by label: they will not fit the next time either."""
         self.trials: list[Trial] = []
         self.races: list[Race] = []
         self.left_out: list[str] = []
@@ -191,22 +191,22 @@ class _Tuner:
         knobs, self.left_out = tune_space.knobs(
             facts, default.outcome, config, self._options.knobs, keep_numerics=self._options.keep_numerics
         )
-        found = search(default, knobs, self.measure, self._left_s, self.race)
-        untried = [knob for knob in knobs if knob.name in found.untried]
-        trial_s = statistics.median(trial.wall_s for trial in found.trials)
+        result = search(default, knobs, self.measure, self._left_s, self.race)
+        untried = [knob for knob in knobs if knob.name in result.untried]
+        trial_s = statistics.median(trial.wall_s for trial in result.trials)
         self.enough_s = budget_for(max(self._spent_s(), self._options.budget), trial_s, untried)
         earlier = tuple(tried[:-1]) if default.changes else ()
-        return dataclasses.replace(found, trials=(*earlier, *found.trials))
+        return dataclasses.replace(result, trials=(*earlier, *result.trials))
 
     def so_far(self) -> list[str]:
-        """What a search that is interrupted has measured."""
+        """Return the report of a search that is interrupted: all that it has measured."""
         came = f"after {self._spent_s():.0f} of {self._options.budget:.0f} s"
         if not self.trials:
             return [f"interrupted {came}: nothing was measured, nothing is written"]
         nobody = {"": ""}
-        found = SearchResult(tuple(self.trials), {}, nobody, races=tuple(self.races))
-        proven = tune_report.proven(found)
-        return [*tune_report.table(found), *proven, f"interrupted {came}: nothing is written"]
+        result = SearchResult(tuple(self.trials), {}, nobody, races=tuple(self.races))
+        proven = tune_report.proven(result)
+        return [*tune_report.table(result), *proven, f"interrupted {came}: nothing is written"]
 
     def measure(self, changes: Changes, limit_s: float) -> Trial:
         """One trial, in processes of its own."""
@@ -306,7 +306,7 @@ class _Tuner:
 
 
 def has_room(first: Trial, second: Trial, facts: tune_space.Facts | None) -> bool:
-    """Whether two trials fit beside each other, with some memory to spare."""
+    """Return True if two trials fit beside each other, with some memory to spare."""
     needs = [trial.outcome.memory_bytes for trial in (first, second) if isinstance(trial.outcome, Speed)]
     return facts is not None and len(needs) == 2 and sum(needs) <= ROOM * facts.memory_bytes
 

@@ -28,13 +28,13 @@ def main(folder: Path) -> int:
 def _measure(world: World, folder: Path) -> int:
     spec = read_spec(folder)
     try:
-        found = find_task(spec.task)
-        config = found.Settings(**spec.settings)
+        task_type = find_task(spec.task)
+        config = task_type.Settings(**spec.settings)
         link = from_settings(config, world)
         die_with_parent()  # `start` has asked for SIGTERM, on which ranks save and leave: here is nothing to save
         with link:
             speed = trial(
-                make_task(found, spec.task),
+                make_task(task_type, spec.task),
                 config,
                 link,
                 spec.measure_s,

@@ -74,8 +74,8 @@ def novograd(
     if group["luc"]:
         norms = ((weights, dtype, table.partials(0)), (momenta, torch.float32, table.partials(1)))
         for addresses, kind, partials in norms:
-            own = {**layout, "DTYPE": DTYPES[kind], "HAS_SCALE": False, "CHUNK": CHUNK}
-            kernels.squares_kernel[each_chunk](*places, addresses, partials, table.num_tensors, scale, **own)
+            options = {**layout, "DTYPE": DTYPES[kind], "HAS_SCALE": False, "CHUNK": CHUNK}
+            kernels.squares_kernel[each_chunk](*places, addresses, partials, table.num_tensors, scale, **options)
         kernels.control_kernel[each_tensor](
             table.firsts,
             table.partials(0),
@@ -123,16 +123,16 @@ def larc(table: Table, dtype: torch.dtype, rule: Rule, lr: float | Tensor, decay
 
 def norm(table: Table, dtype: torch.dtype) -> Tensor:
     """The norm of all tensors of the one column together."""
-    found = torch.empty((), dtype=torch.float32, device=table.room.device)
+    result = torch.empty((), dtype=torch.float32, device=table.room.device)
     layout = {"DTYPE": DTYPES[dtype], "ALIGNED": table.is_aligned, "CHUNK": CHUNK, "num_warps": WARPS}
     kernels.squares_kernel[(table.num_chunks, 1)](
         *(table.owners, table.numbers, table.sizes, table.columns, table.partials(0), table.num_tensors),
-        found,
+        result,
         HAS_SCALE=False,
         **layout,
     )
-    kernels.norm_kernel[(1,)](table.partials(0), found, table.num_chunks, STAGE=1024)
-    return found
+    kernels.norm_kernel[(1,)](table.partials(0), result, table.num_chunks, STAGE=1024)
+    return result
 
 
 def clip(table: Table, dtype: torch.dtype, norm: Tensor, max_norm: float) -> None:

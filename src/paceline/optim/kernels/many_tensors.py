@@ -17,7 +17,7 @@ CHUNK = 2048
 
 @triton.jit
 def _pointer(addresses, index, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a tensor of the table begins."""
+    """Return the pointer to the first element of a tensor of the table."""
     pointer = tl.load(addresses + index).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)

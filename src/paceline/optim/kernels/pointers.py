@@ -1,4 +1,4 @@
-"""Where the tensors of an update lie, as a table on the device, for kernels that work on all of them in one launch."""
+"""Table of the addresses of an update's tensors, on the device, for kernels that work on all of them in one launch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def has_kernels(dtype: torch.dtype, device: torch.device, fused: bool | None) ->
 
 
 def fit(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether kernels may walk through all of these from the first to the last element."""
+    """Return True if kernels may walk through all of these from the first to the last element."""
     # Sets and maps, because this is done at every step for hundreds of gradients.
     return (
         {each.dtype for each in tensors} == {dtype}
@@ -70,7 +70,7 @@ class Table:
     room: Tensor
     """(2, chunks) float32, and behind it (2, tensors): for what one kernel finds and the next one needs"""
     host: Tensor
-    """What was copied: a captured copy reads it again at every replay."""
+    """Source of the copy to the device: a captured copy reads it again at every replay."""
 
     @property
     def num_tensors(self) -> int:

@@ -47,7 +47,7 @@ class Choice:
     step_ms: Mapping[str, float] = field(default_factory=dict)
     """By the candidate's name: those timed in turns first, the fastest of them in front."""
     notes: tuple[str, ...] = ()
-    """What could not run or was not tried, and why."""
+    """Candidates that could not run or were not tried, and why."""
 
     def record(self) -> dict[str, Any]:
         """Return plain values, for a file."""

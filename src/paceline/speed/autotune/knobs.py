@@ -1,4 +1,4 @@
-"""What `paceline tune` tries: from what is known of the machine, the task and the default's speed to knobs."""
+"""Knobs that `paceline tune` tries, from what is known of the machine, the task and the default's speed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 MOST_WORKERS = 16
 GPU_GAINS = {"level": 0.5, "compile": 0.4, "grains": 0.3, "threads": 0.0}
 CPU_GAINS = {"level": 0.3, "threads": 0.2, "grains": 0.1, "compile": 0.05}
-"""What a knob saves where it saves something, roughly; of the others the default's measurement says more. Compiling
-comes last on a CPU, where it takes longest."""
+"""Rough share of time that a knob saves where it saves something; for the other knobs the default's measurement says
+more. Compiling comes last on a CPU, where it takes longest."""
 
 
 @dataclass(frozen=True)
 class LevelFacts:
-    """What a level is on this device."""
+    """Description of a level on this device."""
 
     level: int
     computes: str
@@ -38,7 +38,7 @@ class LevelFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a task on this machine before its first step."""
+    """Facts about a task on this machine before its first step."""
 
     device: Literal["cpu", "cuda"]
     device_name: str
@@ -48,16 +48,16 @@ class Facts:
     """Of each rank."""
     grains: int
     levels: tuple[LevelFacts, ...]
-    """Those that this device has."""
+    """The levels that this device has."""
     computes: str
-    """What the default computes in."""
+    """Precision that the default computes in."""
     compiles: bool
     num_samples: int | None
     has_lengths: bool
     padding: float | None
     is_stream: bool
     memory_bytes: int = 0
-    """That a rank could have: of its device, or its share of the machine's."""
+    """Memory that a rank could have: that of its device, or its share of the machine's."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Facts:
@@ -66,7 +66,7 @@ class Facts:
 
 
 def is_free(name: str) -> bool:
-    """Whether a setting leaves results as they are."""
+    """Return True if a setting leaves results as they are."""
     extra = TrainConfig.model_fields[name].json_schema_extra
     return isinstance(extra, dict) and bool(extra.get("free"))
 
@@ -74,11 +74,11 @@ def is_free(name: str) -> bool:
 def knobs(
     facts: Facts, speed: Speed, config: TrainConfig, chosen: Sequence[str], *, keep_numerics: bool
 ) -> tuple[list[Knob], list[str]]:
-    """What to try, and what not, with the reason."""
+    """Return the knobs to try, and a line with the reason for each knob that is left out."""
     gains = CPU_GAINS if facts.device == "cpu" else GPU_GAINS
     padding = facts.padding or 0.0
     wait = speed.data_share
-    found = [
+    all_knobs = [
         Knob("level", _levels(facts), gains["level"]),
         Knob("compile", _compile(facts, config), gains["compile"]),
         Knob("grains", (_fewer(facts), tuple(finer(facts, config))), gains["grains"]),
@@ -86,8 +86,8 @@ def knobs(
         Knob("order", _orders(facts, config), padding),
         Knob("threads", _threads(facts), gains["threads"]),
     ]
-    kept, left_out = [], []
-    for knob in found:
+    to_try, left_out = [], []
+    for knob in all_knobs:
         knob = Knob(knob.name, tuple(path for path in knob.paths if path), knob.gain)
         if knob.name not in chosen or not knob.paths:
             continue
@@ -98,8 +98,8 @@ def knobs(
         elif knob.name == "workers" and wait < MARGIN and speed.workers == 0:
             left_out.append(f"workers: data is waited for {100 * wait:.1f}% of the time")
         else:
-            kept.append(knob)
-    return kept, left_out
+            to_try.append(knob)
+    return to_try, left_out
 
 
 def finer(facts: Facts, config: TrainConfig) -> list[Changes]:

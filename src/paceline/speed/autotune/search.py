@@ -197,32 +197,32 @@ class _Climb:
         """Try a knob's values; return True if there was time for at least one."""
         # Compare with the slowest measurement of the best so far: the race will tell whether a value is faster.
         slowest = min(trial.samples_per_s for trial in (self.best, *self._alone(self.best.changes)))
-        here = best = dataclasses.replace(self.best, outcome=_at(self.best.outcome, slowest))
+        current = best = dataclasses.replace(self.best, outcome=_at(self.best.outcome, slowest))
         has_tried = False
         for path in knob.paths:
-            last = here
+            last = current
             for value in path:
                 if not self._has_time(last):
                     break
                 has_tried = True
-                trial = self._try({**here.changes, **value})
+                trial = self._try({**current.changes, **value})
                 if trial.samples_per_s <= last.samples_per_s * (1 + MARGIN):
                     break
                 last = trial
             if last.samples_per_s > best.samples_per_s:
                 best = last
-        if best is not here:
-            here = self.best
-            self.best = self._confirmed(here, best) if self._has_time(here, best) else best  # the final will tell
+        if best is not current:
+            current = self.best
+            self.best = self._confirmed(current, best) if self._has_time(current, best) else best  # the final will tell
         return has_tried
 
-    def _confirmed(self, here: Trial, best: Trial) -> Trial:
+    def _confirmed(self, current: Trial, best: Trial) -> Trial:
         """Return whichever is faster when both are measured again."""
-        pairs = self._race(here, best, self._limit_s(), rounds=1)
+        pairs = self._race(current, best, self._limit_s(), rounds=1)
         ratios = ratios_of(pairs)
         if is_faster(ratios, MARGIN):
             return _middle([second for _, second in pairs])
-        return _middle([first for first, _ in pairs]) if pairs else here
+        return _middle([first for first, _ in pairs]) if pairs else current
 
     def finish(self, untried: tuple[str, ...]) -> SearchResult:
         base, rival = self._base, self.best

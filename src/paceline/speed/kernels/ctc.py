@@ -259,8 +259,8 @@ def _ctc(
     if not batch:
         return losses, gradient
     totals = torch.empty(batch, dtype=torch.int64, device=device)
-    kept = (2, batch, num_frames, num_labels) if with_gradient else (0,)
-    states = torch.empty(kept, dtype=torch.int64, device=device)
+    states_shape = (2, batch, num_frames, num_labels) if with_gradient else (0,)
+    states = torch.empty(states_shape, dtype=torch.int64, device=device)
     # one place more than labels: a blank comes behind the last
     block = max(32, triton.next_power_of_2(num_labels + 1))
     sizes = (num_frames, num_classes, num_labels, log_probs.stride(0), log_probs.stride(1))

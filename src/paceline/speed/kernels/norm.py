@@ -20,7 +20,7 @@ TILE = 4096
 
 
 class Statistics(NamedTuple):
-    """What a batch norm has learnt about a batch."""
+    """Statistics of a batch, as batch norm needs them."""
 
     affine: Tensor
     """(2, channel) float32: scale and shift of the raw values."""
@@ -381,7 +381,7 @@ def _strides(x: Tensor, *, is_packed: bool) -> tuple[int, int, int]:
 
 
 class Cut(NamedTuple):
-    """How the frames of a channel are dealt out to programs."""
+    """Division of a channel's frames among programs."""
 
     groups: int
     tiles_of_time: int

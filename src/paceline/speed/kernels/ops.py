@@ -169,8 +169,8 @@ def _(
     sums_in = torch.empty_like(affine) if needs_data and affine is not None else sums.new_empty(0)
     filters = pointwise.shape[0]
     of_norm = [sums.new_empty(filters) for _ in range(4)]
-    found = [data, sums_in, torch.empty_like(depthwise), torch.empty_like(pointwise), *of_norm[:2]]
-    return found if shortcut is None else [*found, torch.empty_like(shortcut), *of_norm[2:]]
+    gradients = [data, sums_in, torch.empty_like(depthwise), torch.empty_like(pointwise), *of_norm[:2]]
+    return gradients if shortcut is None else [*gradients, torch.empty_like(shortcut), *of_norm[2:]]
 
 
 def _save_separable(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -186,15 +186,15 @@ def _separable_gradients(
     needs_data = ctx.needs_input_grad[0]
     affine = ctx.saved_tensors[8]
     other_h = None if other_h is None else other_h.contiguous()
-    data, sums_in, *found = separable_backward(
+    data, sums_in, *weight_gradients = separable_backward(
         h.contiguous(), sums, other_h, other_sums, *ctx.saved_tensors, ctx.frames, ctx.stride, ctx.dilation, needs_data
     )
     return (
         data if needs_data else None,
         sums_in if needs_data and affine is not None else None,
         *(None, None, None),
-        *found,
-        *(None for _ in range(11 - len(found))),
+        *weight_gradients,
+        *(None for _ in range(11 - len(weight_gradients))),
     )
 
 

@@ -1,4 +1,4 @@
-"""What the kernels compute, in plain PyTorch: their contract, their judge in tests, and their stand-in on a CPU.
+"""The computation of the kernels in plain PyTorch: their contract, their reference in tests, their stand-in on a CPU.
 
 Same arguments and results as the functions of `depthwise` and `norm`. What those round to bfloat16 (activations and
 filters before a product, every large result) is rounded here too if the input is bfloat16; in float64 nothing is.
@@ -46,8 +46,8 @@ def depthwise_backward(
     active, filters = activated(x, affine, lengths_in), _rounded(weight, x.dtype)
     pad = padding(weight.shape[-1], dilation)
     # As long as the convolution of a padded row would have been; what is cut off or added is zero.
-    seen = -(-x.shape[-1] // stride)
-    g = F.pad(_wide(g), (0, max(0, seen - g.shape[-1])))[..., :seen]
+    frames_out = -(-x.shape[-1] // stride)
+    g = F.pad(_wide(g), (0, max(0, frames_out - g.shape[-1])))[..., :frames_out]
     data, gradient, _ = torch.ops.aten.convolution_backward(
         *(g.transpose(0, 1), active.transpose(0, 1), filters),
         *(None, [stride], [pad], [dilation], False, [0], x.shape[0], [True, True, False]),
@@ -126,17 +126,17 @@ def join_backward(
         total = total + _scaled(other, other_affine)
     h = _wide(g) * (total > 0) * held(lengths, y.shape[-1])
     level = h.sum((1, 2))
-    found = []
+    sums = []
     for values, mean in ((y, moments), (other, other_moments)):
         if values is None or mean is None:
-            found.append(torch.stack([torch.zeros_like(level), level]))
+            sums.append(torch.stack([torch.zeros_like(level), level]))
         else:
-            found.append(torch.stack([(h * (_wide(values) - _per_channel(mean[0]))).sum((1, 2)), level]))
-    return h.to(y.dtype), found[0], found[1]
+            sums.append(torch.stack([(h * (_wide(values) - _per_channel(mean[0]))).sum((1, 2)), level]))
+    return h.to(y.dtype), sums[0], sums[1]
 
 
 def activated(x: Tensor, affine: Tensor | None, lengths: Tensor) -> Tensor:
-    """What a convolution sees of raw values: batch-normed, behind ReLU and mask."""
+    """Return the input of a convolution for raw values: batch-normed, behind ReLU and mask."""
     active = _wide(x) if affine is None else _scaled(x, affine).relu()
     return _rounded(active * held(lengths, x.shape[-1]), x.dtype)
 

@@ -46,7 +46,7 @@ def _diagonals(products, KERNEL_2: tl.constexpr, DILATION: tl.constexpr, AHEAD: 
 
 @triton.jit
 def _held(scaled, total, t, length, HAS_RELU: tl.constexpr, IS_COMPILED: tl.constexpr):
-    """What an utterance holds of its activations, and of the gradient `total` that comes back through them."""
+    """Return activations and the gradient `total` through them: zero behind the length, and where ReLU is zero."""
     if IS_COMPILED:
         # As one operation on both: apart, the former would be computed twice, as it is loaded and as `total` lies.
         relu: tl.constexpr = "setp.gt.and.f32 alive, $2, 0f00000000, alive;" if HAS_RELU else ""

@@ -1,4 +1,4 @@
-"""How a depthwise convolution over time is cut into matrix products.
+"""Tiling of a depthwise convolution over time into matrix products.
 
 The filter of one channel, laid out as a Toeplitz matrix, maps a window of inputs to a tile of outputs; the tiles of all
 utterances of a channel are the rows of one product. A window is read in chunks whose first frame stands on a multiple
@@ -64,7 +64,7 @@ class BackwardStreaming:
 
 @dataclass(frozen=True)
 class Window:
-    """Where a tile's window begins, and how many chunks it has."""
+    """Start of a tile's window, and its number of chunks."""
 
     left: int
     """Frames before the tile's own first one."""
@@ -99,7 +99,7 @@ def _window(before: int, last: int, chunk: int) -> Window:
 
 
 def window_start(kernel: int, dilation: int) -> int:
-    """How many frames before its tile a window begins that no stride widens."""
+    """Return the number of frames before its tile at which a window begins that no stride widens."""
     return _aligned(padding(kernel, dilation))
 
 
@@ -149,12 +149,12 @@ def _groups(blocks: int, channels: int) -> int:
 
 
 def forward_tiling(rows: int) -> Tiling:
-    """What was fastest on an H200 for all other filters; `rows` of tiles of 64 frames."""
+    """Return the fastest tiling on an H200 for all other filters; `rows` of tiles of 64 frames."""
     return balanced(Tiling(rows=64, tile=64, chunk=32, products=8), rows)
 
 
 def backward_tiling(kernel: int, dilation: int, rows: int) -> Tiling:
-    """What was fastest on an H200; `rows` of tiles of 64 frames."""
+    """Return the fastest tiling on an H200; `rows` of tiles of 64 frames."""
     if padding(kernel, dilation) > 64:
         return balanced(Tiling(rows=64, tile=64, chunk=64, products=8, stages=2), rows)
     return balanced(Tiling(rows=64, tile=32, chunk=64, products=14, stages=2), 2 * rows)

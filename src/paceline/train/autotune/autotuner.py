@@ -56,7 +56,7 @@ MATTERS_IF_SET = ("clip_norm", "clip_value", "ema", "weight_decay")
 
 @dataclass(frozen=True)
 class Tuned:
-    """What the autotuner has chosen: `choice` is stored with the run, `precision` is what the engine computes in."""
+    """Result of the autotuner: `choice` is stored with the run, `precision` is what the engine computes in."""
 
     choice: Choice
     precision: Precision

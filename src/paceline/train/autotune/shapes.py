@@ -1,4 +1,4 @@
-"""Which shapes of grains a plan is made of, the costly ones first: what to measure and record before the first step."""
+"""Shapes of grains that a plan is made of, costly ones first: those to measure and record before the first step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from paceline.data.plan import Plan
 
 RUNGS = 32
-"""Where nobody says what lengths are padded to, they are told apart to one part in so many of the longest."""
+"""Number of distinct lengths, as equal parts of the longest, where nobody says what lengths are padded to."""
 LOOKED_AT = 1000
 """Steps of an epoch that are looked at, spread evenly."""
 
@@ -22,7 +22,7 @@ class Padding(Protocol):
     """A collate function that pads to few lengths, and says to which."""
 
     def padded(self, length: float) -> float:
-        """What a grain whose longest sample has this length (as in `Task.lengths`) is padded to, in any unit."""
+        """Return the padded length, in any unit, of a grain with this longest sample (as in `Task.lengths`)."""
 
 
 @dataclass(frozen=True)

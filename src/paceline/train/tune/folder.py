@@ -1,4 +1,4 @@
-"""Where trials leave their files: a folder that is gone when the search is, however that ends.
+"""Folder for the files of trials; it is removed when the search ends, however that ends.
 
 A signal that asks to leave ends the search as Ctrl-C does. A search that was killed leaves its folder; the next one
 takes it away.

@@ -13,14 +13,16 @@ COLUMNS, ROWS = 64, 12
 def plot(points: Sequence[Point], marks: Mapping[str, float]) -> list[str]:
     """The smoothed loss over the rate, both cut where it went through the roof; a line below marks rates."""
     smoothed = smooth([point.loss for point in points])
-    seen = [(math.log10(point.rate), loss) for point, loss in zip(points, smoothed, strict=True) if math.isfinite(loss)]
-    if len(seen) < 2:
+    finite = [
+        (math.log10(point.rate), loss) for point, loss in zip(points, smoothed, strict=True) if math.isfinite(loss)
+    ]
+    if len(finite) < 2:
         return []
-    left, right = seen[0][0], seen[-1][0]
-    first, low = seen[0][1], min(loss for _, loss in seen)
-    high = min(max(loss for _, loss in seen), first + 0.5 * max(first - low, abs(first) * 0.1))
+    left, right = finite[0][0], finite[-1][0]
+    first, low = finite[0][1], min(loss for _, loss in finite)
+    high = min(max(loss for _, loss in finite), first + 0.5 * max(first - low, abs(first) * 0.1))
     grid = [[" "] * COLUMNS for _ in range(ROWS)]
-    for rate, loss in seen:
+    for rate, loss in finite:
         share = (min(loss, high) - low) / (high - low) if high > low else 0.0
         grid[ROWS - 1 - round(share * (ROWS - 1))][_column(rate, left, right)] = "o"
     lines = [f"{_axis(row, low, high):>9} |{''.join(cells).rstrip()}" for row, cells in enumerate(grid)]

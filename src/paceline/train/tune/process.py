@@ -31,7 +31,7 @@ from paceline.world.parent_process import bound, end_with_parent
 SPEC, FACTS, SPEED, LOG = "trial.json", "facts.json", "speed.json", "output.txt"
 POLL_S = 0.05
 LEAVE_S = 5.0
-"""How long the processes of a trial have to leave when they are told to, before they are killed."""
+"""Time for the processes of a trial to leave when they are told to, before they are killed."""
 _ALLOCATION = (
     "DefaultCPUAllocator",
     "out of memory",
@@ -45,7 +45,7 @@ _KILLED_WORKER = "is killed by signal: Killed"
 
 @dataclass(frozen=True)
 class Spec:
-    """What a trial is to do."""
+    """Description of a trial, for its processes."""
 
     task: str
     settings: dict[str, Any]
@@ -80,7 +80,7 @@ def write_speed(folder: Path, speed: Speed) -> None:
 
 
 def write_end(folder: Path, rank: int, error: BaseException) -> None:
-    """How a rank failed, for the search."""
+    """Write how a rank failed, for the search."""
     kind = kind_of(error)
     text = user_message(error).removeprefix("error: ") if isinstance(error, PacelineError) else repr(error)
     _write(folder / f"rank-{rank}.json", {"kind": kind, "what": text})
@@ -158,7 +158,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def judge(folder: Path, code: int, procs: int) -> Speed | Failure:
-    """What the files of a trial and its exit code mean."""
+    """Return the outcome of a trial, from its files and its exit code."""
     if (folder / SPEED).exists():
         return Speed(**json.loads((folder / SPEED).read_text(encoding="utf-8")))
     paths = {rank: folder / f"rank-{rank}.json" for rank in range(procs)}

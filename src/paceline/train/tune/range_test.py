@@ -37,7 +37,7 @@ WIDER = 100.0
 """Factor by which a sweep that says too little is to be wider."""
 
 Doubt = Literal["short", "interrupted", "flat", "high", "hasty", "early", "open"]
-"""Why a sweep gives no rate:
+"""Reason why a sweep gives no rate:
 
 - short: too few steps for any slope;
 - interrupted: it was stopped before the loss rose again;
@@ -60,14 +60,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """What a sweep says."""
+    """Result of a sweep."""
 
     steepest: float | None
     """None: the loss falls nowhere."""
     diverges: float | None
     """None: it did not diverge."""
     doubt: Doubt | None = None
-    """Why the rates that were found prove nothing."""
+    """Reason why the rates that were found prove nothing."""
 
     @property
     def tenth(self) -> float | None:
@@ -88,13 +88,13 @@ def rate_at(step: int, steps: int, first: float, last: float) -> float:
 
 def smooth(losses: Sequence[float]) -> list[float]:
     """Exponential moving average without the pull of its start; stays where a loss is not finite."""
-    average, weight, found = 0.0, 0.0, []
+    average, weight, averages = 0.0, 0.0, []
     for loss in losses:
         if math.isfinite(loss):
             average = SMOOTHING * average + (1 - SMOOTHING) * loss
             weight = SMOOTHING * weight + (1 - SMOOTHING)
-        found.append(average / weight if weight else math.nan)
-    return found
+        averages.append(average / weight if weight else math.nan)
+    return averages
 
 
 class Divergence:
@@ -150,7 +150,7 @@ def suggest(points: Sequence[Point], *, is_interrupted: bool = False) -> Suggest
 
 
 def wider(doubt: Doubt, first: float, last: float, least: float, most: float) -> tuple[float, float]:
-    """Where the next sweep might begin and end after one that said too little; at least from `least` to `most`."""
+    """Return first and last rate for the next sweep after one that said too little; at least from `least` to `most`."""
     if doubt in ("high", "early"):
         return min(least, first / WIDER), last
     if doubt in ("flat", "open"):

@@ -1,4 +1,4 @@
-"""What `paceline tune` found, in words: a table, a sentence, and a file for `paceline train --config`."""
+"""Report of `paceline tune`: a table, a sentence, and a file for `paceline train --config`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.speed.autotune.proof import is_faster, luck
 from paceline.speed.autotune.search import LEAST_ROUNDS, MARGIN, Changes, Failure, Race, SearchResult, Trial, speed_of
 
 HEAD = "# Written by `paceline tune`"
-"""How a file of ours is known."""
+"""First words of a file of ours, by which it is known."""
 COLUMNS = ("setting", "samples/s", "alone", "in turns", "memory", "spread", "results")
 """`alone` compares what was measured one after the other, each with the machine to itself: the samples/s. `in turns` is
 of races, which decide."""
@@ -31,26 +31,26 @@ def label(changes: Changes) -> str:
 
 
 def numerics(changes: Changes) -> str:
-    """Which of the changed settings change results."""
+    """Return the names of the changed settings that change results."""
     return ", ".join(name.replace("_", "-") for name in changes if not is_free(name))
 
 
-def rows(found: SearchResult) -> list[tuple[str, ...]]:
+def rows(result: SearchResult) -> list[tuple[str, ...]]:
     """One row per setting, in the order they were first tried."""
     lines: list[tuple[str, ...]] = []
-    for name, each in _by_label(found).items():
+    for name, each in _by_label(result).items():
         outcome = speed_of(each)
         changes = each[0].changes
         if isinstance(outcome, Failure):
             lines.append((name, "-", "-", _FAILURES[outcome.kind], "-", "-", _results(changes)))
             continue
-        alone = _alone(found, changes)
+        alone = _alone(result, changes)
         lines.append(
             (
-                name + (" *" if name == label(found.winner) else ""),
+                name + (" *" if name == label(result.winner) else ""),
                 number(outcome.samples_per_s),
                 "-" if alone is None else f"{alone:.2f}x",
-                _in_turns(found, changes),
+                _in_turns(result, changes),
                 size(outcome.memory_bytes),
                 f"±{100 * outcome.spread:.1f}%",
                 _results(changes),
@@ -59,42 +59,42 @@ def rows(found: SearchResult) -> list[tuple[str, ...]]:
     return lines
 
 
-def _by_label(found: SearchResult) -> dict[str, list[Trial]]:
+def _by_label(result: SearchResult) -> dict[str, list[Trial]]:
     by_label: dict[str, list[Trial]] = {}
-    for trial in found.trials:
+    for trial in result.trials:
         by_label.setdefault(label(trial.changes), []).append(trial)
     return by_label
 
 
-def _alone(found: SearchResult, changes: Changes) -> float | None:
+def _alone(result: SearchResult, changes: Changes) -> float | None:
     """Speed over the default's, both measured alone."""
-    trials = _by_label(found)
-    mine, others = (speed_of(trials[label(which)]) for which in (changes, found.base))
-    if isinstance(mine, Failure) or isinstance(others, Failure):
+    trials = _by_label(result)
+    speed, base_speed = (speed_of(trials[label(which)]) for which in (changes, result.base))
+    if isinstance(speed, Failure) or isinstance(base_speed, Failure):
         return None
-    return mine.samples_per_s / others.samples_per_s
+    return speed.samples_per_s / base_speed.samples_per_s
 
 
-def _race_of(found: SearchResult, changes: Changes) -> Race | None:
+def _race_of(result: SearchResult, changes: Changes) -> Race | None:
     """The race that tells most of a setting: against the default if there was one, else the last."""
-    held = [race for race in found.races if label(race.second) == label(changes)]
-    finals = [race for race in held if label(race.first) == label(found.base)]
+    held = [race for race in result.races if label(race.second) == label(changes)]
+    finals = [race for race in held if label(race.first) == label(result.base)]
     return next(reversed(finals or held), None)
 
 
-def _in_turns(found: SearchResult, changes: Changes) -> str:
-    if label(changes) == label(found.base):
+def _in_turns(result: SearchResult, changes: Changes) -> str:
+    if label(changes) == label(result.base):
         return "-"
-    race, alone = _race_of(found, changes), _alone(found, changes)
+    race, alone = _race_of(result, changes), _alone(result, changes)
     if race is None:
         return "not raced" if alone is not None and alone > 1 + MARGIN else "-"
-    other = "" if label(race.first) == label(found.base) else f" of {label(race.first)}"
+    other = "" if label(race.first) == label(result.base) else f" of {label(race.first)}"
     return f"{race.ratio:.2f}x{other}"
 
 
-def table(found: SearchResult) -> list[str]:
+def table(result: SearchResult) -> list[str]:
     """Columns below their names; all but the first and the last to the right."""
-    every = [COLUMNS, *rows(found)]
+    every = [COLUMNS, *rows(result)]
     widths = [max(len(row[column]) for row in every) for column in range(len(COLUMNS))]
     last = len(COLUMNS) - 1
     lines = []
@@ -116,45 +116,46 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def sentence(found: SearchResult) -> str:
-    """Who won, and how surely."""
-    base = "the default" if not found.base else f"`{label(found.base)}`"
-    if not found.default_wins:
-        race = Race(found.base, found.winner, found.rounds)
-        return f"`{label(found.winner)}` is {race.ratio:.2f}x as fast as {base}: {_rounds(race)}"
-    if all(trial.changes == found.base for trial in found.trials):
+def sentence(result: SearchResult) -> str:
+    """Return a sentence that says who won, and how surely."""
+    base = "the default" if not result.base else f"`{label(result.base)}`"
+    if not result.default_wins:
+        race = Race(result.base, result.winner, result.rounds)
+        return f"`{label(result.winner)}` is {race.ratio:.2f}x as fast as {base}: {_rounds(race)}"
+    if all(trial.changes == result.base for trial in result.trials):
         no_time = "there was no time to try anything else (set a larger `--budget`)"
-        return f"{base} stays: {no_time if found.untried else 'there was nothing else to try'}"
-    if found.rival and len(found.rounds) < LEAST_ROUNDS:
-        return f"{base} stays: there was no time to race `{label(found.rival)}` against it (set a larger `--budget`)"
-    if found.races:
+        return f"{base} stays: {no_time if result.untried else 'there was nothing else to try'}"
+    if result.rival and len(result.rounds) < LEAST_ROUNDS:
+        return f"{base} stays: there was no time to race `{label(result.rival)}` against it (set a larger `--budget`)"
+    if result.races:
         return f"{base} stays: nothing is proven to be faster in turns"
-    if any((_alone(found, trial.changes) or 0) > 1 + MARGIN for trial in found.trials):
+    if any((_alone(result, trial.changes) or 0) > 1 + MARGIN for trial in result.trials):
         return f"{base} stays: what looked faster alone was not raced"
     return f"{base} wins: nothing that was tried is faster"
 
 
-def unproven(found: SearchResult) -> list[str]:
-    """What looked faster than the default alone and was not found to be: why not."""
+def unproven(result: SearchResult) -> list[str]:
+    """Return a line for each setting that looked faster than the default alone but was not proven to be, with the
+    reason."""
     lines = []
-    for name, each in _by_label(found).items():
-        alone, race = _alone(found, each[0].changes), _race_of(found, each[0].changes)
-        if name in (label(found.base), label(found.winner)) or alone is None:
+    for name, each in _by_label(result).items():
+        alone, race = _alone(result, each[0].changes), _race_of(result, each[0].changes)
+        if name in (label(result.base), label(result.winner)) or alone is None:
             continue
         if race is not None and not _has_won(race):
             seemed = f"looked {alone:.2f}x as fast alone" if alone > 1 else "seemed faster at first"
-            against = "" if label(race.first) == label(found.base) else f" against `{label(race.first)}`"
+            against = "" if label(race.first) == label(result.base) else f" against `{label(race.first)}`"
             lines.append(f"`{name}` {seemed}, but was {race.ratio:.2f}x in turns{against}: {_rounds(race)}")
-        elif race is None and found.default_wins and alone > 1 + MARGIN and name != label(found.rival):
+        elif race is None and result.default_wins and alone > 1 + MARGIN and name != label(result.rival):
             lines.append(f"`{name}` looked {alone:.2f}x as fast alone, but was not raced")
     return lines
 
 
-def proven(found: SearchResult) -> list[str]:
-    """What won a race, of a search that did not come to its end."""
+def proven(result: SearchResult) -> list[str]:
+    """Return a line for each race that was won, of a search that did not come to its end."""
     return [
         f"`{label(race.second)}` is {race.ratio:.2f}x as fast as `{label(race.first)}`: {_rounds(race)}"
-        for race in found.races
+        for race in result.races
         if _has_won(race)
     ]
 
@@ -173,11 +174,11 @@ def _rounds(race: Race) -> str:
     return f"ahead in {ahead} of {len(ratios)} rounds in turns ({span}); luck alone looks as good {often} of races"
 
 
-def file_text(task: str, given: Mapping[str, Any], found: SearchResult, lines: Sequence[str]) -> str:
+def file_text(task: str, settings: Mapping[str, Any], result: SearchResult, lines: Sequence[str]) -> str:
     """Settings for `--config`: as they were given, and as they were chosen."""
     head = [f"{HEAD}: paceline train {task} --config THIS_FILE", *(f"# {line}".rstrip() for line in lines)]
-    as_given = {name: value for name, value in given.items() if name not in found.winner}
-    parts = [("as given", as_given), ("as chosen", dict(found.winner))]
+    as_given = {name: value for name, value in settings.items() if name not in result.winner}
+    parts = [("as given", as_given), ("as chosen", dict(result.winner))]
     blocks = [f"# {title}\n{_yaml(values)}" for title, values in parts if values]
     return "\n".join(head) + "\n\n" + "\n".join(blocks)
 

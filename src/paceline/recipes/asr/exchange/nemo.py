@@ -68,7 +68,7 @@ def read_nemo(path: Path) -> tuple[NetworkSettings, dict[str, Tensor]]:
 
 
 def nemo_names(network: NetworkSettings, *, is_masked: bool) -> dict[str, str]:
-    """What NeMo 1.x calls each of our weights.
+    """Return the name in NeMo 1.x of each of our weights.
 
     A block's `mconv` is one flat list: convolution (two if separable), batch norm, shuffle if grouped, activation and
     dropout for each sub-block; the last one has no activation there and ends with squeeze and excite, if any. Where
