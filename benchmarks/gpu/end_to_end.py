@@ -92,7 +92,8 @@ def bare(task: Asr, config: AsrSettings, link: Link, num_steps: int) -> float:
     """Utterances per second of the step alone, set up as the run would be, on one grain that is on the device."""
     trainer = Trainer(task, config.model_copy(update={"progress": "none"}), link)
     feed = trainer._feed(0, trainer.stages[0])
-    trainer._make_fast(feed)
+    if config.level == 4:
+        trainer._tune(feed)
     engine = trainer.engine
     [grain] = feed.read([(0, 0)])
     feed.close()
