@@ -16,6 +16,7 @@ from paceline.train.checkpoint import reader as restore
 from paceline.train.engine import Engine
 from paceline.train.task import Stage
 from paceline.world.link import Link
+from tests.bf16 import needs_bf16
 from tests.ranks import ranks, run_ranks
 from tests.train.sharded import BlocksTask, Net, fit, points, trainer
 
@@ -107,6 +108,7 @@ def test_norms_are_those_of_whole_tensors(tmp_path: Path, size: int, settings: d
         assert rank["metrics"] == pytest.approx(one["metrics"], rel=1e-10)
 
 
+@needs_bf16
 def test_bf16_autocast_is_the_same_computation(tmp_path: Path) -> None:
     run(2, tmp_path / "whole", level=2)
     run(2, tmp_path / "cut", level=2, shard="full")

@@ -19,6 +19,7 @@ from paceline.speed.autotune.candidates import Candidate
 from paceline.speed.time_conv import time_conv
 from paceline.train.autotune import autotuner
 from paceline.world.link import Link
+from tests.bf16 import needs_bf16
 from tests.ranks import run_ranks
 from tests.recipes.asr import tiny
 from tests.recipes.asr.fast.test_fused import BLOCKS as SEPARABLE
@@ -170,6 +171,7 @@ def speech(tmp_path: Path) -> Path:
     return tmp_path / "speech"
 
 
+@needs_bf16
 def test_a_run_is_the_same_on_two_ranks(tmp_path: Path, speech: Path) -> None:
     for size in (1, 2):
         run_ranks(size, train_on_ranks, speech, tmp_path)
@@ -177,6 +179,7 @@ def test_a_run_is_the_same_on_two_ranks(tmp_path: Path, speech: Path) -> None:
     assert one == pytest.approx(two, rel=1e-5)
 
 
+@needs_bf16
 def test_a_run_goes_on_where_it_was(tmp_path: Path, speech: Path) -> None:
     way, changes = Candidate(2, kernels=True), {"epochs": None, "schedule": "constant", "warmup_ratio": None}
     train(alone(), speech, tmp_path / "whole", way, steps=4, **changes)
@@ -187,6 +190,7 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, speech: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of torch about its own compiler
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@needs_bf16
 def test_a_run_is_compiled(tmp_path: Path, speech: Path) -> None:
     train(alone(), speech, tmp_path, Candidate(3, kernels=True), epochs=None, steps=2)
     assert len(tiny.losses_of(tmp_path / "run")) == 2
