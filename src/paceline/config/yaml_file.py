@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,11 @@ from pydantic import BaseModel
 
 from paceline.config.command_line import resolve
 from paceline.config.parse import Given
-from paceline.config.problems import Place, Problem, nearest
+from paceline.config.problems import Problem, nearest
+from paceline.config.yaml_text import NotYaml, YamlText, read_yaml_text
+
+_MAX_TEXT = 200
+"""Characters of a value in a message."""
 
 
 def read_file(
@@ -20,7 +25,7 @@ def read_file(
     """Return what a file, the `number`-th, sets, and its mistakes."""
     path = Path(file)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_yaml_text(path)
     except FileNotFoundError:
         return {}, [Problem("--config", "there is no such file", _other_files(path), file, (number, 0))]
     except IsADirectoryError:
@@ -31,11 +36,9 @@ def read_file(
     except OSError as error:
         return {}, [Problem("--config", f"cannot be read: {error.strerror}", "", file, (number, 0))]
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        return {}, [_syntax(file, text, error, (number, 0))]
-    except yaml.YAMLError as error:  # characters that YAML does not allow
-        return {}, [Problem(file, f"is not YAML: {str(error).splitlines()[0]}", place=(number, 0))]
+        root = YamlText(file, text).root
+    except NotYaml as error:
+        return {}, [replace(error.problem, place=(number, 0))]
     if root is None:
         return {}, []
     if not isinstance(root, yaml.MappingNode):
@@ -80,23 +83,25 @@ def _raw(node: yaml.Node) -> Any:
 
 
 def _text(node: yaml.Node) -> str:
-    """Return a value in short, for messages."""
+    """Return a value for messages, its first characters where it is long."""
+    text = _written(node, _MAX_TEXT)
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+
+
+def _written(node: yaml.Node, room: int) -> str:
+    """Return a value as it could be written; what comes after more than `room` characters is left out."""
     if isinstance(node, yaml.ScalarNode):
-        return str(node.value) or "(empty)"
-    if isinstance(node, yaml.SequenceNode):
-        return f"[{', '.join(_text(entry) for entry in node.value)}]"
-    return "{" + ", ".join(f"{_text(key)}: {_text(value)}" for key, value in node.value) + "}"
-
-
-def _syntax(file: str, text: str, error: yaml.MarkedYAMLError, place: Place) -> Problem:
-    mark = error.problem_mark or error.context_mark
-    reason = error.problem or error.context or "it cannot be read"
-    if mark is None:
-        return Problem(file, f"is not YAML: {reason}", place=place)
-    lines = text.splitlines()
-    line = lines[mark.line] if mark.line < len(lines) else ""
-    hint = f"{line}\n{' ' * mark.column}^" if line.strip() else ""
-    return Problem(f"{file}:{mark.line + 1}:{mark.column + 1}", f"is not YAML: {reason}", hint, place=place)
+        return str(node.value)[: room + 1] or "(empty)"
+    pairs = node.value if isinstance(node, yaml.MappingNode) else [(None, entry) for entry in node.value]
+    parts: list[str] = []
+    for key, value in pairs:
+        part = ("" if key is None else f"{_written(key, room)}: ") + _written(value, room)
+        parts.append(part)
+        room -= len(part) + 2
+        if room < 0:
+            break
+    inside = ", ".join(parts)
+    return f"{{{inside}}}" if isinstance(node, yaml.MappingNode) else f"[{inside}]"
 
 
 def _other_files(path: Path) -> str:

@@ -308,7 +308,7 @@ def test_a_configuration_of_gigabytes_is_not_read(tmp_path: Path) -> None:
     info = tarfile.TarInfo("model_config.yaml")
     info.size = 2**40
     path.write_bytes(info.tobuf() + b"a" * 1024)
-    with pytest.raises(NotANemoArchive, match="at most 4,194,304 are read"):
+    with pytest.raises(NotANemoArchive, match="at most 1,000,000 are read"):
         read_nemo(path)
 
 

@@ -154,6 +154,15 @@ def test_interpolations_that_lead_nowhere_are_told() -> None:
     assert "encoder.activation ${a}: points to nothing" in message
 
 
+def test_interpolations_of_interpolations_are_bounded() -> None:
+    """Each of six lists holds the one before it ten times: a million entries."""
+    value = nemo_1()
+    value["l0"] = ["x"] * 10
+    value |= {f"l{number}": [f"${{l{number - 1}}}"] * 10 for number in range(1, 7)}
+    value["encoder"]["activation"] = "${l6}"
+    assert "more than 10,000 interpolations" in refusal(value)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -166,13 +175,13 @@ def test_interpolations_that_lead_nowhere_are_told() -> None:
         ("JasperEncoder: 3\n", "must hold lines"),
         ("blocks: []\n", "at least one block"),
         ("blocks: 3\n", "valid tuple"),
-        ("blocks: &a [*a]\n", "nested too deeply"),
-        ("[" * 3000, "nested too deeply"),
+        ("blocks: &a [*a]\n", "`*a` stands for what it is part of"),
+        ("[" * 3000, "nested more than 50 deep"),
         (
             "a: &a [1,1,1,1,1,1,1,1,1,1]\n"
             + "".join(f"{x}: &{x} [{','.join([f'*{y}'] * 10)}]\n" for y, x in zip("abcdefg", "bcdefgh", strict=True))
             + "blocks: *h\n",
-            "holds more than",
+            "more than 50,000 values",
         ),
         ("blocks: [\x00]\n", "is not YAML"),
         ("blocks: 2001-99-99\n", "is not YAML"),

@@ -9,14 +9,10 @@ from typing import Any
 import yaml
 
 from paceline.config.problems import Problem
+from paceline.config.yaml_text import YamlText
 
 Location = tuple[str | int, ...]
 """Keys and indices from the root of a document to a value."""
-
-MAX_NODES = 100_000
-"""Far more than a network needs; aliases of aliases can stand for any number of values."""
-MAX_DEPTH = 50
-"""An alias may even stand for what it is part of."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +37,6 @@ class Document:
         return self.name
 
 
-class NotYaml(Exception):
-    """Text that cannot be read as YAML, with where and why."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(str(problem))
-        self.problem = problem
-
-
 def described(location: Location) -> str:
     """A location for people: blocks are counted from 1."""
     index = next((at for at, part in enumerate(location) if isinstance(part, int)), None)
@@ -60,24 +48,12 @@ def described(location: Location) -> str:
 
 
 def parse(name: str, text: str) -> Document:
-    """Read YAML; nothing in it is executed."""
-    try:
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return Document(name, None, {})
-        lines, repeated = _lines(name, node)
-        return Document(name, loader.construct_document(node), lines, repeated)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark is not None else name
-        raise NotYaml(Problem(where, f"is not YAML: {error.problem or error.context}")) from None
-    except yaml.YAMLError as error:  # characters that YAML does not allow
-        raise NotYaml(Problem(name, f"is not YAML: {str(error).splitlines()[0]}")) from None
-    except (ValueError, OverflowError) as error:  # a date or number that is none
-        raise NotYaml(Problem(name, f"is not YAML: {error}")) from None
-    except RecursionError:
-        raise NotYaml(Problem(name, "is nested too deeply to be a network")) from None
+    """Read YAML; nothing in it is executed. Raises `NotYaml`."""
+    content = YamlText(name, text)
+    if content.root is None:
+        return Document(name, None, {})
+    lines, repeated = _lines(name, content.root)
+    return Document(name, content.construct(), lines, repeated)
 
 
 def _lines(name: str, root: yaml.Node) -> tuple[dict[Location, int], tuple[Problem, ...]]:
@@ -86,10 +62,6 @@ def _lines(name: str, root: yaml.Node) -> tuple[dict[Location, int], tuple[Probl
     waiting: list[tuple[Location, yaml.Node]] = [((), root)]
     while waiting:
         location, node = waiting.pop()
-        if len(lines) + len(waiting) > MAX_NODES:
-            raise NotYaml(Problem(name, f"holds more than {MAX_NODES} values: it is no network"))
-        if len(location) > MAX_DEPTH:
-            raise NotYaml(Problem(name, "is nested too deeply to be a network"))
         if isinstance(node, yaml.SequenceNode):
             for index, entry in enumerate(node.value):
                 lines[(*location, index)] = entry.start_mark.line + 1

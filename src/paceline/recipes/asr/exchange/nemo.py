@@ -19,14 +19,16 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from paceline.config.yaml_text import MAX_BYTES as MAX_YAML_BYTES
+from paceline.config.yaml_text import NotYaml
 from paceline.core.errors import PacelineError
-from paceline.recipes.asr.exchange.document import NotYaml, parse
+from paceline.recipes.asr.exchange.document import parse
 from paceline.recipes.asr.exchange.export import WeightsDiffer, check_weights
 from paceline.recipes.asr.network.config import BlockSettings, NetworkInvalid, NetworkSettings, build_network
 
 CONFIG = "model_config.yaml"
 WEIGHTS = "model_weights.ckpt"
-MAX_BYTES = {CONFIG: 2**22, WEIGHTS: 2**32}
+MAX_BYTES = {CONFIG: MAX_YAML_BYTES, WEIGHTS: 2**32}
 """Jasper 10x5 DR takes 1.3 GB."""
 MAX_MEMBERS = 10_000
 _NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")

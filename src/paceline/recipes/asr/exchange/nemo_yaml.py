@@ -116,6 +116,8 @@ _HEADS = ("_target_", "cls", "header", "params", "init_params")
 _INTERPOLATION = re.compile(r"\$\{([\w.-]+)\}")
 MAX_HOPS = 20
 """Interpolations may point to interpolations, but not in a circle."""
+MAX_INTERPOLATIONS = 10_000
+"""A list of interpolations of lists of interpolations can stand for any number of values."""
 
 
 @dataclass
@@ -156,6 +158,7 @@ class _Translator:
         self.document = document
         self.places = _places(document.value)
         self.done = Translated({})
+        self._num_interpolations = 0
 
     def translate(self) -> Translated:
         features = self._section("preprocessor", _FEATURES, _FEATURES_ONLY, ("features",))
@@ -286,6 +289,10 @@ class _Translator:
         if not isinstance(value, str) or "${" not in value:
             return value
         match = _INTERPOLATION.fullmatch(value)
+        self._num_interpolations += 1
+        if self._num_interpolations > MAX_INTERPOLATIONS:
+            self._refuse((), f"more than {MAX_INTERPOLATIONS:,} interpolations, each counted with those it points to")
+            return None
         if match is not None and hops < MAX_HOPS:
             target = tuple(match[1].split("."))
             # A saved model config is what stood below `model`, with interpolations that may still name it.

@@ -6,6 +6,7 @@ shipped network, a file in our own form or in NeMo's, or what a run has stored.
 
 from __future__ import annotations
 
+import errno
 import functools
 import re
 from collections import Counter
@@ -18,8 +19,9 @@ from pydantic import BaseModel, BeforeValidator, ValidationError, field_validato
 
 from paceline.config.problems import Problem, nearest
 from paceline.config.settings import Fraction, Positive, Section
+from paceline.config.yaml_text import NotYaml, read_yaml_text
 from paceline.core.errors import PacelineError
-from paceline.recipes.asr.exchange.document import Document, Location, NotYaml, parse
+from paceline.recipes.asr.exchange.document import Document, Location, parse
 from paceline.recipes.asr.exchange.nemo_yaml import Translated, is_nemo, translate
 from paceline.recipes.asr.network.frames import strided_length
 from paceline.recipes.asr.sound.features import FeatureSettings
@@ -29,7 +31,6 @@ ENGLISH = (" ", *"abcdefghijklmnopqrstuvwxyz", "'")
 """NeMo's 28 labels; the blank of CTC comes after them."""
 ALSO_CALLED = {"jasper15x5sep": "quartznet15x5"}
 """NeMo's own earlier names of shipped networks."""
-MAX_BYTES = 4_000_000
 
 
 class NetworkInvalid(PacelineError, ValueError):
@@ -212,17 +213,14 @@ def read_document(path: Path) -> Document:
     if path.is_dir():
         path = path / "network.yaml"
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise NetworkInvalid(
-                str(path), [Problem(str(path), "is too large to be a network in YAML", _not_yaml(path))]
-            )
-        return parse(str(path), path.read_text(encoding="utf-8"))
+        return parse(str(path), read_yaml_text(path))
     except FileNotFoundError:
         raise NetworkInvalid(str(path), [_unknown(path)]) from None
     except UnicodeDecodeError:
         raise NetworkInvalid(str(path), [Problem(str(path), "is not a text file", _not_yaml(path))]) from None
     except OSError as error:
-        raise NetworkInvalid(str(path), [Problem(str(path), f"cannot be read: {error.strerror}")]) from None
+        hint = _not_yaml(path) if error.errno == errno.EFBIG else ""
+        raise NetworkInvalid(str(path), [Problem(str(path), f"cannot be read: {error.strerror}", hint)]) from None
     except NotYaml as error:
         raise NetworkInvalid(str(path), [error.problem]) from None
 
