@@ -7,13 +7,17 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
+from paceline.cli import runs as command
 from paceline.cli.diff import differences
 from paceline.cli.main import main
+from paceline.cli.runs import RunLine, table
 from paceline.core.run_folder import RunRecord
 from paceline.observe.journal import read
 
@@ -119,3 +123,83 @@ def test_versions_code_and_command_lines_are_compared() -> None:
             "git dirty": ("False", "(none)"),
         }
     }
+
+
+def made(name: str, **more: Any) -> RunLine:
+    plain = RunLine(name, "asr", "finished", 1234, 0.123456, "dev-clean/wer", 0.25, 0.125, "2026-01-02 03:04:05")
+    return replace(plain, **more)
+
+
+LONG = "experiments/quartznet15x5-novograd-lr0.015-8gpu/seed-7"
+CHINESE = "实验/语音识别-第一次-学习率0.01-批量256-四块显卡"
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 120, 200])
+def test_a_table_fits_and_no_name_is_broken(width: int) -> None:
+    """On ce01e4b it was 132 columns wide, and names were folded over lines."""
+    lines = [made("a"), made(LONG, status="running", done=0.5, left_s=3600.0), made(CHINESE)]
+    shown = table(lines, width).splitlines()
+    assert len(shown) == 2 + len(lines), "a line each"
+    assert max(cell_len(line) for line in shown) <= width
+    assert shown[2].split()[0] == "a"
+    assert shown[3].startswith("exp")
+    assert ("..." if width < 130 else LONG) in shown[3]
+
+
+def test_columns_go_by_importance_and_names_stay_different() -> None:
+    lines = [made(f"{LONG}-{seed}", status="running", done=0.123, left_s=5025.0) for seed in (1, 2)]
+    wide, usual = table(lines, 10_000), table(lines, 80)
+    assert " ".join(wide.split("\n")[0].split()) == "run status steps done loss metric last best task when"
+    assert LONG in wide
+    assert "12%, 1:23:45 left" in usual
+    assert {"task", "when"}.isdisjoint(usual.split("\n")[0].split())
+    first, second = usual.splitlines()[2:]
+    assert first.split()[0].endswith("-1")
+    assert second.split()[0].endswith("-2")
+
+
+def test_a_run_that_goes_on_says_how_far_it_is(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(runs / "a", tmp_path / "a")
+    record = json.loads((tmp_path / "a" / "run.json").read_text())
+    (tmp_path / "a" / "run.json").write_text(json.dumps({**record, "status": "running"}))
+    look = {"kind": "progress", "step": 1, "epoch": 1, "epochs": 400, "done": 0.005, "left_s": 7200.0, "time": 1000.0}
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(look) + "\n")
+    monkeypatch.setattr(command.time, "time", lambda: 1060.0)
+    capsys.readouterr()
+    with (tmp_path / "a" / ".lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert main(["runs", str(tmp_path), "--json"]) == 0
+        (line,) = json.loads(capsys.readouterr().out)
+        assert (line["epoch"], line["epochs"], line["done"], line["left_s"]) == (2, 400, 0.005, 7140.0)
+        assert main(["runs", str(tmp_path)]) == 0
+        assert "0%, 1:59:00 left" in capsys.readouterr().out
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    (line,) = json.loads(capsys.readouterr().out)
+    assert (line["status"], line["left_s"]) == ("died", None)
+
+
+def test_a_journal_of_nonsense_gives_a_line(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(runs / "a", tmp_path / "a")
+    nonsense = [
+        {
+            "kind": "progress",
+            "step": "x",
+            "epoch": [],
+            "epochs": "many",
+            "done": float("nan"),
+            "left_s": {},
+            "time": "",
+        },
+        {"kind": "validation", "step": 1, "dev/loss": "low"},
+    ]
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in nonsense)
+        file.write('{"kind": "step", "step": "x", "loss": "y"}\n')
+    record = json.loads((tmp_path / "a" / "run.json").read_text())
+    (tmp_path / "a" / "run.json").write_text(json.dumps({**record, "starts": ["then"]}))
+    capsys.readouterr()
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "finished" in capsys.readouterr().out

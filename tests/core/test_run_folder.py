@@ -17,6 +17,7 @@ from paceline.core import run_folder
 from paceline.core.disk import CannotWrite
 from paceline.core.run_folder import (
     BrokenRecord,
+    JournalEnd,
     NotARun,
     RunBusy,
     RunExists,
@@ -200,11 +201,12 @@ def test_reading_a_journal(tmp_path: Path) -> None:
 
 def test_progress_is_read_without_parsing_the_steps(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(JOURNAL)
-    step, validations = read_progress(tmp_path / "metrics.jsonl")
+    end = read_progress(tmp_path / "metrics.jsonl")
+    step, validations = end.step, end.validations
     assert validations == [{"kind": "validation", "step": 1, "val/loss": 1.0}]
     assert step["step"] == 1.5
 
 
 def test_a_run_without_a_journal(tmp_path: Path) -> None:
     assert read_journal(tmp_path / "metrics.jsonl").steps == []
-    assert read_progress(tmp_path / "metrics.jsonl") == ({}, [])
+    assert read_progress(tmp_path / "metrics.jsonl") == JournalEnd()

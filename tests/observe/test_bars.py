@@ -31,7 +31,7 @@ def test_a_cell_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.status == "finished"
     assert cell.outputs == [{"text/plain": "", "text/html": ""}], "one display, empty when all is done"
     shown = [line["text/plain"] for line in cell.history]
-    assert [line.split()[3] for line in shown[:8]] == [f"{done}/3" for _ in range(2) for done in range(4)]
+    assert [line.split()[5] for line in shown[:8]] == [f"{done}/3" for _ in range(2) for done in range(4)]
     assert shown[0].startswith("epoch 1 ")
     assert shown[4].startswith("epoch 2 ")
     assert max(map(len, shown)) <= NOTEBOOK_COLUMNS

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.observe import progress
-from paceline.observe.progress import Progress, choose_style, clock_time, epoch_line, pace
+from paceline.observe.progress import Progress, Whole, choose_style, clock_time, epoch_line, pace
 from tests.observe.notebook import fake_ipython
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
@@ -77,7 +77,9 @@ def test_the_epoch_line_leaves_out_what_is_not_known() -> None:
 
 
 def test_pace() -> None:
-    assert pace(30, 90, 1.5, 0.001, 2.0, 0) == "loss 1.5000, lr 0.001, 2 it/s, 0:00:30 left"
+    assert pace(30, 90, 1.5, 0.001, 2.0, 0) == "loss 1.5000, lr 0.001, 2 it/s, 0:00:30 left in the epoch"
+    whole = Whole(0.9999, 8073.0)
+    assert pace(30, 90, 1.5, None, 2.0, 0, whole) == "loss 1.5000, 2 it/s, 99.9% of the run, 2:14:33 left"
     assert pace(30, None, 1.5, None, 1234.5, 7) == "loss 1.5000, 1234 it/s, 7 skipped"
     assert clock_time(59.9) == "0:00:59"
 
@@ -106,7 +108,7 @@ def test_plain_lines_come_at_most_every_ten_seconds(monkeypatch: pytest.MonkeyPa
     shown.close()
     lines = plain.getvalue().splitlines()
     assert len(lines) == 5
-    assert lines[0] == "epoch 2, step 20/100, loss 0.5000, lr 0.1, 1 it/s, 0:01:20 left"
+    assert lines[0] == "epoch 2, step 20/100, loss 0.5000, lr 0.1, 1 it/s, 0:01:20 left in the epoch"
     assert lines[-1].startswith("epoch 2, step 60/100")
 
 
@@ -181,7 +183,9 @@ def test_a_notebook_has_one_line_that_is_replaced(monkeypatch: pytest.MonkeyPatc
         clock.now += 1.0
         shown.step(2, 0.25, 0.1, 0)
     (line,) = cell.outputs
-    assert line["text/plain"] == "epoch 2 ██████████░░░░░░░░░░ 2/4 loss 0.2500, lr 0.1, 2 it/s, 0:00:01 left"
+    assert (
+        line["text/plain"] == "epoch 2 ██████████░░░░░░░░░░ 2/4 loss 0.2500, lr 0.1, 2 it/s, 0:00:01 left in the epoch"
+    )
     shown.say("train epoch 1, finished")
     assert plain.getvalue() == "train epoch 1, finished\n", "lines are the cell's text, without codes for a terminal"
     shown.close()

@@ -220,7 +220,7 @@ def test_stages_are_named_where_there_are_several(tmp_path: Path, capsys: pytest
 
     trainer(Two(), tmp_path / "run", epochs=1).fit()
     shown = capsys.readouterr().out
-    assert "train stage first, epoch 1, finished after 1 steps" in shown
+    assert "train stage first, epoch 1, finished after 1 step, " in shown
     assert "stage second: 16 samples, 2 steps per epoch" in shown
     records = read(tmp_path / "run" / "metrics.jsonl", "epoch")
     assert [(record["stage"], record["samples"]) for record in records] == [("first", 8), ("second", 16)]

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+from rich.cells import cell_len, set_cell_size
 
 from paceline.config.load import load
 from paceline.config.settings import Section
 from paceline.core.errors import PacelineError
-from paceline.core.run_folder import METRICS, RECORD, BrokenRecord, read_progress, read_record, status_now
+from paceline.core.run_folder import (
+    METRICS,
+    RECORD,
+    RUNNING,
+    UNSEEN,
+    BrokenRecord,
+    read_progress,
+    read_record,
+    status_now,
+)
+from paceline.observe.progress import clock_time
+from paceline.observe.records import Json, ProgressRecord, is_number
 
 with warnings.catch_warnings():
     # `json` hides a method that pydantic itself has given up; it is the word that users know.
@@ -31,8 +48,10 @@ with warnings.catch_warnings():
 OPTIONS, POSITIONAL = RunsOptions, ("folder",)
 
 
-WIDTH = 132
-"""Columns that the table needs for usual names."""
+NAME_SHARE = 0.4
+"""Share of the width that names keep, if they need it, before a less important column is left out."""
+GAP = 2
+"""Spaces between columns."""
 
 
 class NoSuchFolder(PacelineError):
@@ -62,6 +81,15 @@ class RunLine:
     best: float | None
     when: str | None
     """Its first start."""
+    epoch: int | None = None
+    """The epoch that it is in or ended with, from 1; None in runs of earlier versions."""
+    epochs: int | None = None
+    """Epochs that it is to have."""
+    stage: str | None = None
+    done: float | None = None
+    """Share of its steps, at the last look."""
+    left_s: float | None = None
+    """Seconds until the end of a run that is going on, at its speed so far."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -74,7 +102,7 @@ def run(argv: Sequence[str]) -> int:
     if options.json:
         sys.stdout.write(json.dumps([asdict(line) for line in lines], indent=1) + "\n")
     elif lines:
-        _show(lines)
+        sys.stdout.write(table(lines, _width()))
     else:
         sys.stdout.write(f"no runs in {options.folder}\n")
     return 0
@@ -97,46 +125,135 @@ def read_line(run: Path, base: Path) -> RunLine:
     except (OSError, BrokenRecord):
         return RunLine(name, "?", f"{RECORD} is broken", 0, None, None, None, None, None)
     settings, starts = record.settings, record.starts
-    step, validations = read_progress(run / METRICS)
+    end, status = read_progress(run / METRICS), status_now(run, str(record.status))
+    step, validations = end.step, end.validations
     metric = settings.get("monitor") or next((key for key in (validations or [{}])[-1] if "/" in key), None)
-    scores = [entry[metric] for entry in validations if entry.get(metric) is not None] if metric else []
+    metric = None if metric is None else str(metric)
+    scores = [entry[metric] for entry in validations if is_number(entry.get(metric))] if metric else []
     better = max if settings.get("monitor_mode") == "max" else min
     return RunLine(
         name=name,
         task=_short(str(record.task)),
-        status=status_now(run, str(record.status)),
-        steps=step.get("step", -1) + 1,
-        loss=step.get("loss"),
+        status=status,
+        steps=step["step"] + 1 if is_number(step.get("step")) else 0,
+        loss=step["loss"] if is_number(step.get("loss")) else None,
         metric=metric,
         last=scores[-1] if scores else None,
         best=better(scores) if scores else None,
-        when=starts[0]["time"] if starts else None,
+        when=_time(starts[0]) if starts else None,
+        **asdict(_standing(status, end.progress, time.time())),
     )
 
 
-def _show(lines: list[RunLine]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+def _time(start: object) -> str | None:
+    """Return when a run was started, as its record says."""
+    moment = start.get("time") if isinstance(start, dict) else None
+    return moment if isinstance(moment, str) else None
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("run", "task", "status"):
-        table.add_column(title, overflow="fold")
-    for title in ("steps", "loss"):
-        table.add_column(title, justify="right")
-    table.add_column("metric", overflow="fold")
-    for title in ("last", "best"):
-        table.add_column(title, justify="right")
-    table.add_column("when")
-    for line in lines:
-        numbers = [f"{value:.4g}" if value is not None else "" for value in (line.loss, line.last, line.best)]
-        table.add_row(
-            *(line.name, line.task, line.status, str(line.steps), numbers[0]),
-            *(line.metric or "", numbers[1], numbers[2], (line.when or "")[:19]),
-        )
-    console = Console(file=sys.stdout, highlight=False, markup=False)
-    console.width = max(console.width, WIDTH)  # words are not cut: a narrow terminal wraps whole lines
-    console.print(table)
+
+@dataclass(frozen=True)
+class _Standing:
+    """Position of a run, as the last look at its progress has it."""
+
+    epoch: int | None = None
+    epochs: int | None = None
+    stage: str | None = None
+    done: float | None = None
+    left_s: float | None = None
+
+
+def _standing(status: str, progress: Json, now_s: float) -> _Standing:
+    """Return where a run is; the time left is of one that is going on, and goes on since the last look, too."""
+    look = ProgressRecord.from_json(progress) if progress else None
+    if look is None:
+        return _Standing()
+    is_going_on = status == RUNNING or status.startswith(UNSEEN)
+    left_s = look.left_s if is_going_on else None
+    if left_s is not None and look.time is not None:
+        left_s = max(0.0, left_s - max(0.0, now_s - look.time))
+    return _Standing(look.epoch + 1, look.epochs, look.stage, look.done, left_s)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+class _Column(NamedTuple):
+    title: str
+    cells: list[str]
+    rank: int
+    """Those of the highest rank are left out first where there is not enough room."""
+    is_number: bool = False
+
+    @property
+    def width(self) -> int:
+        return max(cell_len(text) for text in (self.title, *self.cells))
+
+
+def table(lines: Sequence[RunLine], width: int) -> str:
+    """Return the runs as a table of at most so many columns.
+
+    Where it is too narrow, less important columns are left out, then names are shortened in the middle.
+    """
+    columns = _columns(lines)
+    needed = min(columns[0].width, int(NAME_SHARE * width))
+    while len(columns) > 1 and needed + sum(GAP + column.width for column in columns[1:]) > width:
+        columns.remove(max(columns[1:], key=lambda column: column.rank))
+    rest = width - sum(GAP + column.width for column in columns[1:])
+    names = columns[0]
+    columns[0] = names._replace(cells=[shortened(name, max(1, rest)) for name in names.cells])
+    rows = [[column.title for column in columns], ["-" * column.width for column in columns]]
+    rows += [list(cells) for cells in zip(*(column.cells for column in columns), strict=True)]
+    return "".join(f"{(' ' * GAP).join(_padded(columns, row)).rstrip()}\n" for row in rows)
+
+
+def _columns(lines: Sequence[RunLine]) -> list[_Column]:
+    columns = [
+        _Column("run", [line.name for line in lines], 0),
+        _Column("status", [line.status for line in lines], 1),
+        _Column("steps", [str(line.steps) for line in lines], 2, is_number=True),
+        _Column("done", [_done(line) for line in lines], 3),
+        _Column("loss", [_number(line.loss) for line in lines], 5, is_number=True),
+        _Column("metric", [line.metric or "" for line in lines], 6),
+        _Column("last", [_number(line.last) for line in lines], 7, is_number=True),
+        _Column("best", [_number(line.best) for line in lines], 4, is_number=True),
+        _Column("task", [line.task for line in lines], 9),
+        _Column("when", [(line.when or "")[:16] for line in lines], 8),
+    ]
+    return [column for column in columns if column.title == "run" or any(column.cells)]
+
+
+def _done(line: RunLine) -> str:
+    """Return the share of a run that has not had all of its steps, and the time that is left where it goes on."""
+    if line.done is None or line.done >= 1:
+        return ""
+    share = f"{math.floor(100 * line.done)}%"
+    return share if line.left_s is None else f"{share}, {clock_time(line.left_s)} left"
+
+
+def _number(value: float | None) -> str:
+    return f"{value:.4g}" if is_number(value) else ""
+
+
+def _padded(columns: Sequence[_Column], row: Sequence[str]) -> Iterator[str]:
+    for column, text in zip(columns, row, strict=True):
+        space = " " * (column.width - cell_len(text))
+        yield space + text if column.is_number else text + space
+
+
+def shortened(text: str, width: int) -> str:
+    """Return a text of at most so many columns: its head and its tail, with `...` between them."""
+    if cell_len(text) <= width:
+        return text
+    if width <= 3:
+        return set_cell_size(text, width).rstrip()
+    head = set_cell_size(text, (width - 3 + 1) // 2).rstrip()
+    tail = set_cell_size(text[::-1], width - 3 - cell_len(head)).rstrip()[::-1]
+    return f"{head}...{tail}"
+
+
+def _width() -> int:
+    """Return the columns of the terminal, as `COLUMNS` or it itself says; a pipe has any number, and loses nothing."""
+    return shutil.get_terminal_size((sys.maxsize, 24)).columns
 
 
 def _short(task: str) -> str:

@@ -1,7 +1,7 @@
 """The folder of a run: names of its files, its record, its journal, its lock and its status.
 
 run.json          settings, grains, status
-metrics.jsonl     one line per step, epoch and validation
+metrics.jsonl     one line per step, epoch, look at the progress, and validation
 checkpoints/      see train/checkpoint
 logs/             one file per rank, where there are several; one that failed early may have left some
 batch/            the scripts that `paceline submit` queued and what they printed; may be there before the run
@@ -142,6 +142,8 @@ class JournalRecords:
     steps: list[dict[str, Any]] = field(default_factory=list)
     epochs: list[dict[str, Any]] = field(default_factory=list)
     validations: list[dict[str, Any]] = field(default_factory=list)
+    progress: list[dict[str, Any]] = field(default_factory=list)
+    """Looks at how far and how fast the run was; runs of earlier versions have none."""
     num_unread: int = 0
     """Complete lines that are no records."""
 
@@ -149,7 +151,12 @@ class JournalRecords:
 def read_journal(path: Path) -> JournalRecords:
     """Read a journal that may be missing, damaged, or in the middle of a line (a crash, or a run that is running)."""
     journal = JournalRecords()
-    kinds = {"step": journal.steps, "epoch": journal.epochs, "validation": journal.validations}
+    kinds = {
+        "step": journal.steps,
+        "epoch": journal.epochs,
+        "validation": journal.validations,
+        "progress": journal.progress,
+    }
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -163,12 +170,18 @@ def read_journal(path: Path) -> JournalRecords:
     return journal
 
 
-def read_progress(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the last step and all validations of a journal. Fast: the other steps, most of the lines, are not parsed.
+@dataclass
+class JournalEnd:
+    """Validations of a journal, its last step, and the last look at its progress; each is empty where there is none."""
 
-    The step is empty where there is none.
-    """
-    last, validations = "", []
+    step: dict[str, Any] = field(default_factory=dict)
+    validations: list[dict[str, Any]] = field(default_factory=list)
+    progress: dict[str, Any] = field(default_factory=dict)
+
+
+def read_progress(path: Path) -> JournalEnd:
+    """Read how far a run is. Fast: the steps before the last one, most of the lines, are not parsed."""
+    last, progress, validations = "", "", []
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -178,9 +191,11 @@ def read_progress(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
                     validations.append(_parsed(line))
                 elif line.startswith('{"kind": "step", "step": ') and line.endswith("}\n"):
                     last = line
+                elif line.startswith('{"kind": "progress", "step": ') and line.endswith("}\n"):
+                    progress = line
     except OSError:
-        return {}, []
-    return _parsed(last) or {}, [record for record in validations if record]
+        return JournalEnd()
+    return JournalEnd(_parsed(last) or {}, [record for record in validations if record], _parsed(progress) or {})
 
 
 def _journal_record(line: str) -> dict[str, Any] | None:

@@ -1,8 +1,22 @@
-"""Sizes and durations for people: about three digits, in a fitting unit."""
+"""Counts, sizes and durations for people: numbers with their nouns, about three digits, in a fitting unit."""
 
 from __future__ import annotations
 
+_IRREGULAR = {"process": "processes", "batch": "batches", "entry": "entries", "is": "are", "has": "have", "was": "were"}
 _SIZES = ("B", "kB", "MB", "GB", "TB")
+
+
+def plural(number: float, noun: str) -> str:
+    """Return a noun for so many of it: `core` for 1, `cores` for any other number. The last word is changed."""
+    if number == 1:
+        return noun
+    head, space, last = noun.rpartition(" ")
+    return f"{head}{space}{_IRREGULAR.get(last, f'{last}s')}"
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number and its noun: `1 core`, `2 cores`, `1,024 bad lines`."""
+    return f"{number:,} {plural(number, noun)}"
 
 
 def size(num_bytes: float) -> str:

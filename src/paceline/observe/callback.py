@@ -49,7 +49,11 @@ class Callback:
         """Called before the first step."""
 
     def step(self, records: list[Record]) -> None:
-        """Steps since the last call (step, epoch, loss, lr), handed over together every `log_every` steps."""
+        """Steps since the last call (step, epoch, loss, lr, and `gradient_norm` where it is known), handed over
+        together every `log_every` steps."""
+
+    def progress(self, record: Record) -> None:
+        """How far the run is (epoch, epochs, share `done`, seconds `left_s`) and how fast (`samples_per_s`)."""
 
     def epoch(self, record: Record) -> None:
         """An epoch has ended: its mean loss, where the time went on each rank, padding, samples per second."""

@@ -1,4 +1,4 @@
-"""Journal of a run: one JSON line per step, epoch and validation, each exactly once even after a crash.
+"""Journal of a run: one JSON line per step, epoch, progress and validation, each exactly once even after a crash.
 
 Steps are buffered and read from the device together, when something is logged anyway; they are on disk before any
 checkpoint that contains them is. A resumed run first drops the lines past its checkpoint.
@@ -18,6 +18,7 @@ from paceline.observe.callback import Callback, Record
 from paceline.observe.records import STEP_KEYS
 
 _STEP = '{"kind": "step", "step": %d, "epoch": %d, "loss": %r, "lr": %r}\n'
+_STEP_WITH_NORM = '{"kind": "step", "step": %d, "epoch": %d, "loss": %r, "lr": %r, "gradient_norm": %r}\n'
 NUM_STEP_KEYS = len(STEP_KEYS)
 """Keys of a step without notes."""
 
@@ -30,22 +31,15 @@ class Journal(Callback):
         self.last_epoch = -1
         """Last step of the last epoch in the file."""
         if path.exists():
-            next_steps = {"step": next_step, "epoch": next_step, "validation": next_validation}
+            next_steps = {"step": next_step, "epoch": next_step, "progress": next_step, "validation": next_validation}
             self._keep(lambda record: record["step"] < next_steps[record["kind"]])
             self.last_epoch = max((record["step"] for record in read(path, "epoch")), default=-1)
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
     def step(self, records: list[Record]) -> None:
         """Write steps, formatted by hand because there are many. Numbers by layer (`larc/...`) are for the loggers."""
-        text = "".join(
-            [
-                _STEP % (record["step"], record["epoch"], record["loss"], record["lr"])
-                if len(record) == NUM_STEP_KEYS
-                else _line(_without_layers(record))
-                for record in records
-            ]
-        )
-        if "n," in text or "f," in text or "None" in text:  # nan, inf: JSON has no word for them
+        text = "".join([_step_line(record) for record in records])
+        if "nan" in text or "inf" in text or "None" in text:  # JSON has no word for them
             text = "".join([_line(_without_layers(record)) for record in records])
         self._file.write(text)
         self._file.flush()
@@ -58,6 +52,9 @@ class Journal(Callback):
             self._keep(lambda line: line["kind"] != "epoch" or line["step"] != before)
             self._file = self._path.open("a", encoding="utf-8")
         self.last_epoch = record["step"]
+        self._write(record)
+
+    def progress(self, record: Record) -> None:
         self._write(record)
 
     def validation(self, record: Record) -> None:
@@ -81,6 +78,16 @@ class Journal(Callback):
                 continue
         with replacing(self._path) as file:
             file.writelines(lines)
+
+
+def _step_line(record: Record) -> str:
+    number = len(record)
+    if number == NUM_STEP_KEYS:
+        return _STEP % (record["step"], record["epoch"], record["loss"], record["lr"])
+    if number == NUM_STEP_KEYS + 1 and "gradient_norm" in record:
+        step = (record["step"], record["epoch"], record["loss"], record["lr"], record["gradient_norm"])
+        return _STEP_WITH_NORM % step
+    return _line(_without_layers(record))
 
 
 def _without_layers(record: Record) -> Record:

@@ -45,6 +45,9 @@ class PointLogger(Callback):
         notes = {name: value for record in records for name, value in record.items() if name not in STEP_KEYS}
         self.log(_finite({"loss": last["loss"], "lr": last["lr"], **notes}), last["step"])
 
+    def progress(self, record: Record) -> None:
+        self.log(_finite({"samples_per_s": record.get("samples_per_s")}), record["step"])
+
     def epoch(self, record: Record) -> None:
         epoch = EpochRecord.from_json(record)
         numbers = {f"epoch/{name}": record.get(name) for name in EPOCH_NUMBERS}

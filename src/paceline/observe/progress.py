@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rich.console import Console
 
+from paceline.core.units import plural
 from paceline.observe.bars import REFRESH_S, Bar, NotebookBar, TerminalBar, is_notebook
 from paceline.observe.rank_log import CONSOLE
 from paceline.observe.records import Samples
@@ -85,7 +87,8 @@ class Progress:
             self._last_shown = self._began
             self._bar.show(title, done, total, "")
 
-    def step(self, done: int, loss: float, rate: float | None, skipped: int) -> None:
+    def step(self, done: int, loss: float, rate: float | None, skipped: int, whole: Whole | None = None) -> None:
+        """Show a step; `whole` is how far the run is, where that is known."""
         if self._style == "none":
             return
         now = time.monotonic()
@@ -93,7 +96,7 @@ class Progress:
             return
         self._last_shown = now
         per_s = (done - self._first) / max(now - self._began, 1e-9)
-        note = pace(done, self._total, loss, rate, per_s, skipped)
+        note = pace(done, self._total, loss, rate, per_s, skipped, whole)
         if self._bar is not None:
             self._bar.show(self._title, done, self._total, note)
         else:
@@ -120,14 +123,38 @@ def sample_lines(samples: Samples, most: int = 2) -> list[str]:
     return lines
 
 
-def pace(done: int, total: int | None, loss: float, rate: float | None, per_s: float, skipped: int) -> str:
-    """Return loss, rate and speed in one phrase."""
+class Whole(NamedTuple):
+    """How far a whole run is."""
+
+    done: float
+    """Share of its steps."""
+    left_s: float | None = None
+
+    @property
+    def phrase(self) -> str:
+        """Return the share, and the time that is left where it is known: `12.5% of the run, 1:20:00 left`."""
+        share = f"{math.floor(1000 * min(self.done, 1.0)) / 10:.1f}% of the run"
+        return share if self.left_s is None else f"{share}, {clock_time(self.left_s)} left"
+
+
+def pace(
+    done: int,
+    total: int | None,
+    loss: float,
+    rate: float | None,
+    per_s: float,
+    skipped: int,
+    whole: Whole | None = None,
+) -> str:
+    """Return loss, rate, speed, and what is left of the run, or else of the epoch, in one phrase."""
     parts = [f"loss {loss:.4f}"]
     if rate is not None:
         parts.append(f"lr {rate:.3g}")
     parts.append(f"{per_s:.3g} it/s" if per_s < 1000 else f"{per_s:.0f} it/s")
-    if total is not None and per_s > 0:
-        parts.append(f"{clock_time((total - done) / per_s)} left")
+    if whole is not None:
+        parts.append(whole.phrase)
+    elif total is not None and per_s > 0:
+        parts.append(f"{clock_time((total - done) / per_s)} left in the epoch")
     if skipped:
         parts.append(f"{skipped} skipped")
     return ", ".join(parts)
@@ -148,14 +175,15 @@ def epoch_line(
     loss: float,
     padding: float | None,
     speeds: Sequence[str] = (),
+    standing: Sequence[str] = (),
 ) -> str:
-    """Return RETURNN's epoch line, with padding and speeds."""
+    """Return RETURNN's epoch line, with padding, speeds, and where the run stands."""
     parts = [
         f"train {title}",
-        f"finished after {steps} steps",
+        f"finished after {steps} {plural(steps, 'step')}",
         f"{clock_time(seconds)} elapsed ({100 * computing:.1f}% computing time)",
         f"loss {loss:.4f}",
     ]
     if padding is not None:
         parts.append(f"padding {100 * padding:.1f}%")
-    return ", ".join([*parts, *speeds])
+    return ", ".join([*parts, *speeds, *standing])

@@ -1,4 +1,4 @@
-"""Records of a run: step, epoch and validation, each one JSON line of `metrics.jsonl`.
+"""Records of a run: step, epoch, progress and validation, each one JSON line of `metrics.jsonl`.
 
 A record has a field per key, in the order of the file. `from_json` also reads older files: a key that is missing has
 its default, one that is unknown is kept in `more` (of a step in `notes`, of a validation in `metrics`). What the report
@@ -10,6 +10,7 @@ and the loggers show of an epoch is declared with the field, as a `Number`. To a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -198,7 +199,7 @@ class StepRecord(NamedTuple):
     loss: float | None = None
     lr: float | None = None
     notes: Mapping[str, Any] = {}
-    """Loss scale, spread of the ranks, rates of layers as `larc/...`, and whatever else a step has."""
+    """Gradient norm, loss scale, spread of the ranks, rates of layers as `larc/...`, and whatever else a step has."""
 
     @staticmethod
     def line(step: int, epoch: int, loss: float | None, lr: float | None, notes: Mapping[str, Any]) -> Json:
@@ -216,6 +217,49 @@ class StepRecord(NamedTuple):
 
 STEP_KEYS = frozenset(("kind", "step", "epoch", "loss", "lr"))
 """Keys that every step has; all others are `notes`."""
+
+
+@dataclass(frozen=True)
+class ProgressRecord:
+    """How far a run is, and how fast: a look at it while steps are logged, at most two in a second.
+
+    Steps have no times in them, so that equal runs have equal steps; here they are.
+    """
+
+    step: int
+    """Last step before it."""
+    epoch: int = 0
+    epochs: int | None = None
+    """Of the stage; None where that is not known."""
+    stage: str | None = None
+    """Name and number, where there are several."""
+    done: float | None = None
+    """Share of the whole run's steps; None where their number is not known."""
+    left_s: float | None = None
+    """Seconds until the end, at the speed so far."""
+    time: float | None = None
+    """Moment, in seconds since 1970."""
+    samples_per_s: float | None = None
+    """Samples of all ranks per second in the steps since the record before, without validation and checkpoints."""
+
+    def to_json(self) -> Json:
+        values = {each.name: getattr(self, each.name) for each in _fields(self)}
+        return {"kind": "progress", **{name: value for name, value in values.items() if value is not None}}
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> ProgressRecord:
+        """Read a line of any journal: a value that cannot be right is as one that is missing."""
+        values = {each.name: line[each.name] for each in _fields(cls) if _may_be(each.name, line.get(each.name))}
+        return cls(**{"step": -1, **values})
+
+
+def _may_be(name: str, value: Any) -> bool:
+    """Return True if a field of `ProgressRecord` may have this value."""
+    if name == "stage":
+        return isinstance(value, str)
+    if name in ("step", "epoch", "epochs"):
+        return isinstance(value, int) and not isinstance(value, bool)
+    return is_number(value) and math.isfinite(value) and value >= 0
 
 
 @dataclass(frozen=True)

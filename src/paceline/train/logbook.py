@@ -5,7 +5,8 @@ The logbook owns the losses, the skips and the findings of an epoch; the meter o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,17 @@ from paceline.data.grain import Batch
 from paceline.observe.callback import Callback, RunInfo
 from paceline.observe.epoch import EpochSums, Mean
 from paceline.observe.journal import Journal
-from paceline.observe.progress import Progress, epoch_line
-from paceline.observe.records import EpochRecord, Finding, Launch, Matter, Samples, StepRecord, ValidationRecord
+from paceline.observe.progress import Progress, Whole, epoch_line
+from paceline.observe.records import (
+    EpochRecord,
+    Finding,
+    Launch,
+    Matter,
+    ProgressRecord,
+    Samples,
+    StepRecord,
+    ValidationRecord,
+)
 from paceline.observe.throughput import Units
 from paceline.observe.verdict import news, verdict
 from paceline.optim.larc import Larc
@@ -28,8 +38,14 @@ from paceline.speed.verdicts import slow_depthwise
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
 from paceline.train.meter import Meter
+from paceline.train.outlook import Outlook, Pace
 from paceline.train.position import Position
 from paceline.train.summary import DataFacts
+
+PROGRESS_S = 0.5
+"""Pause between two looks at the progress in the journal."""
+_NOT_TRAINING = ("setup", "validation", "checkpoint")
+"""Phases that are left out of the speed of steps."""
 
 
 class Logbook:
@@ -56,6 +72,10 @@ class Logbook:
         self._findings: dict[Matter, Finding] = {}
         self._told: dict[Matter, float] = {}
         self._skipped = self._first = 0
+        self._outlook = Outlook(None, None, None)
+        self._pace: Pace | None = None
+        self._speed = _Speed()
+        self._whole: Whole | None = None
         self._stage: str | None = None
         self._padding: float | None = None
         self.loss = float("nan")
@@ -70,12 +90,13 @@ class Logbook:
 
     def note(self, step: Step, batch: Batch) -> None:
         self._pending.append((step, self._engine.rate))
+        self._speed.num_samples += batch.num_samples
         self._meter.note(batch)
 
     def _complete(self, average: Average) -> None:
         """Replace records of this rank alone (`reduce: param`) by those of all ranks."""
         complete = {step.number: step for step in average.steps}
-        self._pending = [(complete.get(step.number, step), rate) for step, rate in self._pending]
+        self._pending = [(_completed(step, complete), rate) for step, rate in self._pending]
 
     def flush(self) -> None:
         """Read the losses since the last time from the device, in one transfer, and log them.
@@ -86,7 +107,7 @@ class Logbook:
         if not ready:
             return
         self._pending = [entry for entry in self._pending if entry[0].is_local]
-        losses = _read_losses([step for step, _ in ready])
+        losses, norms = _read_numbers([step for step, _ in ready])
         skipped = self._engine.skips.read(self._engine.num_steps)
         self._clock.lap("compute")  # what was waited for is the device
         self._meter.settle()
@@ -95,15 +116,38 @@ class Logbook:
         if self._watchers:
             epoch = self._position.epoch
             records = [
-                StepRecord.line(step.number, epoch, loss, rate, step.notes)
-                for (step, rate), loss in zip(ready, losses, strict=True)
+                StepRecord.line(step.number, epoch, loss, rate, _with_norm(step.notes, norm))
+                for (step, rate), loss, norm in zip(ready, losses, norms, strict=True)
             ]
             records[-1] |= self._more()
             with self._writing():
                 for watcher in self._watchers:
                     watcher.step(records)
-        self._progress.step(self._position.step, self.loss, self._engine.rate, skipped)
+        self._look_ahead()
+        self._progress.step(self._position.step, self.loss, self._engine.rate, skipped, self._whole)
         self._clock.lap("logging")
+
+    def _look_ahead(self) -> None:
+        """Estimate how far the run is and what is left of it, and log that from time to time."""
+        now_s, num_steps, total = time.monotonic(), self._engine.num_steps, self._outlook.total_steps
+        if total is not None and self._pace is not None:
+            self._whole = Whole(num_steps / total, self._pace.left_s(num_steps, now_s, total))
+        if not self._watchers or not self._speed.is_due(now_s):
+            return
+        done, left_s = (None, None) if self._whole is None else self._whole
+        record = ProgressRecord(
+            num_steps - 1,
+            self._position.epoch,
+            self._outlook.epochs,
+            self._outlook.stage,
+            None if done is None else round(done, 6),
+            None if left_s is None else round(left_s, 1),
+            round(time.time(), 1),
+            self._speed.read(self._clock.read(), now_s),
+        ).to_json()
+        with self._writing():
+            for watcher in self._watchers:
+                watcher.progress(record)
 
     def validation(self, metrics: dict[str, float], samples: Samples | None = None, seconds: float = 0.0) -> None:
         self.flush()
@@ -114,12 +158,15 @@ class Logbook:
                 watcher.validation(record)
         self._progress.validation(metrics, samples)
 
-    def begin_epoch(self, feed: Feed, data: DataFacts, stage: str | None) -> None:
+    def begin_epoch(self, feed: Feed, data: DataFacts, stage: str | None, outlook: Outlook) -> None:
         """Start the sums of an epoch, or go on with those of a checkpoint; `stage` is named where there are several."""
         self._clock.lap("setup")
-        self._stage, self._padding = stage, data.padding
-        self._progress.epoch(self._title, data.num_steps, self._position.step)
+        self._stage, self._padding, self._outlook = stage, data.padding, outlook
+        self._progress.epoch(outlook.title(self._position.epoch), outlook.epoch_steps, self._position.step)
         self._clock.lap("logging")
+        if self._pace is None:
+            self._pace = Pace(self._engine.num_steps, time.monotonic())
+            self._speed.begin(self._clock.read())
         self._meter.begin_epoch(feed, is_resumed=self._position.step > 0)
         earlier = self._meter.earlier
         self._first, self._mean = self._position.step, Mean(earlier.losses, earlier.num_losses)
@@ -163,6 +210,7 @@ class Logbook:
                 loss=loss,
                 padding=self._padding,
                 speeds=speeds(record, self._meter.units),
+                standing=self._standing,
             )
         )
         if skipped:
@@ -238,14 +286,61 @@ class Logbook:
         stage = "" if self._stage is None else f"stage {self._stage}, "
         return f"{stage}epoch {self._position.epoch + 1}"
 
+    @property
+    def _standing(self) -> list[str]:
+        """Words on what is left of the run; none at its end."""
+        if self._whole is None or self._whole.done >= 1:
+            return []
+        epochs = self._outlook.epochs
+        return [*([] if epochs is None else [f"{self._position.epoch + 1} of {epochs} epochs"]), self._whole.phrase]
 
-def _read_losses(steps: list[Step]) -> list[float]:
-    """Return all losses, in one transfer."""
+
+class _Speed:
+    """Samples per second between two looks, without what is not training."""
+
+    def __init__(self) -> None:
+        self.num_samples = 0
+        self._before_s, self._next_s = 0.0, 0.0
+
+    def begin(self, seconds: Mapping[str, float]) -> None:
+        self._before_s = _training_s(seconds)
+
+    def is_due(self, now_s: float) -> bool:
+        return now_s >= self._next_s and self.num_samples > 0
+
+    def read(self, seconds: Mapping[str, float], now_s: float) -> float | None:
+        """Return the speed since the last time, of a clock's reading, and start anew."""
+        training_s = _training_s(seconds)
+        num_samples, took_s = self.num_samples, training_s - self._before_s
+        self.num_samples, self._before_s, self._next_s = 0, training_s, now_s + PROGRESS_S
+        return None if took_s <= 0 else float(f"{num_samples / took_s:.5g}")
+
+
+def _training_s(seconds: Mapping[str, float]) -> float:
+    return sum(value for phase, value in seconds.items() if phase not in _NOT_TRAINING)
+
+
+def _completed(step: Step, complete: Mapping[int, Step]) -> Step:
+    """Return a step of this rank as one of all ranks; the norm of its gradients stays this rank's own."""
+    whole = complete.get(step.number)
+    return step if whole is None else replace(whole, gradient_norm=step.gradient_norm)
+
+
+def _with_norm(notes: Mapping[str, float], norm: float | None) -> Mapping[str, float]:
+    return notes if norm is None else {"gradient_norm": norm, **notes}
+
+
+def _read_numbers(steps: list[Step]) -> tuple[list[float], list[float | None]]:
+    """Return all losses, and the norms of gradients where there are any, in one transfer."""
+    norms = [step.gradient_norm for step in steps]
     if steps[0].loss_sum.device.type == "cpu":
-        return [step.loss for step in steps]
+        return [step.loss for step in steps], [None if norm is None else float(norm) for norm in norms]
     sums = torch.stack([step.loss_sum.double() for step in steps])
     counts = torch.stack([torch.as_tensor(step.count).to(sums, non_blocking=True) for step in steps])
-    return [float(value) for value in (sums / counts).tolist()]
+    known = [norm.to(sums) for norm in norms if norm is not None]
+    numbers = iter(torch.cat([sums / counts, torch.stack(known)] if known else [sums / counts]).tolist())
+    losses = [float(next(numbers)) for _ in steps]
+    return losses, [None if norm is None else float(next(numbers)) for norm in norms]
 
 
 def speeds(record: EpochRecord, units: Units) -> list[str]:

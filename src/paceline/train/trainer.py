@@ -43,6 +43,7 @@ from paceline.train.engine import Engine
 from paceline.train.feed import DataChanged, Feed, NothingRead, TrainingData
 from paceline.train.logbook import Logbook, notes
 from paceline.train.meter import Meter, make_clock
+from paceline.train.outlook import outlook
 from paceline.train.position import Position
 from paceline.train.probe import Probe
 from paceline.train.scaling import for_ranks
@@ -193,7 +194,9 @@ class Trainer:
     def _train_epoch(self, feed: Feed) -> Outcome:
         """Train on the batches of an epoch, from the position on."""
         position, engine, clock = self.position, self.engine, self.clock
-        self.log.begin_epoch(feed, summary.data_facts(feed, position.epoch), self._stage_name)
+        data = summary.data_facts(feed, position.epoch)
+        ahead = outlook(self.config, self.stages, self._began_stage, position, data.num_steps)
+        self.log.begin_epoch(feed, data, self._stage_name, ahead)
         loss, before_step, after_step = partial(self.task.loss, engine.model), self._before_step, self._after_step
         since, wake = position.num_steps, self._next_due(feed)
         for batch in self._batches(feed):
