@@ -115,3 +115,75 @@ def test_where_there_is_no_scheduler(capsys: pytest.CaptureFixture[str], monkeyp
         2,
         "error: there is no `qsub` here\n  submit on a machine of the cluster, or add --dry-run to see the script\n",
     )
+
+
+def test_a_line_break_becomes_neither_a_command_nor_an_option(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """On ce01e4b `--out` and `--exp-name` with one were executed by the job, or read by the scheduler."""
+    for scheduler, mark in (("slurm", "#SBATCH"), ("sge", "#$")):
+        for option, value in (
+            ("--out", f"x\n{mark} --uid=0\ntouch owned\n"),
+            ("--exp-name", f"x\n{mark} --uid=0\ntouch owned\n"),
+            ("--out", 'x"y'),
+            ("--exp-name", "\x1b[31mred"),
+        ):
+            code, out, err = submit(capsys, scheduler, "--dry-run", "--", "train", TASK, "--epochs", "1", option, value)
+            assert (code, out) == (2, "")
+            assert "cannot stand in a batch script" in err or "is no name" in err
+            assert "\x1b" not in err
+        train = ["train", TASK, "--epochs", "1", "--monitor", f"a\n{mark} --uid=0"]
+        code, out, _ = submit(capsys, scheduler, "--dry-run", "--script", "a.sh", "--", *train)
+        assert code == 0
+        assert all(f"{mark} --uid" not in line for line in out.splitlines() if line.startswith("#"))
+    for option in ("--partition", "--account"):
+        code, _, err = submit(
+            capsys, "slurm", option, "a\n#SBATCH --uid=0", "--dry-run", "--", "train", TASK, "--steps", "1"
+        )
+        assert code == 2
+        assert option in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_scheduler_s_own_words_may_begin_with_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    """The help's own example, which ce01e4b refused."""
+    train = ["--dry-run", "--", "train", TASK, "--epochs", "1"]
+    for words in (["--constraint=a100 --exclusive"], ["--exclusive"]):
+        code, out, _ = submit(capsys, "slurm", "--directives", *words, *train)
+        assert code == 0
+        assert f"#SBATCH {words[0]}\n" in out
+    code, _, err = submit(capsys, "slurm", "--directives", *train)
+    assert (code, "--directives: needs a value before --dry-run" in err) == (2, True)
+    code, _, err = submit(capsys, "slurm", "--directives", "exclusive", *train)
+    assert (code, "it must begin with a dash" in err) == (2, True)
+
+
+def test_the_script_is_the_user_s_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Variables of `--env` may be keys. A name that begins with a dash is no option of the scheduler's."""
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "sbatch").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    options = ["--env", "WANDB_API_KEY=abc", "--script=-x.sh"]
+    code, out, _ = submit(capsys, "slurm", *options, "--", "train", TASK, "--epochs", "1")
+    assert (code, out.splitlines()[0]) == (0, str(tmp_path / "-x.sh"))
+    assert (tmp_path / "-x.sh").stat().st_mode & 0o777 == 0o600
+    code, _, err = submit(capsys, "slurm", "--script", "x" * 300, "--", "train", TASK, "--epochs", "1")
+    assert (code, "File name too long" in err or "255" in err) == (2, True)
+
+
+def test_one_machine_of_grid_engine(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On ce01e4b `-pe mpi`, whatever its allocation rule."""
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    train = ["--procs-per-node", "4", "--dry-run", "--", "train", TASK, "--epochs", "1"]
+    rules = 'case $2 in smp) echo "allocation_rule    \\$pe_slots";; *) echo "allocation_rule    \\$fill_up";; esac'
+    for names, told in (("mpi smp", "-pe smp 4"), ("mpi", "no parallel environment here promises 4 slots")):
+        (tmp_path / "qconf").write_text(f'#!/bin/sh\n[ "$1" = -spl ] && echo {names} && exit\n{rules}\n')
+        (tmp_path / "qconf").chmod(0o755)
+        _, out, err = submit(capsys, "sge", *train)
+        assert told in out + err
+    (tmp_path / "qconf").write_text("#!/bin/sh\nexit 1\n")
+    assert "-pe smp 4\n" in submit(capsys, "sge", *train)[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -15,19 +16,21 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from paceline.cli.launch import RANKED
-from paceline.config.command_line import asks_for_help, dashed
+from paceline.config.command_line import VERBATIM, asks_for_help, dashed
 from paceline.config.load import load
 from paceline.config.problems import Problem, SettingsInvalid
 from paceline.config.run_path import run_folder
 from paceline.config.settings import Positive, Section, TrainConfig
+from paceline.core.disk import CannotWrite, replacing
 from paceline.core.errors import PacelineError
 from paceline.core.run_folder import BATCH, RunFolder
-from paceline.world.launch.batch_script import BatchJob, mebibytes, seconds
-from paceline.world.launch.sge import GridEngine, sge_script
+from paceline.world.launch.batch_script import NAME, BatchJob, mebibytes, seconds
+from paceline.world.launch.sge import GridEngine, choose_environment, sge_script
 from paceline.world.launch.slurm import slurm_script
 
 PROG = "paceline submit"
-_Name = Annotated[str, Field(pattern=r"^[^\s'\"\\$#]+$")]
+_QCONF_TIMEOUT_S = 10.0
+_Name = Annotated[str, Field(pattern=f"^{NAME}$")]
 
 
 class SubmitOptions(Section):
@@ -53,20 +56,21 @@ class SubmitOptions(Section):
     """Of Grid Engine."""
     account: _Name | None = None
     """Whom the time is charged to."""
-    env: str = ""
+    env: str = Field("", json_schema_extra=VERBATIM)
     """Variables for the ranks, as a shell would read them: `"NCCL_DEBUG=INFO NOTE='two words'"`."""
-    setup: str = ""
+    setup: str = Field("", json_schema_extra=VERBATIM)
     """Shell commands before the ranks start: `"module load cuda; source ~/env.sh"`."""
     signal_s: Positive = 120
     """Seconds before the end of the time at which the ranks are told to save and leave."""
     requeue: bool = True
     """Put the job back into the queue when its time was over or it was pre-empted; the run then goes on."""
-    directives: str = ""
+    directives: str = Field("", json_schema_extra=VERBATIM)
     """More options for the scheduler, in its own words: `"--constraint=a100 --exclusive"`."""
     job_name: _Name | None = None
     """The job's name; that of the run's folder if not set."""
     parallel_environment: _Name | None = None
-    """Of Grid Engine: what gives slots on several hosts (`qconf -spl` lists them); `mpi` if not set."""
+    """Of Grid Engine: what gives slots (`qconf -spl` lists them). If not set, for one machine one that keeps all slots
+    there (`smp`, or as `qconf` knows), for several `mpi`."""
     mpi: Literal["openmpi", "mpich"] | None = None
     """Whose `mpirun` starts the ranks in a Grid Engine job; `openmpi` if not set."""
     gpu_resource: _Name | None = None
@@ -156,8 +160,13 @@ def run(argv: Sequence[str]) -> int:
     if options.dry_run:
         sys.stdout.write(text)
         return 0
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            os.chmod(file.fileno(), 0o600)  # variables of `--env` may be keys
+            file.write(text)
+    except OSError as error:
+        raise CannotWrite(path, error, "choose another `--script FILE`, or another `--out` for the run") from error
     answer = _queue(["sbatch"] if options.scheduler == "slurm" else ["qsub"], path)
     sys.stdout.write(f"{answer.strip()}\nscript {path}\n")
     return 0
@@ -166,7 +175,7 @@ def run(argv: Sequence[str]) -> int:
 def script(options: SubmitOptions, command: Command, folder: Path, logs: Path) -> str:
     """Return the batch script."""
     job = BatchJob(
-        name=_job_name(options.job_name or command.name),
+        name=options.job_name or command.name,
         command=(sys.executable, "-m", "paceline", *command.words),
         folder=folder,
         logs=logs,
@@ -179,19 +188,41 @@ def script(options: SubmitOptions, command: Command, folder: Path, logs: Path) -
         queue=options.partition or options.queue,
         account=options.account,
         environment=tuple(read_env(options.env)),
-        setup=tuple(options.setup.splitlines()),
+        setup=tuple(options.setup.split("\n")) if options.setup else (),
         signal_s=options.signal_s,
         requeue=options.requeue,
-        directives=tuple(options.directives.splitlines()),
+        directives=tuple(filter(None, map(str.strip, options.directives.split("\n")))),
     )
     if options.scheduler == "slurm":
         return slurm_script(job)
     given = {
         name: getattr(options, name)
-        for name in ("parallel_environment", "mpi", "gpu_resource", "memory_resource")
+        for name in ("mpi", "gpu_resource", "memory_resource")
         if getattr(options, name) is not None
     }
-    return sge_script(job, GridEngine(**given))
+    environment = choose_environment(options.parallel_environment, _allocation_rules(), job)
+    return sge_script(job, GridEngine(environment, **given))
+
+
+def _allocation_rules() -> dict[str, str] | None:
+    """Return the allocation rule of each parallel environment of this Grid Engine; None where it cannot be asked."""
+    names = _answer("qconf", "-spl")
+    if names is None:
+        return None
+    rules = {}
+    for name in names.split():
+        for line in (_answer("qconf", "-sp", name) or "").splitlines():
+            if line.startswith("allocation_rule"):
+                rules[name] = line.split(maxsplit=1)[1].strip()
+    return rules
+
+
+def _answer(*words: str) -> str | None:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_QCONF_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 def _load(option_words: list[str], command: list[str]) -> SubmitOptions:
@@ -246,12 +277,6 @@ def read_env(text: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def _job_name(text: str) -> str:
-    """Return a name that both schedulers accept: Grid Engine's must not begin with a digit."""
-    plain = re.sub(r"[^\w.-]+", "-", text, flags=re.ASCII).strip("-.") or "paceline"
-    return f"p{plain}" if plain[0].isdigit() else plain
-
-
 def _prepare(words: list[str], options: SubmitOptions) -> Command:
     """Check the command as it will be run, so that mistakes do not wait in the queue; a training gets its folder."""
     if words[0] != "train":
@@ -264,12 +289,17 @@ def _prepare(words: list[str], options: SubmitOptions) -> Command:
         raise RunIsThere(folder)
     if isinstance(settings.resume, Path) and options.requeue:
         raise ResumesFromFile
-    more = ["--out", str(folder)] if settings.out is None else []
+    more = _option("--out", str(folder)) if settings.out is None else []
     if settings.resume == "no":
         more += ["--resume", "auto"]
     if settings.progress == "auto":
         more += ["--progress", "lines"]  # what Open MPI's ranks write to looks like a terminal, but is a log
     return Command((*words, *more), folder.name, folder / BATCH)
+
+
+def _option(name: str, value: str) -> list[str]:
+    """Return an option with its value, attached where it could be taken for an option itself."""
+    return [f"{name}={value}"] if value.startswith("-") else [name, value]
 
 
 def _read_training(words: list[str]) -> tuple[TrainConfig, str]:
@@ -293,7 +323,8 @@ def _read_training(words: list[str]) -> tuple[TrainConfig, str]:
 
 def _queue(words: list[str], path: Path) -> str:
     try:
-        done = subprocess.run([*words, str(path)], capture_output=True, text=True)
+        # Absolute: a name may begin with a dash.
+        done = subprocess.run([*words, str(path.absolute())], capture_output=True, text=True, errors="replace")
     except FileNotFoundError:
         raise SchedulerMissing(words[0]) from None
     if done.returncode != 0:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pydantic import BaseModel
+from pydantic.config import JsonDict
 
 from paceline.config.aliases import SHORT, aliases_of
 from paceline.config.parse import Given, choices, expand, is_flag, length, sequence
@@ -14,6 +15,8 @@ from paceline.config.problems import WORDS, Place, Problem, nearest
 
 HELP_WORDS = ("-h", "--help")
 CONFIG = "config"
+VERBATIM: JsonDict = {"verbatim": True}
+"""For the `json_schema_extra` of a field whose value may begin with dashes: `--directives "--exclusive"`."""
 _NUMBER = re.compile(r"-(\d|\.\d|inf)")
 
 
@@ -140,6 +143,10 @@ class _Reader:
         if attached is not None:
             return [attached]
         values: list[str] = []
+        if takes == 1 and self._is_verbatim(where):
+            values.append(self._words[self._at])
+            self._at += 1
+            return values
         while self._at < len(self._words) and not is_option(self._words[self._at]) and len(values) != takes:
             values.append(self._words[self._at])
             self._at += 1
@@ -154,6 +161,14 @@ class _Reader:
             hint = f"one of {', '.join(map(str, known))}" if len(known) > 1 else ""
             self.typed.problems.append(Problem(where, what, hint, place=self._place, meant=meant))
         return values
+
+    def _is_verbatim(self, where: str) -> bool:
+        """Return True if the next word is the value although it begins with a dash; our own options never are."""
+        name = resolve(self._model, where.lstrip("-"))
+        if name is None or self._at == len(self._words) or not _extra(self._model, name).get("verbatim"):
+            return False
+        word = self._words[self._at]
+        return is_option(word) and word != "--" and resolve(self._model, word.lstrip("-")) is None
 
     def _keep(self, name: str, where: str, values: list[str], *, is_shown: bool = True) -> None:
         if not values:
@@ -211,6 +226,10 @@ def _takes(annotation: object) -> int | None:
 
 def _bare(model: type[BaseModel], name: str) -> str | None:
     """Return the value of an option that is given without one, if it may be."""
-    extra = model.model_fields[name].json_schema_extra
-    bare = extra.get("bare") if isinstance(extra, dict) else None
+    bare = _extra(model, name).get("bare")
     return bare if isinstance(bare, str) else None
+
+
+def _extra(model: type[BaseModel], name: str) -> JsonDict:
+    extra = model.model_fields[name].json_schema_extra
+    return extra if isinstance(extra, dict) else {}

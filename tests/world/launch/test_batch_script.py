@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.world.launch.batch_script import BatchJob, NotADuration, NotASize, mebibytes, seconds
-from paceline.world.launch.sge import GpusPerSlot, GridEngine, sge_script
+from paceline.world.launch.batch_script import BatchJob, NotADuration, NotASize, NotForScript, mebibytes, seconds
+from paceline.world.launch.sge import GpusPerSlot, GridEngine, SlotsOnSeveralHosts, choose_environment, sge_script
 from paceline.world.launch.slurm import slurm_script
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -56,26 +54,168 @@ def test_bash_can_read_it(name: str) -> None:
     subprocess.run(["bash", "-n"], input=SCRIPTS[name], text=True, check=True)
 
 
-@pytest.mark.parametrize("scheduler", ["slurm", "sge"])
-def test_words_and_variables_arrive_as_they_are(scheduler: str, tmp_path: Path) -> None:
-    """With a starter that writes down what it was given."""
-    words = ("a b", "it's", '"$HOME"', "`date`", "line\nbreak", "*", "\\", "")
-    show = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['NOTE']]))"
-    for name in ("srun", "mpirun"):
-        starter = tmp_path / name
-        starter.write_text(f"#!{sys.executable}\n{show}\n")
-        starter.chmod(0o755)
-    (tmp_path / "a folder").mkdir()
-    (tmp_path / "hosts").write_text("n1 4 all.q@n1 UNDEFINED\n")
-    note = 'it\'s $HOME "and" `more`'
-    job = replace(SMALLEST, command=words, folder=tmp_path / "a folder", environment=(("NOTE", note),))
-    script = slurm_script(job) if scheduler == "slurm" else sge_script(job, GridEngine())
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PE_HOSTFILE": str(tmp_path / "hosts")}
-    done = subprocess.run(["bash"], input=script, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    given, seen = json.loads(done.stdout)
-    assert tuple(given[-len(words) :]) == words
+class Starters:
+    """`srun`, `mpirun` and `mpiexec` that write down what they were given; one bash runs a script with them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        for name in ("srun", "mpirun", "mpiexec"):
+            (self.bin / name).write_text('#!/bin/bash\nprintf "%s\\0" "$PWD" "$NOTE" "$@" > "$ARGUMENTS"\n')
+            (self.bin / name).chmod(0o755)
+        (folder / "hosts").write_text("n1 4 all.q@n1 UNDEFINED\n")
+
+    def run(self, script: str) -> tuple[str, str, tuple[str, ...]]:
+        """Return the working folder, the variable NOTE and the arguments that the starter saw."""
+        seen = self.folder / "seen"
+        seen.unlink(missing_ok=True)
+        more = {"PE_HOSTFILE": str(self.folder / "hosts"), "ARGUMENTS": str(seen), "NOTE": "unset"}
+        env = {**os.environ, **more, "PATH": f"{self.bin}:{os.environ['PATH']}"}
+        text = script.encode("utf-8")
+        done = subprocess.run(["bash"], input=text, env=env, cwd=self.folder, capture_output=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, b"", b""), script
+        folder, note, *words = seen.read_bytes().decode("utf-8", "surrogateescape").split("\0")[:-1]
+        return folder, note, tuple(words)
+
+
+@pytest.fixture(scope="module")
+def starters(tmp_path_factory: pytest.TempPathFactory) -> Starters:
+    return Starters(tmp_path_factory.mktemp("starters"))
+
+
+def scheduler_lines(script: str) -> list[str]:
+    """What the scheduler reads: SLURM up to the first command, Grid Engine in the whole script."""
+    return [line for line in script.split("\n") if line.startswith(("#SBATCH", "#$"))]
+
+
+hostile = st.lists(
+    st.one_of(
+        st.sampled_from(
+            (
+                *(
+                    "\n#SBATCH --uid=0\n",
+                    "\n#$ -l hostname=x\n",
+                    "$(touch owned)",
+                    "`touch owned`",
+                    ";touch owned;",
+                    "&",
+                    "|",
+                ),
+                *("'", '"', "\\", "$'", "\\'", "${IFS}", "*", "~", "#", "!!", "%j", "-", "--", "x" * 5000, "é", "中"),
+                *("\r\n", "\t", "\u2028", "\u2029", "\x85", "\x1b[31m", "\udcff"),
+            )
+        ),
+        st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=6),
+    ),
+    max_size=4,
+).map("".join)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["slurm", "sge", "sge-mpich"]), st.lists(hostile, max_size=4), hostile, hostile)
+def test_a_shell_reads_back_exactly_what_was_put_in(
+    starters: Starters, kind: str, words: list[str], note: str, name: str
+) -> None:
+    """On ce01e4b a line break made `#$` lines, which Grid Engine obeys, of words."""
+
+    def script(job: BatchJob) -> str:
+        site = GridEngine(mpi="mpich" if kind == "sge-mpich" else "openmpi")
+        return slurm_script(job) if kind == "slurm" else sge_script(job, site)
+
+    plain = replace(SMALLEST, folder=starters.folder)
+    job = replace(plain, command=("x", *words), environment=(("NOTE", note),), name=name)
+    _, seen, arguments = starters.run(script(job))
+    assert arguments[len(arguments) - len(words) :] == tuple(words)
     assert seen == note
+    lines = scheduler_lines(script(job))
+    assert len(lines) == len(scheduler_lines(script(plain)))
+    assert all(line.isprintable() for line in lines)
+    assert not (starters.folder / "owned").exists()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["name", "queue", "account", "logs", "directive", "environment"]), hostile)
+def test_what_a_line_of_the_scheduler_cannot_hold_is_refused(where: str, text: str) -> None:
+    text = text.strip("/") or "x"
+    changed = {
+        "name": replace(SMALLEST, name=text),
+        "queue": replace(SMALLEST, queue=text),
+        "account": replace(SMALLEST, account=text),
+        "logs": replace(SMALLEST, logs=Path("/tmp") / text),
+        "directive": replace(SMALLEST, directives=(text,)),
+        "environment": replace(SMALLEST, environment=((text, "1"),)),
+    }[where]
+    for make in (slurm_script, lambda job: sge_script(job, GridEngine())):
+        before = len(scheduler_lines(make(SMALLEST)))
+        try:
+            script = make(changed)
+        except NotForScript:
+            continue
+        more = scheduler_lines(script)
+        assert len(more) == before + (where in ("queue", "account", "directive"))
+        assert all(line.isprintable() for line in more)
+
+
+def test_the_folder_of_the_job_may_have_any_name(starters: Starters) -> None:
+    for name in ("-a b", "it's\n#$ -x", "$(x)`y`", "\u2028é"):
+        folder = starters.folder / name
+        folder.mkdir()
+        assert starters.run(slurm_script(replace(SMALLEST, folder=folder)))[0] == str(folder)
+
+
+def test_what_is_no_name_or_path_for_the_scheduler_is_said() -> None:
+    for job, words in (
+        (replace(SMALLEST, queue="a\n#SBATCH --uid=0"), r"--partition 'a\\n#SBATCH --uid=0' cannot stand in a batch"),
+        (replace(SMALLEST, account="-x"), "--account '-x' cannot stand in a batch script: it is no name"),
+        (replace(SMALLEST, logs=Path('/tmp/a"b')), """the scheduler has a meaning of its own for '"'"""),
+        (replace(SMALLEST, logs=Path("/tmp/a\nb")), r"meaning of its own for '\\n'"),
+        (replace(SMALLEST, directives=("exclusive",)), "it must begin with a dash"),
+        (replace(SMALLEST, setup=("#SBATCH --exclusive",)), "it is an option of the scheduler"),
+        (replace(SMALLEST, environment=(("A;B", "1"),)), "the variable 'A;B' cannot stand"),
+    ):
+        with pytest.raises(NotForScript, match=words):
+            slurm_script(job)
+    with pytest.raises(NotForScript, match="for ':'"):
+        sge_script(replace(SMALLEST, logs=Path("/tmp/a:b")), GridEngine())
+    assert '#SBATCH --output="/tmp/100%%/slurm-%j.log"' in slurm_script(replace(SMALLEST, logs=Path("/tmp/100%")))
+
+
+RULES = {"mpi": "$round_robin", "orte": "$fill_up", "many": "$pe_slots", "smp": "$pe_slots", "eight": "8"}
+
+
+def test_one_machine_of_grid_engine_is_one_host() -> None:
+    """On ce01e4b always `mpi`, whose slots are wherever some are free."""
+    one, two = replace(SMALLEST, procs_per_node=8), replace(SMALLEST, nodes=2, procs_per_node=8)
+    assert choose_environment(None, RULES, one) == "smp"
+    assert choose_environment(None, {"mpi": "$fill_up", "eight": "8"}, one) == "eight"
+    assert choose_environment("many", RULES, one) == "many"
+    assert choose_environment(None, None, one) == "smp"
+    assert choose_environment("mine", None, one) == "mine"
+    assert choose_environment("elsewhere", RULES, one) == "elsewhere"
+    assert choose_environment(None, RULES, two) == "mpi"
+    assert choose_environment("orte", RULES, two) == "orte"
+    assert choose_environment("mpi", RULES, SMALLEST) == "mpi"
+    with pytest.raises(
+        SlotsOnSeveralHosts, match=r"mpi \(allocation rule \$round_robin\) does not promise 8 slots"
+    ) as e:
+        choose_environment("mpi", RULES, one)
+    assert e.value.hint == "type `--parallel-environment smp`"
+    with pytest.raises(SlotsOnSeveralHosts, match="no parallel environment here promises 8 slots") as e:
+        choose_environment(None, {"mpi": "$fill_up"}, one)
+    assert "there are: mpi ($fill_up)" in e.value.hint
+
+
+def test_a_job_for_one_machine_that_got_two_ends(starters: Starters) -> None:
+    script = sge_script(replace(SMALLEST, procs_per_node=4), GridEngine("smp"))
+    hosts = starters.folder / "two"
+    hosts.write_text("n1 2 a.q@n1 UNDEFINED\nn2 2 a.q@n2 UNDEFINED\n")
+    env = {**os.environ, "PE_HOSTFILE": str(hosts)}
+    done = subprocess.run(["bash"], input=script, env=env, text=True, capture_output=True)
+    assert done.returncode == 1
+    assert "parallel environment smp gave slots on several hosts: n1 n2" in done.stderr
+    hosts.write_text("n1 2 a.q@n1 UNDEFINED\nn1 2 b.q@n1 UNDEFINED\n")
+    assert subprocess.run(["bash"], input=script.replace("mpirun", "true"), env=env, text=True).returncode == 0
 
 
 @pytest.mark.parametrize(("scheduler", "again"), [("slurm", "scontrol requeue 7"), ("sge", "qsub /spool/7")])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import PacelineError
 
+NAME = r"[A-Za-z0-9_@*][A-Za-z0-9_.@,:/+*|!()&=~-]*"
+"""Names of queues, accounts and such: what schedulers use, and nothing that begins an option, a comment or a string."""
+_MAX_JOB_NAME = 100
 _UNITS_S = {"m": 60, "h": 3600, "d": 86400}
 _UNITS_MIB = {"M": 1, "G": 1024, "T": 1024 * 1024}
 
@@ -66,6 +69,70 @@ class NotASize(PacelineError):
     hint = "type it with its unit: `800M`, `64G` or `1T`"
 
 
+class NotForScript(PacelineError):
+    """Text for a line of the scheduler's that cannot be written there: it has no way to quote it, or cuts it off."""
+
+    what: str
+    text: str
+    why: str
+    advice: str = "choose another"
+    sentence = "{what} {text!r} cannot stand in a batch script: {why}"
+    hint = "{advice}"
+
+
+def quote(word: str) -> str:
+    """Return a word as bash reads it back, always on one line.
+
+    A line break inside of quotes would be right for bash, but Grid Engine takes every line that begins with `#$`, in
+    quotes or not, for an option of its own. Other characters that nobody sees are written as their bytes, too.
+    """
+    if word.isprintable():
+        return shlex.quote(word)
+    special = {"\\": "\\\\", "'": "\\'"}
+    shown = [special.get(each, each) if each.isprintable() else _as_bytes(each) for each in word]
+    return f"$'{''.join(shown)}'"
+
+
+def join(words: Iterable[str]) -> str:
+    """Return the words of a command on one line."""
+    return " ".join(map(quote, words))
+
+
+def job_name(text: str) -> str:
+    """Return a name that both schedulers accept: Grid Engine's must not begin with a digit."""
+    plain = re.sub(r"[^\w.-]+", "-", text, flags=re.ASCII).strip("-.")[:_MAX_JOB_NAME] or "paceline"
+    return f"p{plain}" if plain[0].isdigit() else plain
+
+
+def name(what: str, text: str) -> str:
+    """Return a name as it is; one with other characters than names have is refused."""
+    if not re.fullmatch(NAME, text):
+        raise NotForScript(what, text, "it is no name")
+    return text
+
+
+def log_file(folder: Path, file: str, not_in_folder: str) -> str:
+    """Return a path in double quotes; a folder is refused that has characters which the scheduler reads otherwise."""
+    text = str(folder)
+    wrong = next((each for each in text if each in not_in_folder or not each.isprintable()), None)
+    if wrong is not None:
+        advice = "choose another folder: `--out` of the run, or `--script FILE` for the script and the job's output"
+        raise NotForScript("the folder", text, f"the scheduler has a meaning of its own for {wrong!r}", advice)
+    return f'"{text}/{file}"'
+
+
+def directive(line: str) -> str:
+    """Return one line of options in the scheduler's own words, as the user typed it."""
+    if not line.startswith("-") or not line.isprintable():
+        why = "it must begin with a dash" if line.isprintable() else "it has characters that nobody sees"
+        raise NotForScript("the option", line, why, 'type as for the scheduler: `--directives "--exclusive"`')
+    return line
+
+
+def _as_bytes(character: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in character.encode("utf-8", "surrogateescape"))
+
+
 def seconds(text: str) -> int:
     """Return the seconds of `90m`, `12h`, `2d`, `H:MM:SS`, `D-HH`, `D-HH:MM` or `D-HH:MM:SS`.
 
@@ -96,9 +163,15 @@ def mebibytes(text: str) -> int:
 
 def beginning(job: BatchJob) -> Iterator[str]:
     """Return the lines of every script before the ranks start."""
-    yield f"cd {shlex.quote(str(job.folder))} || exit 1"
-    yield from (f"export {name}={shlex.quote(value)}" for name, value in job.environment)
-    yield from job.setup
+    yield f"cd -- {quote(str(job.folder))} || exit 1"
+    for variable, value in job.environment:
+        if not re.fullmatch(r"[A-Za-z_]\w*", variable, re.ASCII):
+            raise NotForScript("the variable", variable, "it is no name")
+        yield f"export {variable}={quote(value)}"
+    for line in job.setup:
+        if re.match(r"\s*#(SBATCH|\$)", line):
+            raise NotForScript("the command", line, "it is an option of the scheduler", "give it to `--directives`")
+        yield line
 
 
 def ranks_in_background(starter: str, job: BatchJob, pass_on: str) -> Iterator[str]:
@@ -106,7 +179,7 @@ def ranks_in_background(starter: str, job: BatchJob, pass_on: str) -> Iterator[s
     yield "told= ranks="
     yield f"""trap 'told=yes; [ -z "$ranks" ] || kill -USR1 "$ranks"' {pass_on}"""
     yield """trap 'kill -TERM "$ranks"' TERM"""
-    yield f"{starter} {shlex.join(job.command)} &"
+    yield f"{starter} {join(job.command)} &"
     yield "ranks=$!"
     # The warning may have come between the two.
     yield '[ -z "$told" ] || kill -USR1 "$ranks"'

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
-from paceline.world.launch.batch_script import BatchJob, beginning, ranks_in_background
+from paceline.world.launch.batch_script import (
+    BatchJob,
+    beginning,
+    directive,
+    job_name,
+    join,
+    log_file,
+    name,
+    ranks_in_background,
+)
+
+_SPECIAL = '"\\'
 
 
 def slurm_script(job: BatchJob) -> str:
@@ -19,14 +30,14 @@ def slurm_script(job: BatchJob) -> str:
     srun = ["srun", "--kill-on-bad-exit=1"]
     if job.cpus_per_rank is not None:
         srun.append(f"--cpus-per-task={job.cpus_per_rank}")  # not inherited from the job since SLURM 22.05
-    lines += ["", *ranks_in_background(shlex.join(srun), job, pass_on="USR1")]
+    lines += ["", *ranks_in_background(join(srun), job, pass_on="USR1")]
     if job.requeue:
         lines += ['if [ -n "$told" ] && [ "$code" -eq 0 ]; then', '  scontrol requeue "$SLURM_JOB_ID"', "fi"]
     return "\n".join([*lines, 'exit "$code"', ""])
 
 
 def _directives(job: BatchJob) -> Iterator[str]:
-    yield f"--job-name={job.name}"
+    yield f"--job-name={job_name(job.name)}"
     yield f"--nodes={job.nodes}"
     yield f"--ntasks-per-node={job.procs_per_node}"
     if job.gpus_per_node:
@@ -39,14 +50,14 @@ def _directives(job: BatchJob) -> Iterator[str]:
     if job.memory_mib is not None:
         yield f"--mem={job.memory_mib}M"
     if job.queue is not None:
-        yield f"--partition={job.queue}"
+        yield f"--partition={name('--partition', job.queue)}"
     if job.account is not None:
-        yield f"--account={job.account}"
-    # A % begins a pattern; the quotes are for spaces.
-    yield f'--output="{str(job.logs).replace("%", "%%")}/slurm-%j.log"'
+        yield f"--account={name('--account', job.account)}"
+    # A % begins a pattern, a backslash says that there are none, the quotes are for spaces.
+    yield f"--output={log_file(Path(str(job.logs).replace('%', '%%')), 'slurm-%j.log', not_in_folder=_SPECIAL)}"
     yield "--open-mode=append"
     yield "--requeue" if job.requeue else "--no-requeue"
-    yield from job.directives
+    yield from map(directive, job.directives)
 
 
 def _clock(time_s: int) -> str:

@@ -8,9 +8,11 @@
 #$ -o "/tmp/sge-$JOB_ID.log"
 #$ -r n
 
-cd /tmp || exit 1
+cd -- /tmp || exit 1
 MASTER_ADDR=$(head -n 1 "$PE_HOSTFILE" | cut -d " " -f 1)
 export MASTER_ADDR
+hosts=$(cut -d " " -f 1 "$PE_HOSTFILE" | sort -u)
+[ "$(wc -l <<< "$hosts")" -eq 1 ] || { echo 'error: --nodes 1, but parallel environment mpi gave slots on several hosts:' $hosts >&2; exit 1; }
 
 set -m
 told= ranks=

@@ -14,7 +14,7 @@
 #$ -r y
 #$ -P speech
 
-cd '/home/ada/it'"'"'s here' || exit 1
+cd -- '/home/ada/it'"'"'s here' || exit 1
 export NCCL_DEBUG=INFO
 export NOTE='two words, $HOME'
 module load cuda

@@ -6,7 +6,7 @@
 #SBATCH --open-mode=append
 #SBATCH --no-requeue
 
-cd /tmp || exit 1
+cd -- /tmp || exit 1
 
 told= ranks=
 trap 'told=yes; [ -z "$ranks" ] || kill -USR1 "$ranks"' USR1
