@@ -1,0 +1,147 @@
+"""`python -m tests.chaos`: run campaigns and print one table; the exit code is 1 if a case was bad."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: forks need a process without threads, and sums of one order.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+import argparse
+import gc
+import itertools
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from tests.chaos.campaign import Campaign, Row, Trial, join, run_trial, table, work
+from tests.chaos.processes import Nursery
+
+
+def campaigns() -> dict[str, Campaign]:
+    """Return all campaigns by name, in the order of the table."""
+    from tests.chaos.checkpoints import Checkpoints
+    from tests.chaos.kills import Kills
+
+    made: list[Campaign] = [Kills(), Checkpoints()]
+    return {campaign.name: campaign for campaign in made}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    known = campaigns()
+    options = _parse(argv, list(known))
+    folder = Path(options.folder or tempfile.mkdtemp(prefix="paceline-chaos-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    warm_up()
+    rows = []
+    for name in options.campaigns or known:
+        rows.append(_run(known[name], options, folder))
+        for bad in rows[-1].bad:
+            print(f"BAD {name}: {bad.reason}\n    {bad.repeat}\n    evidence: {bad.evidence}", flush=True)
+    print(f"\nseed {options.seed}, {options.jobs} job{'s' * (options.jobs > 1)}\n{table(rows)}", end="", flush=True)
+    if options.json:
+        Path(options.json).write_text("\n".join(row.to_json() for row in rows), encoding="utf-8")
+    return int(any(row.bad for row in rows))
+
+
+def _parse(argv: Sequence[str] | None, names: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("campaigns", nargs="*", metavar="CAMPAIGN", help=f"of {', '.join(names)}; all if none is named")
+    parser.add_argument("--seed", type=int, default=0, help="draws the cases; the same seed draws the same ones")
+    parser.add_argument("--count", type=int, help="cases per campaign; its own number if not set")
+    parser.add_argument("--long", action="store_true", help="each campaign's number of cases for a long run")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="at most, per campaign")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the cases")
+    parser.add_argument("--only", type=int, help="run the case of this number alone, and keep its folder")
+    parser.add_argument("--folder", help="where bad cases are kept; a new one in the temporary folder if not set")
+    parser.add_argument("--json", help="file for the table's rows as JSON lines")
+    options = parser.parse_args(argv)
+    for name in options.campaigns:
+        if name not in names:
+            parser.error(f"there is no campaign {name!r}; there are {', '.join(names)}")
+    return options
+
+
+def warm_up() -> None:
+    """Import what commands import, so that a fork has it; nothing here may start a thread."""
+    import importlib
+
+    import torch
+
+    for module in (
+        "paceline.cli.train",
+        "paceline.train.fit",
+        "paceline.train.autotune.autotuner",
+        "paceline.world.launch.launcher",
+        "paceline.recipes.continual.task",
+        "paceline.recipes.asr.task",
+        "paceline.data.packed.dataset",
+        "paceline.data.packed.from_samples",
+        "torch.distributed.fsdp",
+        "torch.utils.data",
+        "sklearn.datasets",
+        "soundfile",
+        "h5py",
+        "tests.chaos.tasks",
+    ):
+        importlib.import_module(module)
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy every page that has objects
+    assert len(os.listdir("/proc/self/task")) == 1, "an import has started a thread"
+
+
+def _run(campaign: Campaign, options: argparse.Namespace, folder: Path) -> Row:
+    reason = campaign.why_not()
+    if reason is not None:
+        return Row(campaign.name, skipped=reason)
+    shared = folder / f"shared-{campaign.name}"
+    shared.mkdir(exist_ok=True)
+    nursery = Nursery()
+    begun = time.monotonic()
+    campaign.prepare(shared, nursery)
+    if options.only is not None:
+        trial = Trial(campaign.name, options.seed, options.only, folder / f"{campaign.name}-only", nursery)
+        row = Row(campaign.name)
+        row.add(run_trial(campaign, trial), time.monotonic() - begun)
+    else:
+        row = join(_share_out(campaign, options, folder, nursery))
+    row.seconds = time.monotonic() - begun
+    return row
+
+
+def _share_out(campaign: Campaign, options: argparse.Namespace, folder: Path, nursery: Nursery) -> list[Row]:
+    """Run the cases in so many processes; each takes every n-th."""
+    count = options.count if options.count is not None else campaign.counts[options.long]
+    until = time.monotonic() + 60 * options.minutes
+    jobs = max(1, min(options.jobs, count))
+    shares = [count // jobs + (number < count % jobs) for number in range(jobs)]
+
+    def job(number: int) -> int:
+        # A fork may not share its parent's nursery: it looks after its own children.
+        row = work(campaign, options.seed, itertools.count(number, jobs), shares[number], until, folder, Nursery())
+        (folder / f"rows-{campaign.name}-{number}").write_text(row.to_json(), encoding="utf-8")
+        return 0
+
+    if jobs == 1:
+        return [work(campaign, options.seed, itertools.count(), count, until, folder, nursery)]
+    logs = folder / f"jobs-{campaign.name}"
+    logs.mkdir(exist_ok=True)
+    running = [nursery.call(partial(job, number), logs, str(number)) for number in range(jobs)]
+    nursery.wait(running, float("inf"))
+    for process in running:
+        if process.code:
+            sys.stderr.write(process.err)
+            raise SystemExit(f"job {process.name} of {campaign.name} ended with {process.code}")
+    return [Row.from_json((folder / f"rows-{campaign.name}-{number}").read_text()) for number in range(jobs)]
+
+
+if __name__ == "__main__":
+    random.seed(0)
+    sys.exit(main())

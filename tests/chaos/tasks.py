@@ -1,0 +1,183 @@
+"""Tasks that campaigns train, and their variants: each a combination of features with the ranks it may run on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.recipes.continual.task import Continual
+
+MARKS = "CHAOS_MARKS"
+"""Variable with the file that tasks append to when they reach a place: `rank place` per line."""
+STEP_S = 0.004
+"""Pause in a step: without it the whole run would be over before a signal arrives."""
+PACKED = "CHAOS_PACKED"
+SAMPLES, FEATURES, CLASSES = 88, 6, 3
+
+
+def mark(rank: int, place: str) -> None:
+    """Note that a rank has reached a place, for who waits to attack it there."""
+    path = os.environ.get(MARKS)
+    if path:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.write(descriptor, f"{rank} {place}\n".encode())
+        os.close(descriptor)
+
+
+def points(number: int, seed: int) -> TensorDataset:
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(number, FEATURES, generator=random)
+    return TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long())
+
+
+class Plain(paceline.Task):
+    """A net with batch norm and dropout, and a state of its own in checkpoints."""
+
+    def __init__(self) -> None:
+        self.seen = torch.zeros(1, dtype=torch.int64)
+
+    def model(self) -> nn.Module:
+        mark(self.world.rank, "model")
+        return nn.Sequential(
+            nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, CLASSES)
+        )
+
+    def train_data(self) -> Any:
+        return points(SAMPLES, 1)
+
+    def val_data(self) -> Mapping[str, Any]:
+        return {"dev": points(20, 2)}
+
+    def before_stage(self, model: nn.Module, stage: int) -> None:
+        mark(self.world.rank, "stage")
+
+    def loss(self, model: nn.Module, grain: paceline.Grain) -> Any:
+        x = grain.x.to(next(model.parameters()).dtype)
+        return F.cross_entropy(model(x), grain.y, reduction="sum"), len(grain)
+
+    def metrics(self, model: nn.Module, grain: paceline.Grain) -> Mapping[str, Any]:
+        mark(self.world.rank, "validation")
+        total, count = self.loss(model, grain)
+        return {"loss": (total, count)}
+
+    def predict(self, model: nn.Module, grain: paceline.Grain) -> Any:
+        return model(grain.x.to(next(model.parameters()).dtype)).argmax(1)
+
+    def after_step(self, model: nn.Module, step: Any, grains: list[paceline.Grain]) -> None:
+        self.seen += 1
+        mark(self.world.rank, "step")
+        if MARKS in os.environ:
+            time.sleep(STEP_S)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        mark(self.world.rank, "save")
+        return {"seen": self.seen}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.seen = state["seen"].clone()
+
+
+class FromPacked(Plain):
+    """The same, read from an HDF5 file."""
+
+    def train_data(self) -> Any:
+        from paceline.data.packed.dataset import PackedDataset
+
+        return PackedDataset(Path(os.environ[PACKED]))
+
+    def loss(self, model: nn.Module, grain: paceline.Grain) -> Any:
+        if isinstance(grain.data, Mapping):
+            x, y = grain.data["x"], grain.data["y"]
+            return F.cross_entropy(model(x), y.view(-1), reduction="sum"), len(grain)
+        return super().loss(model, grain)
+
+
+class Replayed(Continual):
+    """The continual recipe, with marks."""
+
+    def before_stage(self, model: nn.Module, stage: int) -> None:
+        mark(self.world.rank, "stage")
+        super().before_stage(model, stage)
+
+    def after_step(self, model: nn.Module, step: Any, grains: list[paceline.Grain]) -> None:
+        super().after_step(model, step, grains)
+        mark(self.world.rank, "step")
+        if MARKS in os.environ:
+            time.sleep(STEP_S)
+
+
+def pack(path: Path) -> None:
+    """Write the data of `FromPacked`."""
+    from paceline.data.packed.from_samples import SampleSource
+    from paceline.data.packed.pack import pack as write
+
+    x, y = points(SAMPLES, 1).tensors
+    samples = [{"x": x[row], "y": int(y[row])} for row in range(len(x))]
+    write(SampleSource(samples, range(len(samples)), name="chaos"), path)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A combination of features."""
+
+    name: str
+    words: Sequence[str]
+    ranks: Sequence[int] = (1, 2, 3, 4)
+    task: str = "Plain"
+    may_change_ranks: bool = True
+    """A run may go on with another number of ranks, and gives the same result to rounding."""
+    tolerance: float = 1e-5
+    """Largest difference of weights after a change of ranks, relative to the largest weight."""
+
+    def command(self, out: Path, *more: str) -> list[str]:
+        """Return the words behind `paceline` that train it."""
+        fixed = ["--device", "cpu", "--loggers", "none", "--threads", "1", "--progress", "lines", "--grains", "4"]
+        waits = ["--timeout-s", "12", "--start-timeout-s", "40"]
+        return ["train", f"{__file__}:{self.task}", *fixed, *self.words, *waits, "--out", str(out), *more]
+
+
+_LOOP = ("--global-batch", "16", "--epochs", "4", "--save-every-steps", "4", "--val-every-steps", "9", "-O0")
+_SGD = ("--optimizer", "sgd", "--lr", "0.05", "--workers", "0")
+_STREAM = ("--steps", "6", "--num-tasks", "3", "--global-batch", "12", "--precision", "fp64", "--workers", "0")
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant("plain", (*_LOOP, *_SGD)),
+        Variant("ema", (*_LOOP, "--optimizer", "adamw", "--ema", "0.8", "--clip-norm", "0.5", "--workers", "0")),
+        Variant("fp64", (*_LOOP, *_SGD, "--precision", "fp64"), tolerance=1e-11),
+        Variant("newbob", (*_LOOP, *_SGD, "--schedule", "newbob", "--keep-last", "1", "--keep-best", "2")),
+        Variant(
+            "average",
+            (*_LOOP, *_SGD, "--reduce", "param", "--sync-step", "3", "--sync-state", "keep"),
+            ranks=(2, 4),
+            may_change_ranks=False,
+        ),
+        Variant(
+            "diloco",
+            (*_LOOP, *_SGD, "--reduce", "param", "--sync-step", "4", "--outer", "nesterov", "--wire", "int8"),
+            ranks=(2, 3),
+            may_change_ranks=False,
+        ),
+        Variant("shards", (*_LOOP, *_SGD, "--shard", "full", "--checkpoint-form", "sharded"), ranks=(2, 3, 4)),
+        Variant("gathered", (*_LOOP, *_SGD, "--shard", "full", "--ema", "0.8"), ranks=(2, 4)),
+        Variant("packed", (*_LOOP, *_SGD), task="FromPacked"),
+        Variant("workers", (*_LOOP, *_SGD[:-1], "2"), ranks=(1, 2)),
+        Variant(
+            "replay",
+            (*_STREAM, "--method", "derpp", "--buffer-size", "31", "--save-every-steps", "4"),
+            ranks=(1, 2, 4),
+            task="Replayed",
+            tolerance=1e-9,
+        ),
+    )
+}
