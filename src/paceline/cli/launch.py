@@ -48,7 +48,7 @@ class LaunchOptions(Section):
     max_restarts: Annotated[int, Field(ge=0)] = 0
     """How often all ranks are started again when one dies."""
     grace_s: PositiveFloat = 60.0
-    """Seconds that the ranks have to save and leave after SIGTERM."""
+    """Seconds that the ranks have to leave after SIGTERM or Ctrl-C; those that are saving get longer."""
 
 
 OPTIONS, POSITIONAL = LaunchOptions, ()

@@ -43,6 +43,10 @@ def import_command(name: str) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return 0 for success, 2 for a user's mistake, 1 for a crash."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:  # the process is the command's
+        from paceline.world.signals import process_ends_with_run
+
+        process_ends_with_run()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # names of files that are no UTF-8 are printed as they are
     if words and words[0].startswith("--local"):

@@ -50,10 +50,10 @@ from paceline.train.scaling import for_ranks
 from paceline.train.task import Stage, Surroundings, Task, overrides
 from paceline.train.validate import Validation
 from paceline.world.failure import stacks
-from paceline.world.failure.flight_recorder import trail
+from paceline.world.failure.flight_recorder import SAVING, trail
 from paceline.world.failure.together import log_if_lost
 from paceline.world.link import Link
-from paceline.world.signals import on_stop_signal, stop_reason
+from paceline.world.signals import StopSignals, stop_reason
 
 
 @dataclass(frozen=True)
@@ -142,21 +142,24 @@ class Trainer:
     def fit(self) -> Result:
         """Train to the end, to early stopping, or until asked to stop."""
         outcome = Outcome.EPOCH_DONE
-        try:
-            with rank_log(self.checkpoints.rank_log_file, summary.rank_line(self.link)):
-                with on_stop_signal(self.ask_to_stop), log_if_lost(self.link.world):
-                    for number in range(self.position.stage, len(self.stages)):
-                        outcome = self._train_stage(number)
-                        if outcome is Outcome.STOPPED:
-                            break
-                # One that a probe ended has no run to go on with, and must not say so.
-                return self._close(outcome.status if self._probe is None else "finished")
-        except BaseException:
-            self.checkpoints.mark_failed()
-            self.timeline.abandon()
-            raise
-        finally:
-            self.log.end()  # whatever happens, the terminal is given back
+        saves = self.config.out is not None and self._probe is None
+        with StopSignals(self.ask_to_stop, saves=saves, speaks=self.link.is_first) as signals:
+            try:
+                with rank_log(self.checkpoints.rank_log_file, summary.rank_line(self.link)):
+                    with log_if_lost(self.link.world):
+                        for number in range(self.position.stage, len(self.stages)):
+                            outcome = self._train_stage(number)
+                            if outcome is Outcome.STOPPED:
+                                break
+                    signals.is_closing = True
+                    # One that a probe ended has no run to go on with, and must not say so.
+                    return self._close(outcome.status if self._probe is None else "finished")
+            except BaseException:
+                self.checkpoints.mark_failed()
+                self.timeline.abandon()
+                raise
+            finally:
+                self.log.end()  # whatever happens, the terminal is given back
 
     def ask_to_stop(self) -> None:
         """Save and leave soon: all ranks learn of it with the reduction of the next step."""
@@ -310,7 +313,7 @@ class Trainer:
 
     def _save(self) -> None:
         self.clock.lap("other")
-        trail.doing = "saving"
+        trail.doing = SAVING
         self.log.flush()  # a step is written down before a checkpoint that contains it
         score = self.position.score if self.position.is_fresh else None
         self.checkpoints.save(self.engine, self.position, self.task, score, self.log.so_far)
@@ -471,6 +474,7 @@ class Trainer:
     def _close(self, status: str) -> Result:
         self.engine.sync()
         self.engine.prepared.statistics.total()
+        trail.doing = SAVING
         self.checkpoints.close(status)
         self.clock.lap("checkpoint")
         self.timeline.close()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from paceline.world.failure.flight_recorder import SAVING
 from paceline.world.store import PrefixStore, Store
 
 EXIT_USER_ERROR = 2
@@ -26,6 +27,11 @@ class Seen:
     number: int
     """Its collectives so far."""
     where: str
+
+    @property
+    def is_saving(self) -> bool:
+        """True while it writes a checkpoint."""
+        return self.where.startswith(SAVING)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ The main thread only sets attributes; a thread that looks once a second puts the
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 
 Doing = Literal["starting", "training", "validating", "saving"]
+SAVING: Final = "saving"
 
 
 class Trail:

@@ -28,11 +28,12 @@ from paceline.world.failure.watchdog import exit_now
 from paceline.world.launch.agents import AgentRendezvous, Node
 from paceline.world.parent_process import bound
 from paceline.world.resources import DeviceChoice, MoreRanksThanDevices, threads_per_rank
+from paceline.world.signals import hand_back
 from paceline.world.store import attempt_store
 
 ALONE = Node()
-# After Ctrl-C nothing is saved, so the ranks need no long time.
-_INTERRUPT_GRACE_S = 10.0
+# How long ranks that are saving are left alone at a time, after their grace.
+_SAVING_S = 5.0
 # How long ranks of other machines may take to end after those of this one have.
 _FINISH_S = 300.0
 
@@ -67,8 +68,8 @@ def launch(
 ) -> int:
     """Run `command` as so many ranks on this machine, one of `node.count` that do so; the exit code for the user.
 
-    SIGTERM and SIGUSR1 go to the ranks, which may save and leave; after SIGTERM they have `grace_s` seconds.
-    To be called from the main thread, as signals are.
+    Stop signals go to the ranks, which save and leave; after SIGTERM or Ctrl-C they have `grace_s` seconds until they
+    write their checkpoint, which nothing but SIGKILL interrupts. To be called from the main thread, as signals are.
     """
     num_procs = count_procs(procs, device, torch.cuda.device_count())
     meeting = AgentRendezvous(node, num_procs, max_restarts)
@@ -157,6 +158,7 @@ class _Agent(LocalElasticAgent):
         self._pids: list[int] = []
         self._pending: list[signal.Signals] = []
         self._deadline: threading.Timer | None = None
+        self._saving: dict[int, int] = {}  # heartbeat by rank, of those that were saving at the last look
 
     @property
     def attempt(self) -> int:
@@ -212,8 +214,8 @@ class _Agent(LocalElasticAgent):
         finally:
             if self._deadline is not None:
                 self._deadline.cancel()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            self._pids = []
+            hand_back(before, was_asked=bool(self._pending))
 
     def _install(self) -> None:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -226,21 +228,24 @@ class _Agent(LocalElasticAgent):
             # Ranks that are told to leave must not be started again.
             self._meeting.leave(received)
             self._no_more_restarts()
-            if received == signal.SIGINT:
-                self._end_after(0.0 if self.interrupted else _INTERRUPT_GRACE_S)
-                self.interrupted = True
-            elif self._deadline is None:
+            self.interrupted |= received == signal.SIGINT
+            if self._deadline is None and self._meeting.size > 1:  # one rank alone cannot say that it is saving
                 self._end_after(self.grace_s)
         self._send(received)
 
     def _end_after(self, seconds: float) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
         self._deadline = threading.Timer(seconds, self._end)
         self._deadline.daemon = True
         self._deadline.start()
 
     def _end(self) -> None:
+        """End the ranks, unless one of them still writes its checkpoint."""
+        _, places = _read_board(self._meeting, self.attempt, list(range(self._meeting.size)))
+        saving = {rank: seen.beat for rank, seen in places.items() if seen is not None and seen.is_saving}
+        if any(beat != self._saving.get(rank) for rank, beat in saving.items()):  # it lives: its number grows
+            self._saving = saving
+            self._end_after(_SAVING_S)
+            return
         self.overdue = True
         self._send(signal.SIGKILL)
 
