@@ -23,7 +23,20 @@ from tests.crash import _context
 from tests.train.stormy import ready_file
 
 TASK = f"{Path(__file__).parent / 'stormy.py'}:Stormy"
-SETTINGS = ["--global-batch", "8", "--grains", "2", "--epochs", "100000", "--device", "cpu", "--level", "0", "--lr", "0.01"]
+SETTINGS = [
+    "--global-batch",
+    "8",
+    "--grains",
+    "2",
+    "--epochs",
+    "100000",
+    "--device",
+    "cpu",
+    "--level",
+    "0",
+    "--lr",
+    "0.01",
+]
 SETTINGS += ["--save-every-epochs", "100000", "--workers", "0"]
 
 
