@@ -1,4 +1,4 @@
-"""Storms of stop signals: however many come, and whenever, the stop's checkpoint is on disk and the exit code is right."""
+"""Storms of stop signals: however many come, and whenever, the checkpoint is on disk and the exit code is right."""
 
 from __future__ import annotations
 
