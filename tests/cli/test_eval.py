@@ -61,6 +61,10 @@ class Small(paceline.Task):
     def predict(self, model, grain):
         return [f"class {int(best)}" for best in model(grain.x).argmax(1)]
 
+    def export(self, folder, weights, about):
+        folder.mkdir()
+        (folder / "names.txt").write_text(" ".join(weights))
+
 
 class Silent(Small):
     predict = paceline.Task.predict
@@ -121,6 +125,24 @@ def metrics(record: dict[str, Any]) -> dict[str, float]:
 
 # -- eval --------------------------------------------------------------------------------------------------------------
 
+
+def test_a_run_whose_intervals_never_came_can_be_used(file: Path, shown: Type) -> None:
+    """It was validated at its end, so its last checkpoint is its best."""
+    shown(*train(file, "--out", "run", "--epochs", 2, "--val-every-epochs", 5))
+    assert json.loads(shown("eval", "run", "--json"))["metrics"] == metrics(logged(Path("run"))[-1])
+    assert len(shown("infer", "run").splitlines()) == 11
+    assert shown("export", "run", "weights").startswith("run/checkpoints/step-00000006\n")
+
+
+def test_a_run_that_was_never_validated_is_used_as_it_was_left(
+    file: Path, shown: Type, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shown(*train(file, "--out", "run", "--epochs", 2, "--val-every-epochs", 5, "--no-val-at-end"))
+    for words in (["eval", "run"], ["infer", "run"], ["export", "run", "weights"]):
+        assert main(words) == 0
+        printed = capfd.readouterr()
+        assert printed.err == "no sound checkpoint of run has a score: taking the last one, step-00000006\n"
+    assert Path("weights").is_dir()
 
 def test_eval_gives_what_training_logged(file: Path, shown: Type) -> None:
     run = file.parent / "run"

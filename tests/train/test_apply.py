@@ -110,6 +110,18 @@ def test_best_and_last(tmp_path: Path) -> None:
     assert apply.choose_checkpoint(link, out, out / "checkpoints" / "step-00000003").name == "step-00000003"
 
 
+def test_the_best_is_of_the_newest_stage_with_scores(tmp_path: Path) -> None:
+    """A score of an earlier stage is of other data; the score of a stage's end is its own, not the next one's."""
+
+    class InStages(ScoredTask):
+        def stages(self) -> list[Stage]:
+            return [Stage("first", self.train_data()), Stage("second", self.train_data())]
+
+    task = InStages([0.2, 0.1, 0.3, 0.4])
+    trainer(task, tmp_path / "run", epochs=2, monitor="dev/score", keep_last=9).fit()
+    assert apply.choose_checkpoint(alone(), tmp_path / "run", "best").name == "step-00000009"
+
+
 @pytest.mark.parametrize("ema", [0.0, 0.9])
 def test_the_model_has_the_weights_of_the_checkpoint_or_their_average(tmp_path: Path, ema: float) -> None:
     out = tmp_path / "run"
@@ -221,9 +233,8 @@ def test_missing_things_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
         use(Bare(), tmp_path / "absent")
     with pytest.raises(apply.NoRun, match="it has files but no run.json"):
         use(Bare(), out / "checkpoints")
-    with pytest.raises(apply.NoCheckpoint, match="has a score") as scoreless:
-        use(Bare(), which="best")
-    assert scoreless.value.hint == "add `--checkpoint last`"
+    assert apply.find_checkpoint(out, "best").name == "step-00000006"
+    assert f"no sound checkpoint of {out} has a score: taking the last one, step-00000006" in capsys.readouterr().err
     with pytest.raises(apply.NoCheckpoint, match="step-9 is not a checkpoint") as other:
         use(Bare(), which=Path("step-9"))
     assert other.value.hint.endswith("step-00000006, step-00000003")

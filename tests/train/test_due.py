@@ -13,12 +13,14 @@ from paceline.train.due import (
     Due,
     Outcome,
     Signals,
+    best_score,
     due,
     is_multiple,
     is_new_best,
     is_stage_over,
     next_due,
     passes_multiple,
+    validates_at_end,
 )
 from paceline.train.position import Position
 
@@ -198,3 +200,34 @@ def test_the_rules_are_those_of_the_loop_before(
         assert now.leave is (None if signals.is_last else Outcome.OUT_OF_DATA)
     else:
         assert now.leave is words[leaves]
+
+
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize(
+    ("outcome", "is_last_stage", "expected"),
+    [
+        (Outcome.EPOCH_DONE, True, True),
+        (Outcome.OUT_OF_STEPS, True, True),
+        (Outcome.OUT_OF_DATA, True, True),
+        (Outcome.EARLY, True, True),
+        (Outcome.EPOCH_DONE, False, False),
+        (Outcome.OUT_OF_STEPS, False, True),
+    ],
+)
+def test_validation_at_the_end(outcome: Outcome, is_last_stage: bool, expected: bool, asks: bool) -> None:
+    assert validates_at_end(config(val_at_end=asks), outcome, is_last_stage=is_last_stage) == (expected and asks)
+
+
+@pytest.mark.parametrize(
+    ("position", "mode", "expected"),
+    [
+        (at(5), "min", None),
+        (at(5, validated=5, score=2.0), "min", 2.0),
+        (at(5, validated=5, score=2.0, best=1.0), "min", 1.0),
+        (at(5, validated=5, score=2.0, best=1.0), "max", 2.0),
+        (at(6, validated=5, score=0.5, best=1.0), "min", 1.0),
+        (at(5, validated=5, score=float("nan"), best=1.0), "min", 1.0),
+    ],
+)
+def test_the_best_score_is_also_that_of_the_end(position: Position, mode: str, expected: float | None) -> None:
+    assert best_score(config(monitor_mode=mode), position) == expected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,15 @@ from torch import nn
 from paceline.config.settings import GroupSettings, TrainConfig
 from paceline.observe.callback import RunInfo, Watcher
 from paceline.observe.journal import read
+from paceline.train.apply import evaluate_run
 from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint import writer
 from paceline.train.checkpoint.format import listed, step_of
 from paceline.train.checkpoint.writer import CheckpointFailed
 from paceline.train.trainer import Trainer
 from paceline.train.validate import NotASet, UnknownMonitor
+from paceline.world.link import Link
+from tests.ranks import run_ranks
 from tests.train.ragged import Net as RaggedNet
 from tests.train.ragged import Ragged, RaggedTask
 from tests.train.small import (
@@ -203,6 +206,108 @@ def test_patience_ends_after_so_many_validations_without_a_better_one(settings: 
     task = ScoredTask([3.0, 2.0, 2.0, 2.5, 1.0])
     result = trainer(task, None, epochs=10, patience=2, monitor="dev/score", **settings).fit()
     assert (result.status, result.num_steps, result.best) == ("early", steps, 2.0)
+
+
+# -- looking at the end ------------------------------------------------------------------------------------------------
+
+RARELY = {"val_every_epochs": 5, "monitor": "dev/score"}
+
+
+@pytest.mark.parametrize("length", [{"epochs": 2}, {"steps": 4}, {"steps": 6}, {"epochs": 2, "ema": 0.9}])
+def test_a_run_validates_at_its_end(tmp_path: Path, length: dict[str, Any]) -> None:
+    """No interval asks for it; the score is in the last checkpoint, the best one and the result."""
+    run = tmp_path / "run"
+    ours = trainer(ScoredTask([7.0]), run, **RARELY, **length)
+    result = ours.fit()
+    assert (result.metrics["dev/score"], result.best, result.status) == (7.0, 7.0, "finished")
+    assert [record["step"] + 1 for record in read(run / "metrics.jsonl", "validation")] == [result.num_steps]
+    found = restore.best(run / "checkpoints").checkpoint
+    assert found is not None
+    assert (found.step, found.score) == (result.num_steps, 7.0)
+    again = trainer(ScoredTask([]), run, resume="auto", **RARELY, **length).fit()
+    assert (again.num_steps, again.best) == (result.num_steps, 7.0)
+
+
+@pytest.mark.parametrize("settings", [{"val_at_end": False}, {"mode": "train"}, {"val_at_end": False, "steps": 4}])
+def test_no_validation_at_the_end_if_told_so(tmp_path: Path, settings: dict[str, Any]) -> None:
+    result = trainer(ScoredTask([]), tmp_path / "run", epochs=2, **RARELY, **settings).fit()
+    assert (result.metrics, result.best) == ({}, None)
+    assert not read(tmp_path / "run" / "metrics.jsonl", "validation")
+
+
+def test_the_last_step_is_validated_once(tmp_path: Path) -> None:
+    """Due by steps, by epochs and by the end: one look."""
+    settings = {"val_every_steps": 3, "val_every_epochs": 1, "monitor": "dev/score"}
+    assert trainer(ScoredTask([3.0, 2.0]), None, epochs=2, **settings).fit().best == 2.0
+
+
+class StoppedAtItsEnd(ScoredTask):
+    """A signal after the last step, when the loop looks no more."""
+
+    stop: Callable[[], None] | None = None
+
+    def report(self) -> None:
+        if self.stop is not None:
+            self.stop()
+
+
+def test_a_signal_before_the_validation_at_the_end_is_heeded(tmp_path: Path) -> None:
+    """Nobody who asks for an end waits for a long validation; it is made up for when the run goes on."""
+    task = StoppedAtItsEnd([])
+    ours = trainer(task, tmp_path / "run", epochs=1, **RARELY)
+    task.stop = ours.ask_to_stop
+    assert (ours.fit().status, kept_steps(tmp_path / "run")) == ("stopped", [STEPS_PER_EPOCH])
+    on = trainer(StoppedAtItsEnd([4.0]), tmp_path / "run", epochs=1, resume="auto", **RARELY)
+    result = on.fit()
+    assert (result.status, result.num_steps, result.best) == ("finished", STEPS_PER_EPOCH, 4.0)
+
+
+def look_at_end(link: Link, out: Path, settings: dict[str, Any]) -> tuple[Any, ...]:
+    task = RaggedTask()
+    result = trainer(task, out, link, epochs=2, grains=2, val_every_epochs=5, **settings).fit()
+    return result.metrics, result.best
+
+
+@pytest.mark.parametrize("settings", [{}, {"reduce": "param", "sync_step": 4}, {"shard": "full"}, {"ema": 0.9}])
+def test_two_ranks_validate_at_their_end(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Also where they step apart until the end, or hold pieces only; what `eval` finds is the same."""
+    first, second = run_ranks(2, look_at_end, tmp_path / "run", settings)
+    assert first == second
+    found = restore.best(tmp_path / "run" / "checkpoints").checkpoint
+    assert found is not None
+    assert found.score == first[1]
+    config = TrainConfig(**json.loads((tmp_path / "run" / "run.json").read_text())["settings"])
+    again = evaluate_run(RaggedTask(), config, alone(), tmp_path / "run")
+    assert again == pytest.approx(first[0], rel=1e-6)
+
+
+class FailsAtItsEnd(ScoredTask):
+    def metrics(self, model: nn.Module, grain: Any) -> Mapping[str, Any]:
+        raise RuntimeError("damaged validation data")
+
+
+def test_a_validation_that_fails_at_the_end_loses_no_step(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="damaged"):
+        trainer(FailsAtItsEnd([]), tmp_path / "run", epochs=2, save_every_epochs=None, **RARELY).fit()
+    result = trainer(ScoredTask([4.0]), tmp_path / "run", epochs=2, resume="auto", **RARELY).fit()
+    assert (result.num_steps, result.best) == (6, 4.0)
+
+
+@pytest.mark.parametrize("more", [{"schedule": "newbob", "decay": 0.5}, {"patience": 2}])
+def test_a_look_at_the_end_changes_nothing_for_a_run_that_is_given_more(tmp_path: Path, more: dict[str, Any]) -> None:
+    """Ended after 3 epochs and given 6, or 6 at once: learning rates, patience and weights are the same."""
+    settings = {"val_every_epochs": 2, "monitor": "dev/score", **more}
+    at_once = trainer(ScoredTask([3.0, 2.0, 1.0]), tmp_path / "at once", epochs=6, **settings)
+    whole = at_once.fit()
+    first = trainer(ScoredTask([3.0, 1.5]), tmp_path / "run", epochs=3, **settings).fit()
+    assert first.best == 1.5
+    goes_on = {"resume": "auto", "allow_change": True}  # of the epochs, which a schedule may depend on
+    on = trainer(ScoredTask([2.0, 1.0]), tmp_path / "run", epochs=6, **goes_on, **settings)
+    result = on.fit()
+    assert (result.status, result.num_steps, result.best) == (whole.status, whole.num_steps, whole.best)
+    rates = [[record["lr"] for record in read(tmp_path / name / "metrics.jsonl")] for name in ("run", "at once")]
+    assert rates[0] == rates[1]
+    assert_same(weights(on), weights(at_once))
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ with warnings.catch_warnings():
         manifest: tuple[str, ...] = ()
         """Other manifests or packed files than the run's, with commas between them, for a task that reads manifests."""
         checkpoint: Literal["best", "last"] | Path = "best"
-        """The one with the best score, the newest one, or one by its path or name."""
+        """The one with the best score (the newest where none has one), the newest, or one by its path or name."""
         device: Literal["auto", "cpu", "cuda"] = "auto"
         """`auto` takes CUDA where there is one."""
         level: Literal["auto", 0, 1, 2, 3] | None = None

@@ -21,7 +21,7 @@ class ExportOptions(Section):
     folder: Path
     """Where to; must not be there yet, or hold an export."""
     checkpoint: Literal["best", "last"] | Path = "best"
-    """The one with the best score, the newest one, or one by its path or name."""
+    """The one with the best score (the newest where none has one), the newest, or one by its path or name."""
     task: str | None = None
     """Where the task is now (`path/to/file.py:ClassName`), if its file has moved since the run was made."""
 

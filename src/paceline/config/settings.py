@@ -352,6 +352,8 @@ class LoopSettings(Section):
     """Steps between validations, beside those of `val_every_epochs`."""
     val_every_epochs: Positive | None = free(1)
     """Epochs between validations."""
+    val_at_end: bool = free(True)
+    """Validate after the run's last step too, so that its last checkpoint has a score; not if a signal ends it."""
     monitor: str | None = free(None)
     """Metric that names the best checkpoint, as `set/metric`; the first validation set's loss if not set."""
     monitor_mode: Literal["min", "max"] = free("min")

@@ -31,7 +31,8 @@ from paceline.train.validate import FixedSet, Validation, fixed_set
 from paceline.world.link import Link
 
 Which = Literal["best", "last"] | Path
-"""The checkpoint with the best score, the newest one, or one by its path (or by its name in the run)."""
+"""The checkpoint with the best score (the newest one where none has a score), the newest one, or one by its path (or by
+its name in the run)."""
 ROUND = 8
 """Batches that each rank predicts before the results are brought together."""
 
@@ -146,12 +147,19 @@ def find_checkpoint(folder: Path, which: Which) -> Path:
                 return path
         names = ", ".join(path.name for path in listed(checkpoints)) or "none"
         raise NoCheckpoint(f"{which} is not a checkpoint", f"checkpoints of {folder}: {names}")
-    looked = reader.best(checkpoints) if which == "best" else reader.newest(checkpoints)
-    for broken in looked.broken:
-        sys.stderr.write(f"skipped a broken checkpoint: {broken}\n")
-    if looked.checkpoint is None:
-        raise NoCheckpoint(*_none_found(folder, checkpoints, bool(looked.broken)))
-    return looked.checkpoint.path
+    found = reader.best(checkpoints) if which == "best" else reader.newest(checkpoints)
+    if which == "best" and found.checkpoint is None:
+        newest = reader.newest(checkpoints)
+        broken = {error.path: error for error in (*found.broken, *newest.broken)}
+        found = reader.Found(newest.checkpoint, list(broken.values()))
+        if found.checkpoint is not None:
+            name = found.checkpoint.path.name
+            sys.stderr.write(f"no sound checkpoint of {folder} has a score: taking the last one, {name}\n")
+    for error in found.broken:
+        sys.stderr.write(f"skipped a broken checkpoint: {error}\n")
+    if found.checkpoint is None:
+        raise NoCheckpoint(*_none_found(folder, bool(found.broken)))
+    return found.checkpoint.path
 
 
 def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -163,12 +171,10 @@ def _weights(loaded: reader.Checkpoint) -> dict[str, torch.Tensor]:
     return {**loaded.parts["model"], **loaded.parts.get("ema", {})}
 
 
-def _none_found(folder: Path, checkpoints: Path, has_broken: bool) -> tuple[str, str]:
+def _none_found(folder: Path, has_broken: bool) -> tuple[str, str]:
     """Return (what, hint) of the error where no checkpoint can be used."""
     if has_broken:
         return f"{folder} has no sound checkpoint", "train it again: every one that was saved is damaged"
-    if listed(checkpoints):
-        return f"no checkpoint of {folder} has a score: it was never validated", "add `--checkpoint last`"
     return f"{folder} has no checkpoint", "let it train until the first one is saved (`--save-every-steps`)"
 
 

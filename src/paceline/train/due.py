@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -124,6 +125,22 @@ def is_out_of_patience(config: LoopSettings, position: Position) -> bool:
 def is_stage_over(config: LoopSettings, position: Position, epochs: int | None) -> bool:
     """Return True if the stage has had its `epochs` or its `steps`."""
     return is_out_of_steps(config, position) or (epochs is not None and position.epoch >= epochs)
+
+
+def validates_at_end(config: LoopSettings, outcome: Outcome, *, is_last_stage: bool) -> bool:
+    """Return True if the end of a stage asks for a validation: the run ends with it, or `steps` ended it in mid-epoch.
+
+    A stage before the last is not looked at otherwise: stages may be many, and their tasks measure as they need.
+    """
+    return config.val_at_end and (is_last_stage or outcome.is_cut_short)
+
+
+def best_score(config: LoopSettings, position: Position) -> float | None:
+    """Return the best monitored score of the stage, that of a validation which only the end of the run asked for
+    included."""
+    scores = [position.best, position.score if position.is_fresh else None]
+    numbers = [score for score in scores if score is not None and math.isfinite(score)]
+    return (min if config.monitor_mode == "min" else max)(numbers, default=None)
 
 
 def is_new_best(config: LoopSettings, position: Position) -> bool:

@@ -276,7 +276,7 @@ _NO_EFFECT: list[_Row] = [
     ("at a level that does not compile", ("compile_mode",), lambda facts: not facts.precision.compile),
     (
         "without validation sets",
-        ("monitor", "patience", "monitor_mode", "eval_batch", "val_every_steps"),
+        ("monitor", "patience", "monitor_mode", "eval_batch", "val_every_steps", "val_at_end"),
         lambda facts: not facts.validation,
     ),
     ("unless the optimizer is sgd or lars", ("momentum",), lambda facts: "momentum" in build.unused(facts.config)),

@@ -32,12 +32,14 @@ from paceline.train.due import (
     Due,
     Outcome,
     Signals,
+    best_score,
     due,
     is_multiple,
     is_new_best,
     is_out_of_patience,
     is_stage_over,
     next_due,
+    validates_at_end,
 )
 from paceline.train.engine import Engine
 from paceline.train.feed import DataChanged, Feed, NothingRead, TrainingData
@@ -190,9 +192,7 @@ class Trainer:
             if goes_on and (is_multiple(position.epoch, config.save_every_epochs) or is_new_best(config, position)):
                 self._save()
         feed.close()
-        if outcome is not Outcome.STOPPED:
-            self._end_stage(number)
-        return outcome
+        return outcome if outcome is Outcome.STOPPED else self._end_stage(number, outcome)
 
     def _train_epoch(self, feed: Feed) -> Outcome:
         """Train on the batches of an epoch, from the position on."""
@@ -260,20 +260,31 @@ class Trainer:
         self.log.end_epoch()
         if not outcome.is_cut_short:
             position.end_epoch()
-        if outcome.is_cut_short or is_multiple(position.epoch, self.config.val_every_epochs):
-            self._validate()
+            if is_multiple(position.epoch, self.config.val_every_epochs):
+                self._validate()
         tasks.report(self.task)
         return Outcome.EARLY if is_out_of_patience(self.config, position) else outcome
 
-    def _end_stage(self, number: int) -> None:
-        position = self.position
+    def _end_stage(self, number: int, outcome: Outcome) -> Outcome:
+        """Let the task end the stage, validate if that is still to do, and save."""
+        position, is_last = self.position, number + 1 == len(self.stages)
+        is_unseen = not self.validation.is_empty and not position.is_fresh
+        validates = is_unseen and validates_at_end(self.config, outcome, is_last_stage=is_last)
+        if validates:
+            self._save()  # a validation may take long, and may fail: no step is lost with it
+            if any(self.link.gather_objects(self.engine.wants_stop)):
+                return Outcome.STOPPED
         with self.engine.whole_statistics():
             self.task.after_stage(self.engine.model, number)
         self.clock.lap("setup")
-        position.is_complete = number + 1 == len(self.stages)
-        if not position.is_complete:
+        if validates:
+            self._validate(is_due=not is_last)
+            tasks.report(self.task)
+        position.is_complete = is_last
+        if not is_last:
             position.begin_stage(number + 1)
         self._save()
+        return outcome
 
     # -- what a step may call for --------------------------------------------------------------------------------
 
@@ -299,7 +310,7 @@ class Trainer:
         self.engine.sync()
         self.clock.lap("communication")
 
-    def _validate(self) -> None:
+    def _validate(self, *, is_due: bool = True) -> None:
         if self.position.is_fresh:
             return  # due by steps and by epochs: one look at the same weights is enough
         self.clock.lap("other")
@@ -307,7 +318,7 @@ class Trainer:
         self.log.flush()
         metrics = self.validation.run()
         if metrics:
-            self.validation.judge(self.position)
+            self.validation.judge(self.position, is_due=is_due)
             self.log.validation(metrics, self.validation.samples, self.validation.seconds)
         self.clock.lap("validation")
 
@@ -492,7 +503,7 @@ class Trainer:
             self.engine.num_steps,
             self.log.loss,
             dict(self.validation.metrics),
-            self.position.best,
+            best_score(self.config, self.position),
             self.clock.read(),
             self.log.findings,
             self.config.mode,

@@ -217,8 +217,12 @@ class Validation:
         self.seconds = time.perf_counter() - began
         return self.metrics
 
-    def judge(self, position: Position) -> None:
-        """Enter the monitored score into the position. Every rank has the same number, so all decide alike."""
+    def judge(self, position: Position, *, is_due: bool = True) -> None:
+        """Enter the monitored score into the position. Every rank has the same number, so all decide alike.
+
+        A validation that no interval asked for (`is_due` False) decides nothing: neither patience nor the learning rate
+        of a run that is given more epochs may depend on where it ended before.
+        """
         position.validated, position.score = position.num_steps, None
         monitor = self._config.monitor or f"{next(iter(self._sets))}/{self._task.monitor}"
         if monitor not in self.metrics:
@@ -226,6 +230,8 @@ class Validation:
                 return  # no loss among the metrics, and nobody asked for a best
             raise UnknownMonitor(monitor, list(self.metrics))
         score = position.score = self.metrics[monitor]
+        if not is_due:
+            return
         sign = 1.0 if self._config.monitor_mode == "min" else -1.0
         position.scores.append(sign * score)
         if math.isfinite(score) and (position.best is None or sign * score < sign * position.best):

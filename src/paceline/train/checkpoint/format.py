@@ -67,9 +67,24 @@ def listed(folder: Path) -> list[Path]:
 
 
 def by_score(paths: Sequence[Path], mode: Mode) -> list[Path]:
-    """Return those with a score, best first; of equals the newest, as `paths` are newest first."""
+    """Return those with a score, best first; of equals the newest, as `paths` are newest first.
+
+    Scores of different stages are not compared: in a run with stages those of the newest stage come first.
+    """
     scores = {path: score for path in paths for score, _ in [score_of(path)] if score is not None}
-    return sorted(scores, key=lambda path: scores[path] if mode == "min" else -scores[path])
+    stages = {path: stage_of(path) for path in scores}
+    return sorted(scores, key=lambda path: (-stages[path], scores[path] if mode == "min" else -scores[path]))
+
+
+def stage_of(path: Path) -> int:
+    """Return the number of stages that had begun; 0 where the state names no position."""
+    state = read_json(path, STATE).get("state")
+    position = state.get("position") if isinstance(state, dict) else None
+    if not isinstance(position, dict):
+        return 0
+    numbers = [position.get(name) for name in ("stage", "epoch", "step")]
+    stage, epoch, step = (number if isinstance(number, int) else 0 for number in numbers)
+    return stage + (epoch > 0 or step > 0)  # as `Position.num_begun_stages`
 
 
 def score_of(path: Path) -> tuple[float | None, Mode]:
