@@ -144,6 +144,7 @@ def test_a_run_that_was_never_validated_is_used_as_it_was_left(
         assert printed.err == "no sound checkpoint of run has a score: taking the last one, step-00000006\n"
     assert Path("weights").is_dir()
 
+
 def test_eval_gives_what_training_logged(file: Path, shown: Type) -> None:
     run = file.parent / "run"
     shown(*train(file, "--out", run, "--epochs", 3, "--lr", 0.05, "--keep-last", 9, "--width", 12))
