@@ -27,9 +27,11 @@ from tests.chaos.processes import Nursery
 def campaigns() -> dict[str, Campaign]:
     """Return all campaigns by name, in the order of the table."""
     from tests.chaos.checkpoints import Checkpoints
+    from tests.chaos.inputs import Inputs
     from tests.chaos.kills import Kills
+    from tests.chaos.races import Races
 
-    made: list[Campaign] = [Kills(), Checkpoints()]
+    made: list[Campaign] = [Kills(), Inputs(), Checkpoints(), Races()]
     return {campaign.name: campaign for campaign in made}
 
 
@@ -39,15 +41,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(options.folder or tempfile.mkdtemp(prefix="paceline-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     warm_up()
+    if options.replay:
+        return replay(options.replay, folder)
     rows = []
     for name in options.campaigns or known:
         rows.append(_run(known[name], options, folder))
         for bad in rows[-1].bad:
             print(f"BAD {name}: {bad.reason}\n    {bad.repeat}\n    evidence: {bad.evidence}", flush=True)
     print(f"\nseed {options.seed}, {options.jobs} job{'s' * (options.jobs > 1)}\n{table(rows)}", end="", flush=True)
+    if options.keep:
+        keep(rows)
     if options.json:
         Path(options.json).write_text("\n".join(row.to_json() for row in rows), encoding="utf-8")
     return int(any(row.bad for row in rows))
+
+
+def replay(paths: Sequence[Path], folder: Path) -> int:
+    """Run cases of `inputs` again; print a line each, and return 1 if one is bad."""
+    from tests.chaos.generators import Case
+    from tests.chaos.inputs import Inputs
+
+    campaign, nursery, num_bad = Inputs(), Nursery(), 0
+    shared = folder / "shared-inputs"
+    shared.mkdir(exist_ok=True)
+    campaign.prepare(shared, nursery)
+    for path in paths:
+        case = Case.from_json(path.read_text(encoding="utf-8"))
+        troubles = campaign.attack(case, folder / path.stem, nursery)
+        num_bad += bool(troubles)
+        print(f"{'BAD' if troubles else 'good'} {path}: {'; '.join(troubles)}", flush=True)
+    return int(num_bad > 0)
+
+
+def keep(rows: Sequence[Row]) -> None:
+    """Copy the bad inputs to the regression cases, named for what they hold."""
+    import hashlib
+    from dataclasses import replace
+
+    from tests.chaos.generators import Case
+    from tests.chaos.inputs import CASES
+
+    for bad in [bad for row in rows for bad in row.bad if row.campaign == "inputs"]:
+        case = Case.from_json((Path(bad.evidence) / "case.json").read_text(encoding="utf-8"))
+        name = f"{case.kind}-{hashlib.sha256(case.to_json().encode()).hexdigest()[:8]}.json"
+        CASES.mkdir(exist_ok=True)
+        (CASES / name).write_text(replace(case, reason=bad.reason).to_json() + "\n", encoding="utf-8")
 
 
 def _parse(argv: Sequence[str] | None, names: list[str]) -> argparse.Namespace:
@@ -59,6 +97,8 @@ def _parse(argv: Sequence[str] | None, names: list[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="at most, per campaign")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the cases")
     parser.add_argument("--only", type=int, help="run the case of this number alone, and keep its folder")
+    parser.add_argument("--replay", nargs="+", type=Path, metavar="CASE", help="run these cases of `inputs` again")
+    parser.add_argument("--keep", action="store_true", help="keep bad cases of `inputs` as regression cases")
     parser.add_argument("--folder", help="where bad cases are kept; a new one in the temporary folder if not set")
     parser.add_argument("--json", help="file for the table's rows as JSON lines")
     options = parser.parse_args(argv)

@@ -39,7 +39,7 @@ def read_run(folder: Path) -> RunFacts:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     kinds: dict[str, list[dict[str, Any]]] = {"step": [], "validation": [], "epoch": []}
     for line in lines:
-        kinds[line["kind"]].append(line)
+        kinds.setdefault(line["kind"], []).append(line)
     found = reader.newest(folder / "checkpoints")
     assert found.checkpoint is not None, f"no sound checkpoint in {folder}: {found.broken}"
     assert not found.broken, found.broken
