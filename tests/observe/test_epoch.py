@@ -19,13 +19,14 @@ from paceline.observe.epoch import (
     EpochSums,
     Mean,
     RankEpoch,
+    core_shares,
     epoch_record,
     join_launches,
     measured,
     wait_shares,
     whole_record,
 )
-from paceline.observe.records import Compilation, DeviceSteps, EpochRecord, Meetings, Memory, Number
+from paceline.observe.records import Compilation, CoreShare, DeviceSteps, EpochRecord, Meetings, Memory, Number
 from paceline.observe.throughput import RateWords, Units
 
 numbers = st.floats(-1e30, 1e30)
@@ -210,3 +211,12 @@ def test_shares_of_any_arrivals(size: int, number: int, seed: int) -> None:
 def test_nobody_to_meet() -> None:
     assert wait_shares([[0.1, 0.2]]) is None
     assert wait_shares([[], []]) is None
+
+
+def test_who_shares_cores() -> None:
+    """As torchrun, mpirun on two sockets, and a launcher that overlaps ranks leave them; hosts are apart."""
+    hosts = ["a", "a", "b", "b"]
+    assert core_shares(hosts, [range(8)] * 4) == [CoreShare(2, 8)] * 4
+    assert core_shares(hosts, [[0], [1], [0], [0]]) == [CoreShare(1, 1)] * 2 + [CoreShare(2, 1)] * 2
+    assert core_shares(["a"] * 3, [[0, 1], [2, 3], [1, 2]]) == [CoreShare(3, 4)] * 3, "the third joins the others"
+    assert core_shares(["a"], [[]]) == [CoreShare(1, 1)]

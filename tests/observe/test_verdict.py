@@ -217,6 +217,21 @@ def test_cores_that_the_run_itself_takes() -> None:
     assert verdict(epoch(*PAIR, core_wait=[None, None])) == []
 
 
+def test_a_rank_that_is_bound_to_a_core_of_its_own_shares_it_with_no_other_rank() -> None:
+    """mpirun binds ranks to cores: two of them on two cores were told `2 processes of this run share 1 cores`."""
+    bound = [{"ranks": 1, "cores": 1}] * 2
+    record = epoch(*PAIR, core_wait=[45.0, 30.0], way={"cores": 1, "local_size": 2}, core_shares=bound)
+    unbind = "`mpirun --bind-to none` and `srun --cpu-bind none` free the ranks to use all cores"
+    assert only(record).advice == f"others run on the 1 core that the rank is bound to: {unbind}"
+    record["way"]["workers"] = 2
+    assert only(record).advice == (
+        f"3 processes of this run share 1 core that they are bound to: {unbind}, or fewer `--workers`"
+    )
+    record |= {"core_shares": [{"ranks": 2, "cores": 1}] * 2}
+    record["way"]["workers"] = 0
+    assert only(record).advice == "2 processes of this run share 1 core: fewer `--procs`"
+
+
 def test_a_straggler_is_named_by_rank_and_host() -> None:
     ranks = [seconds(compute=70.0, communication=30.0)] * 2 + [seconds(compute=97.0, communication=3.0)]
     found = only(epoch(*ranks, meetings=met(0.03, 0.2, 0.04, 0.04, 0.92)))

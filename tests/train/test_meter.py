@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -247,3 +248,24 @@ def test_a_finding_is_told_once_and_is_in_the_result(
     said = [line for line in capsys.readouterr().out.splitlines() if "held back: data" in line]
     assert len(said) == 1
     assert said[0].startswith("  held back: data wait ")
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to bind two ranks to")
+@ranks(2)
+def test_ranks_that_are_bound_to_cores_of_their_own(link: Link, folder: Path) -> None:
+    """As mpirun binds them. On ce01e4b: `2 processes of this run share 1 cores`, who do not share it."""
+    free = os.sched_getaffinity(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verdicts, "LEAST_SECONDS", 0.0)
+        patch.setattr(meter, "core_wait_s", lambda: time.perf_counter())  # no core was free, all the time
+        os.sched_setaffinity(0, {sorted(free)[link.world.rank]})
+        try:
+            trainer(SmallTask(), folder / "run", link, epochs=1, global_batch=2, grains=2, progress="none").fit()
+        finally:
+            os.sched_setaffinity(0, free)
+    if link.is_first:
+        (record,) = read(folder / "run" / "metrics.jsonl", "epoch")
+        assert record["core_shares"] == [{"ranks": 1, "cores": 1}] * 2
+        (finding,) = [each for each in record["findings"] if each["kind"] == "cores"]
+        assert "bound" in finding["advice"]
+        assert "share" not in finding["advice"]

@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.observe.clock import computing_share
 from paceline.observe.device_clock import DeviceTime, apportion
-from paceline.observe.records import Compilation, DeviceSteps, EpochRecord, Meetings, Memory, Number
+from paceline.observe.records import Compilation, CoreShare, DeviceSteps, EpochRecord, Meetings, Memory, Number
 from paceline.observe.throughput import Units
 
 # -- rules: how a measurement is joined over launches ------------------------------------------------------------------
@@ -106,6 +106,8 @@ class RankEpoch:
     recompiles: int | None = None
     """None where nothing is compiled."""
     compile_s: float = 0.0
+    cores: Sequence[int] = ()
+    """CPU cores that it may run on."""
 
 
 def _joins(rank: RankEpoch | type[RankEpoch]) -> dict[str, Join]:
@@ -285,6 +287,22 @@ def wait_shares(waits: Sequence[Sequence[float]]) -> WaitShares | None:
         tuple(times / len(together) for times in last),
         tuple(seconds / total for seconds in waited_for),
     )
+
+
+def core_shares(hosts: Sequence[str], cores: Sequence[Iterable[int]]) -> list[CoreShare]:
+    """Return, by rank, who shares its cores: ranks of one host whose cores overlap, directly or through others.
+
+    mpirun binds each rank to cores of its own, other launchers let all ranks of a host run on all of its cores.
+    """
+    groups: list[tuple[set[int], set[tuple[str, int]]]] = []
+    for rank, (host, its_cores) in enumerate(zip(hosts, cores, strict=True)):
+        places = {(host, core) for core in its_cores}
+        joined = [group for group in groups if not places.isdisjoint(group[1])]
+        groups = [group for group in groups if group not in joined]
+        ranks = {rank}.union(*(group[0] for group in joined))
+        groups.append((ranks, places.union(*(group[1] for group in joined))))
+    shares = {rank: CoreShare(len(ranks), max(1, len(places))) for ranks, places in groups for rank in ranks}
+    return [shares[rank] for rank in range(len(hosts))]
 
 
 def _device_steps(name: str, times: Sequence[DeviceTime | None]) -> DeviceSteps:

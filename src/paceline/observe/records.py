@@ -154,6 +154,16 @@ class Compilation(Part):
 
 
 @dataclass(frozen=True)
+class CoreShare(Part):
+    """Cores that a rank may run on, together with the other ranks of its host that may run on any of them."""
+
+    ranks: int = 1
+    """These ranks, itself included: 1 where a launcher has bound it to cores of its own."""
+    cores: int = 1
+    """All cores that these ranks may run on."""
+
+
+@dataclass(frozen=True)
 class Way(Part):
     """Settings and facts that findings depend on. Defaults are for records that are older than one of them."""
 
@@ -172,6 +182,7 @@ class Way(Part):
     is_stream: bool = False
     is_packed: bool = False
     cores: int = 1
+    """Cores that the first rank may run on. `EpochRecord.core_shares` has all ranks'."""
     local_size: int = 1
     grains_per_rank: int = 1
     has_bf16: bool = False
@@ -345,6 +356,8 @@ class EpochRecord:
     device: DeviceSteps | None = None
     compile: Compilation | None = None
     hosts: Sequence[str] | None = None
+    core_shares: Sequence[CoreShare] | None = None
+    """None in older records."""
     way: Way | None = None
     launch: Launch | None = None
     """Where the run was resumed within this epoch: steps and seconds since. Findings, and fields that are not
@@ -409,6 +422,7 @@ _PARTS: dict[str, type[Part]] = {
     "device": DeviceSteps,
     "compile": Compilation,
     "way": Way,
+    "core_shares": CoreShare,
     "launch": Launch,
     "findings": Finding,
 }

@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypedDict
 
-from paceline.observe.records import EpochRecord, Finding, Matter, Meetings, Way
+from paceline.core.units import count
+from paceline.observe.records import CoreShare, EpochRecord, Finding, Matter, Meetings, Way
 
 Rule = Callable[[EpochRecord], Iterable[Finding]]
 """Finds one kind of thing that can hold a run back."""
@@ -65,9 +66,9 @@ def _data(record: EpochRecord) -> Iterator[Finding]:
     rank, share = _worst(_shares(record, "data"))
     if share < DATA_SHARE:
         return
-    way = _way(record)
+    way, sharing = _way(record), _core_share(record, rank)
     workers = enough_workers(share, way.workers or 0)
-    most = max(1, way.cores // way.local_size)
+    most = max(1, sharing.cores // sharing.ranks)
     more_workers = f"`--workers {min(workers, most)}`"
     is_packed = way.is_packed
     if way.is_stream:
@@ -96,13 +97,30 @@ def _cores(record: EpochRecord) -> Iterator[Finding]:
     rank, share = _worst(_core_wait_shares(record))
     if share < CORE_WAIT_SHARE:
         return
-    way, place = _way(record), _place(record, rank)
+    way, place, sharing = _way(record), _place(record, rank), _core_share(record, rank)
     text = f"no core was free for {_percent(share)} of the time{_on(record, rank)}"
-    num_processes = way.local_size * (1 + (way.workers or 0))
-    advice = f"more runs on {place['host'] or 'each machine'} than its {way.cores} cores: see `top`"
-    if num_processes > way.cores:
-        advice = f"{num_processes} processes of this run share {way.cores} cores: fewer `--workers`, or fewer `--procs`"
+    num_processes, cores = sharing.ranks * (1 + (way.workers or 0)), count(sharing.cores, "core")
+    is_bound = sharing.ranks < way.local_size
+    if num_processes > sharing.cores:
+        ways = [_UNBIND] * is_bound + ["fewer `--workers`"] * bool(way.workers) + ["fewer `--procs`"] * (not is_bound)
+        bound = " that they are bound to" * is_bound
+        advice = f"{num_processes} processes of this run share {cores}{bound}: {', or '.join(ways)}"
+    elif is_bound:
+        advice = f"others run on the {cores} that {'each' if rank is None else 'the'} rank is bound to: {_UNBIND}"
+    else:
+        advice = f"more runs on {place['host'] or 'each machine'} than its {cores}: see `top`"
     yield Finding("cores", text, advice, **place, share=share)
+
+
+_UNBIND = "`mpirun --bind-to none` and `srun --cpu-bind none` free the ranks to use all cores"
+
+
+def _core_share(record: EpochRecord, rank: int | None) -> CoreShare:
+    """Return who shares the cores of a rank, or of the first one."""
+    if record.core_shares:
+        return record.core_shares[rank or 0]
+    way = _way(record)  # an older record knows the first rank's cores alone, and nothing of bindings
+    return CoreShare(way.local_size, way.cores)
 
 
 def _communication(record: EpochRecord) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from paceline.config.settings import TrainConfig
 from paceline.data.grain import Batch
 from paceline.observe.clock import Clock, elapsed
 from paceline.observe.device_clock import DeviceClock
-from paceline.observe.epoch import EpochSums, RankEpoch, epoch_record, join_launches, whole_record
+from paceline.observe.epoch import EpochSums, RankEpoch, core_shares, epoch_record, join_launches, whole_record
 from paceline.observe.records import EpochRecord, Way
 from paceline.observe.throughput import Units, peak_flops
 from paceline.speed import precision
@@ -106,7 +106,9 @@ class Meter:
         name = None if self._device is None else self._device.name
         peak = None if name is None else peak_flops(name, self._dtype)
         launch = epoch_record(ranks, self.units, device=name, peak_flops=peak)
-        launch = replace(launch, hosts=list(self._engine.link.hosts), way=self._way())
+        hosts = list(self._engine.link.hosts)
+        shares = core_shares(hosts, [rank.cores for rank in ranks])
+        launch = replace(launch, hosts=hosts, core_shares=shares, way=self._way())
         return launch, whole_record(join_launches(self.earlier.ranks, ranks), self.units)
 
     def recall(self) -> EpochRecord:
@@ -137,6 +139,7 @@ class Meter:
             device=self.clock.device if isinstance(self.clock, DeviceClock) else None,
             recompiles=lately.recompiles if compiles else None,
             compile_s=lately.seconds,
+            cores=sorted(os.sched_getaffinity(0)),
         )
 
     def _way(self) -> Way:
