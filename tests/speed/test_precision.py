@@ -290,6 +290,7 @@ def test_start_up_table() -> None:
     assert master["weights"].startswith("fp16")
     assert master["optimizer state"] == "fp32"
     assert master["loss scaling"] != "none"
+    assert dict(rows(resolve("auto", "fp16", DEVICES["GPU"]), "constant: 8"))["loss scaling"] == "constant: 8"
     pure = dict(rows(resolve("auto", "fp16-pure", DEVICES["GPU"])))
     assert pure["optimizer state"] == "fp16"
     assert dict(rows(resolve(0, "fp64", DEVICES["CPU"])))["gradients"] == "fp64"

@@ -166,3 +166,19 @@ def test_the_summary_is_said_once_and_not_with_progress_none(capsys: pytest.Capt
     assert capsys.readouterr().out.count("global batch 8 = 1 grain of 8 = 1 rank x 1") == 1
     trainer(SmallTask(), None, epochs=2, progress="none").fit()
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("backoff", "dynamic (backoff): 16,384 at first, half after an overflow, double after 2,000 steps without"),
+        ("logmax", "dynamic (logmax): from the statistics of the largest gradient"),
+        (1024.0, "constant: 1,024"),
+    ],
+)
+def test_how_losses_are_scaled_is_said_in_words(setting: Any, words: str) -> None:
+    """On ce01e4b: `loss scaling  as loss_scale says`."""
+    fp16 = resolve("auto", "fp16", CPU)
+    found = dict(rows(facts({"loss_scale": setting, "precision": "fp16"}, precision=fp16)))
+    assert found["loss scaling"] == words
+    assert dict(rows(facts({"loss_scale": setting})))["loss scaling"] == "none"

@@ -16,6 +16,7 @@ from pydantic import Field
 from paceline.cli.procs import check_procs
 from paceline.config.load import load
 from paceline.config.settings import PositiveFloat, Section
+from paceline.core.units import count
 from paceline.world.discover.environment import World, discover
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def examine(link: Link, folder: Path) -> list[Finding]:
     world = link.world
     roll = link.gather_objects(facts.collect(world, folder, link.threads))
     results = [*findings.ranks(world, roll, find_allocation(os.environ)), *findings.versions(roll)]
-    results += [*findings.devices(roll), *findings.cores(roll), *findings.network(world, roll)]
+    results += [*findings.devices(roll), *findings.cores(roll), *findings.load(roll), *findings.network(world, roll)]
     results += [*findings.folder(measure.shared_folder(link, folder), roll), *findings.space(roll)]
     if world.size > 1:
         results.append(findings.clocks(measure.clock_offsets(link), roll))
@@ -110,5 +111,5 @@ def show(findings: Sequence[Finding]) -> None:
     console = Console(file=sys.stdout, highlight=False, markup=False)
     console.print(table)
     counts = {verdict: sum(each.verdict == verdict for each in findings) for verdict in ("problem", "warning")}
-    parts = [f"{number} {verdict}{'' if number == 1 else 's'}" for verdict, number in counts.items()]
+    parts = [count(number, verdict) for verdict, number in counts.items()]
     sys.stdout.write(f"{', '.join(parts)}\n")

@@ -19,6 +19,8 @@ from paceline.speed.precision import Precision
 
 SCALE_MIN = 1.0
 SCALE_MAX = 2.0**14
+WINDOW_STEPS = 2000
+"""Steps without an overflow after which a scale is doubled."""
 SCALE_LIMIT = 2.0**24
 """The largest maximum that may be set: beyond it an fp32 scale times a loss gains nothing and risks overflow itself."""
 
@@ -111,7 +113,7 @@ class BackoffScale(LossScale):
         scale_min: float = SCALE_MIN,
         scale_max: float = SCALE_MAX,
         factor: float = 2.0,
-        window_steps: int = 2000,
+        window_steps: int = WINDOW_STEPS,
     ) -> None:
         _check_range(scale_min, scale_max)
         super().__init__(scale_max, device)
@@ -188,6 +190,16 @@ def build(setting: Literal["backoff", "logmax"] | float, precision: Precision, d
     if setting == "logmax":
         return LogMaxScale(device)
     return StaticScale(float(setting), device)
+
+
+def describe(setting: Literal["backoff", "logmax"] | float) -> str:
+    """Return in words how a setting scales losses."""
+    if setting == "backoff":
+        first = f"{SCALE_MAX:,.0f} at first"
+        return f"dynamic (backoff): {first}, half after an overflow, double after {WINDOW_STEPS:,} steps without"
+    if setting == "logmax":
+        return "dynamic (logmax): from the statistics of the largest gradient"
+    return f"constant: {setting:,g}"
 
 
 def _check_range(scale_min: float, scale_max: float) -> None:

@@ -245,8 +245,8 @@ def autocast(
     return functools.partial(torch.autocast, device.type, precision.autocast)
 
 
-def rows(precision: Precision) -> list[tuple[str, str]]:
-    """The start-up table: what computes in which dtype."""
+def rows(precision: Precision, scaling: str = "fp16") -> list[tuple[str, str]]:
+    """Return the start-up table: what computes in which dtype. `scaling` says how, where losses are."""
     weights = _word(precision.weights)
     computed = weights if precision.autocast is None else f"{_word(precision.autocast)} (autocast)"
     exact = "TF32 inputs, fp32 sums" if precision.fp32_matmul == "tf32" else "fp32"
@@ -258,7 +258,7 @@ def rows(precision: Precision) -> list[tuple[str, str]]:
         ("what stays fp32 is multiplied in", exact),
         ("gradients", f"{weights} (updated from fp32 copies)" if precision.master else weights),
         ("optimizer state", "fp32" if precision.master else weights),
-        ("loss scaling", "as loss_scale says" if precision.scaled else "none"),
+        ("loss scaling", scaling if precision.scaled else "none"),
         ("compile", "yes" if precision.compile else "no"),
     ] + ([] if precision.level < 4 else [("-O4 adds", _added(precision))])
 

@@ -12,7 +12,7 @@ from paceline.config.settings import TrainConfig
 from paceline.optim import build, larc, schedule
 from paceline.optim.schedule import SCHEDULES
 from paceline.parallel import outer
-from paceline.speed import precision
+from paceline.speed import loss_scale, precision
 from paceline.speed.precision import Precision
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
@@ -106,7 +106,7 @@ def rows(facts: Facts) -> Rows:
         ("optimizer", _optimizer(config, facts.model.optimizer)),
         ("learning rate", _schedule(config, facts.schedule_steps)),
     ]
-    return lines + precision.rows(facts.precision)
+    return lines + precision.rows(facts.precision, loss_scale.describe(config.loss_scale))
 
 
 def batch_line(config: TrainConfig, grains: int, size: int) -> str:

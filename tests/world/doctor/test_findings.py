@@ -34,6 +34,7 @@ FACTS = Facts(
     cores=(0, 1, 2, 3),
     machine_cores=8,
     threads=4,
+    load=3.5,
     host_address="10.0.0.1",
     interfaces={"lo": "127.0.0.1", "eth0": "10.0.0.1"},
     gloo_interface=None,
@@ -58,7 +59,13 @@ def bad(found: object) -> list[Finding]:
 def test_a_sound_pair_of_machines() -> None:
     roll = [FACTS, OTHER]
     found = [*findings.ranks(TWO, roll, None), *findings.versions(roll), *findings.devices(roll)]
-    found += [*findings.cores(roll), *findings.network(TWO, roll), *findings.space(roll), findings.packages(roll)]
+    found += [
+        *findings.cores(roll),
+        *findings.load(roll),
+        *findings.network(TWO, roll),
+        *findings.space(roll),
+        findings.packages(roll),
+    ]
     found += [findings.clocks([0.0, -0.002], roll), *findings.folder(SharedFolder("runs", None, fsync_s=0.01), roll)]
     found += findings.speed([Reduction(4, 1e-4, 2), Reduction(1 << 26, 0.1, 2)], TWO, "cuda")
     assert bad(found) == []
@@ -101,7 +108,7 @@ def test_cores() -> None:
     )
     assert "--bind-to none" in bound.todo
     (crowded,) = bad(findings.cores([FACTS, replace(FACTS, rank=1)]))
-    assert "4 of 8 for 2 rank(s), 8 thread(s)" in crowded.found
+    assert "4 of 8 for 2 ranks, 8 threads" in crowded.found
 
 
 def test_network() -> None:

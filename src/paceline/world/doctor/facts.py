@@ -57,6 +57,8 @@ class Facts:
     """CPU cores this rank may run on."""
     machine_cores: int
     threads: int
+    load: float | None
+    """Processes of the whole machine that ran or wanted to, mean of the last minute; None where it is not known."""
     host_address: str | None
     interfaces: Mapping[str, str]
     gloo_interface: str | None
@@ -89,6 +91,7 @@ def collect(world: World, folder: Path, threads: int) -> Facts:
         cores=tuple(sorted(os.sched_getaffinity(0))),
         machine_cores=os.cpu_count() or 1,
         threads=threads,
+        load=_load(),
         host_address=address_of(socket.gethostname()),
         interfaces=list_interfaces(),
         gloo_interface=interface,
@@ -117,6 +120,13 @@ def existing(folder: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
+
+
+def _load() -> float | None:
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return None
 
 
 def _nccl() -> str | None:

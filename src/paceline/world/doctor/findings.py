@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.core.units import count
 from paceline.world.discover.allocation import Allocation
 from paceline.world.discover.environment import World
 from paceline.world.discover.hostlist import fold
@@ -15,6 +16,8 @@ from paceline.world.doctor.measure import Reduction, SharedFolder
 
 Verdict = Literal["ok", "warning", "problem"]
 _GIB = 1024
+OVERLOAD = 1.0
+"""Other processes per core from which on a machine is too busy to train on."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ def cores(roll: Sequence[Facts]) -> Iterator[Finding]:
         usable = sorted({core for facts in on_host for core in facts.cores})
         threads = sum(facts.threads for facts in on_host)
         num_ranks, num_cores = len(on_host), on_host[0].machine_cores
-        found = f"{host}: {len(usable)} of {num_cores} for {num_ranks} rank(s), {threads} thread(s) in all"
+        shares = f"for {count(num_ranks, 'rank')}, {count(threads, 'thread')} in all"
+        found = f"{host}: {len(usable)} of {num_cores} {shares}"
         if any(len(facts.cores) == 1 for facts in on_host) and num_cores > num_ranks:
             todo = "a rank is bound to one core: `mpirun --bind-to none`, or `srun --cpus-per-task N`"
             yield Finding("cores", "warning", found, todo)
@@ -96,6 +100,22 @@ def cores(roll: Sequence[Facts]) -> Iterator[Finding]:
             yield Finding("cores", "warning", found, "ranks take turns on the cores: start fewer, or ask for more")
         else:
             yield Finding("cores", "ok", found)
+
+
+def load(roll: Sequence[Facts]) -> Iterator[Finding]:
+    """Yield what else the machines are busy with: beside it ranks wait for cores, and times mean little."""
+    for host, on_host in _hosts(roll).items():
+        mean, cores = on_host[0].load, on_host[0].machine_cores
+        if mean is None:
+            continue
+        found = f"{host}: {mean:.1f} processes ran or wanted to in the last minute, on {count(cores, 'core')}"
+        # The ranks that look are processes, too, and a full machine alone is no fault of it.
+        others = mean - len(on_host)
+        if others > OVERLOAD * cores:
+            todo = "training shares the cores with them, and is slower by as much: `top` names them; wait or stop them"
+            yield Finding("load", "warning", found, todo)
+        else:
+            yield Finding("load", "ok", found)
 
 
 def network(world: World, roll: Sequence[Facts]) -> Iterator[Finding]:
