@@ -19,7 +19,7 @@ KILLED = -9
 @functools.cache
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "paceline.world.start", "paceline.train.trainer", "tests.ranks"])
+    context.set_forkserver_preload(["torch", "paceline.train.fit", "paceline.cli.train", "tests.ranks"])
     return context
 
 

@@ -91,7 +91,7 @@ class Pool:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         # A server that has imported torch once and forks: a new worker takes milliseconds.
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "paceline.world.start", "tests.ranks"])
+        self._context.set_forkserver_preload(["torch", "paceline.train.fit", "paceline.cli.train", "tests.ranks"])
         self._workers: list[Worker] = []
         self._runs = 0
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.version import VERSION
+
 if TYPE_CHECKING:
     from paceline.config.settings import TrainConfig as TrainConfig
     from paceline.core.errors import PacelineError as PacelineError
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from paceline.train.trainer import Result as Result
     from paceline.world.discover.environment import World as World
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOMES = {
     "PacelineError": "paceline.core.errors",

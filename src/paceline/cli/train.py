@@ -119,8 +119,11 @@ def _launch(options: TrainCommand, settings: TrainConfig, words: list[str]) -> i
 def _with_folder(world: World, settings: TrainConfig, name: str) -> TrainConfig:
     """Return the settings with the run's folder, the same on all ranks and after every restart."""
     changes: dict[str, object] = {}
-    if settings.out is None:
-        changes["out"] = _folder(settings, name) if world.size == 1 else _agree(world, settings, name)
+    if world.size > 1:
+        agreed = _agree(world, settings, name)
+        changes |= {"out": agreed} if settings.out is None else {}
+    elif settings.out is None:
+        changes["out"] = _folder(settings, name)
     if world.attempt > 0 and settings.resume == "no":
         changes["resume"] = "auto"  # ranks that are started again go on with what the dead ones have saved
     return settings.model_copy(update=changes)
@@ -132,7 +135,7 @@ def _agree(world: World, settings: TrainConfig, name: str) -> Path | None:
     # The place of the first attempt, so that restarted ranks find what it decided.
     store = meet(replace(world, attempt=0), settings.start_timeout_s)
     if world.rank == 0 and not store.check(["run folder"]):
-        store.set("run folder", str(_folder(settings, name) or ""))
+        store.set("run folder", str(settings.out or _folder(settings, name) or ""))
     agreed = store.get("run folder").decode()
     return Path(agreed) if agreed else None
 

@@ -1,7 +1,8 @@
 """Every setting of a training run, as frozen models: one section per concern, one flat name space for the user.
 
 `TrainConfig` joins the sections, so a setting has the same name in Python, in YAML and on the command line.
-A field marked `free` may differ between a run and its resumption without changing what is computed.
+A field marked `free` may differ between a run and its resumption without changing what is computed; one marked
+`per_rank` may also differ between the ranks of a run. A field is neither unless it says so.
 """
 
 from __future__ import annotations
@@ -37,6 +38,14 @@ ScheduleName = Literal[
 def free(default: Any, **extra: Any) -> Any:
     """Return a field that does not change numerics: resuming with another value needs no permission."""
     return Field(default, json_schema_extra={"free": True}, **extra)
+
+
+def per_rank(default: Any, **extra: Any) -> Any:
+    """Return a field that each rank may set for itself: no result and no collective depends on it.
+
+    All other fields are compared when the ranks meet.
+    """
+    return Field(default, json_schema_extra={"free": True, "per_rank": True}, **extra)
 
 
 class Section(BaseModel):
@@ -83,13 +92,13 @@ class RunSettings(Section):
 class WorldSettings(Section):
     """Where the ranks compute and how long they wait for each other."""
 
-    device: Literal["auto", "cpu", "cuda"] = free("auto")
+    device: Literal["auto", "cpu", "cuda"] = per_rank("auto")
     """`auto` takes CUDA where there is one."""
-    threads: Positive | None = free(None)
+    threads: Positive | None = per_rank(None)
     """CPU threads per rank; the machine's cores shared evenly if not set."""
-    start_timeout_s: PositiveFloat = free(300.0)
+    start_timeout_s: PositiveFloat = per_rank(300.0)
     """Seconds to wait at the start for ranks that have not arrived."""
-    timeout_s: PositiveFloat = free(1800.0)
+    timeout_s: PositiveFloat = per_rank(1800.0)
     """Seconds a collective may wait for a rank."""
 
 
@@ -118,7 +127,7 @@ class DataSettings(Section):
     """`shard`: ranks share one pass. `random_seed_offset`: every rank walks all data in its own order."""
     eval_batch: Positive | None = None
     """Samples per validation batch; the training grain's size if not set."""
-    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = free("auto")
+    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = per_rank("auto")
     """Loader processes per rank; `auto` measures how long a grain takes to read."""
     limit_batches: Positive | None = None
     """Steps per epoch and batches per validation set at most, for a quick try."""
@@ -318,11 +327,11 @@ class OptimSettings(Section):
 class ObserveSettings(Section):
     """What is seen and written down while a run goes on."""
 
-    loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = free(("tensorboard",))
+    loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = per_rank(("tensorboard",))
     """Where metrics go beside `metrics.jsonl`; needs the package of that name."""
-    progress: Literal["auto", "bar", "lines", "none"] = free("auto")
+    progress: Literal["auto", "bar", "lines", "none"] = per_rank("auto")
     """A bar on a terminal or in a notebook, plain lines elsewhere and under mpirun."""
-    rank_logs: bool = free(True)
+    rank_logs: bool = per_rank(True)
     """Each rank's own log file in the run folder, when there are several."""
     profile: str = Field("no", json_schema_extra={"free": True, "bare": "auto"})
     """Steps to write a timeline of, as `20:25` (steps 20 to 24); `auto`, or no value, is 5 steps after the first 10."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -48,6 +49,19 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def code_digest(files: Iterable[Path], root: Path) -> str:
+    """Return a short digest of source files, by their names below `root`; one that cannot be read counts as empty."""
+    digest = hashlib.sha256()
+    for file in files:
+        try:
+            content = file.read_bytes()
+        except OSError:
+            content = b""
+        digest.update(f"{file.relative_to(root)} {len(content)}\n".encode(errors="surrogateescape"))
+        digest.update(content)
+    return digest.hexdigest()[:12]
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

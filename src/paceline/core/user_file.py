@@ -11,8 +11,12 @@ from types import ModuleType, TracebackType
 from typing import TypeVar
 
 from paceline.core.errors import PacelineError
+from paceline.core.provenance import code_digest
 
 T = TypeVar("T")
+_PACKAGE = Path(__file__).resolve().parents[1]
+_STDLIB = f"python{sys.version_info.major}.{sys.version_info.minor}"
+"""Folder of Python's own modules."""
 
 
 class NoSuchClass(PacelineError):
@@ -80,6 +84,29 @@ def class_from_file(kind: str, spec: str, base: type[T]) -> type[T]:
     if name not in classes:
         raise NoSuchClass(kind, spec, sorted(classes))
     return classes[name]
+
+
+def code_of(kind: type) -> dict[str, str]:
+    """Return digests of the user's own code behind a class, by file: of the files that define it and its bases, and of
+    loaded modules that lie beside or below them. Installed packages are none of it."""
+    named = [_file_of(sys.modules.get(base.__module__)) for base in kind.__mro__]
+    folders = {file.parent for file in named if file is not None and not _is_installed(file)}
+    files = {file for module in list(sys.modules.values()) if (file := _file_of(module)) is not None}
+    return {
+        str(file.relative_to(folder)): code_digest([file], folder)
+        for folder in folders
+        for file in sorted(files)
+        if file.is_relative_to(folder) and not _is_installed(file)
+    }
+
+
+def _file_of(module: object) -> Path | None:
+    name = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+    return Path(name).resolve() if isinstance(name, str) and name.endswith(".py") else None
+
+
+def _is_installed(file: Path) -> bool:
+    return file.is_relative_to(_PACKAGE) or not {"site-packages", "dist-packages", _STDLIB}.isdisjoint(file.parts)
 
 
 def guarded(path: Path, doing: str, action: Callable[[], T]) -> T:

@@ -183,6 +183,7 @@ def restore_for_use(task: Task, config: TrainConfig, link: Link, checkpoint: Pat
 
     The weights are in the precision of the settings; call the model inside `engine.evaluating()`, which autocasts.
     """
+    tasks.check_ranks(task, config, link)
     attach(task, config, link)
     loaded = _load(checkpoint, verify=link.is_first)
     plain = {"ema": 0.0, "checkpoint_activations": (), "reduce": "grad", "shard": "none"}

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.config.compared import shared_settings
 from paceline.config.settings import DataSettings, EngineConfig
 from paceline.core.errors import PacelineError
 from paceline.core.torch_private import compile_counters, foreach_mul_, plain_step
@@ -34,6 +35,7 @@ from paceline.train.position import Position, choose_grains
 from paceline.train.prepare import Prepared, prepare
 from paceline.train.randomness import GrainRandomness
 from paceline.train.scaling import for_ranks
+from paceline.world.consistency import check_same
 from paceline.world.failure.flight_recorder import trail
 from paceline.world.link import Link
 from paceline.world.start import from_settings
@@ -412,6 +414,7 @@ class Engine:
         self, dataset: Any, epochs: int, collate: Callable[[list[Any]], Any] | None, settings: DataSettings
     ) -> Iterator[Batch]:
         config, _ = for_ranks(settings, self.link.world.size)
+        check_same(self.link, shared_settings(settings) | {"epochs": epochs})
         feed = Feed(
             TrainingData.of(dataset, collate),
             config,

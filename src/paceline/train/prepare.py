@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from paceline.config.compared import shared_settings
 from paceline.config.settings import EngineConfig
 from paceline.core.errors import PacelineError
 from paceline.core.torch_private import takes_amp_scaling
@@ -31,6 +32,7 @@ from paceline.speed.loss_scale import LossScale
 from paceline.speed.precision import Precision
 from paceline.train.grains import GrainPass, PlainPass, RecordedPass
 from paceline.train.loss import NoGradients
+from paceline.world.consistency import check_same
 from paceline.world.link import Link
 from paceline.world.start import patience
 
@@ -126,6 +128,8 @@ def prepare(
     `average` is the moving average that goes on, if the model was prepared before. All ranks must call it.
     """
     _check_pair(model, optimizer)
+    if link.has_group:
+        check_same(link, shared_settings(config) | {"precision": chosen.name} | _facts(model, optimizer))
     # Where: everything below works on the device's tensors.
     model.to(link.device)
     norms = _join_norms(model, config, link)
@@ -192,6 +196,25 @@ def _check_pair(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
         raise ForeignParameters(num_foreign)
     if not any(parameter.requires_grad for parameter in updated):
         raise NoGradients
+
+
+def _facts(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what all ranks must have alike of a model and its optimizer; values are made equal by `prepare`."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    facts: dict[str, Any] = {"number of the model's tensors": len(tensors), "optimizer": type(optimizer).__name__}
+    for name, tensor in tensors:
+        trained = "" if tensor.requires_grad else ", not trained"
+        facts[f"{name} of the model"] = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{trained}"
+    for number, group in enumerate(optimizer.param_groups):
+        where = f" of the optimizer's group {number}" if len(optimizer.param_groups) > 1 else " of the optimizer"
+        facts[f"number of tensors{where}"] = len(group["params"])
+        facts |= {f"{name}{where}": value for name, value in group.items() if _is_plain(value)}
+    return facts
+
+
+def _is_plain(value: Any) -> bool:
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return all(each is None or isinstance(each, (bool, int, float, str)) for each in values)
 
 
 def _join_norms(model: torch.nn.Module, config: EngineConfig, link: Link) -> JoinedNorms | None:

@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from numpy.typing import NDArray
 
+from paceline.config.compared import shared_settings
 from paceline.config.settings import OptimSettings, Section, TrainConfig
 from paceline.core.errors import PacelineError
+from paceline.core.user_file import code_of
 from paceline.data.dataset import DatasetTraits
 from paceline.data.grain import Batch, Grain
 from paceline.observe.callback import Callback
 from paceline.observe.throughput import RateWords
 from paceline.optim import build
+from paceline.world.consistency import check_same
 from paceline.world.discover.environment import World
 from paceline.world.link import Link
 
@@ -250,6 +253,13 @@ class Task:
         """`with self.evaluating():` the model is as validation sees it; while training only, and all ranks must
         enter."""
         return self._around("evaluating").evaluating
+
+
+def check_ranks(task: Task, settings: TrainConfig, link: Link) -> None:
+    """Raise `RanksDisagree` unless all ranks run the same task with the same settings. All ranks must call it."""
+    if link.has_group:
+        code = {f"code of {name}": digest for name, digest in code_of(type(task)).items()}
+        check_same(link, {"task": type(task).__name__} | shared_settings(settings) | code)
 
 
 def overrides(task: Task, hook: str) -> bool:

@@ -101,6 +101,7 @@ class Trainer:
         self.task, self.config, self.link = task, config, link
         self.progress = Progress(link.is_first, config.progress, is_relayed=link.world.is_relayed)
         self._probe = probe
+        tasks.check_ranks(task, config, link)  # before anything is written
         self.checkpoints = CheckpointManager(config, link, self.progress, task.spec or type(task).__name__)
         checkpoint = self.checkpoints.find()
         stacks.send_to(self.checkpoints.rank_log_file)

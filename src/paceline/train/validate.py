@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from paceline.config.settings import TrainConfig
 from paceline.core.errors import PacelineError
 from paceline.core.keys import key
-from paceline.data.dataset import DatasetTraits
+from paceline.data.dataset import DatasetTraits, fingerprint
 from paceline.data.fetch import seed_everything
 from paceline.data.grain import Grain
 from paceline.data.loader import Loader
@@ -30,6 +31,7 @@ from paceline.train.engine import Engine
 from paceline.train.loss import OutOfMemory
 from paceline.train.position import Position
 from paceline.train.task import ShowsSamples, Task, lengths_of
+from paceline.world.consistency import check_same
 from paceline.world.link import Link
 
 NUM_SAMPLES = 5
@@ -89,6 +91,8 @@ class MetricContract(PacelineError):
 class FixedSet:
     """A data set cut into batches that do not depend on the number of ranks."""
 
+    data: Any
+    lengths: NDArray[Any] | None
     loader: Loader
     plan: Plan
 
@@ -119,7 +123,7 @@ def fixed_set(
         workers=config.workers,
         local_size=engine.link.world.local_size,
     )
-    return FixedSet(loader, evaluation_plan(len(data), rule, lengths, in_order=in_order))
+    return FixedSet(data, lengths, loader, evaluation_plan(len(data), rule, lengths, in_order=in_order))
 
 
 def evaluation_plan(num_samples: int, rule: BatchRule, lengths: Any = None, *, in_order: bool = False) -> Plan:
@@ -193,6 +197,7 @@ class Validation:
             name: fixed_set(task, engine, config, grains, f"validation set {name!r}", data)
             for name, data in named_sets.items()
         }
+        self._check_ranks()
         if sets is None:
             self._check_monitor()
 
@@ -254,6 +259,15 @@ class Validation:
             kind = type(sets).__name__
             raise SetsWithoutNames("what `val_data` returned", f"is a {kind}, not {{name: data set}}")
         return sets
+
+    def _check_ranks(self) -> None:
+        """Check that all ranks have the same sets: each of their batches runs on one rank."""
+        link = self._engine.link
+        facts: dict[str, Any] = {"list of validation sets": sorted(self._sets)}
+        for name, each in self._sets.items() if link.has_group else ():
+            facts[f"number of samples of validation set {name!r}"] = len(each.data)
+            facts[f"digest of validation set {name!r}"] = fingerprint(each.data, each.lengths, None)
+        check_same(link, facts)
 
     def _check_monitor(self) -> None:
         """Check the set that `monitor` names before the first step; its metric is known after the first validation."""

@@ -58,7 +58,7 @@ class RanksMissing(PacelineError):
 
     @property
     def numbers(self) -> str:
-        return _ranges(self.missing)
+        return ranges(self.missing)
 
     @property
     def hosts(self) -> str:
@@ -66,7 +66,7 @@ class RanksMissing(PacelineError):
         by_host: dict[str, list[int]] = {}
         for entry in self.present:
             by_host.setdefault(entry.host, []).append(entry.rank)
-        return "; ".join(f"{host}: {_ranges(ranks)}" for host, ranks in sorted(by_host.items())) or "none"
+        return "; ".join(f"{host}: {ranges(ranks)}" for host, ranks in sorted(by_host.items())) or "none"
 
 
 class DuplicateRank(PacelineError):
@@ -132,7 +132,7 @@ def _from_json(entry: dict[str, object]) -> Present:
     return Present(**{**entry, "cores": tuple(entry["cores"])})  # type: ignore[arg-type]
 
 
-def _ranges(ranks: Sequence[int]) -> str:
+def ranges(ranks: Sequence[int]) -> str:
     """Return ranks as ranges: `0-3, 7`."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):

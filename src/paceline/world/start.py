@@ -7,12 +7,15 @@ import signal
 import socket
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from paceline.config.compared import shared_settings
 from paceline.config.settings import WorldSettings
+from paceline.world.consistency import check_same, installation
 from paceline.world.discover.environment import World, discover
 from paceline.world.discover.interfaces import GLOO_INTERFACE, gloo_interface
 from paceline.world.failure import stacks
@@ -31,14 +34,22 @@ _starts: Counter[tuple[str | None, int]] = Counter()
 
 
 def from_settings(settings: WorldSettings, world: World | None = None) -> Link:
-    """Join the other ranks as the settings ask; `world` is what the environment says, unless it is known already."""
-    return start(
+    """Join the other ranks as the settings ask; `world` is what the environment says, unless it is known already.
+
+    Raises `RanksDisagree` on all ranks where settings or installations differ.
+    """
+    link = start(
         discover(os.environ) if world is None else world,
         device=settings.device,
         threads=settings.threads,
         start_timeout_s=settings.start_timeout_s,
         timeout_s=settings.timeout_s,
     )
+    with ExitStack() as undo:
+        undo.enter_context(link)
+        check_same(link, shared_settings(settings) | installation() | {"device": link.device.type})
+        undo.pop_all()
+    return link
 
 
 def start(

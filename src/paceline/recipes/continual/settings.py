@@ -12,7 +12,16 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from paceline.config.problems import nearest
-from paceline.config.settings import Fraction, OptimizerName, Positive, PositiveFloat, Section, TrainConfig, free
+from paceline.config.settings import (
+    Fraction,
+    OptimizerName,
+    Positive,
+    PositiveFloat,
+    Section,
+    TrainConfig,
+    free,
+    per_rank,
+)
 from paceline.recipes.continual.methods import METHODS, OTHER_NAMES
 
 STREAM_NAMES = ("seq-digits", "seq-mnist", "perm-mnist", "rot-mnist", "seq-cifar10", "seq-cifar100")
@@ -26,7 +35,7 @@ class ContinualData(Section):
 
     dataset: str = "seq-digits"
     """Stream: seq-digits (comes with scikit-learn), seq-mnist, perm-mnist, rot-mnist, seq-cifar10 or seq-cifar100."""
-    data_root: Path = free(Path("data"))
+    data_root: Path = per_rank(Path("data"))
     """Where the official files are; checksums are verified, nothing is downloaded."""
     num_tasks: Positive | None = None
     """Parts of the stream; 5 (seq-cifar100: 10, perm-mnist and rot-mnist: 20) if not set."""

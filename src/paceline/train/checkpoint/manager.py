@@ -23,6 +23,7 @@ from paceline.train.checkpoint.writer import Checkpointer
 from paceline.train.engine import Engine
 from paceline.train.position import Position, SettingsChanged, choose_grains, settings_changed
 from paceline.train.task import Describes, Task, state_of
+from paceline.world.consistency import check_same
 from paceline.world.link import Link
 
 
@@ -65,6 +66,7 @@ class CheckpointManager:
         before = stored.grains if stored is not None else None
         may_regrain = config.regrain or (config.allow_change and config.grains is not None)
         self.grains = choose_grains(config.grains, before, link.world.size, may_regrain)
+        self._check_ranks(stored)
         if before not in (None, self.grains):
             progress.say(f"{self.grains} grains instead of {before}: numerics change from here on")
         self._may_resume = stored is not None
@@ -206,6 +208,11 @@ class CheckpointManager:
             if changes:
                 raise SettingsChanged(changes)
         return stored
+
+    def _check_ranks(self, stored: RunRecord | None) -> None:
+        """Check that all ranks see the same run: a folder on a disk of each machine's own is found by one of them."""
+        found = "none" if stored is None else f"one with {stored.grains} grains"
+        check_same(self._link, {f"run to resume in {self._config.out}": found, "grains": self.grains})
 
     def check_precision(self, checkpoint: reader.Checkpoint, precision: str) -> None:
         """Refuse another precision than that of the run: `level: auto` may mean something else on another device."""
