@@ -111,7 +111,7 @@ def _table(options: Iterable[Option], model: type[BaseModel], positional: Sequen
     for option in options:
         field = model.model_fields[option.name]
         name = f"`{option.name.upper()}`" if option.name in positional else f"`{option.name}`"
-        meaning = f"{option.about} *free*" if _is_free(field) else option.about
+        meaning = " ".join([option.about, *_marks(field)])
         default = "required" if option.is_required else f"`{_shown(option.default)}`"
         rows.append(f"| {name} | {_cell(_type(option, field))} | {default} | {_cell(meaning)} |")
     return "\n".join(rows) + "\n"
@@ -121,8 +121,9 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").strip()
 
 
-def _is_free(field: FieldInfo) -> bool:
-    return isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get("free"))
+def _marks(field: FieldInfo) -> list[str]:
+    marks = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    return [f"*{mark.replace('_', ' ')}*" for mark in ("free", "per_rank") if marks.get(mark)]
 
 
 def _type(option: Option, field: FieldInfo) -> str:
