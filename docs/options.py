@@ -36,6 +36,7 @@ shows the same tables.
 - A list takes several words: `--milestones 1000 2000`.
 - A setting marked `free` may be another when a run is resumed. Any other change is refused unless `--allow-change` is
   given, because it would change what is computed.
+- A setting marked `per rank` may differ between the ranks of a run. All others are compared when the ranks meet.
 """
 NAMES = {int: "integer", float: "number", str: "text", Path: "path", bool: "flag"}
 LIMITS = {"gt": "> {}", "ge": ">= {}", "lt": "< {}", "le": "<= {}"}
