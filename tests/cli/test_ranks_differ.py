@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.commands import Ended, run_by_hand
 
 TASK = Path(__file__).with_name("tasks_for_tests.py")
-QUICK = "--epochs 1 --device cpu --workers 0 --progress none".split()
+QUICK = ["--epochs", "1", "--device", "cpu", "--workers", "0", "--progress", "none"]
 
 
 def train(out: Path, *words_by_rank: str, tasks: tuple[Path, Path] = (TASK, TASK)) -> list[Ended]:
