@@ -18,6 +18,7 @@ from paceline.config.command_line import asks_for_help, dashed, read_words
 from paceline.config.parse import Given
 from paceline.config.yaml_file import read_file
 from paceline.core.run_folder import METRICS
+from paceline.core.terminal import tell
 from paceline.observe.journal import read
 from paceline.observe.progress import clock_time
 
@@ -54,11 +55,11 @@ def run(argv: Sequence[str]) -> int:
     if "print_config" not in given:
         if not given.keys() >= {"train_manifest", "val_manifest"}:
             _speak(corpus)
-        sys.stdout.write(f"paceline train {' '.join(words)}\n")
+        tell(f"paceline train {' '.join(words)}\n")
         sys.stdout.flush()
     code = train.run(words)
     if code == 0 and out is not None and (out / METRICS).exists():
-        sys.stdout.write("\n".join(["", *closing(out, corpus, time.monotonic() - began, _report(out)), ""]))
+        tell("\n".join(["", *closing(out, corpus, time.monotonic() - began, _report(out)), ""]))
     return code
 
 
@@ -98,11 +99,11 @@ def _speak(folder: Path) -> None:
     spoken = find_corpus(folder, CorpusSettings())
     again = "new" if spoken is None else "as made before"
     if spoken is None:
-        sys.stdout.write(f"espeak-ng speaks a corpus into {folder}\n")
+        tell(f"espeak-ng speaks a corpus into {folder}\n")
         sys.stdout.flush()
         with SideBar("utterances") as bar:
             spoken = make_corpus(folder, progress=bar.show)
-    sys.stdout.write(f"corpus: {spoken.num_utterances:,} utterances, {spoken.hours:.2f} hours, {again}\n")
+    tell(f"corpus: {spoken.num_utterances:,} utterances, {spoken.hours:.2f} hours, {again}\n")
 
 
 def _report(out: Path) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.config.load import load
 from paceline.config.settings import Section
 from paceline.core.run_folder import BrokenRecord, NotARun, RunFolder, RunRecord, read_record
+from paceline.core.terminal import one_line, tell
 from paceline.observe.report.runs import NoRun
 from paceline.observe.report.settings import ABSENT, OWN_NAMES
 
@@ -31,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
     options = load(DiffOptions, argv, prog="paceline diff", positional=POSITIONAL)
     changes = differences(_read(options.left), _read(options.right))
     if not changes:
-        sys.stdout.write("no difference\n")
+        tell("no difference\n")
         return 0
     _show(changes, str(options.left), str(options.right))
     return 1
@@ -84,7 +85,7 @@ def _show(changes: dict[str, Rows], left: str, right: str) -> None:
     for heading, rows in changes.items():
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for title in (heading, left, right):
-            table.add_column(title, overflow="fold")
+            table.add_column(one_line(title), overflow="fold")
         for name, values in rows.items():
-            table.add_row(name, *values)
+            table.add_row(*map(one_line, (name, *values)))
         console.print(table)

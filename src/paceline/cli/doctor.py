@@ -16,6 +16,7 @@ from pydantic import Field
 from paceline.cli.procs import check_procs
 from paceline.config.load import load
 from paceline.config.settings import PositiveFloat, Section
+from paceline.core.terminal import emit, tell, visible
 from paceline.core.units import count
 from paceline.world.discover.environment import World, discover
 
@@ -71,7 +72,7 @@ def _check(world: World, options: DoctorOptions) -> int:
         findings = examine(link, options.folder)
         if link.is_first:
             if options.json:
-                sys.stdout.write(json.dumps([asdict(each) for each in findings], indent=1) + "\n")
+                emit(json.dumps([asdict(each) for each in findings], indent=1) + "\n")
             else:
                 show(findings)
             sys.stdout.flush()
@@ -107,9 +108,9 @@ def show(findings: Sequence[Finding]) -> None:
         table.add_column(title, overflow="fold")
     for each in findings:
         todo = f"\n-> {each.todo}" if each.todo else ""
-        table.add_row(each.what, each.verdict, f"{each.found}{todo}")
+        table.add_row(*map(visible, (each.what, each.verdict, f"{each.found}{todo}")))
     console = Console(file=sys.stdout, highlight=False, markup=False)
     console.print(table)
     counts = {verdict: sum(each.verdict == verdict for each in findings) for verdict in ("problem", "warning")}
     parts = [count(number, verdict) for verdict, number in counts.items()]
-    sys.stdout.write(f"{', '.join(parts)}\n")
+    tell(f"{', '.join(parts)}\n")

@@ -18,6 +18,7 @@ from paceline.config.load import load
 from paceline.config.settings import Positive, Section, TrainConfig
 from paceline.core.errors import PacelineError
 from paceline.core.run_folder import BrokenRecord, RunRecord, read_record
+from paceline.core.terminal import emit, tell
 
 if TYPE_CHECKING:
     from paceline.train.task import Task
@@ -110,9 +111,9 @@ def evaluate(options: EvalOptions) -> int:
     if link.is_first and options.json:
         step = reader.load(checkpoint, [], verify=False).step
         results = {"run": str(options.run), "checkpoint": str(checkpoint), "step": step, "metrics": metrics}
-        sys.stdout.write(json.dumps(outcome.plain(results)) + "\n")
+        emit(json.dumps(outcome.plain(results)) + "\n")
     elif link.is_first:
-        sys.stdout.write(f"{checkpoint}\n{outcome.table(metrics)}")
+        tell(f"{checkpoint}\n{outcome.table(metrics)}")
     return 0
 
 

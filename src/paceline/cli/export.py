@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from paceline.config.load import load
 from paceline.config.settings import Section
+from paceline.core.terminal import tell
 
 PROG = "paceline export"
 
@@ -45,5 +45,5 @@ def run(argv: Sequence[str]) -> int:
     about = {"run": str(options.run), "checkpoint": checkpoint.name}
     export(task, options.folder, apply.read_weights(checkpoint), about)
     files = ", ".join(sorted(path.name for path in options.folder.iterdir()))
-    sys.stdout.write(f"{checkpoint}\n{options.folder}: {files}\n")
+    tell(f"{checkpoint}\n{options.folder}: {files}\n")
     return 0

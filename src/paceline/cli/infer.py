@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from paceline.cli.eval import UseOptions, open_run, run_here_or_on_procs
 from paceline.core.errors import PacelineError
+from paceline.core.terminal import tell
 
 
 class InferOptions(UseOptions):
@@ -77,7 +77,7 @@ def infer(options: InferOptions) -> int:
         line = partial(outcome.json_line if options.json else outcome.text_line, names=DatasetTraits(data).names)
         number = outcome.write_predictions(pairs, link, line, options.out)
     if link.is_first and options.out is not None:
-        sys.stdout.write(f"{number} predictions in {options.out}\n")
+        tell(f"{number} predictions in {options.out}\n")
     return 0
 
 

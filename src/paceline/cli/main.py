@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.terminal import tell, warn
+
 if TYPE_CHECKING:
     from paceline.core.errors import PacelineError
 
@@ -58,17 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         except PacelineError as error:
             return _mistake(error)
     if not words or words[0] in ("-h", "--help"):
-        sys.stdout.write(_help())
+        tell(_help())
         return 0
     if words[0] == "--version":
         from paceline import __version__
 
-        sys.stdout.write(f"paceline {__version__}\n")
+        tell(f"paceline {__version__}\n")
         return 0
     if words[0] not in COMMANDS:
         nearest = difflib.get_close_matches(words[0], COMMANDS, n=1)
         hint = f"did you mean `paceline {nearest[0]}`?" if nearest else f"commands: {', '.join(COMMANDS)}"
-        sys.stderr.write(f"error: there is no command {words[0]!r}\n  {hint}\n")
+        warn(f"error: there is no command {words[0]!r}\n  {hint}\n")
         return 2
     return _run(words[0], words[1:])
 
@@ -93,7 +95,7 @@ def _run(name: str, words: list[str]) -> int:
 
 
 def _mistake(error: PacelineError) -> int:
-    sys.stderr.write(f"error: {error}\n" + (f"  {error.hint}\n" if error.hint else ""))
+    warn(f"error: {error}\n" + (f"  {error.hint}\n" if error.hint else ""))
     return 2
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Literal
 from paceline.config.load import load
 from paceline.config.settings import Positive, Section
 from paceline.core.json_text import json_text
+from paceline.core.terminal import emit, tell, warn
 from paceline.observe.bars import SideBar
 
 PROG = "paceline manifest"
@@ -90,13 +90,13 @@ OPTIONS, POSITIONAL = ManifestOptions, ("action", "path")
 
 def run(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        sys.stdout.write(_help())
+        tell(_help())
         return 0 if argv else 2
     action, rest = argv[0], argv[1:]
     if action not in ACTIONS:
         nearest = difflib.get_close_matches(action, ACTIONS, n=1)
         hint = f"did you mean `{PROG} {nearest[0]}`?" if nearest else f"there are {', '.join(ACTIONS)}"
-        sys.stderr.write(f"error: there is no `{PROG} {action}`\n  {hint}\n")
+        warn(f"error: there is no `{PROG} {action}`\n  {hint}\n")
         return 2
     if action == "scan":
         return _scan(load(ScanOptions, rest, prog=f"{PROG} scan", positional=("path",)))
@@ -129,7 +129,7 @@ def _scan(options: ScanOptions) -> int:
     if not scan.lines:
         raise scanning.NothingFound(options.path, [f"  {line}" for line in scan.report()])
     scanning.write_lines(out, map(scanning.as_line, scan.lines))
-    sys.stdout.write("\n".join([*scan.report(), f"{out}: {len(scan.lines):,} utterances, {scan.hours:,.2f} h"]) + "\n")
+    tell("\n".join([*scan.report(), f"{out}: {len(scan.lines):,} utterances, {scan.hours:,.2f} h"]) + "\n")
     return 0
 
 
@@ -152,12 +152,12 @@ def _stats(options: StatsOptions) -> int:
     statistics = manifest_stats.stats(manifest)
     if options.json:
         listed = [{**asdict(line), "path": str(line.path)} for line in bad]
-        sys.stdout.write(json_text({**statistics.as_json(), "num_bad": num_bad, "bad": listed}) + "\n")
+        emit(json_text({**statistics.as_json(), "num_bad": num_bad, "bad": listed}) + "\n")
     else:
         summary = [f"bad lines: {num_bad:,}", *shown(bad, num_bad), ""] if num_bad else []
         if options.check and not num_bad:
             summary = [f"all {len(manifest):,} files were decoded and are sound", ""]
-        sys.stdout.write("\n".join([*summary, *manifest_stats.show(statistics)]) + "\n")
+        tell("\n".join([*summary, *manifest_stats.show(statistics)]) + "\n")
     return 1 if num_bad else 0
 
 
@@ -178,7 +178,7 @@ def _split(options: SplitOptions) -> int:
     manifest, _ = read_manifests(options.path, min_seconds=0.0)
     for part in splitting.split(manifest, shares, outs, seed=options.seed, by=options.by):
         part.write()
-        sys.stdout.write(f"{part}\n")
+        tell(f"{part}\n")
     return 0
 
 

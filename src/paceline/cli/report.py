@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from paceline.core.disk import cannot_write, replacing
 from paceline.core.errors import PacelineError
 from paceline.core.paths import near
 from paceline.core.run_folder import METRICS
+from paceline.core.terminal import tell
 
 if TYPE_CHECKING:
     from paceline.observe.report.section import RecipeReport
@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
     if not options.runs:
         raise NoRunGiven
     path = options.out or (options.runs[0] / PAGE if len(options.runs) == 1 else Path(PAGE))
-    sys.stdout.write(f"{write_report(options.runs, path)}\n")
+    tell(f"{write_report(options.runs, path)}\n")
     return 0
 
 

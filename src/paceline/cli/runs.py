@@ -29,6 +29,7 @@ from paceline.core.run_folder import (
     read_record,
     status_now,
 )
+from paceline.core.terminal import emit, one_line, tell
 from paceline.observe.progress import clock_time
 from paceline.observe.records import Json, ProgressRecord, is_number
 
@@ -100,11 +101,11 @@ def run(argv: Sequence[str]) -> int:
         (read_line(folder, options.folder) for folder in find_runs(options.folder)), key=lambda line: line.when or ""
     )
     if options.json:
-        sys.stdout.write(json.dumps([asdict(line) for line in lines], indent=1) + "\n")
+        emit(json.dumps([asdict(line) for line in lines], indent=1) + "\n")
     elif lines:
-        sys.stdout.write(table(lines, _width()))
+        tell(table(lines, _width()))
     else:
-        sys.stdout.write(f"no runs in {options.folder}\n")
+        tell(f"no runs in {options.folder}\n")
     return 0
 
 
@@ -219,7 +220,8 @@ def _columns(lines: Sequence[RunLine]) -> list[_Column]:
         _Column("task", [line.task for line in lines], 9),
         _Column("when", [(line.when or "")[:16] for line in lines], 8),
     ]
-    return [column for column in columns if column.title == "run" or any(column.cells)]
+    shown = [column for column in columns if column.title == "run" or any(column.cells)]
+    return [column._replace(cells=[one_line(cell) for cell in column.cells]) for column in shown]
 
 
 def _done(line: RunLine) -> str:

@@ -24,6 +24,7 @@ from paceline.config.settings import Positive, Section, TrainConfig
 from paceline.core.disk import CannotWrite, replacing
 from paceline.core.errors import PacelineError
 from paceline.core.run_folder import BATCH, RunFolder
+from paceline.core.terminal import emit, tell
 from paceline.world.launch.batch_script import NAME, BatchJob, mebibytes, seconds
 from paceline.world.launch.sge import GridEngine, choose_environment, sge_script
 from paceline.world.launch.slurm import slurm_script
@@ -158,7 +159,7 @@ def run(argv: Sequence[str]) -> int:
     path = options.script or command.folder / f"{options.scheduler}-{moment}.sh"
     text = script(options, command, Path.cwd(), logs=path.parent.absolute())
     if options.dry_run:
-        sys.stdout.write(text)
+        emit(text)
         return 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +169,7 @@ def run(argv: Sequence[str]) -> int:
     except OSError as error:
         raise CannotWrite(path, error, "choose another `--script FILE`, or another `--out` for the run") from error
     answer = _queue(["sbatch"] if options.scheduler == "slurm" else ["qsub"], path)
-    sys.stdout.write(f"{answer.strip()}\nscript {path}\n")
+    tell(f"{answer.strip()}\nscript {path}\n")
     return 0
 
 

@@ -20,6 +20,7 @@ from paceline.config.problems import Problem, SettingsInvalid
 from paceline.config.run_path import run_folder
 from paceline.config.settings import Section, TrainConfig
 from paceline.core.errors import PacelineError
+from paceline.core.terminal import emit
 from paceline.world.discover.environment import World, discover
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def _run(world: World, name: str, rest: list[str]) -> int:
     settings = task_settings(options, task_class.Settings)
     if options.print_config:
         if world.rank == 0:
-            sys.stdout.write(f"# {PROG} {name} --config THIS_FILE\n{as_yaml(settings)}")
+            emit(f"# {PROG} {name} --config THIS_FILE\n{as_yaml(settings)}")
         return 0
     procs = "auto" if options.distributed == "dp" else options.procs
     if world.launcher == "plain" and (procs != 1 or options.max_restarts):

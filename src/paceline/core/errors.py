@@ -22,6 +22,8 @@ from typing import Any, ClassVar
 
 from typing_extensions import dataclass_transform
 
+from paceline.core.terminal import visible
+
 
 @dataclass_transform()
 class PacelineError(Exception):
@@ -51,6 +53,10 @@ class PacelineError(Exception):
         names = _Attributes(self)
         super().__init__(self.sentence.format_map(names))
         self.hint = type(self).hint.format_map(names)
+
+    def __str__(self) -> str:
+        """Return the message. It may hold names and lines from files, which must not command a terminal."""
+        return visible(super().__str__())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the message and the fields as they are; `__init__` is not called again."""

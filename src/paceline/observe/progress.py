@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from rich.console import Console
 
+from paceline.core.terminal import visible
 from paceline.core.units import plural
 from paceline.observe.bars import REFRESH_S, Bar, NotebookBar, TerminalBar, is_notebook
 from paceline.observe.rank_log import CONSOLE
@@ -62,13 +63,14 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print what a user must know, also with `--progress none`."""
+        text = visible(text)
         _console_log.info(text)
         self._console.print(text, markup=False)
 
     def tell(self, text: str) -> None:
         """Print what a user likes to see."""
         if self._style == "none":
-            _console_log.info(text)
+            _console_log.info(visible(text))
         else:
             self.say(text)
 

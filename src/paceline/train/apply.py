@@ -5,7 +5,6 @@ Nothing of the run is changed, and nothing of a training step is needed: no trai
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -17,6 +16,7 @@ from paceline.config.settings import TrainConfig
 from paceline.core.errors import PacelineError
 from paceline.core.keys import key
 from paceline.core.run_folder import NotARun, RunFolder, RunRecord
+from paceline.core.terminal import warn
 from paceline.data.fetch import seed_everything
 from paceline.data.grain import Grain, map_tensors
 from paceline.train import setup
@@ -154,9 +154,9 @@ def find_checkpoint(folder: Path, which: Which) -> Path:
         found = reader.Found(newest.checkpoint, list(broken.values()))
         if found.checkpoint is not None:
             name = found.checkpoint.path.name
-            sys.stderr.write(f"no sound checkpoint of {folder} has a score: taking the last one, {name}\n")
+            warn(f"no sound checkpoint of {folder} has a score: taking the last one, {name}\n")
     for error in found.broken:
-        sys.stderr.write(f"skipped a broken checkpoint: {error}\n")
+        warn(f"skipped a broken checkpoint: {error}\n")
     if found.checkpoint is None:
         raise NoCheckpoint(*_none_found(folder, bool(found.broken)))
     return found.checkpoint.path
@@ -210,7 +210,7 @@ def attach(task: Task, config: TrainConfig, link: Link) -> None:
 
     def say(text: str) -> None:
         if link.is_first:
-            sys.stderr.write(f"{text}\n")
+            warn(f"{text}\n")
 
     task.attach(Surroundings(config, link, say))
 

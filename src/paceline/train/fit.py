@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from paceline.config.run_path import run_folder
 from paceline.config.settings import TrainConfig
 from paceline.core.run_folder import RunFolder
+from paceline.core.terminal import tell
 from paceline.observe.callback import Callback
 from paceline.train import apply
 from paceline.train import predictions as outcome
@@ -58,13 +58,13 @@ def _apply(task: Task, config: TrainConfig, link: Link) -> Result:
     if config.mode == "eval":
         metrics = apply.evaluate_run(task, config, link, folder, checkpoint)
         if link.is_first:
-            sys.stdout.write(f"{checkpoint}\n{outcome.table(metrics)}")
+            tell(f"{checkpoint}\n{outcome.table(metrics)}")
         return Result("evaluated", step, math.nan, metrics, mode="eval")
     pairs = apply.predict_run(task, config, link, folder, checkpoint)
     file = folder / PREDICTIONS
     written = outcome.write_predictions(pairs, link, outcome.json_line, file)
     if link.is_first:
-        sys.stdout.write(f"{checkpoint}\n{written} predictions in {file}\n")
+        tell(f"{checkpoint}\n{written} predictions in {file}\n")
     return Result("predicted", step, math.nan, mode="infer", predictions=file)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from paceline.core.disk import CannotWrite, replacing
 from paceline.core.errors import PacelineError
 from paceline.core.json_text import json_text
+from paceline.core.terminal import emit
 from paceline.world.link import Link
 
 
@@ -54,7 +54,7 @@ def write_predictions(
     if path is None or not link.is_first:
         number = 0
         for number, pair in enumerate(pairs, 1):  # noqa: B007
-            sys.stdout.write(line(*pair))
+            emit(line(*pair))
         return number
     with ExitStack() as stack:
         try:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.cli.pack.options import PackOptions, PackUsage, skipped_lines, to_bytes
 from paceline.config.load import load
 from paceline.core.paths import near
+from paceline.core.terminal import tell, warn
 from paceline.core.units import size
 from paceline.data.packed.errors import PACKED, is_packed
 from paceline.observe.bars import SideBar
@@ -29,7 +29,7 @@ def run(argv: Sequence[str]) -> int:
         return _pack(options)
     except KeyboardInterrupt:
         goes_on = not (options.info or options.verify or options.extract)
-        sys.stderr.write(f"stopped{'; the same command goes on where it was' if goes_on else ''}\n")
+        warn(f"stopped{'; the same command goes on where it was' if goes_on else ''}\n")
         return INTERRUPTED
 
 
@@ -63,5 +63,5 @@ def _pack(options: PackOptions) -> int:
         report.append(f"{result.num_resumed:,} rows were there already, from a packing that was stopped")
     shards = f" in {len(result.files)} shards" if len(result.files) > 1 else ""
     report.append(f"{near(last)}: {result.num_rows:,} rows, {size(result.nbytes)}{shards}, written and compared")
-    sys.stdout.write("\n".join(report) + "\n")
+    tell("\n".join(report) + "\n")
     return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.cli.pack.options import PackOptions, PackUsage, refuse_idle, rows_of, skipped_lines
 from paceline.core.errors import PacelineError
 from paceline.core.paths import near
+from paceline.core.terminal import tell, warn
 from paceline.core.units import duration, size
 from paceline.data.manifest.bad_line import MOST_SHOWN
 from paceline.data.packed.extract import extract, is_free
@@ -43,14 +44,14 @@ def _each(paths: tuple[str, ...], action: Callable[[str], int]) -> int:
             if len(paths) == 1:
                 raise
             sys.stdout.flush()
-            sys.stderr.write(f"error: {error}\n" + (f"  {error.hint}\n" if error.hint else ""))
+            warn(f"error: {error}\n" + (f"  {error.hint}\n" if error.hint else ""))
             codes.append(UNREADABLE)
     return max(codes)
 
 
 def _info(path: str) -> int:
 
-    sys.stdout.write("\n".join(_description(open_packed(Path(path)))) + "\n")
+    tell("\n".join(_description(open_packed(Path(path)))) + "\n")
     return 0
 
 
@@ -68,7 +69,7 @@ def _verify(path: str) -> int:
     report.append(
         f"{near(path)}: {len(packed):,} rows, {size(number)} read: {f'{blocks}: {again}' if damages else 'sound'}"
     )
-    sys.stdout.write("\n".join(report) + "\n")
+    tell("\n".join(report) + "\n")
     return DAMAGED if damages else 0
 
 
@@ -87,7 +88,7 @@ def _extract(options: PackOptions) -> int:
         many = f"{extraction.num_others:,} other files were there, and stay"
         report.append(f"{near(folder)}: {many if extraction.num_others > 1 else '1 other file was there, and stays'}")
     report.append(f"{near(extraction.manifest)}: {extraction.num_rows:,} rows")
-    sys.stdout.write("\n".join(report) + "\n")
+    tell("\n".join(report) + "\n")
     return 0
 
 

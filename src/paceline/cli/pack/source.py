@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.pack.options import PackOptions, PackUsage, refuse_idle, rows_of
 from paceline.cli.recipes import RECIPES
 from paceline.config.load import load
+from paceline.core.terminal import tell
 from paceline.data.packed.errors import is_packed
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _speech(options: PackOptions, words: Sequence[str]) -> Source:
     needs_text = options.streams is None or "text" in options.streams
     manifest, reading = read_manifests(words, min_seconds=0.0, bad_data=options.bad_data, needs_text=needs_text)
     for line in reading.lines():
-        sys.stdout.write(f"{line}\n")
+        tell(f"{line}\n")
     rows = rows_of(options, len(manifest), ", ".join(words))
     features = _features(options) if options.features else None
     return ManifestSource(

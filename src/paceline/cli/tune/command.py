@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -21,6 +20,7 @@ from paceline.config.load import load
 from paceline.config.settings import PositiveFloat, Section, TrainConfig
 from paceline.config.yaml_file import read_file
 from paceline.core.errors import PacelineError
+from paceline.core.terminal import tell, warn
 from paceline.world.discover.environment import discover
 
 PROG = "paceline tune"
@@ -98,7 +98,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         return _run(argv)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted before anything was measured\n")
+        warn("interrupted before anything was measured\n")
         return EXIT_INTERRUPT
 
 
@@ -119,7 +119,7 @@ def _run(argv: Sequence[str]) -> int:
     settings = task_settings(options, task_type.Settings)
     idle = without_effect(settings)
     if idle and world.rank == 0 and world.launcher != "procs":  # whose launcher has said so
-        sys.stdout.write(f"without effect here, as nothing is kept: {', '.join(idle)}\n")
+        tell(f"without effect here, as nothing is kept: {', '.join(idle)}\n")
     if options.range_test:
         from paceline.cli.tune.range_test import range_test
 

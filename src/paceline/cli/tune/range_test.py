@@ -12,6 +12,7 @@ from paceline.cli.tasks import make_task
 from paceline.cli.tune.command import PROG, TuneCommand
 from paceline.cli.tune.search import check_folder, write_text
 from paceline.config.settings import TrainConfig
+from paceline.core.terminal import tell
 from paceline.observe.bars import SideBar
 from paceline.train.task import Task
 from paceline.train.tune.plot import plot
@@ -62,10 +63,10 @@ def _run(world: World, task_type: type[Task], options: TuneCommand, settings: Tr
             )
         is_interrupted = bool(link.broadcast_object(is_cut_short(points, options.lr_steps) if link.is_first else None))
         if link.is_first:
-            sys.stdout.write("".join(f"{line}\n" for line in report(points, options, is_interrupted=is_interrupted)))
+            tell("".join(f"{line}\n" for line in report(points, options, is_interrupted=is_interrupted)))
             if options.csv is not None:
                 write_text(options.csv, csv_text(points))
-                sys.stdout.write(f"{options.csv} is written, with {len(points)} steps\n")
+                tell(f"{options.csv} is written, with {len(points)} steps\n")
     return EXIT_INTERRUPT if is_interrupted else 0
 
 

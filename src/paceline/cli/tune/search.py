@@ -17,6 +17,7 @@ from paceline.cli.tune.command import TuneCommand
 from paceline.config.settings import TrainConfig
 from paceline.core.disk import CannotWrite
 from paceline.core.errors import PacelineError
+from paceline.core.terminal import tell
 from paceline.observe.bars import SideBar
 from paceline.speed.autotune import knobs as tune_space
 from paceline.speed.autotune.proof import is_decided
@@ -317,5 +318,5 @@ def _with_rate(trial: Trial, samples_per_s: float) -> Trial:
 
 
 def _print(lines: list[str]) -> None:
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    tell("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()

@@ -18,6 +18,7 @@ from typing import NoReturn
 from torch.distributed import DistBackendError, DistError, DistNetworkError
 
 from paceline.core.errors import PacelineError
+from paceline.core.terminal import warn
 from paceline.world.discover.environment import World
 from paceline.world.failure import stacks
 from paceline.world.failure.board import (
@@ -94,7 +95,7 @@ def fail_together(world: World, job: Callable[[], int | None]) -> int:
             _fail(world, error)
         if not isinstance(error, PacelineError):
             raise
-        sys.stderr.write(f"{user_message(error)}\n")
+        warn(f"{user_message(error)}\n")
         return EXIT_USER_ERROR
     finally:
         _is_guarded = False
@@ -137,7 +138,7 @@ def _fail(world: World, error: BaseException) -> NoReturn:
     except (DistError, PacelineError):
         board, first = None, (mine := _report_without_store(world, mine))
     if first == mine and mine.kind != "interrupt":
-        sys.stderr.write(f"{mine}\n")
+        warn(f"{mine}\n")
         sys.stderr.flush()
     if board is not None:
         with suppress(DistError):
