@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -203,3 +204,79 @@ def test_a_journal_of_nonsense_gives_a_line(runs: Path, tmp_path: Path, capsys: 
     capsys.readouterr()
     assert main(["runs", str(tmp_path)]) == 0
     assert "finished" in capsys.readouterr().out
+
+
+ESC = "\x1b[2J\x1b]0;owned\x07\u202e"
+
+
+def hostile_run(folder: Path, *, record: object = None, lines: list[dict[str, Any]] | None = None) -> Path:
+    """A run folder as a stranger may send it."""
+    folder.mkdir(parents=True)
+    start = {"time": f"2026-01-01{ESC}", "command": f"paceline {ESC}", "host": ESC, "versions": {ESC: ESC}, "git": None}
+    plain = {"settings": {"lr": ESC, ESC: 1, "monitor": f"dev/{ESC}"}, "task": ESC, "status": f"x{ESC}", "grains": 1}
+    (folder / "run.json").write_text(json.dumps({**plain, "starts": [start]} if record is None else record))
+    step = {"kind": "step", "step": 0, "epoch": 0, "loss": 1.0, "lr": 0.1}
+    lines = [{"kind": "validation", "step": 0, "epoch": 0, f"dev/{ESC}": 1.0}] if lines is None else lines
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [step, *lines]))
+    return folder
+
+
+def test_text_of_a_run_does_not_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On ce01e4b `runs` and `diff` wrote ESC characters of run.json, and of names of folders, as they are."""
+    hostile_run(tmp_path / f"a{ESC}")
+    other = hostile_run(tmp_path / "b", record={"settings": {}, "task": "t", "status": "finished", "grains": 1})
+    (tmp_path / "b" / ".lock").write_text(f"pid 1 on {ESC}")
+    for words in (
+        ["runs", str(tmp_path)],
+        ["diff", str(tmp_path / f"a{ESC}"), str(other)],
+        ["runs", f"{tmp_path}{ESC}"],
+    ):
+        main(words)
+        shown = capsys.readouterr()
+        assert "x1b" in shown.out + shown.err
+        assert not set("\x1b\x07\u202e") & set(shown.out + shown.err)
+
+
+FINDING = {"kind": "data", "text": "t", "advice": "a"}
+
+
+@pytest.mark.parametrize(
+    "epoch",
+    [
+        {"findings": [{"text": "t", "advice": "a"}, {}, 3, None, FINDING]},
+        {"findings": {"a": 1}},
+        {"memory": {"host_bytes": 1}, "meetings": [], "way": 3, "device": {"ms": 3}, "seconds": [{"data": None}]},
+        {"loss": "low", "rates": {"a": "b"}, "hosts": 3, "steps": [], "padding": 10**400, "more": 1},
+    ],
+)
+def test_records_of_another_form_are_as_if_missing(
+    epoch: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On ce01e4b a finding without a kind was a traceback of `report`."""
+    lines = [{"kind": "epoch", "step": 0, "epoch": 0, **epoch}, {"kind": "validation", "step": 0, "dev/loss": []}]
+    run = hostile_run(tmp_path / "a", lines=lines)
+    assert main(["report", str(run), "--out", str(tmp_path / "a.html")]) == 0, capsys.readouterr().err
+    assert main(["runs", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", ".lock", "checkpoints"])
+@pytest.mark.parametrize("kind", ["folder", "pipe", "deep"])
+def test_something_else_in_place_of_a_file(
+    name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No traceback, and no waiting for a pipe."""
+    run = hostile_run(tmp_path / "runs" / "a")
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**record, "status": "running"}))
+    (run / name).unlink(missing_ok=True)
+    if kind == "folder" and name != "checkpoints":
+        (run / name).mkdir()
+    elif kind == "pipe":
+        os.mkfifo(run / name)
+    else:
+        (run / name).write_text("[" * 100_000)
+    assert main(["runs", str(tmp_path / "runs")]) == 0
+    train = ["train", TOWER, *QUICK, "--resume", "auto", "--out", str(run)]
+    for words in (["diff", str(run), str(run)], ["report", str(run), "--out", str(tmp_path / "a.html")], train):
+        assert main(words) in (0, 2)
+    capsys.readouterr()

@@ -31,7 +31,8 @@ from paceline.core.run_folder import (
 )
 from paceline.core.terminal import emit, one_line, tell
 from paceline.observe.progress import clock_time
-from paceline.observe.records import Json, ProgressRecord, is_number
+from paceline.observe.records import Json, ProgressRecord
+from paceline.observe.typed_json import is_number
 
 with warnings.catch_warnings():
     # `json` hides a method that pydantic itself has given up; it is the word that users know.

@@ -23,8 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from paceline.core.bounded_file import open_text
 from paceline.core.disk import CannotWrite, is_aside, replacing
 from paceline.core.errors import PacelineError
+from paceline.core.json_text import parse_json, read_json
 
 RECORD, METRICS, LOCK = "run.json", "metrics.jsonl", ".lock"
 CHECKPOINTS, LOGS, BATCH, TIMELINES = "checkpoints", "logs", "batch", "profile"
@@ -35,6 +37,9 @@ _MAY_PRECEDE_RECORD = (LOCK, BATCH, LOGS)
 _LOCK_TRIES, _LOCK_PAUSE_S = 10, 0.02
 """`status_now` of another process holds the lock for a moment."""
 _ON = " on "
+_MAX_OWNER = 1000
+_MAX_LINE = 64 * 2**20
+"""Characters of a journal's line; what is longer is no record."""
 
 
 class NotARun(PacelineError):
@@ -61,6 +66,19 @@ class RunBusy(PacelineError):
     owner: str
     sentence = "{folder} is being trained by {owner}"
     hint = "wait for it or stop it, or choose another `--out`"
+
+
+class JournalUnreadable(PacelineError):
+    """Something else than a file that may be read is in the journal's place."""
+
+    path: Path
+    error: OSError
+    sentence = "{path} cannot be read: {reason}"
+    hint = "bring back the file that the run wrote, or leave this run out"
+
+    @property
+    def reason(self) -> str:
+        return str(self.error.strerror)
 
 
 # -- the record --------------------------------------------------------------------------------------------------------
@@ -96,13 +114,17 @@ class RunRecord:
         if not isinstance(values, dict) or not isinstance(values.get("settings"), dict):
             raise BrokenRecord("has no settings", "it has no 'settings'")
         rest = dict(values)
+        for name, kind in (("grains", int | None), ("choice", dict | None)):
+            if not isinstance(rest.get(name), kind):
+                raise BrokenRecord(f"has {name} of another form", f"its {name!r} has another form")
+        starts = rest.pop("starts", None)
         return cls(
             settings=rest.pop("settings"),
             task=_text(rest.pop("task", None)),
             status=_text(rest.pop("status", None)),
             grains=rest.pop("grains", None),
             choice=rest.pop("choice", None),
-            starts=list(rest.pop("starts", None) or ()),
+            starts=[_start(each) for each in starts if isinstance(each, dict)] if isinstance(starts, list) else [],
             other=rest,
         )
 
@@ -120,12 +142,21 @@ class RunRecord:
 
 
 def read_record(folder: Path) -> RunRecord:
-    """Return the record of the run in `folder`; raises `BrokenRecord`, or `OSError` where there is none."""
+    """Return the record of the run in `folder`; raises `BrokenRecord`, or `FileNotFoundError` where there is none."""
     try:
-        values = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        values = read_json(folder / RECORD)
     except ValueError as error:
         raise BrokenRecord(f"is not JSON ({error})", str(error)) from error
+    except FileNotFoundError:
+        raise
+    except OSError as error:  # a folder in its place, a pipe, no permission
+        raise BrokenRecord(f"cannot be read ({error.strerror})", str(error.strerror)) from error
     return RunRecord.from_json(values)
+
+
+def _start(start: dict[str, Any]) -> dict[str, Any]:
+    """Return the record of a start without parts of another form than provenance.py gives them."""
+    return {name: value for name, value in start.items() if name not in ("versions", "git") or isinstance(value, dict)}
 
 
 def _text(value: object) -> str | None:
@@ -158,8 +189,8 @@ def read_journal(path: Path) -> JournalRecords:
         "progress": journal.progress,
     }
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
+        with open_text(path) as file:
+            for line in iter(lambda: file.readline(_MAX_LINE), ""):
                 record = _journal_record(line)
                 if record is None:
                     journal.num_unread += line.endswith("\n")
@@ -167,6 +198,8 @@ def read_journal(path: Path) -> JournalRecords:
                     kinds[record["kind"]].append(record)
     except FileNotFoundError:
         pass
+    except OSError as error:
+        raise JournalUnreadable(path, error) from error
     return journal
 
 
@@ -183,8 +216,8 @@ def read_progress(path: Path) -> JournalEnd:
     """Read how far a run is. Fast: the steps before the last one, most of the lines, are not parsed."""
     last, progress, validations = "", "", []
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
+        with open_text(path) as file:
+            for line in iter(lambda: file.readline(_MAX_LINE), ""):
                 if not line.endswith("\n"):
                     break  # being written, or cut short by a crash
                 if '"kind": "validation"' in line:
@@ -207,14 +240,14 @@ def _journal_record(line: str) -> dict[str, Any] | None:
 
 def _parsed(line: str) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = parse_json(line)
+    except ValueError:
         return None
     return record if isinstance(record, dict) else None
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
 
 
 # -- lock and status ---------------------------------------------------------------------------------------------------
@@ -228,9 +261,9 @@ def status_now(folder: Path, status: str) -> str:
     if status != RUNNING:
         return status
     try:
-        with (folder / LOCK).open(encoding="utf-8", errors="replace") as file:
+        with open_text(folder / LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            host = file.read().strip().rpartition(_ON)[2]
+            host = file.read(_MAX_OWNER).strip().rpartition(_ON)[2]
     except BlockingIOError:
         return RUNNING
     except OSError:  # no lock, or a file system without locks
@@ -252,7 +285,7 @@ class RunFolder:
 
     @property
     def is_run(self) -> bool:
-        return (self.folder / RECORD).exists()
+        return os.path.exists(self.folder / RECORD)  # unlike Path.exists also where the name is too long to be one
 
     def lock(self) -> None:
         """Keep others out until `unlock`, or until this process ends, however it does."""

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from typing_extensions import Self
+
+from paceline.observe.typed_json import declared, fits, is_count, is_number, may_be_list
 
 Json = dict[str, Any]
 """A line of `metrics.jsonl`, as it is written and as callbacks get it."""
@@ -61,8 +63,11 @@ class Part:
     """A JSON object inside a record. All keys are written; those that older files lack have defaults."""
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        return cls(**{each.name: values[each.name] for each in _fields(cls) if each.name in values})
+    def from_json(cls, values: object) -> Self | None:
+        """Read an object; a value of another type is as one that is missing. None if it cannot do without."""
+        fitting = _fitting(cls, values) if isinstance(values, dict) else {}
+        required = [each.name for each in _fields(cls) if each.default is MISSING and each.default_factory is MISSING]
+        return cls(**fitting) if isinstance(values, dict) and fitting.keys() >= set(required) else None
 
     def to_json(self) -> Json:
         return {each.name: getattr(self, each.name) for each in _fields(self)}
@@ -70,6 +75,16 @@ class Part:
 
 def _fields(of: Any) -> tuple[Field[Any], ...]:
     return fields(of)
+
+
+def _fitting(cls: type, values: Mapping[str, Any]) -> Json:
+    """Return the values of a class's fields that have the types of these."""
+    kinds = declared(cls)
+    return {
+        each.name: values[each.name]
+        for each in _fields(cls)
+        if fits(values.get(each.name), kinds[each.name]) and each.name in values
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -222,8 +237,15 @@ class StepRecord(NamedTuple):
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> StepRecord:
-        notes = {name: value for name, value in line.items() if name not in STEP_KEYS}
-        return cls(line["step"], line.get("epoch", 0), line.get("loss"), line.get("lr"), notes)
+        notes = {name: value for name, value in line.items() if name not in STEP_KEYS and is_number(value)}
+        epoch, loss, lr = line.get("epoch"), line.get("loss"), line.get("lr")
+        return cls(
+            line["step"],
+            epoch if is_count(epoch) else 0,
+            loss if is_number(loss) else None,
+            lr if is_number(lr) else None,
+            notes,
+        )
 
 
 STEP_KEYS = frozenset(("kind", "step", "epoch", "loss", "lr"))
@@ -293,8 +315,12 @@ class ValidationRecord:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> ValidationRecord:
-        metrics = {name: value for name, value in line.items() if name not in _VALIDATION_KEYS}
-        return cls(line["step"], line.get("epoch", 0), line.get("seconds", 0.0), metrics, line.get("samples"))
+        metrics = {
+            name: value if is_number(value) or "/" not in name else None
+            for name, value in line.items()
+            if name not in _VALIDATION_KEYS
+        }
+        return cls(**{**_fitting(cls, line), "metrics": metrics})
 
 
 _VALIDATION_KEYS = frozenset(("kind", "step", "epoch", "seconds", "samples"))
@@ -409,10 +435,12 @@ class EpochRecord:
     def from_json(cls, line: Mapping[str, Any]) -> EpochRecord:
         values: Json = {}
         names = {"kind"}
+        kinds = declared(cls)
         for each in _fields(cls):
             names.add(each.name)
-            if line.get(each.name) is not None:
-                values[each.name] = _read(line[each.name], _PARTS.get(each.name))
+            value = _read(line.get(each.name), _PARTS.get(each.name), kinds[each.name])
+            if value is not None:
+                values[each.name] = value
         return cls(**values, more={name: value for name, value in line.items() if name not in names})
 
 
@@ -429,14 +457,18 @@ _PARTS: dict[str, type[Part]] = {
 """Fields of an epoch that are JSON objects, or lists of them."""
 
 
-def _read(value: Any, part: type[Part] | None) -> Any:
+def _read(value: Any, part: type[Part] | None, kind: Any) -> Any:
+    """Return a value of an epoch's field, None where it has another type; findings that are none are left out."""
     if part is None:
-        return value
-    return [part.from_json(each) for each in value] if isinstance(value, list) else part.from_json(value)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+        return value if fits(value, kind) else None
+    if not may_be_list(kind):
+        return part.from_json(value)
+    if not isinstance(value, list):
+        return None
+    parts = [part.from_json(each) for each in value]
+    if part is Finding:
+        return [each for each in parts if each is not None]
+    return None if None in parts else parts
 
 
 def declared_numbers(*of: Any) -> dict[str, Number]:

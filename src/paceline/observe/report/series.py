@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+
+from paceline.observe.typed_json import is_number
 
 MOST_POINTS = 2000
 """Points of one curve: more than a screen has columns."""
@@ -58,4 +59,4 @@ def _decayed(values: Sequence[float], keep: float) -> list[tuple[float, float]]:
 
 def short(value: float | None, digits: int = 5) -> float | None:
     """Round to five digits, enough for the eye; None for what is not finite, which JSON cannot hold."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
+    return float(f"{value:.{digits}g}") if is_number(value) else None
