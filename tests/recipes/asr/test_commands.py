@@ -76,6 +76,38 @@ def mistake(capfd: pytest.CaptureFixture[str]) -> Type:
     return type_wrong
 
 
+# -- labels ------------------------------------------------------------------------------------------------------------
+
+
+def respelled(folder: Path, name: str, changes: dict[str, str]) -> Path:
+    """The manifest with other letters, as of another language."""
+    table = str.maketrans(changes)
+    lines = [json.loads(line) for line in (folder / f"{name}.json").read_text().splitlines()]
+    named = [{**line, "text": line["text"].translate(table)} for line in lines]
+    return tiny.manifest(folder / f"{name}-{'-'.join(changes.values())}.json", named)
+
+
+def test_labels_that_lack_letters_are_refused_with_those_to_set(folder: Path, shown: Type, mistake: Type) -> None:
+    german, sets = respelled(folder, "train", {"b": "ß", "c": "ä"}), respelled(folder, "dev", {"b": "ß"})
+    words = [*typed(folder, "--epochs", 1), "--train-manifest", german, "--val-manifest", sets]
+    message = mistake(*words)
+    assert "train, dev-ß: " in message
+    assert "of the words lose letters that are not among the labels: ß" in message
+    assert "becomes" in message
+    assert '`--labels " abcßä"`' in message
+
+    run = folder / "german"
+    printed = shown(*words, "--out", run, "--labels", " abcßä")
+    assert "lost letters" not in printed
+    assert paceline.asr.load(run).labels.symbols == tuple(" abcßä")
+    printed = shown(*words, "--out", folder / "mutilated", "--max-lost-words", 1)
+    assert "of the words lost letters" in printed
+
+    assert "the model cannot write them" in mistake("eval", folder / "run", "--manifest", sets, "--device", "cpu")
+    assert shown("eval", folder / "run", "--manifest", sets, "--device", "cpu", "--max-lost-words", 1)
+    assert "'a' stands there more than once" in mistake(*words, "--labels", " aab")
+
+
 # -- eval --------------------------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from paceline.core.paths import AbsolutePath
 from paceline.recipes.asr.data.validation_sets import SetWord
 from paceline.recipes.asr.network.config import NetworkSettings, read_network
 from paceline.recipes.asr.sound.perturb import PerturbSettings
-from paceline.recipes.asr.text.labels import TextMode
+from paceline.recipes.asr.text.labels import Labels, TextMode, read_labels
 
 OPTIMIZER: OptimizerName = "novograd"
 BETAS = (0.95, 0.5)
@@ -59,6 +59,9 @@ class SpeechSettings(Section):
     """Train on the first so many only."""
     new_decoder: bool = False
     """With `init_from`: take the encoder only and start with a new last layer, for other labels."""
+    labels: str | None = None
+    """Characters that the network writes, as one text (`--labels " abcdefghijklmnopqrstuvwxyzäöüß'"`), instead of those
+    of its file; or a text file (.txt) with them."""
     text_rules: TextMode = "en"
     """How transcripts are brought to the labels: English (numbers as words), spelling only, or not at all."""
 
@@ -73,6 +76,9 @@ class UseSettings(Section):
     bad_data: Literal["stop", "skip"] = free("stop")
     """Whether a bad line or file ends the run before it starts, or is left out and listed. Of a file whose damage shows
     only when it is read whole: whether it ends the run then, or adds nothing to it."""
+    max_lost_words: Annotated[float, Field(ge=0, le=1)] = free(0.01)
+    """Largest share of a data set's words that may lose letters because these are no labels; fewer are reported, more
+    refused."""
     check_audio: bool = free(True)
     """Look at every audio file before the first step: is it there, whole, and as long as the manifest says."""
 
@@ -88,6 +94,17 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
     schedule: ScheduleName = "cosine"
     warmup_ratio: Fraction | None = 0.05
     order: Order = "bucket"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_labels(cls, values: Any) -> Any:
+        """Put `labels` into the network, where everything looks for them."""
+        if not isinstance(values, dict) or not isinstance(values.get("labels"), str | list | tuple):
+            return values
+        text = read_labels(values["labels"])
+        network = read_network(values.get("network", cls.model_fields["network"].default))
+        labelled = network.model_copy(update={"labels": Labels(tuple(text)).symbols})
+        return {**values, "labels": text, "network": labelled}
 
     @model_validator(mode="before")
     @classmethod

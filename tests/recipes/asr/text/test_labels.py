@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
 import unicodedata
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,12 +18,16 @@ from paceline.recipes.asr.text.labels import (
     ENGLISH,
     BadLabels,
     Labels,
+    LabelsLackLetters,
     Normalized,
     Normalizer,
     OutsideLabels,
     TextMode,
     TextReport,
+    covering,
     encode_all,
+    is_heard,
+    read_labels,
     required_frames,
 )
 
@@ -129,9 +135,8 @@ def test_the_labels_decide() -> None:
     assert normalize("\u00c9 e\u0301!", apart, "basic").text == "e\u0301 e\u0301"
     thai = Labels(("\u0e33", "\u0e19"))  # NFKC would take the first to pieces
     assert normalize("\u0e19\u0e33!", thai, "basic").text == "\u0e19\u0e33"
-    assert normalize("你好, 世界!\n", CHINESE, "basic") == normalize("你好 世界", CHINESE, "basic").__class__(
-        "你好世界", True, {}
-    )
+    chinese = normalize("你好, 世界!\n", CHINESE, "basic")
+    assert (chinese.text, chinese.changed, chinese.dropped) == ("你好世界", True, {})
 
 
 @given(st.text(max_size=40), st.sampled_from(["en", "basic", "none"]), st.sampled_from([ENGLISH, UPPER, CHINESE]))
@@ -210,3 +215,82 @@ def test_the_report_says_all() -> None:
     total.dropped.update({chr(0x4E00 + number): 1 for number in range(30)})
     assert str(total).startswith("normalised 1,205 of 28,540 texts; ")
     assert str(total).endswith(" and 13 more; 2 empty")
+
+
+# -- labels that lack the language's letters ---------------------------------------------------------------------------
+
+
+def refused(texts: list[str], labels: Labels = ENGLISH, mode: TextMode = "en", is_training: bool = True) -> str:
+    report = encode_all(texts, labels, mode)[1]
+    error = LabelsLackLetters("train", report, labels, mode, is_training)
+    return f"{error}\n  {error.hint}"
+
+
+@pytest.mark.parametrize(
+    ("text", "labels", "mode", "num_words", "num_hurt"),
+    [
+        ("the cat's 12 mice, café-owner", ENGLISH, "en", 4, 1),
+        ("die Straße ist schön", ENGLISH, "en", 4, 2),
+        ("Guten Tag", ENGLISH, "basic", 2, 0),
+        ("Guten Tag", ENGLISH, "none", 2, 2),
+        ("cost 5 pounds", ENGLISH, "basic", 3, 1),
+        ("你好吗 hello", ENGLISH, "en", 4, 3),
+        ("你好", CHINESE, "en", 2, 0),
+        ("Straße", UPPER, "basic", 1, 0),
+        ("wait - \u00ab no \u00bb ...", ENGLISH, "basic", 5, 0),
+        ("", ENGLISH, "en", 0, 0),
+    ],
+)
+def test_words_that_lose_letters(text: str, labels: Labels, mode: TextMode, num_words: int, num_hurt: int) -> None:
+    """Punctuation and case are no loss; an accent, a letter or a digit that is dropped makes another word."""
+    normalized = normalize(text, labels, mode)
+    assert (normalized.num_words >= num_words, normalized.num_hurt) == (True, num_hurt)
+    report = encode_all(["a b", text], Labels((*labels.symbols, *({" ", "a", "b"} - labels.characters))), mode)[1]
+    assert report.num_words == normalized.num_words + 2
+
+
+def test_the_labels_to_set_are_shown_and_cover_the_texts() -> None:
+    texts = ["Die Straße ist schön", "Übermut", "ein Tag"]
+    message = refused(texts)
+    assert message.startswith("train: 42.9% of the words lose letters that are not among the labels: Ü 1, ß 1, ö 1")
+    assert "'Die Straße ist schön' becomes 'die strae ist schon'" in message
+    symbols = " abcdefghijklmnopqrstuvwxyz'ßöü"
+    assert f'`--labels "{symbols}"`, in YAML `labels: "{symbols}"`' in message
+    assert message.endswith("`--max-lost-words 0.44` goes on without them")
+    assert encode_all(texts, Labels(tuple(symbols)), "en")[1].num_hurt == 0
+
+
+def test_text_rules_are_the_better_advice_where_they_are_enough() -> None:
+    assert "with `--text-rules basic`" in refused(["HELLO"], mode="none")
+    assert "with `--text-rules en`" in refused(["take 7"], mode="basic")
+    assert "`--text-rules basic --labels " in refused(["Die Straße"], mode="none")
+    assert "--text-rules" not in refused(["nimm 7 Äpfel"], mode="basic"), "English numbers for no other language"
+    assert "the model cannot write them" in refused(["Straße"], is_training=False)
+
+
+@given(
+    st.lists(st.text(st.characters(codec="utf-8"), max_size=12), max_size=6), st.sampled_from(["en", "basic", "none"])
+)
+def test_covering_labels_lose_nothing(texts: list[str], mode: TextMode) -> None:
+    report = encode_all(texts, ENGLISH, mode)[1]
+    assert 0 <= report.num_hurt <= report.num_words
+    lost = [each for each in report.dropped + report.stripped if is_heard(each)]
+    again = encode_all(texts, covering(ENGLISH, lost, mode), mode)[1]
+    assert again.num_hurt == 0
+
+
+def test_labels_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "labels.txt").write_text(" aä\n", encoding="utf-8")
+    assert read_labels(str(tmp_path / "labels.txt")) == read_labels([" ", "a", "ä"]) == read_labels(" aä") == " aä"
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_labels("absent.txt")
+
+
+@pytest.mark.parametrize("name", ["fsdd", "librispeech", "mini-librispeech"])
+def test_real_transcripts_lose_nothing(name: str) -> None:
+    folder = Path(__file__).parents[5] / "shared" / "data" / name
+    if not folder.is_dir():
+        pytest.skip(f"no {folder}")
+    for manifest in folder.glob("*.json"):
+        texts = [json.loads(line)["text"] for line in manifest.read_text().splitlines()]
+        assert encode_all(texts, ENGLISH, "en")[1].num_hurt == 0

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from paceline.config.problems import first_lines
+from paceline.core.run_folder import RunFolder
 from paceline.data.audio.check import check_all
 from paceline.data.manifest.bad_line import BadLine, BadManifest, shown
 from paceline.data.manifest.columns import Manifest
@@ -27,7 +28,15 @@ from paceline.recipes.asr.network.config import NetworkSettings
 from paceline.recipes.asr.settings import AsrSettings
 from paceline.recipes.asr.sound.features import LogMel
 from paceline.recipes.asr.sound.perturb import is_active
-from paceline.recipes.asr.text.labels import EncodedTexts, Labels, TextReport, encode_all, required_frames
+from paceline.recipes.asr.text.labels import (
+    EncodedTexts,
+    Labels,
+    LabelsLackLetters,
+    TextReport,
+    encode_all,
+    required_frames,
+)
+from paceline.train.checkpoint.format import listed
 
 TRAINING = "train"
 BAD_DATA = "bad-data.txt"
@@ -101,7 +110,9 @@ class Opening:
             raise BadManifest(bad, sum(look.num_bad for look in refused), is_all=is_all)
         self.bad = [line for look in looks.values() for line in look.bad]
         self.num_bad = sum(look.num_bad for look in looks.values())
-        return {part: self._finish(part, look) for part, look in looks.items()}
+        finished = {part: self._finish(part, look) for part, look in looks.items()}
+        self._check_labels({part: report for part, (_, report) in finished.items()})
+        return {part: corpus for part, (corpus, _) in finished.items()}
 
     def _look(self, part: Part) -> _Look:
         settings = self._settings
@@ -139,7 +150,7 @@ class Opening:
             mine = check_all(manifest, rows, threads=threads, progress=progress)
         return [line for lines in self._gather(mine) for line in lines]
 
-    def _finish(self, part: Part, look: _Look) -> Corpus:
+    def _finish(self, part: Part, look: _Look) -> tuple[Corpus, TextReport]:
         manifest, reading = look.manifest, look.reading
         assert manifest is not None
         assert reading is not None
@@ -153,7 +164,25 @@ class Opening:
         texts, report = encode_all(_texts(manifest), Labels(self._settings.network.labels), self._settings.text_rules)
         for remark in remarks(report, manifest, texts, self._settings.network):
             self._say(f"{part.name}: {remark}")
-        return Corpus(manifest, texts)
+        return Corpus(manifest, texts), report
+
+    def _check_labels(self, reports: Mapping[Part, TextReport]) -> None:
+        """Refuse transcripts that the labels cannot write; a run that goes on has been trained on them already."""
+        settings = self._settings
+        names = [part.name for part, report in reports.items() if report.lost_share > settings.max_lost_words]
+        if not names:
+            return
+        together = TextReport()
+        for part, report in reports.items():
+            if part.name in names:
+                together.add(report)
+        is_training = settings.mode in ("train", "train_eval")
+        labels = Labels(settings.network.labels)
+        refused = LabelsLackLetters(", ".join(names), together, labels, settings.text_rules, is_training)
+        goes_on = settings.resume != "no" and settings.out is not None and listed(RunFolder(settings.out).checkpoints)
+        if not goes_on:
+            raise refused
+        self._say(f"{refused}\n  {refused.hint}")
 
 
 def list_bad(folder: Path, bad: Sequence[BadLine], num_bad: int) -> None:

@@ -5,13 +5,17 @@ All transcripts of a manifest are held in one array of ids, so that a million of
 
 from __future__ import annotations
 
+import json
+import math
 import re
+import shlex
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import Any, Final, Literal, overload
 
 import numpy as np
@@ -38,6 +42,11 @@ _PLAIN: Final = {
 _QUOTED: Final = re.compile("\u2018(.*?)\u2019(?!\\w)", re.DOTALL)
 _INNER_APOSTROPHE: Final = re.compile(r"(?<=\w)'(?=\w)")
 _SPACES: Final = re.compile(r"  +")
+_WORD: Final = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
+    "|[^\\s\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]+"
+)
+"""A word; a single character in scripts that put no space between words (Thai, Lao, Burmese, Khmer, Chinese, kana)."""
 
 
 class BadLabels(PacelineError):
@@ -121,6 +130,21 @@ class Labels:
         return self._id_by_code[np.minimum(codes, len(self._id_by_code) - 1)]
 
 
+def read_labels(value: str | Sequence[str]) -> str:
+    """Return labels as one text, from a text, a list of characters, or a file (.txt) that holds them.
+
+    No set of labels looks like the name of such a file: it would have one character twice.
+    """
+    if not isinstance(value, str):
+        return "".join(map(str, value))
+    if not value.endswith(".txt"):
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8").strip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{value} cannot be read: {error}") from None
+
+
 ENGLISH: Final = Labels((" ", *"abcdefghijklmnopqrstuvwxyz", "'"))
 """Labels of QuartzNet and Jasper: 28, the blank is 28."""
 
@@ -133,6 +157,12 @@ class Normalized:
     changed: bool
     dropped: Mapping[str, int]
     """Number of drops of each character that no label stands for."""
+    stripped: Mapping[str, int] = field(default_factory=dict)
+    """Number of letters of each kind that lost their accent, because only the letter without it is a label."""
+    num_words: int = 0
+    """In the text, before anything is lost."""
+    num_hurt: int = 0
+    """Words that lost a letter, an accent or a digit: what is trained on is another word."""
 
 
 class _Plain(dict[int, str]):
@@ -159,6 +189,8 @@ class _Spelling(dict[int, str]):
         self._labels = labels
         self.lost: set[str] = set()
         """Characters met that no label stands for."""
+        self.stripped: set[str] = set()
+        """Letters met that are written without their accent."""
 
     def __missing__(self, code: int) -> str:
         character = chr(code)
@@ -167,7 +199,7 @@ class _Spelling(dict[int, str]):
             kind = unicodedata.category(character)
             # punctuation parts words; format characters (soft hyphen, byte order mark) have no sound: neither is a loss
             spelled = " " if kind[0] in "PSZ" or character.isspace() else ""
-            if not (kind[0] in "PZ" or kind == "Cf" or character.isspace()):
+            if is_heard(character):
                 self.lost.add(character)
             spelled = spelled if " " in self._labels else ""
         self[code] = spelled
@@ -178,8 +210,20 @@ class _Spelling(dict[int, str]):
         for form in (character, parts, parts[0]):  # whole, base letter and accents apart, base letter alone
             for cased in (form, form.lower(), form.upper()):
                 if self._labels.issuperset(cased):
+                    if form is not character and form != parts:
+                        self.stripped.add(character)
                     return cased
         return None
+
+
+def is_heard(character: str) -> bool:
+    """Return True if a character stands for a sound: letters, digits and symbols, not punctuation, space or format."""
+    kind = unicodedata.category(character)
+    return not (kind[0] in "PZ" or kind == "Cf" or character.isspace())
+
+
+def count_words(text: str) -> int:
+    return len(text.split()) if text.isascii() else len(_WORD.findall(text))
 
 
 class Normalizer:
@@ -199,20 +243,26 @@ class Normalizer:
     def __call__(self, text: str) -> Normalized:
         clean = text
         dropped: dict[str, int] = {}
+        stripped: dict[str, int] = {}
+        before = text
         if self._mode != "none":
             clean = self._unify(clean)
             if self._mode == "en":
                 clean = expand(clean, self._labels.characters)
             if "'" in clean and "'" not in self._labels.characters:
                 clean = _INNER_APOSTROPHE.sub("", clean)
-            spelled = clean.translate(self._spelling)
+            spelled, before = clean.translate(self._spelling), clean
             if self._spelling.lost:
                 dropped = _count(clean, self._spelling.lost)
+            if self._spelling.stripped:
+                stripped = _count(clean, self._spelling.stripped)
             clean = _SPACES.sub(" ", spelled).strip(" ")
         elif not self._labels.characters.issuperset(clean):
             dropped = _count(clean, set(clean) - self._labels.characters)
             clean = "".join([character for character in clean if character not in dropped])
-        return Normalized(clean, clean != text, dropped)
+        hurt = {character for character in (*dropped, *stripped) if is_heard(character)}
+        num_hurt = sum(not hurt.isdisjoint(word) for word in _WORD.findall(before)) if hurt else 0
+        return Normalized(clean, clean != text, dropped, stripped, count_words(before), num_hurt)
 
     def _unify(self, text: str) -> str:
         """Signs and letters that only look different as one; code points that labels do not tell apart."""
@@ -234,20 +284,47 @@ class TextReport:
     num_empty: int = 0
     """Texts of which nothing is left."""
     dropped: Counter[str] = field(default_factory=Counter)
+    stripped: Counter[str] = field(default_factory=Counter)
+    """Letters that lost their accent."""
+    num_words: int = 0
+    num_hurt: int = 0
+    """Words that lost a letter, an accent or a digit."""
+    example: tuple[str, str] | None = None
+    """A text with such words, before and after."""
+
+    @property
+    def lost_share(self) -> float:
+        """Share of the words that are not what was said."""
+        return self.num_hurt / max(1, self.num_words)
+
+    def add_text(self, text: str, normalized: Normalized) -> None:
+        """Enter what normalisation did to a text that is counted already."""
+        self.num_changed += normalized.changed
+        self.dropped.update(normalized.dropped)
+        self.stripped.update(normalized.stripped)
+        self.num_words += normalized.num_words - count_words(text)  # a number may become several words
+        self.num_hurt += normalized.num_hurt
+        if normalized.num_hurt and self.example is None:
+            self.example = (text, normalized.text)
 
     def add(self, other: TextReport) -> None:
         self.num_texts += other.num_texts
         self.num_changed += other.num_changed
         self.num_empty += other.num_empty
         self.dropped.update(other.dropped)
+        self.stripped.update(other.stripped)
+        self.num_words += other.num_words
+        self.num_hurt += other.num_hurt
+        self.example = self.example or other.example
 
     def __str__(self) -> str:
         lines = [f"normalised {self.num_changed:,} of {self.num_texts:,} texts"]
         if self.dropped:
-            by_count = sorted(self.dropped.items(), key=lambda pair: (-pair[1], pair[0]))
-            named = [f"{_shown(character)} {count:,}" for character, count in by_count[:_MAX_SHOWN]]
-            more = f" and {len(by_count) - _MAX_SHOWN:,} more" if len(by_count) > _MAX_SHOWN else ""
-            lines.append(f"dropped characters outside the labels: {', '.join(named)}{more}")
+            lines.append(f"dropped characters outside the labels: {counted(self.dropped)}")
+        if self.stripped:
+            lines.append(f"accents outside the labels taken off: {counted(self.stripped)}")
+        if self.num_hurt:
+            lines.append(f"{self.lost_share:.2%} of the words lost letters")
         if self.num_empty:
             lines.append(f"{self.num_empty:,} empty")
         return "; ".join(lines)
@@ -300,11 +377,11 @@ def encode_all(texts: Iterable[str], labels: Labels, mode: TextMode) -> tuple[En
     ids: list[NDArray[Any]] = []
     lengths: list[NDArray[np.int64]] = []
     for chunk in _chunks(texts):
+        report.num_words += sum(map(count_words, chunk))
         for number in _to_normalize(chunk, labels, mode):
             normalized = normalizer(chunk[number])
+            report.add_text(chunk[number], normalized)
             chunk[number] = normalized.text
-            report.num_changed += normalized.changed
-            report.dropped.update(normalized.dropped)
         ids.append(labels._ids("".join(chunk)).astype(labels.dtype))
         lengths.append(_lengths(chunk))
         report.num_texts += len(chunk)
@@ -341,6 +418,93 @@ def _lengths(texts: list[str]) -> NDArray[np.int64]:
 
 def _count(text: str, characters: set[str]) -> dict[str, int]:
     return {character: text.count(character) for character in sorted(characters.intersection(text))}
+
+
+def counted(characters: Mapping[str, int]) -> str:
+    """Return characters with their counts in words, the most frequent ones first."""
+    by_count = sorted(characters.items(), key=lambda pair: (-pair[1], pair[0]))
+    named = [f"{_shown(character)} {count:,}" for character, count in by_count[:_MAX_SHOWN]]
+    more = f" and {len(by_count) - _MAX_SHOWN:,} more" if len(by_count) > _MAX_SHOWN else ""
+    return f"{', '.join(named)}{more}"
+
+
+# -- labels that lack the language's letters ---------------------------------------------------------------------------
+
+
+class LabelsLackLetters(PacelineError):
+    """Labels that cannot write the transcripts: training, or measuring, on them would be on other words."""
+
+    part: str
+    report: TextReport
+    labels: Labels
+    mode: TextMode
+    is_training: bool = True
+    sentence = "{part}: {share} of the words lose letters that are not among the labels: {letters}{example}"
+    hint = "{advice}"
+
+    @property
+    def share(self) -> str:
+        return f"{self.report.lost_share:.1%}"
+
+    @property
+    def letters(self) -> str:
+        return counted(_hurt(self.report))
+
+    @property
+    def example(self) -> str:
+        before, after = self.report.example or ("", "")
+        return f"\n  {_cut(before)!r} becomes {_cut(after)!r}" if before else ""
+
+    @property
+    def advice(self) -> str:
+        share = min(1.0, math.ceil(100 * self.report.lost_share + 1) / 100)
+        go_on = f"`--max-lost-words {share:g}` goes on without them"
+        if not self.is_training:
+            return f"the model cannot write them, and its error rate would be that of other words; {go_on}"
+        rules, lost = _better_rules(self.labels, list(_hurt(self.report)), self.mode)
+        words = [f"--text-rules {rules}"] * (rules != self.mode)
+        if not lost:
+            return f"bring the transcripts to the labels with `{words[0]}`; {go_on}"
+        symbols = "".join(covering(self.labels, lost, rules).symbols)
+        words.append(f"--labels {_quoted(symbols)}")
+        yaml = f"in YAML `labels: {json.dumps(symbols, ensure_ascii=False)}`"
+        return f"set labels that have them: `{' '.join(words)}`, {yaml}; {go_on}"
+
+
+def covering(labels: Labels, characters: Iterable[str], mode: TextMode) -> Labels:
+    """Return labels that have these characters, too, after those that are there; in their case, unless texts are taken
+    as they are."""
+    letters = [symbol for symbol in labels.symbols if symbol.lower() != symbol.upper()]
+    is_lower, is_upper = (all(map(test, letters)) for test in (str.islower, str.isupper))
+    more: dict[str, None] = {}
+    for character in sorted(characters):
+        plain = character
+        if mode != "none" and letters and is_lower != is_upper:
+            plain = character.lower() if is_lower else character.upper()
+        more |= dict.fromkeys(plain if len(plain) == 1 else character)
+    return Labels((*labels.symbols, *sorted(symbol for symbol in more if symbol not in labels.characters)))
+
+
+def _hurt(report: TextReport) -> Counter[str]:
+    return Counter({char: count for char, count in (report.dropped + report.stripped).items() if is_heard(char)})
+
+
+def _better_rules(labels: Labels, lost: list[str], mode: TextMode) -> tuple[TextMode, list[str]]:
+    """Return text rules that lose fewer of the characters, and those that they still lose."""
+    modes: tuple[TextMode, ...] = ("basic", "en")
+    still = {rules: [each for each in lost if Normalizer(labels, rules)(each).num_hurt] for rules in modes}
+    if not still["en"] and still["basic"]:
+        return "en", []  # numbers as words, where the rest is English
+    return ("basic", still["basic"]) if mode == "none" else (mode, lost)
+
+
+def _quoted(text: str) -> str:
+    """Return a text as a shell takes it, in double quotes where that is enough."""
+    return shlex.quote(text) if set(text) & set('"$`\\!') else f'"{text}"'
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _shown(character: str) -> str:
