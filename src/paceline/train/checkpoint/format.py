@@ -3,11 +3,13 @@
     <run>/checkpoints/step-00000120/
         model.safetensors, optimizer.safetensors, ...   one file per part, a part being a dict of named tensors
         model.shard-0-of-4.safetensors, ...             or one per part and rank: see pieces.py
-        state.json                                      plain values: positions, counters, settings
-        digests.json                                    size and xxh3_128 of every file above, written last
+        state.json                                      plain values: positions, counters, settings; size and digest of
+                                                        every file above; digest of all of these values
+        digests.json                                    size and digest (xxh3_128) of every file above, written last
 
-The folder is whole or it is not there. It is read by the safetensors library and the JSON parser, neither of which can
-run code.
+The folder is whole or it is not there. State, digests and folder must name the same files, so that no flipped bit drops
+or renames a part; checkpoints of before name none in their state. It is read by the safetensors library and the JSON
+parser, neither of which can run code.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import xxhash
+
 from paceline.core.errors import PacelineError
-from paceline.train.checkpoint.snapshot import Digest
+from paceline.train.checkpoint.snapshot import Digest, digest_of
 
 FORMAT = 1
 STATE, DIGESTS, TENSORS = "state.json", "digests.json", ".safetensors"
@@ -88,18 +92,23 @@ def stage_of(path: Path) -> int:
 
 
 def score_of(path: Path) -> tuple[float | None, Mode]:
-    """Return score and mode; a checkpoint that cannot be read, or whose score is NaN, has none."""
+    """Return score and mode; a checkpoint whose state cannot be read or is damaged, or whose score is NaN, has none."""
     try:
-        document = read_json(path, STATE)
+        check_file(path, STATE, read_digests(path)[STATE])
+        state = read_state(path)
     except CheckpointBroken:
         return None, "min"
-    score, mode = document.get("score"), document.get("mode")
-    if isinstance(score, int | float) and score == score and mode in ("min", "max"):
-        return score, mode
+    if isinstance(state.score, int | float) and state.score == state.score and state.mode in ("min", "max"):
+        return state.score, state.mode
     return None, "min"
 
 
 # -- state.json --------------------------------------------------------------------------------------------------------
+
+
+Entries = dict[str, dict[str, Any]]
+"""Size and digest by file name, as JSON has them."""
+_SEAL = "xxh3_128"
 
 
 @dataclass(frozen=True)
@@ -111,10 +120,26 @@ class StateFile:
     mode: Mode
     state: dict[str, Any]
     """Plain values of the run."""
+    files: Entries | None
+    """Entries of the files with the parts; None in checkpoints of before."""
 
     def to_json(self) -> bytes:
-        document = {"format": FORMAT, "step": self.step, "score": self.score, "mode": self.mode, "state": self.state}
+        document: dict[str, Any] = {
+            "format": FORMAT,
+            "step": self.step,
+            "score": self.score,
+            "mode": self.mode,
+            "state": self.state,
+        }
+        if self.files is not None:
+            document["files"] = self.files
+            document[_SEAL] = _digest_of_values(document)
         return json.dumps(document, indent=1).encode()
+
+
+def _digest_of_values(document: Mapping[str, Any]) -> str:
+    values = {key: value for key, value in document.items() if key != _SEAL}
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
 
 
 def read_state(path: Path) -> StateFile:
@@ -124,12 +149,22 @@ def read_state(path: Path) -> StateFile:
         raise CheckpointBroken(path, STATE, f"has format {document.get('format')}, this version reads {FORMAT}")
     if missing := {"step", "score", "state"} - document.keys():
         raise CheckpointBroken(path, STATE, f"lacks {', '.join(sorted(missing))}")
-    return StateFile(document["step"], document["score"], document.get("mode", "min"), document["state"])
+    if _SEAL in document and document[_SEAL] != _digest_of_values(document):
+        raise CheckpointBroken(path, STATE, "its values are not what was written (digest differs)")
+    step, state, files = document["step"], document["state"], document.get("files")
+    if type(step) is not int or not isinstance(state, dict) or not isinstance(files, dict | None):
+        raise CheckpointBroken(path, STATE, "has a step, state or files of another type")
+    match = re.fullmatch(r"step-(\d+)", path.name)
+    if match and int(match[1]) != step:
+        raise CheckpointBroken(path, STATE, f"is of step {step}, its folder was renamed")
+    return StateFile(step, document["score"], document.get("mode", "min"), state, files)
 
 
 def read_json(path: Path, file: str) -> dict[str, Any]:
     """Read a JSON object from a file of a checkpoint; raises `CheckpointBroken`."""
     try:
+        if (path / file).exists() and not (path / file).is_file():  # reading a device might never end
+            raise CheckpointBroken(path, file, "is not a plain file")
         document = json.loads((path / file).read_bytes())
     except OSError as error:
         raise CheckpointBroken(path, file, error.strerror or str(error)) from error
@@ -141,9 +176,6 @@ def read_json(path: Path, file: str) -> dict[str, Any]:
 
 
 # -- digests.json ------------------------------------------------------------------------------------------------------
-
-Entries = dict[str, dict[str, Any]]
-"""Size and digest by file name, as JSON has them."""
 
 
 def entries_of(digests: Mapping[str, Digest]) -> Entries:
@@ -161,11 +193,45 @@ def read_digests(path: Path) -> dict[str, Digest]:
     for file, entry in read_json(path, DIGESTS).items():
         try:
             digests[file] = Digest(int(entry["bytes"]), str(entry["xxh3_128"]))
-        except (TypeError, KeyError, ValueError):
+        except (TypeError, KeyError, ValueError, OverflowError):
             raise no_digest(path, file) from None
+        if file != STATE and not _is_part(file):
+            raise CheckpointBroken(path, DIGESTS, f"lists {file!r}, which is no part")
     if STATE not in digests:
         raise no_digest(path, STATE)
     return digests
+
+
+def _is_part(file: str) -> bool:
+    return file.endswith(TENSORS) and "/" not in file
+
+
+def check_file(path: Path, file: str, expected: Digest, verify: bool = True) -> None:
+    """Raise `CheckpointBroken` unless a file has its size and, with `verify`, its digest."""
+    try:
+        num_bytes = (path / file).stat().st_size
+        if num_bytes != expected.num_bytes:
+            raise CheckpointBroken(path, file, f"has {num_bytes} bytes instead of {expected.num_bytes}")
+        if verify and digest_of(path / file) != expected:
+            raise CheckpointBroken(path, file, "its content is not what was written (digest differs)")
+    except OSError as error:
+        raise CheckpointBroken(path, file, error.strerror or str(error)) from error
+
+
+def check_parts(path: Path, digests: Mapping[str, Digest], state: StateFile) -> None:
+    """Raise `CheckpointBroken` unless digests, state and folder have the same parts.
+
+    Files that are not there are left to those who read them: some read only some parts.
+    """
+    entries = entries_of({file: digest for file, digest in digests.items() if file != STATE})
+    for file in {} if state.files is None else {**state.files, **entries}:
+        if file not in entries:
+            raise no_digest(path, file)
+        if state.files is not None and entries[file] != state.files.get(file):
+            raise CheckpointBroken(path, DIGESTS, f"says something else of {file} than {STATE}")
+    for file in sorted(each.name for each in path.glob(f"*{TENSORS}")):
+        if file not in entries:
+            raise CheckpointBroken(path, file, "is not a part that was saved here")
 
 
 def no_digest(path: Path, file: str) -> CheckpointBroken:

@@ -18,7 +18,7 @@ from paceline.core.run_folder import RunFolder, RunRecord
 from paceline.observe.progress import Progress
 from paceline.parallel.gather import gather_tensors
 from paceline.train.checkpoint import pieces, reader, state
-from paceline.train.checkpoint.format import DIGESTS
+from paceline.train.checkpoint.format import DIGESTS, STATE, CheckpointBroken
 from paceline.train.checkpoint.writer import Checkpointer
 from paceline.train.engine import Engine
 from paceline.train.position import Position, SettingsChanged, choose_grains, settings_changed
@@ -43,6 +43,19 @@ class NotACheckpoint(PacelineError):
         if RunFolder(self.path).is_run:
             return f"add `--out {self.path} --resume auto` to go on with it"
         return "checkpoints are folders like <run>/checkpoints/step-00000120"
+
+
+class NoSoundCheckpoint(PacelineError):
+    """A run all of whose checkpoints are broken: beginning anew in its folder would discard what it has written."""
+
+    folder: Path
+    broken: list[CheckpointBroken]
+    sentence = "{folder} cannot be resumed, no checkpoint of it is sound:\n{reasons}"
+    hint = "bring one back from a copy, or choose another `--out`"
+
+    @property
+    def reasons(self) -> str:
+        return "\n".join(f"  {error}" for error in self.broken)
 
 
 class CheckpointManager:
@@ -223,6 +236,8 @@ class CheckpointManager:
     def find(self) -> reader.Checkpoint | None:
         """Return the checkpoint to resume from, None for a new run. All ranks must call it."""
         checkpoint = self._find()
+        if checkpoint is not None:
+            _check_complete(checkpoint)
         config, ranks = self._config, self._link.world.size
         if checkpoint is None or config.allow_change or config.dataset_distribution == "shard":
             return checkpoint
@@ -244,6 +259,8 @@ class CheckpointManager:
             looked = reader.newest(self._run.checkpoints)
             for broken in looked.broken:
                 self._progress.say(f"skipped a broken checkpoint: {broken}")
+            if looked.checkpoint is None and looked.broken:
+                raise NoSoundCheckpoint(self._run.folder, looked.broken)
             chosen = None if looked.checkpoint is None else looked.checkpoint.path
         chosen = self._link.broadcast_object(chosen)
         return None if chosen is None else reader.load(chosen, verify=False)
@@ -252,3 +269,14 @@ class CheckpointManager:
         if self._run is not None and self._link.is_first:
             settings = self._config.model_dump(mode="json")
             self._run.write(RunRecord(settings, self._task, status, self.grains, self._choice, self._starts))
+
+
+_PARTS = frozenset({"model", "optimizer", "scale"})
+_VALUES = frozenset({"engine", "position", "world_size"})
+
+
+def _check_complete(checkpoint: reader.Checkpoint) -> None:
+    """Raise `CheckpointBroken` for a sound checkpoint that is not one of a training run, such as one of an own loop."""
+    missing = sorted(_PARTS - checkpoint.parts.keys()) + sorted(_VALUES - checkpoint.state.keys())
+    if missing:
+        raise CheckpointBroken(checkpoint.path, STATE, f"is not of a training run: it has no {', '.join(missing)}")

@@ -85,6 +85,8 @@ def missing(names: Sequence[str]) -> list[str]:
     for name in names:
         match = _NAME.fullmatch(name)
         if match is not None:
-            every = [shard_name(match["part"], rank, int(match["size"])) for rank in range(int(match["size"]))]
+            size = int(match["size"])
+            ranks = range(min(size, len(names) + 1))  # a size that is damaged may be any number
+            every = [shard_name(match["part"], rank, size) for rank in ranks]
             absent += [other for other in every if other not in names and other not in absent]
     return absent

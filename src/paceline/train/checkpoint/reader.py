@@ -18,13 +18,15 @@ from paceline.train.checkpoint.format import (
     TENSORS,
     CheckpointBroken,
     by_score,
+    check_file,
+    check_parts,
     listed,
     no_digest,
     read_digests,
     read_state,
     score_of,
 )
-from paceline.train.checkpoint.snapshot import Digest, digest_of
+from paceline.train.checkpoint.snapshot import Digest
 
 
 class PartMissing(PacelineError):
@@ -107,10 +109,12 @@ def load(path: Path, parts: Sequence[str] | None = None, verify: bool = True) ->
     Sizes are always checked. `verify=False` leaves out the digests, for ranks that load what another has verified.
     """
     digests = read_digests(path)
-    files = _files_of(path, digests, parts)
-    for file in (STATE, *(name + TENSORS for name in files)):
-        _check(path, file, digests[file], verify)
+    check_file(path, STATE, digests[STATE], verify)
     state = read_state(path)
+    check_parts(path, digests, state)
+    files = _files_of(path, digests, parts)
+    for name in files:
+        check_file(path, name + TENSORS, digests[name + TENSORS], verify)
     tensors = {name: _read_tensors(path, name + TENSORS) for name in files}
     return Checkpoint(state.step, pieces.join(tensors), state.state, state.score, path)
 
@@ -164,17 +168,6 @@ def _first_sound(paths: Sequence[Path], parts: Sequence[str] | None) -> Found:
         except CheckpointBroken as error:
             broken.append(error)
     return Found(None, broken)
-
-
-def _check(path: Path, file: str, expected: Digest, verify: bool) -> None:
-    try:
-        num_bytes = (path / file).stat().st_size
-        if num_bytes != expected.num_bytes:
-            raise CheckpointBroken(path, file, f"has {num_bytes} bytes instead of {expected.num_bytes}")
-        if verify and digest_of(path / file) != expected:
-            raise CheckpointBroken(path, file, "its content is not what was written (digest differs)")
-    except OSError as error:
-        raise CheckpointBroken(path, file, error.strerror or str(error)) from error
 
 
 def _read_tensors(path: Path, file: str) -> dict[str, Tensor]:

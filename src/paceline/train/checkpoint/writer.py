@@ -6,6 +6,7 @@ checkpoints that were there, and at most a folder that nobody takes for one. for
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +135,9 @@ class Checkpointer:
         with self._stalled():
             self._settle()
             _check_plain(dict(state), "state")
-            text = StateFile(step, score, self.mode, dict(state)).to_json()
+            values = StateFile(step, score, self.mode, copy.deepcopy(dict(state)), None)
             refill(self._snapshots, parts)
-            self._pending = self._writer.submit(self._write, step, text)
+            self._pending = self._writer.submit(self._write, values)
             if not self._background:
                 self._settle()
 
@@ -172,22 +174,21 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         pending.result()
 
-    def _write(self, step: int, state: bytes) -> None:
-        final = self.folder / folder_name(step)
+    def _write(self, values: StateFile) -> None:
+        final = self.folder / folder_name(values.step)
         aside = self.folder / (WRITING + final.name)
         try:
             aside.mkdir(exist_ok=self._num_writers > 1)
             digests = {
                 part + TENSORS: snapshot.write(aside / (part + TENSORS)) for part, snapshot in self._snapshots.items()
             }
-            if self._rank == 0:
-                digests[STATE] = write_file(aside / STATE, state)
             entries = entries_of(digests)
             if self._rank > 0:
                 self._hand_in(aside, entries)
                 return
             entries |= self._collect(aside, final)
-            write_file(aside / DIGESTS, entries_to_json(entries))
+            state = write_file(aside / STATE, replace(values, files=entries).to_json())
+            write_file(aside / DIGESTS, entries_to_json({**entries, **entries_of({STATE: state})}))
             sync(aside)
             if final.exists():
                 final.rename(self.folder / (REPLACED + final.name))
@@ -198,7 +199,7 @@ class Checkpointer:
                 shutil.rmtree(aside, ignore_errors=True)  # the space it holds is what the next attempt needs
             raise CheckpointFailed(final, "the checkpoint was not written", error) from error
         try:
-            self._retain(step)
+            self._retain(values.step)
         except OSError as error:
             raise CheckpointFailed(self.folder, "older checkpoints cannot be removed", error) from error
 
