@@ -29,9 +29,10 @@ def campaigns() -> dict[str, Campaign]:
     from tests.chaos.checkpoints import Checkpoints
     from tests.chaos.inputs import Inputs
     from tests.chaos.kills import Kills
+    from tests.chaos.network import Network
     from tests.chaos.races import Races
 
-    made: list[Campaign] = [Kills(), Inputs(), Checkpoints(), Races()]
+    made: list[Campaign] = [Kills(), Inputs(), Checkpoints(), Network(), Races()]
     return {campaign.name: campaign for campaign in made}
 
 

@@ -19,8 +19,8 @@ from paceline.recipes.continual.task import Continual
 
 MARKS = "CHAOS_MARKS"
 """Variable with the file that tasks append to when they reach a place: `rank place` per line."""
-STEP_S = 0.004
-"""Pause in a step: without it the whole run would be over before a signal arrives."""
+STEP_S = "CHAOS_STEP_S"
+"""Variable with the seconds of a pause in each step: without it the whole run would be over before a signal arrives."""
 PACKED = "CHAOS_PACKED"
 SAMPLES, FEATURES, CLASSES = 88, 6, 3
 
@@ -32,6 +32,12 @@ def mark(rank: int, place: str) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.write(descriptor, f"{rank} {place}\n".encode())
         os.close(descriptor)
+
+
+def pause() -> None:
+    """Make a step take as long as who attacks it needs."""
+    if MARKS in os.environ:
+        time.sleep(float(os.environ.get(STEP_S, "0.004")))
 
 
 def points(number: int, seed: int) -> TensorDataset:
@@ -76,8 +82,7 @@ class Plain(paceline.Task):
     def after_step(self, model: nn.Module, step: Any, grains: list[paceline.Grain]) -> None:
         self.seen += 1
         mark(self.world.rank, "step")
-        if MARKS in os.environ:
-            time.sleep(STEP_S)
+        pause()
 
     def state(self) -> dict[str, torch.Tensor]:
         mark(self.world.rank, "save")
@@ -112,8 +117,7 @@ class Replayed(Continual):
     def after_step(self, model: nn.Module, step: Any, grains: list[paceline.Grain]) -> None:
         super().after_step(model, step, grains)
         mark(self.world.rank, "step")
-        if MARKS in os.environ:
-            time.sleep(STEP_S)
+        pause()
 
 
 def pack(path: Path) -> None:

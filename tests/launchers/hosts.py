@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import shutil
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+_made = itertools.count()
 # Names the process and its files; /etc/hosts and the host's name are this process's own.
 _ENTER = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
 
@@ -24,6 +26,8 @@ class Host:
     address: str
     namespace: str
     hosts_file: Path
+    cable: str
+    """The bridge's end of its network cable."""
 
     @property
     def remote_shell(self) -> str:
@@ -54,10 +58,12 @@ def why_not() -> str | None:
 @contextmanager
 def machines(number: int) -> Iterator[list[Host]]:
     """So many machines, named plh1, plh2, ...; gone afterwards."""
-    bridge = f"plb{os.getpid()}"
+    # Linux takes its time to take down a namespace: the next machines of this process have other names.
+    mark = f"{os.getpid()}{next(_made)}"
+    bridge = f"plb{mark}"
     folder = Path(tempfile.mkdtemp(prefix="paceline-hosts-"))
     hosts = [
-        Host(f"plh{index}", f"10.213.7.{index}", f"pl{os.getpid()}n{index}", folder / "hosts")
+        Host(f"plh{index}", f"10.213.7.{index}", f"pl{mark}n{index}", folder / "hosts", f"{bridge}v{index}")
         for index in range(1, number + 1)
     ]
     lines = ["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in hosts)]
@@ -66,8 +72,8 @@ def machines(number: int) -> Iterator[list[Host]]:
     try:
         _ip("link", "add", bridge, "type", "bridge")
         _ip("link", "set", bridge, "up")
-        for index, host in enumerate(hosts):
-            near, far = f"{bridge}v{index}", "eth0"
+        for host in hosts:
+            near, far = host.cable, "eth0"
             _ip("netns", "add", host.namespace)
             _ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", host.namespace)
             _ip("link", "set", near, "master", bridge, "up")
@@ -77,6 +83,7 @@ def machines(number: int) -> Iterator[list[Host]]:
         yield hosts
     finally:
         for host in hosts:
+            subprocess.run(["ip", "link", "delete", host.cable], capture_output=True)
             subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True)
         subprocess.run(["ip", "link", "delete", bridge], capture_output=True)
         shutil.rmtree(folder)
