@@ -81,6 +81,14 @@ class JournalUnreadable(PacelineError):
         return str(self.error.strerror)
 
 
+class RunChanged(PacelineError):
+    """Another start has trained in the folder while this one was being set up."""
+
+    folder: Path
+    sentence = "{folder} was trained by another start while this one was being set up"
+    hint = "look at it with `paceline runs`; `--resume auto` goes on from where it is now, or choose another `--out`"
+
+
 # -- the record --------------------------------------------------------------------------------------------------------
 
 
@@ -288,29 +296,42 @@ class RunFolder:
         return os.path.exists(self.folder / RECORD)  # unlike Path.exists also where the name is too long to be one
 
     def lock(self) -> None:
-        """Keep others out until `unlock`, or until this process ends, however it does."""
+        """Keep others out until `unlock`, or until this process ends, however it does.
+
+        By `flock`, which Linux also does over NFS (by the server's locks, so between hosts), unless it was mounted with
+        `nolock` or `local_lock`; where a file system has no locks nothing can be promised.
+        """
         self._create()
         with self._writing(LOCK):
             file = (self.folder / LOCK).open("a+", encoding="utf-8")
-        for attempt in range(_LOCK_TRIES):
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if attempt + 1 < _LOCK_TRIES:
-                    time.sleep(_LOCK_PAUSE_S)
-                    continue
-                file.seek(0)
-                owner = file.read().strip()
-                file.close()
-                raise RunBusy(self.folder, owner or "another process") from None
-            except OSError:
-                file.close()  # a file system without locks: nothing can be promised there
-                return
+        if not self._take(file, fcntl.LOCK_EX):
+            file.close()
+            return
         file.truncate(0)
         with suppress(OSError):  # a full disk: the lock holds, whether or not it names its owner
             os.write(file.fileno(), f"pid {os.getpid()}{_ON}{socket.gethostname()}\n".encode())
         self._lock = file
+
+    def check_free(self) -> None:
+        """Raise `RunBusy` if another process has the lock now; `lock` decides, later."""
+        with suppress(OSError), (self.folder / LOCK).open(encoding="utf-8", errors="replace") as file:
+            self._take(file, fcntl.LOCK_SH)
+
+    def _take(self, file: IO[str], how: int) -> bool:
+        """Lock the lock file; return False on a file system without locks."""
+        for attempt in range(_LOCK_TRIES):
+            try:
+                fcntl.flock(file, how | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if attempt + 1 < _LOCK_TRIES:
+                    time.sleep(_LOCK_PAUSE_S)
+            except OSError:
+                return False
+        file.seek(0)
+        owner = file.read().strip()
+        file.close()
+        raise RunBusy(self.folder, owner or "another process")
 
     def unlock(self) -> None:
         if self._lock is not None:
@@ -337,6 +358,16 @@ class RunFolder:
         if not may_exist:
             raise RunExists(self.folder)
         return record
+
+    def check_unchanged(self, before: RunRecord | None, *, may_exist: bool) -> None:
+        """Under the lock: raise unless the run is as `check` returned it, so that nobody's work is overwritten.
+
+        Every start adds itself to the record before it writes anything else.
+        """
+        os.listdir(self.folder)  # over NFS, opening a folder brings in the names that other hosts have made
+        now = self.check(may_exist=may_exist)
+        if (None if now is None else now.starts) != (None if before is None else before.starts):
+            raise RunChanged(self.folder)
 
     def write(self, record: RunRecord) -> None:
         self._create()

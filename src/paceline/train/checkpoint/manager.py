@@ -71,9 +71,10 @@ class CheckpointManager:
         self._writer: Checkpointer | None = None
         self._is_open = False
         self._saved: dict[str, Any] | None = None
+        self._before: RunRecord | None = None  # the run in the folder, when this start began
         stored = self._check()
-        is_own = stored is not None and self._run is not None and self._run.is_run
-        self._starts: list[dict[str, Any]] = stored.starts if stored is not None and is_own else []
+        is_own = self._before is not None
+        self._starts: list[dict[str, Any]] = [] if self._before is None else list(self._before.starts)
         # Kept in the record of a resumed run from its first moment on: it may end before the autotuner is asked.
         self._choice = stored.choice if stored is not None and is_own and config.level == 4 else None
         before = stored.grains if stored is not None else None
@@ -105,6 +106,7 @@ class CheckpointManager:
             if self._link.is_first:
                 self._run.lock()
                 undo.callback(self._unlock)
+                self._run.check_unchanged(self._before, may_exist=self._config.resume != "no")
                 self._starts.append(start_record())
                 self._write("running")
                 undo.callback(self._write_failed)
@@ -211,7 +213,11 @@ class CheckpointManager:
     def _check(self) -> RunRecord | None:
         """Return the record of the run to resume, None for a new one; refuses settings that change its result."""
         resume = self._config.resume
-        stored = None if self._run is None else self._run.check(may_exist=resume != "no")
+        stored = None
+        if self._run is not None:
+            if self._link.is_first:
+                self._run.check_free()
+            self._before = stored = self._run.check(may_exist=resume != "no")
         if stored is None and isinstance(resume, Path):
             # From <another run>/checkpoints/<checkpoint>: what that run was made with counts.
             other = resume.resolve().parent.parent
@@ -224,7 +230,7 @@ class CheckpointManager:
 
     def _check_ranks(self, stored: RunRecord | None) -> None:
         """Check that all ranks see the same run: a folder on a disk of each machine's own is found by one of them."""
-        found = "none" if stored is None else f"one with {stored.grains} grains"
+        found = "none" if stored is None else f"one with {stored.grains} grains, started {len(stored.starts)} times"
         check_same(self._link, {f"run to resume in {self._config.out}": found, "grains": self.grains})
 
     def check_precision(self, checkpoint: reader.Checkpoint, precision: str) -> None:
