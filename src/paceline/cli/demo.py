@@ -19,6 +19,7 @@ from paceline.config.parse import Given
 from paceline.config.yaml_file import read_file
 from paceline.core.run_folder import METRICS
 from paceline.core.terminal import tell
+from paceline.core.units import counted
 from paceline.observe.journal import read
 from paceline.observe.progress import clock_time
 
@@ -103,7 +104,7 @@ def _speak(folder: Path) -> None:
         sys.stdout.flush()
         with SideBar("utterances") as bar:
             spoken = make_corpus(folder, progress=bar.show)
-    tell(f"corpus: {spoken.num_utterances:,} utterances, {spoken.hours:.2f} hours, {again}\n")
+    tell(f"corpus: {counted(spoken.num_utterances, 'utterance')}, {spoken.hours:.2f} hours, {again}\n")
 
 
 def _report(out: Path) -> list[str]:
@@ -154,7 +155,7 @@ def training_time(epochs: Sequence[Mapping[str, Any]], seconds: float) -> str:
         return everything
     num_steps = sum(epoch["steps"] for epoch in epochs)
     return (
-        f"trained {len(epochs)} epoch{'s' * (len(epochs) > 1)}, {num_steps} steps in "
+        f"trained {counted(len(epochs), 'epoch')}, {counted(num_steps, 'step')} in "
         f"{clock_time(elapsed / len(epochs[-1]['seconds']))} "
         f"({100 * (1 - waited / elapsed):.1f}% computing time); {everything}"
     )

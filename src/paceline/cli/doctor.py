@@ -17,7 +17,7 @@ from paceline.cli.procs import check_procs
 from paceline.config.load import load
 from paceline.config.settings import PositiveFloat, Section
 from paceline.core.terminal import emit, tell, visible
-from paceline.core.units import count
+from paceline.core.units import counted
 from paceline.world.discover.environment import World, discover
 
 if TYPE_CHECKING:
@@ -112,5 +112,5 @@ def show(findings: Sequence[Finding]) -> None:
     console = Console(file=sys.stdout, highlight=False, markup=False)
     console.print(table)
     counts = {verdict: sum(each.verdict == verdict for each in findings) for verdict in ("problem", "warning")}
-    parts = [count(number, verdict) for verdict, number in counts.items()]
+    parts = [counted(number, verdict) for verdict, number in counts.items()]
     tell(f"{', '.join(parts)}\n")

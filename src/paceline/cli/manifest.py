@@ -13,6 +13,7 @@ from paceline.config.load import load
 from paceline.config.settings import Positive, Section
 from paceline.core.json_text import json_text
 from paceline.core.terminal import emit, tell, warn
+from paceline.core.units import counted, plural
 from paceline.observe.bars import SideBar
 
 PROG = "paceline manifest"
@@ -129,7 +130,7 @@ def _scan(options: ScanOptions) -> int:
     if not scan.lines:
         raise scanning.NothingFound(options.path, [f"  {line}" for line in scan.report()])
     scanning.write_lines(out, map(scanning.as_line, scan.lines))
-    tell("\n".join([*scan.report(), f"{out}: {len(scan.lines):,} utterances, {scan.hours:,.2f} h"]) + "\n")
+    tell("\n".join([*scan.report(), f"{out}: {counted(len(scan.lines), 'utterance')}, {scan.hours:,.2f} h"]) + "\n")
     return 0
 
 
@@ -156,7 +157,9 @@ def _stats(options: StatsOptions) -> int:
     else:
         summary = [f"bad lines: {num_bad:,}", *shown(bad, num_bad), ""] if num_bad else []
         if options.check and not num_bad:
-            summary = [f"all {len(manifest):,} files were decoded and are sound", ""]
+            number = len(manifest)
+            words = f"{counted(number, 'file')} {plural(number, 'was')} decoded and {plural(number, 'is')} sound"
+            summary = [words if number == 1 else f"all {words}", ""]
         tell("\n".join([*summary, *manifest_stats.show(statistics)]) + "\n")
     return 1 if num_bad else 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from paceline.config.problems import Problem, SettingsInvalid
+from paceline.core.units import counted
 from paceline.world.discover.environment import World
 
 _TYPED = {
@@ -23,7 +24,7 @@ def check_procs(world: World, asked: int | Literal["auto"], prog: str) -> None:
     if world.launcher == "plain" or asked in (1, "auto", world.local_size):
         return
     name, typed = _TYPED.get(world.launcher, (world.launcher, ""))
-    ranks = f"{world.local_size} rank{'s' * (world.local_size > 1)}"
+    ranks = f"{counted(world.local_size, 'rank')}"
     what = f"this process was started by {name}, with {ranks} on this machine"
     hint = "leave out --procs" + (f", or type `{typed.format(procs=asked)}`" if typed else "")
     raise SettingsInvalid([Problem("--procs", what, hint, str(asked))], prog)

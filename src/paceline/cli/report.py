@@ -15,6 +15,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.paths import near
 from paceline.core.run_folder import METRICS
 from paceline.core.terminal import tell
+from paceline.core.units import counted
 
 if TYPE_CHECKING:
     from paceline.observe.report.section import RecipeReport
@@ -74,6 +75,6 @@ def write_report(folders: Sequence[Path], path: Path) -> str:
     notes = f" ({', '.join(unfinished)}: not finished, shown as far as it came)" if unfinished else ""
     for run in runs:
         if run.num_unread:
-            lines = f"{run.num_unread} line{'s' * (run.num_unread > 1)} of {near(run.folder / METRICS)}"
+            lines = f"{counted(run.num_unread, 'line')} of {near(run.folder / METRICS)}"
             notes += f"; left out, because they cannot be read: {lines}"
     return f"report in {near(path)}, {path.stat().st_size / 1e6:.1f} MB; it opens in any browser, also offline{notes}"

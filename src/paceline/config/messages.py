@@ -13,6 +13,7 @@ from paceline.config.command_line import dashed
 from paceline.config.parse import Given, choices, item, length, section, sequence
 from paceline.config.problems import Problem, nearest
 from paceline.core.errors import PacelineError
+from paceline.core.units import counted
 
 _LIMITS = {
     "greater_than": ("above", "gt"),
@@ -81,7 +82,7 @@ def _problem(name: str, details: list[Any], model: type[BaseModel], given: Given
         text=f"{details[0]['input']!r} (the default)" if given is None else given.text,
     )
     if field.num_values is not None and any(detail["type"] in ("missing", "too_long") for detail in details):
-        return Problem(field.where, f"needs {field.num_values} values", given=field.text)
+        return Problem(field.where, f"needs {counted(field.num_values, 'value')}", given=field.text)
     if field.section is not None:
         return _section_problem(field, field.section, details[0])
     return _value_problem(field, details)

@@ -11,18 +11,21 @@
     raise RunBusy(folder, owner)
 
 Annotated names are the fields, given by position or by name. `sentence` and `hint` are format strings over the fields
-and over properties of the class, so a sentence that needs a decision takes it in a property.
+and over properties of the class, so a sentence that needs a decision takes it in a property. `{ranks:#rank}` is a
+number with its noun: `1 rank`, `2 ranks`.
 """
 
 from __future__ import annotations
 
 import inspect
+import string
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from typing_extensions import dataclass_transform
 
 from paceline.core.terminal import visible
+from paceline.core.units import counted
 
 
 @dataclass_transform()
@@ -51,8 +54,8 @@ class PacelineError(Exception):
             raise TypeError(f"{type(self).__name__} takes {self._fields}, not {values} and {named}")
         self.__dict__.update(fields)
         names = _Attributes(self)
-        super().__init__(self.sentence.format_map(names))
-        self.hint = type(self).hint.format_map(names)
+        super().__init__(_WORDS.vformat(self.sentence, (), names))
+        self.hint = _WORDS.vformat(type(self).hint, (), names)
 
     def __str__(self) -> str:
         """Return the message. It may hold names and lines from files, which must not command a terminal."""
@@ -63,8 +66,18 @@ class PacelineError(Exception):
         return _restored, (type(self), self.args, self.__dict__)
 
 
+class _Words(string.Formatter):
+    """`str.format` that knows nouns: `{number:#core}`."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return counted(value, format_spec[1:]) if format_spec.startswith("#") else str(format(value, format_spec))
+
+
+_WORDS = _Words()
+
+
 class _Attributes(Mapping[str, Any]):
-    """An object's attributes, as `str.format_map` wants them."""
+    """An object's attributes, as a formatter wants them."""
 
     def __init__(self, owner: object) -> None:
         self._owner = owner

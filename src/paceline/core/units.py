@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-_IRREGULAR = {"process": "processes", "batch": "batches", "entry": "entries", "is": "are", "has": "have", "was": "were"}
+_IRREGULAR = {
+    **{"process": "processes", "batch": "batches", "class": "classes", "entry": "entries"},
+    **{"is": "are", "has": "have", "was": "were", "does": "do"},
+}
+"""Words whose plural is not theirs with an s."""
 _SIZES = ("B", "kB", "MB", "GB", "TB")
 
 
 def plural(number: float, noun: str) -> str:
-    """Return a noun for so many of it: `core` for 1, `cores` for any other number. The last word is changed."""
+    """Return a noun for so many of it: `core` for 1, `bad lines` or `values of speaker` for any other number."""
     if number == 1:
         return noun
+    noun, of, whom = noun.partition(" of ")
     head, space, last = noun.rpartition(" ")
-    return f"{head}{space}{_IRREGULAR.get(last, f'{last}s')}"
+    return f"{head}{space}{_IRREGULAR.get(last, f'{last}s')}{of}{whom}"
 
 
-def count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
     """Return a number and its noun: `1 core`, `2 cores`, `1,024 bad lines`."""
     return f"{number:,} {plural(number, noun)}"
 

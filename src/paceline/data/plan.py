@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.core.errors import PacelineError
+from paceline.core.units import counted, plural
 from paceline.data.partition import Ids, Numbers, assign, by_length, cut
 
 ORDERS = ("none", "random", "sorted", "laplace", "bucket")
@@ -265,14 +266,16 @@ def _check_settings(num_samples: int, grains: int, order: str, bins: int | None,
     if bins is not None and bins < 1:
         raise BadPlanSetting("bins", bins, "samples go into at least one bin", "set `bins` to 1 or more")
     if not 1 <= partition_epoch <= num_samples:
-        why = f"there are {num_samples} samples to cut into sub-epochs"
+        why = f"there {plural(num_samples, 'is')} {counted(num_samples, 'sample')} to cut into sub-epochs"
         raise BadPlanSetting("partition_epoch", partition_epoch, why, f"set it between 1 and {num_samples}")
 
 
 def _checked(name: str, values: ArrayLike, num_samples: int) -> Numbers:
     numbers = np.asarray(values)
     if numbers.shape != (num_samples,):
-        raise BadSampleNumbers(name, f"shape {numbers.shape}, but there are {num_samples} samples")
+        raise BadSampleNumbers(
+            name, f"shape {numbers.shape}, but there {plural(num_samples, 'is')} {counted(num_samples, 'sample')}"
+        )
     if numbers.dtype.kind not in "iuf":
         raise BadSampleNumbers(name, f"values of type {numbers.dtype} are not numbers")
     if not (numbers.min() >= 0 and float(numbers.max()) < MAX_NUMBER):  # NaN fails the first comparison

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypedDict
 
-from paceline.core.units import count
+from paceline.core.units import counted
 from paceline.observe.records import CoreShare, EpochRecord, Finding, Matter, Meetings, Way
 
 Rule = Callable[[EpochRecord], Iterable[Finding]]
@@ -99,7 +99,7 @@ def _cores(record: EpochRecord) -> Iterator[Finding]:
         return
     way, place, sharing = _way(record), _place(record, rank), _core_share(record, rank)
     text = f"no core was free for {_percent(share)} of the time{_on(record, rank)}"
-    num_processes, cores = sharing.ranks * (1 + (way.workers or 0)), count(sharing.cores, "core")
+    num_processes, cores = sharing.ranks * (1 + (way.workers or 0)), counted(sharing.cores, "core")
     is_bound = sharing.ranks < way.local_size
     if num_processes > sharing.cores:
         ways = [_UNBIND] * is_bound + ["fewer `--workers`"] * bool(way.workers) + ["fewer `--procs`"] * (not is_bound)

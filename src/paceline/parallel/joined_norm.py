@@ -26,7 +26,7 @@ class GroupDoesNotDivide(PacelineError):
 
     group: int
     ranks: int
-    sentence = "`sync_batchnorm` is {group}, but {ranks} ranks are no multiple of that"
+    sentence = "`sync_batchnorm` is {group}, and the number of ranks, {ranks}, is no multiple of that"
     hint = "set it to {fitting}, or `all`"
 
     @property
@@ -39,7 +39,7 @@ class NotOneGrainPerRank(PacelineError):
 
     grains: int
     ranks: int
-    sentence = "`sync_batchnorm` joins one grain of each rank, but {ranks} ranks have {grains} in a step"
+    sentence = "`sync_batchnorm` joins one grain of each rank, but a step has {grains:#grain} for {ranks:#rank}"
     hint = "set `--grains {ranks}`, or leave out `sync_batchnorm`"
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from paceline.core.errors import first_line
 from paceline.core.torch_private import foreach_add_, foreach_copy_, foreach_zero_
 from paceline.core.tree import map_leaves
+from paceline.core.units import counted
 
 MOST_GRAPHS = 32
 WARM_RUNS = 2
@@ -163,8 +164,8 @@ class Graphs:
     def lines(self) -> list[str]:
         """For the console, at the end of a run."""
         lines = [
-            f"CUDA graphs: {self.num_recorded} shape{'s' * (self.num_recorded != 1)} recorded,"
-            f" {self.num_replayed:,} grains replayed, {self.num_plain:,} run without"
+            f"CUDA graphs: {counted(self.num_recorded, 'shape')} recorded,"
+            f" {counted(self.num_replayed, 'grain')} replayed, {self.num_plain:,} run without"
         ]
         return lines + [f"  {shape} could not be recorded: {why}" for shape, why in self.failures.items()]
 

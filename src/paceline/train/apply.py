@@ -92,7 +92,7 @@ class PredictionContract(PacelineError):
 
     prediction: Any
     num_samples: int
-    sentence = "`predict` returned a {what} for {num_samples} sample{plural}"
+    sentence = "`predict` returned a {what} for {num_samples:#sample}"
     hint = "return a tensor whose first axis are the samples, or a list with one entry per sample"
 
     @property
@@ -101,10 +101,6 @@ class PredictionContract(PacelineError):
             return f"tensor of shape {tuple(self.prediction.shape)}"
         kind = type(self.prediction).__name__
         return f"list of {len(self.prediction)}" if isinstance(self.prediction, list) else kind
-
-    @property
-    def plural(self) -> str:
-        return "s" * (self.num_samples > 1)
 
 
 # -- a run and its checkpoints -----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 
 from paceline.config.settings import TrainConfig
 from paceline.core.errors import PacelineError
+from paceline.core.units import counted
 from paceline.data.grain import Grain
 from paceline.observe.clock import elapsed
 from paceline.parallel.step import Step
@@ -29,7 +30,7 @@ class NoStepsToTime(PacelineError):
 
     steps: int
     first: int
-    sentence = "`bench_steps` is {steps}, but timing begins after `bench_start` = {first} steps"
+    sentence = "`bench_steps` is {steps}, but timing begins after `bench_start` = {first:#step}"
     hint = "set `--bench-steps {enough}`, or `--bench-start 0`"
 
     @property
@@ -41,7 +42,7 @@ class BenchmarkStopped(PacelineError):
     """A benchmark that a signal ended before its last step."""
 
     num_steps: int
-    sentence = "asked to stop after {num_steps} steps: nothing was measured"
+    sentence = "asked to stop after {num_steps:#step}: nothing was measured"
     hint = "run it again, with fewer `--bench-steps` if it took too long"
 
 
@@ -91,7 +92,8 @@ class Benchmark(Result):
             if seconds:
                 share = 100 * seconds / self.wall_s
                 rows.append((f"  {phase}", f"{1e3 * seconds / self.timed_steps:.4g} ms per step ({share:.1f}%)"))
-        timed = f"steps {self.first_step} to {self.num_steps - 1}, {self.num_samples} samples in {self.wall_s:.3f} s"
+        samples = counted(self.num_samples, "sample")
+        timed = f"steps {self.first_step} to {self.num_steps - 1}, {samples} in {self.wall_s:.3f} s"
         return [f"benchmark: {timed}", *(f"  {name:<17}{value}" for name, value in rows)]
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from paceline.config.settings import DataSettings
 from paceline.core.errors import PacelineError
+from paceline.core.units import counted
 from paceline.data.dataset import Collate, DatasetTraits, fingerprint
 from paceline.data.fetch import Request
 from paceline.data.grain import Batch, Grain
@@ -65,13 +66,17 @@ class RanksDiffer(PacelineError):
     """Ranks have read different data."""
 
     sizes: Sequence[int]
-    sentence = "ranks have other training data: {sizes[0]:,} samples on rank 0, {difference}"
+    sentence = "ranks have other training data: {sizes[0]:#sample} on rank 0, {difference}"
     hint = "let all ranks read the same files; a copy on one of the machines may be old or cut short"
 
     @property
     def difference(self) -> str:
         rank = next((rank for rank, size in enumerate(self.sizes) if size != self.sizes[0]), None)
-        return "of the same size, but not the same" if rank is None else f"{self.sizes[rank]:,} samples on rank {rank}"
+        return (
+            "of the same size, but not the same"
+            if rank is None
+            else f"{counted(self.sizes[rank], 'sample')} on rank {rank}"
+        )
 
 
 class DataChanged(PacelineError):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from paceline.core.disk import DiskFull, is_full
+from paceline.core.units import counted
 from paceline.data.grain import Batch
 from paceline.observe.callback import Callback, RunInfo
 from paceline.observe.epoch import EpochSums, Mean
@@ -292,7 +293,10 @@ class Logbook:
         if self._whole is None or self._whole.done >= 1:
             return []
         epochs = self._outlook.epochs
-        return [*([] if epochs is None else [f"{self._position.epoch + 1} of {epochs} epochs"]), self._whole.phrase]
+        return [
+            *([] if epochs is None else [f"{self._position.epoch + 1} of {counted(epochs, 'epoch')}"]),
+            self._whole.phrase,
+        ]
 
 
 class _Speed:

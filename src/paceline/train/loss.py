@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import PacelineError
+from paceline.core.units import counted
 
 
 class LossContract(PacelineError):
@@ -35,7 +36,7 @@ class TooManySkipped(PacelineError):
 
     skipped: int
     step: int
-    sentence = "gradients were not finite in {skipped} steps in a row, up to step {step}"
+    sentence = "gradients were not finite in {skipped:#step} in a row, up to step {step}"
     hint = (
         "in `metrics.jsonl` a loss that was not finite is null: if there is one, look at the data of the first such"
         " step; else lower `--lr`, set `--clip-norm` or a level of more precision; `--max-skipped` sets the limit"
@@ -57,7 +58,7 @@ class OutOfMemory(PacelineError):
     num_grains: int | None
     """None in validation, whose batches are not cut."""
     detail: str
-    sentence = "out of memory on a grain of {num_samples} samples ({shapes}): {detail}"
+    sentence = "out of memory on a grain of {num_samples:#sample} ({shapes}): {detail}"
     hint = "{remedy}"
 
     @property
@@ -76,7 +77,7 @@ def unpack(result: Any) -> tuple[torch.Tensor, Any, Any]:
         what = "a single tensor (a mean?)" if isinstance(result, torch.Tensor) else f"a {type(result).__name__}"
         raise LossContract(f"returned {what}")
     if len(result) not in (2, 3):
-        raise LossContract(f"returned {len(result)} values")
+        raise LossContract(f"returned {counted(len(result), 'value')}")
     total, count = result[0], result[1]
     if not isinstance(total, torch.Tensor) or total.dim() != 0:
         shape = f"of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else f"({type(total).__name__})"

@@ -86,8 +86,8 @@ class MoreRanksThanGrains(PacelineError):
     ranks: int
     grains: int
     is_resumed: bool
-    sentence = "{ranks} ranks, but {source} {grains} grains per step: a rank takes whole grains"
-    hint = "use at most {grains} ranks, or {remedy}"
+    sentence = "{ranks:#rank}, but {source} {grains:#grain} per step: a rank takes whole grains"
+    hint = "use at most {grains:#rank}, or {remedy}"
 
     @property
     def source(self) -> str:

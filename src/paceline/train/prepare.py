@@ -41,7 +41,7 @@ class ForeignParameters(PacelineError):
     """The optimizer updates parameters that the model does not have."""
 
     number: int
-    sentence = "the optimizer updates {number} parameters that are not the model's"
+    sentence = "the optimizer updates {number:#parameter} that the model does not have"
     hint = "make them part of the model (a criterion's parameters too), so that ranks and checkpoints know them"
 
 

@@ -6,6 +6,7 @@ import math
 from typing import Any, TypeVar
 
 from paceline.config.settings import DataSettings, OptimSettings
+from paceline.core.units import counted
 
 S = TypeVar("S", bound=DataSettings)
 
@@ -19,7 +20,7 @@ def for_ranks(config: S, ranks: int) -> tuple[S, str]:
     if each is None:
         return config, ""
     changes: dict[str, Any] = {"batch_per_device": None, "global_batch": each * ranks}
-    words = f"batch: {each} per device x {ranks} rank{'s' * (ranks > 1)} = {each * ranks}"
+    words = f"batch: {each} per device x {counted(ranks, 'rank')} = {each * ranks}"
     if isinstance(config, OptimSettings):
         factor = {"none": 1.0, "linear": float(ranks), "sqrt": math.sqrt(ranks)}[config.scale_lr]
         changes |= {"scale_lr": "none", "lr": config.lr * factor}
@@ -31,9 +32,9 @@ def _rate(config: OptimSettings, factor: float, ranks: int) -> str:
     if config.scale_lr == "none":
         return f"{config.lr:g}, not scaled"
     root = "sqrt of " if config.scale_lr == "sqrt" else ""
-    words = f"{config.lr:g} x {factor:g} ({root}{ranks} ranks) = {config.lr * factor:g}"
+    words = f"{config.lr:g} x {factor:g} ({root}{counted(ranks, 'rank')}) = {config.lr * factor:g}"
     if config.warmup_ratio:
         return f"{words} after a warm-up over {100 * config.warmup_ratio:g}% of the steps"
     if config.warmup_steps:
-        return f"{words} after a warm-up over {config.warmup_steps:,} steps"
+        return f"{words} after a warm-up over {counted(config.warmup_steps, 'step')}"
     return f"{words} from the first step (`--warmup-steps` lets it rise)" if ranks > 1 else words

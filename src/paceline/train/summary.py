@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from paceline.config.settings import TrainConfig
+from paceline.core.units import counted, plural
 from paceline.optim import build, larc, schedule
 from paceline.optim.schedule import SCHEDULES
 from paceline.parallel import outer
@@ -113,8 +114,8 @@ def batch_line(config: TrainConfig, grains: int, size: int) -> str:
     """Return a line such as `global batch 64 = 4 grains of 16 = 2 ranks x 2`."""
     whole = config.max_samples if config.batch_cost is None else config.batch_cost
     unit = "" if config.batch_cost is None else " (padded length)"
-    ranks = f"{size} rank{'s' * (size > 1)} x {grains / size:g}"
-    return f"global batch {whole:g}{unit} = {grains} grain{'s' * (grains > 1)} of {whole / grains:g} = {ranks}"
+    ranks = f"{counted(size, 'rank')} x {grains / size:g}"
+    return f"global batch {whole:g}{unit} = {counted(grains, 'grain')} of {whole / grains:g} = {ranks}"
 
 
 def data_line(data: DataFacts) -> str:
@@ -122,7 +123,7 @@ def data_line(data: DataFacts) -> str:
     if data.total_length is not None:
         parts.append(_length(data.total_length, data.length_unit))
     if data.num_steps is not None:
-        parts.append(f"{data.num_steps:,} step{'s' * (data.num_steps != 1)} per epoch")
+        parts.append(f"{counted(data.num_steps, 'step')} per epoch")
     if data.padding is not None:
         parts.append(f"{100 * data.padding:.1f}% padding")
     return ", ".join(parts)
@@ -131,9 +132,7 @@ def data_line(data: DataFacts) -> str:
 def _ranks(world: World, seats: list[Seat]) -> Rows:
     devices = Counter(seat.device for seat in seats)
     threads = sorted({seat.threads for seat in seats})
-    each = (
-        f"{threads[0]} thread{'s' * (threads[0] > 1)}" if len(threads) == 1 else f"{threads[0]}-{threads[-1]} threads"
-    )
+    each = counted(threads[0], "thread") if len(threads) == 1 else f"{threads[0]}-{threads[-1]} threads"
     by = "paceline" if world.launcher == "procs" else world.launcher
     launcher = "no launcher" if by == "plain" else f"launched by {by}"
     why = f" ({'; '.join(world.why)})" if world.why and world.launcher != "plain" else ""
@@ -143,7 +142,7 @@ def _ranks(world: World, seats: list[Seat]) -> Rows:
     ]
     hosts = Counter(seat.host for seat in seats)
     if len(hosts) > 1:
-        lines.append(("hosts", ", ".join(f"{host} ({number} ranks)" for host, number in hosts.items())))
+        lines.append(("hosts", ", ".join(f"{host} ({counted(number, 'rank')})" for host, number in hosts.items())))
     return lines
 
 
@@ -154,14 +153,14 @@ def _reduction(config: TrainConfig, ranks: int) -> str:
     if config.reduce == "grad":
         return f"gradients summed at every step{wire}"
     when = (
-        f"every {config.sync_step:,} step{'s' * (config.sync_step > 1)}"
+        f"every {counted(config.sync_step, 'step')}"
         if config.sync_step is not None
         else f"every {config.sync_seconds:g} s"
     )
     state = {"average": "averaged too", "keep": "kept by each rank", "reset": "begun anew"}[config.sync_state]
     parts = [f"weights averaged {when}", f"optimizer state {state}"]
     if config.sync_overlap:
-        parts.append(f"applied {config.sync_overlap} step{'s' * (config.sync_overlap > 1)} later")
+        parts.append(f"applied {counted(config.sync_overlap, 'step')} later")
     chosen = outer.build(config, ranks)
     if chosen is not None:
         parts.append(f"outer {config.outer} with lr {chosen.lr:g}, momentum {chosen.momentum:g}")
@@ -169,13 +168,14 @@ def _reduction(config: TrainConfig, ranks: int) -> str:
 
 
 def _samples(number: int) -> str:
-    return f"{number:,} sample{'s' * (number != 1)}"
+    return counted(number, "sample")
 
 
 def _length(total: float, unit: str) -> str:
     if unit == "seconds":
         hours = total / 3600
-        return f"{hours:,.0f} hours" if hours >= 100 else f"{hours:.3g} hours"
+        number = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+        return f"{number} {plural(float(number.replace(',', '')), 'hour')}"
     return f"{total:,.0f} {unit}" if unit else f"total length {total:,.6g}"
 
 
@@ -189,7 +189,7 @@ def _optimizer(config: TrainConfig, name: str) -> str:
     if config.weight_decay:
         parts.append(f"weight decay {config.weight_decay:g}")
     if config.groups:
-        parts.append(f"{len(config.groups)} parameter group{'s' * (len(config.groups) > 1)} of their own")
+        parts.append(f"{counted(len(config.groups), 'parameter group')} of their own")
     rule = larc.rule_of(config)
     if rule is not None:
         how = "with layer-wise rates" if config.optimizer == "lars" else f"LARC ({rule.mode})"
@@ -208,11 +208,11 @@ def _schedule(config: TrainConfig, steps: int | None) -> str:
     if config.warmup_ratio is not None:
         parts.append(f"warm-up over {100 * config.warmup_ratio:g}% of the steps")
     elif config.warmup_steps:
-        parts.append(f"warm-up over {config.warmup_steps:,} steps")
+        parts.append(f"warm-up over {counted(config.warmup_steps, 'step')}")
     if config.hold_steps and config.schedule in ("polynomial", "exponential"):
-        parts.append(f"held for {config.hold_steps:,} steps")
+        parts.append(f"held for {counted(config.hold_steps, 'step')}")
     then = "then " if len(parts) > 1 else ""
-    over = f" over {steps:,} steps" if steps is not None and config.schedule != "constant" else ""
+    over = f" over {counted(steps, 'step')}" if steps is not None and config.schedule != "constant" else ""
     floor = f" to {config.min_lr:g}" if config.min_lr and config.schedule != "constant" else ""
     return ", ".join([*parts, f"{then}{config.schedule}{floor}{over}"])
 
@@ -229,7 +229,7 @@ def rank_line(link: Link) -> str:
     """Return the first line of a rank's log file."""
     world = link.world
     device = "cpu" if link.device.type == "cpu" else f"{link.device} ({seat(link).device})"
-    return f"rank {world.rank} of {world.size}, {device}, {link.threads} thread{'s' * (link.threads > 1)}"
+    return f"rank {world.rank} of {world.size}, {device}, {counted(link.threads, 'thread')}"
 
 
 def data_facts(feed: Feed, epoch: int, length_unit: str = "") -> DataFacts:

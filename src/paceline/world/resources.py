@@ -24,8 +24,8 @@ class MoreRanksThanDevices(PacelineError):
 
     local_size: int
     num_devices: int
-    sentence = "{local_size} ranks on this machine, but torch sees {num_devices} CUDA device(s)"
-    hint = "start at most {num_devices} ranks on this machine, or use --device cpu"
+    sentence = "{local_size:#rank} on this machine, but torch sees {num_devices:#CUDA device}"
+    hint = "start at most {num_devices:#rank} on this machine, or use --device cpu"
 
 
 def device_name(

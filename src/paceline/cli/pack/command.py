@@ -9,7 +9,7 @@ from paceline.cli.pack.options import PackOptions, PackUsage, skipped_lines, to_
 from paceline.config.load import load
 from paceline.core.paths import near
 from paceline.core.terminal import tell, warn
-from paceline.core.units import size
+from paceline.core.units import counted, plural, size
 from paceline.data.packed.errors import PACKED, is_packed
 from paceline.observe.bars import SideBar
 
@@ -60,8 +60,11 @@ def _pack(options: PackOptions) -> int:
         )
     report = skipped_lines(result.skipped)
     if result.num_resumed:
-        report.append(f"{result.num_resumed:,} rows were there already, from a packing that was stopped")
+        rows = f"{counted(result.num_resumed, 'row')} {plural(result.num_resumed, 'was')}"
+        report.append(f"{rows} there already, from a packing that was stopped")
     shards = f" in {len(result.files)} shards" if len(result.files) > 1 else ""
-    report.append(f"{near(last)}: {result.num_rows:,} rows, {size(result.nbytes)}{shards}, written and compared")
+    report.append(
+        f"{near(last)}: {counted(result.num_rows, 'row')}, {size(result.nbytes)}{shards}, written and compared"
+    )
     tell("\n".join(report) + "\n")
     return 0

@@ -10,7 +10,7 @@ from paceline.cli.pack.options import PackOptions, PackUsage, refuse_idle, rows_
 from paceline.core.errors import PacelineError
 from paceline.core.paths import near
 from paceline.core.terminal import tell, warn
-from paceline.core.units import duration, size
+from paceline.core.units import counted, duration, plural, size
 from paceline.data.manifest.bad_line import MOST_SHOWN
 from paceline.data.packed.extract import extract, is_free
 from paceline.data.packed.layout import LeftOut
@@ -64,11 +64,10 @@ def _verify(path: str) -> int:
     with SideBar(f"reading {near(path)}", num_bytes(packed)) as bar:
         damages, number = verify(packed, progress=bar.show)
     report = [str(damage) for damage in damages[:MOST_SHOWN]]
-    blocks = f"{len(damages):,} block{'s are' if len(damages) > 1 else ' is'} damaged"
+    blocks = f"{counted(len(damages), 'block')} {plural(len(damages), 'is')} damaged"
     again = f"pack it again, or what is sound of it: `paceline pack {near(path)} sound.h5 --bad-data skip`"
-    report.append(
-        f"{near(path)}: {len(packed):,} rows, {size(number)} read: {f'{blocks}: {again}' if damages else 'sound'}"
-    )
+    rows, outcome = counted(len(packed), "row"), f"{blocks}: {again}" if damages else "sound"
+    report.append(f"{near(path)}: {rows}, {size(number)} read: {outcome}")
     tell("\n".join(report) + "\n")
     return DAMAGED if damages else 0
 
@@ -85,9 +84,10 @@ def _extract(options: PackOptions) -> int:
         extraction = extract(packed, folder, rows, bar.show, skip_bad=options.bad_data == "skip")
     report = skipped_lines(extraction.skipped)
     if extraction.num_others:
-        many = f"{extraction.num_others:,} other files were there, and stay"
-        report.append(f"{near(folder)}: {many if extraction.num_others > 1 else '1 other file was there, and stays'}")
-    report.append(f"{near(extraction.manifest)}: {extraction.num_rows:,} rows")
+        number = extraction.num_others
+        stay = "stays" if number == 1 else "stay"
+        report.append(f"{near(folder)}: {counted(number, 'other file')} {plural(number, 'was')} there, and {stay}")
+    report.append(f"{near(extraction.manifest)}: {counted(extraction.num_rows, 'row')}")
     tell("\n".join(report) + "\n")
     return 0
 
@@ -97,7 +97,7 @@ def _description(packed: Packed) -> list[str]:
     first = packed.files[0]
     shards = f", {len(packed.files)} shards" if len(packed.files) > 1 else ""
     writer = ", written by another program" if first.packing is None else ""
-    lines = [f"{near(packed.path)}: {len(packed):,} rows, layout {first.layout}{shards}{writer}"]
+    lines = [f"{near(packed.path)}: {counted(len(packed), 'row')}, layout {first.layout}{shards}{writer}"]
     if packed.sample_rate is not None:
         lines.append(f"  sample rate: {packed.sample_rate} Hz")
     if "lengths" in packed.columns and packed.sample_rate is not None:

@@ -12,6 +12,7 @@ from paceline.cli.pack.options import PackOptions, PackUsage, refuse_idle, rows_
 from paceline.cli.recipes import RECIPES
 from paceline.config.load import load
 from paceline.core.terminal import tell
+from paceline.core.units import counted, plural
 from paceline.data.packed.errors import is_packed
 
 if TYPE_CHECKING:
@@ -31,7 +32,10 @@ def source_of(options: PackOptions, words: Sequence[str]) -> Source:
             raise PackUsage(f"{word}: nothing in it is named", f"type {word}:NAME; {_available(word)}")
     tasks = [word for word in words if word in RECIPES or ".py:" in word]
     if tasks and len(words) > 1:
-        raise PackUsage(f"{tasks[0]} is a task, and {len(words) - 1} more inputs are given", "pack a task by itself")
+        raise PackUsage(
+            f"{tasks[0]} is a task, and {counted(len(words) - 1, 'more input')} {plural(len(words) - 1, 'is')} given",
+            "pack a task by itself",
+        )
     if tasks:
         refuse_idle(options, "on the data of a task", _OF_SPEECH)
         data = _data(options, tasks[0])

@@ -13,6 +13,7 @@ from paceline.cli.tune.command import PROG, TuneCommand
 from paceline.cli.tune.search import check_folder, write_text
 from paceline.config.settings import TrainConfig
 from paceline.core.terminal import tell
+from paceline.core.units import counted
 from paceline.observe.bars import SideBar
 from paceline.train.task import Task
 from paceline.train.tune.plot import plot
@@ -66,7 +67,7 @@ def _run(world: World, task_type: type[Task], options: TuneCommand, settings: Tr
             tell("".join(f"{line}\n" for line in report(points, options, is_interrupted=is_interrupted)))
             if options.csv is not None:
                 write_text(options.csv, csv_text(points))
-                tell(f"{options.csv} is written, with {len(points)} steps\n")
+                tell(f"{options.csv} is written, with {counted(len(points), 'step')}\n")
     return EXIT_INTERRUPT if is_interrupted else 0
 
 

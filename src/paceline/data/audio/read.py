@@ -12,6 +12,7 @@ import numpy as np
 import soxr
 from numpy.typing import NDArray
 
+from paceline.core.units import counted
 from paceline.data.audio.file import (
     AudioUnreadable,
     is_short,
@@ -68,5 +69,5 @@ def converted(path: Path, samples: NDArray[Any], rate: int, wanted_rate: int) ->
         # In floats: to 16 bits soxr would add dither.
         sound = soxr.resample(sound, rate, wanted_rate)
         if not len(sound):
-            raise AudioUnreadable(path, f"is too short: {len(samples)} samples at {rate} Hz")
+            raise AudioUnreadable(path, f"is too short: {counted(len(samples), 'sample')} at {rate} Hz")
     return np.clip(np.rint(sound), -32768, 32767).astype(np.int16)

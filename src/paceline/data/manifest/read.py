@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from paceline.core.errors import PacelineError
 from paceline.core.paths import near
-from paceline.core.units import duration
+from paceline.core.units import counted, duration
 from paceline.data.manifest.bad_line import MOST_SHOWN, BadLine, BadManifest, beginning, shown
 from paceline.data.manifest.columns import Manifest
 from paceline.data.manifest.line import BOM, Line, LineInvalid, parse_line
@@ -103,13 +103,13 @@ class Reading:
         return summary + shown(self.bad, self.num_bad)
 
     def _words(self, kept: Amount, too_short: Amount, too_long: Amount, num_bad: int) -> str:
-        parts = [f"{kept.number:,} utterance{'s' * (kept.number != 1)}, {kept.length}"]
+        parts = [f"{counted(kept.number, 'utterance')}, {kept.length}"]
         if too_short.number:
             parts.append(f"dropped {too_short} shorter than {self.min_seconds:g} s")
         if too_long.number:
             parts.append(f"dropped {too_long} longer than {self.max_seconds:g} s")
         if num_bad:
-            parts.append(f"skipped {num_bad:,} bad line{'s' * (num_bad != 1)}")
+            parts.append(f"skipped {counted(num_bad, 'bad line')}")
         return ", ".join(parts)
 
 

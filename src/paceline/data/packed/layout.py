@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from paceline.core.units import counted, plural
 from paceline.data.packed.errors import PackageMissing, PackedUnreadable
 from paceline.data.strings import Strings
 
@@ -278,7 +279,10 @@ def check_places(file: PackedFile) -> None:
     """Require that rows lie in their data sets and data sets in the file: mapped data is not checked again."""
     for name, place in file.streams.items():
         if len(place.starts) != len(file) + 1 or np.any(np.diff(place.starts) < 0):
-            raise PackedUnreadable(file.path, f"is damaged: stream {name!r} does not have {len(file):,} rows")
+            raise PackedUnreadable(file.path, f"is damaged: stream {name!r} does not have {counted(len(file), 'row')}")
         if place.offset is not None and place.offset + place.nbytes > file.stamp[0]:
             missing = place.offset + place.nbytes - file.stamp[0]
-            raise PackedUnreadable(file.path, f"is truncated: {missing:,} bytes of stream {name!r} are missing")
+            raise PackedUnreadable(
+                file.path,
+                f"is truncated: {counted(missing, 'byte')} of stream {name!r} {plural(missing, 'is')} missing",
+            )

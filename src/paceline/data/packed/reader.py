@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.paths import near
+from paceline.core.units import counted
 from paceline.data.packed.errors import NoSuchStream, PackedUnreadable
 from paceline.data.packed.layout import (
     OURS,
@@ -364,7 +365,9 @@ def _shard(whole: Shards, number: int) -> PackedFile:
     if not isinstance(shard, PackedFile) or shard.packing is None or shard.packing.pack != whole.pack:
         raise PackedUnreadable(path, f"is not the shard that {whole.path.name} was made with")
     if len(shard) != whole.num_rows[number]:
-        raise PackedUnreadable(path, f"has {len(shard):,} rows, and {whole.path.name} says {whole.num_rows[number]:,}")
+        raise PackedUnreadable(
+            path, f"has {counted(len(shard), 'row')}, and {whole.path.name} says {whole.num_rows[number]:,}"
+        )
     return shard
 
 

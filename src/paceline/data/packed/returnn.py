@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.disk import CannotWrite, sync
+from paceline.core.units import counted
 from paceline.data.packed.errors import PackedUnreadable
 from paceline.data.packed.layout import About, PackedFile, Stamp, StreamPlace, StreamSpec, check_places, offset_of
 from paceline.data.strings import Strings
@@ -109,7 +110,7 @@ def _lengths(path: Path, dataset: Any, num_inputs: int, num_targets: int) -> NDA
         lengths = np.repeat(lengths[:, None], num_inputs + max(1, num_targets), axis=1)
     # A file without targets still has a second column, which means nothing.
     if lengths.shape[1] < num_inputs + num_targets:
-        what = f"{lengths.shape[1]} columns of lengths for {num_inputs + num_targets} streams"
+        what = f"{counted(lengths.shape[1], 'column')} of lengths for {counted(num_inputs + num_targets, 'stream')}"
         raise PackedUnreadable(path, f"is damaged: it has {what}")
     return lengths
 

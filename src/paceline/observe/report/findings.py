@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.core.units import counted
 from paceline.observe.records import EpochRecord, Finding, Matter
 from paceline.observe.report.runs import ReportedRun
 from paceline.observe.verdict import LEAST_SECONDS, LEAST_STEPS, is_judged, verdict
@@ -29,7 +30,7 @@ class Held:
     def when(self) -> str:
         if len(self.epochs) == self.num_epochs:
             return "in every epoch" if self.num_epochs > 1 else "in the one epoch"
-        return f"in {len(self.epochs)} of {self.num_epochs} epochs ({ranges(self.epochs)})"
+        return f"in {len(self.epochs)} of {counted(self.num_epochs, 'epoch')} ({ranges(self.epochs)})"
 
 
 def held_back(run: ReportedRun) -> list[Held]:
@@ -59,7 +60,8 @@ def nothing_found(run: ReportedRun) -> tuple[bool, str]:
     nothing = "Nothing that is known to hold runs back was seen"
     if judged == len(run.epochs):
         return True, f"{nothing}."
-    return True, f"{nothing} in {judged} of {len(run.epochs)} epochs; the others were {too_short}, and were not judged."
+    some = f"{judged} of {counted(len(run.epochs), 'epoch')}"
+    return True, f"{nothing} in {some}; the others were {too_short}, and were not judged."
 
 
 def _findings(epoch: EpochRecord) -> Sequence[Finding]:

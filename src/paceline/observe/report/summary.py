@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.core.units import counted
 from paceline.observe.progress import clock_time
 from paceline.observe.records import ValidationRecord
 from paceline.observe.report.runs import ReportedRun
@@ -50,9 +51,7 @@ def _loss(run: ReportedRun) -> Fact:
 
 def _length(run: ReportedRun) -> Fact:
     num_epochs = len(run.epochs)
-    note = f"{num_epochs} epoch{'s' * (num_epochs != 1)}" + (
-        f" in {clock_time(training_s(run))}" if num_epochs else " ended so far"
-    )
+    note = counted(num_epochs, "epoch") + (f" in {clock_time(training_s(run))}" if num_epochs else " ended so far")
     return Fact("steps", f"{run.num_steps:,}", note)
 
 

@@ -6,6 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 
 from paceline.core.run_folder import METRICS
+from paceline.core.units import counted
 from paceline.observe.report.findings import held_back, nothing_found
 from paceline.observe.report.runs import ReportedRun
 from paceline.observe.report.samples import marked, samples_of
@@ -34,7 +35,7 @@ def summary(runs: Sequence[ReportedRun]) -> str:
         if run.status != "finished"
     ]
     notes += [
-        f'<p class="note">{_named(run, runs)}{_lines(run.num_unread)} of {METRICS} cannot be read: '
+        f'<p class="note">{_named(run, runs)}{counted(run.num_unread, "line")} of {METRICS} cannot be read: '
         "what stood there is not on this page.</p>"
         for run in runs
         if run.num_unread
@@ -102,7 +103,7 @@ def settings(runs: Sequence[ReportedRun]) -> str:
         [name, *(one.get(name, "") for one in every)] for name in dict.fromkeys(key for one in every for key in one)
     ]
     whole = table(["setting", *names], rows, first_is_head=True)
-    return "".join([*blocks, f"<details><summary>All {len(rows)} settings</summary>{whole}</details>"])
+    return "".join([*blocks, f"<details><summary>All {counted(len(rows), 'setting')}</summary>{whole}</details>"])
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, first_is_head: bool = False) -> str:
@@ -123,10 +124,6 @@ def _text_row(name: str, text: str) -> str:
 
 def _joined(texts: Mapping[str, str]) -> str:
     return escape("; ".join(f"{name}: {text}" for name, text in texts.items()))
-
-
-def _lines(number: int) -> str:
-    return "1 line" if number == 1 else f"{number:,} lines"
 
 
 def _heading(run: ReportedRun, runs: Sequence[ReportedRun]) -> str:

@@ -24,6 +24,7 @@ from paceline.config.step_range import StepRange
 from paceline.core.errors import PacelineError
 from paceline.core.run_folder import TIMELINES
 from paceline.core.torch_private import allocations, record_allocations
+from paceline.core.units import counted
 from paceline.observe.clock import Clock
 from paceline.observe.timeline import time_axis, trace
 from paceline.world.link import Link
@@ -126,7 +127,8 @@ class Timeline:
             self._is_over = True
             say(f"`profile`: steps {_shown(self.steps)} are done already, nothing is recorded: `--profile auto`")
         elif len(self.steps) > MANY_STEPS:
-            say(f"`profile`: torch's events of {len(self.steps)} steps are kept in memory until the last is done")
+            steps = counted(len(self.steps), "step")
+            say(f"`profile`: torch's events of {steps} are kept in memory until the last is done")
 
     # -- along the run -------------------------------------------------------------------------------------------
 
@@ -267,7 +269,7 @@ class Timeline:
 
     def _tell(self, path: Path, uncertainty_ns: int) -> None:
         ranks = self._link.world.size
-        how = "of 1 rank" if ranks == 1 else f"of {ranks} ranks on one time axis"
+        how = f"of {counted(ranks, 'rank')}" + (" on one time axis" if ranks > 1 else "")
         if uncertainty_ns:
             how += f" (to {uncertainty_ns / 1e3:.0f} us)"
         self._say(f"timeline {how} in {path}: open it in https://ui.perfetto.dev or chrome://tracing")

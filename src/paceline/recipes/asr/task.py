@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError
 from paceline.core.run_folder import RunFolder
+from paceline.core.units import counted
 from paceline.data.grain import Grain
 from paceline.data.manifest.bad_line import BadLine, shown
 from paceline.recipes.asr.data.corpus import Corpus, Opening, Part, list_bad, parts_of
@@ -141,8 +142,7 @@ class Asr(Task):
         unread = sorted({line for lines in self.gather(self._unread) for line in lines}, key=_place)
         self._unread = set()
         if unread:
-            number = f"{len(unread):,} utterance{'s' * (len(unread) > 1)}"
-            self.say(f"{number} could not be read and added nothing:")
+            self.say(f"{counted(len(unread), 'utterance')} could not be read and added nothing:")
             for line in shown(unread, len(unread)):
                 self.say(line)
             self._list_bad(unread)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import PacelineError
+from paceline.core.units import counted
 
 IMAGE_BYTES = 3 * 32 * 32
 
@@ -135,7 +136,7 @@ def read_subset(path: Path) -> Split:
         for part in ("train", "test"):
             x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
             if x.dtype != np.uint8 or x.shape[1:] != (3, 32, 32) or len(x) != len(y):
-                raise SubsetWrong(path, f"x_{part} is {x.dtype} {list(x.shape)} for {len(y)} labels")
+                raise SubsetWrong(path, f"x_{part} is {x.dtype} {list(x.shape)} for {counted(len(y), 'label')}")
             parts.append(Labelled(torch.from_numpy(x), torch.from_numpy(y.astype(np.int64))))
     return parts[0], parts[1]
 

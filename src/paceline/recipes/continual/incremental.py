@@ -23,7 +23,7 @@ class TooManyTasks(PacelineError):
 
     num_tasks: int
     num_classes: int
-    sentence = "{num_tasks} tasks cannot share {num_classes} classes: each needs at least one"
+    sentence = "{num_tasks:#task} cannot share {num_classes:#class}: each needs at least one"
     hint = "set `--num-tasks` to {num_classes} or less"
 
 

@@ -19,6 +19,7 @@ import torch
 
 from paceline.config.settings import TrainConfig
 from paceline.core.provenance import version_of
+from paceline.core.units import counted
 from paceline.data.grain import Grain
 from paceline.speed import kernels, precision
 from paceline.speed.autotune.cache import Cache, cache_folder
@@ -205,7 +206,7 @@ def record_shapes(engine: Engine, task: Task, feed: Feed, say: Callable[[str], N
 def closing_lines(engine: Engine) -> list[str]:
     """Return what was compiled and recorded, for the end of a run at `-O4`."""
     compiled = engine.counters().get("compiled")
-    lines = [] if compiled is None else [f"compiled {compiled} graph{'s' * (compiled != 1)}"]
+    lines = [] if compiled is None else [f"compiled {counted(compiled, 'graph')}"]
     return lines if engine.recorded is None else [*lines, *engine.recorded.graphs.lines()]
 
 

@@ -15,6 +15,7 @@ from paceline.core.disk import CannotWrite
 from paceline.core.errors import PacelineError
 from paceline.core.provenance import start_record
 from paceline.core.run_folder import RunFolder, RunRecord
+from paceline.core.units import counted
 from paceline.observe.progress import Progress
 from paceline.parallel.gather import gather_tensors
 from paceline.train.checkpoint import pieces, reader, state
@@ -82,7 +83,7 @@ class CheckpointManager:
         self.grains = choose_grains(config.grains, before, link.world.size, may_regrain)
         self._check_ranks(stored)
         if before not in (None, self.grains):
-            progress.say(f"{self.grains} grains instead of {before}: numerics change from here on")
+            progress.say(f"{counted(self.grains, 'grain')} instead of {before}: numerics change from here on")
         self._may_resume = stored is not None
 
     @property

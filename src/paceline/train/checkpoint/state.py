@@ -35,7 +35,7 @@ class RanksHaveTheirOwn(PacelineError):
 
     before: int
     now: int
-    sentence = "the checkpoint has the optimizer states of {before} ranks (`sync_state` keep), here are {now}"
+    sentence = "the checkpoint has the optimizer states of {before:#rank} (`sync_state` keep), here are {now}"
     hint = "use as many ranks, or add `--sync-state average --allow-change` (or `reset`) to go on with another number"
 
 

@@ -88,7 +88,7 @@ class MeetingPointUnknown(PacelineError):
     launcher: str
     nodes: int
     missing: list[str]
-    sentence = "{launcher} started ranks on {nodes} node(s), and {variables} is not set: no meeting point"
+    sentence = "{launcher} started ranks on {nodes:#node}, and {variables} is not set: no meeting point"
     hint = "export MASTER_ADDR=<name of rank 0's machine> and MASTER_PORT=<a free port there> for all ranks"
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.core.units import count
+from paceline.core.units import counted
 from paceline.world.discover.allocation import Allocation
 from paceline.world.discover.environment import World
 from paceline.world.discover.hostlist import fold
@@ -68,7 +68,10 @@ def devices(roll: Sequence[Facts]) -> Iterator[Finding]:
             # A launcher may show each rank only its own GPU.
             if len(on_host) > len(first.gpus) > 1:
                 yield Finding(
-                    "GPUs", "problem", found, f"start at most {len(first.gpus)} ranks there, not {len(on_host)}"
+                    "GPUs",
+                    "problem",
+                    found,
+                    f"start at most {counted(len(first.gpus), 'rank')} there, not {len(on_host)}",
                 )
             elif any(gpu.free_mib < gpu.memory_mib / 2 for gpu in first.gpus):
                 yield Finding("GPUs", "warning", f"{found}, in use", "`nvidia-smi` says by whom")
@@ -91,7 +94,7 @@ def cores(roll: Sequence[Facts]) -> Iterator[Finding]:
         usable = sorted({core for facts in on_host for core in facts.cores})
         threads = sum(facts.threads for facts in on_host)
         num_ranks, num_cores = len(on_host), on_host[0].machine_cores
-        shares = f"for {count(num_ranks, 'rank')}, {count(threads, 'thread')} in all"
+        shares = f"for {counted(num_ranks, 'rank')}, {counted(threads, 'thread')} in all"
         found = f"{host}: {len(usable)} of {num_cores} {shares}"
         if any(len(facts.cores) == 1 for facts in on_host) and num_cores > num_ranks:
             todo = "a rank is bound to one core: `mpirun --bind-to none`, or `srun --cpus-per-task N`"
@@ -108,7 +111,7 @@ def load(roll: Sequence[Facts]) -> Iterator[Finding]:
         mean, cores = on_host[0].load, on_host[0].machine_cores
         if mean is None:
             continue
-        found = f"{host}: {mean:.1f} processes ran or wanted to in the last minute, on {count(cores, 'core')}"
+        found = f"{host}: {mean:.1f} processes ran or wanted to in the last minute, on {counted(cores, 'core')}"
         # The ranks that look are processes, too, and a full machine alone is no fault of it.
         others = mean - len(on_host)
         if others > OVERLOAD * cores:

@@ -23,6 +23,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
 from paceline.core.errors import PacelineError
+from paceline.core.units import counted
 from paceline.world.failure.board import EXIT_CRASH, EXIT_INTERRUPT, EXIT_USER_ERROR, FailureBoard, Seen
 from paceline.world.failure.watchdog import exit_now
 from paceline.world.launch.agents import AgentRendezvous, Node
@@ -200,7 +201,7 @@ class _Agent(LocalElasticAgent):
         # Also when it was another machine that had to start again: all agents count the same attempts.
         self._remaining_restarts = worker_group.spec.max_restarts - self._meeting.rounds
         left = self._remaining_restarts
-        sys.stderr.write(f"a rank ended early: starting all ranks again ({left} more restarts allowed)\n")
+        sys.stderr.write(f"a rank ended early: starting all ranks again ({counted(left, 'more restart')} allowed)\n")
         self._pids = []
         super()._restart_workers(worker_group)
 

@@ -43,7 +43,7 @@ class GpusPerSlot(PacelineError):
 
     gpus: int
     slots: int
-    sentence = "{gpus} GPUs for {slots} slots on each machine: Grid Engine counts GPUs per slot"
+    sentence = "{gpus:#GPU} for {slots:#slot} on each machine: Grid Engine counts GPUs per slot"
     hint = "ask for as many ranks as GPUs and no --cpus-per-rank, or leave GPUs to --directives, in your site's words"
 
 

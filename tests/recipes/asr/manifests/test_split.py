@@ -50,7 +50,7 @@ def test_split_keeps_groups_together(tmp_path: Path, capsys: Shown) -> None:
     assert not {line["speaker"] for line in train} & {line["speaker"] for line in val}
     assert train[0]["audio_filepath"] == str(tmp_path / train[0]["audio_filepath"].rpartition("/")[2])
     assert main(["manifest", "split", str(path), "--by", "room"]) == 2
-    assert f'{path}:1 has no "room", and 199 more lines do' in capsys.readouterr().err
+    assert f'{path}:1 has no "room", nor do 199 more lines' in capsys.readouterr().err
 
 
 def test_parts_of_one_recording_stay_together(tmp_path: Path) -> None:

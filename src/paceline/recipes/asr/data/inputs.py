@@ -40,12 +40,8 @@ class InputsUnreadable(PacelineError):
     problems: Sequence[str]
     total: int
     advice: str
-    sentence = "{count} cannot be used{lines}"
+    sentence = "{total:#recording} cannot be used{lines}"
     hint = "{advice}"
-
-    @property
-    def count(self) -> str:
-        return f"{self.total:,} recordings" if self.total > 1 else "1 recording"
 
     @property
     def lines(self) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from paceline.config.problems import Problem, nearest
+from paceline.core.units import counted, plural
 from paceline.recipes.asr.exchange.document import Document, Location
 
 _ANY = object()
@@ -245,7 +246,11 @@ class _Translator:
         classes = decoder.get("num_classes") if isinstance(decoder, Mapping) else None
         told = self.done.values.get("labels")
         if isinstance(told, list) and isinstance(classes, int) and classes > 0 and classes != len(told):
-            self._refuse((*self.places["decoder"], "num_classes"), f"but there are {len(told)} labels", str(classes))
+            self._refuse(
+                (*self.places["decoder"], "num_classes"),
+                f"but there {plural(len(told), 'is')} {counted(len(told), 'label')}",
+                str(classes),
+            )
 
     def _sample_rate(self) -> None:
         places: list[Location] = [("sample_rate",), ("model", "sample_rate")]

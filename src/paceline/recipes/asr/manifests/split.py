@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import PacelineError
+from paceline.core.units import counted, plural
 from paceline.data.manifest.columns import Manifest
 from paceline.data.manifest.line import AUDIO_KEYS, parse_object, resolve
 from paceline.data.manifest.raw_lines import raw_lines
@@ -51,7 +52,8 @@ class NoSuchKey(PacelineError):
 
     @property
     def others(self) -> str:
-        return f", and {self.number - 1:,} more lines do" if self.number > 1 else ""
+        more = self.number - 1
+        return f", nor {plural(more, 'does')} {counted(more, 'more line')}" if more > 0 else ""
 
 
 @dataclass(frozen=True)
@@ -144,12 +146,6 @@ def assign(groups: Mapping[str, float], parts: Mapping[str, float], seed: int, w
         lacking[part] -= groups[group]
         empty.discard(part or "")
     return chosen
-
-
-def counted(number: int, what: str) -> str:
-    """Return a number with its noun: `1 audio file`, `2 values of speaker`."""
-    word, space, rest = what.partition(" of ")
-    return f"{number:,} {word}{'s' * (number != 1)}{space}{rest}"
 
 
 def sizes(names: Sequence[str], seconds: Sequence[float]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.units import counted
 from paceline.data.manifest.columns import Manifest
 from paceline.data.manifest.line import parse_object
 from paceline.data.manifest.raw_lines import raw_lines
@@ -108,7 +109,7 @@ def count_characters(packed: NDArray[np.uint8]) -> dict[str, int]:
 def show(stats: Stats) -> list[str]:
     """Return the statistics as lines of text."""
     lines = [
-        f"{stats.utterances:,} utterances, {stats.hours:,.2f} h",
+        f"{counted(stats.utterances, 'utterance')}, {stats.hours:,.2f} h",
         "",
         f"seconds       shortest {stats.shortest_s:.2f}, mean {stats.mean_s:.2f}, longest {stats.longest_s:.2f}",
         "percentiles   " + ", ".join(f"{share} % {value:.2f}" for share, value in stats.percentiles_s.items()),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.core.errors import PacelineError
+from paceline.core.units import counted
 from paceline.data.audio.file import SUFFIXES
 
 TABLES = frozenset((".tsv", ".csv"))
@@ -187,7 +188,7 @@ def _table_rows(path: Path, corpus: Corpus) -> Iterator[_Row]:
         if columns is not None and number == 1:
             continue
         if len(cells) <= max(file, text):
-            corpus.unreadable.append(f"{path}:{number}: has {len(cells)} column{'s' * (len(cells) != 1)}")
+            corpus.unreadable.append(f"{path}:{number}: has {counted(len(cells), 'column')}")
             continue
         # Without names of columns, all behind the first separator is text: commas in it may not be quoted.
         sentence = cells[text] if columns is not None else ("," if path.suffix == ".csv" else " ").join(cells[1:])

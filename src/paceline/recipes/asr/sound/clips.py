@@ -40,12 +40,12 @@ class ClipsUnreadable(PacelineError):
 
     source: Path
     problems: Sequence[str]
-    sentence = "{source}: {count} cannot be mixed in{lines}"
+    sentence = "{source}: {num_problems:#file} cannot be mixed in{lines}"
     hint = "mend or remove them in {source}"
 
     @property
-    def count(self) -> str:
-        return f"{len(self.problems):,} files" if len(self.problems) > 1 else "1 file"
+    def num_problems(self) -> int:
+        return len(self.problems)
 
     @property
     def lines(self) -> str:

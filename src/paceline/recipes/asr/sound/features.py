@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from paceline.config.settings import Fraction, Positive, PositiveFloat, Section
 from paceline.core.errors import PacelineError
 from paceline.core.keys_torch import normal
+from paceline.core.units import counted
 from paceline.recipes.asr.sound.key_streams import KeyStream
 
 STD_GUARD = 1e-5
@@ -256,7 +257,7 @@ def _check(settings: FeatureSettings, sample_rate: int, window: int, hop: int, n
         reason = f"`{name}` {getattr(settings, name):g} is shorter than a sample"
         raise FrontEndMisfit(sample_rate, reason, f"set `{name}` to at least {1 / sample_rate:g}")
     if n_fft < window:
-        reason = f"`n_fft` {n_fft} is less than the {window} samples of `window_s` {settings.window_s:g}"
+        reason = f"`n_fft` {n_fft} is less than the {counted(window, 'sample')} of `window_s` {settings.window_s:g}"
         raise FrontEndMisfit(sample_rate, reason, f"set `n_fft` to {2 ** math.ceil(math.log2(window))} or leave it out")
     highest = settings.high_hz or sample_rate / 2
     if highest > sample_rate / 2 or settings.low_hz >= highest:
