@@ -231,7 +231,11 @@ class CheckpointManager:
 
     def _check_ranks(self, stored: RunRecord | None) -> None:
         """Check that all ranks see the same run: a folder on a disk of each machine's own is found by one of them."""
-        found = "none" if stored is None else f"one with {stored.grains} grains, started {len(stored.starts)} times"
+        found = (
+            "none"
+            if stored is None
+            else (f"one with {counted(stored.grains or 0, 'grain')}, {counted(len(stored.starts), 'start')} so far")
+        )
         check_same(self._link, {f"run to resume in {self._config.out}": found, "grains": self.grains})
 
     def check_precision(self, checkpoint: reader.Checkpoint, precision: str) -> None:
