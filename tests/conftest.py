@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import secrets
 
 # Before torch is imported: several ranks share two cores, and one thread keeps sums in one order.
 os.environ["OMP_NUM_THREADS"] = "1"
 # torch looks up the names of its peers; a machine without a working name server would wait 5 s each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# Ranks that tests start by hand share it; without it they would make a file in the configuration of who runs the tests.
+os.environ.setdefault("PACELINE_SECRET", secrets.token_hex(32))
 
 import pytest
 import torch

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 90.0
@@ -28,9 +29,9 @@ _attempts = 0
 
 @functools.cache
 def _store() -> Any:
-    from paceline.world.store import TCPStore
+    from paceline.world.rendezvous.server import StoreServer
 
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return StoreServer("127.0.0.1", 0, os.environ["PACELINE_SECRET"].encode())
 
 
 def run_until_death(size: int, function: Callable[..., None], *args: Any) -> list[int]:
@@ -57,6 +58,25 @@ def run_until_death(size: int, function: Callable[..., None], *args: Any) -> lis
         for sentinel in ended:
             alive.pop(sentinel).join()
     return [worker.exitcode for worker in workers]
+
+
+def command(words: list[str], output: Path, env: dict[str, str]) -> Any:
+    """Start `paceline WORDS` in a process that need not import torch again; what it says goes to the file."""
+    process = _context().Process(target=_command, args=(words, str(output), {**os.environ, **env}, list(sys.path)))
+    process.start()
+    return process
+
+
+def _command(words: list[str], output: str, env: dict[str, str], path: list[str]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:] = path
+    handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(handle, stream)
+    from paceline.cli.main import main
+
+    sys.exit(main(words))
 
 
 def _work(rank: int, size: int, port: int, attempt: int, name: tuple[str, str], args: Any, path: list[str]) -> None:

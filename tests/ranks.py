@@ -86,9 +86,9 @@ class Pool:
     """The processes, and the store where they meet: one store for all tests, a new attempt in it for each."""
 
     def __init__(self) -> None:
-        from paceline.world.store import TCPStore
+        from paceline.world.rendezvous.server import StoreServer
 
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = StoreServer("127.0.0.1", 0, os.environ["PACELINE_SECRET"].encode())
         # A server that has imported torch once and forks: a new worker takes milliseconds.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "paceline.train.fit", "paceline.cli.train", "tests.ranks"])

@@ -66,12 +66,37 @@ class Warned(Small):
         return any((self.settings.out / "checkpoints").glob("step-*"))
 
 
+class Slow(Small):
+    """Half a second per step."""
+
+    def after_step(self, model: nn.Module, step: Any, grains: list[paceline.Grain]) -> None:
+        if self.world.rank == 0 and step.number == 0:
+            os.write(1, b"now\n")
+        time.sleep(0.5)
+
+
 class Ends(Small):
-    """A rank that dies, hangs or is stopped, at the start, in a step or in a save, as END says: `1 step killed`."""
+    """A rank that dies, hangs or is stopped, at the start, in a step or in a save, as END says: `1 step killed`.
+
+    Several such ends are separated by commas.
+    """
 
     def model(self) -> nn.Module:
         self._end("start")
         return super().model()
+
+    def val_data(self) -> dict[str, TensorDataset]:
+        return {"val": self.train_data()} if "validation" in os.environ["END"] else {}
+
+    def metrics(self, model: nn.Module, grain: paceline.Grain) -> Any:
+        self._end("validation")
+        return {"loss": self.loss(model, grain)}
+
+    def loss(self, model: nn.Module, grain: paceline.Grain) -> Any:
+        total, count = super().loss(model, grain)
+        if total.requires_grad and "backward" in os.environ["END"]:
+            total.register_hook(lambda gradient: self._end("backward"))
+        return total, count
 
     def after_step(self, model: nn.Module, step: Any, grains: list[paceline.Grain]) -> None:
         if step.number == 2:
@@ -82,8 +107,10 @@ class Ends(Small):
         return {}
 
     def _end(self, where: str) -> None:
-        rank, place, how = os.environ["END"].split()
-        if [str(self.world.rank), where] == [rank, place]:
+        for end in os.environ["END"].split(","):
+            rank, place, how = end.split()
+            if [str(self.world.rank), where] != [rank, place]:
+                continue
             os.write(1, b"now\n")
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -61,7 +61,7 @@ def one_crashes_while_others_compute(world: World) -> None:
 
 
 def compute_forever(world: World) -> None:
-    watch._GRACE_S, watch._MOST_UNANSWERED = 0.1, 2
+    watch._GRACE_S, watch._MOST_REFUSED = 0.1, 2
     with meet(world) as link:
         link.barrier()
         say("ready")
@@ -119,7 +119,8 @@ def one_is_stuck_on_a_device(world: World) -> None:
     watch._GRACE_S = 0.1
     with meet(world) as link:
         assert link._watch is not None
-        link._watch.overdue_s = 3.0
+        link._watch._timeout_s = 3.0
+        link._watch.follow_group(link.hosts, is_on_device=True)
         link.barrier()
         if world.rank == 1:
             signal.pause()

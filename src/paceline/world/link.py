@@ -13,12 +13,14 @@ from paceline.world.discover.environment import World
 from paceline.world.failure.flight_recorder import trail
 from paceline.world.failure.together import is_guarded
 from paceline.world.failure.watchdog import FailureWatch
-from paceline.world.store import Store, poll
+from paceline.world.store import Store, answer_within, poll
 
 Reduction = Literal["sum", "max", "min"]
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # How long the rank that serves the store stays for others that have not closed yet; without it they would end.
 _LINGER_S = 60.0
+# How long a rank that is done waits for the store to take note of it.
+_GOODBYE_S = 10.0
 
 
 class Link:
@@ -101,10 +103,11 @@ class Link:
         if self._watch is not None:
             self._watch.stop()
         dist.destroy_process_group()
-        with suppress(dist.DistError):  # the launcher that served the store may be gone
+        answer_within(self.world, _GOODBYE_S)
+        with suppress(dist.DistError):  # who served the store may be gone, or frozen
             store.add("left", 1)
-        if self.is_first and not self.world.launcher_hosts_store:
-            poll(lambda: store.add("left", 0) >= self.world.size, _LINGER_S)
+            if self.is_first and not self.world.launcher_hosts_store:
+                poll(lambda: store.add("left", 0) >= self.world.size, _LINGER_S)
 
     def abandon(self) -> None:
         """Leave the group after a failure, without waiting: collectives of ranks that are still inside one break."""

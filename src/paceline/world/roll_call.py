@@ -81,15 +81,40 @@ class DuplicateRank(PacelineError):
     )
 
 
+@dataclass(frozen=True)
+class Claim:
+    """Number of ranks that a rank was started with."""
+
+    rank: int
+    host: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} is one of {self.size}"
+
+
+class SizesDiffer(PacelineError):
+    """Ranks of one job were told different numbers of ranks."""
+
+    first: Claim
+    second: Claim
+    sentence = "the ranks were started with different numbers of ranks (WORLD_SIZE): {first}, {second}"
+    hint = (
+        "give all ranks the same WORLD_SIZE, or let one launcher set it (--procs N, torchrun, mpirun, srun); "
+        "two jobs at one meeting point need different MASTER_PORT"
+    )
+
+
 def roll_call(store: Store, mine: Present, size: int, timeout_s: float) -> list[Present]:
-    """Return all ranks, in order; raise `RanksMissing` or `DuplicateRank` on every rank alike."""
+    """Return all ranks, in order; raise `RanksMissing`, `SizesDiffer` or `DuplicateRank` on every rank alike."""
+    _compare_sizes(store, Claim(mine.rank, mine.host, size))
     text = json.dumps(asdict(mine))
     first = store.compare_set(_key(mine.rank), "", text)
     if first.decode() != text:
         raise DuplicateRank(_present(first), mine)
     if mine.rank == 0:
         keys = [_key(rank) for rank in range(size)]
-        poll(lambda: store.check(keys), timeout_s)
+        poll(lambda: store.check(keys) or store.check(["verdict"]), timeout_s)
         _publish(store, size, timeout_s)
     elif not poll(lambda: store.check([_key(0)]), timeout_s) or not poll(
         lambda: store.check(["verdict"]), timeout_s + _MARGIN_S
@@ -97,6 +122,15 @@ def roll_call(store: Store, mine: Present, size: int, timeout_s: float) -> list[
         # Rank 0 never came, or died while collecting; any rank can name who is missing.
         _publish(store, size, timeout_s, gone=0)
     return _obey(store, mine, size)
+
+
+def _compare_sizes(store: Store, mine: Claim) -> None:
+    """Compare the number of ranks with that of the rank that came first; where they differ, all ranks are told."""
+    first = Claim(**json.loads(store.compare_set("size", "", json.dumps(asdict(mine)))))
+    if first.size != mine.size:
+        store.compare_set("verdict", "", json.dumps({"sizes": [asdict(first), asdict(mine)]}))
+        store.add("heard", 1)
+        raise SizesDiffer(first, mine)
 
 
 def _publish(store: Store, size: int, timeout_s: float, gone: int | None = None) -> None:
@@ -111,6 +145,9 @@ def _publish(store: Store, size: int, timeout_s: float, gone: int | None = None)
 
 def _obey(store: Store, mine: Present, size: int) -> list[Present]:
     verdict = json.loads(store.get("verdict"))
+    if "sizes" in verdict:
+        store.add("heard", 1)
+        raise SizesDiffer(*(Claim(**claim) for claim in verdict["sizes"]))
     present = [_from_json(entry) for entry in verdict["present"]]
     if not verdict["missing"]:
         return present

@@ -27,7 +27,7 @@ from paceline.world.link import Link
 from paceline.world.parent_process import end_with_parent
 from paceline.world.resources import DeviceChoice, backend_of, device_name, threads_of
 from paceline.world.roll_call import Present, roll_call
-from paceline.world.store import HashStore, PrefixStore, Store, meet
+from paceline.world.store import HashStore, PrefixStore, Store, answer_within, meet
 
 # Starts so far at each meeting point. All ranks start equally often, so the number keeps their keys apart.
 _starts: Counter[tuple[str | None, int]] = Counter()
@@ -80,7 +80,7 @@ def start(
     if interface is not None:
         os.environ[GLOO_INTERFACE] = interface
     common = meet(world, start_timeout_s)
-    watch = FailureWatch(world, grace_s=timeout_s / 4)
+    watch = FailureWatch(world, timeout_s)
     meeting = remember_meeting(world, common, watch, timeout_s)
     try:
         _starts[world.meeting, world.attempt] += 1
@@ -97,8 +97,8 @@ def start(
             world_size=world.size,
             timeout=patience(timeout_s, chosen),
         )
-        if "cuda" in backend:
-            watch.overdue_s = timeout_s
+        answer_within(world, timeout_s)
+        watch.follow_group(meeting.hosts, is_on_device="cuda" in backend)
     except BaseException:
         watch.stop()
         raise
@@ -107,7 +107,7 @@ def start(
 
 def patience(timeout_s: float, device: torch.device) -> timedelta:
     """Return the time-out of a process group. NCCL ends the process at its own, so the watchdog acts first."""
-    return timedelta(seconds=timeout_s * (1.5 if device.type == "cuda" else 1.0))
+    return timedelta(seconds=timeout_s * (1.75 if device.type == "cuda" else 1.0))
 
 
 def _join_alone(backend: str, timeout_s: float) -> Store:

@@ -1,42 +1,70 @@
-"""The store where the ranks of a job find each other, before any process group exists."""
+"""The store where the ranks of a job find each other, before any process group exists.
+
+Rank 0 or our launcher serves it (`rendezvous/`) at one address, to processes that know the job's secret. Under torchrun
+the ranks share torchrun's own store, which asks nobody who he is.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from torch.distributed import DistNetworkError
 
 from paceline.core.errors import PacelineError
-from paceline.world.discover.environment import World
+from paceline.world.discover.environment import World, is_loopback
+from paceline.world.discover.interfaces import GLOO_INTERFACE, list_interfaces
+from paceline.world.rendezvous.channel import SecretRefused, StrangerAnswers
+from paceline.world.rendezvous.client import BoundedStore, StoreClient, StoreGone, StoreSilent, TorchStoreClient
+from paceline.world.rendezvous.secret import Secret, find_secret
+from paceline.world.rendezvous.server import EVERYWHERE, StoreServer
 
 if TYPE_CHECKING:
     # torch.distributed has these classes, but its types are only declared here.
     from torch._C._distributed_c10d import HashStore as HashStore
-    from torch._C._distributed_c10d import PrefixStore as PrefixStore
+    from torch._C._distributed_c10d import PrefixStore as _PrefixStore
     from torch._C._distributed_c10d import Store as Store
     from torch._C._distributed_c10d import TCPStore as TCPStore
 else:
     from torch.distributed import HashStore as HashStore
-    from torch.distributed import PrefixStore, Store, TCPStore
+    from torch.distributed import PrefixStore as _PrefixStore
+    from torch.distributed import Store, TCPStore
+
+T = TypeVar("T")
+Unreached = Literal["unknown", "refused", "silent"]
+"""Why nobody was reached: the name has no address, nobody listens there, or no answer came."""
+
+LISTEN = "PACELINE_LISTEN"
+"""Environment variable with the address at which the store listens, where it is not the one that the name means."""
+# A rank that waits for longer says what for.
+_PATIENT_S = 10.0
+_PROBE_S = 5.0
 
 # One store per meeting point for the life of the process: what rank 0 serves, others may still be reading when it
-# has finished, and the next `start` in this process meets at the same place. Connecting is not free either: torch
-# looks up the name of every peer, which without a working name server can take 5 s.
-_stores: dict[str, Store] = {}
+# has finished, and the next `start` in this process meets at the same place.
+_stores: dict[str, BoundedStore] = {}
+_servers: dict[str, StoreServer] = {}
 
 
-class FirstRankUnreached(PacelineError):
+class NoMeeting(PacelineError):
+    """The ranks of a job cannot meet; so no rank can tell another of it either."""
+
+
+class FirstRankUnreached(NoMeeting):
     """No store answers at the meeting point."""
 
     world: World
     waited_s: float
     cause: str
+    kind: Unreached = "silent"
     sentence = "rank {world.rank} on {host}: {server} at {world.meeting} was not reached in {waited_s:g} s ({cause})"
-    hint = "check that rank 0 runs, that MASTER_ADDR names its machine, and that no firewall closes the port"
+    hint = "{advice}"
 
     @property
     def host(self) -> str:
@@ -46,8 +74,14 @@ class FirstRankUnreached(PacelineError):
     def server(self) -> str:
         return "the launcher" if self.world.launcher_hosts_store else "rank 0"
 
+    @property
+    def advice(self) -> str:
+        if self.kind == "unknown":
+            return f"no name server knows {_split(str(self.world.meeting))[0]!r}: {_EXPORT_ADDRESS}"
+        return "check that rank 0 runs, that MASTER_ADDR names its machine, and that no firewall closes the port"
 
-class MeetingPointTaken(PacelineError):
+
+class MeetingPointTaken(NoMeeting):
     """Rank 0 cannot serve the store at the meeting point."""
 
     meeting: str
@@ -56,67 +90,201 @@ class MeetingPointTaken(PacelineError):
     hint = "another job may use this port, or two processes are rank 0: export another MASTER_PORT for all ranks"
 
 
+_EXPORT_ADDRESS = "export MASTER_ADDR=<name or address of rank 0's machine>, the same for all ranks"
+
+
+class MeetingPointUnknownHere(NoMeeting):
+    """The name of the meeting point has no address on the machine that is to serve there."""
+
+    meeting: str
+    cause: str
+    sentence = "rank 0 cannot listen at {meeting}: the name has no address ({cause})"
+    hint = _EXPORT_ADDRESS
+
+
+class MeetingPointElsewhere(NoMeeting):
+    """The meeting point is an address of another machine than rank 0's."""
+
+    meeting: str
+    address: str
+    host: str
+    interfaces: str
+    sentence = "rank 0 runs on {host} and cannot listen at {meeting}: {address} is no address of this machine"
+    hint = (
+        "export MASTER_ADDR=<an address of rank 0's machine> for all ranks ({host} has {interfaces}); "
+        "if that address is forwarded to {host}, also export PACELINE_LISTEN=0.0.0.0 there"
+    )
+
+
+class SecretsDiffer(NoMeeting):
+    """A rank has another secret than the process that serves the store."""
+
+    place: str
+    meeting: str
+    source: str
+    sentence = "{place} was refused at {meeting}: the process that serves there has another secret than {source}"
+    hint = (
+        "give all ranks the same one: copy ~/.config/paceline/secret of the machine of rank 0 to this machine "
+        "(mode 600), or export the same PACELINE_SECRET for all ranks; if another job has this port, change MASTER_PORT"
+    )
+
+
 class NotReached(Exception):
     """No answer; the caller knows what that means."""
 
-    def __init__(self, cause: str) -> None:
+    def __init__(self, cause: str, kind: Unreached = "silent") -> None:
         super().__init__(cause)
-        self.cause = cause
+        self.cause, self.kind = cause, kind
+
+
+class PrefixStore(_PrefixStore):
+    """Part of a store. It keeps the store: torch's class holds only the C++ half of one that is written in Python."""
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        super().__init__(prefix, store)
+        self._whole = store
 
 
 def meet(world: World, timeout_s: float) -> Store:
     """Return the store of this job and attempt, served by rank 0, or by the launcher if it offers one."""
     assert world.meeting is not None, "a single process meets nobody"
     if world.meeting not in _stores:
-        serves = world.rank == 0 and not world.launcher_hosts_store
-        _stores[world.meeting] = serve(world.meeting, timeout_s) if serves else _connect(world, timeout_s)
-    return attempt_store(_stores[world.meeting], world.attempt, world.size)
+        if world.rank == 0 and not world.launcher_hosts_store:
+            secret = secret_of(world)
+            if world.meeting not in _servers:
+                _servers[world.meeting] = serve(world.meeting, secret, _is_one_machine(world))
+            _stores[world.meeting] = StoreClient(*_servers[world.meeting].near, secret.value, timeout_s)
+        else:
+            _stores[world.meeting] = _connect(world, timeout_s, timeout_s)
+    answer_within(world, timeout_s)
+    return _of_attempt(world, _stores[world.meeting])
 
 
-def meet_apart(world: World, timeout_s: float) -> Store:
+def answer_within(world: World, answer_s: float) -> None:
+    """Set how long the store of this job may take to answer; then a call raises `StoreSilent`."""
+    if world.meeting in _stores:
+        _stores[world.meeting].answer_within(answer_s)
+
+
+def meet_apart(world: World, timeout_s: float, answer_s: float) -> Store:
     """Return the same store through another connection, for a thread that must not wait for the main thread's calls."""
-    return attempt_store(_connect(world, timeout_s), world.attempt, world.size)
+    return _of_attempt(world, _connect(world, timeout_s, answer_s))
 
 
-def attempt_store(store: Store, attempt: int, size: int) -> Store:
+def _of_attempt(world: World, store: Store) -> Store:
+    # torchrun may change the number of ranks without counting an attempt.
+    return attempt_store(store, world.attempt, world.size if world.launcher == "torchrun" else None)
+
+
+def attempt_store(store: Store, attempt: int, size: int | None = None) -> Store:
     """Return the part of a store that belongs to one attempt of an elastic job.
 
     Without it, restarted ranks would read the addresses of the dead ones and dial them in vain.
     """
-    return PrefixStore(f"paceline/attempt{attempt}/size{size}", store)
+    return PrefixStore(f"paceline/attempt{attempt}" + ("" if size is None else f"/size{size}"), store)
 
 
-def _connect(world: World, timeout_s: float) -> Store:
+def secret_of(world: World) -> Secret:
+    """Return the secret of this job."""
+    return find_secret(os.environ, _is_one_machine(world))
+
+
+def _is_one_machine(world: World) -> bool:
+    return world.nodes == 1 or is_loopback(_split(str(world.meeting))[0])
+
+
+def _has_store_of_torch(world: World) -> bool:
+    return world.launcher == "torchrun" and world.launcher_hosts_store
+
+
+def _connect(world: World, timeout_s: float, answer_s: float) -> BoundedStore:
     assert world.meeting is not None
+    place = f"rank {world.rank} on {socket.gethostname()}"
+    on_wait = _say_once(f"{place} waits for {world.meeting}") if world.local_rank == 0 or world.rank == 1 else None
     try:
-        return connect(world.meeting, timeout_s)
-    except NotReached as error:
-        raise FirstRankUnreached(world, timeout_s, error.cause) from error
-
-
-def connect(meeting: str, timeout_s: float) -> Store:
-    """Return the store that another process serves at `host:port`; retry until the time is over."""
-    host, port = _split(meeting)
-    cause = "no answer"
-
-    def listening() -> bool:
-        # Plain sockets first: torch's client would fill the screen with a C++ trace per failed attempt.
-        nonlocal cause
+        if _has_store_of_torch(world):
+            return connect_torch(world.meeting, timeout_s, answer_s, on_wait)
+        secret = secret_of(world)
         try:
-            socket.create_connection((host, port), timeout=min(timeout_s, 5.0)).close()
-        except OSError as error:
-            cause = str(error)
-            return False
-        return True
+            return connect(world.meeting, secret, timeout_s, answer_s, on_wait)
+        except SecretRefused:
+            raise SecretsDiffer(place, world.meeting, secret.source) from None
+    except NotReached as error:
+        raise FirstRankUnreached(world, timeout_s, error.cause, error.kind) from error
 
-    if not poll(listening, timeout_s):
-        raise NotReached(cause)
+
+def _say_once(what: str) -> Callable[[str], None]:
+    """Return a function that prints, once, that it has been waited for long."""
+    began, is_said = time.monotonic(), False
+
+    def say(cause: str) -> None:
+        nonlocal is_said
+        if not is_said and time.monotonic() - began > _PATIENT_S:
+            is_said = True
+            sys.stderr.write(f"{what}: {cause}\n")
+            sys.stderr.flush()
+
+    return say
+
+
+def connect(
+    meeting: str,
+    secret: Secret,
+    timeout_s: float,
+    answer_s: float,
+    on_wait: Callable[[str], None] | None = None,
+) -> StoreClient:
+    """Return the store that another process serves at `host:port`; retry until the time is over.
+
+    Raises `NotReached`, or `SecretRefused` where the other process has another secret.
+    """
+    host, port = _split(meeting)
+    connect_s = min(max(timeout_s, 0.1), _PROBE_S)
+    return _retry(lambda: StoreClient(host, port, secret.value, answer_s, connect_s), timeout_s, on_wait)
+
+
+def connect_torch(
+    meeting: str, timeout_s: float, answer_s: float, on_wait: Callable[[str], None] | None = None
+) -> TorchStoreClient:
+    """Return the store that torchrun serves at `host:port`; retry until the time is over, else `NotReached`."""
+    host, port = _split(meeting)
+    limit = timedelta(seconds=max(timeout_s, 10.0))
+
+    def listening() -> None:
+        # Plain sockets first: torch's client would fill the screen with a C++ trace per failed attempt.
+        socket.create_connection((host, port), timeout=min(timeout_s, _PROBE_S)).close()
+
+    _retry(listening, timeout_s, on_wait)
     try:
-        return TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(timeout_s, 10.0))
+        return TorchStoreClient(
+            lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit), answer_s
         )
     except DistNetworkError as error:
         raise NotReached(str(error).splitlines()[0]) from error
+
+
+def _retry(dial: Callable[[], T], timeout_s: float, on_wait: Callable[[str], None] | None) -> T:
+    """Call `dial` until it returns, for so long; the last reason why it did not is that of `NotReached`."""
+    made: list[T] = []
+    last = NotReached("no answer")
+
+    def is_made() -> bool:
+        nonlocal last
+        try:
+            made.append(dial())
+            return True
+        except SecretRefused:
+            raise
+        except (OSError, EOFError, StrangerAnswers, StoreSilent) as error:
+            cause = _why(error)
+            last = NotReached(cause, _kind(error))
+            if on_wait is not None:
+                on_wait(cause)
+        return False
+
+    if not poll(is_made, timeout_s):
+        raise last
+    return made[0]
 
 
 def poll(done: Callable[[], bool], timeout_s: float) -> bool:
@@ -130,17 +298,55 @@ def poll(done: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
-def serve(meeting: str, timeout_s: float) -> Store:
-    """Serve a store at `host:port`, which must be this machine."""
+def serve(meeting: str, secret: Secret, is_one_machine: bool) -> StoreServer:
+    """Serve a store at `host:port`, which must be this machine, to those who know the secret."""
     host, port = _split(meeting)
     try:
-        return TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=max(timeout_s, 10.0))
-        )
-    except DistNetworkError as error:
-        raise MeetingPointTaken(meeting, str(error).splitlines()[0]) from error
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise MeetingPointUnknownHere(meeting, _why(error)) from None
+    addresses = [str(address[0]) for _, _, _, _, address in sorted(found)]  # IPv4 first
+    interfaces = list_interfaces()
+    address = listen_address(
+        addresses, is_one_machine, os.environ.get(LISTEN), interfaces.get(os.environ.get(GLOO_INTERFACE, ""))
+    )
+    try:
+        return StoreServer(address, port, secret.value)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            names = ", ".join(f"{place} on {name}" for name, place in interfaces.items() if not is_loopback(place))
+            raise MeetingPointElsewhere(meeting, address, socket.gethostname(), names or "none") from None
+        raise MeetingPointTaken(meeting, _why(error)) from None
+
+
+def listen_address(addresses: list[str], is_one_machine: bool, asked: str | None, gloo_address: str | None) -> str:
+    """Return the address at which to listen, of those that the name of the meeting point has on this machine.
+
+    Debian lets the name of a machine mean 127.0.1.1, where no other machine arrives: then it is the address of the
+    interface that gloo was told to use, and without one every address of this machine.
+    """
+    if asked:
+        return asked
+    if is_one_machine or not is_loopback(addresses[0]):
+        return addresses[0]
+    return gloo_address or EVERYWHERE
+
+
+def _kind(error: Exception) -> Unreached:
+    if isinstance(error, socket.gaierror):
+        return "unknown"
+    return "refused" if isinstance(error, (ConnectionError, EOFError)) else "silent"
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return True if nobody serves the store any more: the machine answers, the process is not there."""
+    return isinstance(error, StoreGone) or (isinstance(error, FirstRankUnreached) and error.kind == "refused")
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
 def _split(meeting: str) -> tuple[str, int]:
     host, _, port = meeting.rpartition(":")
-    return host, int(port)
+    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from paceline.world.discover.environment import World
 from paceline.world.failure.flight_recorder import SAVING
 from paceline.world.store import PrefixStore, Store
 
@@ -71,6 +72,12 @@ def describe(rank: int, host: str | None, last: Seen | None, is_alive: bool) -> 
     if is_alive:
         fate = "runs, but did not come (stuck?)"
     return f"{name} {fate}" + (f"\n  rank {rank}: last seen {last.where}" if last is not None else "")
+
+
+def who_is_silent(world: World, first_host: str | None) -> str:
+    """Return a clause about the process that serves the store and does not answer."""
+    name = "the launcher" if world.launcher_hosts_store else "rank 0" + (f" on {first_host}" if first_host else "")
+    return f"{name} does not answer (stopped? its machine cut off?)"
 
 
 def who_is_missing(number: int, before: Mapping[int, Seen | None], now: Mapping[int, Seen | None]) -> dict[int, bool]:

@@ -29,11 +29,13 @@ from paceline.world.failure.board import (
     Kind,
     describe,
     who_is_missing,
+    who_is_silent,
 )
 from paceline.world.failure.flight_recorder import trail
-from paceline.world.failure.watchdog import LINGER_S, FailureWatch, exit_now, serves
-from paceline.world.roll_call import RanksMissing
-from paceline.world.store import FirstRankUnreached, MeetingPointTaken, Store, meet, poll
+from paceline.world.failure.watchdog import LINGER_S, FailureWatch, exit_now, serves, speaks_for_machine
+from paceline.world.rendezvous.client import StoreSilent
+from paceline.world.roll_call import RanksMissing, SizesDiffer
+from paceline.world.store import NoMeeting, Store, answer_within, meet, poll
 
 # How long a rank with a broken collective looks for another's report before it files its own.
 _LOOK_S = 3.0
@@ -135,8 +137,8 @@ def _fail(world: World, error: BaseException) -> NoReturn:
         if board is not None and mine.kind == "lost":
             mine = _look(board, world, mine)
         first = mine if board is None else board.post(mine)
-    except (DistError, PacelineError):
-        board, first = None, (mine := _report_without_store(world, mine))
+    except (DistError, PacelineError) as unheard:
+        board, first = None, (mine := _report_without_store(world, mine, isinstance(unheard, StoreSilent)))
     if first == mine and mine.kind != "interrupt":
         warn(f"{mine}\n")
         sys.stderr.flush()
@@ -146,16 +148,19 @@ def _fail(world: World, error: BaseException) -> NoReturn:
     exit_now(first.exit_code)
 
 
-def _report_without_store(world: World, mine: Failure) -> Failure:
-    """Return the report of this rank where the store went with the rank that served it, or end without one."""
+def _report_without_store(world: World, mine: Failure, is_silent: bool) -> Failure:
+    """Return the report of this rank where the store went with the rank that served it, or end without one.
+
+    `is_silent`: the store did not answer, so whoever serves it may be frozen or cut off instead of gone.
+    """
     heard = _last_meeting.watch.heard if _last_meeting is not None else None
     if heard is not None:
         exit_now(heard.exit_code)  # the rank that served the store has reported, and waited for no other
     if mine.kind != "lost":
         return mine
-    if world.rank != 1 and world.local_rank != 0:
-        exit_now(mine.exit_code)  # all survivors come here: one per machine reports
-    return replace(mine, lost=_who_is_gone(world))
+    if not speaks_for_machine(world):
+        exit_now(mine.exit_code)  # all survivors come here
+    return replace(mine, lost=_who_is_gone(world, is_silent))
 
 
 def _tell_others(board: FailureBoard, world: World, first: Failure, error: BaseException) -> None:
@@ -187,11 +192,13 @@ def _log_lost(mine: Failure, error: BaseException) -> None:
         _logged = error
 
 
-def _who_is_gone(world: World) -> str:
+def _who_is_gone(world: World, is_silent: bool) -> str:
     """Return a sentence about the process that served the store."""
     slept_s = _last_meeting.watch.slept_s if _last_meeting is not None else 0.0
     if slept_s >= _ASLEEP_S:
         return f"it did not run for {slept_s:.0f} s itself (stopped?), and they have ended meanwhile"
+    if is_silent:
+        return who_is_silent(world, _host(0))
     if world.launcher_hosts_store:
         return "the launcher is gone"
     return describe(0, _host(0), None, is_alive=False)
@@ -201,6 +208,8 @@ def _audience(world: World, first: Failure, error: BaseException) -> int:
     """Return the number of ranks that can still read the failure."""
     if isinstance(error, RanksMissing):
         return len(error.present)
+    if isinstance(error, SizesDiffer):
+        return min(error.first.size, error.second.size)
     return world.size - 1 if first.kind == "lost" else world.size
 
 
@@ -230,8 +239,9 @@ def _board(world: World, error: BaseException) -> FailureBoard | None:
     """Return the board of this job; ranks that never met meet now."""
     if _last_meeting is not None and _last_meeting.world == world:
         _last_meeting.watch.stop()
+        answer_within(world, _last_meeting.look_s)  # who serves it may be the one that is frozen
         return FailureBoard(_last_meeting.store)
-    if isinstance(error, (FirstRankUnreached, MeetingPointTaken)):
+    if isinstance(error, NoMeeting):
         return None
     return FailureBoard(meet(world, _LATE_MEETING_S))
 

@@ -12,22 +12,26 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from torch.distributed import DistError
 
 from paceline.world.discover.environment import World
 from paceline.world.failure import stacks
-from paceline.world.failure.board import EXIT_CRASH, Failure, FailureBoard, Seen, describe
+from paceline.world.failure.board import EXIT_CRASH, Failure, FailureBoard, Seen, describe, who_is_silent
 from paceline.world.failure.flight_recorder import trail
-from paceline.world.store import FirstRankUnreached, meet_apart, poll
+from paceline.world.store import NoMeeting, is_refusal, meet_apart, poll
 
 # How long a rank that learns of a failure may go on by itself before its watch ends it.
 _GRACE_S = 5.0
 _EVERY_S = 1.0
-# Looks in a row without an answer after which the store, and the process that served it, count as gone.
-_MOST_UNANSWERED = 10
+# Looks in a row that were refused, after which the store, and the process that served it, count as gone.
+_MOST_REFUSED = 10
+# A store that is silent for so many time-outs, while this rank does not get on either, ends this rank.
+SILENT_TIMEOUTS = 1.5
+# A look at the store is to be over in this time.
+_LONGEST_ANSWER_S = 10.0
 # How long the rank that serves the store stays, so that the others can read the report.
 LINGER_S = 10.0
 
@@ -49,34 +53,60 @@ def serves(world: World) -> bool:
     return world.rank == 0 and not world.launcher_hosts_store
 
 
+def speaks_for_machine(world: World) -> bool:
+    """Return True if this rank prints what all ranks of its machine notice; rank 0 may be the one that is lost."""
+    return world.rank == 1 or world.local_rank == 0
+
+
+def silence_s(before_s: float, elapsed_s: float, longest_s: float, is_heard: bool) -> float:
+    """Return for how long the store has been silent, after one more look; 0 if it answered or this rank got on.
+
+    `elapsed_s` is the time since the look before. More than the longest look can take is time in which this process
+    was stopped itself, and proves nothing about the store.
+    """
+    return 0.0 if is_heard else before_s + min(elapsed_s, longest_s)
+
+
 def behind(mine: int, others: Mapping[int, Seen | None]) -> list[int]:
     """Return the ranks that have begun fewer collectives than this one, which must be waiting for them."""
     return [rank for rank, seen in others.items() if seen is not None and seen.number < mine]
 
 
 class FailureWatch:
-    """The watch of one job. With `overdue_s` it also ends a wait that nothing else would end well.
+    """The watch of one job.
 
-    NCCL waits on the device, where no exception reaches the main thread: at its own time-out it aborts the process
-    with no word about who did not come. So where this rank has not moved for `overdue_s` seconds and others have begun
-    fewer collectives, these are named.
+    It ends what nothing else would end well. Where the store is silent and this rank does not get on, for 1.5 times
+    the time-out, whoever serves the store is frozen or cut off: `on_silence` gets the report, and by default prints it
+    and ends the process. And NCCL waits on the device, where no exception reaches the main thread: at its own
+    time-out it aborts the process with no word about who did not come. So where this rank has not moved for the
+    time-out and others have begun fewer collectives, these are named.
     """
 
-    def __init__(self, world: World, grace_s: float | None = None) -> None:
+    def __init__(
+        self, world: World, timeout_s: float, on_silence: Callable[[FailureWatch, Failure], None] | None = None
+    ) -> None:
         self._world, self._host = world, socket.gethostname()
-        self._grace_s = _GRACE_S if grace_s is None else min(grace_s, _GRACE_S)
-        self.overdue_s: float | None = None
+        self._timeout_s, self._grace_s = timeout_s, min(timeout_s / 4, _GRACE_S)
+        self._answer_s = min(max(timeout_s / 8, 0.5), _LONGEST_ANSWER_S)
+        self._on_silence = on_silence or FailureWatch.leave_silent
+        self._first_host: str | None = None
+        self._is_on_device = False
         self.heard: Failure | None = None
         """Report of another rank, once this watch has read it: the store may be gone when others ask."""
         self._beats = 0
         self._place, self._since = (0, 0), time.monotonic()
         self._waits_since: float | None = None
         self._slept_s = 0.0
+        self._silent_s, self._num_refused = 0.0, 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-failure-watch", daemon=True)
         # A thread inside C++ code when the interpreter ends would abort the process.
         atexit.register(self._finish)
         self._thread.start()
+
+    def follow_group(self, hosts: Sequence[str], is_on_device: bool) -> None:
+        """Take note that the process group is up: its machines, and True if collectives wait on a device."""
+        self._first_host, self._is_on_device = hosts[0], is_on_device
 
     def stop(self) -> None:
         """End the watch, without waiting for its last look."""
@@ -101,26 +131,51 @@ class FailureWatch:
 
     def _run(self) -> None:
         board: FailureBoard | None = None
-        unanswered = 0
+        looked = time.monotonic()
         while not self._wait():
+            place = (trail.number, trail.step)
+            is_heard = place != self._place
             try:
-                board = board or FailureBoard(meet_apart(self._world, _EVERY_S))
+                board = board or FailureBoard(meet_apart(self._world, _EVERY_S, self._answer_s))
                 self._say(board)
-                failure, unanswered = board.read(), 0
+                failure, self._num_refused, is_heard = board.read(), 0, True
                 late = self._late(board) if failure is None else None
                 if late is not None:
                     failure = board.post(late)
                 if failure is not None:
                     return self._obey(board, failure, is_mine=failure == late)
-            except (DistError, FirstRankUnreached):
-                board, unanswered = None, unanswered + 1
-                if unanswered >= _MOST_UNANSWERED:
-                    host = "the launcher" if self._world.launcher_hosts_store else "rank 0"
-                    why = f"rank {self._world.rank}: {host} is gone, leaving"
-                    stacks.dump(why)
-                    _print(f"{why}\n  {trail}\n")
-                    return self._leave(EXIT_CRASH)
+            except (DistError, NoMeeting) as error:
+                board = None
+                self._num_refused = self._num_refused + 1 if is_refusal(error) else 0
+            if place != self._place:
+                self._place, self._since = place, time.monotonic()
+            before, looked = looked, time.monotonic()
+            longest_s = 2.0 * (_EVERY_S + self._answer_s)
+            self._silent_s = silence_s(self._silent_s, looked - before, longest_s, is_heard)
+            if self._num_refused >= _MOST_REFUSED:
+                return self._leave_gone()
+            if self._silent_s >= SILENT_TIMEOUTS * self._timeout_s:
+                return self._on_silence(self, self._report_silence())
         return None
+
+    def _leave_gone(self) -> None:
+        host = "the launcher" if self._world.launcher_hosts_store else "rank 0"
+        why = f"rank {self._world.rank}: {host} is gone, leaving"
+        stacks.dump(why)
+        _print(f"{why}\n  {trail}\n")
+        self._leave(EXIT_CRASH)
+
+    def _report_silence(self) -> Failure:
+        message = f"no answer from the store for {self._silent_s:.0f} s ({SILENT_TIMEOUTS:g} times --timeout-s)"
+        who = who_is_silent(self._world, self._first_host)
+        return Failure(self._world.rank, self._host, "lost", message, where=str(trail), lost=who)
+
+    def leave_silent(self, failure: Failure) -> None:
+        """Print the report once per machine, have it in the log, and end the process."""
+        stacks.dump(str(failure))
+        if speaks_for_machine(self._world):
+            _print(f"{failure}\n")
+        self._leave(failure.exit_code)
 
     def _say(self, board: FailureBoard) -> None:
         self._beats += 1
@@ -128,10 +183,9 @@ class FailureWatch:
 
     def _late(self, board: FailureBoard) -> Failure | None:
         """Return the report that others keep this rank waiting for too long; None if they do not."""
-        place, now = (trail.number, trail.step), time.monotonic()
-        if place != self._place:
-            self._place, self._since = place, now
-        if self.overdue_s is None or now - self._since < self.overdue_s:
+        if not self._is_on_device or (trail.number, trail.step) != self._place:
+            return None
+        if time.monotonic() - self._since < self._timeout_s:
             return None
         others = {rank: board.last_seen(rank) for rank in range(self._world.size) if rank != self._world.rank}
         late = behind(trail.number, others)
@@ -144,7 +198,7 @@ class FailureWatch:
             seen = board.last_seen(rank)
             assert before is not None
             lines.append(describe(rank, before.host, seen, seen is not None and seen.beat > before.beat))
-        message = f"no word from them for {self.overdue_s:g} s (--timeout-s)"
+        message = f"no word from them for {self._timeout_s:g} s (--timeout-s)"
         return Failure(self._world.rank, self._host, "lost", message, where=str(trail), lost=";\n".join(lines))
 
     def _obey(self, board: FailureBoard, failure: Failure, is_mine: bool) -> None:

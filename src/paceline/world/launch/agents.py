@@ -17,11 +17,17 @@ from paceline.core.errors import PacelineError
 from paceline.world.discover.environment import OWN_RUN_ID
 from paceline.world.discover.hostlist import fold
 from paceline.world.launch.heartbeat import Heartbeat, HeartbeatMonitor, beats
-from paceline.world.store import NotReached, PrefixStore, Store, TCPStore, connect, poll, serve
+from paceline.world.rendezvous.channel import SecretRefused
+from paceline.world.rendezvous.client import StoreClient
+from paceline.world.rendezvous.secret import Secret, find_secret, new_secret
+from paceline.world.rendezvous.server import StoreServer
+from paceline.world.store import NotReached, PrefixStore, SecretsDiffer, Store, connect, poll, serve
 
 _HOST = "127.0.0.1"
 # How long the launcher that serves the store stays for the others, whose ranks still read why the job failed.
 _LINGER_S = 15.0
+# How long the launcher that serves the store may take to answer another.
+_ANSWER_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -116,19 +122,31 @@ class AgentRendezvous(RendezvousHandler):
         self._num_told = 0
         self._others = [rank for rank in range(node.count) if rank != node.rank]
         self._heartbeat: Heartbeat | None = None
-        self.store: Store
+        self._server: StoreServer | None = None
         if node.meeting is None:
-            served = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-            self.meeting, self.store = f"{_HOST}:{served.port}", served
+            self.secret = Secret(new_secret().encode(), "this launcher")
+            self._server = StoreServer(_HOST, 0, self.secret.value)
         else:
-            self.meeting, self.store = node.meeting, self._join(node.meeting)
+            self.secret = find_secret(os.environ, is_one_machine=False)
+            if node.rank == 0:
+                self._server = serve(node.meeting, self.secret, is_one_machine=False)
+        self.meeting = node.meeting if node.meeting is not None else self._served.meeting
+        self.store: Store = self._join()
         self._agents = PrefixStore("agents", self.store)
 
-    def _join(self, meeting: str) -> Store:
+    @property
+    def _served(self) -> StoreServer:
+        assert self._server is not None
+        return self._server
+
+    def _join(self) -> Store:
+        if self._server is not None:
+            return StoreClient(*self._server.near, self.secret.value, _ANSWER_S)
+        place = f"node {self.node.rank} on {self.mine.host}"
         try:
-            if self.node.rank == 0:
-                return serve(meeting, self.node.timeout_s)
-            return connect(meeting, self.node.timeout_s)
+            return connect(self.meeting, self.secret, self.node.timeout_s, _ANSWER_S)
+        except SecretRefused:
+            raise SecretsDiffer(place, self.meeting, self.secret.source) from None
         except NotReached as error:
             raise LauncherUnreached(self.node, error.cause) from None
 
@@ -204,6 +222,11 @@ class AgentRendezvous(RendezvousHandler):
             pass
         finally:
             self._heartbeat.stop()
+
+    def close(self) -> None:
+        """Serve no longer, after `linger`."""
+        if self._server is not None:
+            self._server.close()
 
     def _wait_for_all(self, what: str, timeout_s: float) -> None:
         """Say `what`, and wait until every other launcher has said so, has left, or has fallen silent."""

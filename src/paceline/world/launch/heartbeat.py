@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 
 from torch.distributed import DistError
 
+from paceline.world.rendezvous.client import StoreSilent
 from paceline.world.store import Store
 
 _EVERY_S = 0.5
@@ -38,6 +39,8 @@ class Heartbeat:
         while True:
             try:
                 self._store.add(self._key, 1)
+            except StoreSilent:
+                pass  # it may only be busy
             except DistError:
                 return  # the launcher of node 0 is gone, and with it whoever would listen
             if self._stopped.wait(_EVERY_S):

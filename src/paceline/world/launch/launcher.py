@@ -28,6 +28,7 @@ from paceline.world.failure.board import EXIT_CRASH, EXIT_INTERRUPT, EXIT_USER_E
 from paceline.world.failure.watchdog import exit_now
 from paceline.world.launch.agents import AgentRendezvous, Node
 from paceline.world.parent_process import bound
+from paceline.world.rendezvous.secret import VARIABLE, Secret
 from paceline.world.resources import DeviceChoice, MoreRanksThanDevices, threads_per_rank
 from paceline.world.signals import hand_back
 from paceline.world.store import attempt_store
@@ -85,7 +86,7 @@ def launch(
         max_restarts=max_restarts,
     )
     agent = _Agent(spec, meeting, _Console(), grace_s)
-    with _quiet_agent(), _environment(num_procs), agent.signals_forwarded():
+    with _quiet_agent(), _environment(num_procs, meeting.secret), agent.signals_forwarded():
         try:
             code = _judge(agent, meeting, agent.run())
         except SignalException as stopped:
@@ -95,6 +96,7 @@ def launch(
             raise LauncherGone(node) from None
         finally:
             meeting.linger()
+            meeting.close()
     for rank, host in meeting.silent.items():
         sys.stderr.write(f"error: the launcher of node {rank} on {host} ended without a word (killed?)\n")
     if meeting.silent:
@@ -122,7 +124,7 @@ def _judge(agent: _Agent, meeting: AgentRendezvous, result: RunResult) -> int:
 def _read_board(meeting: AgentRendezvous, attempt: int, ranks: list[int]) -> tuple[bool, dict[int, Seen | None]]:
     """Return True if a rank has reported a failure, and the last known places of these ranks."""
     try:
-        board = FailureBoard(attempt_store(meeting.store, attempt, meeting.size))
+        board = FailureBoard(attempt_store(meeting.store, attempt))
         return board.read() is not None, {rank: board.last_seen(rank) for rank in ranks}
     except DistError:
         return False, {}  # the store is gone with the launcher of node 0
@@ -287,14 +289,18 @@ def _quiet_agent() -> Iterator[None]:
 
 
 @contextmanager
-def _environment(num_procs: int) -> Iterator[None]:
-    """Return the environment of the ranks: a fair share of threads for all libraries, and no C++ warnings."""
+def _environment(num_procs: int, secret: Secret) -> Iterator[None]:
+    """Set the environment of the ranks: the secret, a fair share of threads for all libraries, no C++ warnings."""
     threads = threads_per_rank(len(os.sched_getaffinity(0)), num_procs)
     wanted = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     added = {name: value for name, value in wanted.items() if name not in os.environ}
+    added[VARIABLE] = secret.value.decode()
+    before = os.environ.get(VARIABLE)
     os.environ.update(added)
     try:
         yield
     finally:
         for name in added:
             del os.environ[name]
+        if before is not None:
+            os.environ[VARIABLE] = before
