@@ -19,7 +19,6 @@ import pytest
 
 from tests import crash
 from tests.launchers import small
-from tests.world.failure.test_together import free_port
 
 COLLECTIVE_S = 4.0
 HOST = socket.gethostname()
@@ -32,6 +31,12 @@ CASES = {
     "stuck": "0 step stopped,1 step stuck",  # no collective of rank 1 ends: its watch must
     "second": "1 step stopped",
 }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @dataclass
