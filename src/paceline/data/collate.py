@@ -49,6 +49,6 @@ def pad_collate(samples: list[Any]) -> Any:
 def _column(values: list[Any]) -> tuple[Any, torch.Tensor | None]:
     tensors = [torch.as_tensor(value) for value in values] if not isinstance(values[0], str) else values
     if isinstance(tensors[0], torch.Tensor) and tensors[0].dim() > 0:
-        lengths = torch.tensor([tensor.shape[0] for tensor in tensors])
+        lengths = torch.tensor([tensor.shape[0] for tensor in tensors], device="cpu")
         return pad_sequence(tensors, batch_first=True), lengths
     return default_collate(values), None

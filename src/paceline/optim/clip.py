@@ -41,7 +41,9 @@ class ClipNorm:
         fused.clip(table, torch.float32, norm, self.max_norm)
 
     def _table(self, gradients: Sequence[Tensor]) -> Table | None:
-        first = gradients[0] if gradients else torch.empty(0)
+        if not gradients:
+            return None
+        first = gradients[0]
         # torch's norm of short dtypes is rounded to them; so is what a run logs of it
         if first.dtype != torch.float32 or not has_kernels(first.dtype, first.device, self.fused):
             return None

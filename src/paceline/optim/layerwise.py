@@ -185,7 +185,7 @@ class Layerwise(TakesAmpScaling, torch.optim.Optimizer):
         state = self._state_of(group, parameters)
         found_inf = getattr(self, "found_inf", None)
         if found_inf is None:
-            skip = torch.zeros((), device=device)
+            skip = torch.zeros((), dtype=torch.float32, device=device)
         else:
             skip = (found_inf.reshape(()) > 0).to(device, torch.float32)
         flat = self._room(sum(weight.numel() for weight in weights), dtype, device)
@@ -236,7 +236,7 @@ class Layerwise(TakesAmpScaling, torch.optim.Optimizer):
             return torch.empty(size, dtype=dtype, device=device)
         # Kept: touching fresh memory takes longer than the update. A GPU's memory is kept by torch itself.
         if dtype not in self._kept or self._kept[dtype].numel() < size:
-            self._kept[dtype] = torch.empty(size, dtype=dtype)
+            self._kept[dtype] = torch.empty(size, dtype=dtype, device="cpu")
         return self._kept[dtype][:size]
 
 

@@ -230,7 +230,10 @@ class Averaged(Strategy):
         settings = self._settings
         self.interval = next_interval(settings.sync_step, settings.sync_seconds, self._sent_since, sums["seconds"])
         average = self._completed(sums)
-        self.spread = [float(sum(values, start=torch.zeros(()))) for values in zip(*distances, strict=True)]
+        self.spread = [
+            float(sum(values, start=torch.zeros((), dtype=torch.float64, device="cpu")))
+            for values in zip(*distances, strict=True)
+        ]
         self.num_averages += 1
         waited = time.perf_counter() - began
         if self._began_s is not None:  # else it was between two intervals, and is not in the time of either
@@ -247,11 +250,16 @@ class Averaged(Strategy):
             notes = {"spread": math.sqrt(mean / self.spread[1]) if self.spread[1] else 0.0}
         last = self._sent_steps[-1]
         steps = tuple(
-            Step(number, torch.tensor(loss, dtype=torch.float64), count, notes=notes if number == last else {})
+            Step(
+                number,
+                torch.tensor(loss, dtype=torch.float64, device="cpu"),
+                count,
+                notes=notes if number == last else {},
+            )
             for number, loss, count in zip(self._sent_steps, sums["losses"], sums["counts"], strict=True)
         )
         self._sent_steps = []
-        with_data, to_stop = (torch.tensor(flag) for flag in sums["flags"])
+        with_data, to_stop = (torch.tensor(flag, dtype=torch.float32, device="cpu") for flag in sums["flags"])
         return Average(steps, with_data, to_stop)
 
     def _count_buffers(self) -> list[float]:
@@ -266,7 +274,9 @@ class Averaged(Strategy):
         self._counted = [before + other for before, other in zip(self._counted, others, strict=True)]
         if not any(others):
             return
-        pieces = torch.tensor(others, dtype=torch.float64).split([counter.numel() for counter in self._counters])
+        pieces = torch.tensor(others, dtype=torch.float64, device="cpu").split(
+            [counter.numel() for counter in self._counters]
+        )
         for counter, piece in zip(self._counters, pieces, strict=True):
             counter += piece.view(counter.shape).to(counter)
 
@@ -279,7 +289,7 @@ class Averaged(Strategy):
             for number, piece in enumerate(self.weights)
             if piece.outer is not None and piece.outer.velocity is not None
         }
-        local = {"spread": torch.tensor(self.spread, dtype=torch.float64)}
+        local = {"spread": torch.tensor(self.spread, dtype=torch.float64, device="cpu")}
         for number, piece in enumerate(self._pieces()):
             if piece.exchange is not None:
                 local[f"lost.{number}"] = piece.exchange.lost
@@ -343,7 +353,7 @@ class _Tally:
     def start(self, numbers: dict[str, list[float]]) -> None:
         self._lengths = {name: len(values) for name, values in numbers.items()}
         flat = [value for values in numbers.values() for value in values]
-        self._flat = torch.tensor(flat, dtype=torch.float64)
+        self._flat = torch.tensor(flat, dtype=torch.float64, device="cpu")
         trail.note("all_reduce of an average's tally", self._flat)
         self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
 

@@ -101,7 +101,7 @@ class FlatAverage:
         self.is_in_flight = False
         average = self._sum
         if total == 0:  # no rank has learned anything since the last time
-            return torch.zeros(()), torch.ones(())
+            return torch.zeros((), dtype=torch.float64, device="cpu"), torch.ones((), dtype=torch.float64, device="cpu")
         average.div_(total)
         if self.anchor is not None:
             average.add_(self.anchor)

@@ -29,7 +29,7 @@ def gather_tensors(link: Link, tensors: Mapping[str, Tensor]) -> list[dict[str, 
     ranks = [local]
     for rank, layout in enumerate(layouts[1:], start=1):
         sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in layout]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         if layout:
             dist.recv(flat, src=rank)
         pieces = flat.split(sizes) if sizes else ()

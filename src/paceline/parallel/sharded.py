@@ -303,7 +303,7 @@ class Sharded(Strategy):
     def makeup(self, grains: Sequence[Any]) -> list[Any]:
         num_grains, rank, ranks = len(grains), self._link.world.rank, self._link.world.size
         # On the CPU: the host does not wait for a device.
-        numbers = torch.tensor([num_grains, -num_grains, -(rank if num_grains else ranks)])
+        numbers = torch.tensor([num_grains, -num_grains, -(rank if num_grains else ranks)], device="cpu")
         self._link.all_reduce(numbers, "max")
         most, fewest, lender = int(numbers[0]), -int(numbers[1]), -int(numbers[2])
         if most == 0:
@@ -322,9 +322,9 @@ class Sharded(Strategy):
         self._shards.model.set_requires_gradient_sync(True)
 
     def reduce(self, tally: Tally) -> Tally:
-        sums = torch.stack([torch.as_tensor(number, device=self._link.device).double() for number in tally])
+        sums = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=self._link.device) for number in tally])
         work = self._link.all_reduce(sums, async_op=True)
-        marks = torch.tensor(self._shards.pull_gradients()).int()  # on the CPU, too
+        marks = torch.tensor(self._shards.pull_gradients(), device="cpu").int()  # on the CPU, too
         self._link.all_reduce(marks)
         names = list(self._shards.tensors)
         uneven = [name for name, mark in zip(names, marks.tolist(), strict=True) if 0 < mark < self._link.world.size]

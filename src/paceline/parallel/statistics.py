@@ -85,7 +85,7 @@ class RunningStatistics:
             return
         if not self._link.is_first:
             foreach_zero_([*self._floats, *self._counters()])
-        momenta = torch.tensor([layer.momentum for layer in self._layers], dtype=torch.float64)
+        momenta = torch.tensor([layer.momentum for layer in self._layers], dtype=torch.float64, device="cpu")
         self._keep = (1.0 - momenta).to(self._floats[0].device)  # (layers,)
         self._tracked = torch.stack(self._counters())  # (layers,) calls so far
         self._calls = torch.ones_like(self._tracked)  # (layers,) calls in this rank's last grain

@@ -76,7 +76,9 @@ class Summed(Strategy):
         last = self._buckets[-1]
         # Half precision cannot hold a count exactly: the tally is then reduced apart from the gradients.
         self._tally_rides = last.tail.numel() > 0
-        self._tally = last.tail if self._tally_rides else torch.zeros(extra, device=last.flat.device)
+        self._tally = (
+            last.tail if self._tally_rides else torch.zeros(extra, dtype=torch.float32, device=last.flat.device)
+        )
         self._has_gradient = [False] * len(self.parameters)
         self._armed = False
         self._next = 0
@@ -160,7 +162,7 @@ class Summed(Strategy):
         if all(self._has_gradient):
             self._tally[TALLY:] = 1.0
         else:
-            self._tally[TALLY:] = torch.tensor(self._has_gradient).to(self._tally, non_blocking=True)
+            self._tally[TALLY:] = torch.tensor(self._has_gradient, device="cpu").to(self._tally, non_blocking=True)
 
     def _drop_unused(self) -> None:
         """Remove the gradients that no rank had. The host knows this rank's own without waiting for the device."""

@@ -106,12 +106,12 @@ class Exchange:
         by_host = device.type == "cpu" or "cuda:gloo" in backend
         self._road = torch.device("cpu") if by_host else device
         self._device = device
-        self.lost = torch.zeros(self._size, self._slice, device=device)
+        self.lost = torch.zeros(self._size, self._slice, dtype=torch.float32, device=device)
         """Rounding errors of this rank's numbers in the last encoding."""
-        self.lost_in_sum = torch.zeros(1, self._slice, device=device)
+        self.lost_in_sum = torch.zeros(1, self._slice, dtype=torch.float32, device=device)
         """Rounding errors of the sums that this rank makes."""
         self._work: dist.Work | None = None
-        self._arriving = torch.empty(0)
+        self._arriving = torch.empty(0, dtype=torch.float32, device="cpu")
         self._is_second_hop = False
 
     def start(self, values: Tensor) -> None:
@@ -144,7 +144,7 @@ class Exchange:
         self._work.wait()
         self._work = None
         total = self._wire.decode(self._arriving.to(self._device))
-        self._arriving = self._sending = torch.empty(0)
+        self._arriving = self._sending = torch.empty(0, dtype=torch.float32, device="cpu")
         return total.view(-1)[: self._length]
 
     def _carry(self, wanted: Tensor, payload: Tensor) -> None:

@@ -56,5 +56,5 @@ def _digits(part: slice) -> TensorDataset:
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
-    x = torch.tensor(images[part] / 16.0, dtype=torch.float32).view(-1, 1, 8, 8)
-    return TensorDataset(x, torch.tensor(labels[part]))
+    x = torch.tensor(images[part] / 16.0, dtype=torch.float32, device="cpu").view(-1, 1, 8, 8)
+    return TensorDataset(x, torch.tensor(labels[part], device="cpu"))

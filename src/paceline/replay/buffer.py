@@ -317,8 +317,8 @@ class ReplayBuffer:
         if rows is None:
             return {}
         return {
-            "num_seen": torch.tensor(self.num_seen),
-            "num_steps": torch.tensor(self.num_steps),
+            "num_seen": torch.tensor(self.num_seen, device="cpu"),
+            "num_steps": torch.tensor(self.num_steps, device="cpu"),
             "index": torch.from_numpy(table.index[stored]),
             "label": torch.from_numpy(table.label[stored]),
             "score": torch.from_numpy(table.score[stored]),

@@ -296,8 +296,8 @@ def words_of_all(link: Link, word: int) -> list[int]:
     """Return every rank's 64-bit number, by rank."""
     if link.world.size == 1:
         return [word]
-    local = torch.tensor([word - 2**64 if word >= 2**63 else word])
-    gathered = torch.empty(link.world.size, dtype=torch.int64)
+    local = torch.tensor([word - 2**64 if word >= 2**63 else word], device="cpu")
+    gathered = torch.empty(link.world.size, dtype=torch.int64, device="cpu")
     trail.note("all_gather", local)
     dist.all_gather(list(gathered.split(1)), local)
     return [value % 2**64 for value in gathered.tolist()]

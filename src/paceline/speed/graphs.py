@@ -71,12 +71,12 @@ class CudaRecorder:
     def recover(self) -> bool:
         generator = torch.cuda.default_generators[self._device.index or 0]
         try:
-            torch.rand(1, device=self._device)
+            torch.rand(1, dtype=torch.float32, device=self._device)
         except RuntimeError:
             # torch 2.11 leaves its generator as if the recording still went on. Another state helps, which graphs that
             # were recorded with the old one do not look at.
             generator.graphsafe_set_state(generator.clone_state())
-            torch.rand(1, device=self._device)
+            torch.rand(1, dtype=torch.float32, device=self._device)
             return True
         return False
 
@@ -194,7 +194,7 @@ class Graphs:
 
         fixed = map_leaves(held, data, Tensor)
         before = self._snapshot()
-        seed = torch.zeros((), device=inputs[0].device)
+        seed = torch.zeros((), dtype=torch.float32, device=inputs[0].device)
         last: dict[str, Any] = {}
 
         def once() -> None:

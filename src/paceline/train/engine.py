@@ -85,7 +85,7 @@ class Engine:
         self._wants_stop = False
         self._listeners: list[Callable[[Average], None]] = []
         self._randomness = GrainRandomness(self.config.seed, self.device)
-        self._found_inf = torch.zeros((), device=self.device)
+        self._found_inf = torch.zeros((), dtype=torch.float32, device=self.device)
         self._average: WeightAverage | None = None  # goes on when the model is prepared again
         self._prepared: Prepared | None = None
         self.settle(precision.resolve(self.config.level, self.config.precision, precision.capabilities(self.device)))
@@ -250,7 +250,7 @@ class Engine:
         on_host = not isinstance(tally.count, Tensor) or tally.count.device.type == "cpu"
         if not on_host or float(tally.count) != divisor:
             # Where nothing was counted this gives inf or nan, and the step is skipped.
-            foreach_mul_(gradients, divisor / torch.as_tensor(tally.count).double())
+            foreach_mul_(gradients, divisor / torch.as_tensor(tally.count, dtype=torch.float64, device=self.device))
         self._found_inf.zero_()
         self.scale.unscale_and_check(gradients, self._found_inf)
         prepared.strategy.agree(self._found_inf)

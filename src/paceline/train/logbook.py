@@ -340,7 +340,7 @@ def _read_numbers(steps: list[Step]) -> tuple[list[float], list[float | None]]:
     if steps[0].loss_sum.device.type == "cpu":
         return [step.loss for step in steps], [None if norm is None else float(norm) for norm in norms]
     sums = torch.stack([step.loss_sum.double() for step in steps])
-    counts = torch.stack([torch.as_tensor(step.count).to(sums, non_blocking=True) for step in steps])
+    counts = torch.stack([torch.as_tensor(step.count, dtype=sums.dtype, device=sums.device) for step in steps])
     known = [norm.to(sums) for norm in norms if norm is not None]
     numbers = iter(torch.cat([sums / counts, torch.stack(known)] if known else [sums / counts]).tolist())
     losses = [float(next(numbers)) for _ in steps]

@@ -100,7 +100,7 @@ class SkipCount:
         self._limit = limit
         self._in_all = 0
         self._in_row = 0
-        self._on_device = torch.zeros(2, device=device)  # (in all, in a row)
+        self._on_device = torch.zeros(2, dtype=torch.float32, device=device)  # (in all, in a row)
         self._is_on_device = False
 
     def note(self, is_skipped: bool, step: int) -> None:
@@ -115,7 +115,7 @@ class SkipCount:
     def note_on_device(self, found_inf: torch.Tensor) -> None:
         """Count a step whose outcome only the device knows, without waiting for it."""
         if not self._is_on_device:
-            self._on_device.copy_(torch.tensor([float(self._in_all), float(self._in_row)]))
+            self._on_device.copy_(torch.tensor([self._in_all, self._in_row], dtype=torch.float32, device="cpu"))
             self._is_on_device = True
         self._on_device += found_inf
         self._on_device[1:] *= found_inf

@@ -150,7 +150,7 @@ def evaluate(
                 if not isinstance(pair, tuple) or len(pair) != 2:
                     raise MetricContract(name, pair)
                 rows.append((batch.step, place, name))
-                values += [torch.as_tensor(number, device=link.device).detach().double() for number in pair]
+                values += [torch.as_tensor(number, dtype=torch.float64, device=link.device).detach() for number in pair]
     table = torch.stack(values).view(-1, 2).tolist() if values else []  # one transfer from the device
     return _sum_by_batch([(*row, total, weight) for row, (total, weight) in zip(rows, table, strict=True)], link)
 

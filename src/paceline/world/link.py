@@ -93,7 +93,7 @@ class Link:
         if self.has_group:
             trail.note("barrier")
             # A CPU tensor goes through gloo, so that no GPU is waited for.
-            dist.all_reduce(torch.zeros(1))
+            dist.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"))
 
     def close(self) -> None:
         """Leave the group; another `start` may follow in this process. For the end of a run that went well."""

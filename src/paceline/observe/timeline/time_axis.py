@@ -63,7 +63,10 @@ def measure(link: Link, where: str | None = None, now_ns: Callable[[], int] = pe
     for asker in askers:
         tries = []
         for _ in range(NUM_TRIES):
-            question, answer = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+            question, answer = (
+                torch.zeros(1, dtype=torch.int64, device="cpu"),
+                torch.zeros(1, dtype=torch.int64, device="cpu"),
+            )
             sent_ns = now_ns()
             link.broadcast(question, src=asker)
             if link.is_first:

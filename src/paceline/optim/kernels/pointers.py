@@ -152,7 +152,9 @@ class Tables:
             return values
         if not is_capturing:
             if not self._reserve or self._reserve[-1].numel() < values.numel():
-                self._reserve = list(torch.empty(RESERVE, values.numel(), dtype=torch.int64).pin_memory().unbind())
+                self._reserve = list(
+                    torch.empty(RESERVE, values.numel(), dtype=torch.int64, device="cpu").pin_memory().unbind()
+                )
             return values.pin_memory()
         if not self._reserve or self._reserve[-1].numel() < values.numel():
             raise NoRoomInCapture

@@ -146,8 +146,8 @@ def digits() -> Split:
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
-    x = torch.tensor(np.rint(images * 255 / 16).astype(np.uint8)).view(-1, 1, 8, 8)
-    y = torch.tensor(labels)
+    x = torch.tensor(np.rint(images * 255 / 16).astype(np.uint8), device="cpu").view(-1, 1, 8, 8)
+    y = torch.tensor(labels, device="cpu")
     return Labelled(x[:1437], y[:1437]), Labelled(x[1437:], y[1437:])
 
 

@@ -44,8 +44,8 @@ def labelled(data: Any) -> Labelled:
     if isinstance(data, Labelled):
         return data
     pairs = [data[number] for number in range(len(data))]
-    x = torch.stack([torch.as_tensor(np.asarray(example)) for example, _ in pairs])
-    return Labelled(x, torch.tensor([int(label) for _, label in pairs]))
+    x = torch.stack([torch.as_tensor(np.asarray(example), device="cpu") for example, _ in pairs])
+    return Labelled(x, torch.tensor([int(label) for _, label in pairs], device="cpu"))
 
 
 def class_incremental(split: Split, num_tasks: int, order: Sequence[int] | None = None) -> list[Experience]:
@@ -74,7 +74,7 @@ def domain_incremental(split: Split, views: Sequence[Callable[[Tensor], Tensor]]
 
 
 def _of_classes(data: Labelled, classes: tuple[int, ...]) -> Labelled:
-    return data.select(torch.isin(data.y, torch.tensor(classes)).nonzero().squeeze(1))
+    return data.select(torch.isin(data.y, torch.tensor(classes, device="cpu")).nonzero().squeeze(1))
 
 
 def _seen_as(data: Labelled, view: Callable[[Tensor], Tensor]) -> Labelled:

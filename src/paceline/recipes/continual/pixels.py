@@ -15,14 +15,15 @@ ROTATED_AT_ONCE = 10_000
 
 def permute(x: Tensor, seed: int) -> Tensor:
     """Return all pictures with their pixels in the same other order."""
-    order = torch.randperm(x[0].numel(), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(x[0].numel(), generator=torch.Generator().manual_seed(seed), device="cpu")
     return x.flatten(1)[:, order].view_as(x)
 
 
 def rotate(x: Tensor, degrees: float) -> Tensor:
     """Return all pictures turned about their middle, between pixels linearly, black outside."""
     angle = math.radians(degrees)
-    turn = torch.tensor([[math.cos(angle), -math.sin(angle), 0.0], [math.sin(angle), math.cos(angle), 0.0]])
+    rows = [[math.cos(angle), -math.sin(angle), 0.0], [math.sin(angle), math.cos(angle), 0.0]]
+    turn = torch.tensor(rows, dtype=torch.float32, device=x.device)
 
     def turned(part: Tensor) -> Tensor:
         grid = F.affine_grid(turn.expand(len(part), 2, 3), list(part.shape), align_corners=False)
@@ -38,7 +39,9 @@ def permutations(num_tasks: int, seed: int) -> list[partial[Tensor]]:
 
 def rotations(num_tasks: int, seed: int) -> list[partial[Tensor]]:
     """Angles from 0 to below 180 degrees, one per task."""
-    angles = torch.rand(num_tasks, generator=torch.Generator().manual_seed(seed)) * 180
+    angles = (
+        torch.rand(num_tasks, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu") * 180
+    )
     return [partial(rotate, degrees=float(angle)) for angle in angles]
 
 
@@ -46,7 +49,7 @@ def crop_and_flip(x: Tensor, padding: int = 4) -> Tensor:
     """Return each picture shifted by up to `padding` pixels, black outside, and mirrored or not; from torch's
     generator, which is keyed for each grain, so the same on any rank."""
     num, _, height, width = x.shape
-    chance = torch.rand((3, num), device=x.device)
+    chance = torch.rand((3, num), dtype=torch.float32, device=x.device)
     down, right = (chance[:2] * (2 * padding + 1)).long()
     rows = down[:, None] + torch.arange(height, device=x.device)
     columns = right[:, None] + torch.arange(width, device=x.device)

@@ -100,17 +100,17 @@ class StepReplay:
         elif grains:
             items = {"x": torch.cat([grain.x for grain in grains]), "y": torch.cat([grain.y for grain in grains])}
         else:
-            empty = torch.zeros(0, device=self._link.device)
+            empty = torch.zeros(0, dtype=torch.float32, device=self._link.device)
             items = {"x": empty.to(self._stream.dtype).view(0, *self._stream.shape), "y": empty.long()}
         if self._method.keeps_logits:
             logits = [answer.logits.detach() for answer in answers]
-            empty = torch.zeros((0, self._stream.num_classes), device=self._link.device)
+            empty = torch.zeros((0, self._stream.num_classes), dtype=torch.float32, device=self._link.device)
             items["logits"] = logits[0] if len(logits) == 1 else torch.cat([empty, *logits])
         return items
 
     def _scores(self) -> tuple[Tensor, Tensor | None]:
         """Return the negative losses of this rank's examples, and of those it replayed."""
-        empty = torch.zeros(0, device=self._link.device)
+        empty = torch.zeros(0, dtype=torch.float32, device=self._link.device)
         new = [-_losses(answer.logits, grain.y) for grain, answer in self._answers]
         old = []
         if self.num_replayed:

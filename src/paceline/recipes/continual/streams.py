@@ -58,8 +58,8 @@ class Stream:
         self.note = ""
         """Remark on the data for the user."""
         self.num_classes = 1 + max(max(experience.classes) for experience in experiences)
-        task_of = torch.zeros(self.num_classes, dtype=torch.int64)
-        masks = torch.zeros(len(experiences), self.num_classes, dtype=torch.bool)
+        task_of = torch.zeros(self.num_classes, dtype=torch.int64, device="cpu")
+        masks = torch.zeros(len(experiences), self.num_classes, dtype=torch.bool, device="cpu")
         for number, experience in enumerate(experiences):
             masks[number, list(experience.classes)] = True
             if scenario != "domain":

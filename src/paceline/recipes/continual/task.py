@@ -153,7 +153,7 @@ class Continual(Task):
 
     def classes_of(self, stage: int) -> Tensor:
         """Return a mask (classes,) of those that a task has."""
-        mask = torch.zeros(self.stream.num_classes, dtype=torch.bool)
+        mask = torch.zeros(self.stream.num_classes, dtype=torch.bool, device="cpu")
         mask[list(self.stream.experiences[stage].classes)] = True
         return mask
 
@@ -215,7 +215,9 @@ class Continual(Task):
         if self.method.keeps_logits:
             columns["logits"] = []
         with self.evaluating():
-            nothing = data.select(torch.zeros(0, dtype=torch.int64))  # right shapes for a rank without a part
+            nothing = data.select(
+                torch.zeros(0, dtype=torch.int64, device="cpu")
+            )  # right shapes for a rank without a part
             for part in [nothing, *self.share_of(data, PART)]:
                 view = self.view(part.x, augment=False)
                 values = {"x": part.x, "y": part.y, "features": backbones.features_of(model, view)}

@@ -298,8 +298,8 @@ def backward(
     tiles_per_row = triton.cdiv(row_in, tiling.tile)
     parts = triton.cdiv(batch * tiles_per_row, tiling.rows * tiling.products)
     h = torch.empty_like(x) if needs_data else x.new_empty(0)
-    weight_parts = torch.empty(parts, channels, kernel, device=x.device)
-    sum_parts = torch.empty(parts, 2, channels, device=x.device)
+    weight_parts = torch.empty(parts, channels, kernel, dtype=torch.float32, device=x.device)
+    sum_parts = torch.empty(parts, 2, channels, dtype=torch.float32, device=x.device)
     _backward[(parts, channels)](
         g,
         x,

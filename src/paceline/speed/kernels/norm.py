@@ -245,10 +245,10 @@ def statistics(
     """Of raw values that are zero behind each length."""
     channels, batch, row = y.shape
     groups, tiles_of_time, shape = _cut(y, 1024)
-    parts = torch.empty(groups, 2, channels, device=y.device)
+    parts = torch.empty(groups, 2, channels, dtype=torch.float32, device=y.device)
     _tile_moments[(groups, channels)](y, lengths, parts, channels, batch, row, tiles_of_time, **shape)
-    affine = torch.empty(2, channels, device=y.device)
-    moments = torch.empty(3, channels, device=y.device)
+    affine = torch.empty(2, channels, dtype=torch.float32, device=y.device)
+    moments = torch.empty(3, channels, dtype=torch.float32, device=y.device)
     _combine[(triton.cdiv(channels, 32),)](
         parts,
         weight,
@@ -280,7 +280,7 @@ def apply_backward(
     channels, batch, row = y.shape
     groups, tiles_of_time, shape = _cut(y, 256)
     g = torch.empty_like(y)
-    weight_gradient, bias_gradient = (torch.empty(channels, device=y.device) for _ in range(2))
+    weight_gradient, bias_gradient = (torch.empty(channels, dtype=torch.float32, device=y.device) for _ in range(2))
     _apply_backward[(groups, channels)](
         h,
         y,

@@ -193,8 +193,8 @@ def backward(
     kernel = weight.shape[-1]
     parts = triton.cdiv(batch, way.rows * way.groups)
     h = torch.empty_like(x) if needs_data else x.new_empty(0)
-    weight_parts = torch.empty(parts, channels, kernel, device=x.device)
-    sum_parts = torch.empty(parts, 2, channels, device=x.device)
+    weight_parts = torch.empty(parts, channels, kernel, dtype=torch.float32, device=x.device)
+    sum_parts = torch.empty(parts, 2, channels, dtype=torch.float32, device=x.device)
 
     def cut(tensor: Tensor, frames: int) -> TensorDescriptor:
         return TensorDescriptor.from_tensor(tensor, [1, way.rows, frames])

@@ -173,7 +173,7 @@ def _header(tensors: Mapping[str, Tensor], offsets: Mapping[str, tuple[int, int]
 
 def _aligned(num_bytes: int, pinned: bool) -> Tensor:
     """Return uninitialised memory that starts at a whole block."""
-    memory = torch.empty(num_bytes + BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+    memory = torch.empty(num_bytes + BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned, device="cpu")
     begin = -memory.data_ptr() % BLOCK_BYTES
     return memory[begin : begin + num_bytes]
 

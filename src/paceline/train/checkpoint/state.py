@@ -92,7 +92,7 @@ def collect_own(engine: Engine) -> dict[str, Tensor]:
     if local is None:
         return {}
     parts = {"averaging": dict(local), "scale": engine.scale.state_dict()}
-    parts["skips"] = {"state": torch.tensor(engine.skips.state())}
+    parts["skips"] = {"state": torch.tensor(engine.skips.state(), device="cpu")}
     if engine.config.sync_state == "keep":
         parts["optimizer"], _ = optimizer_state.pack(prepared.optimizer, prepared.optimizer_names())
     return {f"{part}:{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}

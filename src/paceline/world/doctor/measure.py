@@ -68,7 +68,7 @@ def reductions(link: Link, device: torch.device, sizes: tuple[int, ...] = SIZES)
     """Return the median time of an all-reduce of each size; all ranks do as many rounds as fit in a moment."""
     measured = []
     for num_bytes in sizes:
-        tensor = torch.zeros(num_bytes // 4, device=device)
+        tensor = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
         first = max(link.gather_objects(_timed(link, tensor)))
         rounds = max(3, min(30, int(_ROUNDS_S / max(first, 1e-6))))
         times = [_timed(link, tensor) for _ in range(rounds)]

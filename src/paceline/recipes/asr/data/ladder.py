@@ -42,7 +42,10 @@ class Ladder(Collate):
             0 if bad is not None else self.network.output_length(-(-length // self.hop_samples))
             for length, bad in zip(data["num_samples"], data["bad"], strict=True)
         ]
-        data["out_frames"], data["text_lengths"] = torch.tensor(frames), torch.tensor(data["num_labels"])
+        data["out_frames"], data["text_lengths"] = (
+            torch.tensor(frames, device="cpu"),
+            torch.tensor(data["num_labels"], device="cpu"),
+        )
         return data
 
 

@@ -28,7 +28,7 @@ class Features:
 
     def __call__(self, samples: NDArray[np.int16]) -> NDArray[np.float32]:
         audio = torch.from_numpy(np.array(samples))[None]
-        features, frames = self._front_end(audio, torch.tensor([len(samples)]))
+        features, frames = self._front_end(audio, torch.tensor([len(samples)], device="cpu"))
         array: NDArray[np.float32] = features[0, :, : int(frames[0])].T.contiguous().numpy()
         return array
 

@@ -60,7 +60,7 @@ class Utterances:
 
     def __getitem__(self, index: int) -> Utterance:
         # The loader has seeded torch with (seed, epoch, sample): one draw carries that on.
-        key = int(torch.randint(2**62, ()))
+        key = int(torch.randint(2**62, (), device="cpu"))
         try:
             audio = self._recordings.read(index)
         except AudioUnreadable as unreadable:  # damage that a look at the ends of a file does not show
@@ -96,7 +96,7 @@ class Utterances:
         keys = np.empty(len(samples), np.int64)
         for place, seed in enumerate(seeds):  # as the loader seeds a sample, and `__getitem__` then draws
             torch.default_generator.manual_seed(seed)
-            keys[place] = int(torch.randint(2**62, ()))
+            keys[place] = int(torch.randint(2**62, (), device="cpu"))
         texts = [self._texts[sample] for sample in samples.tolist()]
         return collate.grain(audio, lengths, texts, keys, [None] * len(samples))
 

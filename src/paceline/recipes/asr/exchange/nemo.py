@@ -61,7 +61,7 @@ def read_nemo(path: Path) -> tuple[NetworkSettings, dict[str, Tensor]]:
     if missing or extra:
         raise WeightsDiffer(path, (*missing, *extra))
     # Counters matter to nobody here: batch norms with a momentum never read them.
-    zeros = {name: torch.zeros((), dtype=torch.int64) for name in counters}
+    zeros = {name: torch.zeros((), dtype=torch.int64, device="cpu") for name in counters}
     renamed = zeros | {
         name: tensor.to(torch.int64 if name in counters else torch.float32) for name, tensor in renamed.items()
     }

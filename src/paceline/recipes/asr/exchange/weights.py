@@ -89,7 +89,11 @@ def read_weights(
     if new_decoder:
         ours = {name: shape for name, shape in weight_shapes(network).items() if name.startswith(DECODER)}
         weights = without_decoder(weights)
-        check_weights(network, {**weights, **{name: torch.empty(ours[name], device="meta") for name in ours}}, path)
+        check_weights(
+            network,
+            {**weights, **{name: torch.empty(ours[name], dtype=torch.float32, device="meta") for name in ours}},
+            path,
+        )
         return weights
     check_weights(network, weights, path)
     return weights

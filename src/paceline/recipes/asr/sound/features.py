@@ -236,7 +236,7 @@ def _reflected(positions: Tensor, lengths: Tensor) -> Tensor:
 
 def _window(name: str, samples: int) -> Tensor:
     if name == "ones":
-        return torch.ones(samples, dtype=torch.float64)
+        return torch.ones(samples, dtype=torch.float64, device="cpu")
     make = {
         "hann": torch.hann_window,
         "hamming": torch.hamming_window,

@@ -60,8 +60,8 @@ def _by_torch(log_probs: Tensor, targets: Tensor, frames: list[int], labels: lis
         loss = F.ctc_loss(
             log_probs.double().transpose(0, 1),
             targets.to(log_probs.device, non_blocking=True),
-            torch.tensor(frames),
-            torch.tensor(labels),
+            torch.tensor(frames, device="cpu"),
+            torch.tensor(labels, device="cpu"),
             blank=log_probs.shape[-1] - 1,
             reduction="sum",
             zero_infinity=True,
@@ -75,7 +75,7 @@ def _numbers(lengths: Lengths) -> list[int]:
 
 def _on_device(lengths: Lengths, device: torch.device) -> Tensor:
     if not isinstance(lengths, Tensor):
-        lengths = torch.tensor(lengths, dtype=torch.int64)
+        lengths = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     if lengths.device != device:
         lengths = lengths.pin_memory().to(device, non_blocking=True)
     return lengths
