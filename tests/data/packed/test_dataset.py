@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,7 @@ from paceline.data.collate import pad_collate
 from paceline.data.fetch import Fetch, Request
 from paceline.data.loader import Loader
 from paceline.data.packed.dataset import PackedDataset
-from paceline.data.packed.errors import NoSuchStream
+from paceline.data.packed.errors import NoSuchStream, PackedUnreadable
 from paceline.data.plan import BatchRule, Plan
 from tests.data.packing import Sentences, assert_same, opened, packed
 
@@ -102,3 +103,76 @@ def test_streams_are_named(tmp_path: Path) -> None:
     with pytest.raises(NoSuchStream, match="no stream 'text'") as caught:
         PackedDataset(tmp_path / "a.h5", streams=["text"])
     assert "there are: features" in caught.value.hint
+
+
+def _returnn(path: Path, *, chunks: bool = False) -> Path:
+    """A file as RETURNN's SimpleHDFWriter makes it, with text that another program wrote in a stream."""
+    lengths = np.array([3, 4, 5])
+    with h5py.File(path, "w") as file:
+        file["seqLengths"] = np.stack([lengths, lengths], axis=1).astype(np.int32)
+        file["seqTags"] = np.array([b"a", b"b", b"c"])
+        more = {"chunks": (4,), "compression": "gzip"} if chunks else {}
+        file.create_dataset("inputs", data=np.arange(12, dtype=np.float32), **more)
+        file.create_dataset("targets/data/classes", data=np.arange(12, dtype=np.int32))
+        file.create_group("targets/size").attrs["classes"] = [12, 1]
+    return path
+
+
+def test_more_rows_than_the_file_can_hold(tmp_path: Path) -> None:
+    """On ce01e4b a MemoryError: HDF5 makes up what was never written."""
+    path = _returnn(tmp_path / "a.h5")
+    with h5py.File(path, "r+") as file:
+        del file["seqLengths"]
+        file.create_dataset("seqLengths", shape=(2**40, 2), dtype="i4", chunks=(1024, 2))
+    with pytest.raises(PackedUnreadable, match=r"/seqLengths claims 8\.8 TB, and 0 B are in the file"):
+        PackedDataset(path)
+    packed(tmp_path / "b.h5")
+    with h5py.File(tmp_path / "b.h5", "r+") as file:
+        del file["paceline/tags/values"]
+        file.create_dataset("paceline/tags/values", shape=(2**45,), dtype="u1", chunks=(1024,))
+    with pytest.raises(PackedUnreadable, match="claims 35.2 TB"):
+        PackedDataset(tmp_path / "b.h5")
+
+
+def test_text_that_is_none(tmp_path: Path) -> None:
+    """On ce01e4b a UnicodeDecodeError of the sample."""
+    path = tmp_path / "a.h5"
+    packed(path, ["häuser", "wege"])
+    path.write_bytes(path.read_bytes().replace("ä".encode(), b"\xff\xff"))
+    data = PackedDataset(path)
+    assert data[1] == "wege"
+    with pytest.raises(PackedUnreadable, match=r"row 1 of stream '.*' is not text \(UTF-8\): .* at byte 2"):
+        data[0]
+
+
+def test_a_chunk_that_cannot_be_decoded(tmp_path: Path) -> None:
+    """On ce01e4b an OSError of h5py's, without the name of the file."""
+    path = _returnn(tmp_path / "a.h5", chunks=True)
+    with h5py.File(path, "r") as file:
+        chunk = file["inputs"].id.get_chunk_info(1)
+    raw = bytearray(path.read_bytes())
+    raw[chunk.byte_offset : chunk.byte_offset + chunk.size] = b"\xff" * chunk.size
+    path.write_bytes(raw)
+    data = PackedDataset(path)
+    assert data[0]["data"].tolist() == [0, 1, 2]
+    with pytest.raises(PackedUnreadable, match="a.h5: steps 4 to 7 of /inputs cannot be read: OSError: "):
+        data[1]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "values", "what"),
+    [
+        ("seqLengths", [[3, 3], [-4, -4], [5, 5]], "does not have 3 rows"),
+        ("seqLengths", [[3, 3], [4, 4]], "does not have 3 rows"),
+        ("seqLengths", [[3, 3], [2**31 - 1, 3], [5, 5]], "is incomplete"),
+        ("seqLengths", 3, "is damaged"),
+        ("seqTags", np.zeros((0,), "S1"), "does not have 0 rows"),
+    ],
+)
+def test_an_index_of_nonsense(dataset: str, values: Any, what: str, tmp_path: Path) -> None:
+    path = _returnn(tmp_path / "a.h5")
+    with h5py.File(path, "r+") as file:
+        del file[dataset]
+        file[dataset] = values
+    with pytest.raises(PackedUnreadable, match=what):
+        PackedDataset(path)

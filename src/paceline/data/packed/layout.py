@@ -7,6 +7,7 @@ that group is read as RETURNN's `HDFDataset` would read it (`returnn.py`). A fil
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +18,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from paceline.core.units import counted, plural
+from paceline.core.units import counted, plural, size
 from paceline.data.packed.errors import PackageMissing, PackedUnreadable
+from paceline.data.packed.mapping import available_bytes
 from paceline.data.strings import Strings
 
 VERSION = 1
@@ -26,6 +28,8 @@ OURS = "paceline"
 """Group that marks a file as Paceline's."""
 BLOCK_BYTES = 1 << 18
 """A digest covers as many whole rows as have this size together."""
+_MOST_EXPANDED, _ALWAYS_READ = 1100, 1 << 20
+"""Bytes of an index for each stored byte (deflate gives at most 1,032), and those that are read in any case."""
 Layout = Literal["paceline", "returnn"]
 Kind = Literal["audio", "text", "features", "values", "int", "float", "bool"]
 """Meaning of a stream: `text` is UTF-8; the last three are single Python numbers."""
@@ -76,7 +80,7 @@ class StreamPlace:
 
     @property
     def step_bytes(self) -> int:
-        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+        return self.dtype.itemsize * math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -275,11 +279,35 @@ def offset_of(dataset: Any) -> int | None:
     return offset
 
 
+def read_index(path: Path, dataset: Any) -> NDArray[Any]:
+    """Return a data set of the index, which is held in memory, unless it claims more than the file can hold.
+
+    A few bytes can claim any number of rows: HDF5 makes up what was never written.
+    """
+    claimed, stored = dataset.size * dataset.dtype.itemsize, dataset.id.get_storage_size()
+    if claimed > _MOST_EXPANDED * stored + _ALWAYS_READ:
+        what = f"{dataset.name} claims {size(claimed)}, and {size(stored)} are in the file"
+        raise PackedUnreadable(path, f"is damaged: {what}")
+    if claimed > available_bytes():
+        raise PackedUnreadable(path, f"needs {size(claimed)} of memory for {dataset.name}, which are not free", "")
+    values: NDArray[Any] = dataset[...]
+    return values
+
+
 def check_places(file: PackedFile) -> None:
     """Require that rows lie in their data sets and data sets in the file: mapped data is not checked again."""
+    for name, column in file.columns.items():
+        if column.shape != (len(file),) or column.dtype.kind not in "iuf":
+            raise PackedUnreadable(file.path, f"is damaged: {name!r} are not {len(file):,} numbers")
     for name, place in file.streams.items():
-        if len(place.starts) != len(file) + 1 or np.any(np.diff(place.starts) < 0):
+        lengths = np.diff(place.starts)
+        if place.starts.shape != (len(file) + 1,) or place.starts[0] < 0 or np.any(lengths < 0):
             raise PackedUnreadable(file.path, f"is damaged: stream {name!r} does not have {counted(len(file), 'row')}")
+        if place.dtype.kind not in "biufc" or not all(isinstance(each, int) and each >= 0 for each in place.shape):
+            what = f"stream {name!r} has values of type {place.dtype}, shape {place.shape}"
+            raise PackedUnreadable(file.path, f"is damaged: {what}")
+        if (place.is_single or place.kind in ("int", "float", "bool")) and np.any(lengths != 1):
+            raise PackedUnreadable(file.path, f"is damaged: a row of stream {name!r} is not one value")
         if place.offset is not None and place.offset + place.nbytes > file.stamp[0]:
             missing = place.offset + place.nbytes - file.stamp[0]
             raise PackedUnreadable(

@@ -7,7 +7,6 @@ of a machine share. Nothing is open that a fork could break, and only arrays are
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.errors import first_line
+from paceline.core.json_text import parse_json
 from paceline.core.paths import near
 from paceline.core.units import counted
 from paceline.data.packed.errors import NoSuchStream, PackedUnreadable
@@ -35,6 +36,7 @@ from paceline.data.packed.layout import (
     index_arrays,
     index_digest,
     offset_of,
+    read_index,
     stamp_of,
     stamp_or_none,
 )
@@ -44,6 +46,8 @@ from paceline.data.strings import Strings
 
 LOOK_EVERY_S = 0.1
 """Least time between two checks that a mapped file still has its size."""
+_DAMAGED = (OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, MemoryError)
+"""How h5py, numpy and Python answer a file that is not what it says."""
 _MAGIC = b"\x89HDF\r\n\x1a\n"
 
 
@@ -89,7 +93,13 @@ class Packed:
 
     def extra(self, row: int) -> dict[str, Any]:
         """Return further keys of the row's line in its manifest: `{"speaker": "anna"}`."""
-        extra: dict[str, Any] = json.loads(raw) if self.extras is not None and (raw := self.extras.raw(row)) else {}
+        raw = b"" if self.extras is None else self.extras.raw(row)
+        try:
+            extra = parse_json(raw) if raw else {}
+        except ValueError as error:
+            raise PackedUnreadable(self.path, f"row {row + 1}: its further keys are not JSON ({error})") from None
+        if not isinstance(extra, dict):
+            raise PackedUnreadable(self.path, f"row {row + 1}: its further keys have no names")
         return extra
 
     @property
@@ -141,7 +151,15 @@ class Stream:
         return padded, lengths
 
     def text(self, row: int) -> str:
-        return self.view(row).tobytes().decode("utf-8")
+        raw = self.view(row).tobytes()
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            path = self._values[self._file_of[row]].path
+            what = (
+                f"row {row + 1} of stream {self.name!r} is not text (UTF-8): {error.reason} at byte {error.start + 1}"
+            )
+            raise PackedUnreadable(path, what) from None
 
     @property
     def step_bytes(self) -> int:
@@ -166,7 +184,7 @@ def read_layout(path: Path) -> PackedFile | Shards:
         stamp = stamp_of(path)
         with h5py.File(path, "r") as file:
             return _read_ours(path, stamp, file) if OURS in file else read_returnn(path, stamp, file)
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
+    except _DAMAGED as error:
         # h5py's words for a file that is cut short: "truncated file: eof = 2048, sblock->base_addr = 0, ...".
         message = str(error.args[0] if error.args else error)
         why = "is truncated: its end is missing" if "truncated" in message else None
@@ -176,7 +194,7 @@ def read_layout(path: Path) -> PackedFile | Shards:
 def _read_ours(path: Path, stamp: Stamp, file: Any) -> PackedFile | Shards:
     ours = file[OURS]
     written = str(ours.attrs["about"])
-    about = json.loads(written)
+    about = parse_json(written)
     if about["version"] != VERSION:
         hint = "use the Paceline that packed it, or pack it again with this one"
         raise PackedUnreadable(path, f"is of version {about['version']}, and this is {VERSION}", hint)
@@ -186,11 +204,11 @@ def _read_ours(path: Path, stamp: Stamp, file: Any) -> PackedFile | Shards:
         files = [path.with_name(shard["name"]) for shard in about["shards"]]
         num_rows = [shard["num_rows"] for shard in about["shards"]]
         return Shards(path, files, num_rows, about["pack"], about.get("skipped", ()))
-    starts = {name: ours[f"starts/{name}"][...] for name in about["streams"]}
-    blocks = {name: ours[f"blocks/{name}"][...] for name in about["streams"]}
-    digests = {name: ours[f"digests/{name}"][...] for name in about["streams"]}
-    tags = Strings(ours["tags/values"][...], ours["tags/starts"][...])
-    columns = {name: column[...] for name, column in ours["columns"].items()}
+    starts = {name: read_index(path, ours[f"starts/{name}"]) for name in about["streams"]}
+    blocks = {name: read_index(path, ours[f"blocks/{name}"]) for name in about["streams"]}
+    digests = {name: read_index(path, ours[f"digests/{name}"]) for name in about["streams"]}
+    tags = Strings(read_index(path, ours["tags/values"]), read_index(path, ours["tags/starts"]))
+    columns = {name: read_index(path, column) for name, column in ours["columns"].items()}
     arrays = index_arrays([(starts[name], blocks[name], digests[name]) for name in about["streams"]], tags, columns)
     if index_digest(written, arrays) != ours.attrs["digest"]:
         raise PackedUnreadable(path, "is damaged: its index is not the one that was written")
@@ -226,7 +244,7 @@ def _read_ours(path: Path, stamp: Stamp, file: Any) -> PackedFile | Shards:
 def _read_extras(path: Path, ours: Any) -> Strings | None:
     if "extra" not in ours:
         return None
-    extras = Strings(ours["extra/values"][...], ours["extra/starts"][...])
+    extras = Strings(read_index(path, ours["extra/values"]), read_index(path, ours["extra/starts"]))
     # A separate digest: older versions, which ignore extras, read the same files.
     if index_digest("", [extras.packed, extras.lengths]) != ours["extra"].attrs["digest"]:
         raise PackedUnreadable(path, "is damaged: its index is not the one that was written")
@@ -323,10 +341,14 @@ class _Chunks:
     def __getitem__(self, steps: slice) -> NDArray[Any]:
         import h5py
 
-        if self._open[0] != os.getpid():
-            self._open = os.getpid(), h5py.File(self._path, "r")[self._dataset]
-        values: NDArray[Any] = self._open[1][steps]
-        return values.reshape(len(values), *self._shape)
+        try:
+            if self._open[0] != os.getpid():
+                self._open = os.getpid(), h5py.File(self._path, "r")[self._dataset]
+            values: NDArray[Any] = self._open[1][steps]
+            return values.reshape(len(values), *self._shape)
+        except _DAMAGED as error:  # a filter that cannot decode a chunk, most of all
+            what = f"steps {steps.start + 1:,} to {steps.stop:,} of {self._dataset} cannot be read: {first_line(error)}"
+            raise PackedUnreadable(self._path, what) from None
 
 
 def _place(file: PackedFile, first: PackedFile, name: str) -> StreamPlace:

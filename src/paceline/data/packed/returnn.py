@@ -16,7 +16,16 @@ from numpy.typing import NDArray
 from paceline.core.disk import CannotWrite, sync
 from paceline.core.units import counted
 from paceline.data.packed.errors import PackedUnreadable
-from paceline.data.packed.layout import About, PackedFile, Stamp, StreamPlace, StreamSpec, check_places, offset_of
+from paceline.data.packed.layout import (
+    About,
+    PackedFile,
+    Stamp,
+    StreamPlace,
+    StreamSpec,
+    check_places,
+    offset_of,
+    read_index,
+)
 from paceline.data.strings import Strings
 
 INPUT = "data"
@@ -37,10 +46,10 @@ def read_returnn(path: Path, stamp: Stamp, file: Any) -> PackedFile:
     streams = {}
     for column, name in enumerate([*inputs, *keys]):
         dataset = file["inputs"] if name == INPUT and inputs else file[f"targets/data/{name}"]
-        if not dataset.dtype.hasobject:  # text of variable length, which RETURNN itself does not train on
+        if dataset.dtype.kind in "biufc":  # not text, which RETURNN itself does not train on
             streams[name] = _place(path, name, dataset, lengths[:, column])
-    tags = Strings.pack(_bytes(tag) for tag in file["seqTags"][...].tolist())
-    packed = PackedFile(path, stamp, "returnn", streams, tags, about=About(labels=_labels(file)))
+    tags = Strings.pack(_bytes(tag) for tag in read_index(path, file["seqTags"]).tolist())
+    packed = PackedFile(path, stamp, "returnn", streams, tags, about=About(labels=_labels(path, file)))
     check_places(packed)
     return packed
 
@@ -105,7 +114,7 @@ def agree_on_sizes(files: Sequence[Path]) -> None:
 
 def _lengths(path: Path, dataset: Any, num_inputs: int, num_targets: int) -> NDArray[np.int64]:
     """Return the steps of each row and stream: (rows, streams)."""
-    lengths = np.asarray(dataset[...], dtype=np.int64)
+    lengths = np.asarray(read_index(path, dataset), dtype=np.int64)
     if lengths.ndim == 1:  # one length for all streams
         lengths = np.repeat(lengths[:, None], num_inputs + max(1, num_targets), axis=1)
     # A file without targets still has a second column, which means nothing.
@@ -124,13 +133,17 @@ def _place(path: Path, name: str, dataset: Any, lengths: NDArray[np.int64]) -> S
     return StreamPlace(dataset.name, dataset.dtype, tuple(dataset.shape[1:]), starts, offset_of(dataset))
 
 
-def _labels(file: Any) -> dict[str, list[str]]:
+def _labels(path: Path, file: Any) -> dict[str, list[str]]:
     """Return the meaning of the numbers of sparse streams."""
     groups = file.get("targets/labels", {})
-    labels = {name: [_bytes(label).decode() for label in groups[name][...].tolist()] for name in groups}
+    labels = {name: _decoded(read_index(path, groups[name])) for name in groups}
     if "labels" in file and len(file["labels"]):
-        labels.setdefault(INPUT, [_bytes(label).decode() for label in file["labels"][...].tolist()])
+        labels.setdefault(INPUT, _decoded(read_index(path, file["labels"])))
     return labels
+
+
+def _decoded(labels: NDArray[Any]) -> list[str]:
+    return [_bytes(label).decode("utf-8", "replace") for label in labels.tolist()]
 
 
 def _bytes(text: str | bytes) -> bytes:
