@@ -20,7 +20,7 @@ $(VENV)/.test: pyproject.toml constraints.txt
 $(VENV)/.bench: pyproject.toml constraints.txt
 	$(call install,demo$(comma)test$(comma)bench)
 
-.PHONY: demo test check docs bench clean
+.PHONY: demo test check docs bench chaos clean
 demo: $(VENV)/.demo
 	$(BIN)/paceline demo
 
@@ -48,6 +48,12 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/loop_overhead.py
 	$(BIN)/python benchmarks/plan_scale.py
 	$(BIN)/python benchmarks/checkpoint_stall.py
+
+# The long run of the campaigns, hours on a small machine: JOBS=16 shares it out, SEED=1 draws other cases.
+JOBS ?= $(shell nproc)
+SEED ?= 0
+chaos: $(VENV)/.test
+	PYTHONPATH=. $(BIN)/python -m tests.chaos --long --seed $(SEED) --jobs $(JOBS) --folder chaos-$(SEED)
 
 clean:
 	rm -rf $(VENV) site

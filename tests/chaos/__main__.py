@@ -27,12 +27,13 @@ from tests.chaos.processes import Nursery
 def campaigns() -> dict[str, Campaign]:
     """Return all campaigns by name, in the order of the table."""
     from tests.chaos.checkpoints import Checkpoints
-    from tests.chaos.inputs import Inputs
+    from tests.chaos.inputs import Cases, Inputs
     from tests.chaos.kills import Kills
     from tests.chaos.network import Network
     from tests.chaos.races import Races
+    from tests.chaos.soak import Soak
 
-    made: list[Campaign] = [Kills(), Inputs(), Checkpoints(), Network(), Races()]
+    made: list[Campaign] = [Kills(), Cases(), Inputs(), Checkpoints(), Network(), Races(), Soak()]
     return {campaign.name: campaign for campaign in made}
 
 

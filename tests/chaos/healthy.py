@@ -31,10 +31,11 @@ TRAIN_ASR: tuple[str, ...] = (
 )
 
 
-def make(folder: Path, nursery: Nursery) -> None:
-    """Fill a folder with all of them."""
+def make(folder: Path, nursery: Nursery) -> Path:
+    """Fill a folder with all of them, unless that was done already; return it."""
     if (folder / "done").exists():
-        return
+        return folder
+    folder.mkdir()
     _call(nursery, lambda: _files(folder), folder)
     _type(nursery, folder, "pack", "train.json", "speech.h5")
     _type(nursery, folder, *TRAIN_ASR, "--val-manifest", "dev.json", "--out", "asr", "--grains", "1", "--steps", "2")
@@ -44,6 +45,7 @@ def make(folder: Path, nursery: Nursery) -> None:
     for name in ("asr", "plain", "ema"):
         shutil.rmtree(folder / name / "logs", ignore_errors=True)
     (folder / "done").touch()
+    return folder
 
 
 def _files(folder: Path) -> int:

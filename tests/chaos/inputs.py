@@ -29,6 +29,14 @@ MEMORY = 2 * 2**30
 """Bytes that a command may have on top of what importing everything takes."""
 
 
+def regression_cases() -> list[Path]:
+    """Return the cases that were found once."""
+    return sorted(CASES.glob("*.json"))
+
+
+NUM_CASES = len(regression_cases())
+
+
 @dataclass(frozen=True)
 class InputFacts:
     """How a command took its input."""
@@ -73,8 +81,7 @@ class Inputs:
         return None
 
     def prepare(self, folder: Path, nursery: Nursery) -> None:
-        healthy.make(folder, nursery)
-        self._samples = Samples(folder)
+        self._samples = Samples(healthy.make(folder.parent / "healthy", nursery))
 
     def run(self, trial: Trial) -> Outcome:
         """Draw a chunk of cases of one kind."""
@@ -138,6 +145,19 @@ class Inputs:
         return judge_input(case, facts) + [f"left running: {line}" for line in left]
 
 
+class Cases(Inputs):
+    """The inputs that were found once, each of them again."""
+
+    name = "cases"
+    counts = (NUM_CASES, NUM_CASES)
+
+    def run(self, trial: Trial) -> Outcome:
+        path = regression_cases()[trial.index % NUM_CASES]
+        case = Case.from_json(path.read_text(encoding="utf-8"))
+        troubles = self.attack(case, trial.folder / "case", trial.nursery)
+        return trial.judged([f"{path.name} ({case.reason[:200]}): {trouble}" for trouble in troubles])
+
+
 def put(path: Path, content: bytes) -> None:
     """Write a file, or what stands in its place."""
     if path.is_dir():
@@ -189,8 +209,3 @@ def ran_code(folder: Path, case: Case, out: str) -> bool:
         )
     outside = [folder.parent / "pwned", Path("/tmp/pwned-by-chaos")]
     return any(folder.rglob("pwned")) or any(path.exists() for path in outside)
-
-
-def regression_cases() -> list[Path]:
-    """Return the cases that were found once."""
-    return sorted(CASES.glob("*.json"))

@@ -7,7 +7,7 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -185,10 +185,18 @@ def _spare(launcher: int) -> int:
 
 
 def start(
-    nursery: Nursery, variant: Variant, plan: Round, folder: Path, name: str, out: Path, shared: Path, *more: str
+    nursery: Nursery,
+    variant: Variant,
+    plan: Round,
+    folder: Path,
+    name: str,
+    out: Path,
+    shared: Path,
+    *more: str,
+    env: Mapping[str, str] | None = None,
 ) -> list[Running]:
     """Start the processes of a round: one launcher, or every rank by itself as another launcher would."""
-    env = {MARKS: str(folder / f"{name}.marks"), PACKED: str(shared / "packed.hdf")}
+    env = {PACKED: str(shared / "packed.hdf"), **(env or {MARKS: str(folder / f"{name}.marks")})}
     words = variant.command(out, "--resume", "auto", *more)
     if plan.by_launcher:
         return [nursery.start([*words, "--procs", str(plan.ranks)], folder, f"{name}-launcher", env)]

@@ -44,7 +44,7 @@ class Races:
         return None
 
     def prepare(self, folder: Path, nursery: Nursery) -> None:
-        healthy.make(folder, nursery)
+        self._healthy = healthy.make(folder.parent / "healthy", nursery)
         self._shared = folder
         whole = folder / "undisturbed"
         if not whole.exists():
@@ -175,7 +175,7 @@ class Races:
     def _packs(self, trial: Trial) -> list[str]:
         """Two packs of one file: the file is one of them, whole, and whoever was too late is told."""
         out = trial.folder / "out.h5"
-        source = [str(self._shared / name) for name in ("train.json", "dev.json")]
+        source = [str(self._healthy / name) for name in ("train.json", "dev.json")]
         commands = [["pack", source[number % 2], str(out), "--processes", "1"] for number in range(3)]
         running = self._race(trial, commands, marked=False)
         codes = [each.code for each in running]

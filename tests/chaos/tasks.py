@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,9 @@ MARKS = "CHAOS_MARKS"
 STEP_S = "CHAOS_STEP_S"
 """Variable with the seconds of a pause in each step: without it the whole run would be over before a signal arrives."""
 PACKED = "CHAOS_PACKED"
+SAMPLES_FILE = "CHAOS_SAMPLES"
+"""Variable with the beginning of the file's name that each rank of a soak writes what it takes to."""
+SAMPLE_EVERY = 50
 SAMPLES, FEATURES, CLASSES = 88, 6, 3
 
 
@@ -105,6 +109,29 @@ class FromPacked(Plain):
             x, y = grain.data["x"], grain.data["y"]
             return F.cross_entropy(model(x), y.view(-1), reduction="sum"), len(grain)
         return super().loss(model, grain)
+
+
+class Soaked(Plain):
+    """Writes down what its process takes, now and then."""
+
+    def after_step(self, model: nn.Module, step: Any, grains: list[paceline.Grain]) -> None:
+        self.seen += 1
+        if int(self.seen) % SAMPLE_EVERY == 0 and self.settings.out is not None:
+            status = Path("/proc/self/status").read_text().split()
+            sample = {
+                "step": int(self.seen),
+                "seconds": time.monotonic(),
+                "rss_kb": int(status[status.index("VmRSS:") + 1]),
+                "threads": int(status[status.index("Threads:") + 1]),
+                "descriptors": len(os.listdir("/proc/self/fd")),
+                "files": sum(len(files) for _, _, files in os.walk(self.settings.out)),
+            }
+            with open(f"{os.environ[SAMPLES_FILE]}-{self.world.rank}", "a", encoding="utf-8") as file:
+                file.write(json.dumps(sample) + "\n")
+
+
+class SoakedPacked(Soaked, FromPacked):
+    """The same, read from an HDF5 file."""
 
 
 class Replayed(Continual):

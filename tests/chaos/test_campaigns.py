@@ -1,0 +1,37 @@
+"""A few cases of every campaign, and all inputs that were found once; `make chaos` runs them by the thousand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.campaign import Row
+
+NAMES = ("kills", "cases", "inputs", "checkpoints", "network", "races", "soak")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
+    """All campaigns in one process, which forks what it attacks."""
+    folder = tmp_path_factory.mktemp("chaos")
+    command = [sys.executable, "-m", "tests.chaos", "--seed", "15", "--jobs", "2", "--minutes", "3"]
+    command += ["--folder", str(folder / "evidence"), "--json", str(folder / "rows")]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert (folder / "rows").exists(), done.stderr
+    made = map(Row.from_json, (folder / "rows").read_text().splitlines())
+    return {row.campaign: row for row in made}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_bad(name: str, rows: dict[str, Row]) -> None:
+    row = rows[name]
+    if row.skipped:
+        pytest.skip(row.skipped)
+    assert row.cases > 0
+    assert not row.bad, "\n\n".join(f"{bad.reason}\n{bad.repeat}\n{bad.evidence}" for bad in row.bad)
