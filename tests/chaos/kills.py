@@ -103,6 +103,7 @@ class Watch:
     trained_before: dict[Shot, bool] = field(default_factory=dict)
     """For each fired shot: every rank had begun to train."""
     _since: dict[tuple[str, int], float] = field(default_factory=dict)
+    _rank_pids: list[int] = field(default_factory=list)
     _writing: int = 0
     _was_writing: bool = False
     begun: float = field(default_factory=time.monotonic)
@@ -157,8 +158,10 @@ class Watch:
     def _ranks(self) -> list[int]:
         if not self.by_launcher:
             return [process.pid for process in self.processes]
-        # The first child of a launcher is the spare that forks for it.
-        return [pid for pid in _children(self.processes[0].pid) if pid != _spare(self.processes[0].pid)]
+        # The first child of a launcher is the spare that forks for it. Who has ended keeps its number.
+        if len(self._rank_pids) < self.num_ranks:
+            self._rank_pids = _children(self.processes[0].pid)[1:]
+        return self._rank_pids
 
     def _pids(self, target: str) -> list[int]:
         running = [process.pid for process in self.processes if process.code is None]
@@ -178,10 +181,6 @@ def _children(pid: int) -> list[int]:
     below = descendants(pid)
     inner = {child for each in below for child in descendants(each)}
     return sorted(set(below) - inner)
-
-
-def _spare(launcher: int) -> int:
-    return min(_children(launcher), default=0)
 
 
 def start(
@@ -235,7 +234,7 @@ class RoundFacts:
 
 
 def judge_round(facts: RoundFacts) -> list[str]:
-    """Return what did not hold in one disturbed start."""
+    """Return what did not hold in one disturbed start; SIGKILL excuses exit codes and status."""
     troubles = list(facts.troubles)
     numbers = {shot.signal for shot in facts.fired}
     if None in facts.codes:
@@ -284,7 +283,7 @@ class Kills:
         if not out.exists():
             aside = out.with_name(f"{out.name}-{os.getpid()}")
             folder = aside.with_name(f"{aside.name}-logs")
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
             processes = start(
                 trial.nursery, variant, Round(ranks, False, ()), folder, "undisturbed", aside, self._shared
             )

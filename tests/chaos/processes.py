@@ -46,11 +46,19 @@ class Running:
 
     @property
     def out(self) -> str:
-        return (self.folder / f"{self.name}.out").read_text(encoding="utf-8", errors="surrogateescape")
+        return _read(self.folder / f"{self.name}.out")
 
     @property
     def err(self) -> str:
-        return (self.folder / f"{self.name}.err").read_text(encoding="utf-8", errors="surrogateescape")
+        return _read(self.folder / f"{self.name}.err")
+
+
+def _read(path: Path) -> str:
+    """Return a stream's text; empty if the process was killed before it had the stream."""
+    try:
+        return path.read_text(encoding="utf-8", errors="surrogateescape")
+    except FileNotFoundError:
+        return ""
 
 
 class Nursery:

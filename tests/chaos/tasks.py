@@ -59,7 +59,7 @@ class Plain(paceline.Task):
     def model(self) -> nn.Module:
         mark(self.world.rank, "model")
         return nn.Sequential(
-            nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, CLASSES)
+            nn.Linear(FEATURES, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, CLASSES)
         )
 
     def train_data(self) -> Any:
@@ -173,7 +173,7 @@ class Variant:
     def command(self, out: Path, *more: str) -> list[str]:
         """Return the words behind `paceline` that train it."""
         fixed = ["--device", "cpu", "--loggers", "none", "--threads", "1", "--progress", "lines", "--grains", "4"]
-        waits = ["--timeout-s", "12", "--start-timeout-s", "40"]
+        waits = ["--timeout-s", "12", "--start-timeout-s", "20"]
         return ["train", f"{__file__}:{self.task}", *fixed, *self.words, *waits, "--out", str(out), *more]
 
 

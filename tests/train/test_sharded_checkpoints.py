@@ -9,10 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline.core.run_folder import RunFolder
 from paceline.observe.journal import read
 from paceline.train.checkpoint import pieces
 from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint.writer import Checkpointer, PiecesMissing
+from paceline.world.link import Link
+from paceline.world.store import poll
 from tests.ranks import run_ranks
 from tests.train.sharded import fit
 
@@ -54,6 +57,24 @@ def test_every_form_goes_on_from_every_other(tmp_path: Path, legs: list[tuple[in
     for number, (size, form) in enumerate(legs, 1):
         run(size, tmp_path / "legs", **form, steps=3 * number, resume="auto" if number > 1 else "no")
     assert losses(tmp_path / "legs") == pytest.approx(losses(tmp_path / "one"), rel=1e-10)
+
+
+def fit_with_slow_lock(link: Link, settings: dict[str, Any]) -> None:
+    """Train; the first rank gets the folder's lock when the others have had time to write there."""
+    lock = RunFolder.lock
+
+    def slow(run: RunFolder) -> None:
+        poll(run.checkpoints.exists, 0.5)
+        lock(run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "lock", slow)
+        fit(link, settings)
+
+
+def test_a_new_run_whose_first_rank_is_slow_is_not_taken_for_files_of_others(tmp_path: Path) -> None:
+    run_ranks(2, fit_with_slow_lock, {**COMMON, **CUT, "out": str(tmp_path / "run"), "steps": 1})
+    assert newest(tmp_path / "run").step == 1
 
 
 def test_both_forms_hold_the_same(tmp_path: Path) -> None:

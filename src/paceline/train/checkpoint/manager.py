@@ -111,6 +111,8 @@ class CheckpointManager:
                 self._starts.append(start_record())
                 self._write("running")
                 undo.callback(self._write_failed)
+            if self._in_pieces:
+                self._link.barrier()  # the first rank has found the folder as it was: now the others may write there
             if self._link.is_first or self._in_pieces:
                 self._writer = self._checkpointer(self._run)
             undo.pop_all()
