@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.config.load import load
 from paceline.config.settings import Section
 from paceline.core.run_folder import BrokenRecord, NotARun, RunFolder, RunRecord, read_record
+from paceline.core.secrets import masked_command, masked_values
 from paceline.core.terminal import one_line, tell
 from paceline.observe.report.runs import NoRun
 from paceline.observe.report.settings import ABSENT, OWN_NAMES
@@ -56,10 +57,14 @@ def differences(left: RunRecord, right: RunRecord) -> dict[str, Rows]:
 
 def _values(record: RunRecord, heading: str) -> dict[str, str]:
     if heading == "settings":
-        settings = {name: value for name, value in record.settings.items() if name not in OWN_NAMES}
+        settings = {name: value for name, value in masked_values(record.settings).items() if name not in OWN_NAMES}
         return {name: str(value) for name, value in {"task": record.task, **settings, "grains": record.grains}.items()}
     start = (record.starts or [{}])[-1]
-    flat = {"command": start.get("command"), "host": start.get("host"), **(start.get("versions") or {})}
+    flat = {
+        "command": masked_command(start.get("command")),
+        "host": start.get("host"),
+        **(start.get("versions") or {}),
+    }
     git = start.get("git") or {}
     flat |= {"git commit": git.get("commit"), "git dirty": git.get("dirty")}
     return {name: str(value) for name, value in flat.items() if value is not None}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.config.aliases import MEANT
 from paceline.core.errors import PacelineError
+from paceline.core.secrets import MASK, is_secret, masked
 
 Place = tuple[int, int]
 """Position of a mistake, for showing mistakes in order: (number of the source, place in it)."""
@@ -34,7 +36,9 @@ class Problem:
     """The setting that this was probably, or certainly, an attempt to set."""
 
     def __str__(self) -> str:
-        return f"{' '.join(filter(None, [self.where, self.given]))}: {self.what}"
+        name = re.split(r"[\s:]+", self.where)[-1].lstrip("-")
+        given = MASK if is_secret(name, self.given) else masked(self.given)
+        return f"{' '.join(filter(None, [self.where, given]))}: {self.what}"
 
 
 class SettingsInvalid(PacelineError):

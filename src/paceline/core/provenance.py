@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from paceline.core.secrets import masked_words
+
 PACKAGES = ("torch", "numpy", "paceline")
 # A repository on a slow disk must not hold up a training run.
 _GIT_TIMEOUT_S = 5.0
@@ -31,10 +33,10 @@ def start_record() -> dict[str, Any]:
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """Return a command as it is typed; `python -m paceline` is written as `paceline`."""
+    """Return a command as it is typed, secrets masked; `python -m paceline` is written as `paceline`."""
     program = Path(argv[0])
     is_ours = program.name == "__main__.py" and program.parent.name == "paceline"
-    return shlex.join(["paceline" if is_ours else program.name, *argv[1:]])
+    return shlex.join(["paceline" if is_ours else program.name, *masked_words(argv[1:])])
 
 
 def versions() -> dict[str, str]:

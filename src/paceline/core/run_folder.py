@@ -372,6 +372,8 @@ class RunFolder:
     def write(self, record: RunRecord) -> None:
         self._create()
         with self._writing(RECORD), replacing(self.folder / RECORD) as file:
+            # Only what looks like a secret is masked. A file that is there already hands on its permissions.
+            os.chmod(file.fileno(), os.fstat(file.fileno()).st_mode & 0o660)
             json.dump(record.to_json(), file, indent=1)
 
     def _create(self) -> None:

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from paceline.config.settings import TrainConfig
 from paceline.core.errors import PacelineError
+from paceline.core.secrets import masked_values
 from paceline.data.grain import Batch
 
 NEWBOB_DEPENDS_ON = ("val_every_steps", "val_every_epochs", "monitor", "monitor_mode")
@@ -127,7 +128,7 @@ def choose_grains(asked: int | None, stored: int | None, ranks: int, regrain: bo
 
 def settings_changed(before: dict[str, Any], now: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """Return the settings that change numerics and differ: name -> (before, now)."""
-    current = now.model_dump(mode="json")
+    before, current = masked_values(before), masked_values(now.model_dump(mode="json"))  # a record has no secrets
     changes = {}
     for name, info in type(now).model_fields.items():
         if not _changes_numerics(name, info, now):

@@ -12,6 +12,7 @@ import torch
 
 from paceline.config.settings import TrainConfig
 from paceline.core.keys import key
+from paceline.core.secrets import masked_values
 from paceline.data.grain import Batch
 from paceline.observe.callback import Callback, RunInfo
 from paceline.observe.journal import Journal
@@ -447,7 +448,7 @@ class Trainer:
         return lambda step: rate(step - began)
 
     def _info(self) -> RunInfo:
-        settings = self.config.model_dump(mode="json")
+        settings = masked_values(self.config.model_dump(mode="json"))
         return RunInfo(type(self.task).__name__, self.config.out, settings, self.engine.num_steps, self.link.world.size)
 
     @property

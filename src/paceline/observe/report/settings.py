@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.core.secrets import masked_command, masked_values
 from paceline.observe.report.runs import ReportedRun
 
 ABSENT = "(none)"
@@ -25,7 +26,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def settings_of(run: ReportedRun) -> dict[str, str]:
     """Return all settings of a run, and the number of grains of its batches."""
-    return flat({"task": run.task, **run.settings, "grains": run.grains})
+    return flat({"task": run.task, **masked_values(run.settings), "grains": run.grains})
 
 
 def start_of(run: ReportedRun) -> dict[str, str]:
@@ -33,7 +34,7 @@ def start_of(run: ReportedRun) -> dict[str, str]:
     start = (run.starts or [{}])[-1]
     git = start.get("git") or {}
     facts = {
-        "command": start.get("command"),
+        "command": masked_command(start.get("command")),
         "started": start.get("time"),
         "starts": len(run.starts) if len(run.starts) > 1 else None,
         "host": start.get("host"),

@@ -15,6 +15,7 @@ from paceline.core.disk import CannotWrite
 from paceline.core.errors import PacelineError
 from paceline.core.provenance import start_record
 from paceline.core.run_folder import RunFolder, RunRecord
+from paceline.core.secrets import masked_values
 from paceline.core.units import counted
 from paceline.observe.progress import Progress
 from paceline.parallel.gather import gather_tensors
@@ -280,7 +281,7 @@ class CheckpointManager:
 
     def _write(self, status: str) -> None:
         if self._run is not None and self._link.is_first:
-            settings = self._config.model_dump(mode="json")
+            settings = masked_values(self._config.model_dump(mode="json"))
             self._run.write(RunRecord(settings, self._task, status, self.grains, self._choice, self._starts))
 
 
