@@ -84,7 +84,7 @@ def test_both_forms_hold_the_same(tmp_path: Path) -> None:
     (times, other_times) = (found.state["so_far"].pop("ranks") for found in (ours, theirs))
     assert len(times) == len(other_times) == 4
     assert ours.state == theirs.state
-    assert ours.parts.keys() == theirs.parts.keys() == {"model", "optimizer", "ema", "scale"}
+    assert ours.parts.keys() == theirs.parts.keys() == {"model", "optimizer", "ema", "scale", "statistics"}
     for part, tensors in theirs.parts.items():
         assert ours.parts[part].keys() == tensors.keys()
         for name, tensor in tensors.items():

@@ -169,7 +169,7 @@ def train(link: Link, folder: str, stop: tuple[int, int, signal.Signals] | None)
     """`stop` is (rank, step, signal): that rank alone is asked to stop, after that step."""
     at_step = stop[1] if stop is not None and stop[0] == link.world.rank else -1
     task = StoppingRaggedTask(at_step, stop[2] if stop else signal.SIGTERM)
-    settings = {"steps": 14, "grains": 2, "global_batch": 24, "precision": "fp64", "order": "random"}
+    settings = {"steps": 14, "grains": 4, "global_batch": 24, "order": "random"}
     run = trainer(task, Path(folder), link, resume="auto", save_every_epochs=None, **settings)
     result = run.fit()
     ended = {"status": result.status, "steps": result.num_steps}
@@ -178,7 +178,7 @@ def train(link: Link, folder: str, stop: tuple[int, int, signal.Signals] | None)
         torch.save(weights(run), Path(folder) / f"rank{link.world.rank}.pt")
 
 
-@pytest.mark.parametrize(("size", "number"), [(1, signal.SIGUSR1), (2, signal.SIGTERM), (2, signal.SIGUSR1)])
+@pytest.mark.parametrize(("size", "number"), [(1, signal.SIGUSR1), (2, signal.SIGTERM), (4, signal.SIGUSR1)])
 def test_one_rank_is_asked_and_all_stop_at_the_same_step(tmp_path: Path, size: int, number: signal.Signals) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert run_until_death(size, train, str(whole), None) == [0] * size
@@ -198,10 +198,6 @@ def test_one_rank_is_asked_and_all_stop_at_the_same_step(tmp_path: Path, size: i
     assert json.loads((run / "run.json").read_text())["status"] == "finished"
     for rank in range(size):
         ours, theirs = torch.load(run / f"rank{rank}.pt"), torch.load(whole / f"rank{rank}.pt")
-        # The stop added up the ranks' shares of the running statistics once more than the whole run did.
-        statistics = [name for name in ours if "running" in name] if size > 1 else []
-        for name in statistics:
-            assert torch.allclose(ours.pop(name), theirs.pop(name), rtol=1e-13, atol=1e-15), name
         assert_same(ours, theirs)
     assert read(run / "metrics.jsonl") == read(whole / "metrics.jsonl")
 

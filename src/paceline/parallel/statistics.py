@@ -4,11 +4,15 @@ One process that runs the grains of a step in order updates r <- (1-m) r + m s f
 linear, so the result is a sum over grains, and each rank can keep its own share of it: it lets the layers update on
 its own grains as they are, decays its share by (1-m) for each grain that another rank ran, and the shares are added
 only when somebody reads them (validation, checkpoint). Rank 0's share starts with the value so far, the others' with 0.
+
+Reading changes nothing: afterwards every rank goes on with its share as it was, bit for bit, and a checkpoint has the
+shares beside their sum, so that a run that was stopped and goes on with as many ranks comes to the same bits.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import torch
 
@@ -16,6 +20,9 @@ from paceline.core.errors import PacelineError
 from paceline.core.torch_private import BatchNorm, foreach_add_, foreach_mul_, foreach_zero_
 from paceline.parallel.joined_norm import JoinedBatchNorm
 from paceline.world.link import Link
+
+_CALLS, _DECAYS = ":calls", ":decays"
+"""Entries of `state` that are no buffers; names of buffers have no colon."""
 
 
 class CumulativeBatchNorm(PacelineError):
@@ -59,28 +66,29 @@ class RunningStatistics:
         self._joined: list[torch.Tensor] = []  # running statistics that the ranks make together
         self._joined_counters: list[torch.Tensor] = []
         self._floats: list[torch.Tensor] = []
+        self._names: list[str] = []  # of all of these buffers, as in `_buffers`
+        self._shares: list[torch.Tensor] = []  # this rank's buffers as they were when they became totals
+        self._totals: list[torch.Tensor] = []  # and as they have become
         self._before: list[torch.Tensor] = []
         self._missed = 0
         self._position = 0  # number of the first grain of the step that this rank's share does not account for
 
     def share(self) -> None:
-        """Turn totals into shares; layers that are not in training mode keep their totals."""
+        """Turn totals into shares; layers that are not in training mode keep their totals.
+
+        Totals that nobody has changed become the shares that they were made of.
+        """
         if self._is_shared or not self._are_shared_out:
             return
         self._is_shared = True
-        self._layers, self._floats, self._joined, self._joined_counters = [], [], [], []
-        for name, module in self._model.named_modules():
-            if isinstance(module, BatchNorm) and module.training and module.track_running_stats:
-                if isinstance(module, JoinedBatchNorm):
-                    self._joined += [module.get_buffer("running_mean"), module.get_buffer("running_var")]
-                    self._joined_counters.append(module.get_buffer("num_batches_tracked"))
-                    continue
-                if module.momentum is None:
-                    raise CumulativeBatchNorm(name)
-                if isinstance(module, torch.nn.SyncBatchNorm):
-                    raise SyncBatchNormRefused(name)
-                self._layers.append(module)
-                self._floats += [module.get_buffer("running_mean"), module.get_buffer("running_var")]
+        before, shares, totals = self._buffers(), self._shares, self._totals
+        self._shares, self._totals = [], []
+        self._find_layers()
+        now = self._buffers()
+        if shares and [*map(id, now)] == [*map(id, before)] and all(map(torch.equal, now, totals)):
+            for tensor, share in zip(now, shares, strict=True):
+                tensor.copy_(share)
+            return
         if not self._layers:
             return
         if not self._link.is_first:
@@ -91,15 +99,45 @@ class RunningStatistics:
         self._calls = torch.ones_like(self._tracked)  # (layers,) calls in this rank's last grain
         self._decays = torch.zeros_like(self._tracked)  # (layers,) calls by others that the share has not decayed for
 
+    def _find_layers(self) -> None:
+        self._layers, self._floats, self._joined, self._joined_counters = [], [], [], []
+        own, joined = [], []
+        for name, module in self._model.named_modules():
+            if isinstance(module, BatchNorm) and module.training and module.track_running_stats:
+                if isinstance(module, JoinedBatchNorm):
+                    self._joined += [module.get_buffer("running_mean"), module.get_buffer("running_var")]
+                    self._joined_counters.append(module.get_buffer("num_batches_tracked"))
+                    joined.append(name)
+                    continue
+                if module.momentum is None:
+                    raise CumulativeBatchNorm(name)
+                if isinstance(module, torch.nn.SyncBatchNorm):
+                    raise SyncBatchNormRefused(name)
+                self._layers.append(module)
+                self._floats += [module.get_buffer("running_mean"), module.get_buffer("running_var")]
+                own.append(name)
+        statistics = ("running_mean", "running_var")
+        self._names = [f"{name}.{each}" for name in own for each in statistics]
+        self._names += [f"{name}.num_batches_tracked" for name in own]
+        self._names += [f"{name}.{each}" for name in joined for each in statistics]
+        self._names += [f"{name}.num_batches_tracked" for name in joined]
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return [*self._floats, *self._counters(), *self._joined, *self._joined_counters]
+
     def total(self) -> None:
         """Turn shares into totals, on every rank. All ranks must call it."""
         if not self._is_shared:
             return
         self._is_shared = False
         self._agree_on_other_buffers()
+        self._shares = [tensor.clone() for tensor in self._buffers()]
         self._average_joined()
-        if not self._layers:
-            return
+        if self._layers:
+            self._add_up()
+        self._totals = [tensor.clone() for tensor in self._buffers()]
+
+    def _add_up(self) -> None:
         foreach_mul_(self._floats, self._factors(self._decays))
         floats = torch.cat([tensor.reshape(-1).double() for tensor in self._floats])
         counters = torch.stack(self._counters())
@@ -110,6 +148,23 @@ class RunningStatistics:
             tensor.copy_(piece.view_as(tensor))
         for tensor, value in zip(self._counters(), counters.unbind(), strict=True):
             tensor.copy_(value)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return this rank's shares while the model has totals, for a checkpoint; empty where there are none."""
+        shares = dict(zip(self._names, self._shares, strict=True)) if self._shares else {}
+        return shares | {_CALLS: self._calls, _DECAYS: self._decays} if shares and self._layers else shares
+
+    def load(self, shares: Mapping[str, torch.Tensor]) -> None:
+        """Go on with shares that `state` returned, instead of those that the totals gave; not with other layers'."""
+        names = {*self._names, _CALLS, _DECAYS} if self._layers else {*self._names}
+        if not self._is_shared or shares.keys() != names:
+            return
+        for name, tensor in zip(self._names, self._buffers(), strict=True):
+            tensor.copy_(shares[name])
+        if self._layers:
+            self._tracked = torch.stack(self._counters())
+            self._calls.copy_(shares[_CALLS])
+            self._decays.copy_(shares[_DECAYS])
 
     def _agree_on_other_buffers(self) -> None:
         """Take the first rank's buffers that a model changes in its own way (spectral norms, codebooks): no shares."""

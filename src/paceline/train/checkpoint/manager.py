@@ -156,6 +156,8 @@ class CheckpointManager:
         engine.prepared.statistics.total()
         own_tensors = state.collect_own(engine)  # of ranks that step apart
         ranks = gather_tensors(self._link, own_tensors) if own_tensors else []
+        own_shares = engine.prepared.statistics.state()
+        shares = gather_tensors(self._link, own_shares) if own_shares else []
         sums = so_far()
         task_state = state_of(task)  # on all ranks: what a task has may be spread over them
         takes_part = self._writer is not None or engine.prepared.shards is not None
@@ -164,6 +166,8 @@ class CheckpointManager:
             whole, values = collected
             parts: dict[str, Mapping[str, Tensor]] = dict(whole)
             parts |= {f"{state.RANK}{number}": tensors for number, tensors in enumerate(ranks)}
+            if shares:
+                parts[state.STATISTICS] = state.pack_shares(shares)
             if task_state:
                 parts["task"] = task_state
             record = {

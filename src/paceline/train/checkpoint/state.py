@@ -12,6 +12,7 @@ from paceline.core.errors import PacelineError
 from paceline.optim import state as optimizer_state
 from paceline.parallel.strategy import StrategyState
 from paceline.train.engine import Engine
+from paceline.world.discover.environment import World
 
 Parts = dict[str, dict[str, Tensor]]
 
@@ -41,6 +42,10 @@ class RanksHaveTheirOwn(PacelineError):
 
 RANK = "rank-"
 """Prefix of the parts of a checkpoint that only one rank had (`reduce: param`)."""
+
+
+STATISTICS = "statistics"
+"""Part of a checkpoint with all ranks' shares of batch-norm statistics, as `rank/buffer`; their sum is in `model`."""
 
 
 SHARDED: dict[str, Callable[[str], str]] = {"model": str, "optimizer": optimizer_state.parameter_of, "ema": str}
@@ -129,7 +134,22 @@ def restore(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]], values: M
         prepared.average.load_state_dict(average or prepared.named_weights())
     engine.resume_at(values["num_steps"], values["batches"])
     engine.skips.load(own["skips"]["state"].tolist() if own else values["skips"])
+    prepared.statistics.load(_share_of(engine.link.world, parts.get(STATISTICS, {})))
     prepared.strategy.load(StrategyState(parts.get("outer", {}), values.get("averaging", {}), own.get("averaging")))
+
+
+def pack_shares(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the part `STATISTICS` of the shares of all ranks."""
+    return {f"{rank}/{name}": tensor for rank, shares in enumerate(ranks) for name, tensor in shares.items()}
+
+
+def _share_of(world: World, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a rank's share of the statistics; empty if the number of ranks was another: their sum is shared out."""
+    by_rank: Parts = {}
+    for key in part:
+        rank, _, name = key.partition("/")
+        by_rank.setdefault(rank, {})[name] = part[key]
+    return by_rank[str(world.rank)] if by_rank.keys() == {str(rank) for rank in range(world.size)} else {}
 
 
 def _own_parts(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]]) -> tuple[Parts, Mapping[str, Tensor]]:
