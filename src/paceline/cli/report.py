@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 from paceline.cli.recipes import REPORTS
 from paceline.config.load import load
@@ -30,6 +34,18 @@ class ReportOptions(Section):
     """Folders of runs."""
     out: Path | None = None
     """The page; `report.html` in the run's folder if not set, in the working folder for several runs."""
+    watch: bool = False
+    """Serve the page on this machine (127.0.0.1) instead, made anew while the runs go on; Ctrl-C ends it."""
+    port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port to serve on with `watch`; a free one if not set."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield settings that mean something only with, or only without, `watch`."""
+        yield from super().contradictions()
+        if self.watch and self.out is not None:
+            yield "`watch` serves the page and `out` writes it: leave one of them out"
+        if self.port is not None and not self.watch:
+            yield "`port` has no effect without `watch`"
 
 
 OPTIONS, POSITIONAL = ReportOptions, ("runs",)
@@ -46,8 +62,27 @@ def run(argv: Sequence[str]) -> int:
     options = load(ReportOptions, argv, prog="paceline report", positional=POSITIONAL)
     if not options.runs:
         raise NoRunGiven
+    if options.watch:
+        return watch(options.runs, options.port)
     path = options.out or (options.runs[0] / PAGE if len(options.runs) == 1 else Path(PAGE))
     tell(f"{write_report(options.runs, path)}\n")
+    return 0
+
+
+def watch(folders: Sequence[Path], port: int | None) -> int:
+    """Serve the page until Ctrl-C; it stays when its runs have ended, for who reads it."""
+    from paceline.observe.report.server import Live, address, serve
+    from paceline.observe.report.watch import make_page, seen
+
+    recipes = recipe_reports()
+    live = Live(lambda: seen(folders), lambda version: make_page(folders, recipes, version))
+    live.newest()  # mistakes are told now, not to a browser
+    with serve(live, port or 0) as server:
+        tell(f"report of {', '.join(map(near, folders))}: {address(server)} (Ctrl-C ends it)\n")
+        sys.stdout.flush()
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+    tell("ended; the runs go on\n" if seen(folders)[1] else "ended\n")
     return 0
 
 

@@ -32,8 +32,8 @@ def find_browser() -> str:
     return found
 
 
-def look(page: Path, profile: Path, *options: str) -> Seen:
-    """Open a page from its file. No name is resolved: what is not in the file cannot be had."""
+def look(page: Path | str, profile: Path, *options: str) -> Seen:
+    """Open a page from its file, or by its address. No name is resolved: what is not in the file cannot be had."""
     command = [
         find_browser(),
         "--headless",
@@ -44,7 +44,7 @@ def look(page: Path, profile: Path, *options: str) -> Seen:
         "--disable-background-networking",
         "--disable-component-update",
         "--disable-sync",
-        "--host-resolver-rules=MAP * ~NOTFOUND",
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
         f"--user-data-dir={profile}",
         "--enable-logging=stderr",
         "--log-level=0",
@@ -52,7 +52,7 @@ def look(page: Path, profile: Path, *options: str) -> Seen:
         "--window-size=1280,2000",
         *options,
         "--dump-dom",
-        page.as_uri(),
+        page.as_uri() if isinstance(page, Path) else page,
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr

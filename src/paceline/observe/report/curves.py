@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,12 +10,15 @@ from paceline.observe.report.figure import DASHES, Figure, Trace, axis, color, l
 from paceline.observe.report.runs import ReportedRun
 from paceline.observe.report.series import short, smooth, thin
 
+MOST_STAGE_NAMES = 12
+"""Stages up to which their names are written into a plot."""
 DOTS_UP_TO = 40
 """Curves of fewer points show each of them."""
 SMOOTH_FROM = 50
 """Steps from which the loss is also shown smoothed."""
 NOTES = {
     "lr": ("Learning rate", "As scheduled; parameter groups may have a factor on it."),
+    "gradient_norm": ("Gradient norm", "Of all gradients together, before they are clipped."),
     "loss_scale": ("Loss scale", "What fp16 losses are multiplied with."),
     "spread": ("Spread of the ranks", "How far apart the ranks' weights were when they were averaged."),
 }
@@ -23,7 +27,49 @@ NOTES = {
 
 def learning(runs: Sequence[ReportedRun]) -> list[Figure]:
     """Return all plots over steps."""
-    return [loss(runs), *metrics(runs), *notes(runs)]
+    return [loss(runs), *metrics(runs), *notes(runs), *speed(runs)]
+
+
+def speed(runs: Sequence[ReportedRun]) -> list[Figure]:
+    """Plot the samples per second while steps were done; runs of earlier versions have none."""
+    traces: list[Trace] = []
+    for number, run in enumerate(runs):
+        steps, values = _points((look.step, look.samples_per_s) for look in run.looks if look.samples_per_s is not None)
+        if steps:
+            traces.append(_curve(steps, values, run.name, number))
+    if not traces:
+        return []
+    about = "Samples of all ranks per second, since the point before; without validation and checkpoints."
+    layout = {
+        "xaxis": _steps(),
+        "yaxis": axis("samples/s", rangemode="tozero"),
+        "showlegend": len(runs) > 1,
+        **stage_marks(runs),
+    }
+    return [Figure("speed", "Throughput", traces, layout, about)]
+
+
+def stage_marks(runs: Sequence[ReportedRun]) -> dict[str, Any]:
+    """Return what marks the ends of stages in a layout: a line at each, and the stage's name where it has room.
+
+    Of several runs those of the first are shown, unless others have other ones.
+    """
+    ends = runs[0].stage_ends
+    if len(ends) < 2 or any(run.stage_ends[: len(ends)] != ends[: len(run.stage_ends)] for run in runs):
+        return {}
+    style = {"color": "#8b949e", "width": 1, "dash": "dot"}
+    shapes = [
+        {"type": "line", "xref": "x", "yref": "paper", "x0": end, "x1": end, "y0": 0, "y1": 1, "line": style}
+        for _, end in ends[:-1]
+    ]
+    names = [
+        {
+            **{"text": html.escape(name), "x": (begin + end) / 2, "xref": "x", "y": 1, "yref": "paper"},
+            **{"yanchor": "top", "showarrow": False, "font": {"size": 10, "color": "#8b949e"}},
+        }
+        for (name, end), begin in zip(ends, [0, *(end for _, end in ends)], strict=False)
+    ]
+    return {"shapes": shapes, "annotations": names if len(names) <= MOST_STAGE_NAMES else []}
 
 
 def loss(runs: Sequence[ReportedRun]) -> Figure:
@@ -43,7 +89,10 @@ def loss(runs: Sequence[ReportedRun]) -> Figure:
     if lost:
         about += f" {lost} of them {'was' if lost == 1 else 'were'} not finite: a gap."
     kind = "log" if spans_magnitudes([value for trace in traces for value in trace["y"]]) else "linear"
-    layout = {"xaxis": _steps(), "yaxis": axis("loss", type=kind), "showlegend": len(runs) > 1}
+    marks = stage_marks(runs)
+    if marks:
+        about += " Dotted lines are the ends of stages."
+    layout = {"xaxis": _steps(), "yaxis": axis("loss", type=kind), "showlegend": len(runs) > 1, **marks}
     return Figure("loss", "Training loss", traces, layout, about, size="wide", may_be_log=True)
 
 

@@ -59,9 +59,34 @@
     script.remove(); // it has run; nobody needs its text twice
   }
 
-  setTheme(dark.matches);
+  // A page that is served asks for something new, and loads itself anew when there is; a file has no version.
+  function follow() {
+    const { version, refresh } = document.body.dataset;
+    if (!version) return;
+    const timer = setInterval(async () => {
+      if (document.hidden) return;
+      try {
+        const state = await (await fetch("/state", { cache: "no-store" })).json();
+        if (state.version !== version) location.reload();
+        else if (!state.goes_on) clearInterval(timer);
+      } catch {
+        clearInterval(timer);
+        fail("`paceline report --watch` has ended: this page stays as it is.");
+      }
+    }, 1000 * Number(refresh));
+  }
+
+  // A theme that was chosen outlives a reload.
+  const chosen = () => { try { return sessionStorage.getItem("theme"); } catch { return null; } };
+  const keep = (theme) => { try { sessionStorage.setItem("theme", theme); } catch { /* a page without storage */ } };
+
+  follow();
+  setTheme((chosen() || (dark.matches ? "dark" : "light")) === "dark");
   dark.addEventListener("change", () => setTheme(dark.matches));
-  document.getElementById("theme").addEventListener("click", () => setTheme(root.dataset.theme !== "dark"));
+  document.getElementById("theme").addEventListener("click", () => {
+    setTheme(root.dataset.theme !== "dark");
+    keep(root.dataset.theme);
+  });
   document.querySelectorAll("button.log").forEach((button) =>
     button.addEventListener("click", () => {
       const figure = figures.find((each) => each.name === button.dataset.for);

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import functools
 import gzip
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
 from importlib.util import find_spec
@@ -29,8 +31,17 @@ class PlotlyMissing(PacelineError):
     hint = "`pip install 'paceline[report]'`, or `pip install plotly`"
 
 
-def page(runs: Sequence[ReportedRun], *, moment: str | None = None) -> str:
-    """Return the report of these runs as HTML."""
+@dataclass(frozen=True)
+class LivePage:
+    """What a page that is served must know to follow its runs."""
+
+    version: str
+    """Of what it shows: letters and digits."""
+    refresh_s: float
+
+
+def page(runs: Sequence[ReportedRun], *, moment: str | None = None, live: LivePage | None = None) -> str:
+    """Return the report of these runs as HTML; one that is `live` asks the server it came from for newer ones."""
     parts = [part for part in sections(runs) if not part.is_empty]
     figures = [figure.as_json() for part in parts for figure in part.figures]
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
@@ -41,11 +52,13 @@ def page(runs: Sequence[ReportedRun], *, moment: str | None = None) -> str:
         what=texts.with_code(what),
         moment=texts.escape(moment or datetime.now().isoformat(sep=" ", timespec="minutes")),
         links=links,
+        connect="" if live is None else "; connect-src 'self'",
+        live="" if live is None else f' data-version="{live.version}" data-refresh="{live.refresh_s:g}"',
         parts="\n".join(_section(part) for part in parts),
         style=_file("page.css"),
         script=_file("page.js"),
         figures=for_script(figures),
-        plotly=packed(_plotly()),
+        plotly=_packed_once(_plotly()),
     )
 
 
@@ -91,6 +104,12 @@ def _plot(figure: Figure) -> str:
 
 def _file(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+@functools.lru_cache(maxsize=1)
+def _packed_once(text: str) -> str:
+    """Compress a text; a page that is made anew again and again has the same one every time."""
+    return packed(text)
 
 
 def _plotly() -> str:

@@ -21,7 +21,7 @@ from paceline.core.run_folder import (
     read_record,
     status_now,
 )
-from paceline.observe.records import EpochRecord, StepRecord, ValidationRecord
+from paceline.observe.records import EpochRecord, ProgressRecord, StepRecord, ValidationRecord
 from paceline.observe.report.section import RecipeReport
 
 
@@ -95,6 +95,8 @@ class ReportedRun:
     steps: list[StepRecord]
     epochs: list[EpochRecord]
     validations: list[ValidationRecord]
+    looks: list[ProgressRecord] = field(default_factory=list)
+    """Looks at the speed, where the run's version recorded them."""
     timelines: list[Path] = field(default_factory=list)
     num_unread: int = 0
     """Lines of its journal that are no records."""
@@ -125,6 +127,12 @@ class ReportedRun:
     @property
     def num_steps(self) -> int:
         return self.steps[-1].step + 1
+
+    @property
+    def stage_ends(self) -> list[tuple[str, int]]:
+        """Stages, where there are several, each with the number of steps at its end; the last one may go on."""
+        ends = {epoch.stage: epoch.step + 1 for epoch in self.epochs if epoch.stage is not None}
+        return list(ends.items())
 
     @property
     def num_ranks(self) -> int | None:
@@ -176,6 +184,7 @@ def read_run(folder: Path, name: str | None = None, recipes: Sequence[RecipeRepo
         steps=[StepRecord.from_json(line) for line in journal.steps],
         epochs=[EpochRecord.from_json(line) for line in journal.epochs],
         validations=[ValidationRecord.from_json(line) for line in journal.validations],
+        looks=[ProgressRecord.from_json(line) for line in journal.progress],
         timelines=sorted((folder / TIMELINES).glob("*.json.gz")),
         num_unread=journal.num_unread,
         recipes=recipes,
