@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,7 @@ from paceline.data.fetch import Fetch, Request
 from paceline.data.grain import Batch, Grain
 from paceline.data.loader import BatchRow, EpochSteps, Loader, choose_workers
 from paceline.data.plan import BatchRule, Plan, RankPlan
+from tests.crash import _context
 
 
 class Augmented(Dataset[Any]):
@@ -209,6 +215,54 @@ def test_a_users_mistake_in_the_data_is_raised_as_it_is(workers: int) -> None:
     plan = Plan(8, rule=BatchRule(2), grains=1, seed=0, order="none")
     with pytest.raises(Unreadable, match="^sample 5: cut short"):
         list(Loader(OneIsBad(), workers=workers).run(plan))
+
+
+class Endless(Dataset[Any]):
+    """Says which processes read it, and never answers."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        (self._folder / str(os.getpid())).touch()
+        time.sleep(600)
+
+
+def read_endless(folder: str, method: str) -> None:
+    multiprocessing.set_start_method(method, force=True)
+    plan = Plan(8, rule=BatchRule(2), grains=1, seed=0)
+    list(Loader(Endless(Path(folder)), workers=2).run(plan))
+
+
+def test_workers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    """Whatever they do; elsewhere they look for their parent when they next wait for a request."""
+    process = _context().Process(target=read_endless, args=(str(tmp_path), "fork"))
+    process.start()
+    deadline = time.monotonic() + 60
+    while len(pids := list(tmp_path.iterdir())) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    deadline = time.monotonic() + 20
+    try:
+        while any(is_running(int(path.name)) for path in pids):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        for path in pids:
+            with suppress(ProcessLookupError):
+                os.kill(int(path.name), signal.SIGKILL)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_program_that_fails_while_workers_read_ends() -> None:

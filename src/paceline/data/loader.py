@@ -32,6 +32,7 @@ from paceline.data.fetch import Fetch, Request, same
 from paceline.data.grain import Batch, Grain, map_tensors
 from paceline.data.plan import Plan
 from paceline.observe.clock import Clock
+from paceline.world.parent_process import leave_with_parent
 
 CHEAP_READ_S = 0.002
 """A grain that is read faster than this is read by the training process: the hand-over by a worker costs as much."""
@@ -305,7 +306,7 @@ class WorkerReader:
                 num_workers=self._workers,
                 pin_memory=self._pin,
                 persistent_workers=True,
-                worker_init_fn=_leave_signals_to_the_parent,
+                worker_init_fn=_follow_parent,
                 generator=torch.Generator(),
             )
         earlier = set(multiprocessing.active_children())
@@ -350,8 +351,12 @@ def _close_all() -> None:
             worker.join()
 
 
-def _leave_signals_to_the_parent(number: int) -> None:
-    """A signal to the whole process group asks the training process to save; its workers must live until it has."""
+def _follow_parent(number: int) -> None:
+    """A signal to the whole process group asks the training process to save; its workers must live until it has.
+
+    And no longer: they end with it, also if it is killed.
+    """
+    leave_with_parent()
     for ignored in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(ignored, signal.SIG_IGN)
 

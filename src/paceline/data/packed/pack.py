@@ -34,7 +34,7 @@ from paceline.data.packed.piece import Piece, StreamsDiffer, read_piece, write_p
 from paceline.data.packed.reader import read_layout
 from paceline.data.packed.returnn import agree_on_sizes
 from paceline.data.packed.writer import content_of, write_file, write_shards
-from paceline.world.parent_process import end_with_parent
+from paceline.world.parent_process import end_with_parent, leave_with_parent
 
 _THREADS = 16
 """Files checked for changes at a time, which hides the latency of a distant disk."""
@@ -351,6 +351,7 @@ def _start_worker() -> None:
         sys.modules["torch"].set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)
+    leave_with_parent()  # it may be gone already
 
 
 def _make_one(number: int) -> int:
