@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.core.tree import map_leaves
+from paceline.world.values import sendable
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], data: Any) -> Any:
@@ -18,6 +19,7 @@ def map_tensors(change: Callable[[torch.Tensor], Any], data: Any) -> Any:
     return map_leaves(change, data, torch.Tensor)
 
 
+@sendable
 class Grain:
     """One collated micro-batch, the unit that the model sees.
 

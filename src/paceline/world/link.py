@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from paceline.world import values
 from paceline.world.discover.environment import World
 from paceline.world.failure.flight_recorder import trail
 from paceline.world.failure.together import is_guarded
@@ -73,20 +74,33 @@ class Link:
             tensor.detach().copy_(flat.view(tensor.shape))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the small Python values of all ranks, in order, on every rank."""
-        values = [value] * self.world.size
-        if self.has_group:
-            trail.note("gather of values")
-            dist.all_gather_object(values, value)
-        return values
+        """Return the small Python values of all ranks, in order, on every rank. They travel as JSON and arrays."""
+        if not self.has_group:
+            return [value] * self.world.size
+        trail.note("gather of values")
+        data = _to_tensor(values.encode(value))
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]))
+        longest = max(int(length) for length in lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(data)] = data
+        received = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world.size)]
+        dist.all_gather(received, padded)
+        return [values.decode(_to_bytes(each[: int(length)])) for each, length in zip(received, lengths, strict=True)]
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         """Return the small Python value of rank `src`, on every rank."""
-        values = [value]
-        if self.has_group:
-            trail.note("broadcast of a value")
-            dist.broadcast_object_list(values, src=src)
-        return values[0]
+        if not self.has_group:
+            return value
+        trail.note("broadcast of a value")
+        is_source = self.world.rank == src
+        data = _to_tensor(values.encode(value)) if is_source else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, src=src)
+        if not is_source:
+            data = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(data, src=src)
+        return value if is_source else values.decode(_to_bytes(data))
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""
@@ -130,3 +144,12 @@ class Link:
             self.close()
         elif not is_guarded():
             self.abandon()
+
+
+def _to_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _to_bytes(tensor: torch.Tensor) -> bytes:
+    data: bytes = tensor.numpy().tobytes()
+    return data
