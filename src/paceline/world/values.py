@@ -186,7 +186,7 @@ def _record(rest: list[Any], blobs: Sequence[bytes]) -> Any:
 
 def _error(rest: list[Any], blobs: Sequence[bytes]) -> PacelineError:
     kind = _class(rest[0], lambda kind: issubclass(kind, PacelineError))
-    made = PacelineError.__new__(kind)
+    made: PacelineError = PacelineError.__new__(kind)
     made.args = tuple(_values(rest[1], blobs))
     made.__dict__.update(_value(rest[2], blobs))
     return made
