@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import PacelineError
+from paceline.world.rendezvous.secret import VARIABLE
 
 NAME = r"[A-Za-z0-9_@*][A-Za-z0-9_.@,:/+*|!()&=~-]*"
 """Names of queues, accounts and such: what schedulers use, and nothing that begins an option, a comment or a string."""
@@ -172,6 +173,8 @@ def beginning(job: BatchJob) -> Iterator[str]:
         if re.match(r"\s*#(SBATCH|\$)", line):
             raise NotForScript("the command", line, "it is an option of the scheduler", "give it to `--directives`")
         yield line
+    # Another one in every start, in the memory of the job only.
+    yield f'export {VARIABLE}="${{{VARIABLE}:-$(od -An -N32 -tx1 /dev/urandom | tr -d " \\n")}}"'
 
 
 def ranks_in_background(starter: str, job: BatchJob, pass_on: str) -> Iterator[str]:

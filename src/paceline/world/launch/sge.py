@@ -18,6 +18,7 @@ from paceline.world.launch.batch_script import (
     quote,
     ranks_in_background,
 )
+from paceline.world.rendezvous.secret import VARIABLE
 
 REQUEUE_CODE = 99
 """A script that ends with this is put back into the queue by Grid Engine itself."""
@@ -162,7 +163,7 @@ def _mpirun(job: BatchJob, site: GridEngine) -> str:
     """Open MPI gives its ranks on other hosts only the variables that it is told; MPICH gives them all."""
     if site.mpi == "mpich":
         return join(["mpiexec", "-np", str(job.ranks), "-ppn", str(job.procs_per_node)])
-    names = ["MASTER_ADDR", *(name for name, _ in job.environment)]
+    names = ["MASTER_ADDR", VARIABLE, *(name for name, _ in job.environment if name != VARIABLE)]
     exported = [word for name in names for word in ("-x", name)]
     # One slot per core: a rank then takes several. With one slot per rank, its threads are ours to choose: bound to the
     # core of its slot it could use no other.

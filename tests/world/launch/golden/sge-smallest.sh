@@ -9,6 +9,7 @@
 #$ -r n
 
 cd -- /tmp || exit 1
+export PACELINE_SECRET="${PACELINE_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d " \n")}"
 MASTER_ADDR=$(head -n 1 "$PE_HOSTFILE" | cut -d " " -f 1)
 export MASTER_ADDR
 hosts=$(cut -d " " -f 1 "$PE_HOSTFILE" | sort -u)

@@ -18,6 +18,7 @@ cd -- '/home/ada/it'"'"'s here' || exit 1
 export NCCL_DEBUG=INFO
 export NOTE='two words, $HOME'
 module load cuda
+export PACELINE_SECRET="${PACELINE_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d " \n")}"
 MASTER_ADDR=$(head -n 1 "$PE_HOSTFILE" | cut -d " " -f 1)
 export MASTER_ADDR
 
@@ -25,7 +26,7 @@ set -m
 told= ranks=
 trap 'told=yes; [ -z "$ranks" ] || kill -USR1 "$ranks"' USR1 USR2
 trap 'kill -TERM "$ranks"' TERM
-mpirun -np 32 --bind-to none -x MASTER_ADDR -x NCCL_DEBUG -x NOTE /opt/py/bin/python -m paceline train asr --out 'runs/quartz net' --resume auto &
+mpirun -np 32 --bind-to none -x MASTER_ADDR -x PACELINE_SECRET -x NCCL_DEBUG -x NOTE /opt/py/bin/python -m paceline train asr --out 'runs/quartz net' --resume auto &
 ranks=$!
 [ -z "$told" ] || kill -USR1 "$ranks"
 while wait "$ranks"; code=$?; kill -0 "$ranks" 2>/dev/null; do :; done

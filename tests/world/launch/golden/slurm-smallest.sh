@@ -7,6 +7,7 @@
 #SBATCH --no-requeue
 
 cd -- /tmp || exit 1
+export PACELINE_SECRET="${PACELINE_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d " \n")}"
 
 told= ranks=
 trap 'told=yes; [ -z "$ranks" ] || kill -USR1 "$ranks"' USR1

@@ -18,6 +18,7 @@ cd -- '/home/ada/it'"'"'s here' || exit 1
 export NCCL_DEBUG=INFO
 export NOTE='two words, $HOME'
 module load cuda
+export PACELINE_SECRET="${PACELINE_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d " \n")}"
 
 told= ranks=
 trap 'told=yes; [ -z "$ranks" ] || kill -USR1 "$ranks"' USR1
