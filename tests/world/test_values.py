@@ -84,7 +84,7 @@ def test_values_with_a_type(value: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
 def test_tensors_and_arrays(dtype: torch.dtype) -> None:
     tensor = torch.arange(6).reshape(2, 3).to(dtype)
-    for each in (tensor, tensor.t(), tensor[0, 0], tensor[:0]):
+    for each in (tensor, tensor.t(), tensor[0, 0], tensor[0, 1].expand(1), tensor[:0]):
         again = decode(encode(each))
         assert again.dtype == dtype
         assert torch.equal(again, each)

@@ -225,7 +225,8 @@ _READERS: Mapping[str, Callable[[list[Any], Sequence[bytes]], Any]] = {
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:
     if tensor.layout != torch.strided:
         raise NotSendable(f"torch.Tensor ({tensor.layout})")
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    # A single element may have any stride, which `view` does not like.
+    flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
     data: bytes = flat.view(torch.uint8).numpy().tobytes()
     return data
 
