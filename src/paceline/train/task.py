@@ -245,7 +245,10 @@ class Task:
 
     @property
     def gather(self) -> Callable[[Any], list[Any]]:
-        """`self.gather(value)` returns every rank's value, by rank; all ranks must call it."""
+        """`self.gather(value)` returns every rank's value, by rank; all ranks must call it.
+
+        Numbers, text, bytes, paths, lists, tuples, dictionaries, sets, tensors, arrays, dataclasses and named tuples.
+        """
         return self._around("gather").link.gather_objects
 
     @property
