@@ -23,6 +23,8 @@ Json = dict[str, Any]
 """A line of `metrics.jsonl`, as it is written and as callbacks get it."""
 Samples = dict[str, list[dict[str, str]]]
 """By validation set: some samples, each as texts by name."""
+Analysis = dict[str, dict[str, float]]
+"""By validation set: numbers beside its metrics, such as errors by kind."""
 Kind = Literal[
     "data", "cores", "communication", "padding", "balance", "straggler", "recompiles", "launches", "precision"
 ]
@@ -308,10 +310,13 @@ class ValidationRecord:
     """By `set/metric`."""
     samples: Samples | None = None
     """Some samples, where the task shows them."""
+    analysis: Analysis | None = None
+    """Numbers beside the metrics, where the task has some."""
 
     def to_json(self) -> Json:
         head = {"kind": "validation", "step": self.step, "epoch": self.epoch, "seconds": self.seconds}
-        return {**head, **self.metrics, **({"samples": self.samples} if self.samples else {})}
+        more = {"analysis": self.analysis, "samples": self.samples}
+        return {**head, **self.metrics, **{name: value for name, value in more.items() if value}}
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> ValidationRecord:
@@ -323,7 +328,7 @@ class ValidationRecord:
         return cls(**{**_fitting(cls, line), "metrics": metrics})
 
 
-_VALIDATION_KEYS = frozenset(("kind", "step", "epoch", "seconds", "samples"))
+_VALIDATION_KEYS = frozenset(("kind", "step", "epoch", "seconds", "samples", "analysis"))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from paceline.observe.epoch import EpochSums, Mean
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress, Whole, epoch_line
 from paceline.observe.records import (
+    Analysis,
     EpochRecord,
     Finding,
     Launch,
@@ -150,10 +151,16 @@ class Logbook:
             for watcher in self._watchers:
                 watcher.progress(record)
 
-    def validation(self, metrics: dict[str, float], samples: Samples | None = None, seconds: float = 0.0) -> None:
+    def validation(
+        self,
+        metrics: dict[str, float],
+        samples: Samples | None = None,
+        seconds: float = 0.0,
+        analysis: Analysis | None = None,
+    ) -> None:
         self.flush()
         step, epoch = self._engine.num_steps - 1, self._position.epoch
-        record = ValidationRecord(step, epoch, round(seconds, 6), metrics, samples).to_json()
+        record = ValidationRecord(step, epoch, round(seconds, 6), metrics, samples, analysis).to_json()
         with self._writing():
             for watcher in self._watchers:
                 watcher.validation(record)

@@ -312,6 +312,15 @@ class ShowsSamples(Protocol):
 
 
 @runtime_checkable
+class AnalysesErrors(Protocol):
+    """Numbers on a validation set that are no metrics: which kinds of errors, on which samples."""
+
+    def analysis(self, name: str, data: Any) -> Mapping[str, float]:
+        """Return a few numbers about the set that `metrics` was just called for, for the journal; more may go into a
+        file of the run folder. All ranks call it; what the first returns is kept."""
+
+
+@runtime_checkable
 class Reports(Protocol):
     """Words after an epoch and its validation, an evaluation, a prediction."""
 

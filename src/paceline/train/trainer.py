@@ -318,10 +318,11 @@ class Trainer:
         self.clock.lap("other")
         trail.doing = "validating"
         self.log.flush()
-        metrics = self.validation.run()
+        checks = self.validation
+        metrics = checks.run()
         if metrics:
             self.validation.judge(self.position, is_due=is_due)
-            self.log.validation(metrics, self.validation.samples, self.validation.seconds)
+            self.log.validation(metrics, checks.samples, checks.seconds, checks.analysis)
         self.clock.lap("validation")
 
     def _save(self) -> None:

@@ -26,11 +26,11 @@ from paceline.data.fetch import seed_everything
 from paceline.data.grain import Grain
 from paceline.data.loader import Loader
 from paceline.data.plan import BatchRule, Plan
-from paceline.observe.records import Samples
+from paceline.observe.records import Analysis, Samples
 from paceline.train.engine import Engine
 from paceline.train.loss import OutOfMemory
 from paceline.train.position import Position
-from paceline.train.task import ShowsSamples, Task, lengths_of
+from paceline.train.task import AnalysesErrors, ShowsSamples, Task, lengths_of
 from paceline.world.consistency import check_same
 from paceline.world.link import Link
 
@@ -190,6 +190,8 @@ class Validation:
         """Result of the last run, as `set/metric`."""
         self.samples: Samples = {}
         """Samples of the last run, where the task shows some."""
+        self.analysis: Analysis = {}
+        """Numbers of the last run beside metrics, by set, where the task has some."""
         self.seconds = 0.0
         """Duration of the last run on this rank."""
         named_sets = self._sets_of_task() if sets is None else sets
@@ -208,7 +210,7 @@ class Validation:
             return self._task.metrics(self._engine.model, grain)
 
         began = time.perf_counter()
-        self.metrics, self.samples = {}, {}
+        self.metrics, self.samples, self.analysis = {}, {}, {}
         if self.is_empty:
             return self.metrics
         shows = self._task if isinstance(self._task, ShowsSamples) else None
@@ -217,6 +219,8 @@ class Validation:
             for name, each in self._sets.items():
                 values = evaluate(metrics, each.loader, each.plan, self._engine.link, limit_batches=limit, seed=seed)
                 self.metrics.update({f"{name}/{metric}": value for metric, value in values.items()})
+                if isinstance(self._task, AnalysesErrors):
+                    self.analysis[name] = dict(self._task.analysis(name, each.data))
                 if shows is not None:
                     self.samples[name] = self._read_samples(shows, each)
         self.seconds = time.perf_counter() - began

@@ -19,6 +19,7 @@ from paceline.data.audio.file import AudioUnreadable
 from paceline.data.grain import Grain
 from paceline.data.plan import BatchRule, Plan
 from paceline.recipes.asr.data.corpus import BAD_DATA
+from paceline.recipes.asr.error_file import ERRORS
 from paceline.recipes.asr.network.config import read_network
 from paceline.recipes.asr.network.model import AcousticModel
 from paceline.train.checkpoint.format import listed
@@ -77,6 +78,7 @@ def test_losses_and_error_rates_do_not_depend_on_ranks(
     assert list(one) == [f"{name}/{metric}" for name in ("dev", "other") for metric in ("wer", "cer", "loss")]
     assert one == tiny.validations_of(tmp_path / "1")[-1]
     for size in (2, 4):
+        assert (tmp_path / str(size) / ERRORS).read_text() == (tmp_path / "1" / ERRORS).read_text()
         assert tiny.losses_of(tmp_path / str(size)) == pytest.approx(expected, rel=bound, abs=0)
         for ours in found[size]:
             assert ours == found[size][0]

@@ -19,6 +19,8 @@ from paceline.recipes.asr.data.inputs import open_inputs
 from paceline.recipes.asr.data.ladder import ladder
 from paceline.recipes.asr.data.packing import check_packed
 from paceline.recipes.asr.data.utterances import Utterances, collate
+from paceline.recipes.asr.error_analysis import ErrorBook, joined
+from paceline.recipes.asr.error_file import Analysis, kinds, write_analyses
 from paceline.recipes.asr.exchange.export import write_export
 from paceline.recipes.asr.exchange.weights import read_weights
 from paceline.recipes.asr.network.flops import training_flops
@@ -27,7 +29,7 @@ from paceline.recipes.asr.settings import AsrSettings, UseSettings
 from paceline.recipes.asr.sound.perturb import check_clips
 from paceline.recipes.asr.text.ctc import ctc_loss_sum
 from paceline.recipes.asr.text.decode import transcripts
-from paceline.recipes.asr.text.error_rate import character_errors, word_errors
+from paceline.recipes.asr.text.error_rate import character_errors
 from paceline.recipes.asr.text.labels import Labels
 from paceline.train.task import Sums, Task
 
@@ -61,6 +63,8 @@ class Asr(Task):
 
     def __init__(self) -> None:
         self._unread: set[BadLine] = set()
+        self._errors = ErrorBook()
+        self._analyses: dict[str, Analysis] = {}
 
     def model(self) -> AcousticModel:
         return AcousticModel(self.settings.network, spec_augment=self.settings.spec_augment)
@@ -97,15 +101,28 @@ class Asr(Task):
 
     def metrics(self, model: nn.Module, grain: Grain) -> Mapping[str, Sums]:
         log_probs = self._listen(model, grain)
-        texts = zip(self._references(grain), self._read(model, grain, log_probs), grain["bad"], strict=True)
-        pairs = [(reference, hypothesis) for reference, hypothesis, bad in texts if bad is None]
-        words = [word_errors(*pair) for pair in pairs]
+        texts = zip(self._references(grain), self._read(model, grain, log_probs), strict=True)
+        read = zip(grain.samples.tolist(), texts, grain["bad"], strict=True)
+        utterances = [(sample, pair) for sample, pair, bad in read if bad is None]
+        pairs = [pair for _, pair in utterances]
+        words = [self._errors.note(sample, *pair) for sample, pair in utterances]
         characters = [character_errors(*pair) for pair in pairs]
         return {
-            "wer": (sum(errors for errors, _ in words), sum(weight for _, weight in words)),
+            "wer": (sum(edits.errors for edits in words), sum(edits.words for edits in words)),
             "cer": (sum(errors for errors, _ in characters), sum(weight for _, weight in characters)),
             "loss": (self._loss(model, grain, log_probs), len(pairs)),
         }
+
+    def analysis(self, name: str, data: Any) -> dict[str, float]:
+        """Return word errors by kind; the worst utterances and the errors by speaker go into a file of the run."""
+        is_ours = isinstance(data, Utterances)
+        part = self._errors.take(data.name if is_ours else str, data.speakers if is_ours else {})
+        whole = joined(self.gather(part))
+        self._analyses[name] = whole
+        out = self.settings.out
+        if self.world.rank == 0 and self.settings.mode not in ("eval", "infer") and out is not None:
+            write_analyses(out, self._analyses)
+        return dict(kinds(whole))
 
     def predict(self, model: nn.Module, grain: Grain) -> list[str]:
         return self._read(model, grain, self._listen(model, grain))

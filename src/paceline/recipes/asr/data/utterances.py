@@ -11,10 +11,13 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from paceline.core.errors import PacelineError
 from paceline.core.paths import near
 from paceline.data.audio.check import bad_audio
 from paceline.data.audio.file import AudioUnreadable
 from paceline.data.audio.recordings import Recordings
+from paceline.data.manifest.line import LineInvalid, parse_object
+from paceline.data.manifest.raw_lines import raw_lines
 from paceline.data.manifest.read import Manifest
 from paceline.recipes.asr.data.padding import Collate, Utterance, collate
 from paceline.recipes.asr.sound.perturb import PerturbSettings, is_active, max_stretch, perturb
@@ -115,7 +118,21 @@ class Utterances:
         """Number of labels of the longest text."""
         return int(self._texts.lengths.max(initial=0))
 
+    @cached_property
+    def speakers(self) -> dict[int, str]:
+        """Speaker of each utterance whose line names one; of lines that cannot be read again, none."""
+        try:
+            lines = [(row, parse_object(raw)) for row, raw in raw_lines(self._manifest) if b'"speaker' in raw]
+        except (OSError, PacelineError, LineInvalid):
+            return {}
+        named = ((row, entry.get("speaker", entry.get("speaker_id"))) for row, entry in lines)
+        return {row: str(speaker) for row, speaker in named if isinstance(speaker, str | int)}
+
     @property
     def names(self) -> Sequence[str]:
         """Name of each utterance, for printing."""
-        return [near(self._manifest.audio(index)) for index in range(len(self))]
+        return [self.name(index) for index in range(len(self))]
+
+    def name(self, index: int) -> str:
+        """Name of an utterance, for printing."""
+        return near(self._manifest.audio(index))

@@ -6,7 +6,35 @@ words has weight 0: whatever was heard there is an error and changes the rate on
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import NamedTuple
+
 from rapidfuzz.distance import Levenshtein
+
+
+class WordEdits(NamedTuple):
+    """Fewest edits from a reference to a hypothesis, by kind."""
+
+    substitutions: int
+    deletions: int
+    """Words of the reference that were not heard."""
+    insertions: int
+    """Words that were heard and not said."""
+    words: int
+    """Of the reference."""
+
+    @property
+    def errors(self) -> int:
+        return self.substitutions + self.deletions + self.insertions
+
+
+def word_edits(reference: str, hypothesis: str) -> WordEdits:
+    """Count word errors by kind; words are separated by white space. Their sum is that of `word_errors`."""
+    expected, heard = reference.split(), hypothesis.split()
+    if expected == heard:
+        return WordEdits(0, 0, 0, len(expected))
+    kinds = Counter(edit.tag for edit in Levenshtein.editops(*_numbered(expected, heard)))
+    return WordEdits(kinds["replace"], kinds["delete"], kinds["insert"], len(expected))
 
 
 def word_errors(reference: str, hypothesis: str) -> tuple[int, int]:
