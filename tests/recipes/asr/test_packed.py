@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 import yaml
 
@@ -16,6 +18,7 @@ from paceline.data.fetch import Fetch, Request
 from paceline.data.manifest.bad_line import BadManifest
 from paceline.data.manifest.read import NothingKept, read_manifests
 from paceline.data.packed.errors import PackedMisfit
+from paceline.data.packed.reader import open_packed
 from paceline.recipes.asr.data.inputs import open_inputs
 from paceline.recipes.asr.data.ladder import ladder
 from paceline.recipes.asr.data.utterances import Utterances, collate
@@ -202,3 +205,51 @@ def test_damaged_bytes_are_found_before_training(folder: Path, tmp_path: Path) -
     config = {"train_manifest": (tmp_path / "train.h5",), "val_manifest": (), "out": tmp_path / "run", "mode": "train"}
     with pytest.raises(BadManifest, match="train.h5:12: .*the bytes are not those that were written"):
         tiny.train(tiny.settings(folder, **config))
+
+
+# -- silence -----------------------------------------------------------------------------------------------------------
+
+
+def test_trimmed_on_the_way_or_when_packed_is_the_same(folder: Path, tmp_path: Path) -> None:
+    """`trim_silence` of the run, or of `pack`: the same losses, and others than with the silence."""
+    silent = tmp_path / "train"
+    silent.mkdir()
+    lines = []
+    for number, line in enumerate((folder / "train.json").read_text().splitlines()):
+        row = json.loads(line)
+        samples = soundfile.read(folder / row["audio_filepath"], dtype="int16")[0]
+        samples = np.concatenate([np.zeros(3000 + 100 * number, np.int16), samples, np.zeros(4000, np.int16)])
+        soundfile.write(silent / f"{number}.flac", samples, tiny.RATE)
+        lines.append(
+            {"audio_filepath": f"train/{number}.flac", "duration": len(samples) / tiny.RATE, "text": row["text"]}
+        )
+    tiny.manifest(tmp_path / "train.json", lines)
+    pack(tmp_path / "train.json", tmp_path / "whole.h5")
+    pack(tmp_path / "train.json", tmp_path / "trimmed.h5", "--trim-silence")
+    pack(tmp_path / "trimmed.h5", tmp_path / "again.h5")
+    network = folder / "network.yaml"
+    mels = ("--features", "--network", network, "--trim-silence")
+    pack(tmp_path / "train.json", tmp_path / "mels.h5", *mels)
+    assert open_packed(tmp_path / "again.h5").about.is_trimmed
+
+    def losses(name: str, **changes: Any) -> list[float]:
+        settings = {"network": NOTHING_RANDOM, "val_manifest": (), "epochs": 1, "order": "none", "grains": 1, **changes}
+        out = tmp_path / f"run-{name}-{len(list(tmp_path.iterdir()))}"
+        tiny.train(tiny.settings(folder, train_manifest=(tmp_path / name,), out=out, **settings))
+        return tiny.losses_of(out)
+
+    expected = losses("train.json", trim_silence="all")
+    for name in ("whole.h5", "trimmed.h5", "again.h5"):
+        assert losses(name, trim_silence="train") == expected
+    assert losses("mels.h5", trim_silence=True) == pytest.approx(expected, rel=1e-5)
+    assert losses("train.json") != expected
+    for name, wrong in (("trimmed.h5", "no"), ("mels.h5", "no")):
+        with pytest.raises(PackedMisfit, match="without the silence") as refused:
+            losses(name, trim_silence=wrong)
+        assert "--trim-silence" in refused.value.hint
+    with pytest.raises(PackedMisfit, match="can cut nothing"):
+        tiny.train(
+            tiny.settings(
+                folder, train_manifest=(folder / "train-mels.h5",), network=NOTHING_RANDOM, trim_silence="all"
+            )
+        )

@@ -62,6 +62,9 @@ class PackOptions(Section):
     """YAML file with settings of the task."""
     sample_rate: Positive | None = None
     """Hz that all audio gets; its own if not set, which must be one."""
+    trim_silence: bool = False
+    """Without the silence at both ends of recordings; for training with `--trim-silence`, which then reads them as they
+    are."""
     features: bool = False
     """Log-mels (float32) instead of 16-bit audio."""
     network: str = "quartznet15x5"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.data.packed.pack import Source
     from paceline.recipes.asr.data.packing import Features
 
-_OF_SPEECH = ("sample_rate", "features", "network")
+_OF_SPEECH = ("sample_rate", "features", "network", "trim_silence")
 _OF_TASKS = ("part", "task_config")
 _OF_RANDOM = ("epoch", "seed")
 """Options that have an effect only there."""
@@ -73,6 +73,7 @@ def _speech(options: PackOptions, words: Sequence[str]) -> Source:
         sample_rate=options.sample_rate if features is None else features.sample_rate,
         streams=options.streams,
         features=features,
+        trim=options.trim_silence,
         skip_bad=options.bad_data == "skip",
         bad_lines=LeftOut(reading.num_bad, tuple(map(str, reading.bad))) if reading.num_bad else None,
     )

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.audio.read import converted, read_audio
+from paceline.data.audio.trim import trimmed
 from paceline.data.manifest.columns import Manifest
 from paceline.data.manifest.packed import no_audio
 from paceline.data.packed.errors import is_packed
@@ -21,8 +22,10 @@ class Recordings:
     A packed file may hold features instead of audio: then a row is (frames, features), as it was packed.
     """
 
-    def __init__(self, manifest: Manifest, sample_rate: int) -> None:
-        self._manifest, self._sample_rate = manifest, sample_rate
+    def __init__(self, manifest: Manifest, sample_rate: int, *, trim: bool = False) -> None:
+        """`trim`: without the silence at both ends; packed files that were trimmed when they were made stay as they
+        are."""
+        self._manifest, self._sample_rate, self._trim = manifest, sample_rate, trim
         self._packed = {
             number: _sound_of(open_packed(path)) for number, path in enumerate(manifest.sources) if is_packed(path)
         }
@@ -30,7 +33,7 @@ class Recordings:
     @property
     def holds_features(self) -> bool:
         """True if features were packed, so that lengths are frames."""
-        return any(stream.kind == "features" for stream, _ in self._packed.values())
+        return any(stream.kind == "features" for stream, _, _ in self._packed.values())
 
     @property
     def are_packed(self) -> bool:
@@ -39,11 +42,19 @@ class Recordings:
 
     def read(self, row: int) -> NDArray[Any]:
         """Return 16-bit mono at the wanted rate. Packed audio of that rate is not copied: it is read-only."""
+        samples = self._read(row)
+        return trimmed(samples) if self._trim and not self._is_trimmed(row) else samples
+
+    def _is_trimmed(self, row: int) -> bool:
+        packed = self._packed.get(int(self._manifest.source_numbers[row]))
+        return packed is not None and (packed[0].kind == "features" or packed[2])
+
+    def _read(self, row: int) -> NDArray[Any]:
         manifest = self._manifest
         packed = self._packed.get(int(manifest.source_numbers[row])) if self._packed else None
         if packed is None:
             return read_audio(manifest.audio(row), sample_rate=self._sample_rate, **manifest.segment(row))
-        stream, rate = packed
+        stream, rate, _ = packed
         samples = stream.view(manifest.line(row) - 1)
         if stream.kind == "features" or (rate == self._sample_rate and samples.dtype == np.int16):
             return samples
@@ -57,8 +68,9 @@ class Recordings:
         packed = self._packed.get(int(numbers[0]))
         if packed is None or np.any(numbers != numbers[0]):
             return None
-        stream, rate = packed
-        is_ready = stream.kind == "features" or (rate == self._sample_rate and stream.dtype == np.int16)
+        stream, rate, is_trimmed = packed
+        is_ready = stream.kind == "features" or not self._trim or is_trimmed
+        is_ready &= stream.kind == "features" or (rate == self._sample_rate and stream.dtype == np.int16)
         return (stream, self._manifest.lines[rows].astype(np.int64) - 1) if is_ready else None
 
 
@@ -75,8 +87,9 @@ def read_packed_audio(
     return samples if rate == sample_rate else converted(path, samples, rate, sample_rate)
 
 
-def _sound_of(packed: Packed) -> tuple[Stream, int]:
+def _sound_of(packed: Packed) -> tuple[Stream, int, bool]:
+    """Return the stream that is heard, its sample rate, and True if it was trimmed when it was packed."""
     stream, rate = packed.of_kind("features") or packed.of_kind("audio"), packed.sample_rate
     if stream is None or rate is None:
         raise no_audio(packed.path, packed)
-    return stream, rate
+    return stream, rate, packed.about.is_trimmed

@@ -74,16 +74,21 @@ class ManifestSource:
         sample_rate: int | None = None,
         streams: Sequence[str] | None = None,
         features: FrontEnd | None = None,
+        trim: bool = False,
         skip_bad: bool = False,
         bad_lines: LeftOut | None = None,
     ) -> None:
-        """`sample_rate`: that of the first recording if not set; all must have it then."""
+        """`sample_rate`: that of the first recording if not set; all must have it then. `trim`: without the silence at
+        both ends, and with the length that is left."""
         available = [AUDIO if features is None else FEATURES, TEXT]
         self._streams = available if streams is None else list(streams)
         for name in self._streams:
             if name not in available:
                 raise NoSuchStream(name, available)
         self._manifest, self._features, self.skip_bad = manifest, features, skip_bad
+        # A packed source that was trimmed stays so, whatever is asked for.
+        sources = [is_packed(path) and open_packed(path).about.is_trimmed for path in manifest.sources]
+        self._trim, is_trimmed = trim, self._streams != [TEXT] and (trim or (bool(sources) and all(sources)))
         for path in filter(is_packed, manifest.sources) if self._streams != [TEXT] else ():
             if (packed := open_packed(path)).of_kind("audio") is None:
                 raise no_audio(path, packed)  # features would pass for samples
@@ -92,6 +97,8 @@ class ManifestSource:
         seconds = float(manifest.durations.sum()) if self._streams != [TEXT] else 0.0
         self.num_bytes = round(2 * self._rate * seconds) + manifest.texts.nbytes  # features are about as large as audio
         self._recordings: Recordings | None = None
+        self._seconds: dict[int, float] = {}
+        """Of the piece that is read: what is left of trimmed recordings."""
         self._checked: dict[Path, CheckedRows] = {}
         """By packed source."""
         self._files_of: dict[Path, list[Path]] = {}
@@ -102,12 +109,13 @@ class ManifestSource:
             tuple(path.name for path in manifest.sources),
             None if features is None else features.about,
             bad_lines,
+            is_trimmed,
         )
         self._extras = extra_keys(manifest)
         digest = xxhash.xxh3_64()
         for column in (*manifest.content(), self._extras.packed, self._extras.lengths):
             digest.update(np.ascontiguousarray(column).view(np.uint8).data)
-        self.fingerprint = f"{digest.hexdigest()}-{self._rate}"
+        self.fingerprint = f"{digest.hexdigest()}-{self._rate}{'-trimmed' * trim}"
 
     def __len__(self) -> int:
         return len(self._manifest)
@@ -126,8 +134,9 @@ class ManifestSource:
 
     def read(self, rows: range) -> Piece:
         if self._recordings is None:
-            self._recordings = Recordings(self._manifest, self._rate)
+            self._recordings = Recordings(self._manifest, self._rate, trim=self._trim)
         maker, packed_rows, skipped = PieceMaker(), [], []
+        self._seconds = {}
         for row in rows:
             try:
                 self._check(row)
@@ -142,7 +151,8 @@ class ManifestSource:
                     raise AudioBroken(self._manifest.where(row), str(unreadable)) from None
                 skipped.append(f"{self._manifest.where(row)}: {unreadable}")
         extras = [self._extras.raw(row) for row in packed_rows]
-        return maker.finish({"lengths": self._manifest.durations[packed_rows]}, skipped, extras)
+        lengths = [self._seconds.get(row, float(self._manifest.durations[row])) for row in packed_rows]
+        return maker.finish({"lengths": np.array(lengths, np.float64)}, skipped, extras)
 
     def _check(self, row: int) -> None:
         """Verify a row of a packed source: its copy would get digests of whatever the row is now."""
@@ -166,6 +176,8 @@ class ManifestSource:
             if self._keeps_rate and (rate := _rate_of(self._manifest, row)) != self._rate:
                 raise RatesDiffer(self._manifest.where(row), rate, self._rate)
             samples = self._recordings.read(row)
+            if self._trim:
+                self._seconds[row] = len(samples) / self._rate
             if self._features is None:
                 streams.append((StreamSpec(AUDIO, "audio", "int16"), samples))
             else:

@@ -116,6 +116,8 @@ class About:
     features: Mapping[str, Any] | None = None
     """Settings of the front end that computed the features."""
     bad_lines: LeftOut | None = None
+    is_trimmed: bool = False
+    """Silence was cut off both ends of each recording (`--trim-silence`)."""
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Meaning of the numbers of sparse streams, in files of RETURNN."""
 
@@ -132,6 +134,8 @@ class About:
             values["features"] = dict(self.features)
         if self.bad_lines is not None:
             values["bad_lines"] = {"number": self.bad_lines.number, "first": list(self.bad_lines.first)}
+        if self.is_trimmed:
+            values["is_trimmed"] = True
         return values
 
     @classmethod
@@ -143,6 +147,7 @@ class About:
             tuple(values.get("sources", ())),
             values.get("features"),
             None if bad_lines is None else LeftOut(int(bad_lines["number"]), tuple(bad_lines["first"])),
+            values.get("is_trimmed") is True,
         )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.core.errors import PacelineError
 from paceline.data.audio.file import AudioFacts, AudioUnreadable
 from paceline.data.audio.read import read_audio
+from paceline.data.audio.trim import trimmed
 from paceline.recipes.asr.data.inputs import InputsUnreadable, measure_all
 from paceline.recipes.asr.data.utterances import Utterance, collate
 from paceline.recipes.asr.exchange.weights import read_model
@@ -127,6 +128,10 @@ class Recognizer:
         return [round(seconds[each] * self.sample_rate) if isinstance(each, Path) else len(each) for each in given]
 
     def _samples(self, audio: Path | NDArray[Any]) -> NDArray[np.int16]:
+        samples = self._read(audio)
+        return trimmed(samples) if self.network.trims(is_training=False) else samples
+
+    def _read(self, audio: Path | NDArray[Any]) -> NDArray[np.int16]:
         if isinstance(audio, Path):
             return read_audio(audio, sample_rate=self.sample_rate)
         if audio.dtype == np.int16:

@@ -20,7 +20,7 @@ from paceline.config.settings import (
 )
 from paceline.core.paths import AbsolutePath
 from paceline.recipes.asr.data.validation_sets import SetWord
-from paceline.recipes.asr.network.config import NetworkSettings, read_network
+from paceline.recipes.asr.network.config import NetworkSettings, Trim, read_network, read_trim
 from paceline.recipes.asr.sound.perturb import PerturbSettings
 from paceline.recipes.asr.text.labels import Labels, TextMode, read_labels
 
@@ -59,9 +59,13 @@ class SpeechSettings(Section):
     """Train on the first so many only."""
     new_decoder: bool = False
     """With `init_from`: take the encoder only and start with a new last layer, for other labels."""
-    labels: str | None = None
+    labels: str | None = free(None)
     """Characters that the network writes, as one text (`--labels " abcdefghijklmnopqrstuvwxyzäöüß'"`), instead of those
     of its file; or a text file (.txt) with them."""
+    trim_silence: Trim | None = Field(None, json_schema_extra={"free": True, "bare": "all"})
+    """Cut off the silence at both ends of recordings (60 dB below the loudest part, as NeMo does): of training data
+    (`train`) or of all that the model hears (`all`, or no value); as the network's file says if not set. Limits of
+    duration and batches by length count recordings as they are in the manifest."""
     text_rules: TextMode = "en"
     """How transcripts are brought to the labels: English (numbers as words), spelling only, or not at all."""
 
@@ -97,14 +101,21 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _own_labels(cls, values: Any) -> Any:
-        """Put `labels` into the network, where everything looks for them."""
-        if not isinstance(values, dict) or not isinstance(values.get("labels"), str | list | tuple):
+    def _into_network(cls, values: Any) -> Any:
+        """Put `labels` and `trim_silence` into the network, where everything looks for them."""
+        if not isinstance(values, dict):
             return values
-        text = read_labels(values["labels"])
+        changes: dict[str, Any] = {}
+        if isinstance(values.get("labels"), str | list | tuple):
+            text = read_labels(values["labels"])
+            values = {**values, "labels": text}
+            changes["labels"] = Labels(tuple(text)).symbols
+        if read_trim(values.get("trim_silence")) in ("no", "train", "all"):
+            changes["trim_silence"] = read_trim(values["trim_silence"])
+        if not changes:
+            return values
         network = read_network(values.get("network", cls.model_fields["network"].default))
-        labelled = network.model_copy(update={"labels": Labels(tuple(text)).symbols})
-        return {**values, "labels": text, "network": labelled}
+        return {**values, "network": network.model_copy(update=changes)}
 
     @model_validator(mode="before")
     @classmethod

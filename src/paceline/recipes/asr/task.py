@@ -65,8 +65,12 @@ class Asr(Task):
         self._unread: set[BadLine] = set()
         self._errors = ErrorBook()
         self._analyses: dict[str, Analysis] = {}
+        self._is_introduced = False
 
     def model(self) -> AcousticModel:
+        if self.settings.network.unread and not self._is_introduced:
+            self.say(self.settings.network.unread)
+        self._is_introduced = True
         return AcousticModel(self.settings.network, spec_augment=self.settings.spec_augment)
 
     def train_data(self) -> Utterances:
@@ -133,13 +137,14 @@ class Asr(Task):
 
     def read_inputs(self, words: Sequence[str]) -> Utterances:
         settings = self.settings
-        check_packed([Path(word) for word in words], settings.network, is_perturbed=False)
+        check_packed([Path(word) for word in words], settings.network, is_perturbed=False, is_training=False)
         return open_inputs(
             words,
             settings.network.sample_rate,
             skip_bad=settings.bad_data == "skip",
             check_audio=settings.check_audio,
             say=self.say,
+            trim=settings.network.trims(is_training=False),
         )
 
     def read_weights(self, path: Path) -> Mapping[str, Tensor]:
@@ -181,8 +186,9 @@ class Asr(Task):
         return self._opened
 
     def _utterances(self, corpus: Corpus, perturb: AsrSettings | None = None) -> Utterances:
-        rate, skip_bad = self.settings.network.sample_rate, self.settings.bad_data == "skip"
-        return Utterances(corpus.manifest, corpus.texts, rate, perturb, skip_bad=skip_bad)
+        network, skip_bad = self.settings.network, self.settings.bad_data == "skip"
+        trim = network.trims(is_training=perturb is not None)
+        return Utterances(corpus.manifest, corpus.texts, network.sample_rate, perturb, trim=trim, skip_bad=skip_bad)
 
     def _list_bad(self, more: Sequence[BadLine] = ()) -> None:
         """List bad lines in the run's folder, which exists by the time training asks for data; a benchmark has none."""

@@ -117,7 +117,7 @@ class Opening:
     def _look(self, part: Part) -> _Look:
         settings = self._settings
         is_perturbed = part.is_training and is_active(settings)
-        check_packed(part.paths, settings.network, is_perturbed=is_perturbed)
+        check_packed(part.paths, settings.network, is_perturbed=is_perturbed, is_training=part.is_training)
         limits: Mapping[str, Any] = {"min_seconds": 0.0}
         if part.is_training:
             limits = {

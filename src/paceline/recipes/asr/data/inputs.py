@@ -61,7 +61,13 @@ class _Problems:
 
 
 def open_inputs(
-    words: Sequence[str], sample_rate: int, *, skip_bad: bool, check_audio: bool, say: Callable[[str], None]
+    words: Sequence[str],
+    sample_rate: int,
+    *,
+    skip_bad: bool,
+    check_audio: bool,
+    say: Callable[[str], None],
+    trim: bool = False,
 ) -> Utterances:
     """The recordings that the words mean, in their order, without transcripts."""
     problems = _Problems()
@@ -81,7 +87,7 @@ def open_inputs(
         say(f"skipped {problem}")
     manifest = Manifest.concat(parts)
     nothing = EncodedTexts(np.zeros(0, np.uint8), np.zeros(len(manifest) + 1, np.int64))
-    return Utterances(manifest, nothing, sample_rate, skip_bad=skip_bad)
+    return Utterances(manifest, nothing, sample_rate, trim=trim, skip_bad=skip_bad)
 
 
 def measure_all(files: Sequence[Path]) -> dict[Path, AudioFacts | AudioUnreadable]:

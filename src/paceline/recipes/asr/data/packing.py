@@ -33,8 +33,12 @@ class Features:
         return array
 
 
-def check_packed(paths: Sequence[Path], network: NetworkSettings, *, is_perturbed: bool) -> None:
-    """Refuse packed features of another front end, or beside audio: training would not notice either."""
+def check_packed(
+    paths: Sequence[Path], network: NetworkSettings, *, is_perturbed: bool, is_training: bool = True
+) -> None:
+    """Refuse packed features of another front end, or beside audio, and recordings that were trimmed or not, where the
+    network wants the other: training would not notice any of it."""
+    _check_trimmed(paths, trims=network.trims(is_training=is_training))
     features = [path for path in paths if is_packed(path) and open_packed(path).of_kind("features") is not None]
     if not features:
         return
@@ -49,6 +53,18 @@ def check_packed(paths: Sequence[Path], network: NetworkSettings, *, is_perturbe
         why = _difference(open_packed(path), network)
         if why:
             raise PackedMisfit(path, f"holds features of another front end: {why}", f"pack it again: {again}")
+
+
+def _check_trimmed(paths: Sequence[Path], *, trims: bool) -> None:
+    """Refuse features with the silence that is to be cut off, and whatever was cut where nothing is to be."""
+    for path in filter(is_packed, paths):
+        packed = open_packed(path)
+        if packed.about.is_trimmed and not trims:
+            hint = "set `--trim-silence` (`train`: for training data only), or pack it again without"
+            raise PackedMisfit(path, "was packed without the silence at the ends of recordings", hint)
+        if trims and not packed.about.is_trimmed and packed.of_kind("features") is not None:
+            hint = "pack it again with `--trim-silence`, or set `--trim-silence no`"
+            raise PackedMisfit(path, "holds features, from which `trim_silence` can cut nothing", hint)
 
 
 def _difference(packed: Packed, network: NetworkSettings) -> str:

@@ -38,15 +38,17 @@ class Utterances:
         sample_rate: int,
         perturb_settings: PerturbSettings | None = None,
         *,
+        trim: bool = False,
         skip_bad: bool = False,
     ) -> None:
+        """`trim`: recordings without the silence at their ends."""
         self._manifest, self._texts, self._sample_rate = manifest, texts, sample_rate
         is_perturbed = perturb_settings is not None and is_active(perturb_settings)
         self._perturb, self._skip_bad = perturb_settings if is_perturbed else None, skip_bad
-        self._recordings = Recordings(manifest, sample_rate)
+        self._recordings = Recordings(manifest, sample_rate, trim=trim)
         stretch = 1.0 if perturb_settings is None else max_stretch(perturb_settings)
         self.lengths: NDArray[np.float64] = manifest.durations * stretch
-        """Seconds, as long as a perturbation may make them."""
+        """Seconds, as long as a perturbation may make them, and before silence is cut off: no recording is longer."""
         self.total_length = float(manifest.durations.sum())
         """Seconds, as they were recorded."""
 

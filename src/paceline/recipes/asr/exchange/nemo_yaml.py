@@ -113,6 +113,7 @@ _CLASSES = {
     "spec_augment": ("SpectrogramAugmentation",),
     "decoder": ("ConvASRDecoder", "JasperDecoderForCTC"),
 }
+_UNREAD = ("AudioToTextDataLayer", "train_ds", "validation_ds", "test_ds", "optim", "trainer", "exp_manager")
 _HEADS = ("_target_", "cls", "header", "params", "init_params")
 _INTERPOLATION = re.compile(r"\$\{([\w.-]+)\}")
 MAX_HOPS = 20
@@ -154,6 +155,19 @@ def max_seconds(value: Mapping[str, Any]) -> float | None:
     return float(longest) if isinstance(longest, int | float) else None
 
 
+def unread(value: Mapping[str, Any]) -> list[str]:
+    """Return the sections of a NeMo file that are not read, with the names in them: of data, optimizer and trainer."""
+    model = _mapping(value.get("model"))
+    inside = {f"model.{name}": model[name] for name in _UNREAD if name in model}
+    sections = {name: value[name] for name in _UNREAD if name in value} | inside
+    lines = []
+    for name, section in sections.items():
+        keys = [str(key) for key in _mapping(section) if key != "trim_silence"]
+        if keys or not isinstance(section, Mapping):
+            lines.append(f"{name} ({', '.join(keys)})" if keys else name)
+    return lines
+
+
 class _Translator:
     def __init__(self, document: Document) -> None:
         self.document = document
@@ -171,6 +185,7 @@ class _Translator:
         self._blocks()
         self._labels()
         self._sample_rate()
+        self._trim_silence()
         return self.done
 
     def _section(self, role: str, names: Mapping[str, str], only: Mapping[str, Any], ours: Location) -> dict[str, Any]:
@@ -266,6 +281,27 @@ class _Translator:
         mels = self.done.values["features"].get("num_mels", 64)
         if width is not None and not _is_same(width, mels):
             self._refuse((*self.places["encoder"], "feat_in"), f"but there are {mels} features", str(width))
+
+    def _trim_silence(self) -> None:
+        """Data sections are not read, but for what they do to the recordings that the network hears."""
+        kinds = {"train": ("train_ds", "train"), "other": ("validation_ds", "eval")}
+        said = {kind: self._said_of_data("trim_silence", *names) for kind, names in kinds.items()}
+        for place, value in said.values():
+            if value not in (None, True, False):
+                self._refuse(place, "must be true or false", str(value))
+        trains, others = (said[kind][1] is True for kind in kinds)
+        if others and not trains:
+            self._refuse(said["other"][0], "is not supported unless training data is trimmed, too", "true")
+        if trains:
+            self.done.values["trim_silence"] = "all" if others else "train"
+
+    def _said_of_data(self, key: str, section: str, part: str) -> tuple[Location, Any]:
+        """Return a value and its place: from a data section of 1.x (`model.train_ds`), from the data layer of 0.x or a
+        part of it (`train`)."""
+        layer = ("AudioToTextDataLayer",)
+        above = [("model", section), (section,), (*layer, part), layer, (*layer, "init_params")]
+        places: list[Location] = [(*place, key) for place in above]
+        return next(((place, value) for place in places if (value := self._get(place)) is not None), (places[0], None))
 
     def _check_class(self, role: str, place: Location) -> None:
         outer = place[:-1] if place[-1] in ("params", "init_params") else place

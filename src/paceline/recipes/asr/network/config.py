@@ -15,14 +15,23 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from paceline.config.problems import Problem, nearest
 from paceline.config.settings import Fraction, Positive, Section
 from paceline.config.yaml_text import NotYaml, read_yaml_text
 from paceline.core.errors import PacelineError
 from paceline.recipes.asr.exchange.document import Document, Location, parse
-from paceline.recipes.asr.exchange.nemo_yaml import Translated, is_nemo, translate
+from paceline.recipes.asr.exchange.nemo_yaml import Translated, is_nemo, translate, unread
 from paceline.recipes.asr.network.frames import strided_length
 from paceline.recipes.asr.sound.features import FeatureSettings
 from paceline.recipes.asr.sound.spec_augment import SpecAugmentSettings
@@ -47,6 +56,14 @@ class NetworkInvalid(PacelineError, ValueError):
             lines.append(f"  {problem}")
             lines += [f"    {problem.hint}"] if problem.hint else []
         super().__init__("\n".join(lines))
+
+
+def read_trim(value: Any) -> Any:
+    """Take yes and no, too: true is `all`."""
+    return {"true": "all", "yes": "all", "false": "no"}.get(str(value).lower(), value)
+
+
+Trim = Annotated[Literal["no", "train", "all"], BeforeValidator(read_trim)]
 
 
 def _only_entry(value: Any) -> Any:
@@ -123,6 +140,9 @@ class NetworkSettings(Section):
     """Samples per second that the network hears."""
     labels: tuple[str, ...] = ENGLISH
     """What it writes, one character each; class `len(labels)` is the blank of CTC."""
+    trim_silence: Trim = "no"
+    """Silence cut off both ends of recordings before they are heard: in training (`train`), or wherever the network is
+    used (`all`)."""
     features: FeatureSettings = FeatureSettings(n_fft=512)
     """From sound to mels."""
     spec_augment: SpecAugmentSettings = SpecAugmentSettings()
@@ -135,6 +155,28 @@ class NetworkSettings(Section):
     """How weights are drawn at the start."""
     blocks: tuple[BlockSettings, ...]
     """From the mels upwards."""
+    _unread: str = PrivateAttr("")
+
+    @property
+    def unread(self) -> str:
+        """What of its file was not read, in words; empty where all was, and in a network that a run has stored."""
+        return self._unread
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the networks, not the files."""
+        return isinstance(other, NetworkSettings) and self.__dict__ == other.__dict__
+
+    def trims(self, *, is_training: bool) -> bool:
+        """Return True if recordings are trimmed: those of training, or all others."""
+        return self.trim_silence == "all" or (is_training and self.trim_silence == "train")
+
+    @model_serializer(mode="wrap")
+    def _only_if_trimmed(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what earlier versions did not know, where it changes nothing: their runs go on."""
+        values: dict[str, Any] = dump(self)
+        if values.get("trim_silence") == "no":
+            del values["trim_silence"]
+        return values
 
     @field_validator("labels", mode="before")
     @classmethod
@@ -261,6 +303,9 @@ def build_network(document: Document) -> NetworkSettings:
         problems += _problems(error, document, ours)
     if problems:
         raise NetworkInvalid(document.name, problems)
+    sections = unread(value) if is_nemo(value) else []
+    if sections:
+        network._unread = f"{document.name}: not read here: {', '.join(sections)}; these are settings of the run"
     return network
 
 
