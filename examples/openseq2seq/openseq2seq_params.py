@@ -66,6 +66,8 @@ def translate(
     words = [f"`{name}` has no effect here" for name in WITHOUT_EFFECT if name in given]
     if given["use_horovod"] and "num_gpus" in given:
         words.append(f"`num_gpus` {given['num_gpus']} is ignored with Horovod: the launcher's number counts, {ranks}")
+    if "regularizer_params" in given and "regularizer" not in given:
+        words.append("`regularizer_params` has no effect without `regularizer`")
     of_task = [f"`{name}`" for name in OF_THE_TASK if name in given]
     if of_task:
         words.append(f"model and data are the task's: {', '.join(of_task)} not used")
@@ -112,6 +114,8 @@ def _precision(given: Values, has_gpu: bool, words: list[str]) -> Values:
         raise ParameterRefused(f"`dtype` {dtype} is none of tf.float32, tf.float16 and 'mixed'")
     if dtype != "float32" and not has_gpu:
         words.append(f"`dtype` {dtype}: no GPU here, training in fp32")
+    if "loss_scaling" in given and (dtype == "float32" or not has_gpu):
+        words.append("`loss_scaling` has no effect in fp32")
     if dtype == "float32" or not has_gpu:
         return {"level": 0}
     scale = given.get("loss_scaling", 1.0)
@@ -143,6 +147,9 @@ def _optimizer(given: Values, words: list[str]) -> Values:
     else:
         first, second = (0.95, 0.98) if name == "NovoGrad" else (0.9, 0.999)
         values["betas"] = (params.get("beta1", first), params.get("beta2", second))
+    heeded = ("momentum",) if OPTIMIZERS[name] == "sgd" else ("beta1", "beta2")
+    others = [key for key in ("momentum", "beta1", "beta2") if key in params and key not in heeded]
+    words += [f"`optimizer_params/{key}` has no effect with {name}" for key in others]
     if "weight_decay" in params:
         values["weight_decay"] = params["weight_decay"]
     if "regularizer" in given:

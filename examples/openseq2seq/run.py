@@ -80,6 +80,8 @@ def command(argv: Sequence[str], num_ranks: int | None, has_gpu: bool) -> tuple[
     if args.mode == "train_eval" and "val_every_steps" not in values:
         raise ParameterRefused("`eval_steps` is missing", "OpenSeq2Seq, too, needs it with --mode=train_eval")
     values["mode"] = args.mode
+    if train.get("restore_best_checkpoint"):
+        words.append("`restore_best_checkpoint` is of --mode=eval and --mode=infer: it has no effect here")
     if args.benchmark:
         values.pop("out", None)
         values |= {"mode": "train", "benchmark": True, "bench_steps": args.bench_steps, "bench_start": args.bench_start}

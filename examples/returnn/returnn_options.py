@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from returnn_data import data_files, idle_data_options
 from returnn_mistakes import OptionRefused, choose, number
 from returnn_training import precision, reduction, update
 
@@ -21,16 +22,23 @@ RENAMED = {
 # fmt: off
 TRANSLATED = [
     "task", "device", "use_horovod", "horovod_reduce_type", "horovod_param_sync_step", "horovod_param_sync_time_diff",
-    "horovod_scale_lr", "horovod_dataset_distribution", "torch_distributed", "train", "batch_size", "max_seqs",
+    "horovod_scale_lr", "horovod_dataset_distribution", "torch_distributed", "train", "dev", "eval", "eval_datasets",
+    "batch_size", "max_seqs",
     "accum_grad_multiple_step", "optimizer", "adam", "learning_rate", "learning_rate_control", "learning_rate_decay",
     "min_learning_rate", "newbob_relative_error_threshold", "gradient_clip", "gradient_clip_global_norm", "torch_amp",
     "start_epoch", "cleanup_old_models", "torch_dataloader_opts", "log_verbosity",
 ]
 WITHOUT_EFFECT = [
-    "dev", "eval", "eval_datasets", "extern_data", "network", "get_model", "train_step", "forward_step", "backend",
+    "extern_data", "network", "get_model", "train_step", "forward_step", "backend",
     "use_tensorflow", "behavior_version", "cache_size", "log", "log_batch_size", "learning_rate_file",
     "learning_rate_control_error_measure", "optimizer_epsilon", "tf_log_memory_usage", "torch_log_memory_usage",
     "debug_print_layer_output_template", "grad_scaler", "num_inputs", "num_outputs", "batching", "max_seq_length",
+    "min_seq_length", "torch_profile", "tensorboard_opts", "torch_mp_opts", "stop_on_nonfinite_train_score",
+    "stop_for_resubmission_when_low_time_left", "store_metadata_mod_step", "tf_session_opts", "use_train_proc_manager",
+    "learning_rate_warmup", "learning_rate_control_min_num_epochs_per_new_lr", "use_learning_rate_control_always",
+    "learning_rate_control_relative_error_relative_lr", "calculate_exp_loss", "decouple_constraints", "l2", "dropout",
+    "gradient_clip_avg_norm", "gradient_nan_inf_filter", "max_seq_length_eval", "batch_size_eval", "batch_size_dev",
+    "watch_memory", "reset_dev_memory_caches", "forward_callback", "search_output_layer", "keep_epochs",
 ]
 REFUSED = [
     "learning_rates", "dynamic_learning_rate", "gradient_noise", "chunking", "torch_batching", "preload_from_files",
@@ -42,13 +50,16 @@ TASKS = {"train": "train_eval", "eval": "eval", "forward": "infer", "search": "i
 ORDERS = {"default": "none", "sorted": "sorted", "random": "random", "laplace": "laplace"}
 
 
-def translate(config: Mapping[str, Any], ranks: int, has_gpu: bool) -> tuple[Values, list[str]]:
-    """Settings, and what is to be said of them."""
+def translate(
+    config: Mapping[str, Any], ranks: int, has_gpu: bool, task: str | None = None
+) -> tuple[Values, list[str]]:
+    """Settings, and what is to be said of them. `task` is the name of the config's task."""
     given = {name: value for name, value in config.items() if name in KNOWN and value is not None}
     refused = [f"`{name}`" for name in REFUSED if given.get(name)]
     if refused:
         raise OptionRefused(f"not translated: {', '.join(refused)}", "take out, or see docs/from-returnn.md for ours")
-    idle = [f"`{name}`" for name in WITHOUT_EFFECT if name in given]
+    files, own_sets = data_files(given, task)
+    idle = [f"`{name}`" for name in [*own_sets, *WITHOUT_EFFECT] if name in given]
     words = [f"no effect here, where model and data are the task's: {', '.join(idle)}"] if idle else []
     values = {ours: given[theirs] for theirs, ours in RENAMED.items() if theirs in given}
     values["mode"] = choose("task", given.get("task", "train"), TASKS)
@@ -58,7 +69,8 @@ def translate(config: Mapping[str, Any], ranks: int, has_gpu: bool) -> tuple[Val
         values["log_every"] = 1
     if "num_workers" in given.get("torch_dataloader_opts", {}):
         values["workers"] = given["torch_dataloader_opts"]["num_workers"]
-    values |= _batch(given, ranks) | _order(given.get("train")) | update(given, words)
+    words += idle_data_options(given)
+    values |= files | _batch(given, ranks) | _order(given.get("train")) | update(given, words)
     values |= precision(given, has_gpu, words) | reduction(given, words) | _keeping(given)
     if given.get("use_horovod") and given.get("horovod_scale_lr"):
         words.append(f"learning rate: {values['lr']:g} x {ranks} ranks (`horovod_scale_lr`) = {values['lr'] * ranks:g}")

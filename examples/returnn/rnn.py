@@ -32,6 +32,8 @@ from paceline.train.task import Task
 from paceline.world.discover.environment import discover
 from paceline.world.failure.together import user_message
 
+OF_SPEECH = {"train_files": "train_manifest", "val_files": "val_manifest"}
+
 
 def read_words(argv: Sequence[str]) -> tuple[Path, dict[str, Any]]:
     """The config's path, and what `++name value` sets."""
@@ -89,7 +91,10 @@ def command(argv: Sequence[str], num_ranks: int, has_gpu: bool) -> tuple[list[st
     """The words of `paceline` that mean the same, and what is to be said."""
     path, over = read_words(argv)
     config = read_config(path)
-    values, words = translate({**config, **over}, num_ranks, has_gpu)
+    task = task_name(config, path)
+    values, words = translate({**config, **over}, num_ranks, has_gpu, task.rpartition(":")[2])
+    if task == "asr":  # which reads files as manifests
+        values = {OF_SPEECH.get(name, name): value for name, value in values.items()}
     if values.get("resume") == "auto" and (Path(values["out"]) / "run.json").exists():
         values["allow_change"] = True
         words.append(
@@ -97,7 +102,7 @@ def command(argv: Sequence[str], num_ranks: int, has_gpu: bool) -> tuple[list[st
         )
     if num_ranks > 1 and "reduce" not in values:
         words.append(f"`use_horovod` is off, but the launcher has started {num_ranks} ranks: they train together")
-    return ["train", task_name(config, path), *as_words(values)], [*misspelt(config), *words]
+    return ["train", task, *as_words(values)], [*misspelt(config), *words]
 
 
 def as_words(values: Mapping[str, Any]) -> list[str]:

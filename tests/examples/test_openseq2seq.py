@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.config.settings import TrainConfig
+from paceline.observe.journal import read
 from paceline.optim.schedule import build
 from tests.examples import scripts
 
@@ -179,7 +180,11 @@ def test_precision(dtype: str | None, has_gpu: bool, level: object, precision: s
     settings, words = meant(dtype=dtype, has_gpu=has_gpu, loss_scaling=512.0)
     assert (settings.level, settings.precision) == (level, precision)
     assert settings.loss_scale == (512.0 if precision else "backoff")
-    assert words == (["`dtype` mixed: no GPU here, training in fp32"] if dtype == "mixed" and not has_gpu else [])
+    scaling = ["`loss_scaling` has no effect in fp32"] if precision is None else []
+    assert (
+        words
+        == (["`dtype` mixed: no GPU here, training in fp32"] if dtype == "mixed" and not has_gpu else []) + scaling
+    )
 
 
 FORMULAS: dict[str, tuple[dict[str, Any], Callable[[int], float]]] = {
@@ -324,3 +329,21 @@ def test_mistakes_are_said_without_a_traceback(
     monkeypatch.setattr(sys, "argv", ["run.py", *flags])
     assert run.run() == 2
     assert says in capsys.readouterr().err
+
+
+def test_train_eval_evaluates_at_the_end_where_eval_steps_are_never_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after whole epochs, where no step is left over."""
+    config, run = scripts.EXAMPLES / "openseq2seq" / "small.py", tmp_path / "run"
+    argv = [f"--config_file={config}", "--mode=train_eval", "--eval_steps=5000", "--num_epochs=1", f"--logdir={run}"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *argv, "--batch_size_per_gpu=512"])
+    assert scripts.module("openseq2seq", "run").run() == 0
+    (record,) = read(run / "metrics.jsonl", "validation")
+    assert any("/" in name for name in record)
+
+
+def test_what_has_no_effect_is_said() -> None:
+    words = meant(loss_scaling="Backoff", dtype="float32", optimizer_params={"beta1": 0.9}, regularizer_params={})[1]
+    for name in ("`loss_scaling`", "`optimizer_params/beta1`", "`regularizer_params`"):
+        assert any(name in word and "no effect" in word for word in words)

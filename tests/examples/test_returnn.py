@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.config.settings import TrainConfig
+from paceline.data.packed.dataset import PackedDataset
+from paceline.observe.journal import read
 from tests.examples import scripts
 
 rnn = scripts.module("returnn", "rnn")
@@ -164,7 +167,8 @@ def test_precision(amp: object, has_gpu: bool, level: object, precision: str | N
     [("default", "none", None), ("sorted", "sorted", None), ("random", "random", None), ("laplace:20", "laplace", 20)],
 )
 def test_order(ordering: str, order: str, bins: int | None) -> None:
-    settings, _ = meant(train={"class": "HDFDataset", "seq_ordering": ordering, "partition_epoch": 20})
+    data = {"class": "HDFDataset", "files": ["a.hdf"], "seq_ordering": ordering, "partition_epoch": 20}
+    settings, _ = meant(train=data)
     assert (settings.order, settings.bins, settings.partition_epoch) == (order, bins, 20)
 
 
@@ -247,3 +251,67 @@ def test_mistakes_are_said_without_a_traceback(
     monkeypatch.setattr(sys, "argv", ["rnn.py", *words])
     assert rnn.run() == 2
     assert says in capsys.readouterr().err
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_named_as_packed_data() -> None:
+    hdf = {"class": "HDFDataset", "files": ["a.hdf", "b.hdf"], "use_cache_manager": True}
+    sets = {"dev": {"class": "HDFDataset", "files": "dev.hdf"}, "eval_datasets": {"far": {**hdf}}}
+    settings, words = meant(train={**hdf, "seq_ordering": "sorted"}, **sets)
+    here = Path.cwd()
+    assert settings.train_files == (here / "a.hdf", here / "b.hdf")
+    assert settings.val_files == (f"dev={here / 'dev.hdf'}", f"far={here / 'a.hdf'}+{here / 'b.hdf'}")
+    assert words == ["no effect here: `train/use_cache_manager`, `eval_datasets/far/use_cache_manager`"]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"train": {"class": "OggZipDataset", "path": "a.zip"}}, "`train/class` 'OggZipDataset' is not read here"),
+        ({"train": {"class": "HDFDataset"}}, "`train/files` is None, not a list of files"),
+        ({"dev": "dev.hdf"}, "`dev` is 'dev.hdf', not a dictionary"),
+        (
+            {"dev": {"class": "HDFDataset", "files": ["a.hdf"]}, "eval": {}},
+            "`dev` names files, and `eval` is the task's own data",
+        ),
+        ({"eval_datasets": {"far": {"class": "MetaDataset"}}}, "`eval_datasets/far/class` 'MetaDataset'"),
+    ],
+)
+def test_data_that_is_not_read_is_refused(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(Refused) as refused:
+        meant(**options)
+    assert what in str(refused.value)
+    assert refused.value.hint
+
+
+def test_hdf_files_are_trained_on_and_the_timeline_is_where_horovod_puts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recall = scripts.module("returnn", "recall")
+    for name, number in (("a", 30), ("b", 20), ("dev", 10)):
+        PackedDataset.write(tmp_path / f"{name}.hdf", recall.Sequences(number, seed=number), layout="returnn")
+    (tmp_path / "config.py").write_text(
+        f"""
+import sys
+sys.path.insert(0, {str(CONFIG.parent)!r})
+from recall import Recall
+train = {{"class": "HDFDataset", "files": ["a.hdf", "b.hdf"], "seq_ordering": "laplace:2"}}
+dev = {{"class": "HDFDataset", "files": ["dev.hdf"]}}
+batch_size, max_seqs, num_epochs, learning_rate, device, model = 100, 8, 2, 0.1, "cpu", "net"
+"""
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["rnn.py", "config.py"])
+    monkeypatch.setenv("HOROVOD_TIMELINE", "timeline.json")
+    assert rnn.run() == 0
+    printed = capfd.readouterr()
+    assert "50 samples" in printed.out, printed.err
+    assert {name for line in read(Path("net/metrics.jsonl"), "validation") for name in line if "/" in name} == {
+        "dev/loss"
+    }
+    assert "HOROVOD_TIMELINE: a timeline is written to timeline.json" in printed.out
+    events = json.loads(Path("timeline.json").read_text())["traceEvents"]
+    assert any(event.get("name") == "compute" for event in events)

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from paceline.config.problems import Problem, SettingsInvalid
 from paceline.config.run_path import run_folder
 from paceline.config.settings import Section, TrainConfig
 from paceline.core.errors import PacelineError
+from paceline.core.paths import absolute
 from paceline.core.terminal import emit
 from paceline.world.discover.environment import World, discover
 
@@ -76,11 +77,21 @@ def _run(world: World, name: str, rest: list[str]) -> int:
     if world.launcher == "plain" and (procs != 1 or options.max_restarts):
         return _launch(options, settings, [name, *rest])
     check_procs(world, procs, PROG)
-    settings = _with_folder(world, settings, name)
+    settings = _with_timeline(world, _with_folder(world, settings, name), os.environ)
     from paceline.train.fit import fit
 
     fit(make_task(task_class, name), settings)
     return 0
+
+
+def _with_timeline(world: World, settings: TrainConfig, environment: Mapping[str, str]) -> TrainConfig:
+    """Return the settings with a timeline where Horovod's variable asks for one and they do not."""
+    path = environment.get("HOROVOD_TIMELINE")
+    if not path or settings.profile_file is not None:
+        return settings
+    if world.rank == 0:
+        emit(f"HOROVOD_TIMELINE: a timeline is written to {path} (steps: `--profile`)\n")
+    return settings.model_copy(update={"profile_file": absolute(Path(path))})
 
 
 def _find(name: str, rest: list[str]) -> type[Task]:

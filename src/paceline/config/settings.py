@@ -13,7 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from paceline.config.named_sets import SetWord
 from paceline.config.step_range import StepRange
+from paceline.core.paths import AbsolutePath
 
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -129,6 +131,11 @@ class DataSettings(Section):
     """Samples per validation batch; the training grain's size if not set."""
     workers: Annotated[int, Field(ge=0)] | Literal["auto"] = per_rank("auto")
     """Loader processes per rank; `auto` measures how long a grain takes to read."""
+    train_files: tuple[AbsolutePath, ...] = free(())
+    """Packed files (RETURNN's HDF, too) to train on instead of the task's own data: together one data set."""
+    val_files: tuple[SetWord, ...] = free(())
+    """Packed files to validate on instead of the task's own sets, each a set named by its file or as `name=a.hdf`;
+    several files of one set are `name=a.hdf+b.hdf`."""
     limit_batches: Positive | None = None
     """Steps per epoch and batches per validation set at most, for a quick try."""
 
@@ -337,6 +344,9 @@ class ObserveSettings(Section):
     """Steps to write a timeline of, as `20:25` (steps 20 to 24); `auto`, or no value, is 5 steps after the first 10."""
     profile_ranks: tuple[Annotated[int, Field(ge=0)], ...] = free(())
     """Ranks whose own torch events are in the timeline, beside the phases of all; the first 8 if not set."""
+    profile_file: AbsolutePath | None = free(None)
+    """File for the timeline, beside the one in the run folder: as JSON, packed if it ends in .gz. The environment's
+    HOROVOD_TIMELINE is the same."""
     profile_memory: bool = free(False)
     """Memory in the timeline too; on a GPU also the history of its memory, as a snapshot."""
 

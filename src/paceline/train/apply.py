@@ -240,7 +240,7 @@ def evaluate_run(
     """
     grains = _grains(folder, config)
     engine = restore_for_use(task, config, link, choose_checkpoint(link, folder, which))
-    validation = Validation(task, engine, config, grains, task.val_data() if sets is None else sets)
+    validation = Validation(task, engine, config, grains, tasks.val_data_of(task) if sets is None else sets)
     if validation.is_empty:
         raise NothingToValidate(task)
     metrics = validation.run()

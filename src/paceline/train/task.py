@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -16,11 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.config.compared import shared_settings
+from paceline.config.named_sets import name_sets
 from paceline.config.settings import OptimSettings, Section, TrainConfig
 from paceline.core.errors import PacelineError
 from paceline.core.user_file import code_of
 from paceline.data.dataset import DatasetTraits
 from paceline.data.grain import Batch, Grain
+from paceline.data.packed.dataset import open_files
 from paceline.observe.callback import Callback
 from paceline.observe.throughput import RateWords
 from paceline.optim import build
@@ -110,6 +113,18 @@ class NoExport(PacelineError):
     task: Task
     sentence = "task {task_name} has no `export`"
     hint = "give it an `export(folder, weights, about)`; the checkpoint's model.safetensors has the weights, too"
+
+    @property
+    def task_name(self) -> str:
+        return type(self.task).__name__
+
+
+class FilesForStages(PacelineError):
+    """One data set for a task that trains on several, one after the other."""
+
+    task: Task
+    sentence = "`train_files` is set, but the task {task_name} has stages with data of their own"
+    hint = "leave out `--train-files`; `paceline.PackedDataset` reads packed files in `stages()`"
 
     @property
     def task_name(self) -> str:
@@ -424,7 +439,20 @@ class Recordable(Protocol):
 
 
 def stages_of(task: Task) -> Sequence[Stage]:
-    return task.stages() if isinstance(task, HasStages) else [Stage("train", task.train_data)]
+    around = task._surroundings  # a task that no run has yet has its own data
+    files = () if around is None else around.settings.train_files
+    if not isinstance(task, HasStages):
+        return [Stage("train", partial(open_files, files) if files else task.train_data)]
+    if files:
+        raise FilesForStages(task)
+    return task.stages()
+
+
+def val_data_of(task: Task) -> Mapping[str, Any]:
+    """Return validation sets by name: those that the settings name, else the task's."""
+    around = task._surroundings
+    words = () if around is None else around.settings.val_files
+    return {name: open_files(paths) for name, paths in name_sets(words).items()} if words else task.val_data()
 
 
 def lengths_of(task: Task, data: Any) -> NDArray[Any] | None:
@@ -448,7 +476,7 @@ def train_collate_of(task: Task, data: Any) -> Collate | None:
 def infer_data_of(task: Task) -> Any:
     if isinstance(task, HasInferData):
         return task.infer_data()
-    return next(iter(task.val_data().values()), None)
+    return next(iter(val_data_of(task).values()), None)
 
 
 def read_inputs(task: Task, words: Sequence[str]) -> Any:

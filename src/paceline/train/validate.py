@@ -30,7 +30,7 @@ from paceline.observe.records import Analysis, Samples
 from paceline.train.engine import Engine
 from paceline.train.loss import OutOfMemory
 from paceline.train.position import Position
-from paceline.train.task import AnalysesErrors, ShowsSamples, Task, lengths_of
+from paceline.train.task import AnalysesErrors, ShowsSamples, Task, lengths_of, val_data_of
 from paceline.world.consistency import check_same
 from paceline.world.link import Link
 
@@ -258,7 +258,7 @@ class Validation:
         return not self._sets
 
     def _sets_of_task(self) -> Mapping[str, Any]:
-        sets = {} if self._config.mode == "train" else self._task.val_data()
+        sets = {} if self._config.mode == "train" else val_data_of(self._task)
         if not isinstance(sets, Mapping):
             kind = type(sets).__name__
             raise SetsWithoutNames("what `val_data` returned", f"is a {kind}, not {{name: data set}}")

@@ -15,7 +15,7 @@ import yaml
 
 from paceline.cli.options import POSITIONAL, task_settings, train_options
 from paceline.config.load import load
-from paceline.recipes.asr.data.validation_sets import name_sets
+from paceline.config.named_sets import name_sets
 from paceline.recipes.asr.settings import AsrSettings
 from tests.recipes.asr import tiny
 from tests.recipes.asr.network.test_config import nemo_0

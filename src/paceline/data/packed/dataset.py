@@ -11,6 +11,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from paceline.data.dataset import DatasetTraits
 from paceline.data.packed.from_samples import SampleSource
 from paceline.data.packed.layout import Layout, SampleKind
 from paceline.data.packed.pack import pack
@@ -99,6 +100,47 @@ class PackedDataset:
             for _, place, _ in stream.parts():
                 digest.update(np.ascontiguousarray(place.starts if place.digests is None else place.digests).data)
         return digest.hexdigest()
+
+
+class PackedFiles:
+    """Several packed files as one data set, one after the other."""
+
+    reads_leave_nothing_open = True
+    is_packed = True
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._files = [PackedDataset(path) for path in paths]
+        self._ends = np.cumsum([len(file) for file in self._files])
+        self.lengths: NDArray[Any] = np.concatenate([file.lengths for file in self._files])
+        """Cost of each sample."""
+        counts = [DatasetTraits(file).counts for file in self._files]
+        if all(each is not None for each in counts):
+            self.counts = np.concatenate([np.asarray(each) for each in counts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        row = index % len(self)
+        number = int(np.searchsorted(self._ends, row, side="right"))
+        return self._files[number][row - (int(self._ends[number - 1]) if number else 0)]
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of samples in predictions."""
+        return [name for file in self._files for name in file.names]
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the files' own, in their order."""
+        return xxhash.xxh3_64_hexdigest("".join(file.fingerprint for file in self._files).encode())
+
+
+def open_files(paths: Sequence[Path]) -> PackedDataset | PackedFiles:
+    """Open packed files as one data set."""
+    return PackedDataset(paths[0]) if len(paths) == 1 else PackedFiles(paths)
 
 
 def _value(stream: Stream, row: int) -> Any:

@@ -79,10 +79,12 @@ def build(
     num_steps: Callable[[], int],
     say: Callable[[str], None],
 ) -> Timeline | Off:
-    """Build the recorder that the settings ask for; none without a run folder. `num_steps` returns those done."""
-    if run is None or (settings.profile == "no" and not settings.profile_memory):
+    """Build the recorder that the settings ask for; none without a file to write. `num_steps` returns those done."""
+    file = settings.profile_file
+    folder = run / TIMELINES if run is not None else None if file is None else file.parent
+    if folder is None or (settings.profile == "no" and not settings.profile_memory and file is None):
         return Off()
-    return Timeline(settings, link, clock, run, num_steps, say)
+    return Timeline(settings, link, clock, folder, num_steps, say, keeps=run is not None)
 
 
 class Off:
@@ -109,7 +111,10 @@ class Timeline:
         folder: Path,
         num_steps: Callable[[], int],
         say: Callable[[str], None],
+        *,
+        keeps: bool = True,
     ) -> None:
+        """`keeps`: `folder` is the run's, and keeps the timeline beside one that `profile_file` names."""
         ranks, now = settings.profile_ranks, num_steps()
         for rank in ranks:
             if rank >= link.world.size:
@@ -118,7 +123,8 @@ class Timeline:
         self._with_torch = link.world.rank in (ranks or range(MOST_RANKS))
         self._with_memory = settings.profile_memory
         self._with_history = settings.profile_memory and self._with_torch and link.device.type == "cuda"
-        self._link, self._clock, self._folder, self._say = link, clock, folder / TIMELINES, say
+        self._link, self._clock, self._folder, self._say = link, clock, folder, say
+        self._file, self._keeps = settings.profile_file, keeps
         self._num_steps = num_steps
         self._profiler: profile | None = None
         self._tape: trace.Tape | None = None
@@ -246,7 +252,11 @@ class Timeline:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 trace.write(path, self._unpack(parts, name), about)
-                self._tell(path, uncertainty_ns)
+                if self._file is not None:
+                    trace.copy(path, self._file)
+                if not self._keeps:
+                    path.unlink()
+                self._tell(self._file or path, uncertainty_ns)
             except OSError as error:
                 self._say(f"the timeline could not be written: {error}")
         for _ in parts:  # the rest, so that no rank waits for it

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import shutil
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -118,6 +119,13 @@ def write(path: Path, parts: Iterable[bytes], about: dict[str, Any]) -> None:
         for number, part in enumerate(parts):
             file.write((b",\n" if number else b"") + zlib.decompress(part))
         file.write(b"\n]}\n")
+
+
+def copy(path: Path, target: Path) -> None:
+    """Copy a timeline to a file of another name: as plain JSON, unless that ends in .gz."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(target, "wb") as file, open(path, "rb") if target.suffix == ".gz" else gzip.open(path) as packed:
+        shutil.copyfileobj(packed, file)
 
 
 def read(path: Path) -> dict[str, Any]:

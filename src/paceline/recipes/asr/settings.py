@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from paceline.config.named_sets import SetWord
 from paceline.config.settings import (
     Fraction,
     OptimizerName,
@@ -19,7 +20,6 @@ from paceline.config.settings import (
     free,
 )
 from paceline.core.paths import AbsolutePath
-from paceline.recipes.asr.data.validation_sets import SetWord
 from paceline.recipes.asr.network.config import NetworkSettings, Trim, read_network, read_trim
 from paceline.recipes.asr.sound.perturb import PerturbSettings
 from paceline.recipes.asr.text.labels import Labels, TextMode, read_labels
@@ -134,5 +134,7 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
+        if self.train_files or self.val_files:
+            yield "packed files go into `train_manifest` and `val_manifest` here, not `train_files` and `val_files`"
         if not self.train_manifest and self.mode in ("train", "train_eval"):
             yield "set `train_manifest`: what to train on (`paceline manifest scan FOLDER` makes one)"

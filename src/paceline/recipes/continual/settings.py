@@ -126,6 +126,8 @@ class ContinualSettings(TrainConfig, ContinualMethod, ContinualData):
         if self.replay_size > self.buffer_size and self.method not in ("finetune", "joint", "lwf", "ewc_on", "gdumb"):
             which = "" if self.minibatch_size else ": as many as `global_batch`, because `minibatch_size` is not set"
             yield f"`buffer_size` is {self.buffer_size}, smaller than a replay batch of {self.replay_size}{which}"
+        if self.train_files or self.val_files:
+            yield "`train_files` and `val_files` have no meaning here: set `dataset`, which comes in tasks"
         if self.dataset_distribution != "shard":
             yield "`dataset_distribution` must be shard: a stream has one order, which all ranks share"
         if self.batch_cost is not None:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import soundfile
 
+from paceline.config.named_sets import NamedTwice, absolute_set, name_sets
 from paceline.data.manifest.bad_line import BadManifest
 from paceline.data.plan import BatchRule, Plan
 from paceline.recipes.asr.data.corpus import BAD_DATA, Corpus, Opening, Part, parts_of
 from paceline.recipes.asr.data.utterances import Utterances
-from paceline.recipes.asr.data.validation_sets import NamedTwice, absolute_set, name_sets
 from paceline.world.link import Link
 from tests.ranks import ranks, run_ranks
 from tests.recipes.asr import tiny

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.config.named_sets import name_sets
 from paceline.config.problems import first_lines
 from paceline.core.run_folder import RunFolder
 from paceline.data.audio.check import check_all
@@ -23,7 +24,6 @@ from paceline.data.manifest.columns import Manifest
 from paceline.data.manifest.read import Reading, read_manifests
 from paceline.observe.bars import SideBar
 from paceline.recipes.asr.data.packing import check_packed
-from paceline.recipes.asr.data.validation_sets import name_sets
 from paceline.recipes.asr.network.config import NetworkSettings
 from paceline.recipes.asr.settings import AsrSettings
 from paceline.recipes.asr.sound.features import LogMel
