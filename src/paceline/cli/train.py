@@ -116,6 +116,7 @@ def _launch(options: TrainCommand, settings: TrainConfig, words: list[str]) -> i
     """Start the ranks that do the same in processes of their own; they agree on the folder themselves."""
     import torch
 
+    from paceline.train.position import check_batch
     from paceline.world.launch.launcher import count_procs, launch
 
     procs = count_procs(
@@ -123,6 +124,8 @@ def _launch(options: TrainCommand, settings: TrainConfig, words: list[str]) -> i
     )
     if procs == 1 and options.max_restarts and settings.out is None:
         raise RestartsNeedFolder
+    if settings.resume == "no" and not settings.benchmark:
+        check_batch(settings, procs)
     _folder(settings, words[0])  # a name that cannot be is said here, once and at once
     command = [sys.executable, "-m", "paceline", "train", *words]
     return launch(procs, command, device=settings.device, max_restarts=options.max_restarts)

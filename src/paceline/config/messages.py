@@ -125,7 +125,7 @@ def _value_problem(field: _Field, details: list[Any]) -> Problem:
     entry = f"value {inner[0] + 1} " if inner and isinstance(inner[0], int) else ""
     raised = [_own_words(detail) for detail in details if detail["type"] in ("value_error", "assertion_error")]
     what = raised[0] if raised else f"must be {', or '.join(dict.fromkeys(map(_phrase, details)))}"
-    meant = nearest(wrong, field.choices) if isinstance(wrong, str) else None
+    meant = nearest(wrong, field.choices) if isinstance(wrong, str) and not raised else None
     return Problem(field.where, entry + what, f"did you mean {meant}?" if meant else "", field.text)
 
 

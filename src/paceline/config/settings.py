@@ -151,6 +151,14 @@ class DataSettings(Section):
             yield f"set `batch_per_device` or `{other}`, not both"
 
 
+_BY_LEVEL = {
+    **dict.fromkeys(("bf16", "bfloat16"), (2, "bf16")),
+    **dict.fromkeys(("fp32", "float32", "32"), (0, "fp32")),
+    "tf32": (1, "TF32"),
+}
+"""Types that are not a `precision` but come with a level."""
+
+
 class StepSettings(Section):
     """What one training step computes with."""
 
@@ -163,6 +171,21 @@ class StepSettings(Section):
     else 0."""
     precision: Literal["fp16", "fp16-master", "fp16-pure", "fp64"] | None = None
     """fp16 autocast, fp16 weights with fp32 masters, all fp16, or all fp64, instead of the level's dtype."""
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _check_precision(cls, value: Any) -> Any:
+        """Point types that the level gives, and the words of other toolkits, to what to type."""
+        word = str(value).lower().removesuffix("-mixed").removesuffix("-true")
+        if word in _BY_LEVEL:
+            level, kind = _BY_LEVEL[word]
+            raise ValueError(f"{kind} comes with the level: type `-O{level}` instead")
+        if word in ("16", "float16", "half", "amp"):
+            raise ValueError("type `--precision fp16` for autocast with a loss scale, or `-O2` for bf16")
+        if word in ("64", "float64", "double"):
+            raise ValueError("type `--precision fp64`")
+        return value
+
     compile_mode: Literal["default", "max-autotune"] = "default"
     """How hard the compiler of level 3 tries: `max-autotune` measures kernels, for minutes at the start."""
     loss_scale: Literal["backoff", "logmax"] | PositiveFloat = "backoff"

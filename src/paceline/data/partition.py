@@ -24,6 +24,11 @@ CUT_TOLERANCE = 1 / 512
 """`cut` stops when the costliest grain is known to be within this fraction of the best possible."""
 
 
+def most_grains(num_samples: int, grains: int) -> int:
+    """Return the number of grains that a batch is cut into, where `grains` are asked for: each has `MIN_GRAIN`."""
+    return min(grains, max(1, num_samples // MIN_GRAIN))
+
+
 def cut(lengths: Numbers | None, num_samples: int, grains: int) -> list[Ids]:
     """Return the positions of a batch's samples, grain by grain; the longest sample of a grain comes first.
 
@@ -33,7 +38,7 @@ def cut(lengths: Numbers | None, num_samples: int, grains: int) -> list[Ids]:
     """
     if num_samples == 0:
         return []
-    num_grains = min(grains, max(1, num_samples // MIN_GRAIN))
+    num_grains = most_grains(num_samples, grains)
     if lengths is None or lengths.min() == lengths.max():
         positions = np.arange(num_samples)
         ends = _even_ends(0, num_samples, num_grains)

@@ -8,10 +8,11 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from paceline.config.settings import TrainConfig
+from paceline.config.settings import DataSettings, TrainConfig
 from paceline.core.errors import PacelineError
 from paceline.core.secrets import masked_values
 from paceline.data.grain import Batch
+from paceline.data.partition import MIN_GRAIN, most_grains
 
 NEWBOB_DEPENDS_ON = ("val_every_steps", "val_every_epochs", "monitor", "monitor_mode")
 """Settings that change numerics where validation scores decide the learning rate."""
@@ -101,6 +102,27 @@ class MoreRanksThanGrains(PacelineError):
         return f"set `--grains {self.ranks}`"
 
 
+class FewerSamplesThanRanks(PacelineError):
+    """A batch that cannot give every rank a sample."""
+
+    ranks: int
+    samples: int
+    sentence = "{ranks:#rank} for a batch of {samples:#sample}: {idle:#rank} would have nothing to do"
+    hint = "start at most {most:#rank}, or set `--global-batch {enough}` or more: a rank takes 2 samples or more"
+
+    @property
+    def most(self) -> int:
+        return most_grains(self.samples, self.ranks)
+
+    @property
+    def idle(self) -> int:
+        return self.ranks - self.most
+
+    @property
+    def enough(self) -> int:
+        return MIN_GRAIN * self.ranks
+
+
 class SettingsChanged(PacelineError):
     """A resume with settings that change what is computed."""
 
@@ -124,6 +146,13 @@ def choose_grains(asked: int | None, stored: int | None, ranks: int, regrain: bo
             raise MoreRanksThanGrains(ranks, grains, is_resumed=stored is not None)
         grains = ranks
     return grains
+
+
+def check_batch(config: DataSettings, ranks: int) -> None:
+    """Raise `FewerSamplesThanRanks` for a batch of fewer samples than ranks, where ranks share one."""
+    is_shared = config.dataset_distribution == "shard" and config.batch_per_device is None
+    if is_shared and config.batch_cost is None and config.max_samples < ranks:
+        raise FewerSamplesThanRanks(ranks, config.max_samples)
 
 
 def settings_changed(before: dict[str, Any], now: TrainConfig) -> dict[str, tuple[Any, Any]]:

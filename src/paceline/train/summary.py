@@ -10,6 +10,7 @@ from pathlib import Path
 
 from paceline.config.settings import TrainConfig
 from paceline.core.units import counted, plural
+from paceline.data.partition import most_grains
 from paceline.optim import build, larc, schedule
 from paceline.optim.schedule import SCHEDULES
 from paceline.parallel import outer
@@ -112,10 +113,27 @@ def rows(facts: Facts) -> Rows:
 
 def batch_line(config: TrainConfig, grains: int, size: int) -> str:
     """Return a line such as `global batch 64 = 4 grains of 16 = 2 ranks x 2`."""
-    whole = config.max_samples if config.batch_cost is None else config.batch_cost
-    unit = "" if config.batch_cost is None else " (padded length)"
-    ranks = f"{counted(size, 'rank')} x {grains / size:g}"
-    return f"global batch {whole:g}{unit} = {counted(grains, 'grain')} of {whole / grains:g} = {ranks}"
+    if config.batch_cost is not None:
+        each = f"{counted(grains, 'grain')} of {config.batch_cost / grains:.6g}"
+        return f"global batch {config.batch_cost:g} (padded length) = {each} = {_shares(grains, size)}"
+    whole = config.max_samples
+    num_grains = most_grains(whole, grains)
+    each = f"{counted(num_grains, 'grain')} of {_even(whole, num_grains)}"
+    return f"global batch {whole} = {each} = {_shares(num_grains, size)}"
+
+
+def _shares(num_grains: int, ranks: int) -> str:
+    """Return how many grains each rank has: `2 ranks x 1`, and which have none."""
+    if num_grains >= ranks:
+        return f"{counted(ranks, 'rank')} x {_even(num_grains, ranks)}"
+    idle = ranks - num_grains
+    return f"{counted(num_grains, 'rank')} x 1, and {counted(idle, 'rank')} with nothing to do"
+
+
+def _even(total: int, number: int) -> str:
+    """Return the sizes of a total cut into equal whole parts: `16`, or `5 or 6`."""
+    least, rest = divmod(total, number)
+    return f"{least} or {least + 1}" if rest else f"{least}"
 
 
 def data_line(data: DataFacts) -> str:

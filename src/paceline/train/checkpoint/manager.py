@@ -23,7 +23,7 @@ from paceline.train.checkpoint import pieces, reader, state
 from paceline.train.checkpoint.format import DIGESTS, STATE, CheckpointBroken
 from paceline.train.checkpoint.writer import Checkpointer
 from paceline.train.engine import Engine
-from paceline.train.position import Position, SettingsChanged, choose_grains, settings_changed
+from paceline.train.position import Position, SettingsChanged, check_batch, choose_grains, settings_changed
 from paceline.train.task import Describes, Task, state_of
 from paceline.world.consistency import check_same
 from paceline.world.link import Link
@@ -81,6 +81,8 @@ class CheckpointManager:
         self._choice = stored.choice if stored is not None and is_own and config.level == 4 else None
         before = stored.grains if stored is not None else None
         may_regrain = config.regrain or (config.allow_change and config.grains is not None)
+        if stored is None:
+            check_batch(config, link.world.size)
         self.grains = choose_grains(config.grains, before, link.world.size, may_regrain)
         self._check_ranks(stored)
         if before not in (None, self.grains):
