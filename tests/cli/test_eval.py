@@ -178,6 +178,20 @@ def test_on_two_processes(file: Path, shown: Type) -> None:
     assert found["metrics"] == metrics(logged(run)[-1])
 
 
+def test_eval_on_other_data(file: Path, shown: Type, mistake: Type) -> None:
+    """ce01e4b had no `--data` here."""
+    file.write_text(f"{TASK}\n\ndef both():\n    return {{'dev': points(11, seed=1), 'five': unseen()}}\n")
+    run = file.parent / "run"
+    shown(*train(file, "--out", run, "--epochs", 1))
+    own = json.loads(shown("eval", run, "--json"))["metrics"]
+    one = json.loads(shown("eval", run, "--json", "--data", f"{file}:unseen"))["metrics"]
+    two = json.loads(shown("eval", run, "--json", "--data", f"{file}:both"))["metrics"]
+    assert set(one) == {"unseen/loss", "unseen/right"}
+    assert two["five/loss"] == one["unseen/loss"]
+    assert two["dev/loss"] == own["dev/loss"]
+    assert "has no function 'x'" in mistake("eval", run, "--data", f"{file}:x")
+
+
 # -- infer -------------------------------------------------------------------------------------------------------------
 
 

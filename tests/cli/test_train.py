@@ -202,3 +202,13 @@ def test_a_disk_that_fills_up_is_said_and_the_run_goes_on_when_there_is_room(mis
         (disk / "full").unlink()
         assert main(arguments("Good", *words, "--resume", "auto")) == 0
         assert [record["step"] for record in read(disk / "run" / "metrics.jsonl")] == list(range(400))
+
+
+def test_more_ranks_than_samples_are_refused_before_any_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    """ce01e4b started 64 processes on two cores, of which 48 had nothing to do, without a word."""
+    for procs, batch, most in (("64", "32", "16 ranks"), ("3", "2", "1 rank")):
+        words = ["train", "digits", "--epochs", "1", "--device", "cpu", "--procs", procs, "--global-batch", batch]
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert f"{procs} ranks for a batch of {batch} samples" in error
+        assert f"start at most {most}, or set `--global-batch {2 * int(procs)}` or more" in error

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 import pytest
 from pydantic import ValidationError
 
+from paceline.cli.main import main
 from paceline.config.aliases import aliases_of
 from paceline.config.command_line import resolve
 from paceline.config.settings import TrainConfig
@@ -61,3 +62,22 @@ def test_a_section_declares_other_spellings() -> None:
     assert resolve(Own, "horovod_reduce_type") == "reduce"
     assert resolve(TrainConfig, "my_loss") is None
     assert resolve(TrainConfig, "train_dataset") is None, "a word of speech recognition"
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("bf16", "bf16 comes with the level: type `-O2` instead"),
+        ("bf16-mixed", "type `-O2`"),
+        ("fp32", "type `-O0`"),
+        ("tf32", "type `-O1`"),
+        ("16-mixed", "type `--precision fp16`"),
+        ("64", "type `--precision fp64`"),
+    ],
+)
+def test_types_that_come_with_a_level(word: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """ce01e4b answered bf16 by "did you mean fp16?"."""
+    assert main(["train", "digits", "--epochs", "1", "--precision", word]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert "did you mean" not in error

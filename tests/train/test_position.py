@@ -7,13 +7,18 @@ from itertools import product
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.config.settings import GroupSettings, TrainConfig
 from paceline.data.grain import Batch
+from paceline.data.partition import grain_ranks
 from paceline.train.position import (
+    FewerSamplesThanRanks,
     MoreRanksThanGrains,
     Position,
     SettingsChanged,
+    check_batch,
     choose_grains,
     settings_changed,
 )
@@ -170,3 +175,25 @@ def test_more_of_the_same_is_no_change_where_no_schedule_looks_at_the_end() -> N
         "epochs": (3, 9),
         "schedule": ("constant", "linear"),
     }
+
+
+@given(st.integers(1, 200), st.integers(1, 100))
+def test_fewer_samples_than_ranks_are_refused(batch: int, ranks: int) -> None:
+    """What the hint says works: no rank is left without a grain."""
+    config = TrainConfig(epochs=1, global_batch=batch)
+    if batch >= ranks:
+        check_batch(config, ranks)
+        return
+    with pytest.raises(FewerSamplesThanRanks) as caught:
+        check_batch(config, ranks)
+    most, enough = caught.value.most, caught.value.enough
+    check_batch(config, most)
+    check_batch(TrainConfig(epochs=1, global_batch=enough), ranks)
+    assert len(set(grain_ranks(batch, most, most))) == most
+    assert len(set(grain_ranks(enough, ranks, ranks))) == ranks
+
+
+def test_batches_of_each_rank_are_not_compared_with_the_ranks() -> None:
+    for settings in ({"batch_per_device": 1}, {"batch_cost": 3.0}):
+        check_batch(TrainConfig(epochs=1, **settings), 64)
+    check_batch(TrainConfig(epochs=1, global_batch=2, dataset_distribution="random_seed_offset"), 64)

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.config.settings import GroupSettings, TrainConfig
+from paceline.data.partition import cut
 from paceline.speed.precision import Capabilities, resolve
-from paceline.train.summary import DataFacts, Facts, ModelFacts, Seat, data_line, idle, rows
+from paceline.train.summary import DataFacts, Facts, ModelFacts, Seat, batch_line, data_line, idle, rows
 from paceline.world.discover.environment import World
 from tests.train.ragged import RaggedTask
 from tests.train.small import SmallTask, trainer
@@ -182,3 +185,23 @@ def test_how_losses_are_scaled_is_said_in_words(setting: Any, words: str) -> Non
     found = dict(rows(facts({"loss_scale": setting, "precision": "fp16"}, precision=fp16)))
     assert found["loss scaling"] == words
     assert dict(rows(facts({"loss_scale": setting})))["loss scaling"] == "none"
+
+
+@given(st.integers(1, 300), st.integers(1, 70), st.integers(1, 9))
+def test_grains_of_the_batch_line_are_those_that_are_cut(batch: int, ranks: int, per_rank: int) -> None:
+    """On ce01e4b 3 ranks made of a batch of 2 `3 grains of 0.666667`."""
+    grains = ranks * per_rank
+    line = batch_line(TrainConfig(epochs=1, global_batch=batch), grains, ranks)
+    sizes = sorted({len(piece) for piece in cut(None, batch, grains)})
+    number = len(cut(None, batch, grains))
+    assert "." not in line
+    assert f"= {number} grain{'s' * (number > 1)} of {' or '.join(map(str, sizes))} = " in line
+    assert ("nothing to do" in line) == (number < ranks)
+
+
+def test_ranks_that_share_cores_are_told() -> None:
+    """Only of our own launcher: others bind each rank to cores of its own."""
+    for launcher, num_cores, told in (("procs", 2, True), ("procs", 8, False), ("openmpi", 1, False)):
+        world = World(0, 0, 8, 8, 0, 1, launcher, None)
+        line = dict(rows(facts(world=world, num_cores=num_cores, grains=8))).get("cores")
+        assert line == ("8 ranks share 2 cores: `--procs 2` is likely as fast" if told else None)

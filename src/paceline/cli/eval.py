@@ -56,7 +56,11 @@ with warnings.catch_warnings():
 
 
 class EvalOptions(UseOptions):
-    """Validate a checkpoint of RUN on the validation sets of its task."""
+    """Validate a checkpoint of RUN on the validation sets of its task, or on other data."""
+
+    data: str | None = None
+    """A function without arguments that returns a data set, or several by name, as `path/to/file.py:function`; the
+    task's validation sets if not set."""
 
 
 OPTIONS, POSITIONAL = EvalOptions, ("run",)
@@ -69,6 +73,28 @@ class NoManifests(PacelineError):
     spec: str
     sentence = "the task {spec} reads no manifests"
     hint = "leave out `--manifest`"
+
+
+class NoDataFunction(PacelineError):
+    """`--data` names nothing that returns data."""
+
+    spec: str
+    why: str
+    sentence = "`--data {spec}`: {why}"
+    hint = "give it as path/to/file.py:function, a function without arguments that returns a data set"
+
+
+class DataTwice(PacelineError):
+    """Both `--data` and files name what is to be read."""
+
+    data: str
+    inputs: Sequence[str]
+    sentence = "both `--data {data}` and {first_inputs} are given"
+    hint = "give one of them"
+
+    @property
+    def first_inputs(self) -> str:
+        return f"{' '.join(self.inputs[:3])}{' ...' * (len(self.inputs) > 3)}"
 
 
 class TaskGone(PacelineError):
@@ -106,8 +132,11 @@ def evaluate(options: EvalOptions) -> int:
 
     task, config, link = open_run(options, {"mode": "eval"}, {"val_manifest": options.manifest})
     with link:
+        if options.data is not None and options.manifest:
+            raise DataTwice(options.data, options.manifest)
+        sets = None if options.data is None else _sets(options.data)
         checkpoint = apply.choose_checkpoint(link, options.run, options.checkpoint)
-        metrics = apply.evaluate_run(task, config, link, options.run, checkpoint)
+        metrics = apply.evaluate_run(task, config, link, options.run, checkpoint, sets)
     if link.is_first and options.json:
         step = reader.load(checkpoint, [], verify=False).step
         results = {"run": str(options.run), "checkpoint": str(checkpoint), "step": step, "metrics": metrics}
@@ -215,3 +244,27 @@ def settings_of(task: Task, run: Path, values: Mapping[str, Any]) -> TrainConfig
         return task.Settings(**values)
     except ValidationError as error:
         raise SettingsOutdated(run, error) from error
+
+
+def _sets(spec: str) -> Mapping[str, Any]:
+    """Return validation sets by name: those that the function returned, or one that has the function's name."""
+    data = call_data_function(spec)
+    return data if isinstance(data, Mapping) else {spec.rpartition(":")[2]: data}
+
+
+def call_data_function(spec: str) -> Any:
+    """Return the data of `path/to/file.py:function`."""
+    from paceline.cli import tasks
+    from paceline.core.user_file import guarded
+
+    path, separator, name = spec.rpartition(":")
+    if not separator:
+        raise NoDataFunction(spec, "the name of a function is missing")
+    try:
+        module = tasks.import_file(Path(path))
+    except tasks.UnknownTask as error:
+        raise NoDataFunction(spec, str(error)) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise NoDataFunction(spec, f"{path} has no function {name!r}")
+    return guarded(Path(path), f"{name}() is called", function)

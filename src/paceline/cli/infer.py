@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from paceline.cli.eval import UseOptions, open_run, run_here_or_on_procs
-from paceline.core.errors import PacelineError
+from paceline.cli.eval import DataTwice, UseOptions, call_data_function, open_run, run_here_or_on_procs
 from paceline.core.terminal import tell
 
 
@@ -25,28 +23,6 @@ class InferOptions(UseOptions):
 
 
 OPTIONS, POSITIONAL = InferOptions, ("run", "inputs")
-
-
-class NoDataFunction(PacelineError):
-    """`--data` names nothing that returns data."""
-
-    spec: str
-    why: str
-    sentence = "`--data {spec}`: {why}"
-    hint = "give it as path/to/file.py:function, a function without arguments that returns a data set"
-
-
-class DataTwice(PacelineError):
-    """Both `--data` and files name what is to be predicted."""
-
-    data: str
-    inputs: Sequence[str]
-    sentence = "both `--data {data}` and {first_inputs} are given"
-    hint = "give one of them"
-
-    @property
-    def first_inputs(self) -> str:
-        return f"{' '.join(self.inputs[:3])}{' ...' * (len(self.inputs) > 3)}"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -66,7 +42,7 @@ def infer(options: InferOptions) -> int:
         inputs = [*options.inputs, *options.manifest]
         if inputs and options.data is not None:
             raise DataTwice(options.data, inputs)
-        data = None if options.data is None else _data(options.data)
+        data = None if options.data is None else call_data_function(options.data)
         if inputs:
             apply.attach(task, config, link)
             data = tasks.read_inputs(task, inputs)
@@ -79,20 +55,3 @@ def infer(options: InferOptions) -> int:
     if link.is_first and options.out is not None:
         tell(f"{number} predictions in {options.out}\n")
     return 0
-
-
-def _data(spec: str) -> Any:
-    from paceline.cli import tasks
-    from paceline.core.user_file import guarded
-
-    path, separator, name = spec.rpartition(":")
-    if not separator:
-        raise NoDataFunction(spec, "the name of a function is missing")
-    try:
-        module = tasks.import_file(Path(path))
-    except tasks.UnknownTask as error:
-        raise NoDataFunction(spec, str(error)) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise NoDataFunction(spec, f"{path} has no function {name!r}")
-    return guarded(Path(path), f"{name}() is called", function)

@@ -79,6 +79,8 @@ class Facts:
     """Step and checkpoint."""
     has_group: bool = False
     """True also for one rank with a process group of its own, which reduces as several do."""
+    num_cores: int | None = None
+    """Cores that this rank may run on."""
 
     @property
     def reduces(self) -> bool:
@@ -94,6 +96,7 @@ def rows(facts: Facts) -> Rows:
     if facts.resumed is not None:
         lines.append(("resumed", facts.resumed))
     lines += _ranks(facts.world, facts.seats)
+    lines += _shared_cores(facts.world, facts.num_cores)
     lines += [
         ("batch", batch_line(config, facts.grains, facts.world.size)),
         ("data" if facts.stage is None else f"data of {facts.stage}", data_line(facts.data)),
@@ -145,6 +148,14 @@ def data_line(data: DataFacts) -> str:
     if data.padding is not None:
         parts.append(f"{100 * data.padding:.1f}% padding")
     return ", ".join(parts)
+
+
+def _shared_cores(world: World, num_cores: int | None) -> Rows:
+    """Return a line where our own launcher, which binds no rank to a core, started more ranks than there are cores."""
+    if num_cores is None or world.launcher != "procs" or world.local_size <= num_cores:
+        return []
+    share = f"{counted(world.local_size, 'rank')} share {counted(num_cores, 'core')}"
+    return [("cores", f"{share}: `--procs {num_cores}` is likely as fast")]
 
 
 def _ranks(world: World, seats: list[Seat]) -> Rows:

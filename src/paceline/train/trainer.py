@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -478,6 +479,7 @@ class Trainer:
             folder=self.config.out,
             resumed=self._resumed,
             has_group=self.link.has_group,
+            num_cores=len(os.sched_getaffinity(0)),
         )
         self.progress.table(summary.rows(facts))
         for line in [*filter(None, [self._arithmetic]), *self.engine.precision.notes, *summary.idle(facts)]:

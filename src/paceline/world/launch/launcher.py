@@ -23,7 +23,6 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
 from paceline.core.errors import PacelineError
-from paceline.core.terminal import warn
 from paceline.core.units import counted
 from paceline.world.failure.board import EXIT_CRASH, EXIT_INTERRUPT, EXIT_USER_ERROR, FailureBoard, Seen
 from paceline.world.failure.watchdog import exit_now
@@ -75,10 +74,6 @@ def launch(
     write their checkpoint, which nothing but SIGKILL interrupts. To be called from the main thread, as signals are.
     """
     num_procs = count_procs(procs, device, torch.cuda.device_count())
-    cores = len(os.sched_getaffinity(0))
-    if num_procs > cores:
-        word = "core, which they share" if cores == 1 else "cores, which they share"
-        warn(f"{num_procs} ranks on {cores} {word}: `--procs {cores}` is likely as fast\n")
     meeting = AgentRendezvous(node, num_procs, max_restarts)
     command = bound(command, signal.SIGTERM)  # a launcher that is killed leaves no rank behind, not even a fresh one
     spec = WorkerSpec(
