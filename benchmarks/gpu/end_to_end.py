@@ -13,6 +13,7 @@ others, in windows of 25 steps.
 from __future__ import annotations
 
 import csv
+import gc
 import json
 import subprocess
 import sys
@@ -121,6 +122,8 @@ def rate(options: Any) -> list[Row]:
         config = settings(options, data, level=options.level, **timed)
         alone = bare(Asr(), config, link, max(8, options.steps // 4))
         print(f"bare step: {alone:,.0f} utterances/s", flush=True)
+        gc.collect()  # its recorded graphs hold as much memory as those of the run
+        torch.cuda.empty_cache()
         found = benchmark(Asr(), config, link)
         waited = found.seconds.get("data", 0.0) / found.wall_s
         print(

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.tree import map_leaves
-from paceline.speed.graphs import CudaRecorder, Graphs, Recorder, detached, signature, tensors
+from paceline.speed.graphs import CudaRecorder, Graphs, Mark, Recorder, detached, signature, tensors
 
 
 class Again:
-    """Replays by running the recorded function again, which, other than a graph, also sets `grad`: put back."""
+    """Replays by running the recorded function again, without the hooks of `net`: a graph calls none."""
 
-    def __init__(self, net: nn.Module) -> None:
-        self.parameters = list(net.parameters())
+    def __init__(self, net: nn.Module | None = None) -> None:
+        self.parameters = [] if net is None else list(net.parameters())
         self.num_recorded = 0
+        self.done: list[str] = []
+        """Marks that were passed and waited for, in order."""
 
     def warm(self, function: Callable[[], None]) -> None:
         function()
@@ -26,17 +28,34 @@ class Again:
     def recover(self) -> bool:
         return False
 
+    def mark(self) -> Mark:
+        return Passed(self.done)
+
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         self.num_recorded += 1
         function()
 
         def replay() -> None:
-            kept = [parameter.grad for parameter in self.parameters]
+            hooks = [parameter._post_accumulate_grad_hooks or {} for parameter in self.parameters]
+            kept = [dict(each) for each in hooks]
+            for each in hooks:
+                each.clear()
             function()
-            for parameter, gradient in zip(self.parameters, kept, strict=True):
-                parameter.grad = gradient
+            for each, former in zip(hooks, kept, strict=True):
+                each.update(former)
 
         return replay
+
+
+class Passed:
+    """A mark that is passed when it is made."""
+
+    def __init__(self, done: list[str]) -> None:
+        self._done = done
+        done.append("marked")
+
+    def wait(self) -> None:
+        self._done.append("waited")
 
 
 def make_net(device: torch.device) -> nn.Module:
@@ -83,7 +102,7 @@ def train(net: nn.Module, graphs: Graphs | None, sizes: list[int], grains: int =
                 total.backward(seed(total))
                 total, count, outputs = detached((total, count, outputs))
             else:
-                total, count, outputs = done
+                total, count, outputs = done.results
             assert count == sizes[index] == len(outputs["logits"])
             losses.append(float(total.detach()))
         with torch.no_grad():
@@ -129,6 +148,55 @@ def test_replayed_training_is_bitwise_the_same(warm: bool) -> None:
 def test_replayed_training_is_bitwise_the_same_on_a_gpu(warm: bool) -> None:
     device = torch.device("cuda")
     assert check(device, lambda net: CudaRecorder(device), warm).num_recorded == 3
+
+
+def test_gradients_are_added_where_groups_have_their_place() -> None:
+    """Group by group, each with a mark as soon as it is complete; values are those of plain runs."""
+    plain, net = make_net(CPU), make_net(CPU)
+    names = [["4.weight", "4.bias", "unused"], ["1.weight", "1.bias"], ["0.weight", "0.bias"]]
+    groups = [{net.get_parameter(name): torch.zeros_like(net.get_parameter(name)) for name in each} for each in names]
+    recorder = Again(net)
+    graphs = Graphs(net, recorder, groups)
+    assert graphs.warm(loss_of(net), make_data(4, 77, CPU)), graphs.failures
+    assert all(not place.any() for group in groups for place in group.values())
+    recorder.done.clear()
+    for index in range(2):
+        data = make_data(4, index, CPU)
+        for each in (plain, net):
+            torch.manual_seed(index)
+            if each is plain:
+                total, *_ = loss_of(plain)(data)
+                total.backward(torch.tensor(0.5))
+            else:
+                replay = graphs.run(loss_of(net), data, lambda total: torch.tensor(0.5))
+                assert replay is not None
+    assert recorder.done == ["marked"] * 6
+    assert replay.recorded.used == {parameter for name, parameter in net.named_parameters() if name != "unused"}
+    assert [mark is not None for mark in replay.recorded.marks] == [True] * 3
+    for group, each in zip(groups, names, strict=True):
+        for name, place in zip(each, group.values(), strict=True):
+            expected = plain.get_parameter(name).grad
+            assert torch.equal(place, torch.zeros(3) if expected is None else expected), name
+
+
+def test_a_gradient_in_pieces_is_not_recorded() -> None:
+    """A group would be sent before its gradient is whole."""
+    net = nn.Linear(3, 1)
+
+    def in_pieces(data: Any) -> tuple[Tensor, Any, Any]:
+        total = net(data["x"]).sum()
+
+        # As reentrant checkpointing does: a backward in backward.
+        @torch.enable_grad()
+        def again(gradient: Tensor) -> None:
+            net(data["x"]).sum().backward()
+
+        total.register_hook(again)
+        return total, 1, {}
+
+    graphs = Graphs(net, Again(net), [{net.weight: torch.zeros(1, 3)}])
+    assert not graphs.warm(in_pieces, {"x": torch.ones(2, 3)})
+    assert "several pieces" in next(iter(graphs.failures.values()))
 
 
 def test_only_so_many_shapes_are_recorded() -> None:
@@ -185,6 +253,36 @@ def test_a_loss_that_waits_for_the_gpu_runs_plainly() -> None:
 
     assert not graphs.warm(waits, make_data(4, 77, device))
     assert train(net, graphs, SIZES) == train(plain, None, SIZES)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore")
+def test_a_stream_that_waits_for_a_mark_goes_on_beside_the_replay() -> None:
+    """After the mark of the replay that was started last, not of one before; before that replay ends."""
+    device = torch.device("cuda")
+    recorder, marks = CudaRecorder(device), []
+    source, place, seen = (torch.zeros(1024, device=device) for _ in range(3))
+
+    def function() -> None:
+        torch.cuda._sleep(20_000_000)
+        place.copy_(source)
+        marks.append(recorder.mark())
+        torch.cuda._sleep(2_000_000_000)  # about a second
+
+    replay = recorder.record(function)
+    stream, end = torch.cuda.Stream(device), torch.cuda.Event()
+    for number in range(1, 4):
+        source.fill_(number)
+        replay()
+        end.record()
+        with torch.cuda.stream(stream):
+            marks[-1].wait()
+            seen.copy_(place)
+        stream.synchronize()
+        assert not end.query(), "the stream has waited for the whole replay"
+        assert seen.eq(number).all()
+        torch.cuda.synchronize()
 
 
 def test_structures() -> None:

@@ -105,6 +105,27 @@ class ReadsGrains(Protocol):
     def read_grain(self, samples: NDArray[np.int64], seeds: Sequence[int], collate: Collate, /) -> Any: ...
 
 
+class Room(Protocol):
+    """Gives arrays that nothing has been written to: `numpy.empty`, or a place in memory that is used again."""
+
+    def __call__(self, shape: tuple[int, ...], dtype: Any, /) -> NDArray[Any]: ...
+
+
+class ReadsInThreads(Protocol):
+    """A whole grain in one call that several threads may make at once: its cost is copying, no state is shared.
+
+    Worth it for arrays in memory-mapped files. Large arrays are taken from `room`.
+    """
+
+    def reads_in_threads(self, collate: Collate, /) -> bool:
+        """Return True if all grains can be read so, with this collate function."""
+        ...
+
+    def read_grain_into(
+        self, samples: NDArray[np.int64], seeds: Sequence[int], collate: Collate, room: Room, /
+    ) -> Any: ...
+
+
 class Shards(Protocol):
     """An iterable data set that gives each rank a part of its own."""
 
@@ -173,6 +194,13 @@ class DatasetTraits:
     @property
     def grain_reader(self) -> ReadsGrains | None:
         return cast(ReadsGrains, self.dataset) if hasattr(self.dataset, "read_grain") else None
+
+    def thread_reader(self, collate: Collate) -> ReadsInThreads | None:
+        """Return the data set if threads may read it, with this collate function."""
+        if not hasattr(self.dataset, "read_grain_into"):
+            return None
+        reader = cast(ReadsInThreads, self.dataset)
+        return reader if reader.reads_in_threads(collate) else None
 
     @property
     def sharded(self) -> Shards | None:

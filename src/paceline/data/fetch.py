@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from paceline.core.errors import PacelineError
 from paceline.core.keys import key
 from paceline.data.collate import stack_collate
-from paceline.data.dataset import Collate, DatasetTraits
+from paceline.data.dataset import Collate, DatasetTraits, Room
 from paceline.data.grain import Grain
 
 
@@ -36,6 +36,7 @@ class Fetch:
         self._seed = seed
         self._traits = traits = DatasetTraits(dataset)
         self._grain_reader, self._sample_reader = traits.grain_reader, traits.sample_reader
+        self._thread_reader = traits.thread_reader(self._collate)
         # Plain values in memory draw no random numbers; tensors need no call per sample either.
         self._columns = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
         self._is_list = type(dataset) in (list, tuple)
@@ -64,6 +65,19 @@ class Fetch:
             return Fetch(pickle.loads(buffer.getbuffer()), self._collate, self._seed)
         except Exception:  # whatever a data set's own pickling raises
             return None
+
+    @property
+    def reads_in_threads(self) -> bool:
+        """True if several threads may call `read_into` at once."""
+        return self._thread_reader is not None
+
+    def read_into(self, request: Request, room: Room) -> Grain:
+        """Read a grain, with its large arrays in `room`; only where `reads_in_threads`."""
+        assert self._thread_reader is not None
+        samples = request.samples
+        seeds = [key(self._seed, request.epoch, sample) for sample in samples.tolist()]
+        data = self._thread_reader.read_grain_into(samples, seeds, self._collate, room)
+        return Grain(data, request.number, samples)
 
     def __call__(self, request: Request) -> Grain:
         return Grain(self._read(request), request.number, request.samples)

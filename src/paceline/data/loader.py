@@ -31,6 +31,7 @@ from paceline.data.dataset import Collate
 from paceline.data.fetch import Fetch, Request, same
 from paceline.data.grain import Batch, Grain, map_tensors
 from paceline.data.plan import Plan
+from paceline.data.thread_reader import ThreadReader
 from paceline.observe.clock import Clock
 from paceline.world.parent_process import leave_with_parent
 
@@ -41,6 +42,10 @@ RESIDENT_SHARE = 1 / 16
 """Fraction of a GPU's free memory that a data set of plain tensors may take to live there."""
 MOST_COPIED_BYTES = 64 << 20
 """Size up to which a data set is copied to time a read of it."""
+STEPS_AHEAD = 8
+"""Steps that the host may have launched before the GPU is done with the first of them."""
+MOST_THREADS = 4
+"""Threads that read packed data by default: one copies 10,000 utterances of 16.7 s per second."""
 TINY_READ_S = 0.0001
 """Grains that are read faster than this are read in bursts, while the code that does it is in the CPU's cache."""
 BURST = 32
@@ -160,11 +165,12 @@ class Loader:
         if self._device.type == "cuda":
             free_bytes, _ = torch.cuda.mem_get_info(self._device)
             self._fetch.move_to(self._device, RESIDENT_SHARE * free_bytes / local_size)
+        self._uploads = CudaUploads(self._device) if self._device.type == "cuda" else None
         self._workers_setting = 0 if self._fetch.is_resident else workers
         self._local_size = local_size
         self._reader: Reader | None = None
         self.workers: int | None = None if self._workers_setting == "auto" else self._workers_setting
-        """Worker processes; None until the first read decides."""
+        """Worker processes, or threads for packed data on a GPU; None until the first read decides."""
 
     def run(
         self, plan: Plan, steps: range | None = None, *, epoch: int = 0, rank: int = 0, size: int = 1
@@ -175,13 +181,19 @@ class Loader:
 
     def row(self, epochs: Iterable[EpochSteps]) -> BatchRow:
         """Return the batches of these epochs, on the device; any earlier row ends."""
-        deliver = None if self._device.type == "cpu" else lambda epoch: prefetch(epoch, self._device, self._clock)
+        uploads, clock = self._uploads, self._clock
+        deliver = None if uploads is None else lambda epoch: prefetch(epoch, uploads, clock)
         return BatchRow(self._read_on(epochs), self._read, deliver)
 
     def read(self, requests: Iterable[Request]) -> Iterator[Grain]:
         """Yield grains on the device, outside of any order of batches; any earlier row ends."""
         for grain in self._read(iter(requests)):
-            yield grain.to(self._device, non_blocking=True)
+            if self._uploads is None:
+                yield grain
+            else:
+                uploaded = self._uploads.start(grain)
+                self._uploads.hand_over(uploaded)
+                yield uploaded
 
     def close(self) -> None:
         """Stop the workers."""
@@ -197,6 +209,12 @@ class Loader:
     def _read(self, requests: Iterator[Request]) -> Iterator[Grain]:
         if self._reader is None:
             on_cpu = self._device.type == "cpu"
+            if self._uploads is not None and self._fetch.reads_in_threads and self._workers_setting != 0:
+                cores = len(os.sched_getaffinity(0))
+                self.workers = choose_threads(self._workers_setting, cores, self._local_size)
+                self._reader = ThreadReader(self._fetch, self.workers, self._uploads, self._clock)
+                yield from self._reader.read(requests)
+                return
             if self.workers is None:
                 first = next(requests, None)
                 if first is None:
@@ -213,31 +231,69 @@ class Loader:
         yield from self._reader.read(requests)
 
 
-def prefetch(batches: Iterator[Batch], device: torch.device, clock: Clock) -> Iterator[Batch]:
-    """Copy each batch to the GPU on a stream of its own, one batch ahead of the step that uses it."""
-    stream = torch.cuda.Stream(device)
+class CudaUploads:
+    """Copies to a GPU, on a stream of their own."""
 
-    def upload(batch: Batch) -> Batch:
-        with torch.cuda.stream(stream):
-            batch.grains = [grain.to(device, non_blocking=True) for grain in batch.grains]
-        return batch
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return page-locked memory."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def pinned(self, grain: Grain) -> Grain:
+        return grain.pin_memory()
+
+    def start(self, grain: Grain) -> Grain:
+        """Start to copy a grain, unless it is there already; return the copy."""
+        with torch.cuda.stream(self._stream):
+            return grain.to(self._device, non_blocking=True)
+
+    def mark(self) -> torch.cuda.Event:
+        """Return the end of the copies that were started so far."""
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def hand_over(self, grain: Grain) -> None:
+        """Let the current stream wait for all that was started, and use this grain."""
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        # The allocator must not reuse the memory before the step is done with it.
+        map_tensors(lambda tensor: tensor.record_stream(current), grain.data)
+
+    def mark_step(self) -> torch.cuda.Event:
+        """Return the end of what the current stream has to do so far."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+def prefetch(batches: Iterator[Batch], uploads: CudaUploads, clock: Clock) -> Iterator[Batch]:
+    """Copy each batch to the GPU on a stream of its own, one batch ahead of the step that uses it.
+
+    The host goes on to at most `STEPS_AHEAD` steps before the one that the GPU computes: each holds its batch.
+    """
+    steps: deque[torch.cuda.Event] = deque()
 
     def hand_over(batch: Batch) -> Batch:
-        current = torch.cuda.current_stream(device)
-        current.wait_stream(stream)
-        for grain in batch.grains:  # the allocator must not reuse the memory before the step is done with it
-            map_tensors(lambda tensor: tensor.record_stream(current), grain.data)
+        for grain in batch.grains:
+            uploads.hand_over(grain)
         return batch
 
     waiting: Batch | None = None
     for batch in batches:
         clock.lap("data")
-        uploaded = upload(batch)
+        batch.grains = [uploads.start(grain) for grain in batch.grains]
         handed = None if waiting is None else hand_over(waiting)
         clock.lap("transfer")
         if handed is not None:
             yield handed
-        waiting = uploaded
+            steps.append(uploads.mark_step())
+            if len(steps) > STEPS_AHEAD:
+                steps.popleft().synchronize()
+                clock.lap("compute")
+        waiting = batch
     if waiting is not None:
         yield hand_over(waiting)
 
@@ -369,6 +425,11 @@ def choose_workers(setting: int | Literal["auto"], read_s: float, cores: int, lo
         return 0
     share = cores // local_size - (1 if on_cpu else 0)  # on a CPU the training itself needs one
     return max(0 if on_cpu else 1, min(share, MOST_WORKERS))
+
+
+def choose_threads(setting: int | Literal["auto"], cores: int, local_size: int) -> int:
+    """Return the number of threads of a rank that read packed data."""
+    return max(1, min(MOST_THREADS, cores // local_size - 1)) if setting == "auto" else setting
 
 
 def _seconds_to_read(fetch: Fetch, request: Request) -> float:

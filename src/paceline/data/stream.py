@@ -19,7 +19,7 @@ from paceline.data.collate import stack_collate
 from paceline.data.dataset import Collate, DatasetTraits
 from paceline.data.fetch import seed_everything
 from paceline.data.grain import Batch, Grain
-from paceline.data.loader import prefetch
+from paceline.data.loader import CudaUploads, prefetch
 from paceline.observe.clock import Clock
 
 
@@ -54,7 +54,7 @@ class Stream:
     def run(self, *, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Yield this rank's batches from step `start` on; the steps before it are read and passed over."""
         batches = self._batches(epoch, start)
-        return batches if self._device.type == "cpu" else prefetch(batches, self._device, self._clock)
+        return batches if self._device.type == "cpu" else prefetch(batches, CudaUploads(self._device), self._clock)
 
     def empty(self, epoch: int, step: int) -> Batch:
         """Return the batch of a rank whose data has ended while another's has not."""

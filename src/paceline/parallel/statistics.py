@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import torch
 
 from paceline.core.errors import PacelineError
-from paceline.core.torch_private import BatchNorm, foreach_add_, foreach_mul_, foreach_zero_
+from paceline.core.torch_private import BatchNorm, foreach_add_, foreach_copy_, foreach_mul_, foreach_zero_
 from paceline.parallel.joined_norm import JoinedBatchNorm
 from paceline.world.link import Link
 
@@ -48,6 +48,31 @@ class SyncBatchNormRefused(PacelineError):
     hint = "use plain BatchNorm, whose statistics are per grain; `--sync-batchnorm all` joins the ranks' grains"
 
 
+class _Aside:
+    """Place for running statistics of one dtype, in one piece of memory: a few operations serve all layers."""
+
+    def __init__(self, tensors: list[torch.Tensor], layers: list[int]) -> None:
+        """`layers`: number of the layer that each of `tensors` belongs to."""
+        self._tensors = tensors
+        sizes = [tensor.numel() for tensor in tensors]
+        self._flat = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device)
+        pieces = self._flat.split(sizes)
+        self._views = [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+        self._layer_of = torch.repeat_interleave(
+            torch.tensor(layers, device="cpu"), torch.tensor(sizes, device="cpu")
+        ).to(self._flat.device)
+
+    def take(self) -> None:
+        """Put the statistics aside, and leave zeros."""
+        foreach_copy_(self._views, self._tensors)
+        foreach_zero_(self._tensors)
+
+    def add_back(self, factors: torch.Tensor) -> None:
+        """Add what was put aside, times the factor of its layer, (layers,)."""
+        self._flat *= factors.to(self._flat.dtype)[self._layer_of]
+        foreach_add_(self._tensors, self._views)
+
+
 class RunningStatistics:
     """The running statistics of a model's batch norms, shared out over the ranks while it trains.
 
@@ -69,7 +94,7 @@ class RunningStatistics:
         self._names: list[str] = []  # of all of these buffers, as in `_buffers`
         self._shares: list[torch.Tensor] = []  # this rank's buffers as they were when they became totals
         self._totals: list[torch.Tensor] = []  # and as they have become
-        self._before: list[torch.Tensor] = []
+        self._aside: list[_Aside] = []
         self._missed = 0
         self._position = 0  # number of the first grain of the step that this rank's share does not account for
 
@@ -93,6 +118,10 @@ class RunningStatistics:
             return
         if not self._link.is_first:
             foreach_zero_([*self._floats, *self._counters()])
+        places: dict[torch.dtype, list[int]] = {}
+        for place, tensor in enumerate(self._floats):
+            places.setdefault(tensor.dtype, []).append(place)
+        self._aside = [_Aside([self._floats[i] for i in each], [i // 2 for i in each]) for each in places.values()]
         momenta = torch.tensor([layer.momentum for layer in self._layers], dtype=torch.float64, device="cpu")
         self._keep = (1.0 - momenta).to(self._floats[0].device)  # (layers,)
         self._tracked = torch.stack(self._counters())  # (layers,) calls so far
@@ -202,8 +231,8 @@ class RunningStatistics:
         if self._layers:
             if not all(layer.training for layer in self._layers):
                 raise BatchNormFrozen
-            self._before = [tensor.clone() for tensor in self._floats]
-            foreach_zero_(self._floats)
+            for aside in self._aside:
+                aside.take()
             self._missed, self._position = number - self._position, number + 1
 
     def after_grain(self) -> None:
@@ -212,9 +241,9 @@ class RunningStatistics:
             tracked = torch.stack(self._counters())
             self._calls = tracked - self._tracked
             self._tracked = tracked
-            kept = self._factors(self._decays + self._calls * (self._missed + 1))
-            foreach_mul_(self._before, kept)
-            foreach_add_(self._floats, self._before)
+            kept = self._keep.pow(self._decays + self._calls * (self._missed + 1))
+            for aside in self._aside:
+                aside.add_back(kept)
             self._decays = torch.zeros_like(self._decays)
 
     def end_step(self, num_grains: int) -> None:

@@ -8,6 +8,9 @@ The engine calls a strategy in a fixed order and never asks which one it has:
     finish(step)       the update is done; returns the record of the step
     sync()             between steps: make the ranks' models equal, if they are not
 
+A backward that is replayed from a CUDA graph calls no hooks. Before it is recorded, `gradient_groups` says where
+gradients have to be added; after each replay is started, `replayed` (instead of a backward) says which have been.
+
 A rank without grains in a step goes straight to `reduce` and contributes zeros without calling the model. Where weights
 are sharded the model itself communicates: `makeup` gives the grains that a rank runs so that all call it equally often.
 
@@ -22,7 +25,7 @@ are sharded the model itself communicates: `makeup` gives the grains that a rank
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -33,6 +36,13 @@ from torch import Tensor
 from paceline.parallel.step import Average, Step, Tally
 
 Part = TypeVar("Part")
+
+
+class Mark(Protocol):
+    """A place in a backward that is being replayed."""
+
+    def wait(self) -> None:
+        """Let the current stream wait until the replay has come here."""
 
 
 class GlobalBatch(Protocol):
@@ -98,6 +108,19 @@ class Strategy(ABC):
     @abstractmethod
     def last_backward(self) -> None:
         """Announce that the next backward is this rank's last of the step."""
+
+    def gradient_groups(self) -> Sequence[Mapping[Tensor, Tensor]]:
+        """Return the tensors that recorded backwards must add gradients to, by parameter; none: anywhere.
+
+        They come in groups: each is wanted as soon as all of its gradients are complete.
+        """
+        return ()
+
+    def replayed(self, used: Collection[Tensor], marks: Sequence[Mark | None]) -> None:  # noqa: B027
+        """Take note of a backward whose replay was started: parameters that it has gradients for, a mark per group.
+
+        A mark is None where backward does not reach the group.
+        """
 
     @abstractmethod
     def reduce(self, tally: Tally) -> Tally:

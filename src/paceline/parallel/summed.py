@@ -10,13 +10,16 @@ on every rank. Compared with torch's DistributedDataParallel wrapper, on the sam
   gradient for has none afterwards, as on one rank;
 - sums, not means: losses are already divided by the global count;
 - the step's loss, count and flags travel at the end of the last bucket: a step has no other collective;
-- in half precision (`wire`), as torch's compression hooks do it, which on CPU know fp16 only.
+- in half precision (`wire`), as torch's compression hooks do it, which on CPU know fp16 only;
+- a backward that is replayed from a CUDA graph adds to the buckets, too: on a stream of its own each all-reduce waits
+  for the bucket's mark in the graph, beside the rest of the replay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
 import torch.distributed
@@ -24,7 +27,7 @@ import torch.distributed
 from paceline.core.errors import PacelineError
 from paceline.observe.clock import Clock
 from paceline.parallel.step import Tally
-from paceline.parallel.strategy import GlobalBatch, Strategy
+from paceline.parallel.strategy import GlobalBatch, Mark, Strategy
 from paceline.world.link import Link
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first all-reduce starts early
@@ -79,9 +82,12 @@ class Summed(Strategy):
         self._tally = (
             last.tail if self._tally_rides else torch.zeros(extra, dtype=torch.float32, device=last.flat.device)
         )
+        self._tally_places = self._tally[:TALLY].unbind()
         self._has_gradient = [False] * len(self.parameters)
         self._armed = False
         self._next = 0
+        self._stream = torch.cuda.Stream(link.device) if link.device.type == "cuda" else None
+        """Stream from which buckets are sent while a recorded backward is replayed."""
         self._works: list[torch.distributed.Work] = []
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
@@ -103,10 +109,33 @@ class Summed(Strategy):
     def last_backward(self) -> None:
         self._armed = True
 
+    def gradient_groups(self) -> Sequence[Mapping[torch.Tensor, torch.Tensor]]:
+        return [
+            {parameter: view for (_, parameter), view in zip(bucket.members, bucket.views, strict=True)}
+            for bucket in self._buckets
+        ]
+
+    def replayed(self, used: Collection[torch.Tensor], marks: Sequence[Mark | None]) -> None:
+        for index, parameter in enumerate(self.parameters):
+            if parameter in used:
+                self._has_gradient[index] = True
+        if not self._armed:
+            return
+        with self._beside():
+            while self._next < len(self._buckets) - 1 and (mark := marks[self._next]) is not None:
+                mark.wait()
+                self._send_next()
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
     def reduce(self, tally: Tally) -> Tally:
         self._armed = False
-        for index, number in enumerate(tally):
-            self._tally[index] = number
+        for place, number in zip(self._tally_places, tally, strict=True):
+            if isinstance(number, torch.Tensor) and number.is_cuda:
+                place.copy_(number)
+            else:
+                place.fill_(float(number))  # an assignment would copy it to a GPU and wait for that
         while self._next < len(self._buckets):
             self._send_next()
         for work in self._works:

@@ -1,9 +1,11 @@
 """CUDA graphs: forward, loss and backward of a grain recorded once per shape and replayed without launching anything.
 
 What a recorded grain reads lies in buffers of fixed address, into which each new grain is copied; its gradients are
-added to buffers that all graphs share; everything between lives in one pool of memory that graphs use in turn, since
-only one of them runs at a time. Random numbers are drawn from the generator's seed at replay, which the engine sets for
-every grain as always, so that a replay draws what the same grain would have drawn without a graph.
+added to tensors that all graphs share; everything between lives in one pool of memory that graphs use in turn, since
+only one of them runs at a time. Where gradients have a place already (buckets that ranks sum), they are added there
+bucket by bucket while backward runs, and a mark in the graph tells when a bucket is complete: its sum over the ranks
+starts beside the rest of the replay. Random numbers are drawn from the generator's seed at replay, which the engine
+sets for every grain as always, so that a replay draws what the same grain would have drawn without a graph.
 
 A shape is recorded when it is seen for the second time, or before the first step (`warm`), up to `MOST_GRAPHS` of them;
 other grains run as they always do, into the same gradients. `CudaRecorder` is all that touches CUDA.
@@ -12,9 +14,10 @@ other grains run as they always do, into the same gradients. `CudaRecorder` is a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +35,13 @@ Pass = Callable[[Any], tuple[Tensor, Any, Any]]
 """Forward and loss of a grain's data: (sum, count, outputs)."""
 
 
+class Mark(Protocol):
+    """A place in a recording."""
+
+    def wait(self) -> None:
+        """Let the current stream wait until the replay that was started last has come here."""
+
+
 class Recorder(Protocol):
     """Interface that turns a function of fixed buffers into a replayable recording."""
 
@@ -40,6 +50,9 @@ class Recorder(Protocol):
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         """Run it once for recording, which computes nothing, and give what computes it from now on."""
+
+    def mark(self) -> Mark:
+        """Return a mark of what the function has done so far; called by it while it is warmed or recorded."""
 
     def recover(self) -> bool:
         """Clean up after a recording that failed; return True if recordings made before are lost."""
@@ -68,6 +81,11 @@ class CudaRecorder:
             function()
         return graph.replay
 
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(external=True)  # recorded anew by each replay, for streams outside of the graph
+        event.record()
+        return event
+
     def recover(self) -> bool:
         generator = torch.cuda.default_generators[self._device.index or 0]
         try:
@@ -81,7 +99,7 @@ class CudaRecorder:
         return False
 
 
-@dataclass
+@dataclass(frozen=True)
 class Recorded:
     """One shape."""
 
@@ -91,23 +109,34 @@ class Recorded:
     results: Mapping[str, Any]
     """`total`, `count`, `outputs`: tensors that a replay writes to."""
     replay: Callable[[], None]
+    used: frozenset[Tensor]
+    """Parameters that backward has a gradient for."""
+    marks: Sequence[Mark | None]
+    """Marks after the gradients of each group; None for a group that backward does not reach."""
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """Buffers and gradients of a model before a recording runs it."""
+class Replay(NamedTuple):
+    """A replay that was started: (sum, count, outputs), and the recording."""
 
-    buffers: list[Tensor]
-    gradients: list[Tensor | None]
-    """The tensors themselves."""
-    sums: list[Tensor | None]
-    """Copies of the values in `gradients`."""
+    results: tuple[Tensor, Any, Any]
+    recorded: Recorded
+
+
+class GradientInPieces(RuntimeError):
+    """A gradient grew after its group was complete: it would be missing in what is sent."""
 
 
 class Graphs:
     """The recorded shapes of one model, and the gradients that they share."""
 
-    def __init__(self, model: nn.Module, recorder: Recorder, most: int = MOST_GRAPHS) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        recorder: Recorder,
+        groups: Sequence[Mapping[Tensor, Tensor]] = (),
+        most: int = MOST_GRAPHS,
+    ) -> None:
+        """`groups`: gradients that have a place, by parameter. Somebody else zeroes them; each group gets a mark."""
         self._recorder, self._most = recorder, most
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._buffers = list(model.buffers())
@@ -115,7 +144,11 @@ class Graphs:
         device = self._parameters[0].device
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
-        self._gradients: dict[Tensor, Tensor] = {}
+        self._groups = [dict(group) for group in groups]
+        self._places = {parameter: place for group in self._groups for parameter, place in group.items()}
+        """Where gradients are added, those in `_own` included."""
+        self._own: dict[Tensor, Tensor] = {}
+        """Gradients of parameters that are in no group."""
         self._recorded: dict[Any, Recorded] = {}
         self._seen: Counter[Any] = Counter()
         self.failures: dict[str, str] = {}
@@ -129,13 +162,13 @@ class Graphs:
         return len(self._recorded)
 
     def start_step(self) -> None:
-        """All gradients 0, in the buffers that the graphs add to."""
-        if self._gradients:
-            foreach_zero_(list(self._gradients.values()))
-        for parameter in self._parameters:
-            parameter.grad = self._gradients.get(parameter)
+        """All gradients 0, in the tensors that the graphs add to; those of groups are left to their owner."""
+        if self._own:
+            foreach_zero_(list(self._own.values()))
+        for parameter, gradient in self._own.items():
+            parameter.grad = gradient
 
-    def run(self, run: Pass, data: Any, seed: Callable[[Tensor], Tensor]) -> tuple[Tensor, Any, Any] | None:
+    def run(self, run: Pass, data: Any, seed: Callable[[Tensor], Tensor]) -> Replay | None:
         """Forward and backward of a grain by replay, None where it must be run plainly (counted in `num_plain`).
 
         `seed` gives what backward of a sum starts from.
@@ -173,19 +206,18 @@ class Graphs:
         """For the journal."""
         return {"recorded": self.num_recorded, "replayed": self.num_replayed, "plain": self.num_plain}
 
-    def _replay(
-        self, recorded: Recorded, leaves: Sequence[Tensor], seed: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Any, Any]:
+    def _replay(self, recorded: Recorded, leaves: Sequence[Tensor], seed: Callable[[Tensor], Tensor]) -> Replay:
         foreach_copy_(recorded.inputs, list(leaves), non_blocking=True)
         results = recorded.results
         recorded.seed.copy_(seed(results["total"]))
         recorded.replay()
         self.num_replayed += 1
         # The next replay writes over these.
-        return _cloned(results["total"]), _cloned(results["count"]), _cloned(results["outputs"])
+        copies = _cloned(results["total"]), _cloned(results["count"]), _cloned(results["outputs"])
+        return Replay(copies, recorded)
 
     def _record(self, shape: Any, run: Pass, data: Any) -> Recorded | None:
-        """Record a shape; None if that fails. The runs that this takes leave no trace: see `_restore`, `_rewind`."""
+        """Record a shape; None if that fails. The runs that this takes leave no trace: see `_kept`, `_rewind`."""
         inputs: list[Tensor] = []
 
         def held(tensor: Tensor) -> Tensor:
@@ -193,29 +225,26 @@ class Graphs:
             return inputs[-1]
 
         fixed = map_leaves(held, data, Tensor)
-        before = self._snapshot()
         seed = torch.zeros((), dtype=torch.float32, device=inputs[0].device)
         last: dict[str, Any] = {}
+        used: set[Tensor] = set()
+        marks: list[Mark | None] = [None] * len(self._groups)
 
         def once() -> None:
-            for parameter in self._parameters:  # so that gradients are taken over as they are, not added one by one
-                parameter.grad = None
-            total, count, outputs = run(fixed)
-            torch.autograd.backward((total,), (seed.to(total.dtype),))
-            # Without what backward has kept of the run.
-            last["total"], last["count"], last["outputs"] = detached((total, count, outputs))
-            pairs = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
-            for parameter, gradient in pairs:
-                if parameter not in self._gradients:
-                    self._gradients[parameter] = torch.zeros_like(gradient)
-            foreach_add_([self._gradients[parameter] for parameter, _ in pairs], [each for _, each in pairs])
+            with self._without_gradients(), self._landing(used, marks):
+                total, count, outputs = run(fixed)
+                torch.autograd.backward((total,), (seed.to(total.dtype),))
+                # Without what backward has kept of the run.
+                last["total"], last["count"], last["outputs"] = detached((total, count, outputs))
+                used.update(self._land(self._parameters))
 
         try:
-            for _ in range(WARM_RUNS):
+            with self._kept():
+                for _ in range(WARM_RUNS):
+                    self._rewind()
+                    self._recorder.warm(once)
                 self._rewind()
-                self._recorder.warm(once)
-            self._rewind()
-            replay = self._recorder.record(once)
+                replay = self._recorder.record(once)
         except Exception as error:  # whatever a loss does that cannot be recorded
             self.failures[_words(shape)] = first_line(error)
             if self._recorder.recover():
@@ -223,27 +252,81 @@ class Graphs:
                 self._most = 0
             return None
         finally:
-            self._restore(before)
             self._rewind()
-        recorded = Recorded(inputs, seed, last, replay)
+        recorded = Recorded(inputs, seed, last, replay, frozenset(used), marks)
         self._recorded[shape] = recorded
         return recorded
 
-    def _snapshot(self) -> Snapshot:
-        buffers = [buffer.clone() for buffer in self._buffers]
-        gradients = [parameter.grad for parameter in self._parameters]
-        sums = [None if gradient is None else gradient.clone() for gradient in gradients]
-        return Snapshot(buffers, gradients, sums)
+    def _land(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Add the gradients of these parameters where they belong, and take them away; return those that had one."""
+        landed, gradients = [], []
+        for parameter in parameters:
+            if parameter.grad is not None:
+                landed.append(parameter)
+                gradients.append(parameter.grad)
+                parameter.grad = None
+                if parameter not in self._places:
+                    self._own[parameter] = self._places[parameter] = torch.zeros_like(gradients[-1])
+        if landed:
+            foreach_add_([self._places[parameter] for parameter in landed], gradients)
+        return landed
 
-    def _restore(self, before: Snapshot) -> None:
-        """Put back buffers and sums of gradients; gradients that graphs share from now on stay where graphs add."""
-        for parameter, gradient, so_far in zip(self._parameters, before.gradients, before.sums, strict=True):
-            shared = self._gradients.get(parameter)
-            parameter.grad = gradient if shared is None else shared
-            if shared is not None:
-                shared.zero_() if so_far is None else shared.copy_(so_far)
-        for buffer, value in zip(self._buffers, before.buffers, strict=True):
-            buffer.copy_(value)
+    @contextmanager
+    def _landing(self, used: set[Tensor], marks: list[Mark | None]) -> Iterator[None]:
+        """Land the gradients of a group, and mark it, as soon as all of those are complete that were `used` before."""
+        waiting = [{parameter for parameter in group if parameter in used} for group in self._groups]
+        hooks = []
+
+        def hook(number: int) -> Callable[[Tensor], None]:
+            def accumulated(parameter: Tensor) -> None:
+                if parameter not in waiting[number]:
+                    raise GradientInPieces("a parameter got its gradient in several pieces in one backward")
+                waiting[number].remove(parameter)
+                if not waiting[number]:
+                    self._land(self._groups[number])
+                    marks[number] = self._recorder.mark()
+
+            return accumulated
+
+        for number, group in enumerate(waiting):
+            hooks += [parameter.register_post_accumulate_grad_hook(hook(number)) for parameter in group]
+        try:
+            yield
+        finally:
+            for handle in hooks:
+                handle.remove()
+
+    @contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        """Parameters without `grad`, so that gradients are taken over as they are, not added one by one."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Buffers and sums of gradients as they were, after a recording; a new place of a gradient is its `grad`."""
+        buffers = [buffer.clone() for buffer in self._buffers]
+        others: list[Tensor] = [parameter for parameter in self._parameters if parameter not in self._places]
+        sums = {parameter: None if parameter.grad is None else parameter.grad.clone() for parameter in others}
+        places = {parameter: place.clone() for parameter, place in self._places.items()}
+        try:
+            yield
+        finally:
+            for parameter, place in self._places.items():
+                if parameter in places:
+                    place.copy_(places[parameter])
+                else:
+                    so_far = sums[parameter]
+                    place.zero_() if so_far is None else place.copy_(so_far)
+                    parameter.grad = place
+            for buffer, value in zip(self._buffers, buffers, strict=True):
+                buffer.copy_(value)
 
     def _rewind(self) -> None:
         """To where the engine's seeding of this grain left the generators."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import PacelineError
-from paceline.core.torch_private import foreach_norm, unscale_and_check_, update_scale_
+from paceline.core.torch_private import foreach_mul_, foreach_norm, unscale_and_check_, update_scale_
 from paceline.speed.precision import Precision
 
 SCALE_MIN = 1.0
@@ -200,6 +200,12 @@ def describe(setting: Literal["backoff", "logmax"] | float) -> str:
     if setting == "logmax":
         return "dynamic (logmax): from the statistics of the largest gradient"
     return f"constant: {setting:,g}"
+
+
+def multiply(gradients: list[Tensor], factor: Tensor) -> None:
+    """Multiply by a number, in place; in the gradients' dtype, to which it is rounded anyway: else each is a kernel."""
+    for group in _by_dtype(gradients):
+        foreach_mul_(group, factor.to(group[0].dtype))
 
 
 def _check_range(scale_min: float, scale_max: float) -> None:

@@ -21,13 +21,13 @@ from torch import Tensor
 from paceline.config.compared import shared_settings
 from paceline.config.settings import DataSettings, EngineConfig
 from paceline.core.errors import PacelineError
-from paceline.core.torch_private import compile_counters, foreach_mul_, plain_step
+from paceline.core.torch_private import compile_counters, plain_step
 from paceline.data.grain import Batch, Grain
 from paceline.observe.clock import Clock
 from paceline.optim.ema import WeightAverage
 from paceline.parallel.step import Average, Step, Tally
 from paceline.speed import loss_scale, precision
-from paceline.speed.graphs import Graphs
+from paceline.speed.graphs import Graphs, Recorder
 from paceline.train.feed import Feed, TrainingData
 from paceline.train.grains import Loss, RecordedPass
 from paceline.train.loss import NoGradients, NonFiniteLoss, OutOfMemory, SkipCount
@@ -142,10 +142,12 @@ class Engine:
         """Set the learning rate of every step from now on to `schedule(step)`."""
         self._schedule = schedule
 
-    def record(self, graphs: Graphs, tensors: Callable[[Grain], Any]) -> RecordedPass:
+    def record(self, recorder: Recorder, tensors: Callable[[Grain], Any]) -> RecordedPass:
         """Replay CUDA graphs of grains from now on, where their shape has one; `tensors` gives a grain's inputs."""
-        recorded = RecordedPass(graphs, tensors, self.prepared.plain)
-        self._prepared = replace(self.prepared, grains=recorded, recorded=recorded)
+        prepared = self.prepared
+        graphs = Graphs(prepared.model, recorder, prepared.strategy.gradient_groups())
+        recorded = RecordedPass(graphs, tensors, prepared.plain, prepared.strategy)
+        self._prepared = replace(prepared, grains=recorded, recorded=recorded)
         return recorded
 
     def resume_at(self, num_steps: int, batches: Sequence[int] | None = None) -> None:
@@ -250,7 +252,8 @@ class Engine:
         on_host = not isinstance(tally.count, Tensor) or tally.count.device.type == "cpu"
         if not on_host or float(tally.count) != divisor:
             # Where nothing was counted this gives inf or nan, and the step is skipped.
-            foreach_mul_(gradients, divisor / torch.as_tensor(tally.count, dtype=torch.float64, device=self.device))
+            ratio = divisor / torch.as_tensor(tally.count, dtype=torch.float64, device=self.device)
+            loss_scale.multiply(gradients, ratio)
         self._found_inf.zero_()
         self.scale.unscale_and_check(gradients, self._found_inf)
         prepared.strategy.agree(self._found_inf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from paceline.data.grain import Grain
 from paceline.parallel.sharded import Shards, called_whole
+from paceline.parallel.strategy import Strategy
 from paceline.speed.graphs import Graphs, detached
 from paceline.speed.loss_scale import LossScale
 from paceline.train.loss import unpack
@@ -68,9 +70,11 @@ class RecordedPass:
     The loss sees a grain of `tensors` alone in both cases, so that both compute the same.
     """
 
-    def __init__(self, graphs: Graphs, tensors: Callable[[Grain], Any], plain: PlainPass) -> None:
+    def __init__(self, graphs: Graphs, tensors: Callable[[Grain], Any], plain: PlainPass, strategy: Strategy) -> None:
+        """`strategy` is told of replayed backwards, which call no hooks."""
         self.graphs = graphs
-        self._tensors, self._plain = tensors, plain
+        self._tensors, self._plain, self._strategy = tensors, plain, strategy
+        self._backward: Callable[[], None] = lambda: None
 
     def begin_step(self, divisor: float) -> None:
         self._plain.begin_step(divisor)
@@ -82,19 +86,23 @@ class RecordedPass:
         return self.graphs.warm(lambda data: self._run(loss, inputs, data), inputs.data)
 
     def forward(self, loss: Loss, grain: Grain) -> tuple[Tensor, Any, Any]:
-        """Return (sum, count, outputs), with the gradients already added: a graph holds forward and backward."""
+        """Return (sum, count, outputs). A graph holds forward and backward: its replay adds the gradients, too."""
         inputs = self._inputs(grain)
-        replayed = self.graphs.run(lambda data: self._run(loss, inputs, data), inputs.data, self._plain.seed)
-        if replayed is not None:
-            return replayed
+        replay = self.graphs.run(lambda data: self._run(loss, inputs, data), inputs.data, self._plain.seed)
+        if replay is not None:
+            recorded = replay.recorded
+            self._backward = partial(self._strategy.replayed, recorded.used, recorded.marks)
+            return replay.results
         total, count, outputs = self._plain.forward(loss, inputs)
-        self._plain.backward(total)
+        self._backward = partial(self._plain.backward, total)
         # What stays of this run on the usual stream must not be met by a recording on another.
         result: tuple[Tensor, Any, Any] = detached((total, count, outputs))
         return result
 
     def backward(self, total: Tensor) -> None:
-        """Do nothing: `forward` has run it."""
+        """Run the backward of the last forward, or tell the strategy that its replay has been started."""
+        backward, self._backward = self._backward, lambda: None
+        backward()
 
     def _inputs(self, grain: Grain) -> Grain:
         return Grain(self._tensors(grain), grain.number, grain.samples)

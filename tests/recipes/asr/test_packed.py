@@ -19,6 +19,7 @@ from paceline.data.manifest.bad_line import BadManifest
 from paceline.data.manifest.read import NothingKept, read_manifests
 from paceline.data.packed.errors import PackedMisfit
 from paceline.data.packed.reader import open_packed
+from paceline.data.thread_reader import ThreadReader
 from paceline.recipes.asr.data.inputs import open_inputs
 from paceline.recipes.asr.data.ladder import ladder
 from paceline.recipes.asr.data.utterances import Utterances, collate
@@ -86,6 +87,50 @@ def test_grains_of_packed_audio_stand_on_the_ladder_too(folder: Path) -> None:
         same = torch.equal(found[1][name], value) if isinstance(value, torch.Tensor) else found[1][name] == value
         assert same, name
     assert found[0]["audio"].shape[1] > max(found[0]["num_samples"])
+
+
+@pytest.mark.parametrize("names", [["train.h5"], ["shards.h5"], ["train.h5", "dev.h5"]], ids="+".join)
+def test_threads_read_what_one_process_reads(folder: Path, names: list[str]) -> None:
+    """Grains of one packed file, of shards and of several files, also mixed; with the keys of each sample."""
+    manifest, _ = read_manifests([folder / name for name in names])
+    texts = EncodedTexts(np.zeros(5 * len(manifest), np.uint8), 5 * np.arange(len(manifest) + 1))
+    data = Utterances(manifest, texts, tiny.RATE)
+    fetch = Fetch(data, collate, seed=3)
+    assert fetch.reads_in_threads
+    order = np.random.default_rng(0).permutation(len(data))
+    requests = [Request(2, number, order[number : number + 5]) for number in range(len(order) - 5)]
+    reader = ThreadReader(fetch, 3)
+    one_by_one = Fetch(data, OneByOne(), seed=3)
+    for grain, request in zip(reader.read(iter(requests)), requests, strict=True):
+        assert grain.number == request.number
+        for name, value in one_by_one(request).data.items():
+            found = grain[name]
+            assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, name
+    reader.close()
+
+
+class OneByOne:
+    """Pads as `collate` does, but is not known to: samples are read one by one."""
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return collate(samples)
+
+
+def test_data_that_threads_do_not_read(folder: Path) -> None:
+    """Perturbed audio, audio files, another sample rate, and other ways of collating."""
+    texts = EncodedTexts(np.zeros(0, np.uint8), np.zeros(99, np.int64))
+    plain = Utterances(read_manifests([folder / "train.h5"])[0], texts, tiny.RATE)
+    assert plain.reads_in_threads(collate)
+    assert not plain.reads_in_threads(OneByOne())
+    perturbed = tiny.settings(folder, speed_factors=(0.9, 1.1))
+    assert not Utterances(read_manifests([folder / "train.h5"])[0], texts, tiny.RATE, perturbed).reads_in_threads(
+        collate
+    )
+    for names in (["train.json"], ["train.h5", "dev.json"]):
+        mixed, _ = read_manifests([folder / name for name in names])
+        assert not Utterances(mixed, texts, tiny.RATE).reads_in_threads(collate)
+    resampled = Utterances(read_manifests([folder / "train.h5"])[0], texts, tiny.RATE * 2)
+    assert not resampled.reads_in_threads(collate)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +16,6 @@ from paceline.data.collate import pad_collate
 from paceline.data.grain import Grain
 from paceline.speed import precision
 from paceline.speed.autotune.candidates import Candidate
-from paceline.speed.graphs import Graphs
 from paceline.speed.precision import Capabilities
 from paceline.train.apply import restore_for_use
 from paceline.train.autotune import autotuner, timing
@@ -207,10 +205,8 @@ def test_recorded_grains_give_the_losses_of_plain_ones(
     grains: int,
 ) -> None:
     """With a recorder that replays on the CPU: the whole way through trainer and engine."""
-    make: Callable[..., Graphs] = lambda model, recorder: Graphs(model, Again(model))  # noqa: E731
     monkeypatch.setattr(autotuner, "why_no_graphs", lambda *_: None)
-    monkeypatch.setattr(autotuner, "Graphs", make)
-    monkeypatch.setattr(autotuner, "CudaRecorder", lambda device: None)
+    monkeypatch.setattr(autotuner, "CudaRecorder", lambda device: Again())
     times |= {"-O2 + graphs": 1.0, "-O2": 2.0}
     recorded = trainer(Recordable(), tmp_path / "recorded", level=4, epochs=3, grains=grains, clip_norm=1.0)
     recorded.fit()
@@ -251,10 +247,8 @@ def test_shapes_are_those_that_a_collate_function_pads_to(
     tmp_path: Path, times: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six widths of 38 lengths, and room for six graphs: all are recorded before the first step."""
-    make: Callable[..., Graphs] = lambda model, recorder: Graphs(model, Again(model))  # noqa: E731
     monkeypatch.setattr(autotuner, "why_no_graphs", lambda *_: None)
-    monkeypatch.setattr(autotuner, "Graphs", make)
-    monkeypatch.setattr(autotuner, "CudaRecorder", lambda device: None)
+    monkeypatch.setattr(autotuner, "CudaRecorder", lambda device: Again())
     monkeypatch.setattr(autotuner, "MOST_GRAPHS", 6)
     times |= {"-O2 + graphs": 1.0, "-O2": 2.0}
     run = trainer(RaggedInSevens(), None, level=4, epochs=1, global_batch=3, order="sorted")
@@ -325,15 +319,18 @@ def test_iterable_data_is_not_measured(tmp_path: Path, times: dict[str, Any]) ->
 
 def test_reasons() -> None:
     config = TrainConfig(epochs=1, level=4)
-    assert why_no_graphs(Recordable(), config, GPU, 1) is None
-    assert "several ranks" in str(why_no_graphs(Recordable(), config, GPU, 2))
-    assert "no GPU" in str(why_no_graphs(Recordable(), config, CPU, 1))
-    assert "does not say" in str(why_no_graphs(SmallTask(), config, GPU, 1))
+    assert why_no_graphs(Recordable(), config, GPU, False) is None
+    assert why_no_graphs(Recordable(), config, GPU, True) is None
+    joined = config.model_copy(update={"sync_batchnorm": "all"})
+    assert "sync_batchnorm" in str(why_no_graphs(Recordable(), joined, GPU, True))
+    assert why_no_graphs(Recordable(), joined, GPU, False) is None  # there is nobody to join
+    assert "no GPU" in str(why_no_graphs(Recordable(), config, CPU, False))
+    assert "does not say" in str(why_no_graphs(SmallTask(), config, GPU, False))
     fp16 = TrainConfig(epochs=1, level=4, precision="fp16")
-    assert "fp16" in str(why_no_graphs(Recordable(), fp16, GPU, 1))
+    assert "fp16" in str(why_no_graphs(Recordable(), fp16, GPU, False))
     assert "fp16" in str(why_no_kernels(Kernels(), fp16, GPU))
     again = TrainConfig(epochs=1, level=4, checkpoint_activations=("*",))
-    assert "checkpoint_activations" in str(why_no_graphs(Recordable(), again, GPU, 1))
+    assert "checkpoint_activations" in str(why_no_graphs(Recordable(), again, GPU, False))
     assert "checkpoint_activations" in str(why_no_kernels(Kernels(), again, GPU))
     assert "none of its own" in str(why_no_kernels(SmallTask(), config, GPU))
     assert timing.alone(alone()).world.size == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from paceline.speed import precision
-from paceline.speed.graphs import Graphs
 from paceline.speed.precision import Capabilities
 from paceline.train.autotune import autotuner, timing
 from paceline.train.checkpoint import reader as restore
@@ -133,11 +131,9 @@ def test_graphs_that_cannot_be_had_now_may_be_later(
     tmp_path: Path, times: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Chosen on one GPU, resumed where there are none, and then on one GPU again."""
-    make: Callable[..., Graphs] = lambda model, recorder: Graphs(model, Again(model))  # noqa: E731
-    monkeypatch.setattr(autotuner, "Graphs", make)
-    monkeypatch.setattr(autotuner, "CudaRecorder", lambda device: None)
+    monkeypatch.setattr(autotuner, "CudaRecorder", lambda device: Again())
     times |= {"-O2 + graphs": 1.0, "-O2": 2.0, "-O0": 3.0}
-    reasons = iter([None, "no CUDA graphs: on several ranks", None])
+    reasons = iter([None, "no CUDA graphs: no GPU", None])
     used = []
     for steps in (2, 4, 6):
         why = next(reasons)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,16 @@ from paceline.data.manifest.columns import Manifest
 from paceline.data.manifest.packed import no_audio
 from paceline.data.packed.errors import is_packed
 from paceline.data.packed.reader import Packed, Stream, open_packed
+
+
+class PackedRows(NamedTuple):
+    """Rows that lie in one packed file."""
+
+    stream: Stream
+    rows: NDArray[np.int64]
+    """In the stream."""
+    places: NDArray[np.int64]
+    """Of each, among the rows that were asked for."""
 
 
 class Recordings:
@@ -40,6 +51,15 @@ class Recordings:
         """True if no row is read from an audio file."""
         return len(self._packed) == len(self._manifest.sources)
 
+    @property
+    def are_mapped(self) -> bool:
+        """True if all rows lie in packed files, in the wanted form and as plain memory."""
+        is_plain = all(stream.is_mapped for stream, _, _ in self._packed.values())
+        return self.are_packed and is_plain and self._are_alike(list(self._packed))
+
+    def _is_ready(self, stream: Stream, rate: int) -> bool:
+        return stream.kind == "features" or (rate == self._sample_rate and stream.dtype == np.int16)
+
     def read(self, row: int) -> NDArray[Any]:
         """Return 16-bit mono at the wanted rate. Packed audio of that rate is not copied: it is read-only."""
         samples = self._read(row)
@@ -56,22 +76,35 @@ class Recordings:
             return read_audio(manifest.audio(row), sample_rate=self._sample_rate, **manifest.segment(row))
         stream, rate, _ = packed
         samples = stream.view(manifest.line(row) - 1)
-        if stream.kind == "features" or (rate == self._sample_rate and samples.dtype == np.int16):
+        if self._is_ready(stream, rate):
             return samples
         return converted(manifest.audio(row), samples, rate, self._sample_rate)
 
-    def packed(self, rows: NDArray[np.int64]) -> tuple[Stream, NDArray[np.int64]] | None:
-        """Return (stream, rows in it) if all of these rows lie in one packed file in the wanted form, else None."""
+    def packed(self, rows: NDArray[np.int64]) -> list[PackedRows] | None:
+        """Return where in packed files all of these rows lie in the wanted form, file by file; None if they do not."""
         if not self._packed:
             return None
         numbers = self._manifest.source_numbers[rows]
-        packed = self._packed.get(int(numbers[0]))
-        if packed is None or np.any(numbers != numbers[0]):
+        lines = self._manifest.lines[rows].astype(np.int64) - 1
+        first = int(numbers[0])
+        if np.all(numbers == first):
+            places = {first: np.arange(len(rows))}
+        else:
+            places = {int(number): np.flatnonzero(numbers == number) for number in np.unique(numbers)}
+        if not self._are_alike(list(places)):
             return None
-        stream, rate, is_trimmed = packed
-        is_ready = stream.kind == "features" or not self._trim or is_trimmed
-        is_ready &= stream.kind == "features" or (rate == self._sample_rate and stream.dtype == np.int16)
-        return (stream, self._manifest.lines[rows].astype(np.int64) - 1) if is_ready else None
+        return [PackedRows(self._packed[number][0], lines[each], each) for number, each in places.items()]
+
+    def _are_alike(self, numbers: Sequence[int]) -> bool:
+        """True if these sources are packed, in the wanted form, and can be padded together."""
+        packed = [self._packed.get(number) for number in numbers]
+        kinds = {None if each is None else (each[0].dtype, each[0].shape) for each in packed}
+        return len(kinds) == 1 and all(each is not None and self._is_final(*each) for each in packed)
+
+    def _is_final(self, stream: Stream, rate: int, is_trimmed: bool) -> bool:
+        """True if audio of this stream is used as it lies there."""
+        is_cut = stream.kind == "features" or not self._trim or is_trimmed
+        return is_cut and self._is_ready(stream, rate)
 
 
 def read_packed_audio(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,17 +138,19 @@ class Stream:
         `out` is filled instead of a new array, if it is given and wide enough.
         """
         lengths = self.lengths[rows]
-        longest = int(lengths.max(initial=0))
-        padded = np.empty((len(rows), longest, *self.shape), self.dtype) if out is None else out
-        width = padded.shape[1]
+        padded = np.empty((len(rows), int(lengths.max(initial=0)), *self.shape), self.dtype) if out is None else out
+        self.fill(rows, padded)
+        return padded, lengths
+
+    def fill(self, rows: NDArray[np.int64], places: Iterable[NDArray[Any]]) -> None:
+        """Copy each row to its place, (steps, ...), with zeros behind it."""
         files = self._file_of[rows].tolist()
         sources = {number: self._values[number].array for number in set(files)}
-        places = zip(padded, files, self._begins[rows].tolist(), lengths.tolist(), strict=True)
-        for row, number, begin, length in places:
-            row[:length] = sources[number][begin : begin + length]
-            if length < width:
-                row[length:] = 0
-        return padded, lengths
+        begins, lengths = self._begins[rows].tolist(), self.lengths[rows].tolist()
+        for place, number, begin, length in zip(places, files, begins, lengths, strict=True):
+            place[:length] = sources[number][begin : begin + length]
+            if length < len(place):
+                place[length:] = 0
 
     def text(self, row: int) -> str:
         raw = self.view(row).tobytes()

@@ -25,7 +25,7 @@ from paceline.speed import kernels, precision
 from paceline.speed.autotune.cache import Cache, cache_folder
 from paceline.speed.autotune.candidates import Candidate, candidates
 from paceline.speed.autotune.choice import Choice, choose
-from paceline.speed.graphs import MOST_GRAPHS, CudaRecorder, Graphs
+from paceline.speed.graphs import MOST_GRAPHS, CudaRecorder
 from paceline.speed.precision import Precision
 from paceline.train.autotune import timing
 from paceline.train.autotune.shapes import costly_shapes
@@ -74,7 +74,7 @@ class Autotuner:
         self._capabilities = precision.capabilities(link.device)
         self._levels = precision.levels(config.precision, self._capabilities)
         self._no_kernels = why_no_kernels(task, config, self._capabilities)
-        self._no_graphs = why_no_graphs(task, config, self._capabilities, link.world.size)
+        self._no_graphs = why_no_graphs(task, config, self._capabilities, link.has_group)
 
     @property
     def initial(self) -> Precision:
@@ -192,7 +192,7 @@ def record_shapes(engine: Engine, task: Task, feed: Feed, say: Callable[[str], N
     """Record CUDA graphs of a stage's shapes before its first step, if graphs were chosen and none are recorded yet."""
     if not engine.precision.graphs or engine.recorded is not None:
         return
-    recorded = engine.record(Graphs(engine.model, CudaRecorder(engine.device)), recordable_of(task))
+    recorded = engine.record(CudaRecorder(engine.device), recordable_of(task))
     if feed.is_stream:
         return
     loss = partial(task.loss, engine.model)
@@ -239,14 +239,16 @@ def why_no_kernels(task: Task, config: TrainConfig, capabilities: precision.Capa
     return None
 
 
-def why_no_graphs(task: Task, config: TrainConfig, capabilities: precision.Capabilities, size: int) -> str | None:
+def why_no_graphs(task: Task, config: TrainConfig, capabilities: precision.Capabilities, has_group: bool) -> str | None:
     """Return why CUDA graphs are not among the candidates; None if they are."""
     if not isinstance(task, Recordable):
         return "no CUDA graphs: this task does not say that its loss can be recorded"
     if capabilities.device != "cuda":
         return f"no CUDA graphs: {capabilities.name} is no GPU"
-    if size > 1:
-        return "no CUDA graphs: on several ranks gradients are sent while backward runs, which is not recorded"
+    if has_group and config.sync_batchnorm != "no":
+        return "no CUDA graphs: `sync_batchnorm` joins ranks inside of forward, which is not recorded"
+    if has_group and config.shard != "none":
+        return "no CUDA graphs: with `shard` weights have no fixed place in memory"
     if config.precision is not None:
         return f"no CUDA graphs: they are for bf16 here, not for --precision {config.precision}"
     if config.checkpoint_activations:

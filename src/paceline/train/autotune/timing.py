@@ -20,7 +20,7 @@ from paceline.speed import precision
 from paceline.speed.autotune.candidates import Candidate
 from paceline.speed.autotune.choice import CannotRun
 from paceline.speed.autotune.race import is_enough, medians, race
-from paceline.speed.graphs import CudaRecorder, Graphs
+from paceline.speed.graphs import CudaRecorder
 from paceline.train import setup
 from paceline.train.engine import Engine
 from paceline.train.loss import OutOfMemory
@@ -63,7 +63,7 @@ class TimedSteps:
         setup.prepare(engine, task, config, model)
         loss = self._loss = partial(task.loss, model)
         if candidate.graphs:
-            recorded = engine.record(Graphs(model, CudaRecorder(link.device)), recordable_of(task))
+            recorded = engine.record(CudaRecorder(link.device), recordable_of(task))
             for grain in workload.grains:
                 if not recorded.warm(loss, grain):
                     raise CannotRun(f"no CUDA graph: {next(iter(recorded.graphs.failures.values()))}")

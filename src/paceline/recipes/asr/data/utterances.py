@@ -16,6 +16,7 @@ from paceline.core.paths import near
 from paceline.data.audio.check import bad_audio
 from paceline.data.audio.file import AudioUnreadable
 from paceline.data.audio.recordings import Recordings
+from paceline.data.dataset import Room
 from paceline.data.manifest.line import LineInvalid, parse_object
 from paceline.data.manifest.raw_lines import raw_lines
 from paceline.data.manifest.read import Manifest
@@ -90,18 +91,31 @@ class Utterances:
 
         Packed audio that nothing changes is copied from the file into the batch, without an object per utterance.
         """
-        if self._perturb is not None or not isinstance(collate, Collate):
+        if self._perturb is not None or not isinstance(collate, Collate) or self._recordings.packed(samples) is None:
             return None
+        return self.read_grain_into(samples, seeds, collate, np.empty)
+
+    def reads_in_threads(self, collate: Any) -> bool:
+        """True for packed audio that is copied into the batch as it lies in its files."""
+        return self._perturb is None and isinstance(collate, Collate) and self._recordings.are_mapped
+
+    def read_grain_into(
+        self, samples: NDArray[np.int64], seeds: Sequence[int], collate: Collate, room: Room
+    ) -> dict[str, Any]:
+        """Return what `collate` makes of these samples, all of them packed, with the audio in `room`."""
         packed = self._recordings.packed(samples)
-        if packed is None:
-            return None
-        stream, rows = packed
-        room = np.empty((len(rows), collate.width(stream.lengths[rows]), *stream.shape), stream.dtype)
-        audio, lengths = stream.pad(rows, out=room)
+        assert packed is not None
+        lengths = np.empty(len(samples), np.int64)
+        for stream, rows, places in packed:
+            lengths[places] = stream.lengths[rows]
+        audio = room((len(samples), collate.width(lengths), *packed[0].stream.shape), packed[0].stream.dtype)
+        for stream, rows, places in packed:
+            stream.fill(rows, [audio[place] for place in places.tolist()])
         keys = np.empty(len(samples), np.int64)
+        generator = torch.Generator("cpu")  # of its own: other threads read, too
         for place, seed in enumerate(seeds):  # as the loader seeds a sample, and `__getitem__` then draws
-            torch.default_generator.manual_seed(seed)
-            keys[place] = int(torch.randint(2**62, (), device="cpu"))
+            generator.manual_seed(seed)
+            keys[place] = int(torch.randint(2**62, (), generator=generator, device="cpu"))
         texts = [self._texts[sample] for sample in samples.tolist()]
         return collate.grain(audio, lengths, texts, keys, [None] * len(samples))
 

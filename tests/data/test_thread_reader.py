@@ -1,0 +1,233 @@
+"""Threads read what one process reads, in the same order, in memory that is used again only once it is free."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from paceline.core.errors import PacelineError
+from paceline.data.dataset import Collate, DatasetTraits, Room
+from paceline.data.fetch import Fetch, Request
+from paceline.data.grain import Grain, map_tensors
+from paceline.data.loader import BatchRow, EpochSteps, Loader, choose_threads
+from paceline.data.plan import BatchRule, Plan
+from paceline.data.thread_reader import SPARE_SLOTS, Slot, ThreadReader
+
+
+class Unreadable(PacelineError):
+    """A row that cannot be read."""
+
+    row: int
+    sentence = "row {row} cannot be read"
+    hint = "mend it"
+
+
+class Rows:
+    """Row n is n times n, padded; later rows of a grain are read sooner, so that threads finish out of order."""
+
+    def __init__(self, bad: int | None = None) -> None:
+        self.bad, self.threads = bad, set[str]()
+
+    def __len__(self) -> int:
+        return 41
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("grains are read as a whole")
+
+    def reads_in_threads(self, collate: Collate) -> bool:
+        return True
+
+    def read_grain_into(self, samples: NDArray[np.int64], seeds: Sequence[int], collate: Collate, room: Room) -> Any:
+        self.threads.add(threading.current_thread().name)
+        if self.bad in samples:
+            raise Unreadable(int(samples[0]))
+        x = room((len(samples), int(samples.max()) + 1), np.int16)
+        x[:] = 0
+        for place, sample in enumerate(samples):
+            x[place, :sample] = sample
+        time.sleep(0.002 * (int(samples[0]) % 3 == 0))
+        return {"x": torch.from_numpy(x), "seeds": torch.tensor([seed % 1000 for seed in seeds])}
+
+
+def plan(epoch: int) -> Plan:
+    return Plan(41, rule=BatchRule(8), grains=3, seed=5, epoch=epoch)
+
+
+def epochs(first: int = 0, begin: int = 0) -> Iterator[EpochSteps]:
+    for epoch in range(first, 4):
+        steps = plan(epoch).num_steps
+        yield EpochSteps(epoch, plan(epoch), range(begin if epoch == first else 0, steps))
+
+
+def flat(batches: Any) -> list[Any]:
+    return [
+        (batch.epoch, batch.step, grain.number, grain.samples.tolist(), grain["x"].tolist(), grain["seeds"].tolist())
+        for batch in batches
+        for grain in batch.grains
+    ]
+
+
+def inline(requests: Iterator[Request]) -> Iterator[Grain]:
+    fetch = Fetch(Rows(), None, seed=1)
+    return (fetch.read_into(request, np.empty) for request in requests)
+
+
+class FakeUploads:
+    """Reads from the original only when the upload ends, as a busy device would."""
+
+    def __init__(self) -> None:
+        self.num_bytes: list[int] = []
+        self._started: list[tuple[Grain, Grain]] = []
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        self.num_bytes.append(num_bytes)
+        return torch.full((num_bytes,), 7, dtype=torch.uint8)
+
+    def pinned(self, grain: Grain) -> Grain:
+        return grain
+
+    def start(self, grain: Grain) -> Grain:
+        copy = Grain(map_tensors(torch.zeros_like, grain.data), grain.number, grain.samples)
+        self._started.append((grain, copy))
+        return copy
+
+    def mark(self) -> Any:
+        started, self._started = self._started, []
+        lock = threading.Lock()
+
+        class End:
+            def synchronize(self) -> None:
+                with lock:
+                    while started:
+                        grain, copy = started.pop()
+                        for name in ("x", "seeds"):
+                            copy[name].copy_(grain[name])
+
+        self.last = End()
+        return self.last
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_change_nothing(threads: int) -> None:
+    """The batches of all epochs, read on from one to the next; twice with the same threads."""
+    expected = flat([batch for epoch in range(4) for batch in BatchRow([next(epochs(epoch))], inline).next_epoch()])
+    rows = Rows()
+    reader = ThreadReader(Fetch(rows, None, seed=1), threads)
+    for _ in range(2):
+        row = BatchRow(epochs(), reader.read)
+        assert flat([batch for _ in range(4) for batch in row.next_epoch()]) == expected
+    assert len(rows.threads) == threads
+    reader.close()
+    assert not any(thread.name.startswith("paceline-reader") for thread in threading.enumerate())
+
+
+def test_threads_read_on_into_the_next_epoch() -> None:
+    row = BatchRow(epochs(), ThreadReader(Fetch(Rows(), None, seed=1), 2).read)
+    list(row.next_epoch())
+    assert row.position == (1, 0)  # is being read already
+
+
+def test_another_row_may_begin_anywhere() -> None:
+    """As after a resume; the earlier row, left in the middle, ends."""
+    reader = ThreadReader(Fetch(Rows(), None, seed=1), 2)
+    earlier = BatchRow(epochs(), reader.read).next_epoch()
+    next(earlier)
+    expected = flat(BatchRow([next(epochs(1, 2))], inline).next_epoch())
+    assert flat(BatchRow(epochs(1, 2), reader.read).next_epoch()) == expected
+    assert list(earlier) == []
+    reader.close()
+    assert flat(BatchRow(epochs(1, 2), reader.read).next_epoch()) == expected  # started anew
+    reader.close()
+
+
+def test_slots_are_filled_anew_only_after_their_upload() -> None:
+    uploads = FakeUploads()
+    reader = ThreadReader(Fetch(Rows(), None, seed=1), 2, uploads)
+    requests = [Request(0, number, np.arange(number, number + 4)) for number in range(30)]
+    grains = list(reader.read(iter(requests)))
+    expected = list(inline(iter(requests)))
+    reader.close()  # waits for the last uploads
+    for grain, other in zip(grains, expected, strict=True):
+        assert torch.equal(grain["x"], other["x"])
+        assert torch.equal(grain["seeds"], other["seeds"])
+
+
+def test_memory_is_bounded() -> None:
+    """A slot allocates when a grain is larger than all that it has held: for equal sizes once."""
+    uploads = FakeUploads()
+    reader = ThreadReader(Fetch(Rows(), None, seed=1), 2, uploads)
+    assert len(list(reader.read(Request(0, 0, np.array([20, 3])) for _ in range(100)))) == 100
+    assert uploads.num_bytes == [2 * 21 * 2] * (2 + SPARE_SLOTS)
+    reader.close()
+
+
+def test_a_slot_has_room_for_several_arrays() -> None:
+    slot = Slot(FakeUploads().allocate)
+    first = slot.room((10, 3), np.int64)
+    more = slot.room((2,), np.float32)  # no room left: elsewhere
+    first[:], more[:] = 1, 2
+    assert first.all()
+    slot.clear()
+    again, beside = slot.room((4, 2), np.int64), slot.room((3,), np.float32)
+    assert again.ctypes.data == first.ctypes.data
+    assert beside.ctypes.data == again.ctypes.data + 64
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_an_error_in_a_thread_is_raised_as_it_is(threads: int) -> None:
+    """When its grain is asked for, not before; then the threads have ended, and can be started again."""
+    rows = Rows(bad=9)
+    reader = ThreadReader(Fetch(rows, None, seed=1), threads)
+    requests = [Request(0, 0, np.arange(begin, begin + 4)) for begin in range(0, 40, 4)]
+    grains = reader.read(iter(requests))
+    assert [next(grains).samples[0] for _ in range(2)] == [0, 4]
+    with pytest.raises(Unreadable, match="row 8 cannot be read"):
+        next(grains)
+    assert not any(thread.name.startswith("paceline-reader") for thread in threading.enumerate())
+    rows.bad = None
+    assert len(list(reader.read(iter(requests)))) == 10
+    reader.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("workers", ["auto", 3])
+def test_batches_on_a_gpu_that_lags_behind(workers: Any) -> None:
+    """Nothing is overwritten while it is uploaded or used; the host is some steps ahead."""
+    device = torch.device("cuda")
+    expected = flat([batch for epoch in range(4) for batch in BatchRow([next(epochs(epoch))], inline).next_epoch()])
+    loader = Loader(Rows(), seed=1, device=device, workers=workers)
+    row = loader.row(epochs())
+    batches = []
+    for _ in range(4):
+        for batch in row.next_epoch():
+            torch.cuda._sleep(10_000_000)  # some milliseconds
+            batch.grains = [
+                Grain(map_tensors(torch.clone, each.data), each.number, each.samples) for each in batch.grains
+            ]
+            batches.append(batch)
+    loader.close()
+    assert loader.workers
+    assert all(grain["x"].is_cuda for batch in batches for grain in batch.grains)
+    assert flat(batches) == expected
+
+
+def test_data_that_threads_may_read() -> None:
+    assert Fetch(Rows(), None, 0).reads_in_threads
+    assert not Fetch([1, 2], None, 0).reads_in_threads
+    assert DatasetTraits(Rows()).thread_reader(list) is not None
+
+
+@pytest.mark.parametrize(
+    ("setting", "cores", "local_size", "expected"),
+    [("auto", 16, 1, 4), ("auto", 16, 8, 1), ("auto", 1, 1, 1), (6, 2, 1, 6)],
+)
+def test_choice_of_threads(setting: Any, cores: int, local_size: int, expected: int) -> None:
+    assert choose_threads(setting, cores, local_size) == expected
