@@ -263,7 +263,7 @@ def _paceline(words: Sequence[str]) -> int:
     if "--procs" in words or words[:1] == ["launch"]:
         _fork_ranks()
     sys.argv = ["paceline", *words]
-    return main(list(words))
+    return main()  # without words: as the program itself, which ends afterwards
 
 
 def limit_memory(more_bytes: int) -> None:

@@ -127,6 +127,13 @@ def is_stage_over(config: LoopSettings, position: Position, epochs: int | None) 
     return is_out_of_steps(config, position) or (epochs is not None and position.epoch >= epochs)
 
 
+def outcome_at(config: LoopSettings, position: Position) -> Outcome:
+    """Return how the last epoch ended, as a position tells: a run may be resumed between the last step of a stage and
+    the validation that ends it."""
+    is_cut = is_out_of_steps(config, position) and position.step > 0 and not position.is_epoch_over
+    return Outcome.OUT_OF_STEPS if is_cut else Outcome.EPOCH_DONE
+
+
 def validates_at_end(config: LoopSettings, outcome: Outcome, *, is_last_stage: bool) -> bool:
     """Return True if the end of a stage asks for a validation: the run ends with it, or `steps` ended it in mid-epoch.
 

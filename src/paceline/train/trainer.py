@@ -41,6 +41,7 @@ from paceline.train.due import (
     is_out_of_patience,
     is_stage_over,
     next_due,
+    outcome_at,
     validates_at_end,
 )
 from paceline.train.engine import Engine
@@ -185,7 +186,7 @@ class Trainer:
             return Outcome.EARLY if is_out_of_patience(config, position) else Outcome.EPOCH_DONE
         position.is_complete = False  # or it goes on: a finished run was given more epochs, steps or patience
         self._set_up(feed)
-        outcome = Outcome.EPOCH_DONE
+        outcome = outcome_at(config, position)
         feed.end_epoch = epochs
         while outcome.goes_on and not is_stage_over(config, position, epochs):
             outcome = self._train_epoch(feed)
