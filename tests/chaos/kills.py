@@ -260,7 +260,7 @@ def judge_round(facts: RoundFacts) -> list[str]:
 
 
 def _is_reported_crash(facts: RoundFacts) -> bool:
-    """A loader worker that is killed is a crash of its rank; ranks that lose another before they have logs show where."""
+    """A killed loader worker is a crash of its rank; ranks that lose another before they have logs show where."""
     killed = any(shot.signal == signal.SIGKILL or not facts.all_had_trained for shot in facts.fired)
     return any(shot.target == "worker" for shot in facts.fired) or (killed and "lost the other ranks" in facts.stderr)
 

@@ -64,7 +64,8 @@ def growth(samples: Sequence[Sample]) -> list[str]:
         return float(median(vars(sample)[name] for sample in part))
 
     troubles = []
-    allowed = {"rss_kb": (1.05, 6_000.0), "descriptors": (1.0, 1.0), "threads": (1.0, 1.0), "files": (1.0, 2.0)}
+    # A best checkpoint comes later, and one is being written: two folders more are no growth.
+    allowed = {"rss_kb": (1.05, 6_000.0), "descriptors": (1.0, 1.0), "threads": (1.0, 1.0), "files": (1.0, 14.0)}
     for name, (factor, more) in allowed.items():
         before, after = middle(early, name), middle(late, name)
         if after > before * factor + more:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BaseModel,
     BeforeValidator,
+    Field,
     PrivateAttr,
     SerializerFunctionWrapHandler,
     ValidationError,
@@ -75,17 +76,21 @@ def _only_entry(value: Any) -> Any:
     return value
 
 
-One = Annotated[Positive, BeforeValidator(_only_entry)]
+MAX_WEIGHTS = 4_000_000_000
+"""Of one network; the largest speech models of this kind have 0.6 billion."""
+Width = Annotated[int, Field(gt=0, le=100_000)]
+"""Size of a layer: a slip of the keyboard in a file is told from a network."""
+One = Annotated[Width, BeforeValidator(_only_entry)]
 
 
 class BlockSettings(Section):
     """One block: `repeat` sub-blocks of convolution, batch norm, activation and dropout."""
 
-    filters: Positive
+    filters: Width
     """Channels it puts out."""
     kernel: One
     """Width of the convolution in frames; odd."""
-    repeat: Positive = 1
+    repeat: Annotated[int, Field(gt=0, le=1000)] = 1
     """Sub-blocks."""
     stride: One = 1
     """Every so many frames are kept."""
@@ -136,7 +141,7 @@ class BlockSettings(Section):
 class NetworkSettings(Section):
     """All that makes an acoustic model beside its weights."""
 
-    sample_rate: Positive = 16000
+    sample_rate: Annotated[int, Field(gt=0, le=1_000_000)] = 16000
     """Samples per second that the network hears."""
     labels: tuple[str, ...] = ENGLISH
     """What it writes, one character each; class `len(labels)` is the blank of CTC."""
@@ -209,9 +214,19 @@ class NetworkSettings(Section):
             for number, (block, channels) in enumerate(zip(self.blocks, self.channels, strict=False), 1)
             if channels % block.groups
         ]
+        if self.num_weights > MAX_WEIGHTS:
+            wrong.append(f"the blocks have about {self.num_weights:,} weights, more than {MAX_WEIGHTS:,}")
         if wrong:
             raise ValueError("; ".join(wrong))
         return self
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of the convolutions, groups and residuals left out."""
+        return sum(
+            block.repeat * block.filters * max(channels, block.filters) * (1 if block.separable else block.kernel)
+            for block, channels in zip(self.blocks, self.channels, strict=False)
+        )
 
     @property
     def channels(self) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from paceline.config.settings import Fraction, Positive, PositiveFloat, Section
+from paceline.config.settings import Fraction, PositiveFloat, Section
 from paceline.core.errors import PacelineError
 from paceline.core.keys_torch import normal
 from paceline.core.units import counted
@@ -39,13 +39,13 @@ not_compiled: Callable[[Function], Function] = torch.compiler.disable
 class FeatureSettings(Section):
     """How audio becomes features."""
 
-    num_mels: Positive = 64
+    num_mels: Annotated[int, Field(gt=0, le=4096)] = 64
     """Mel filters, the features per frame."""
-    window_s: PositiveFloat = 0.02
+    window_s: Annotated[float, Field(gt=0, le=10)] = 0.02
     """Seconds that a frame looks at."""
     stride_s: PositiveFloat = 0.01
     """Seconds from frame to frame."""
-    n_fft: Positive | None = None
+    n_fft: Annotated[int, Field(gt=0, le=2**20)] | None = None
     """Points of the Fourier transform; the next power of two of the window if not set."""
     window: Literal["hann", "hamming", "blackman", "bartlett", "ones"] = "hann"
     """Shape of the window, symmetric."""
