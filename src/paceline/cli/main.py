@@ -96,7 +96,7 @@ def _run(name: str, words: list[str]) -> int:
 
 def _mistake(error: PacelineError) -> int:
     warn(f"error: {error}\n" + (f"  {error.hint}\n" if error.hint else ""))
-    return 2
+    return error.exit_code
 
 
 def _help() -> str:

@@ -106,7 +106,7 @@ def write_report(folders: Sequence[Path], path: Path) -> str:
             file.write(text)
     except OSError as error:
         raise cannot_write(path, error, len(text.encode()), "it writes the page") from error
-    unfinished = [run.name for run in runs if run.status not in ("finished", "early", "stopped")]
+    unfinished = [run.name for run in runs if run.status not in ("finished", "early", "stopped", "diverged")]
     notes = f" ({', '.join(unfinished)}: not finished, shown as far as it came)" if unfinished else ""
     for run in runs:
         if run.num_unread:

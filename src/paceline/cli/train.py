@@ -79,9 +79,10 @@ def _run(world: World, name: str, rest: list[str]) -> int:
     check_procs(world, procs, PROG)
     settings = _with_timeline(world, _with_folder(world, settings, name), os.environ)
     from paceline.train.fit import fit
+    from paceline.world.failure.board import EXIT_DIVERGED
 
-    fit(make_task(task_class, name), settings)
-    return 0
+    result = fit(make_task(task_class, name), settings)
+    return EXIT_DIVERGED if result.status == "diverged" else 0
 
 
 def _with_timeline(world: World, settings: TrainConfig, environment: Mapping[str, str]) -> TrainConfig:

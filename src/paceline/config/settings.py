@@ -402,6 +402,8 @@ class LoopSettings(Section):
     """Whether a lower or a higher `monitor` is better."""
     patience: Positive | None = None
     """Stop after so many validations without a better `monitor`."""
+    max_loss_ratio: PositiveFloat | None = free(1e4)
+    """The run has diverged, and ends, when its loss stays above so many times the first (or 1); `none`: never."""
     save_every_steps: Positive | None = free(None)
     """Steps between checkpoints, beside those of `save_every_epochs`."""
     save_every_epochs: Positive | None = free(1)

@@ -32,9 +32,10 @@ from paceline.core.units import counted
 class PacelineError(Exception):
     """A mistake the user can mend: `str(error)` says what and why, `hint` says what to type next.
 
-    The command line prints both without a traceback and exits with code 2.
+    The command line prints both without a traceback and exits with `exit_code`.
     """
 
+    exit_code: ClassVar[int] = 2
     sentence: ClassVar[str] = ""
     hint: str = ""
     _fields: ClassVar[tuple[str, ...]] = ()

@@ -125,13 +125,13 @@ class WeightsAndBiases(PointLogger):
         self._run.log(numbers, step=step)
 
     def end(self, status: str) -> None:
-        self._run.finish(exit_code=1 if status == "failed" else 0)
+        self._run.finish(exit_code=1 if status in ("failed", "diverged") else 0)
 
 
 class MlFlow(PointLogger):
     """MLflow run, which a resumed run goes on with. Server and experiment come from MLflow's own variables."""
 
-    STATUS = {"failed": "FAILED", "stopped": "KILLED"}  # noqa: RUF012
+    STATUS = {"failed": "FAILED", "diverged": "FAILED", "stopped": "KILLED"}  # noqa: RUF012
 
     def start(self, info: RunInfo) -> None:
         self._mlflow = importlib.import_module("mlflow")

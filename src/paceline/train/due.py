@@ -21,6 +21,8 @@ class Outcome(Enum):
     """Out of `patience`."""
     STOPPED = "stopped"
     """Asked to, by a signal or a probe."""
+    DIVERGED = "diverged"
+    """Weights or losses are beyond repair."""
 
     @property
     def is_cut_short(self) -> bool:
@@ -35,7 +37,7 @@ class Outcome(Enum):
     @property
     def status(self) -> str:
         """Status of a run that ends so."""
-        return self.value if self in (Outcome.EARLY, Outcome.STOPPED) else "finished"
+        return self.value if self in (Outcome.EARLY, Outcome.STOPPED, Outcome.DIVERGED) else "finished"
 
 
 @dataclass(frozen=True)

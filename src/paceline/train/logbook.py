@@ -37,6 +37,7 @@ from paceline.observe.verdict import news, verdict
 from paceline.optim.larc import Larc
 from paceline.parallel.step import Average, Step
 from paceline.speed.verdicts import slow_depthwise
+from paceline.train.divergence import LossWatch
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
 from paceline.train.meter import Meter
@@ -61,6 +62,7 @@ class Logbook:
         position: Position,
         meter: Meter,
         more: Callable[[], dict[str, float]] = dict,
+        losses: LossWatch | None = None,
     ) -> None:
         """`more` returns further numbers of the last step; they are read from the device when something is logged."""
         self._watchers, self._progress, self._engine, self._position = watchers, progress, engine, position
@@ -80,6 +82,8 @@ class Logbook:
         self._whole: Whole | None = None
         self._stage: str | None = None
         self._padding: float | None = None
+        self.losses = losses or LossWatch(None, position)
+        """Judge of the losses that were read."""
         self.loss = float("nan")
         """Loss of the last step that was read."""
         engine.on_average(self._complete)
@@ -114,6 +118,7 @@ class Logbook:
         self._clock.lap("compute")  # what was waited for is the device
         self._meter.settle()
         self.loss = losses[-1]
+        self.losses.note((step.number, loss) for (step, _), loss in zip(ready, losses, strict=True))
         self._mean.add(losses)
         if self._watchers:
             epoch = self._position.epoch

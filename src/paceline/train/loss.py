@@ -9,6 +9,7 @@ import torch
 
 from paceline.core.errors import PacelineError
 from paceline.core.units import counted
+from paceline.world.failure.board import EXIT_DIVERGED
 
 
 class LossContract(PacelineError):
@@ -36,6 +37,7 @@ class TooManySkipped(PacelineError):
 
     skipped: int
     step: int
+    exit_code = EXIT_DIVERGED
     sentence = "gradients were not finite in {skipped:#step} in a row, up to step {step}"
     hint = (
         "in `metrics.jsonl` a loss that was not finite is null: if there is one, look at the data of the first such"

@@ -46,6 +46,8 @@ class Position:
     """The last stage has ended, `after_stage` included."""
     data: str | None = None
     """Fingerprint of the stage's data, once it has begun."""
+    first_loss: float | None = None
+    """Largest loss, by its size, of the first step of a stage: divergence is judged by it."""
     is_epoch_over: bool = False
     """Data of unknown length has ended with the last step."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from paceline.train.autotune import autotuner
 from paceline.train.checkpoint import state
 from paceline.train.checkpoint.manager import CheckpointManager
 from paceline.train.checkpoint.reader import Checkpoint
+from paceline.train.divergence import Diverged, LossWatch, judge_skips, judge_weights, not_finite
 from paceline.train.due import (
     Due,
     Outcome,
@@ -47,6 +48,7 @@ from paceline.train.due import (
 from paceline.train.engine import Engine
 from paceline.train.feed import DataChanged, Feed, NothingRead, TrainingData
 from paceline.train.logbook import Logbook, notes
+from paceline.train.loss import TooManySkipped
 from paceline.train.meter import Meter, make_clock
 from paceline.train.outlook import outlook
 from paceline.train.position import Position
@@ -66,8 +68,9 @@ class Result:
     """Outcome of a run, in any mode."""
 
     status: str
-    """`finished`, `early` (patience ran out) or `stopped` (a signal asked for it; `--resume auto` goes on); of the
-    other modes `evaluated`, `predicted` or `measured`."""
+    """`finished`, `early` (patience ran out), `stopped` (a signal asked for it; `--resume auto` goes on) or `diverged`
+    (its loss exploded or its weights are not finite: only what came before is saved); of the other modes `evaluated`,
+    `predicted` or `measured`."""
     num_steps: int
     loss: float
     """Loss of the last step."""
@@ -137,7 +140,13 @@ class Trainer:
                 done, validated = self.engine.num_steps, max(0, self.position.validated)
                 callbacks.insert(0, Journal(self.checkpoints.metrics_file, next_step=done, next_validation=validated))
             self.log = Logbook(
-                callbacks, self.progress, self.engine, self.position, meter, lambda: notes(self.engine, self.larc)
+                callbacks,
+                self.progress,
+                self.engine,
+                self.position,
+                meter,
+                lambda: notes(self.engine, self.larc),
+                LossWatch(config.max_loss_ratio, self.position),
             )
             undo.callback(self.log.end)
             self.log.start(self._info())
@@ -147,21 +156,17 @@ class Trainer:
 
     def fit(self) -> Result:
         """Train to the end, to early stopping, or until asked to stop."""
-        outcome = Outcome.EPOCH_DONE
         saves = self.config.out is not None and self._probe is None
         with StopSignals(self.ask_to_stop, saves=saves, speaks=self.link.is_first) as signals:
             try:
                 with rank_log(self.checkpoints.rank_log_file, summary.rank_line(self.link)):
                     with log_if_lost(self.link.world):
-                        for number in range(self.position.stage, len(self.stages)):
-                            outcome = self._train_stage(number)
-                            if outcome is Outcome.STOPPED:
-                                break
+                        outcome = self._train_stages()
                     signals.is_closing = True
                     # One that a probe ended has no run to go on with, and must not say so.
                     return self._close(outcome.status if self._probe is None else "finished")
-            except BaseException:
-                self.checkpoints.mark_failed()
+            except BaseException as error:
+                self.checkpoints.mark_failed("diverged" if isinstance(error, TooManySkipped) else "failed")
                 self.timeline.abandon()
                 raise
             finally:
@@ -172,6 +177,20 @@ class Trainer:
         self.engine.ask_to_stop()
 
     # -- the loop ------------------------------------------------------------------------------------------------
+
+    def _train_stages(self) -> Outcome:
+        """Train all stages from the position on, unless a signal or divergence ends the run."""
+        outcome = Outcome.EPOCH_DONE
+        try:
+            for number in range(self.position.stage, len(self.stages)):
+                outcome = self._train_stage(number)
+                if outcome is Outcome.STOPPED:
+                    break
+        except Diverged as verdict:
+            self.progress.say(f"diverged after step {self.position.num_steps}: {verdict}")
+            self.progress.say("  lower `--lr`, set `--clip-norm` or a warm-up, or use a level of more precision")
+            return Outcome.DIVERGED
+        return outcome
 
     def _train_stage(self, number: int) -> Outcome:
         """Train one stage, from the position on."""
@@ -188,14 +207,14 @@ class Trainer:
         self._set_up(feed)
         outcome = outcome_at(config, position)
         feed.end_epoch = epochs
-        while outcome.goes_on and not is_stage_over(config, position, epochs):
-            outcome = self._train_epoch(feed)
-            if outcome is not Outcome.STOPPED:
-                outcome = self._end_epoch(outcome)
-            goes_on = outcome.goes_on and not is_stage_over(config, position, epochs)
-            if goes_on and (is_multiple(position.epoch, config.save_every_epochs) or is_new_best(config, position)):
-                self._save()
-        feed.close()
+        with closing(feed):
+            while outcome.goes_on and not is_stage_over(config, position, epochs):
+                outcome = self._train_epoch(feed)
+                if outcome is not Outcome.STOPPED:
+                    outcome = self._end_epoch(outcome)
+                goes_on = outcome.goes_on and not is_stage_over(config, position, epochs)
+                if goes_on and (is_multiple(position.epoch, config.save_every_epochs) or is_new_best(config, position)):
+                    self._save()
         return outcome if outcome is Outcome.STOPPED else self._end_stage(number, outcome)
 
     def _train_epoch(self, feed: Feed) -> Outcome:
@@ -250,6 +269,7 @@ class Trainer:
         now = due(self.config, position, signals, since)
         if now.log:
             self.log.flush()
+            self._check_losses()
         if now.validate:
             self._validate()
             now = due(self.config, position, signals, since)  # the score may say: save, or leave
@@ -262,6 +282,7 @@ class Trainer:
         position = self.position
         self._come_together()
         self.log.end_epoch()
+        self._check_losses()
         if not outcome.is_cut_short:
             position.end_epoch()
             if is_multiple(position.epoch, self.config.val_every_epochs):
@@ -271,6 +292,7 @@ class Trainer:
 
     def _end_stage(self, number: int, outcome: Outcome) -> Outcome:
         """Let the task end the stage, validate if that is still to do, and save."""
+        self._check_losses(is_over=True)
         position, is_last = self.position, number + 1 == len(self.stages)
         is_unseen = not self.validation.is_empty and not position.is_fresh
         validates = is_unseen and validates_at_end(self.config, outcome, is_last_stage=is_last)
@@ -331,9 +353,29 @@ class Trainer:
         self.clock.lap("other")
         trail.doing = SAVING
         self.log.flush()  # a step is written down before a checkpoint that contains it
+        self._check_weights()
         score = self.position.score if self.position.is_fresh else None
         self.checkpoints.save(self.engine, self.position, self.task, score, self.log.so_far)
         self.clock.lap("checkpoint")
+
+    def _check_losses(self, *, is_over: bool = False) -> None:
+        """Raise `Diverged` on all ranks if losses or skipped steps say so; `is_over` if the stage has no more steps."""
+        if self._probe is not None:
+            return
+        why = self.log.losses.verdict(is_over=is_over)
+        if why is None and is_over:
+            everyones = self.link.gather_objects(self.engine.skips.state()[0])  # with `reduce: param` each has its own
+            why = judge_skips(max(everyones), self.engine.num_steps)
+        if why is not None:
+            raise Diverged(why)
+
+    def _check_weights(self) -> None:
+        """Raise `Diverged` on all ranks if a weight is not finite: such weights are never saved."""
+        if self._probe is None:
+            names = self.link.gather_objects(not_finite(self.engine.prepared))  # shards are of one rank each
+            why = judge_weights(sorted({name for each in names for name in each}))
+            if why is not None:
+                raise Diverged(why)
 
     # -- the way in ----------------------------------------------------------------------------------------------
 

@@ -146,6 +146,7 @@ class ReportedRun:
             "finished": "finished",
             "early": "finished early: patience ran out",
             "stopped": "stopped by a signal: `--resume auto` goes on",
+            "diverged": "diverged: its loss exploded, or its weights or gradients were not finite",
             "failed": "failed",
             RUNNING: "not finished: still running",
             DIED: "died without a word (killed, or for want of memory): `--resume auto` goes on",

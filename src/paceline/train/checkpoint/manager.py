@@ -85,6 +85,11 @@ class CheckpointManager:
             check_batch(config, link.world.size)
         self.grains = choose_grains(config.grains, before, link.world.size, may_regrain)
         self._check_ranks(stored)
+        if stored is not None and stored.status == "diverged":
+            progress.say(
+                "this run had diverged: it goes on from what it saved before; the same settings diverge again, "
+                "others need `--allow-change`"
+            )
         if before not in (None, self.grains):
             progress.say(f"{counted(self.grains, 'grain')} instead of {before}: numerics change from here on")
         self._may_resume = stored is not None
@@ -194,19 +199,22 @@ class CheckpointManager:
         """True if every rank writes its own pieces of a checkpoint."""
         return self._link.has_group and self._config.shard == "full" and self._config.checkpoint_form == "sharded"
 
-    def mark_failed(self) -> None:
-        """Record that the run ended with an error, and let others train in its folder. Checkpoints stay as they are."""
+    def mark_failed(self, status: str = "failed") -> None:
+        """Record that the run ended with an error, or diverged, and let others train in its folder.
+
+        Checkpoints stay as they are.
+        """
         if not self._is_open:
             return
         self._is_open = False
         if self._writer is not None:
             self._writer.abandon()
-        self._write_failed()
+        self._write_failed(status)
         self._unlock()
 
-    def _write_failed(self) -> None:
+    def _write_failed(self, status: str = "failed") -> None:
         with suppress(CannotWrite):  # what made the run fail matters more, and may be the same
-            self._write("failed")
+            self._write(status)
 
     def close(self, status: str) -> None:
         """Finish the last save, record how the run ended, and let others train in its folder."""

@@ -13,6 +13,7 @@ from paceline.world.store import PrefixStore, Store
 
 EXIT_USER_ERROR = 2
 EXIT_CRASH = 1
+EXIT_DIVERGED = 3
 EXIT_INTERRUPT = 130
 
 Kind = Literal["user", "crash", "lost", "interrupt"]
@@ -46,12 +47,14 @@ class Failure:
     trace: str = ""
     where: str = ""
     """Step and last collective of the reporting rank."""
+    user_code: int = EXIT_USER_ERROR
+    """Exit code of a user's mistake."""
     lost: str = ""
     """Report of a rank that lost others: a line for each, with its state and last known place."""
 
     @property
     def exit_code(self) -> int:
-        return {"user": EXIT_USER_ERROR, "interrupt": EXIT_INTERRUPT}.get(self.kind, EXIT_CRASH)
+        return {"user": self.user_code, "interrupt": EXIT_INTERRUPT}.get(self.kind, EXIT_CRASH)
 
     def __str__(self) -> str:
         if self.kind == "user":

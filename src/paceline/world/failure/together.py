@@ -23,7 +23,6 @@ from paceline.world.discover.environment import World
 from paceline.world.failure import stacks
 from paceline.world.failure.board import (
     EXIT_INTERRUPT,
-    EXIT_USER_ERROR,
     Failure,
     FailureBoard,
     Kind,
@@ -98,7 +97,7 @@ def fail_together(world: World, job: Callable[[], int | None]) -> int:
         if not isinstance(error, PacelineError):
             raise
         warn(f"{user_message(error)}\n")
-        return EXIT_USER_ERROR
+        return error.exit_code
     finally:
         _is_guarded = False
 
@@ -249,7 +248,7 @@ def _board(world: World, error: BaseException) -> FailureBoard | None:
 def _report(world: World, error: BaseException) -> Failure:
     host = socket.gethostname()
     if isinstance(error, PacelineError):
-        return Failure(world.rank, host, "user", user_message(error))
+        return Failure(world.rank, host, "user", user_message(error), user_code=error.exit_code)
     if isinstance(error, KeyboardInterrupt):
         return Failure(world.rank, host, "interrupt", "interrupted")
     trace = "".join(traceback.format_exception(error)).rstrip()

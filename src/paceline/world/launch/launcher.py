@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 
 from paceline.core.errors import PacelineError
 from paceline.core.units import counted
-from paceline.world.failure.board import EXIT_CRASH, EXIT_INTERRUPT, EXIT_USER_ERROR, FailureBoard, Seen
+from paceline.world.failure.board import EXIT_CRASH, EXIT_DIVERGED, EXIT_INTERRUPT, EXIT_USER_ERROR, FailureBoard, Seen
 from paceline.world.failure.watchdog import exit_now
 from paceline.world.launch.agents import AgentRendezvous, Node
 from paceline.world.parent_process import bound
@@ -38,6 +38,8 @@ ALONE = Node()
 _SAVING_S = 5.0
 # How long ranks of other machines may take to end after those of this one have.
 _FINISH_S = 300.0
+_FINAL = (EXIT_USER_ERROR, EXIT_DIVERGED)
+"""Exit codes of ranks that would end in the same way if they were started again."""
 
 
 class LauncherGone(PacelineError):
@@ -118,7 +120,7 @@ def _judge(agent: _Agent, meeting: AgentRendezvous, result: RunResult) -> int:
         is_reported, places = _read_board(meeting, agent.attempt, list(codes))
         if not is_reported:
             _name_silent_dead(codes, places)
-    return EXIT_USER_ERROR if EXIT_USER_ERROR in codes.values() else EXIT_CRASH
+    return next((code for code in _FINAL if code in codes.values()), EXIT_CRASH)
 
 
 def _read_board(meeting: AgentRendezvous, attempt: int, ranks: list[int]) -> tuple[bool, dict[int, Seen | None]]:
@@ -187,8 +189,8 @@ class _Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
-        if any(failure.exitcode == EXIT_USER_ERROR for failure in result.failures.values()):
-            self._no_more_restarts()  # a mistake is still one the second time
+        if any(failure.exitcode in _FINAL for failure in result.failures.values()):
+            self._no_more_restarts()  # they would end the same way
         return result
 
     def _exit_barrier(self) -> None:

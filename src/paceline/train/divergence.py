@@ -1,0 +1,107 @@
+"""Decide whether a run has diverged: its weights are lost, or it does not learn any more. Values in, verdict out.
+
+A run has diverged if
+- a trained weight or a statistic of batch norm is not finite: looked at whenever the run is saved;
+- the loss stays beyond `max_loss_ratio` times the largest first loss of a stage, and never less than that many times 1:
+  ten losses in a row, or half of a run that is shorter than twenty steps;
+- more than half of its steps, and of at least twenty, were skipped because their gradients were not finite.
+
+One bad batch, or the first steps of fp16 while the loss scale settles, are none of these. Losses are of all ranks,
+so that these come to the same verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.core.torch_private import BatchNorm, foreach_norm
+from paceline.parallel.flat import by_kind
+from paceline.train.position import Position
+from paceline.train.prepare import Prepared
+
+IN_A_ROW = 10
+"""Losses beyond the limit that are enough for a verdict."""
+MIN_STEPS = 20
+"""Steps from which on the share of skipped ones says something."""
+
+
+class Diverged(Exception):
+    """Ends the training loop: the run has diverged, and why. All ranks raise it at the same place."""
+
+
+class LossWatch:
+    """Follows the losses of a run."""
+
+    def __init__(self, max_ratio: float | None, position: Position) -> None:
+        """`max_ratio` is the setting `max_loss_ratio`; the first losses are kept in the position, for a resumed run."""
+        self._max_ratio, self._position = max_ratio, position
+        self._last = math.nan
+        self.in_a_row = 0
+        """Finite losses beyond the limit, up to the last one."""
+
+    def note(self, losses: Iterable[tuple[int, float]]) -> None:
+        """Take (step, loss) of all ranks into account."""
+        position = self._position
+        for step, loss in losses:
+            size = abs(loss)
+            if not math.isfinite(size):
+                continue  # such a step is skipped, and counted as that
+            if position.first_loss is None or step == position.stage_began:
+                position.first_loss = max(size, position.first_loss or 0.0)
+            self._last = loss
+            is_beyond = self._max_ratio is not None and size > self._max_ratio * max(position.first_loss, 1.0)
+            self.in_a_row = self.in_a_row + 1 if is_beyond else 0
+
+    def verdict(self, *, is_over: bool = False) -> str | None:
+        """Return why the run has diverged, None if it has not; `is_over` if no step follows."""
+        enough = min(IN_A_ROW, max(1, self._position.num_steps // 2)) if is_over else IN_A_ROW
+        if self.in_a_row < enough:
+            return None
+        return (
+            f"the loss is {self._last:.3g}, after {self._position.first_loss:.3g} at first, "
+            f"more than `--max-loss-ratio` ({self._max_ratio:g}) allows"
+        )
+
+
+def judge_skips(skipped: int, num_steps: int) -> str | None:
+    """Return why a run whose steps were skipped for non-finite gradients has diverged, None if it has not."""
+    if num_steps < MIN_STEPS or 2 * skipped <= num_steps:
+        return None
+    return f"{skipped} of {num_steps} steps were skipped: their gradients were not finite"
+
+
+def judge_weights(names: Sequence[str]) -> str | None:
+    """Return why a run with these weights that are not finite has diverged, None if there are none."""
+    if not names:
+        return None
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"weights are not finite: {', '.join(names[:3])}{more}"
+
+
+def not_finite(prepared: Prepared) -> list[str]:
+    """Return the names of trained weights and of batch-norm statistics that are not finite (waits for the device).
+
+    Other buffers may hold infinities on purpose, such as masks.
+    """
+    trained = {name for name, parameter in prepared.model.named_parameters() if parameter.requires_grad}
+    tensors = {name: tensor for name, tensor in prepared.named_weights().items() if name in trained}
+    for prefix, module in prepared.model.named_modules():
+        if isinstance(module, BatchNorm) and module.running_mean is not None and module.running_var is not None:
+            tensors |= {f"{prefix}.running_mean": module.running_mean, f"{prefix}.running_var": module.running_var}
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    found = []
+    for group in by_kind([tensor for tensor in tensors.values() if tensor.numel() and tensor.is_floating_point()]):
+        for tensor, largest in zip(group, _largest(group), strict=True):
+            if not math.isfinite(largest):
+                found.append(names[id(tensor)])
+    return sorted(found)
+
+
+def _largest(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the largest size of an element of each tensor, in one transfer; nan where there is one."""
+    sizes: list[float] = torch.stack(foreach_norm(list(tensors), math.inf)).tolist()
+    return sizes
