@@ -117,6 +117,7 @@ def test_outcomes_and_the_status_of_a_run() -> None:
         Outcome.OUT_OF_STEPS: "finished",
         Outcome.EARLY: "early",
         Outcome.STOPPED: "stopped",
+        Outcome.DIVERGED: "diverged",
     }
     assert [outcome for outcome in Outcome if outcome.is_cut_short] == [Outcome.OUT_OF_STEPS, Outcome.EARLY]
 
