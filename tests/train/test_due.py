@@ -19,6 +19,7 @@ from paceline.train.due import (
     is_new_best,
     is_stage_over,
     next_due,
+    outcome_at,
     passes_multiple,
     validates_at_end,
 )
@@ -232,3 +233,11 @@ def test_validation_at_the_end(outcome: Outcome, is_last_stage: bool, expected: 
 )
 def test_the_best_score_is_also_that_of_the_end(position: Position, mode: str, expected: float | None) -> None:
     assert best_score(config(monitor_mode=mode), position) == expected
+
+
+def test_a_position_tells_how_the_last_epoch_ended() -> None:
+    """A run killed between the last step of a stage and the validation that ends it is resumed there."""
+    assert outcome_at(config(), at(25)) is Outcome.OUT_OF_STEPS
+    assert outcome_at(config(), at(24)) is Outcome.EPOCH_DONE
+    assert outcome_at(config(), at(25, is_epoch_over=True)) is Outcome.EPOCH_DONE
+    assert outcome_at(config(), Position(num_steps=25, epoch=2)) is Outcome.EPOCH_DONE
