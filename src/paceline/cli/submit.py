@@ -285,7 +285,7 @@ def _prepare(words: list[str], options: SubmitOptions) -> Command:
     settings, task = _read_training(words[1:])
     if settings.benchmark:
         return Command(tuple(words), task, Path())
-    folder = run_folder(settings, task=task, moment=time.strftime("%Y%m%d-%H%M%S"), exists=Path.exists)
+    folder = run_folder(settings, task=task, moment=time.strftime("%Y%m%d-%H%M%S"), exists=os.path.exists)
     if settings.resume == "no" and RunFolder(folder).is_run:
         raise RunIsThere(folder)
     if isinstance(settings.resume, Path) and options.requeue:

@@ -166,4 +166,4 @@ def _folder(settings: TrainConfig, name: str) -> Path | None:
         settings = settings.model_copy(update={"resume": "auto"})  # an existing run is used, none is made
     task = re.sub(r"\W+", "-", name.rpartition(":")[2] or name).strip("-")
     moment = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    return run_folder(settings, task=task, moment=moment, exists=Path.exists)
+    return run_folder(settings, task=task, moment=moment, exists=os.path.exists)

@@ -7,6 +7,7 @@ A field marked `free` may differ between a run and its resumption without changi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -17,6 +18,8 @@ from paceline.config.named_sets import SetWord
 from paceline.config.step_range import StepRange
 from paceline.core.paths import AbsolutePath
 
+_MAX_NAME, _MAX_PATH = 255, 4095
+"""Bytes, on all usual file systems of Linux."""
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -63,6 +66,18 @@ class Section(BaseModel):
         All are collected before any is shown. A class adds its own to those of `super()`.
         """
         yield from ()
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _check_names(cls, value: Any) -> Any:
+        """Refuse paths that no file system has, before something else fails because of them."""
+        if isinstance(value, Path):
+            longest = max((len(os.fsencode(part)) for part in value.parts), default=0)
+            if "\0" in str(value):
+                raise ValueError("a path has no zero bytes")
+            if longest > _MAX_NAME or len(os.fsencode(value)) > _MAX_PATH:
+                raise ValueError(f"is too long: a name has at most {_MAX_NAME} bytes, a path {_MAX_PATH}")
+        return value
 
     @model_validator(mode="after")
     def _check_contradictions(self) -> Section:

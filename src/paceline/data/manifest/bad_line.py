@@ -13,6 +13,8 @@ from paceline.data.packed.errors import is_packed
 MOST_SHOWN = 20
 """Bad lines that are shown with their text; the others are only counted."""
 _MOST_CHARACTERS = 100
+_FEWEST_ALIKE = 4
+"""Lines of a file that are wrong in the same way and are shown once."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,35 @@ class BadManifest(PacelineError):
 
 
 def shown(bad: Sequence[BadLine], total: int, margin: str = "  ") -> list[str]:
-    """Return the first bad lines as they are shown, and the number of the others."""
-    lines = []
+    """Return the first bad lines as they are shown, equal ones of a file once, and the number of the others."""
+    groups: dict[tuple[Path, str], list[BadLine]] = {}
     for bad_line in bad[:MOST_SHOWN]:
-        lines.append(f"{margin}{bad_line}")
-        if bad_line.text:
-            lines.append(f"{margin}  {bad_line.text}")
+        groups.setdefault((bad_line.path, bad_line.what), []).append(bad_line)
+    lines = []
+    for group in groups.values():
+        alone = group[:1] if len(group) >= _FEWEST_ALIKE else group
+        for bad_line in alone:
+            lines.append(f"{margin}{bad_line}")
+            if bad_line.text:
+                lines.append(f"{margin}  {bad_line.text}")
+        if len(group) > len(alone):
+            lines.append(
+                f"{margin}the same in {near(group[0].path)}, lines {_ranges([each.line for each in group[1:]])}"
+            )
     if total > MOST_SHOWN:
         lines.append(f"{margin}... and {total - MOST_SHOWN:,} more")
     return lines
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return numbers as `2-5, 9`."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
 def beginning(raw: bytes) -> str:
