@@ -11,6 +11,7 @@ import torch
 
 from paceline.core.errors import PacelineError
 from paceline.world.discover.environment import World, discover
+from paceline.world.failure import together
 from paceline.world.failure import watchdog as watch
 from paceline.world.failure.together import fail_together
 from paceline.world.link import Link
@@ -96,6 +97,20 @@ def one_is_killed(world: World) -> None:
         link.barrier()
         if link.is_first:
             say(f"finished in attempt {world.attempt}")
+
+
+def one_is_killed_and_the_other_listens(world: World) -> None:
+    """As in training, SIGTERM does not end the other: it finds out why its collective broke.
+
+    By itself it would look for longer than the launcher lets it.
+    """
+    signal.signal(signal.SIGTERM, lambda received, _: None)
+    together._LOOK_S = 100.0
+    with start(world, device="cpu", threads=1, start_timeout_s=60, timeout_s=400) as link:
+        link.barrier()
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        link.barrier()
 
 
 def save_when_told(world: World) -> None:

@@ -76,6 +76,14 @@ def test_a_killed_rank_is_named() -> None:
     assert second.startswith("  last seen starting, before the first step, ")
 
 
+def test_the_others_learn_from_the_launcher_who_was_killed() -> None:
+    code, _, err = run("one_is_killed_and_the_other_listens")
+    assert code == 1
+    host = socket.gethostname()
+    lost = f"rank 0 on {host} lost the other ranks: rank 1 on {host} ended without a word (killed? out of memory?)"
+    assert lost in err
+
+
 def test_a_killed_rank_is_restarted_over_gloo() -> None:
     code, out, err = run("one_is_killed", max_restarts=1)
     assert (code, out) == (0, "finished in attempt 1\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -125,6 +125,14 @@ class FailureBoard:
     def silent(self, size: int) -> list[int]:
         """Return the ranks that have not called `tell_alive`."""
         return [rank for rank in range(size) if not self._store.check([f"alive/{rank}"])]
+
+    def tell_ended(self, ranks: Sequence[int]) -> None:
+        """Say, as their launcher, that these ranks have ended: who has not reported a failure by now will not do so."""
+        self._store.set("ended", json.dumps(list(ranks)))
+
+    def ended(self) -> list[int]:
+        """Return the ranks whose launcher has called `tell_ended`."""
+        return list(json.loads(self._store.get("ended"))) if self._store.check(["ended"]) else []
 
     def tell_place(self, rank: int, seen: Seen) -> None:
         """Say where this rank is."""

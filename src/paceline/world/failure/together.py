@@ -216,11 +216,12 @@ def _look(board: FailureBoard, world: World, mine: Failure) -> Failure:
     """Give the rank that really failed time to say so; else say who is silent, and where these were last."""
     board.tell_alive(world.rank)
     before = {rank: board.last_seen(rank) for rank in board.silent(world.size)}
-    if poll(lambda: board.read() is not None, _look_s()):
+    poll(lambda: board.read() is not None or bool(board.ended()), _look_s())
+    ended = board.ended()
+    if board.read() is not None:
         return mine
-    silent = board.silent(world.size)
-    now = {rank: board.last_seen(rank) for rank in silent}
-    missing = who_is_missing(trail.number, before, now)
+    now = {rank: board.last_seen(rank) for rank in ended or board.silent(world.size)}
+    missing = dict.fromkeys(ended, False) or who_is_missing(trail.number, before, now)
     lines = [describe(rank, _host(rank), now[rank], is_alive) for rank, is_alive in missing.items()]
     return replace(mine, lost=";\n".join(lines))
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Literal
 
@@ -180,12 +180,20 @@ class _Agent(LocalElasticAgent):
         def wake_and_end(*args: Any, **named: Any) -> None:
             # A rank that somebody has stopped goes on, and ends as the others do, with its stacks in its log.
             self._send(signal.SIGCONT)
+            self._tell_ended(worker_group)
             end(*args, **named)
 
         setattr(self._pcontext, "close", wake_and_end)  # noqa: B010  the context closes itself when a rank has ended
         for number in self._pending:
             self._send(number)
         return pids
+
+    def _tell_ended(self, worker_group: WorkerGroup) -> None:
+        """Tell the ranks that are left which have ended, so that they need not wait for a word from these."""
+        ended = [int(worker.global_rank) for worker in worker_group.workers if _has_ended(worker.id)]
+        if 0 < len(ended) < len(worker_group.workers):
+            with suppress(DistError):
+                FailureBoard(attempt_store(self._meeting.store, self.attempt)).tell_ended(ended)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
@@ -260,6 +268,14 @@ class _Agent(LocalElasticAgent):
                 os.kill(pid, number)
             except ProcessLookupError:
                 continue
+
+
+def _has_ended(pid: int) -> bool:
+    """Return True if a process that this one started has ended; its exit code stays for whoever waits for it."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
 
 
 class _Console(LogsSpecs):
