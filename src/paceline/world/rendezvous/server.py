@@ -108,7 +108,7 @@ class StoreServer:
     def _greet(self, connection: socket.socket, address: str) -> Channel | None:
         try:
             return answer(connection, self._secret, time.monotonic() + _HANDSHAKE_S)
-        except StrangerAnswers:
+        except (StrangerAnswers, ConnectionError, TimeoutError):  # torch's own client hangs up without reading
             self._report(address)
         except EOFError as error:
             if str(error) == "partly":  # who says nothing at all only looks whether the port is open
