@@ -16,6 +16,8 @@ from tests import crash
 from tests.launchers import small
 from tests.launchers.test_frozen_ranks import Job, free_port
 
+STEPS = 40  # half a second each: the stranger needs some to import torch
+
 # With torch's own client, as anybody has it: overwrite all keys that a job may use, and report a failure of its ranks.
 STRANGER = """
 import os, sys
@@ -40,7 +42,7 @@ print("inside", flush=True)
 
 
 def start(folder: Path, rank: int, **env: str) -> Job:
-    words = small.words(folder / "run", steps=8, task="Slow")
+    words = small.words(folder / "run", steps=STEPS, task="Slow")
     words[words.index("--start-timeout-s") + 1] = env.pop("START_S", "60")
     output = folder / f"rank-{rank}"
     return Job([crash.command(words, output, {**env, "RANK": str(rank)})], [output], folder / "run")
@@ -69,7 +71,7 @@ def test_a_stranger_changes_nothing_and_is_named(tmp_path: Path) -> None:
     assert "a stranger was here" not in text
     assert text.count("warning: a process at 127.0.0.1 connected to the store of this job") == 1
     assert not (tmp_path / "owned").exists()
-    assert len(small.losses(tmp_path / "run")) == 8
+    assert len(small.losses(tmp_path / "run")) == STEPS
 
 
 CASES: dict[str, tuple[list[dict[str, str]], list[str]]] = {
