@@ -79,12 +79,12 @@ class Link:
             return [value] * self.world.size
         trail.note("gather of values")
         data = _to_tensor(values.encode(value))
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world.size)]
-        dist.all_gather(lengths, torch.tensor([len(data)]))
+        lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)], device="cpu"))
         longest = max(int(length) for length in lengths)
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         padded[: len(data)] = data
-        received = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world.size)]
+        received = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(self.world.size)]
         dist.all_gather(received, padded)
         return [values.decode(_to_bytes(each[: int(length)])) for each, length in zip(received, lengths, strict=True)]
 
@@ -94,11 +94,11 @@ class Link:
             return value
         trail.note("broadcast of a value")
         is_source = self.world.rank == src
-        data = _to_tensor(values.encode(value)) if is_source else torch.empty(0, dtype=torch.uint8)
-        length = torch.tensor([len(data)])
+        data = _to_tensor(values.encode(value)) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
+        length = torch.tensor([len(data)], device="cpu")
         dist.broadcast(length, src=src)
         if not is_source:
-            data = torch.empty(int(length), dtype=torch.uint8)
+            data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         dist.broadcast(data, src=src)
         return value if is_source else values.decode(_to_bytes(data))
 

@@ -163,7 +163,7 @@ def _tensor(rest: list[Any], blobs: Sequence[bytes]) -> torch.Tensor:
     kind = _dtype(dtype)
     data = blobs[index]
     if not data:
-        return torch.empty(shape, dtype=kind)
+        return torch.empty(shape, dtype=kind, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=kind).reshape(shape)
 
 
