@@ -40,6 +40,8 @@ class Figure:
     """One sentence below the title."""
     size: Literal["small", "half", "wide"] = "half"
     """Of the page's width: a third, a half or all of it; on a phone always all."""
+    min_width: int = 0
+    """Pixels below which nothing of it can be read: on a phone it is then moved sideways."""
     may_be_log: bool = False
     """There is a button for a logarithmic axis."""
 

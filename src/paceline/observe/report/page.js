@@ -10,6 +10,23 @@
 
   const hasLegend = (figure) => figure.layout.showlegend !== false && figure.data.some((trace) => trace.type !== "heatmap");
 
+  // A long name keeps its head and its tail, where names of runs differ.
+  function shortened(name, most) {
+    return name && name.length > most ? `${name.slice(0, most / 2 - 1)}...${name.slice(2 - most / 2)}` : name;
+  }
+
+  // On a phone a legend has room for few letters; hovering shows the same.
+  const dataOf = (figure) =>
+    isNarrow() ? figure.data.map((trace) => ({ ...trace, name: shortened(trace.name, 36) })) : figure.data;
+
+  // Names of stages are written only where all of them have room.
+  function notesOf(figure) {
+    const notes = figure.layout.annotations || [];
+    const longest = Math.max(0, ...notes.map((note) => note.text.length));
+    const width = document.getElementById(figure.name).clientWidth - 80;
+    return longest * 6 * notes.length <= width ? notes : [];
+  }
+
   // What all plots share; what is special about one comes from its own layout.
   function layoutOf(figure) {
     const ink = color("--ink"), soft = color("--soft"), grid = color("--grid");
@@ -17,6 +34,7 @@
     const own = figure.layout;
     return {
       ...own,
+      annotations: notesOf(figure),
       autosize: true,
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
@@ -35,7 +53,7 @@
   const config = { displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
 
   function draw() {
-    return Promise.all(figures.map((figure) => Plotly.react(figure.name, figure.data, layoutOf(figure), config)));
+    return Promise.all(figures.map((figure) => Plotly.react(figure.name, dataOf(figure), layoutOf(figure), config)));
   }
 
   function setTheme(isDark) {
@@ -92,7 +110,7 @@
       const figure = figures.find((each) => each.name === button.dataset.for);
       const isLog = button.classList.toggle("on");
       figure.layout.yaxis = { ...figure.layout.yaxis, type: isLog ? "log" : "linear" };
-      Plotly.react(figure.name, figure.data, layoutOf(figure), config);
+      Plotly.react(figure.name, dataOf(figure), layoutOf(figure), config);
     })
   );
 

@@ -97,8 +97,8 @@ def _plot(figure: Figure) -> str:
     about = f'<p class="more">{texts.escape(figure.about)}</p>' if figure.about else ""
     return (
         f'<figure class="card {figure.size}"><figcaption><h3>{texts.escape(figure.title)}</h3>'
-        f'{button}</figcaption>{about}<div class="plot" id="{texts.escape(figure.name)}" '
-        f'style="min-height:{figure.height}px"></div></figure>'
+        f'{button}</figcaption>{about}<div class="sideways"><div class="plot" id="{texts.escape(figure.name)}" '
+        f'style="min-height:{figure.height}px;min-width:{figure.min_width}px"></div></div></figure>'
     )
 
 

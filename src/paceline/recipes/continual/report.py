@@ -15,6 +15,8 @@ from paceline.observe.report.texts import table
 RESULTS = "continual.json"
 """File of the run folder with matrices and numbers, in percent."""
 MATRICES = {"class_il_matrix": "class-IL", "task_il_matrix": "task-IL"}
+CELL_PIXELS = 44
+"""Height of a cell, and its least width where it has its number in it."""
 WRITTEN_UP_TO = 12
 """Tasks up to which each cell has its number in it."""
 
@@ -78,7 +80,10 @@ def _heat_maps(runs: Sequence[ReportedRun], results: Sequence[dict[str, Any]]) -
                 of_run = f": {run.name}" if len(runs) > 1 else ""
                 tasks = [str(task) for task in result.get("tasks") or range(1, len(result[name]) + 1)]
                 heading = f"{title} accuracy{of_run}"
-                figures.append(Figure(f"matrix-{number}-{name}", heading, *_heat_map(result[name], tasks)))
+                traces, layout, about = _heat_map(result[name], tasks)
+                min_width = 170 + CELL_PIXELS * len(tasks) if len(tasks) <= WRITTEN_UP_TO else 0
+                named = f"matrix-{number}-{name}"
+                figures.append(Figure(named, heading, traces, layout, about, min_width=min_width))
     return figures
 
 
@@ -102,6 +107,6 @@ def _heat_map(rows: list[list[float | None]], tasks: list[str]) -> tuple[list[di
     layout = {
         "xaxis": axis("", type="category", side="top"),
         "yaxis": axis("", type="category", autorange="reversed", automargin=True),
-        "height": 160 + 44 * len(tasks),
+        "height": 160 + CELL_PIXELS * len(tasks),
     }
     return [trace], layout, "How much of each task (column) is known after each (row). Empty: not measured."
