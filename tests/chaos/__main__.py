@@ -133,6 +133,10 @@ def warm_up() -> None:
         "tests.chaos.tasks",
     ):
         importlib.import_module(module)
+    from paceline.cli.main import COMMANDS, import_command
+
+    for name in COMMANDS:
+        import_command(name)
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # a collection in a fork would copy every page that has objects
