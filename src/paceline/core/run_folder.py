@@ -340,7 +340,7 @@ class RunFolder:
 
     def check(self, *, may_exist: bool) -> RunRecord | None:
         """Return the record of the run, None for a folder that is free to use."""
-        if not self.folder.exists():
+        if not os.path.exists(self.folder):
             return None
         if not self.folder.is_dir():
             raise NotARun(self.folder, "it is a file")
