@@ -254,7 +254,7 @@ def judge_round(facts: RoundFacts) -> list[str]:
             troubles.append(f"asked to stop while training: status {facts.status!r}")
         if facts.newest_step is not None and facts.last_step is not None and facts.newest_step != facts.last_step + 1:
             troubles.append(f"left after step {facts.last_step} with a checkpoint of {facts.newest_step} steps")
-    if killed and 2 in facts.codes:
+    if killed and facts.all_had_trained and 2 in facts.codes:  # a rank that never comes is a mistake of the start
         troubles.append(f"exit code 2 after SIGKILL: {facts.codes}")
     return troubles
 
@@ -342,6 +342,9 @@ class Kills:
         codes = tuple(process.code for process in processes)
         troubles = [f"left running: {line}" for line in nursery.left(PATIENCE_S)]
         nursery.clear()
+        deadline = time.monotonic() + 1.0  # the first thread of a process may be gone before those that hold its files
+        while is_locked(out) and time.monotonic() < deadline:
+            time.sleep(0.02)
         if is_locked(out):
             troubles.append("the folder's lock is held")
         killed = any(shot.signal == signal.SIGKILL for shot in watch.fired)

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from torch.distributed import DistBackendError, DistError, DistNetworkError
+from torch.distributed import DistBackendError, DistError, DistNetworkError, DistStoreError
 
 from paceline.core.errors import PacelineError
 from paceline.core.terminal import warn
@@ -116,7 +116,8 @@ def is_broken_link(error: BaseException | None) -> bool:
     """Return True if the error, or a cause of it, means only that other ranks are gone or silent."""
     while error is not None:
         # gloo raises a plain RuntimeError that begins with its source file.
-        if isinstance(error, (DistBackendError, DistNetworkError)):
+        # The store: a rank that was killed while the group was made has not left its address there.
+        if isinstance(error, (DistBackendError, DistNetworkError, DistStoreError)):
             return True
         if isinstance(error, RuntimeError) and ("gloo/" in str(error) or "Gloo" in str(error)):
             return True
