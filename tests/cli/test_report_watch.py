@@ -105,7 +105,11 @@ def test_a_browser_shows_it(server: Server, tmp_path: Path) -> None:
 def test_the_command_waits_for_steps_and_ends_with_ctrl_c(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", [], status="running")
     command = [sys.executable, "-m", "paceline", "report", str(run), "--watch"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # Shells start background jobs with Ctrl-C ignored, and children would inherit that.
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, ignored)
+    try:
         assert process.stdout is not None
         line = process.stdout.readline()
         port = int(re.search(r"http://127\.0\.0\.1:(\d+)/ \(Ctrl-C ends it\)", line)[1])  # type: ignore[index]
@@ -115,6 +119,9 @@ def test_the_command_waits_for_steps_and_ends_with_ctrl_c(tmp_path: Path) -> Non
         assert "<h1>a</h1>" in ask(port)[1]
         process.send_signal(signal.SIGINT)
         out, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.communicate()
     assert (process.returncode, out, errors) == (0, "ended; the runs go on\n", "")
     assert not (run / "report.html").exists()
 

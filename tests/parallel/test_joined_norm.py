@@ -101,7 +101,7 @@ def test_without_a_grain_for_every_rank_each_is_alone(link: Link) -> None:
 
 @ranks(4)
 def test_groups_must_divide_the_ranks(link: Link) -> None:
-    with pytest.raises(GroupDoesNotDivide, match="is 3, but 4 ranks") as raised:
+    with pytest.raises(GroupDoesNotDivide, match="is 3, and the number of ranks, 4, is no multiple") as raised:
         JoinedNorms(make(nn.BatchNorm1d), link.world, 3, timeout=timedelta(seconds=30))
     assert raised.value.hint == "set it to 2 or 4, or `all`"
 
@@ -116,5 +116,5 @@ def test_ranks_train_as_one_that_sees_the_whole_batch(tmp_path: Any) -> None:
             for name, tensor in alone["state"].items():
                 torch.testing.assert_close(each["state"][name], tensor, rtol=1e-10, atol=1e-12, msg=name)
         assert joined[0]["loss"] == pytest.approx(alone["loss"], rel=1e-11)
-    with pytest.raises(RanksFailed, match="2 ranks have 4 in a step"):
+    with pytest.raises(RanksFailed, match="a step has 4 grains for 2 ranks"):
         run_ranks(2, fit, {"has_norm": True}, {**common, "sync_batchnorm": 2, "grains": 4})

@@ -188,10 +188,12 @@ class Engine:
         if strategy.updates(batch):
             if number == 0 and not math.isfinite(tally.loss):
                 raise NonFiniteLoss(tally.loss, batch.grains[0].shapes() if batch.grains else "none on this rank")
-            gradients = self._check_gradients(prepared, tally, strategy.divisor(batch))
+            # Where the norm is needed anyway, and the host may read it, it also tells whether gradients are finite.
+            tells = prepared.clip_norm is not None and after_backward is None and self.device.type == "cpu"
+            gradients = self._check_gradients(prepared, tally, strategy.divisor(batch), norm_tells=tells)
             if after_backward is not None:
                 gradients = self._show_gradients(prepared, after_backward)
-            gradient_norm = self._clip(prepared, gradients)
+            gradient_norm = self._clip(prepared, gradients, norm_tells=tells)
             self._update(prepared)
             self._lap("optimizer")
         self.position.num_steps = number + 1
@@ -242,22 +244,31 @@ class Engine:
         statistics.end_step(batch.num_grains)
         return Tally(loss_sum, count, batch.has_next, self._wants_stop), outputs
 
-    def _check_gradients(self, prepared: Prepared, tally: Tally, divisor: float) -> list[Tensor]:
-        """Take the loss scale off, correct the divisor where the true count was not known, look for inf and nan."""
+    def _check_gradients(self, prepared: Prepared, tally: Tally, divisor: float, *, norm_tells: bool) -> list[Tensor]:
+        """Take the loss scale off, correct the divisor where the true count was not known, look for inf and nan.
+
+        Without a loss scale and a correction they are read once more only where nobody else looks.
+        """
         if prepared.masters is not None:
             prepared.masters.pull_gradients()
         gradients = prepared.gradients()
         if not gradients:
             raise NoGradients
         on_host = not isinstance(tally.count, Tensor) or tally.count.device.type == "cpu"
-        if not on_host or float(tally.count) != divisor:
+        is_corrected = not on_host or float(tally.count) != divisor
+        if is_corrected:
             # Where nothing was counted this gives inf or nan, and the step is skipped.
             ratio = divisor / torch.as_tensor(tally.count, dtype=torch.float64, device=self.device)
             loss_scale.multiply(gradients, ratio)
         self._found_inf.zero_()
+        if self.precision.scaled or not (norm_tells or (not is_corrected and prepared.strategy.saw_finite())):
+            self._look_for_inf(prepared, gradients)
+        return gradients
+
+    def _look_for_inf(self, prepared: Prepared, gradients: list[Tensor]) -> None:
+        """Take the loss scale off, and note for all ranks if a gradient is not finite."""
         self.scale.unscale_and_check(gradients, self._found_inf)
         prepared.strategy.agree(self._found_inf)
-        return gradients
 
     def _show_gradients(self, prepared: Prepared, after_backward: Callable[[], None]) -> list[Tensor]:
         """Let a task look at the model's gradients, and change them."""
@@ -271,10 +282,13 @@ class Engine:
         prepared.strategy.pull_gradients()
         return prepared.gradients()
 
-    def _clip(self, prepared: Prepared, gradients: list[Tensor]) -> Tensor | None:
+    def _clip(self, prepared: Prepared, gradients: list[Tensor], *, norm_tells: bool) -> Tensor | None:
         """Clip the gradients as the settings say; return their norm, if that was needed."""
         if prepared.clip_norm is not None:
             norm = prepared.strategy.total_norm(prepared.clip_norm.norm(gradients))
+            # A norm may overflow although all gradients are finite; all ranks have the same one.
+            if norm_tells and not self.precision.scaled and not math.isfinite(norm):
+                self._look_for_inf(prepared, gradients)
             prepared.clip_norm.scale(prepared.updated, norm)
             return norm
         if self.config.clip_value is not None:

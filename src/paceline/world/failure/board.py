@@ -47,10 +47,10 @@ class Failure:
     trace: str = ""
     where: str = ""
     """Step and last collective of the reporting rank."""
-    user_code: int = EXIT_USER_ERROR
-    """Exit code of a user's mistake."""
     lost: str = ""
     """Report of a rank that lost others: a line for each, with its state and last known place."""
+    user_code: int = EXIT_USER_ERROR
+    """Exit code of a user's mistake."""
 
     @property
     def exit_code(self) -> int:
