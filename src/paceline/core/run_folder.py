@@ -314,7 +314,7 @@ class RunFolder:
 
     def check_free(self) -> None:
         """Raise `RunBusy` if another process has the lock now; `lock` decides, later."""
-        with suppress(OSError), (self.folder / LOCK).open(encoding="utf-8", errors="replace") as file:
+        with suppress(OSError), open_text(self.folder / LOCK) as file:
             self._take(file, fcntl.LOCK_SH)
 
     def _take(self, file: IO[str], how: int) -> bool:
