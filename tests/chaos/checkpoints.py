@@ -303,7 +303,7 @@ class Checkpoints:
     """See the module."""
 
     name = "checkpoints"
-    counts = (30, 1000)
+    counts = (16, 1000)
 
     def why_not(self) -> str | None:
         return None

@@ -75,7 +75,7 @@ class Inputs:
     """See the module."""
 
     name = "inputs"
-    counts = (160, 10_000)
+    counts = (100, 10_000)
 
     def why_not(self) -> str | None:
         return None

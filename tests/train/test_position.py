@@ -164,6 +164,7 @@ def test_the_keys_of_a_position_in_a_checkpoint_stay() -> None:
         "scores",
         "is_complete",
         "data",
+        "first_loss",
         "is_epoch_over",
     ]
 
