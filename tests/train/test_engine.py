@@ -156,6 +156,31 @@ def test_a_step_without_finite_gradients_is_skipped_counted_and_fatal_in_a_row()
         engine.step(loss, batch_of(float("nan")))
 
 
+def steps_of(link: Link, settings: dict[str, Any]) -> list[tuple[float, float]]:
+    """Two weights after each of three steps: with large, with infinite, with usual gradients on the last rank."""
+    engine = Engine(link=link, level=0, **settings)
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    engine.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-30))
+    weights = []
+    for value in (1.0, 3e38, float("inf"), 1.0):
+        x = torch.tensor([[value, value]] if link.world.rank == link.world.size - 1 else [[0.0, 0.0]])
+        batch = Batch(0, 0, link.world.size, link.world.size, 1.0, [Grain((x,), link.world.rank, np.arange(1))])
+        engine.step(lambda grain: (torch.nan_to_num(model(grain.x)).sum(), float(link.world.rank == 0)), batch)
+        first, second = model.weight.detach().flatten().tolist()
+        weights.append((first, second))
+    assert engine.skips.read(engine.num_steps) == 1
+    return weights
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 1e38}])
+def test_finite_gradients_whose_sum_or_norm_overflows_are_no_reason_to_skip(settings: dict[str, Any]) -> None:
+    for size in (1, 2):
+        for before, large, infinite, _ in run_ranks(size, steps_of, settings):
+            assert (large != before) is ("clip_norm" not in settings)  # an infinite norm clips everything away
+            assert infinite == large
+
+
 def test_a_step_in_which_nothing_counted_is_skipped() -> None:
     engine, model = one_weight()
     engine.step(lambda grain: (model(grain.x).sum(), 1), batch_of(1.0))

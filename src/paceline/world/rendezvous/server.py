@@ -33,8 +33,9 @@ _MOST_REPORTED = 8
 def report_stranger(address: str, meeting: str) -> None:
     """Print who was turned away."""
     sys.stderr.write(
-        f"warning: a process at {address} connected to the store of this job at {meeting} without the job's secret "
-        f"and was turned away\n  if it is a rank of this job, give it the same secret: see docs/security.md\n"
+        f"warning: a process at {address} connected to the store of this job at {meeting} without the job's secret, "
+        "or ended while it connected, and was turned away\n"
+        "  if it is a rank of this job that runs, give it the same secret: see docs/security.md\n"
     )
     sys.stderr.flush()
 
