@@ -143,13 +143,6 @@ class Strategy(ABC):
         """Return the norm of all gradients, from the norm of those that this rank's optimizer has."""
         return norm
 
-    def saw_finite(self) -> bool:
-        """Return True if the last `reduce` has seen that all gradients are finite; False says nothing.
-
-        All ranks get the same answer.
-        """
-        return False
-
     def agree(self, flag: Tensor) -> None:  # noqa: B027
         """Raise `flag` (in place, to 1.0) on all ranks whose update depends on a rank that raised it."""
 

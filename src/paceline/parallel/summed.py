@@ -17,7 +17,6 @@ on every rank. Compared with torch's DistributedDataParallel wrapper, on the sam
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -90,7 +89,6 @@ class Summed(Strategy):
         self._stream = torch.cuda.Stream(link.device) if link.device.type == "cuda" else None
         """Stream from which buckets are sent while a recorded backward is replayed."""
         self._works: list[torch.distributed.Work] = []
-        self._saw_finite = False
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
             for bucket in self._buckets
@@ -140,7 +138,9 @@ class Summed(Strategy):
                 place.fill_(float(number))  # an assignment would copy it to a GPU and wait for that
         while self._next < len(self._buckets):
             self._send_next()
-        self._wait()
+        for work in self._works:
+            work.wait()
+        self._works.clear()
         for flat, half in self._rounded:
             flat.copy_(half)
         self._rounded.clear()
@@ -148,23 +148,6 @@ class Summed(Strategy):
         if self._clock is not None:
             self._clock.meet()
         return Tally(*self._tally[:TALLY].clone().unbind())
-
-    def saw_finite(self) -> bool:
-        return self._saw_finite
-
-    def _wait(self) -> None:
-        """Wait for all sums, and look for inf and nan in each while it is in the cache and later ones are on their way.
-
-        On a GPU the host would have to wait for the answer.
-        """
-        looks = self._stream is None and not self._rounded
-        self._saw_finite = looks and len(self._works) == len(self._buckets)
-        for number, work in enumerate(self._works):
-            work.wait()
-            # A sum with inf or nan in it is never finite; one of finite numbers may overflow, which says nothing.
-            if self._saw_finite and not math.isfinite(self._buckets[number].flat.sum()):
-                self._saw_finite = False
-        self._works.clear()
 
     def detach(self) -> None:
         for hook in self._hooks:

@@ -247,7 +247,7 @@ class Engine:
     def _check_gradients(self, prepared: Prepared, tally: Tally, divisor: float, *, norm_tells: bool) -> list[Tensor]:
         """Take the loss scale off, correct the divisor where the true count was not known, look for inf and nan.
 
-        Without a loss scale and a correction they are read once more only where nobody else looks.
+        Without a loss scale, and where the norm tells, `_clip` looks instead.
         """
         if prepared.masters is not None:
             prepared.masters.pull_gradients()
@@ -255,13 +255,12 @@ class Engine:
         if not gradients:
             raise NoGradients
         on_host = not isinstance(tally.count, Tensor) or tally.count.device.type == "cpu"
-        is_corrected = not on_host or float(tally.count) != divisor
-        if is_corrected:
+        if not on_host or float(tally.count) != divisor:
             # Where nothing was counted this gives inf or nan, and the step is skipped.
             ratio = divisor / torch.as_tensor(tally.count, dtype=torch.float64, device=self.device)
             loss_scale.multiply(gradients, ratio)
         self._found_inf.zero_()
-        if self.precision.scaled or not (norm_tells or (not is_corrected and prepared.strategy.saw_finite())):
+        if self.precision.scaled or not norm_tells:
             self._look_for_inf(prepared, gradients)
         return gradients
 
