@@ -179,7 +179,10 @@ def test_a_run_that_goes_on_says_how_far_it_is(
         assert "0%, 1:59:00 left" in capsys.readouterr().out
     assert main(["runs", str(tmp_path), "--json"]) == 0
     (line,) = json.loads(capsys.readouterr().out)
-    assert (line["status"], line["left_s"]) == ("died", None)
+    assert (line["status"], line["left_s"], line["done"]) == ("died", None, 0.005)
+    (tmp_path / "a" / "run.json").write_text(json.dumps({**record, "status": "finished"}))
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["done"] == 1.0, "whenever its progress was looked at last"
 
 
 def test_a_journal_of_nonsense_gives_a_line(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,6 +93,13 @@ def test_a_learning_rate_that_is_far_too_high(tmp_path: Path, capsys: pytest.Cap
     assert main(["runs", str(tmp_path)]) == 0
     assert "diverged" in capsys.readouterr().out
     assert read_run(out).standing.startswith("diverged")
+    again = [*DIGITS, "--epochs", "8", "--lr", "1e-3", "--optimizer", "sgd", "--out", str(out)]
+    for words, said in (([], "holds a run already"), (["--resume", "auto"], "--allow-change")):
+        assert main([*again, *words]) == 2, "nothing of it is written over without a word"
+        assert said in capsys.readouterr().err
+    assert len((out / "metrics.jsonl").read_text().splitlines()) >= 20
+    assert main(["eval", str(out)]) == 2
+    assert "no checkpoint" in capsys.readouterr().err
 
 
 class Overflowing(SmallTask):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from paceline.config.settings import GroupSettings, TrainConfig
+from paceline.core.errors import PacelineError
 from paceline.observe.callback import RunInfo, Watcher
 from paceline.observe.journal import read
 from paceline.train.apply import evaluate_run
@@ -424,6 +425,15 @@ def test_the_average_is_that_of_a_plain_loop_and_is_what_validation_sees() -> No
     expected = plain_metrics(model, BATCH)["dev/loss"]
     assert result.metrics["dev/loss"] == pytest.approx(expected, rel=1e-12)
     assert result.metrics["dev/loss"] != pytest.approx(without, rel=1e-3)
+
+
+def test_init_from_names_what_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name, why in (("nowhere", "there is no such folder"), ("file", "it is no checkpoint")):
+        with pytest.raises(PacelineError, match=f"--init-from .*{name}: {why}"):
+            trainer(SmallTask(), None, steps=1, init_from=tmp_path / name).fit()
+    with pytest.raises(PacelineError, match=r"https:/user:\*+@host/x: there is no such folder"):
+        trainer(SmallTask(), None, steps=1, init_from=Path("https://user:password@host/x")).fit()
 
 
 def test_init_from_takes_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

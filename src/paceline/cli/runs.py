@@ -173,7 +173,8 @@ def _standing(status: str, progress: Json, now_s: float) -> _Standing:
     left_s = look.left_s if is_going_on else None
     if left_s is not None and look.time is not None:
         left_s = max(0.0, left_s - max(0.0, now_s - look.time))
-    return _Standing(look.epoch + 1, look.epochs, look.stage, look.done, left_s)
+    done = 1.0 if status == "finished" else look.done  # the last look was before the last step
+    return _Standing(look.epoch + 1, look.epochs, look.stage, done, left_s)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

@@ -353,7 +353,7 @@ class RunFolder:
             record = read_record(self.folder)
         except BrokenRecord as error:
             raise NotARun(self.folder, str(error)) from error
-        if record.status in ("failed", "diverged") and not any(self.checkpoints.glob("step-*")):
+        if record.status == "failed" and not any(self.checkpoints.glob("step-*")):
             return None  # it failed before it had anything to lose
         if not may_exist:
             raise RunExists(self.folder)

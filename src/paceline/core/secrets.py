@@ -28,7 +28,7 @@ _FORMS = re.compile(
     )""",
     re.VERBOSE,
 )
-_IN_URL = re.compile(r"(?<=://)([^\s/:@]*):([^\s/@]+)(?=@)")
+_IN_URL = re.compile(r"(?<=:/)(/?[^\s/:@]*):([^\s/@]+)(?=@)")  # a path made of an address has one slash
 _ASSIGNED = re.compile(
     rf"(?P<name>[\w.-]*(?:{_CERTAIN}|{_LIKELY}|signature))(?P<sign>=|:\s*)(?P<value>[^\s&'\",;]+)", re.IGNORECASE
 )

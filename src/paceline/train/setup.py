@@ -8,13 +8,17 @@ from pathlib import Path
 import torch
 
 from paceline.config.settings import TrainConfig
+from paceline.core.errors import PacelineError
 from paceline.core.keys import key
+from paceline.core.run_folder import RunFolder
+from paceline.core.secrets import masked
 from paceline.data.grain import Grain
 from paceline.observe import loggers
 from paceline.observe.callback import Callback, checked
 from paceline.optim import build, larc
 from paceline.parallel.step import Step
 from paceline.train.checkpoint import reader
+from paceline.train.checkpoint.format import STATE
 from paceline.train.engine import Engine
 from paceline.train.probe import Probe
 from paceline.train.task import HasWatchers, ReadsWeights, Task, overrides
@@ -37,12 +41,32 @@ def begin_stage(task: Task, config: TrainConfig, model: torch.nn.Module, number:
     task.before_stage(model, number)
 
 
+class NoStartWeights(PacelineError):
+    """A path for `init_from` that is no checkpoint."""
+
+    path: Path
+    sentence = "--init-from {shown}: {why}"
+    hint = "name a checkpoint, which is a folder like RUN/checkpoints/step-00000120"
+
+    @property
+    def shown(self) -> str:
+        return masked(str(self.path))
+
+    @property
+    def why(self) -> str:
+        if RunFolder(self.path).is_run:
+            return "it is a run, not one of its checkpoints"
+        return "it is no checkpoint" if self.path.exists() else "there is no such folder"
+
+
 def load_weights(model: torch.nn.Module, task: Task, path: Path | None, say: Callable[[str], None]) -> None:
     """Load by name the weights that a new run starts from (`init_from`): a checkpoint, or a file of the task's kind."""
     if path is None:
         return
     weights = task.read_weights(path) if isinstance(task, ReadsWeights) else None
     if weights is None:
+        if not (path / STATE).is_file():
+            raise NoStartWeights(path)
         weights = reader.load(path, ["model"]).parts["model"]
     say(reader.load_by_name(model, weights).line(path))
 

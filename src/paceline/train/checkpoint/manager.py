@@ -87,8 +87,8 @@ class CheckpointManager:
         self._check_ranks(stored)
         if stored is not None and stored.status == "diverged":
             progress.say(
-                "this run had diverged: it goes on from what it saved before; the same settings diverge again, "
-                "others need `--allow-change`"
+                "this run had diverged: it goes on from what it saved before, if anything; the same settings diverge "
+                "again, others need `--allow-change`"
             )
         if before not in (None, self.grains):
             progress.say(f"{counted(self.grains, 'grain')} instead of {before}: numerics change from here on")
