@@ -197,7 +197,7 @@ def test_other_statistics_are_the_first_ranks_everywhere(link: Link) -> None:
 def test_parameters_of_nobodys_model_are_refused(link: Link) -> None:
     engine = Engine(link=link, level=0)
     model, temperature = nn.Linear(2, 1), nn.Parameter(torch.ones(()))
-    with pytest.raises(ForeignParameters, match="1 parameters"):
+    with pytest.raises(ForeignParameters, match="1 parameter that"):
         engine.prepare(model, torch.optim.SGD([*model.parameters(), temperature], lr=0.1))
 
 

@@ -66,7 +66,7 @@ def test_statistics_and_averages_as_on_one_rank(tmp_path: Path, grains: int) -> 
     ours, theirs = (restore.newest(tmp_path / name / "checkpoints").checkpoint for name in ("cut", "one"))
     assert ours is not None
     assert theirs is not None
-    assert ours.parts.keys() == theirs.parts.keys()
+    assert ours.parts.keys() - {"statistics"} == theirs.parts.keys()  # shares of batch norms, of several ranks
     for part in ("model", "optimizer", "ema"):
         assert ours.parts[part].keys() == theirs.parts[part].keys()
         for name, tensor in theirs.parts[part].items():

@@ -202,13 +202,16 @@ class CheckpointManager:
     def mark_failed(self, status: str = "failed") -> None:
         """Record that the run ended with an error, or diverged, and let others train in its folder.
 
-        Checkpoints stay as they are.
+        Checkpoints stay as they are; one that is being written is completed.
         """
         if not self._is_open:
             return
         self._is_open = False
-        if self._writer is not None:
-            self._writer.abandon()
+        if self._writer is not None and self._in_pieces:
+            self._writer.abandon()  # other ranks, which it waits for, may be gone
+        elif self._writer is not None:
+            with suppress(PacelineError):  # what made the run fail matters more
+                self._writer.close()
         self._write_failed(status)
         self._unlock()
 
