@@ -281,7 +281,7 @@ def test_characters_outside_the_labels_and_utterances_too_short_are_told(tmp_pat
     tiny.manifest(tmp_path / "train.json", lines)
     _, _, said = open_all(tmp_path, max_lost_words=1.0)
     assert said[1:] == [
-        "train: normalised 2 of 3 texts; dropped characters outside the labels: z 2",
+        "train: normalised 2 of 3 texts; dropped characters outside the labels: z 2; 20.00% of the words lost letters",
         "train: 1 too short for their transcripts add nothing to the loss",
     ]
     lines[2]["text"] = "abc"[: min(3, frames)] * (frames // 3)  # no repeats: it just fits
