@@ -47,7 +47,7 @@ class Job:
     outputs: list[Path]
     run: Path
 
-    def wait_for(self, text: str, timeout_s: float = 60.0) -> None:
+    def wait_for(self, text: str, timeout_s: float = 180.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not any(text in path.read_text() for path in self.outputs if path.exists()):
             assert time.monotonic() < deadline, [path.read_text() for path in self.outputs if path.exists()]
