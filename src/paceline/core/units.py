@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 _IRREGULAR = {
     **{"process": "processes", "batch": "batches", "class": "classes", "entry": "entries"},
     **{"is": "are", "has": "have", "was": "were", "does": "do"},
@@ -22,6 +24,17 @@ def plural(number: float, noun: str) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number and its noun: `1 core`, `2 cores`, `1,024 bad lines`."""
     return f"{number:,} {plural(number, noun)}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return whole numbers as ranges: `0-3, 7`."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ", ".join("-".join(map(str, part)) for part in parts)
 
 
 def size(num_bytes: float) -> str:

@@ -19,9 +19,9 @@ import torch
 
 from paceline.core.errors import PacelineError
 from paceline.core.provenance import code_digest, version_of
+from paceline.core.units import ranges
 from paceline.core.version import VERSION
 from paceline.world.link import Link
-from paceline.world.roll_call import ranges
 
 Facts = Mapping[str, Any]
 """Plain values (as JSON has them) by the name that a message calls them by: `--lr`, `torch`, `code of task.py`."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from paceline.core.errors import PacelineError
+from paceline.core.units import ranges
 from paceline.world.store import Store, poll
 
 # How long the serving rank stays after a refusal, so that the others can read it.
@@ -167,14 +168,3 @@ def _present(text: bytes) -> Present:
 
 def _from_json(entry: dict[str, object]) -> Present:
     return Present(**{**entry, "cores": tuple(entry["cores"])})  # type: ignore[arg-type]
-
-
-def ranges(ranks: Sequence[int]) -> str:
-    """Return ranks as ranges: `0-3, 7`."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1][1:] = [rank]
-        else:
-            parts.append([rank])
-    return ", ".join("-".join(map(str, part)) for part in parts)

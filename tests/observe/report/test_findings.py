@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from paceline.core.units import ranges
 from paceline.observe.report import texts
-from paceline.observe.report.findings import held_back, ranges
+from paceline.observe.report.findings import held_back
 from tests.observe.report.made import epoch, made, step
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paceline.core.errors import PacelineError
 from paceline.core.paths import near
+from paceline.core.units import ranges
 from paceline.data.packed.errors import is_packed
 
 MOST_SHOWN = 20
@@ -64,22 +65,11 @@ def shown(bad: Sequence[BadLine], total: int, margin: str = "  ") -> list[str]:
                 lines.append(f"{margin}  {bad_line.text}")
         if len(group) > len(alone):
             lines.append(
-                f"{margin}the same in {near(group[0].path)}, lines {_ranges([each.line for each in group[1:]])}"
+                f"{margin}the same in {near(group[0].path)}, lines {ranges([each.line for each in group[1:]])}"
             )
     if total > MOST_SHOWN:
         lines.append(f"{margin}... and {total - MOST_SHOWN:,} more")
     return lines
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return numbers as `2-5, 9`."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
 def beginning(raw: bytes) -> str:

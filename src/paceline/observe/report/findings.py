@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.core.units import counted
+from paceline.core.units import counted, ranges
 from paceline.observe.records import EpochRecord, Finding, Matter
 from paceline.observe.report.runs import ReportedRun
 from paceline.observe.verdict import LEAST_SECONDS, LEAST_STEPS, is_judged, verdict
@@ -67,14 +67,3 @@ def nothing_found(run: ReportedRun) -> tuple[bool, str]:
 def _findings(epoch: EpochRecord) -> Sequence[Finding]:
     """Return the findings as recorded; of a run that is older than verdicts, as they would be."""
     return verdict(epoch) if epoch.findings is None else epoch.findings
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Return numbers as `1-3, 7`."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)

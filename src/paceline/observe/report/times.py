@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from paceline.core.units import ranges
 from paceline.observe.epoch import RankEpoch
 from paceline.observe.records import EpochRecord, Memory, Number, declared_numbers
 from paceline.observe.report.figure import PHASE_COLORS, Figure, Trace, axis, color, line
-from paceline.observe.report.findings import ranges
 from paceline.observe.report.runs import ReportedRun
 from paceline.observe.report.series import short, thin
 
