@@ -25,7 +25,7 @@ def test_the_momentum_of_a_fused_optimizer_is_filled_by_one_hook() -> None:
 
 def test_parameters_of_another_model_are_refused() -> None:
     foreign = torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)
-    with pytest.raises(ForeignParameters, match="updates 2 parameters that are not the model's"):
+    with pytest.raises(ForeignParameters, match="updates 2 parameters that the model does not have"):
         Engine(link=alone(), level=0).prepare(nn.Linear(3, 2), foreign)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,18 @@ from tests.data.packing import Sentences, needs_returnn, packed
 from tests.recipes.asr import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # RETURNN's own are not ours to mend
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _returnn_leaves() -> Iterator[None]:
+    """Its modules, also under their old names such as `TFUtil`, are loaded when somebody looks at them.
+
+    One who goes through `sys.modules` in a later test would.
+    """
+    yield
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and module.__name__.partition(".")[0] == "returnn":
+            del sys.modules[name]
 
 
 def rows_of(files: list[Path]) -> list[dict[str, Any]]:

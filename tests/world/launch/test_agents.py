@@ -122,7 +122,10 @@ def test_ranks_start_again_on_all_machines() -> None:
     (first, out, _), (second, _, err) = run_both("one_is_killed", max_restarts=1)
     assert (first, second) == (0, 0), err
     assert out == "finished in attempt 1\n"
-    assert err == "a rank ended early: starting all ranks again (0 more restarts allowed)\n"
+    *before, last = err.splitlines()
+    assert last == "a rank ended early: starting all ranks again (0 more restarts allowed)"
+    # Whether a rank that is left comes to say whom it lost, before its launcher ends it, is chance.
+    assert not before or "rank 1 on " in err
 
 
 def test_a_crash_is_printed_once_and_ends_both() -> None:
