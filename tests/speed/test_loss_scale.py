@@ -57,6 +57,19 @@ def test_backoff_follows_the_rule_and_survives_saving(low: float, high: float, w
             scaler.load_state_dict(state)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("value", [1.0, float("inf"), float("-inf"), float("nan"), 1e30])
+def test_the_check_of_large_gradients_finds_what_is_not_finite(value: float, dtype: torch.dtype) -> None:
+    """1e30 is finite, and its square is not in fp32."""
+    large = torch.ones(300, 200, dtype=dtype, device=CPU)
+    for gradient in (large, large.t(), large[0]):
+        gradient.fill_(1.0)
+        gradient[-1] = value
+        flag = torch.zeros(1, dtype=torch.float32, device=CPU)
+        NoScale(CPU).unscale_and_check([torch.ones(3, dtype=dtype, device=CPU), gradient], flag)
+        assert bool(flag) == (value not in (1.0, 1e30))
+
+
 def test_saved_state_does_not_follow_the_run() -> None:
     scaler = BackoffScale(CPU)
     state = scaler.state_dict()

@@ -7,6 +7,7 @@ Rules after OpenSeq2Seq's automatic loss scaling; `backoff` is also the rule of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -23,6 +24,8 @@ WINDOW_STEPS = 2000
 """Steps without an overflow after which a scale is doubled."""
 SCALE_LIMIT = 2.0**24
 """The largest maximum that may be set: beyond it an fp32 scale times a loss gains nothing and risks overflow itself."""
+_LARGE = 1 << 14
+"""Elements from which a gradient is worth a call of its own on a CPU."""
 
 
 class ScaleRange(PacelineError):
@@ -94,7 +97,10 @@ class NoScale(LossScale):
         return self._seed
 
     def unscale_and_check(self, gradients: list[Tensor], found_inf: Tensor) -> None:
-        _unscale(gradients, found_inf, self._scale)
+        if found_inf.device.type == "cpu":
+            gradients = [gradient for gradient in gradients if not _is_surely_finite(gradient)]
+        if gradients:
+            _unscale(gradients, found_inf, self._scale)
 
     def _state(self) -> dict[str, Tensor]:
         return {}
@@ -211,6 +217,20 @@ def multiply(gradients: list[Tensor], factor: Tensor) -> None:
 def _check_range(scale_min: float, scale_max: float) -> None:
     if not 0.0 < scale_min <= scale_max <= SCALE_LIMIT:
         raise ScaleRange(scale_min, scale_max)
+
+
+def _is_surely_finite(gradient: Tensor) -> bool:
+    """Return True if the squares of a large gradient have a finite sum; False says nothing.
+
+    On a CPU this reads it once at the speed of the memory, where torch's check computes on, and stores, each element.
+    """
+    is_fit = (
+        gradient.dtype in (torch.float32, torch.float64) and gradient.numel() >= _LARGE and gradient.is_contiguous()
+    )
+    if not is_fit or type(gradient) is not Tensor:  # a DTensor does not lie in one place
+        return False
+    flat = gradient.view(-1)
+    return math.isfinite(torch.dot(flat, flat))
 
 
 def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
