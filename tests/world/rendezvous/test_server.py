@@ -93,6 +93,18 @@ def test_who_does_not_know_the_secret_is_turned_away_and_named_once(server: Stor
     assert client(server).get("run folder") == b"/mine"
 
 
+def test_one_that_is_ended_while_it_connects_is_no_stranger(server: StoreServer, strangers: list[str]) -> None:
+    """Killed before it has read the greeting, its connection is reset."""
+    for _ in range(3):
+        with socket.create_connection(server.near):
+            time.sleep(0.02)
+    client(server).set("a", "1")
+    assert strangers == []
+    with pytest.raises(dist.DistError):
+        dist.TCPStore(server.host, server.port, is_master=False, timeout=timedelta(seconds=1))
+    assert strangers == ["127.0.0.1"]
+
+
 class Bomb:
     """Unpickled, it leaves a file."""
 

@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 import time
+from contextlib import suppress
 
 _GREETING = b"paceline store 1\n"
 _NONCE_BYTES = 32
@@ -115,7 +116,8 @@ def answer(connection: socket.socket, secret: bytes, deadline: float) -> Channel
     reply = _read(connection, _NONCE_BYTES + _CODE_BYTES, deadline)
     nonces = nonce + reply[:_NONCE_BYTES]
     if not hmac.compare_digest(reply[_NONCE_BYTES:], _code(secret, b"client", nonces)):
-        _write(connection, _REFUSED, deadline)
+        with suppress(OSError):  # it need not wait for the answer
+            _write(connection, _REFUSED, deadline)
         raise StrangerAnswers("it does not know the secret")
     _write(connection, _ACCEPTED + _code(secret, b"server", nonces), deadline)
     return Channel(connection, _code(secret, b"down", nonces), _code(secret, b"up", nonces))
@@ -138,7 +140,10 @@ def _read(connection: socket.socket, size: int, deadline: float | None) -> bytes
     parts = bytearray()
     while len(parts) < size:
         _wait_until(connection, deadline)
-        part = connection.recv(size - len(parts))
+        try:
+            part = connection.recv(size - len(parts))
+        except ConnectionError:  # it has hung up without reading what was sent to it
+            part = b""
         if not part:
             raise EOFError("partly" if parts else "the other side is gone")
         parts += part

@@ -109,11 +109,14 @@ class StoreServer:
     def _greet(self, connection: socket.socket, address: str) -> Channel | None:
         try:
             return answer(connection, self._secret, time.monotonic() + _HANDSHAKE_S)
-        except (StrangerAnswers, ConnectionError, TimeoutError):  # torch's own client hangs up without reading
+        except (StrangerAnswers, TimeoutError):
             self._report(address)
         except EOFError as error:
-            if str(error) == "partly":  # who says nothing at all only looks whether the port is open
+            # Who says nothing at all looks whether the port is open, or is a rank that was ended just then.
+            if str(error) == "partly":
                 self._report(address)
+        except ConnectionError:
+            pass  # before it said a word, or after it has proven that it knows the secret
         finally:
             self._unknown.release()
         return None
