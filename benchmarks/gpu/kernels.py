@@ -23,6 +23,7 @@ from table import Row, parser, show
 
 from paceline.speed.kernels import depthwise, norm, reference
 from paceline.speed.kernels.tiles import padded_frames
+from paceline.speed.kernels.ways import Ways, using
 
 FRAMES = 836
 SHAPES = [(256, 33), (256, 39), (512, 51), (512, 63), (512, 75)]
@@ -59,6 +60,14 @@ def kernels(data: Data) -> dict[str, tuple[Callable[[Data], object], float, floa
             2,
             0,
         ),
+        "depthwise forward, fetched": (
+            with_ways(
+                Ways(fetched=True),
+                lambda d: depthwise.forward(d.y, d.affine, d.lengths, d.lengths, d.filters, row, 1, 1),
+            ),
+            2,
+            0,
+        ),
         "depthwise backward": (
             lambda d: depthwise.backward(
                 d.g, d.y, d.affine, d.moments, None, d.lengths, d.lengths, d.filters, 1, 1, needs_data=True
@@ -76,6 +85,11 @@ def kernels(data: Data) -> dict[str, tuple[Callable[[Data], object], float, floa
             product,
         ),
         "batch statistics": (lambda d: norm.statistics(d.y, d.lengths, FRAMES, ones, ones, 1e-3), 1, 0),
+        "batch statistics, flat": (
+            with_ways(Ways(flat=True), lambda d: norm.statistics(d.y, d.lengths, FRAMES, ones, ones, 1e-3)),
+            1,
+            0,
+        ),
         "batch norm backward": (
             lambda d: norm.apply_backward(d.h, d.sums, d.y, d.affine, d.moments, d.lengths, FRAMES),
             3,
@@ -88,6 +102,14 @@ def kernels(data: Data) -> dict[str, tuple[Callable[[Data], object], float, floa
             0,
         ),
     }
+
+
+def with_ways(ways: Ways, run: Callable[[Data], object]) -> Callable[[Data], object]:
+    def with_them(data: Data) -> object:
+        with using(ways):
+            return run(data)
+
+    return with_them
 
 
 def convolved(data: Data) -> Tensor:

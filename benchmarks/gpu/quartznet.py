@@ -1,12 +1,14 @@
 """QuartzNet 15x5 in training on one GPU: the plain ways to run it beside our levels, from random data on the device.
 
     python benchmarks/gpu/quartznet.py [--json] [--batches 64 256] [--only bf16 O4] [--network jasper10x5dr] [--profile]
+        [--ways fetched flat]
 
 A step is forward, CTC, backward and fused AdamW on a batch of 16.7 s utterances (1,672 frames of 64 mels, lengths 70
 to 100 %, 200 labels), median of 8 after 3. `bf16`, `fp16`, `bf16-compile` are loops as their user would write them,
 `lightning` is its Trainer; `O0` to `O3` are our engine, and `O4` the fastest of its ways, found as a run finds it.
 `bf16-channels-last` runs convolutions as two-dimensional ones of height 1. `--profile` shows where a step goes.
-A name with `@64` is for that batch alone; `O2+kernels+graphs` is one of the ways that `O4` may choose.
+A name with `@64` is for that batch alone; `O2+kernels+graphs` is a way that `O4` may choose. `--ways` runs our
+levels a second time, with kernels that are still to be measured (`paceline.speed.kernels.ways`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import fields
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,7 @@ from paceline.recipes.asr.network.encoder import Decoder, Encoder
 from paceline.recipes.asr.text.ctc import ctc_loss_sum
 from paceline.speed.autotune.candidates import Candidate, candidates
 from paceline.speed.autotune.choice import choose
+from paceline.speed.kernels.ways import MEASURED, Ways, using
 from paceline.train.autotune import timing
 from paceline.train.task import Task
 from paceline.world.discover.environment import discover
@@ -61,15 +66,17 @@ class Network(nn.Module):
         return self.decoder(encoded), lengths
 
 
-def make_batch(size: int) -> dict[str, Tensor]:
-    dice = torch.Generator("cuda").manual_seed(1)
-    frames = (FRAMES * (0.7 + 0.3 * torch.rand(size, device="cuda", generator=dice))).long()
-    frames[0] = FRAMES
+def make_batch(
+    size: int, device: torch.device | str = "cuda", seed: int = 1, longest: int = FRAMES, labels: int = LABELS
+) -> dict[str, Tensor]:
+    dice = torch.Generator(device).manual_seed(seed)
+    frames = (longest * (0.7 + 0.3 * torch.rand(size, device=device, generator=dice))).long()
+    frames[0] = longest
     return {
-        "mels": torch.randn(size, 64, FRAMES, device="cuda", generator=dice),
+        "mels": torch.randn(size, 64, longest, device=device, generator=dice),
         "frames": frames,
-        "text": torch.randint(0, 28, (size, LABELS), device="cuda", generator=dice),
-        "labels": torch.full((size,), LABELS, device="cuda"),
+        "text": torch.randint(0, 28, (size, labels), device=device, generator=dice),
+        "labels": torch.full((size,), labels, device=device),
     }
 
 
@@ -306,28 +313,34 @@ def main() -> None:
     arguments.add_argument("--batches", type=int, nargs="+", default=[64, 256])
     arguments.add_argument("--only", nargs="+", default=[*PLAIN, "O0", "O1", "O2", "O3", "O4"])
     arguments.add_argument("--profile", action="store_true")
+    arguments.add_argument("--ways", nargs="+", default=[], choices=[field.name for field in fields(Ways)])
     options = arguments.parse_args()
     network = read_network(options.network)
+    trial = Ways(**dict.fromkeys(options.ways, True))
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = "tf32"
     rows = []
     best_plain = 0.0
-    found: dict[tuple[str, int], float] = {}
     for wanted in options.only:
         name, _, one = wanted.partition("@")
-        for size in [int(one)] if one else options.batches:
+        sizes = [int(one)] if one else options.batches
+        both = [MEASURED, trial] if trial != MEASURED and name.startswith("O") else [MEASURED]
+        for size, ways in product(sizes, both):
             clean()
             torch.cuda.reset_peak_memory_stats()
             try:
-                ms, peak, way = measure(name, network, size, options.profile)
+                with using(ways):
+                    ms, peak, way = measure(name, network, size, options.profile)
             except Exception as error:  # the others still count
                 print(f"{name}, batch {size}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr, flush=True)
                 continue
-            found[name, size] = rate = size / ms * 1e3
+            rate = size / ms * 1e3
+            if ways != MEASURED:
+                way += f" with {', '.join(options.ways)}"
             if name in PLAIN:
                 best_plain = max(best_plain, rate)
             print(f"{name} batch {size}: {ms:.2f} ms, {rate:.0f}/s, {peak:.1f} GiB {way}", file=sys.stderr, flush=True)
-            case = f"{'-' if name.startswith('O') else ''}{name}, batch {size}"
+            case = f"{'-' if name.startswith('O') else ''}{name}, batch {size}{', new' if ways != MEASURED else ''}"
             rows += [Row(case, "step", ms, "ms"), Row(case, "peak memory", peak, "GiB")]
             ratio = rate / best_plain if best_plain else None
             rows.append(Row(case, "rate", rate, "utterances/s", "best plain way" if best_plain else None, ratio))

@@ -2,6 +2,11 @@
 
 PyTorch's own wants a picture with its channels last, a view of these. Its compiler cannot keep a view for the backward
 pass whose length is not known beforehand (pytorch/pytorch#172204), so what is a picture meanwhile stays in here.
+
+The library has no fast kernel for a dilated one. But every `dilation`-th frame meets every `dilation`-th one only: the
+same memory seen as a picture of `dilation` columns has a plain convolution along its rows, with the same products.
+
+Weights are cast and brought into the library's order in one pass, which backward uses again.
 """
 
 from __future__ import annotations
@@ -13,71 +18,135 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-@torch.library.custom_op("paceline::time_conv", mutates_args=())
 def time_conv(x: Tensor, weight: Tensor, stride: int, padding: int, dilation: int, groups: int) -> Tensor:
-    """(batch, time, channels), (filters, channels of a group, kernel) -> (batch, time after the stride, filters)."""
-    y = F.conv2d(_picture(x), _weight(weight), None, (1, stride), (0, padding), (1, dilation), groups)
-    return _rows(y)
+    """(batch, time, channels), (filters, channels of a group, kernel) -> (batch, time after the stride, filters).
+
+    Computed and returned in the dtype of `x`; the gradient of the weight is in the weight's.
+    """
+    y: Tensor = time_conv_forward(x, weight, stride, padding, dilation, groups)[0]
+    return y
 
 
-@time_conv.register_fake
-def _(x: Tensor, weight: Tensor, stride: int, padding: int, dilation: int, groups: int) -> Tensor:
+@torch.library.custom_op("paceline::time_conv", mutates_args=())
+def time_conv_forward(
+    x: Tensor, weight: Tensor, stride: int, padding: int, dilation: int, groups: int
+) -> tuple[Tensor, Tensor]:
+    """As `time_conv`, and the weights as the library wants them: (filters, kernel, channels of a group)."""
+    filters = x.new_empty(weight.shape[0], weight.shape[2], weight.shape[1]).copy_(weight.transpose(1, 2))
+    columns = _columns(stride, padding, dilation, groups)
+    y = F.conv2d(
+        _picture(x, columns), _weight(filters, columns), None, *_geometry(stride, padding, dilation, columns), groups
+    )
+    return _rows(y, _length(x.shape[1], filters.shape[1], stride, padding, dilation)), filters
+
+
+@time_conv_forward.register_fake
+def _(x: Tensor, weight: Tensor, stride: int, padding: int, dilation: int, groups: int) -> tuple[Tensor, Tensor]:
     batch, time, _ = x.shape
-    filters, _, kernel = weight.shape
-    return x.new_empty(batch, (time + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1, filters)
+    filters, channels, kernel = weight.shape
+    y = x.new_empty(batch, _length(time, kernel, stride, padding, dilation), filters)
+    return y, x.new_empty(filters, kernel, channels)
 
 
 @torch.library.custom_op("paceline::time_conv_backward", mutates_args=())
 def time_conv_backward(
-    g: Tensor, x: Tensor, weight: Tensor, stride: int, padding: int, dilation: int, groups: int, needs_data: bool
+    g: Tensor,
+    x: Tensor,
+    filters: Tensor,
+    stride: int,
+    padding: int,
+    dilation: int,
+    groups: int,
+    needs_data: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the input, which is empty unless it is needed, and of the weight."""
-    data, filters, _ = torch.ops.aten.convolution_backward(
-        _picture(g.contiguous()),
-        _picture(x),
-        _weight(weight),
+    """Gradients of the input, which is empty unless it is needed, and of the weight, in `dtype`."""
+    columns = _columns(stride, padding, dilation, groups)
+    strides, paddings, dilations = _geometry(stride, padding, dilation, columns)
+    data, gradient, _ = torch.ops.aten.convolution_backward(
+        _picture(g, columns),
+        _picture(x, columns),
+        _weight(filters, columns),
         None,
-        (1, stride),
-        (0, padding),
-        (1, dilation),
+        strides,
+        paddings,
+        dilations,
         False,
         (0, 0),
         groups,
         (needs_data, True, False),
     )
-    return _rows(data) if needs_data else x.new_empty(0), filters.squeeze(2).contiguous()
+    of_weight = gradient.new_empty(filters.shape[0], filters.shape[2], filters.shape[1], dtype=dtype)
+    of_weight.copy_(gradient.squeeze(2 if columns == 1 else 3))
+    return _rows(data, x.shape[1]) if needs_data else x.new_empty(0), of_weight
 
 
 @time_conv_backward.register_fake
 def _(
-    g: Tensor, x: Tensor, weight: Tensor, stride: int, padding: int, dilation: int, groups: int, needs_data: bool
+    g: Tensor,
+    x: Tensor,
+    filters: Tensor,
+    stride: int,
+    padding: int,
+    dilation: int,
+    groups: int,
+    needs_data: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape if needs_data else 0), weight.new_empty(weight.shape)
+    of_weight = filters.new_empty(filters.shape[0], filters.shape[2], filters.shape[1], dtype=dtype)
+    return x.new_empty(x.shape if needs_data else 0), of_weight
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, *ctx.figures = inputs
-    ctx.save_for_backward(x, weight)
+    ctx.dtype = weight.dtype
+    ctx.save_for_backward(x, output[1])
+    ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, g: Tensor, _: None) -> tuple[Tensor | None, ...]:
     needs_data = ctx.needs_input_grad[0]
-    data, weight = time_conv_backward(g, *ctx.saved_tensors, *ctx.figures, needs_data)
+    data, weight = time_conv_backward(g, *ctx.saved_tensors, *ctx.figures, needs_data, ctx.dtype)
     return data if needs_data else None, weight, None, None, None, None
 
 
-time_conv.register_autograd(_gradients, setup_context=_setup)
+time_conv_forward.register_autograd(_gradients, setup_context=_setup)
 
 
-def _picture(x: Tensor) -> Tensor:
-    """(batch, time, channels) as a picture of one row whose channels lie side by side."""
-    return x.contiguous().transpose(1, 2).unsqueeze(2)
+def _columns(stride: int, padding: int, dilation: int, groups: int) -> int:
+    """Return the number of columns of the picture in which nothing is dilated, or 1: a row of frames, as it is."""
+    return dilation if stride == groups == 1 and padding % dilation == 0 else 1
 
 
-def _weight(weight: Tensor) -> Tensor:
-    return weight.unsqueeze(2).contiguous(memory_format=torch.channels_last)
+def _geometry(
+    stride: int, padding: int, dilation: int, columns: int
+) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """Return strides, paddings and dilations of the picture."""
+    if columns == 1:
+        return (1, stride), (0, padding), (1, dilation)
+    return (1, 1), (padding // columns, 0), (1, 1)
 
 
-def _rows(y: Tensor) -> Tensor:
-    """On a GPU it lies so already."""
-    return y.squeeze(2).transpose(1, 2).contiguous()
+def _length(time: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+    return (time + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+
+
+def _picture(x: Tensor, columns: int) -> Tensor:
+    """(batch, time, channels) as a picture whose channels lie side by side: one row, or rows of so many frames."""
+    x = x.contiguous()
+    if columns == 1:
+        return x.unsqueeze(1).permute(0, 3, 1, 2)
+    missing = -x.shape[1] % columns
+    if missing:
+        x = F.pad(x, (0, 0, 0, missing))  # zeros, which a convolution finds behind the last frame anyway
+    return x.unflatten(1, (-1, columns)).permute(0, 3, 1, 2)
+
+
+def _weight(filters: Tensor, columns: int) -> Tensor:
+    """(filters, kernel, channels) as a picture each, across or down."""
+    return filters.unsqueeze(1 if columns == 1 else 2).permute(0, 3, 1, 2)
+
+
+def _rows(y: Tensor, length: int) -> Tensor:
+    """A picture as (batch, time, channels). On a GPU it lies so already, but for frames that filled up a row."""
+    return y.permute(0, 2, 3, 1).flatten(1, 2)[:, :length].contiguous()

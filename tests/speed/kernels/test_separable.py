@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.speed.kernels import reference, tiles
+from paceline.speed.kernels import reference, tiles, ways
 from tests.speed.kernels.separable import distance, make_case
 
 TRUNCATED = 1.6e-2
@@ -110,11 +110,35 @@ def test_general_kernels(kernels: Any, of: dict[str, Any], way: tiles.Tiling) ->
     ],
 )
 def test_stream(kernels: Any, kernel: int, dilation: int, way: tiles.Streaming) -> None:
+    from paceline.speed.kernels import stream_fetched
+
     _, stream, _ = kernels
     for batch, has_affine in ((3, True), (20, False)):
         case = make_case(kernel, dilation=dilation, frames=70, batch=batch, has_affine=has_affine)
         found = stream.forward(case.x, case.affine, case.lengths_in, case.weight, dilation, way)
         assert distance(found, case.forward(reference.depthwise_forward)) < TRUNCATED
+        fetched = stream_fetched.forward(case.x, case.affine, case.lengths_in, case.weight, dilation, way)
+        assert torch.equal(fetched, found)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "whole"),
+    [([70, 70, 70], "all"), ([0, 0, 0], "nothing"), ([64, 48, 50], "up to the middle"), ([3, 70, 16], "one, or none")],
+    ids=str,
+)
+def test_tiles_that_need_no_mask(kernels: Any, lengths: list[int], whole: str) -> None:
+    """Groups of utterances whose shortest and longest end in different tiles; what is behind a length is nan."""
+    from paceline.speed.kernels import stream_fetched
+
+    case = make_case(9, frames=70, batch=3)
+    case.lengths_in = case.lengths_out = torch.tensor(lengths, dtype=torch.int32)
+    expected = case.forward(reference.depthwise_forward)
+    behind = ~reference.held(case.lengths_in, case.x.shape[-1]).expand_as(case.x)
+    case.x = case.x.masked_fill(behind, float("nan"))
+    way = tiles.Streaming(16, 16, 16)
+    found = stream_fetched.forward(case.x, case.affine, case.lengths_in, case.weight, 1, way)
+    assert distance(found, expected) < TRUNCATED
+    assert not found[behind].any()
 
 
 @pytest.mark.parametrize("has_affine", [True, False])
@@ -156,6 +180,22 @@ def test_stream_backward(
         nothing, alone, _ = case.backward(backward, needs_data=False)
         assert not nothing.numel()
         assert torch.equal(alone, weight)
+
+
+@pytest.mark.parametrize(("batch", "frames"), [(1, 5), (35, 150), (64, 128), (70, 250)])
+def test_flat_statistics(kernels: Any, batch: int, frames: int) -> None:
+    """Less than a piece, a part, exactly one, and several; far from zero, where sums of squares cancel."""
+    _, _, norm = kernels
+    dice = torch.Generator().manual_seed(0)
+    lengths = torch.randint(frames // 2, frames + 1, (batch,), dtype=torch.int32, generator=dice)
+    row = tiles.padded_frames(frames)
+    y = (torch.randn(3, batch, row, generator=dice) + 30).bfloat16() * reference.held(lengths, row)
+    weight, bias = torch.rand(3, generator=dice), torch.rand(3, generator=dice)
+    expected = reference.statistics(y.double(), lengths, frames, weight.double(), bias.double(), 1e-3)
+    with ways.using(ways.Ways(flat=True)):
+        found = norm.statistics(y, lengths, frames, weight, bias, 1e-3)
+    assert max(map(distance, found, expected)) < SUMS
+    assert ways.in_use() == ways.MEASURED
 
 
 @pytest.mark.parametrize(("batch", "frames"), [(1, 5), (35, 150)])

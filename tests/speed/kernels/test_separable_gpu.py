@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 from paceline.recipes.asr.fast import fused
 from paceline.recipes.asr.network.config import read_network
 from paceline.recipes.asr.network.encoder import Encoder
-from paceline.speed.kernels import depthwise, norm, ops, reference, tiles
+from paceline.speed.kernels import depthwise, norm, ops, reference, tiles, ways
 from tests.speed.kernels.separable import Case, distance, make_case
 
 pytestmark = [
@@ -106,6 +106,42 @@ def test_backward_as_a_stream(kernel: int, monkeypatch: pytest.MonkeyPatch) -> N
             )
         )
     assert taken
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="chosen on Hopper alone"
+)
+@pytest.mark.parametrize("kernel", range(1, 130, 8))
+def test_forward_fetched(kernel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the plain stream, bit for bit, at any batch and length, and with all tiles whole or none."""
+    dice = random.Random(kernel)
+    decide = tiles.streaming
+    monkeypatch.setattr(
+        depthwise.tiles, "streaming", lambda kernel, stride, dilation, batch: decide(kernel, 1, dilation, 64)
+    )
+    for has_affine, is_whole in ((True, True), (True, False), (False, False)):
+        batch, frames = dice.randint(1, 130), dice.randint(15, 500)
+        case = make_case(
+            kernel, frames=frames, batch=batch, channels=16, has_affine=has_affine, device="cuda", seed=kernel
+        )
+        if is_whole:
+            case.lengths_in = case.lengths_out = torch.full_like(case.lengths_in, frames)
+        plain = case.forward(depthwise.forward)
+        with ways.using(ways.Ways(fetched=True)):
+            assert torch.equal(case.forward(depthwise.forward), plain)
+
+
+@pytest.mark.parametrize("frames", [15, 333, 1100])
+def test_flat_statistics(frames: int) -> None:
+    case = make_case(1, frames=frames, batch=133, channels=48, device="cuda")
+    y = ((case.x + 30) * reference.held(case.lengths_in, case.x.shape[-1])).bfloat16()
+    weight, bias = torch.rand(48, device="cuda"), torch.rand(48, device="cuda")
+    expected = reference.statistics(y.double(), case.lengths_in, frames, weight.double(), bias.double(), 1e-3)
+    with ways.using(ways.Ways(flat=True)):
+        found = norm.statistics(y, case.lengths_in, frames, weight, bias, 1e-3)
+        again = norm.statistics(y, case.lengths_in, frames, weight, bias, 1e-3)
+    assert max(map(distance, found, expected)) <= SUMS
+    assert all(map(torch.equal, found, again))
 
 
 @pytest.mark.parametrize(("stride", "dilation"), [(2, 1), (4, 1), (1, 2), (1, 3)])
@@ -234,7 +270,7 @@ def test_operators_keep_their_word() -> None:
         ops.separable,
         (
             *(case.x, None, None, case.lengths_in, case.lengths_out, case.weight, weight, norm_weight, norm_weight),
-            *(None, None, None, 50, 1, 1, 1e-3),
+            *(None, None, None, weight.detach().squeeze(2).bfloat16(), None, 50, 1, 1, 1e-3),
         ),
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.speed.kernels import stream, stream_backward, tiles
+from paceline.speed.kernels import stream, stream_backward, stream_fetched, tiles, ways
 
 
 @triton.jit
@@ -229,7 +229,8 @@ def forward(
     kernel = weight.shape[-1]
     way = tiles.streaming(kernel, stride, dilation, batch) if tiling is None else None
     if way is not None:
-        return stream.forward(x, affine, lengths_in, weight, dilation, way)
+        kernel_of_stream = stream_fetched if ways.in_use().fetched and _is_hopper(x) else stream
+        return kernel_of_stream.forward(x, affine, lengths_in, weight, dilation, way)
     tiling = tiling or tiles.forward_tiling(batch * triton.cdiv(row_out, 64))
     window = tiles.forward_window(kernel, stride, dilation, tiling)
     tiles_per_row = triton.cdiv(row_out, tiling.tile)

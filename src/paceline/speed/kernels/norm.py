@@ -8,6 +8,7 @@ in the plain module, those that only fill a row up to 16 do not count.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -15,8 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.speed.kernels import ways
+
 TILE = 4096
 """Frames of a channel that one program reads."""
+PIECE = 8192
+"""Of all frames of a channel, one after the other, as many as one program reads."""
 
 
 class Statistics(NamedTuple):
@@ -52,6 +57,77 @@ def _tile_moments(
     away = tl.where(exists, values - mean, 0.0)
     tl.store(parts + (group * 2) * channels + channel, mean)
     tl.store(parts + (group * 2 + 1) * channels + channel, tl.sum(tl.sum(away * away, 1), 0))
+
+
+@triton.jit
+def _piece_moments(
+    y,
+    weight,
+    bias,
+    parts,
+    counters,
+    affine,
+    moments,
+    channels,
+    size,
+    true_size,
+    groups,
+    eps,
+    PIECE: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Moments of pieces that know nothing of utterances: behind a length there are zeros, which count.
+
+    The program that is done last with a channel combines the pieces, in their order, whichever program that is: the
+    counter decides who works, not what comes out, and is left at 0.
+    """
+    group = tl.program_id(0)
+    channel = tl.program_id(1)
+    at = group * PIECE + tl.arange(0, PIECE)
+    source = y + channel * size + at
+    if (group + 1) * PIECE <= size:
+        values = tl.load(source).to(tl.float32)
+        mean = tl.sum(values, 0) / PIECE
+        away = values - mean
+    else:
+        values = tl.load(source, mask=at < size, other=0.0).to(tl.float32)
+        mean = tl.sum(values, 0) / (size - group * PIECE)
+        away = tl.where(at < size, values - mean, 0.0)
+    tl.store(parts + (channel * 2) * groups + group, mean)
+    tl.store(parts + (channel * 2 + 1) * groups + group, tl.sum(away * away, 0))
+    num_done = tl.atomic_add(counters + channel, 1, sem="acq_rel")
+    if num_done == groups - 1:
+        tl.store(counters + channel, 0)
+        number = tl.arange(0, GROUPS)
+        there = number < groups
+        # Past the first cache, which may hold what lay here before the others wrote.
+        means = tl.load(parts + (channel * 2) * groups + number, mask=there, other=0.0, cache_modifier=".cg")
+        inner = tl.load(parts + (channel * 2 + 1) * groups + number, mask=there, other=0.0, cache_modifier=".cg")
+        count = tl.where(there, tl.minimum(size - number * PIECE, PIECE), 0).to(tl.float32)
+        # Chan's rule, as in `_combine`.
+        total = tl.sum(means * count, 0)
+        mean_of_all = total / size
+        apart = means - mean_of_all
+        squares = tl.sum(tl.where(there, inner + apart * apart * count, 0.0), 0)
+        _store_statistics(
+            *(weight, bias, affine, moments, channel, channels, total, squares, mean_of_all, size, true_size, eps)
+        )
+
+
+@triton.jit
+def _store_statistics(
+    weight, bias, affine, moments, channel, channels, total, squares, mean_of_all, all_frames, true_frames, eps
+):
+    """For one channel. The frames that only fill rows up are zeros: they are taken out again."""
+    mean = total / true_frames
+    squares = tl.maximum(squares - mean_of_all * mean * (all_frames - true_frames), 0.0)
+    scale = 1.0 / tl.sqrt(squares / true_frames + eps)
+    slope = tl.load(weight + channel) * scale
+    tl.store(moments + channel, mean)
+    tl.store(moments + channels + channel, scale)
+    tl.store(moments + 2 * channels + channel, squares / (true_frames - 1))
+    tl.store(affine + channel, slope)
+    tl.store(affine + channels + channel, tl.load(bias + channel) - mean * slope)
 
 
 @triton.jit
@@ -244,6 +320,8 @@ def statistics(
 ) -> Statistics:
     """Of raw values that are zero behind each length."""
     channels, batch, row = y.shape
+    if ways.in_use().flat:
+        return _flat_statistics(y, frames, weight, bias, eps)
     groups, tiles_of_time, shape = _cut(y, 1024)
     parts = torch.empty(groups, 2, channels, dtype=torch.float32, device=y.device)
     _tile_moments[(groups, channels)](y, lengths, parts, channels, batch, row, tiles_of_time, **shape)
@@ -268,6 +346,38 @@ def statistics(
         CHANNELS=32,
     )
     return Statistics(affine, moments)
+
+
+def _flat_statistics(y: Tensor, frames: int, weight: Tensor, bias: Tensor, eps: float) -> Statistics:
+    channels, batch, row = y.shape
+    groups = triton.cdiv(batch * row, PIECE)
+    parts = torch.empty(channels, 2, groups, dtype=torch.float32, device=y.device)
+    affine = torch.empty(2, channels, dtype=torch.float32, device=y.device)
+    moments = torch.empty(3, channels, dtype=torch.float32, device=y.device)
+    _piece_moments[(groups, channels)](
+        y,
+        weight,
+        bias,
+        parts,
+        _counters(y.device, channels),
+        affine,
+        moments,
+        channels,
+        batch * row,
+        batch * frames,
+        groups,
+        eps,
+        PIECE=PIECE,
+        GROUPS=triton.next_power_of_2(groups),
+        num_warps=8,
+    )
+    return Statistics(affine, moments)
+
+
+@functools.cache
+def _counters(device: torch.device, channels: int) -> Tensor:
+    """Zeros between launches, which follow each other on one stream; graphs that were recorded keep their address."""
+    return torch.zeros(channels, dtype=torch.int32, device=device)
 
 
 def apply_backward(

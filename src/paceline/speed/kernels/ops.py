@@ -35,6 +35,8 @@ def separable(
     shortcut: Optional[Tensor],
     shortcut_weight: Optional[Tensor],
     shortcut_bias: Optional[Tensor],
+    matrix: Tensor,
+    shortcut_matrix: Optional[Tensor],
     frames: int,
     stride: int,
     dilation: int,
@@ -42,9 +44,10 @@ def separable(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(channel, batch, row) -> `y` (filter, batch, row after the stride), `affine`, `moments`, and what lies between.
 
-    `frames` are those of the output; its row is padded. `lengths` of inputs and outputs are int32. With a `shortcut`,
-    the residual that starts at `x` (then without `affine`): its `y`, `affine` and `moments` as well, else three empty
-    tensors.
+    `frames` are those of the output; its row is padded. `lengths` of inputs and outputs are int32. `matrix` is what
+    `pointwise` is in a product: (filter, channel), in the dtype of `x`; its gradient is that of `pointwise`. With a
+    `shortcut`, the residual that starts at `x` (then without `affine`): its `y`, `affine` and `moments` as well, else
+    three empty tensors.
     """
     row = padded_frames(frames)
     if x.is_cuda:
@@ -53,11 +56,11 @@ def separable(
         between = kernels.forward(x, affine, lengths, lengths_out, depthwise, row, stride, dilation)
     else:
         between = reference.depthwise_forward(x, affine, lengths, lengths_out, depthwise, row, stride, dilation)
-    y = _product(pointwise.to(x.dtype).squeeze(2), between)
+    y = _product(matrix, between)
     affine_out, moments_out = _statistics(y, lengths_out, frames, weight, bias, eps)
-    if shortcut is None:
+    if shortcut_matrix is None:
         return y, affine_out, moments_out, between, x.new_empty(0), weight.new_empty(0), weight.new_empty(0)
-    other = _product(shortcut.to(x.dtype).squeeze(2), x)
+    other = _product(shortcut_matrix, x)
     other_affine, other_moments = _statistics(other, lengths_out, frames, shortcut_weight, shortcut_bias, eps)
     return y, affine_out, moments_out, between, other, other_affine, other_moments
 
@@ -76,6 +79,8 @@ def _(
     shortcut: Optional[Tensor],
     shortcut_weight: Optional[Tensor],
     shortcut_bias: Optional[Tensor],
+    matrix: Tensor,
+    shortcut_matrix: Optional[Tensor],
     frames: int,
     stride: int,
     dilation: int,
@@ -110,8 +115,8 @@ def separable_backward(
     lengths: Tensor,
     lengths_out: Tensor,
     depthwise: Tensor,
-    pointwise: Tensor,
-    shortcut: Optional[Tensor],
+    matrix: Tensor,
+    shortcut_matrix: Optional[Tensor],
     frames: int,
     stride: int,
     dilation: int,
@@ -123,19 +128,19 @@ def separable_backward(
     """
     of_shortcut: list[Tensor] = []
     added = None
-    if shortcut is not None:
+    if shortcut_matrix is not None:
         assert other_h is not None
         g, *of_norm = _norm_backward(other_h, other_sums, other, other_affine, other_moments, lengths_out, frames)
         of_shortcut = [_weight_gradient(g, x).unsqueeze(2), *of_norm]
-        added = _product(shortcut.to(x.dtype).squeeze(2).t(), g)
+        added = _product(shortcut_matrix.t(), g)
     g, weight_gradient, bias_gradient = _norm_backward(h, sums, y, affine_out, moments_out, lengths_out, frames)
     pointwise_gradient = _weight_gradient(g, between).unsqueeze(2)
-    g = _product(pointwise.to(x.dtype).squeeze(2).t(), g)
+    g = _product(matrix.t(), g)
     data, depthwise_parts, sum_parts = _depthwise_backward(x)(
         g, x, affine, moments, added, lengths, lengths_out, depthwise, stride, dilation, needs_data=needs_data
     )
-    depthwise_gradient = depthwise_parts.sum(0).view_as(depthwise)
-    sums_in = sum_parts.sum(0) if needs_data and affine is not None else sums.new_empty(0)
+    depthwise_gradient = _total(depthwise_parts).view_as(depthwise)
+    sums_in = _total(sum_parts) if needs_data and affine is not None else sums.new_empty(0)
     return [data, sums_in, depthwise_gradient, pointwise_gradient, weight_gradient, bias_gradient, *of_shortcut]
 
 
@@ -158,8 +163,8 @@ def _(
     lengths: Tensor,
     lengths_out: Tensor,
     depthwise: Tensor,
-    pointwise: Tensor,
-    shortcut: Optional[Tensor],
+    matrix: Tensor,
+    shortcut_matrix: Optional[Tensor],
     frames: int,
     stride: int,
     dilation: int,
@@ -167,16 +172,15 @@ def _(
 ) -> list[Tensor]:
     data = torch.empty_like(x) if needs_data else x.new_empty(0)
     sums_in = torch.empty_like(affine) if needs_data and affine is not None else sums.new_empty(0)
-    filters = pointwise.shape[0]
-    of_norm = [sums.new_empty(filters) for _ in range(4)]
-    gradients = [data, sums_in, torch.empty_like(depthwise), torch.empty_like(pointwise), *of_norm[:2]]
-    return gradients if shortcut is None else [*gradients, torch.empty_like(shortcut), *of_norm[2:]]
+    of_norm = [sums.new_empty(matrix.shape[0]) for _ in range(4)]
+    of_products = [sums.new_empty(*each.shape, 1) for each in (matrix, shortcut_matrix) if each is not None]
+    gradients = [data, sums_in, torch.empty_like(depthwise), of_products[0], *of_norm[:2]]
+    return gradients if shortcut_matrix is None else [*gradients, of_products[1], *of_norm[2:]]
 
 
 def _save_separable(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, affine, moments, lengths, lengths_out, depthwise, pointwise, _, _, shortcut, *_ = inputs
-    ctx.save_for_backward(*output, x, affine, moments, lengths, lengths_out, depthwise, pointwise, shortcut)
-    ctx.frames, ctx.stride, ctx.dilation = inputs[12:15]
+    ctx.save_for_backward(*output, *inputs[:6], *inputs[12:14])
+    ctx.frames, ctx.stride, ctx.dilation = inputs[14:17]
     ctx.set_materialize_grads(False)  # the gradients of what is only kept for backward would be filled with zeros
 
 
@@ -194,7 +198,7 @@ def _separable_gradients(
         sums_in if needs_data and affine is not None else None,
         *(None, None, None),
         *weight_gradients,
-        *(None for _ in range(11 - len(weight_gradients))),
+        *(None for _ in range(13 - len(weight_gradients))),
     )
 
 
@@ -208,11 +212,12 @@ def pointwise(
     filters: Tensor,
     weight: Tensor,
     bias: Tensor,
+    matrix: Tensor,
     frames: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A sub-block without a convolution over time, and a residual: activations -> `y`, `affine`, `moments`."""
-    y = _product(filters.to(x.dtype).squeeze(2), x)
+    y = _product(matrix, x)
     return (y, *_statistics(y, lengths, frames, weight, bias, eps))
 
 
@@ -223,10 +228,11 @@ def _(
     filters: Tensor,
     weight: Tensor,
     bias: Tensor,
+    matrix: Tensor,
     frames: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    width = filters.shape[0]
+    width = matrix.shape[0]
     return x.new_empty(width, *x.shape[1:]), weight.new_empty(2, width), weight.new_empty(3, width)
 
 
@@ -239,12 +245,12 @@ def pointwise_backward(
     moments: Tensor,
     x: Tensor,
     lengths: Tensor,
-    filters: Tensor,
+    matrix: Tensor,
     frames: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, filters, weight, bias."""
     g, weight_gradient, bias_gradient = _norm_backward(h, sums, y, affine, moments, lengths, frames)
-    data = _product(filters.to(x.dtype).squeeze(2).t(), g)
+    data = _product(matrix.t(), g)
     return data, _weight_gradient(g, x).unsqueeze(2), weight_gradient, bias_gradient
 
 
@@ -257,22 +263,22 @@ def _(
     moments: Tensor,
     x: Tensor,
     lengths: Tensor,
-    filters: Tensor,
+    matrix: Tensor,
     frames: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    width = filters.shape[0]
-    return torch.empty_like(x), torch.empty_like(filters), sums.new_empty(width), sums.new_empty(width)
+    width = matrix.shape[0]
+    return torch.empty_like(x), sums.new_empty(*matrix.shape, 1), sums.new_empty(width), sums.new_empty(width)
 
 
 def _save_pointwise(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*output, *inputs[:3])
-    ctx.frames = inputs[5]
+    ctx.save_for_backward(*output, *inputs[:2], inputs[5])
+    ctx.frames = inputs[6]
     ctx.set_materialize_grads(False)
 
 
 def _pointwise_gradients(ctx: Any, h: Tensor, sums: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     data, filters, weight, bias = pointwise_backward(h.contiguous(), sums, *ctx.saved_tensors, ctx.frames)
-    return (data, None, filters, weight, bias, None, None)
+    return (data, None, filters, weight, bias, None, None, None)
 
 
 pointwise.register_autograd(_pointwise_gradients, setup_context=_save_pointwise)
@@ -300,6 +306,11 @@ def _norm_backward(h: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 
         return norm.apply_backward(h, *rest)
     return reference.apply_backward(h, *rest)
+
+
+def _total(parts: Tensor) -> Tensor:
+    """The sum of all parts; of a single one, which most batches have, without a kernel that copies it."""
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0)
 
 
 def _product(matrix: Tensor, x: Tensor) -> Tensor:

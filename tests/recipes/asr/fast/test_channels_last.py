@@ -16,7 +16,7 @@ from paceline.recipes.asr.fast import accelerate, channels_last
 from paceline.recipes.asr.network.config import read_network
 from paceline.recipes.asr.network.encoder import Encoder
 from paceline.speed.autotune.candidates import Candidate
-from paceline.speed.time_conv import time_conv
+from paceline.speed.time_conv import time_conv_forward
 from paceline.train.autotune import autotuner
 from paceline.world.link import Link
 from tests.bf16 import needs_bf16
@@ -119,7 +119,8 @@ def test_frozen_batch_norm_stays_frozen(blocks: list[dict[str, Any]]) -> None:
 def test_operators_keep_their_word() -> None:
     x, weight = torch.randn(2, 9, 6, requires_grad=True), torch.randn(4, 3, 5, requires_grad=True)
     for figures in ((1, 2, 1, 2), (2, 2, 1, 2), (1, 4, 2, 2)):
-        torch.library.opcheck(time_conv, (x, weight, *figures))
+        torch.library.opcheck(time_conv_forward, (x, weight, *figures))
+    torch.library.opcheck(time_conv_forward, (x, torch.randn(4, 6, 5, requires_grad=True), 1, 4, 2, 1))
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch about its own compiler

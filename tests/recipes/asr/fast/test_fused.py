@@ -130,6 +130,7 @@ def test_operators_keep_their_word() -> None:
     case = make_case(5, batch=2, channels=16)
     weight, ones = torch.randn(32, 16, 1, requires_grad=True), torch.ones(32, requires_grad=True)
     x, depthwise = case.x.clone().requires_grad_(), case.weight.clone().requires_grad_()
+    matrix = weight.detach().squeeze(2).to(x.dtype)
     for shortcut in ((None, None, None), (weight, ones, ones)):
         sample = (
             x,
@@ -142,6 +143,8 @@ def test_operators_keep_their_word() -> None:
             ones,
             ones,
             *shortcut,
+            matrix,
+            None if shortcut[0] is None else matrix,
             50,
             1,
             1,
@@ -151,7 +154,9 @@ def test_operators_keep_their_word() -> None:
             ops.separable, sample, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
         )
     torch.library.opcheck(
-        ops.pointwise, (x, case.lengths_in, weight, ones, ones, 50, 1e-3), test_utils=("test_schema", "test_faketensor")
+        ops.pointwise,
+        (x, case.lengths_in, weight, ones, ones, matrix, 50, 1e-3),
+        test_utils=("test_schema", "test_faketensor"),
     )
 
 

@@ -83,13 +83,11 @@ def _masked(x: Tensor, frames: Frames, is_masked: bool) -> Tensor:
 
 def _convolved(conv: nn.Conv1d, x: Tensor) -> Tensor:
     assert conv.bias is None
-    weight = conv.weight.to(x.dtype)
     stride, padding, dilation = conv.stride[0], int(conv.padding[0]), conv.dilation[0]
     is_product = conv.kernel_size[0] == stride == conv.groups == 1
     if is_product:
-        return F.linear(x, weight.squeeze(2))
-    y: Tensor = time_conv(x, weight, stride, padding, dilation, conv.groups)
-    return y
+        return F.linear(x, conv.weight.to(x.dtype).squeeze(2))
+    return time_conv(x, conv.weight, stride, padding, dilation, conv.groups)
 
 
 def _normalized(norm: nn.BatchNorm1d, x: Tensor) -> Tensor:

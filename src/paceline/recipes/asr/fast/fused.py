@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.core.torch_private import BatchNorm, foreach_add_, foreach_lerp_
+from paceline.core.torch_private import BatchNorm, foreach_add_, foreach_copy_, foreach_lerp_
 from paceline.recipes.asr.network.config import BlockSettings
 from paceline.recipes.asr.network.encoder import Block, Encoder, Residual
 from paceline.recipes.asr.network.frames import frames_of, strided_length
@@ -72,6 +72,8 @@ def _block_obstacles(settings: BlockSettings) -> Iterator[str]:
 
 Seen = list[tuple[nn.BatchNorm1d, Tensor]]
 """The batch norms of a pass, with the moments of its batch."""
+Matrices = dict[nn.Conv1d, Tensor]
+"""Weights of the products over channels: (filter, channel), in the dtype of the activations."""
 
 
 class Signal(NamedTuple):
@@ -116,9 +118,10 @@ def encode(encoder: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor,
     check_size(max(encoder.settings.channels), len(lengths), padded_frames(frames))
     signal = Signal(values.contiguous(), None, None, valid.to(torch.int32), frames)
     seen: Seen = []
+    matrices = _matrices(encoder, features.dtype)
     for block in encoder.blocks:
         assert isinstance(block, Block)
-        signal = _through(block, signal, seen)
+        signal = _through(block, signal, matrices, seen)
         lengths = strided_length(lengths, block.stride)
     _track(seen)
     return signal.unpacked(), lengths
@@ -130,21 +133,33 @@ def check_size(channels: int, batch: int, frames: int) -> None:
         raise CannotRun(f"{batch} utterances of {frames} frames in {channels} channels are past 2^31 elements")
 
 
-def _through(block: Block, signal: Signal, seen: Seen) -> Signal:
+@torch.no_grad()
+def _matrices(encoder: Encoder, dtype: torch.dtype) -> Matrices:
+    """Round all weights of a pass in one kernel, for forward and backward."""
+    products = [module for module in encoder.modules() if isinstance(module, nn.Conv1d) and module.kernel_size[0] == 1]
+    weights = [product.weight.detach() for product in products]
+    if dtype not in {weight.dtype for weight in weights}:
+        rounded = [torch.empty_like(weight, dtype=dtype) for weight in weights]
+        foreach_copy_(rounded, weights)
+        weights = rounded
+    return {product: weight.squeeze(2) for product, weight in zip(products, weights, strict=True)}
+
+
+def _through(block: Block, signal: Signal, matrices: Matrices, seen: Seen) -> Signal:
     shortcut = block.residuals[0] if block.residuals else None
     assert isinstance(shortcut, Residual | None)
     residual = None
     for layer in block.layers:
         if isinstance(layer, SeparableConv):
             # The residual starts where the first sub-block does, so that both gradients meet in one kernel.
-            signal, found = _separable(signal, layer, shortcut, seen)
+            signal, found = _separable(signal, layer, shortcut, matrices, seen)
             residual = found or residual
         else:
             assert isinstance(layer, PlainConv)
             signal = signal.activated()
             if shortcut is not None:
-                residual = _across(signal, shortcut.conv, shortcut.norm, seen)
-            signal = _across(signal, layer.conv, layer.norm, seen)
+                residual = _across(signal, shortcut.conv, shortcut.norm, matrices, seen)
+            signal = _across(signal, layer.conv, layer.norm, matrices, seen)
         shortcut = None
     if residual is None:
         return signal
@@ -164,7 +179,7 @@ def _through(block: Block, signal: Signal, seen: Seen) -> Signal:
 
 
 def _separable(
-    signal: Signal, layer: SeparableConv, shortcut: Residual | None, seen: Seen
+    signal: Signal, layer: SeparableConv, shortcut: Residual | None, matrices: Matrices, seen: Seen
 ) -> tuple[Signal, Signal | None]:
     stride, dilation = layer.depthwise.stride[0], layer.depthwise.dilation[0]
     frames, lengths = signal.frames, signal.lengths
@@ -185,6 +200,8 @@ def _separable(
         layer.norm.weight,
         layer.norm.bias,
         *of_shortcut,
+        matrices[layer.pointwise],
+        None if shortcut is None else matrices[shortcut.conv],
         frames,
         stride,
         dilation,
@@ -197,10 +214,10 @@ def _separable(
     return Signal(y, affine, moments, lengths, frames), Signal(other, other_affine, other_moments, lengths, frames)
 
 
-def _across(signal: Signal, conv: nn.Conv1d, norm: nn.BatchNorm1d, seen: Seen) -> Signal:
+def _across(signal: Signal, conv: nn.Conv1d, norm: nn.BatchNorm1d, matrices: Matrices, seen: Seen) -> Signal:
     """A product over channels and its batch norm."""
     y, affine, moments = ops.pointwise(
-        signal.values, signal.lengths, conv.weight, norm.weight, norm.bias, signal.frames, norm.eps
+        signal.values, signal.lengths, conv.weight, norm.weight, norm.bias, matrices[conv], signal.frames, norm.eps
     )
     seen.append((norm, moments))
     return signal._replace(values=y, affine=affine, moments=moments)

@@ -1,0 +1,122 @@
+"""The kernels of the separable sub-block, compiled for an H200 on any machine: they compile, and fit into registers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+SPILLED = {"backward 75": 16, "backward 75, added": 56}
+"""Bytes of a thread's registers that lie in memory for want of room, where the kernel was measured with them."""
+
+
+def test_compile_for_an_h200() -> None:
+    # In a process of its own: here kernels belong to the interpreter.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, timeout=240, env=environment, check=False
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    for name, (stack_bytes, shared_bytes, multiplies, fetches) in found.items():
+        assert stack_bytes <= SPILLED.get(name, 0), f"{name}: {stack_bytes} bytes of registers in memory"
+        assert shared_bytes <= 227 * 1024, f"{name}: {shared_bytes} bytes of shared memory"
+        is_stream = name.split()[0] in ("stream", "fetched", "backward")
+        assert (multiplies > 0) == is_stream, f"{name}: products on the warpgroups' tensor cores"
+        assert (fetches > 0) == (name.split()[0] in ("fetched", "backward")), f"{name}: fetched by the accelerator"
+    assert len(found) == 8
+
+
+def compile_all() -> dict[str, tuple[int, int, int, int]]:
+    """Bytes of stack, of shared memory, tensor-core products of warpgroups, and fetches, by kernel."""
+    import triton.language as tl
+
+    from paceline.speed.kernels import norm, stream, stream_backward, stream_fetched, tiles
+
+    found = {}
+    for kernel in (33, 75):
+        way = tiles.streaming(kernel, 1, 1, 256)
+        back = tiles.backward_streaming(kernel, 1, 1, 512, 256, 848)
+        assert way is not None
+        assert back is not None
+        common = {"KERNEL": kernel, "PAD": kernel // 2, "DILATION": 1, "PRODUCT": tl.bfloat16}
+        common |= {"ROWS": way.rows, "TILE": way.tile}
+        forward = {**common, "CHUNK": way.chunk, "HAS_AFFINE": True}
+        options = {"num_warps": way.warps, "num_stages": way.stages}
+        found[f"stream {kernel}"] = build(stream._forward, forward, {}, options)
+        boxes = {"x_tiles": way.chunk, "out_tiles": way.tile}
+        fetched = {**forward, "IS_COMPILED": True}
+        found[f"fetched {kernel}"] = build(stream_fetched._forward, fetched, boxes, options)
+        backward = {
+            **common,
+            "KERNEL_2": 128 if kernel > 64 else 64,
+            "LEFT": tiles.window_start(kernel, 1),
+            "WIDE": back.wide,
+            "MORE": back.more,
+            "IS_COMPILED": True,
+            "NEEDS_DATA": True,
+        }
+        boxes = {"g_wide": back.wide, "g_more": back.more or back.wide, "x_tiles": back.tile, "h_tiles": back.tile}
+        options = {"num_warps": back.warps, "num_stages": back.stages}
+        for name, has_added in (("", False), (", added", True)) if kernel == 75 else (("", False),):
+            values = {**backward, "HAS_AFFINE": not has_added, "HAS_ADDED": has_added}
+            found[f"backward {kernel}{name}"] = build(stream_backward._backward, values, boxes, options)
+    found["pieces"] = build(norm._piece_moments, {"PIECE": norm.PIECE, "GROUPS": 32}, {}, {"num_warps": 8})
+    return found
+
+
+def build(kernel: Any, constants: dict[str, Any], boxes: dict[str, int], options: dict[str, int]) -> Any:
+    """`boxes`: frames of what is fetched or stored by the accelerator, by argument."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as compile_kernel
+
+    halves, words = ("x", "out", "y", "added"), ("lengths", "counters")
+    numbers = ("channels", "batch", "row", "num_tiles", "num_groups", "size", "true_size", "groups")
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in boxes:
+            signature[name] = f"tensordesc<bf16[1,{constants['ROWS']},{boxes[name]}]>"
+        elif name in numbers:
+            signature[name] = "i32"
+        elif name == "eps":
+            signature[name] = "fp32"
+        else:
+            signature[name] = "*bf16" if name in halves else "*i32" if name in words else "*fp32"
+    aligned = [
+        (place,)
+        for place, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or name in ("channels", "batch", "row", "size")
+    ]
+    source = ASTSource(kernel, signature, constants, {place: [["tt.divisibility", 16]] for place in aligned})
+    built = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptx = built.asm["ptx"]
+    return stack_bytes(ptx), built.metadata.shared, ptx.count("wgmma.mma_async"), ptx.count("cp.async.bulk.tensor")
+
+
+def stack_bytes(ptx: str) -> int:
+    """What the assembler that comes with Triton says of registers that do not fit."""
+    import re
+    import tempfile
+    from pathlib import Path
+
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        words = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(path), "-o", f"{folder}/kernel.cubin"]
+        said = subprocess.run(words, capture_output=True, text=True, check=True).stderr
+    return sum(int(number) for number in re.findall(r"(\d+) bytes stack frame", said))
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all()))
