@@ -139,7 +139,7 @@ def _picture(x: Tensor, columns: int) -> Tensor:
     missing = -x.shape[1] % columns
     if missing:
         x = F.pad(x, (0, 0, 0, missing))  # zeros, which a convolution finds behind the last frame anyway
-    return x.unflatten(1, (-1, columns)).permute(0, 3, 1, 2)
+    return x.view(x.shape[0], -1, columns, x.shape[2]).permute(0, 3, 1, 2)
 
 
 def _weight(filters: Tensor, columns: int) -> Tensor:

@@ -229,8 +229,9 @@ def forward(
     kernel = weight.shape[-1]
     way = tiles.streaming(kernel, stride, dilation, batch) if tiling is None else None
     if way is not None:
-        kernel_of_stream = stream_fetched if ways.in_use().fetched and _is_hopper(x) else stream
-        return kernel_of_stream.forward(x, affine, lengths_in, weight, dilation, way)
+        if ways.in_use().fetched and _is_hopper(x):
+            return stream_fetched.forward(x, affine, lengths_in, weight, dilation, way)
+        return stream.forward(x, affine, lengths_in, weight, dilation, way)
     tiling = tiling or tiles.forward_tiling(batch * triton.cdiv(row_out, 64))
     window = tiles.forward_window(kernel, stride, dilation, tiling)
     tiles_per_row = triton.cdiv(row_out, tiling.tile)
