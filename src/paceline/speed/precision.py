@@ -12,13 +12,14 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from paceline.core.errors import PacelineError
 from paceline.core.torch_private import cpu_has_bf16
 from paceline.speed.autotune.candidates import Candidate
+from paceline.world.guest import set_precisions
 from paceline.world.installed import has_triton
 
 Level = Literal["auto", 0, 1, 2, 3, 4]
@@ -220,14 +221,11 @@ def apply(precision: Precision) -> None:
     torch's own start is mixed (exact matmuls, TF32 convolutions), so -O0 has to say so too. CPUs stay exact.
     What is compiled for one precision is kept apart from what is compiled for another.
     """
-    backends: Any = torch.backends  # its modules are made at run time, unknown to type checkers
     mode = precision.fp32_matmul
-    backends.cuda.matmul.fp32_precision = mode
-    backends.cudnn.conv.fp32_precision = mode
-    backends.cudnn.rnn.fp32_precision = mode
-    backends.mkldnn.matmul.fp32_precision = "ieee"
-    backends.mkldnn.conv.fp32_precision = "ieee"
-    backends.mkldnn.rnn.fp32_precision = "ieee"
+    is_fast = mode == "tf32"
+    modes = dict.fromkeys(("cuda.matmul", "cudnn.conv", "cudnn.rnn"), mode)
+    exact = dict.fromkeys(("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"), "ieee")
+    set_precisions(modes | exact, cudnn_tf32=is_fast, matmul="high" if is_fast else "highest")
     if precision.compile and precision.autocast is not None:
         # torch 2.11's cache of compiled graphs, on disk too, takes a bf16 graph for an fp16 one: not in its key.
         torch.compiler.config.cache_key_tag = f"autocast {_word(precision.autocast)}"

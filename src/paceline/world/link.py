@@ -14,6 +14,7 @@ from paceline.world.discover.environment import World
 from paceline.world.failure.flight_recorder import trail
 from paceline.world.failure.together import is_guarded
 from paceline.world.failure.watchdog import FailureWatch
+from paceline.world.guest import Before
 from paceline.world.store import Store, answer_within, poll
 
 Reduction = Literal["sum", "max", "min"]
@@ -39,6 +40,7 @@ class Link:
         hosts: tuple[str, ...],
         store: Store | None = None,
         watch: FailureWatch | None = None,
+        before: Before | None = None,
     ) -> None:
         self.world = world
         self.device = device
@@ -49,6 +51,7 @@ class Link:
         self.store = store
         """Keys shared by all ranks, before and beside the process group; None where there is no group."""
         self._watch = watch
+        self._before = before  # the process as the user had it
         self.has_group = store is not None
         """True if there is a process group: always with several ranks, with one if it was asked for."""
 
@@ -111,6 +114,7 @@ class Link:
 
     def close(self) -> None:
         """Leave the group; another `start` may follow in this process. For the end of a run that went well."""
+        self._give_back()
         store, self.store = self.store, None
         if store is None:
             return
@@ -125,6 +129,7 @@ class Link:
 
     def abandon(self) -> None:
         """Leave the group after a failure, without waiting: collectives of ranks that are still inside one break."""
+        self._give_back()
         store, self.store = self.store, None
         if store is None:
             return
@@ -133,6 +138,11 @@ class Link:
         if self.device.type == "cuda" and dist.group.WORLD is not None:
             dist.group.WORLD.abort()  # NCCL would wait for the others
         dist.destroy_process_group()
+
+    def _give_back(self) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            before.give_back()
 
     def __enter__(self) -> Link:
         return self

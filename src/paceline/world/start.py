@@ -23,6 +23,7 @@ from paceline.world.failure.board import FailureBoard, Seen
 from paceline.world.failure.flight_recorder import trail
 from paceline.world.failure.together import remember_meeting
 from paceline.world.failure.watchdog import FailureWatch
+from paceline.world.guest import Before
 from paceline.world.link import Link
 from paceline.world.parent_process import end_with_parent
 from paceline.world.resources import DeviceChoice, backend_of, device_name, threads_of
@@ -67,6 +68,7 @@ def start(
     `share_devices` lets several ranks use one GPU, through gloo instead of NCCL: right, but slow. `group_of_one` gives
     a single process the group, and so the code and the collectives, that several have: to try NCCL on one GPU.
     """
+    before = Before.now((GLOO_INTERFACE,))
     trail.reset()
     stacks.send_to(None)
     if world.launcher == "procs":
@@ -75,7 +77,7 @@ def start(
     mine = _introduce(world, chosen)
     if world.size == 1:
         alone = _join_alone(backend_of([mine], share_devices), timeout_s) if group_of_one else None
-        return Link(world, chosen, _set_threads(mine, [mine], threads), (mine.host,), alone)
+        return Link(world, chosen, _set_threads(mine, [mine], threads), (mine.host,), alone, before=before)
     interface = gloo_interface(world, os.environ)
     if interface is not None:
         os.environ[GLOO_INTERFACE] = interface
@@ -101,8 +103,9 @@ def start(
         watch.follow_group(meeting.hosts, is_on_device="cuda" in backend)
     except BaseException:
         watch.stop()
+        before.give_back()
         raise
-    return Link(world, chosen, num_threads, meeting.hosts, store, watch)
+    return Link(world, chosen, num_threads, meeting.hosts, store, watch, before)
 
 
 def patience(timeout_s: float, device: torch.device) -> timedelta:

@@ -1,0 +1,109 @@
+"""A run gives the process back as it was, and what torch and other libraries read of it meanwhile can be read."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import paceline
+from paceline.data.grain import Batch, Grain
+from tests.train.apart import WeightedTask
+
+LEGACY: dict[str, Callable[[], Any]] = {
+    "cudnn": lambda: torch.backends.cudnn.allow_tf32,
+    "matmul": lambda: torch.backends.cuda.matmul.allow_tf32,
+    "float32": torch.get_float32_matmul_precision,
+}
+
+
+def seen() -> dict[str, Any]:
+    """What other code sees of the process."""
+    backends: Any = torch.backends
+    numbers: Any = np.random.get_state()
+    return {
+        **{name: read() for name, read in LEGACY.items()},
+        "precisions": [
+            backends.cuda.matmul.fp32_precision,
+            backends.cudnn.conv.fp32_precision,
+            backends.cudnn.rnn.fp32_precision,
+            backends.mkldnn.matmul.fp32_precision,
+            backends.mkldnn.conv.fp32_precision,
+            backends.mkldnn.rnn.fp32_precision,
+        ],
+        "threads": torch.get_num_threads(),
+        "torch": torch.get_rng_state().tolist(),
+        "numpy": numbers[1].tolist(),
+        "python": random.getstate(),
+        "tag": torch.compiler.config.cache_key_tag,
+        "group": torch.distributed.is_initialized(),
+    }
+
+
+def own_loop() -> None:
+    engine = paceline.Engine(level=0, device="cpu", threads=1)
+    model = nn.Linear(3, 2)
+    model, _ = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def loss(grain: Grain) -> tuple[Tensor, int]:
+        return model(grain.data).square().sum(), 4
+
+    engine.step(loss, Batch(0, 0, 1, 4, 4.0, [Grain(torch.ones(4, 3), 0, np.arange(4))]))
+    engine.close()
+
+
+class Fails(WeightedTask):
+    def loss(self, model: nn.Module, grain: Any) -> Any:
+        raise RuntimeError("a bug")
+
+
+def whole_run(folder: Path, task: paceline.Task | None = None) -> None:
+    paceline.fit(task or WeightedTask(has_norm=True), epochs=1, level=0, device="cpu", threads=1, out=folder)
+
+
+@pytest.mark.parametrize("way", ["engine", "fit", "failing fit"])
+def test_the_process_is_given_back(tmp_path: Path, way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.manual_seed(3)
+    try:
+        before = seen()
+        if way == "engine":
+            own_loop()
+        elif way == "fit":
+            whole_run(tmp_path / "run")
+        else:
+            with pytest.raises(RuntimeError, match="a bug"):
+                whole_run(tmp_path / "run", Fails(has_norm=True))
+        assert seen() == before
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("mode", ["ieee", "tf32"])
+def test_other_libraries_can_read_and_set_precisions_while_an_engine_works(mode: str) -> None:
+    """What they set is theirs: the engine's `close` gives back what was there before it."""
+    engine = paceline.Engine(level=0, device="cpu")
+    if mode == "tf32":
+        from paceline.speed import precision
+
+        chosen = precision.resolve(1, None, precision.Capabilities("cuda", "a GPU", True, True, True, True))
+        assert chosen.fp32_matmul == "tf32"
+        precision.apply(chosen)
+    try:
+        assert {name: read() for name, read in LEGACY.items()} == {
+            "cudnn": mode == "tf32",
+            "matmul": mode == "tf32",
+            "float32": "high" if mode == "tf32" else "highest",
+        }
+        with torch.backends.cudnn.flags(enabled=True):
+            pass
+        torch.export.export(nn.Linear(2, 2), (torch.zeros(1, 2),))
+    finally:
+        engine.close()
