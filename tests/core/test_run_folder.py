@@ -94,6 +94,16 @@ def test_who_only_looks_keeps_nobody_from_training(tmp_path: Path, monkeypatch: 
         run.unlock()
 
 
+def test_who_takes_the_lock_removes_what_a_kill_has_left(tmp_path: Path) -> None:
+    others = [".report.html.7.writing", ".run.json", "run.json.7.writing"]
+    for name in (".run.json.7.writing", ".metrics.jsonl.8.writing", *others):
+        (tmp_path / name).touch()
+    folder = RunFolder(tmp_path)
+    folder.lock()
+    folder.unlock()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".lock", *others])
+
+
 def test_no_room_for_what_the_run_is(tmp_path: Path) -> None:
     with file_size_limit(tmp_path, 0):
         run = RunFolder(tmp_path / "run")

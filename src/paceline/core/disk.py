@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import shutil
 from collections.abc import Iterator
@@ -112,6 +113,13 @@ def replacing(path: Path, mode: str = "w", *, errors: str | None = None) -> Iter
 def is_aside(name: str) -> bool:
     """Return True for the name of a file that `replacing` was writing when the process was killed."""
     return name.startswith(".") and name.endswith(_ASIDE)
+
+
+def remove_asides(path: Path) -> None:
+    """Remove what `replacing(path)` of processes that were killed has left; nobody may be writing it now."""
+    for aside in path.parent.glob(f".{glob.escape(path.name)}.*{_ASIDE}"):
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
 
 
 def _free_bytes(path: Path) -> int | None:

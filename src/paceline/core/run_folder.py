@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.core.bounded_file import open_text
-from paceline.core.disk import CannotWrite, is_aside, replacing
+from paceline.core.disk import CannotWrite, is_aside, remove_asides, replacing
 from paceline.core.errors import PacelineError
 from paceline.core.json_text import parse_json, read_json
 
@@ -311,6 +311,8 @@ class RunFolder:
         with suppress(OSError):  # a full disk: the lock holds, whether or not it names its owner
             os.write(file.fileno(), f"pid {os.getpid()}{_ON}{socket.gethostname()}\n".encode())
         self._lock = file
+        for name in (RECORD, METRICS):  # who has the lock is the only one to write them
+            remove_asides(self.folder / name)
 
     def check_free(self) -> None:
         """Raise `RunBusy` if another process has the lock now; `lock` decides, later."""
