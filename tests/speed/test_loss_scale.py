@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from paceline.speed.loss_scale import (
+    HEADROOM,
     BackoffScale,
     LogMaxScale,
     LossScale,
@@ -18,6 +19,7 @@ from paceline.speed.loss_scale import (
     ScaleStateMismatch,
     StaticScale,
     build,
+    search,
 )
 from paceline.speed.precision import Capabilities, resolve
 
@@ -230,3 +232,37 @@ def test_a_step_never_waits_for_the_gpu_and_equals_the_cpu(kind: str) -> None:
     for expected, actual in zip(steps, here, strict=True):
         for one, other in zip(expected, actual, strict=True):
             torch.testing.assert_close(other.cpu(), one, equal_nan=True)
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.0, 2.0**14), (8.0, 64.0), (1.0, 2.0**24), (1.0, 1.0), (3.0, 48.0)])
+def test_the_first_scale_is_below_the_first_overflow(low: float, high: float) -> None:
+    """Against a plain walk down by halves, for every place that the first overflow may be at."""
+    halves = [high / 2.0**number for number in range(40) if high / 2.0**number >= low]
+    for limit in [*halves, 2 * high, low / 2]:
+        tried: list[float] = []
+
+        def overflows(scale: float, limit: float = limit, tried: list[float] = tried) -> bool:
+            tried.append(scale)
+            return scale > limit
+
+        clean = next((scale for scale in halves if scale <= limit), low)
+        assert search(low, high, overflows) == (high if limit >= high else max(low, clean / HEADROOM))
+        assert len(tried) <= 2 + np.ceil(np.log2(len(halves)))
+        assert set(tried) <= set(halves)
+
+
+def test_only_a_new_backoff_scale_is_searched_for() -> None:
+    for kind, make in SCALERS.items():
+        assert make(CPU).is_found == (kind != "backoff")
+    scaler, tried = BackoffScale(CPU), []
+
+    def overflows() -> bool:
+        tried.append(scaler.current())
+        return tried[-1] > 512
+
+    scaler.find(overflows)
+    assert (scaler.is_found, scaler.current(), tried[0]) == (True, 128.0, 2.0**14)
+    resumed = BackoffScale(CPU)
+    resumed.load_state_dict(scaler.state_dict())
+    assert (resumed.is_found, resumed.current()) == (True, 128.0)
+    assert scaler.state_dict().keys() == {"scale", "clean_steps"}  # as ever: older runs have no other

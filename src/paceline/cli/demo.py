@@ -1,4 +1,4 @@
-"""`paceline demo`: speech recognition from nothing, on all cores, from one command."""
+"""`paceline demo`: speech recognition from nothing, on a GPU or all cores, from one command."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ SETTINGS: dict[str, Any] = {
     "global_batch": 32,
     "grains": MOST_PROCS,
     "lr": 0.02,
-    "device": "cpu",
 }
 NUM_SHOWN = 5
 
@@ -52,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
     given = _given(train_options(AsrSettings), argv)
     runs = Path(str(given.get("runs_dir", "runs")))
     corpus, out = runs / CORPUS, run_folder(given, runs, time.strftime("%Y%m%d-%H%M%S"))
-    words = ["asr", *own_words(given, corpus, out, len(os.sched_getaffinity(0))), *argv]
+    words = ["asr", *own_words(given, corpus, out, len(os.sched_getaffinity(0)), uses_gpu(given, _count_gpus())), *argv]
     if "print_config" not in given:
         if not given.keys() >= {"train_manifest", "val_manifest"}:
             _speak(corpus)
@@ -80,17 +79,35 @@ def run_folder(given: Mapping[str, Any], runs: Path, moment: str) -> Path | None
     return None if given.keys() & {"exp_name", "benchmark"} else runs / f"demo-{moment}"
 
 
-def own_words(given: Collection[str], corpus: Path, out: Path | None, num_cores: int) -> list[str]:
-    """Return the demo's own settings, without those that the user has set."""
+def uses_gpu(given: Mapping[str, Any], num_gpus: int) -> bool:
+    """Return True if the demo runs on a GPU: where there is one, unless the user wants the CPU, or more processes."""
+    procs = str(given.get("procs", 1))
+    return given.get("device") != "cpu" and num_gpus >= (int(procs) if procs.isdigit() else 1) > 0
+
+
+def own_words(
+    given: Collection[str], corpus: Path, out: Path | None, num_cores: int, on_gpu: bool = False
+) -> list[str]:
+    """Return the demo's own settings, without those that the user has set.
+
+    One GPU does what else all cores do; the grains are the same.
+    """
     chosen = {
         **SETTINGS,
-        "procs": min(num_cores, MOST_PROCS),
+        "device": "cuda" if on_gpu else "cpu",
+        "procs": 1 if on_gpu else min(num_cores, MOST_PROCS),
         "train_manifest": corpus / "train.json",
         "val_manifest": f"unseen-voices={corpus / 'val-unseen.json'},seen-voices={corpus / 'val-seen.json'}",
         **({} if out is None else {"out": out}),
     }
     words = [(dashed(name), str(value)) for name, value in chosen.items() if name not in given]
     return [word for pair in words for word in pair]
+
+
+def _count_gpus() -> int:
+    import torch  # late: `--help` does without
+
+    return torch.cuda.device_count()
 
 
 def _speak(folder: Path) -> None:

@@ -182,8 +182,8 @@ class StepSettings(Section):
     seed: int = 0
     """Keys all randomness: initial weights, data order, dropout, augmentation."""
     level: Literal["auto", 0, 1, 2, 3, 4] = "auto"
-    """0 strict fp32, 1 TF32, 2 bf16, 3 bf16 + compile, 4 the fastest by measurement; `auto` is 2 where a GPU has bf16,
-    else 0."""
+    """0 strict fp32, 1 TF32, 2 bf16, 3 bf16 + compile, 4 the fastest by measurement; `auto` is the fastest way that is
+    known for the task where a GPU has bf16, else 0."""
     precision: Literal["fp16", "fp16-master", "fp16-pure", "fp64"] | None = None
     """fp16 autocast, fp16 weights with fp32 masters, all fp16, or all fp64, instead of the level's dtype."""
 
@@ -203,6 +203,8 @@ class StepSettings(Section):
 
     compile_mode: Literal["default", "max-autotune"] = "default"
     """How hard the compiler of level 3 tries: `max-autotune` measures kernels, for minutes at the start."""
+    cuda_graphs: bool = free(True)
+    """Replay steps from CUDA graphs where `auto` or level 4 chooses them; `no` to see if a failure comes from them."""
     loss_scale: Literal["backoff", "logmax"] | PositiveFloat = "backoff"
     """How fp16 losses are scaled: dynamic, by gradient statistics, or a constant."""
     clip_norm: PositiveFloat | None = None

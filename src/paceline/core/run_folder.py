@@ -111,7 +111,7 @@ class RunRecord:
     status: str | None = None
     grains: int | None = None
     choice: dict[str, Any] | None = None
-    """Choice of the autotuner (`-O4`)."""
+    """Choice of the autotuner (`auto`, `-O4`)."""
     starts: list[dict[str, Any]] = field(default_factory=list)
     """See provenance.py."""
     other: dict[str, Any] = field(default_factory=dict)

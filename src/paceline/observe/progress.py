@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from rich.console import Console
@@ -20,6 +20,8 @@ from paceline.observe.records import Samples
 Style = Literal["bar", "notebook", "lines", "none"]
 QUIET_S = 10.0
 """Pause between two plain lines."""
+SETUP_QUIET_S = 3.0
+"""The same before the first step, where nothing else is to be seen."""
 
 _console_log = logging.getLogger(CONSOLE)
 _console_log.propagate = False  # it is on the console already
@@ -80,6 +82,31 @@ class Progress:
         for name, value in rows:
             self.tell(f"  {name:<{width}}  {value}")
 
+    # -- before the first step -----------------------------------------------------------------------------------
+
+    def countdown(self, title: str) -> Callable[[int, int], None]:
+        """Return a function of (done, total) that shows how far a part of the set-up is, and the time that is left.
+
+        The bar is gone when all is done; plain lines come only where that takes long.
+        """
+        began = shown = time.monotonic()
+
+        def show(done: int, total: int) -> None:
+            nonlocal shown
+            now = time.monotonic()
+            if self._bar is not None and done >= total:
+                self._bar.close()
+            if self._style == "none" or done >= total:
+                return
+            note = setup_note(done, total, now - began)
+            if self._bar is not None:
+                self._bar.show(title, done, total, note)
+            elif now - shown >= SETUP_QUIET_S:
+                shown = now
+                self.tell(f"  {title}: {done} of {total}{f', {note}' if note else ''}")
+
+        return show
+
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def epoch(self, title: str, total: int | None, done: int) -> None:
@@ -113,6 +140,11 @@ class Progress:
         """Give the terminal back; what is said afterwards is still printed."""
         if self._bar is not None:
             self._bar.close()
+
+
+def setup_note(done: int, total: int, elapsed_s: float) -> str:
+    """Return the time that is left if the rest takes as long per part as what is done; nothing before that is known."""
+    return f"{clock_time(math.ceil(elapsed_s / done * (total - done)))} left" if done > 0 else ""
 
 
 def sample_lines(samples: Samples, most: int = 2) -> list[str]:

@@ -12,7 +12,8 @@ shares beside their sum, so that a run that was stopped and goes on with as many
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -222,6 +223,18 @@ class RunningStatistics:
 
     def begin_step(self) -> None:
         self._position = 0
+
+    @contextmanager
+    def untraced(self) -> Iterator[None]:
+        """Grains that are run in here are not accounted for; the caller puts the model's buffers back."""
+        if not self._layers:
+            yield
+            return
+        before = self._tracked, self._calls, self._decays.clone(), self._missed, self._position
+        try:
+            yield
+        finally:
+            self._tracked, self._calls, self._decays, self._missed, self._position = before
 
     def before_grain(self, number: int) -> None:
         """Put the share aside before this rank's grain `number`, and let the layers start from 0.

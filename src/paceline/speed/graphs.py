@@ -28,8 +28,9 @@ from paceline.core.tree import map_leaves
 from paceline.core.units import counted
 
 MOST_GRAPHS = 32
-WARM_RUNS = 2
-"""Runs before a recording: what is chosen, tuned or compiled on first use must not be recorded."""
+WARM_RUNS, WARM_RUNS_AGAIN = 2, 1
+"""Runs before a recording: what is chosen, tuned or compiled on first use must not be recorded. The first shape of a
+model is run twice, the second time with hooks on its gradients."""
 
 Pass = Callable[[Any], tuple[Tensor, Any, Any]]
 """Forward and loss of a grain's data: (sum, count, outputs)."""
@@ -240,7 +241,7 @@ class Graphs:
 
         try:
             with self._kept():
-                for _ in range(WARM_RUNS):
+                for _ in range(WARM_RUNS_AGAIN if self._recorded else WARM_RUNS):
                     self._rewind()
                     self._recorder.warm(once)
                 self._rewind()

@@ -3,12 +3,14 @@
 A step uses one as `sum.backward(seed(sum, count))`, then `unscale_and_check(gradients, found_inf)`, then (where
 found_inf is 0) the optimizer, then `update(found_inf)`. Only `current`, which is for logs, reads a value on the host.
 Rules after OpenSeq2Seq's automatic loss scaling; `backoff` is also the rule of torch's GradScaler.
+
+The first scale of a run is found by `search` on its first batch, so that no step is lost on the way down to it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -26,6 +28,8 @@ SCALE_LIMIT = 2.0**24
 """The largest maximum that may be set: beyond it an fp32 scale times a loss gains nothing and risks overflow itself."""
 _LARGE = 1 << 14
 """Elements from which a gradient is worth a call of its own on a CPU."""
+HEADROOM = 4.0
+"""A scale that had to be searched for starts so many times below the first overflow: gradients may still grow."""
 
 
 class ScaleRange(PacelineError):
@@ -63,6 +67,14 @@ class LossScale:
 
     def update(self, found_inf: Tensor) -> None:
         """Choose the scale of the next step."""
+
+    @property
+    def is_found(self) -> bool:
+        """False if a new run should call `find` with its first batch."""
+        return True
+
+    def find(self, overflows: Callable[[], bool]) -> None:
+        """Set the scale that a run starts with; `overflows()` tries the first batch with the scale of the moment."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything the next step depends on, as plain tensors."""
@@ -111,7 +123,10 @@ class StaticScale(LossScale):
 
 
 class BackoffScale(LossScale):
-    """As large as goes: half after an overflow, double after a window of clean steps."""
+    """As large as goes: half after an overflow, double after a window of clean steps.
+
+    It starts at the largest scale, or below the first overflow of the first batch, where `find` is called.
+    """
 
     def __init__(
         self,
@@ -127,6 +142,23 @@ class BackoffScale(LossScale):
         self._factor = factor
         self._window_steps = window_steps
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self._is_found = False
+
+    @property
+    def is_found(self) -> bool:
+        return self._is_found
+
+    def find(self, overflows: Callable[[], bool]) -> None:
+        def overflows_at(scale: float) -> bool:
+            self._scale.fill_(scale)
+            return overflows()
+
+        self._scale.fill_(search(*self._bounds, overflows_at))
+        self._is_found = True
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        self._is_found = True
 
     def update(self, found_inf: Tensor) -> None:
         update_scale_(self._scale, self._clean_steps, found_inf, self._factor, 1.0 / self._factor, self._window_steps)
@@ -187,6 +219,25 @@ class LogMaxScale(LossScale):
         return {"scale": self._scale, "moments": self._moments, "decays": self._decays}
 
 
+def search(scale_min: float, scale_max: float, overflows: Callable[[float], bool]) -> float:
+    """Return the scale to start with: the largest if that does not overflow, else `HEADROOM` below the largest of its
+    halves that does not; the smallest if all do.
+
+    Bisection: five calls at most for scales from 1 to 2^14.
+    """
+    if not overflows(scale_max):
+        return scale_max
+    # Scales are scale_max / 2**halvings. At `too_few` halvings it overflows, at `enough` it does not, as far as known.
+    too_few, enough = 0, math.floor(math.log2(scale_max / scale_min)) + 1
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if overflows(scale_max / 2.0**middle):
+            too_few = middle
+        else:
+            enough = middle
+    return max(scale_min, scale_max / 2.0**enough / HEADROOM)
+
+
 def build(setting: Literal["backoff", "logmax"] | float, precision: Precision, device: torch.device) -> LossScale:
     """The loss scaling that `loss_scale` names, where the precision is scaled at all."""
     if not precision.scaled:
@@ -201,8 +252,8 @@ def build(setting: Literal["backoff", "logmax"] | float, precision: Precision, d
 def describe(setting: Literal["backoff", "logmax"] | float) -> str:
     """Return in words how a setting scales losses."""
     if setting == "backoff":
-        first = f"{SCALE_MAX:,.0f} at first"
-        return f"dynamic (backoff): {first}, half after an overflow, double after {WINDOW_STEPS:,} steps without"
+        first = f"{SCALE_MAX:,.0f} at first, or what the first batch allows"
+        return f"dynamic (backoff): {first}; half after an overflow, double after {WINDOW_STEPS:,} steps without"
     if setting == "logmax":
         return "dynamic (logmax): from the statistics of the largest gradient"
     return f"constant: {setting:,g}"

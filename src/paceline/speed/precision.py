@@ -58,6 +58,8 @@ class Capabilities:
     tf32: bool
     fp16: bool
     compiler: bool
+    generation: tuple[int, int] | None = None
+    """Compute capability of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,11 @@ class Precision:
     notes: tuple[str, ...]
     """Lines that tell the user about this choice."""
     kernels: bool = False
-    """The task's own kernels stand in for its modules (`-O4`)."""
+    """The task's own kernels stand in for its modules."""
     graphs: bool = False
-    """Grains are replayed from CUDA graphs (`-O4`)."""
+    """Grains are replayed from CUDA graphs."""
     is_open: bool = False
-    """`-O4` before it has measured: what is said here is what it computes in until then."""
+    """`-O4` or `auto` before the choice: what is said here is what it computes in until then."""
 
 
 def capabilities(device: torch.device) -> Capabilities:
@@ -99,6 +101,7 @@ def capabilities(device: torch.device) -> Capabilities:
             tf32=version >= (8, 0),
             fp16=version >= (5, 3),
             compiler=has_triton(),
+            generation=version,
         )
     return Capabilities(
         device="cpu",
@@ -168,12 +171,22 @@ def _resolve_fastest(precision: PrecisionName | None, capabilities: Capabilities
     return replace(resolve_candidate(Candidate(0), precision, capabilities), is_open=True)
 
 
-def resolve_candidate(way: Candidate, precision: PrecisionName | None, capabilities: Capabilities) -> Precision:
-    """`-O4` once it has chosen: what the way's level computes in, with what comes on top."""
+def resolve_candidate(
+    way: Candidate,
+    precision: PrecisionName | None,
+    capabilities: Capabilities,
+    asked: Literal["auto", 4] = 4,
+) -> Precision:
+    """`-O4` or `auto` once it has chosen: what the way's level computes in, with what comes on top.
+
+    A run is resumed with the same name only. That of `-O4` is the level's: what it chose is stored beside it, and may
+    be chosen anew. That of `auto` is all that rounds: graphs change no number.
+    """
     resolved = resolve(_LEVELS[way.level], precision, capabilities)
-    # A run is resumed with the name of the level; what that chose is stored beside it.
-    name = "-O4" if precision is None else resolved.name
-    return replace(resolved, level=4, name=name, kernels=way.kernels, graphs=way.graphs)
+    added = replace(resolved, kernels=way.kernels, graphs=way.graphs)
+    if asked == "auto":
+        return replace(added, name=f"{resolved.name}{' + kernels' if way.kernels else ''}")
+    return replace(added, level=4, name="-O4" if precision is None else resolved.name)
 
 
 def levels(precision: PrecisionName | None, capabilities: Capabilities) -> list[int]:
@@ -258,17 +271,19 @@ def rows(precision: Precision, scaling: str = "fp16") -> list[tuple[str, str]]:
         ("optimizer state", "fp32" if precision.master else weights),
         ("loss scaling", scaling if precision.scaled else "none"),
         ("compile", "yes" if precision.compile else "no"),
-    ] + ([] if precision.level < 4 else [("-O4 adds", _added(precision))])
+        *_added_row(precision),
+    ]
 
 
-def _added(precision: Precision) -> str:
-    if precision.is_open:
-        return "nothing: it is not measured in a loop of your own"
+def _added_row(precision: Precision) -> list[tuple[str, str]]:
     added = {"the task's kernels": precision.kernels, "CUDA graphs": precision.graphs}
-    return (
-        " and ".join(word for word, is_added in added.items() if is_added)
-        or "nothing: neither kernels nor CUDA graphs are faster, or possible, here"
-    )
+    words = " and ".join(word for word, is_added in added.items() if is_added)
+    if precision.level < 4:
+        return [("auto adds", words)] if words else []
+    nothing = "neither kernels nor CUDA graphs are faster, or possible, here"
+    if precision.is_open:
+        nothing = "it is not measured in a loop of your own"
+    return [("-O4 adds", words or f"nothing: {nothing}")]
 
 
 def _word(dtype: torch.dtype) -> str:

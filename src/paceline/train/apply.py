@@ -184,8 +184,9 @@ def restore_for_use(task: Task, config: TrainConfig, link: Link, checkpoint: Pat
     loaded = _load(checkpoint, verify=link.is_first)
     plain = {"ema": 0.0, "checkpoint_activations": (), "reduce": "grad", "shard": "none"}
     engine = Engine(config.model_copy(update=plain), link=link)
-    if config.level == 4:
-        engine.settle(precision_for_use(loaded.state.get("choice"), config, link.device))
+    choice = loaded.state.get("choice")
+    if config.level == 4 or (config.level == "auto" and choice is not None and link.device.type == "cuda"):
+        engine.settle(precision_for_use(choice, config, link.device))
     torch.manual_seed(config.seed)
     model = task.model().to(link.device)
     position = Position(**loaded.state["position"])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.config.compared import shared_settings
 from paceline.config.settings import DataSettings, EngineConfig
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, first_line
 from paceline.core.torch_private import compile_counters, plain_step
 from paceline.data.grain import Batch, Grain
 from paceline.observe.clock import Clock
@@ -30,7 +30,7 @@ from paceline.speed import loss_scale, precision
 from paceline.speed.graphs import Graphs, Recorder
 from paceline.train.feed import Feed, TrainingData
 from paceline.train.grains import Loss, RecordedPass
-from paceline.train.loss import NoGradients, NonFiniteLoss, OutOfMemory, SkipCount
+from paceline.train.loss import GraphsFailed, NoGradients, NonFiniteLoss, OutOfMemory, SkipCount
 from paceline.train.position import Position, choose_grains
 from paceline.train.prepare import Prepared, prepare
 from paceline.train.randomness import GrainRandomness
@@ -178,12 +178,11 @@ class Engine:
         """
         prepared, number = self.prepared, self.position.num_steps
         strategy = prepared.strategy
-        trail.doing, trail.step = "training", number
+        trail.doing, trail.step = prepared.grains.doing, number
         self.rate = self._set_learning_rate(prepared.optimizer, number)
-        prepared.begin_step(batch)
-        tally, outputs = self._run_grains(prepared, loss, batch)
-        self._lap("compute")
-        tally = strategy.reduce(tally)
+        if not self.scale.is_found and strategy.updates(batch):
+            self.scale.find(lambda: self._overflows(prepared, loss, batch))
+        tally, outputs = self._gradients(prepared, loss, batch)
         gradient_norm = None
         if strategy.updates(batch):
             if number == 0 and not math.isfinite(tally.loss):
@@ -202,6 +201,26 @@ class Engine:
         if step.average is not None:
             self._tell(step.average)
         return step
+
+    def _gradients(self, prepared: Prepared, loss: Loss, batch: Batch) -> tuple[Tally, list[Any]]:
+        """Run this rank's grains and reduce: gradients and tally of the step, and the outputs of the grains."""
+        try:
+            prepared.begin_step(batch)
+            tally, outputs = self._run_grains(prepared, loss, batch)
+            self._lap("compute")
+            return prepared.strategy.reduce(tally), outputs
+        except torch.AcceleratorError as error:
+            if prepared.recorded is None:
+                raise
+            raise GraphsFailed(first_line(error), self.link.world.size) from error
+
+    def _overflows(self, prepared: Prepared, loss: Loss, batch: Batch) -> bool:
+        """Return True if the step's gradients are not finite with the loss scale of the moment; the same on all ranks
+        that share them. Waits for the device, and leaves no trace: the step is run again from the same state."""
+        with prepared.untraced():
+            tally, _ = self._gradients(prepared, loss, batch)
+            self._check_gradients(prepared, tally, prepared.strategy.divisor(batch), norm_tells=False)
+            return bool(self._found_inf.item())
 
     def _set_learning_rate(self, optimizer: torch.optim.Optimizer, step: int) -> float | None:
         if self._schedule is None:
@@ -466,12 +485,9 @@ class Engine:
 
 def _run_makeup(prepared: Prepared, loss: Loss, grains: list[Grain]) -> None:
     """Run grains that other ranks have counted, so that all call the model equally often; they leave no trace."""
-    buffers = list(prepared.model.buffers())
-    before = [buffer.clone() for buffer in buffers]
-    for number, grain in enumerate(grains, 1):
-        total, _, _ = prepared.plain.forward(loss, grain)
-        if number == len(grains):
-            prepared.strategy.last_backward()
-        torch.autograd.backward((total,), (torch.zeros_like(total),))
-    for buffer, value in zip(buffers, before, strict=True):
-        buffer.copy_(value)
+    with prepared.untraced():
+        for number, grain in enumerate(grains, 1):
+            total, _, _ = prepared.plain.forward(loss, grain)
+            if number == len(grains):
+                prepared.strategy.last_backward()
+            torch.autograd.backward((total,), (torch.zeros_like(total),))

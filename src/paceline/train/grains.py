@@ -16,12 +16,16 @@ from paceline.parallel.strategy import Strategy
 from paceline.speed.graphs import Graphs, detached
 from paceline.speed.loss_scale import LossScale
 from paceline.train.loss import unpack
+from paceline.world.failure.flight_recorder import Doing
 
 Loss = Callable[[Grain], Any]
 
 
 class GrainPass(Protocol):
     """Forward and backward of the grains of a step. A loss is divided by `divisor` before backward."""
+
+    doing: Doing
+    """What a rank that runs steps in this way is doing, for the report on a rank that is lost."""
 
     def begin_step(self, divisor: float) -> None: ...
 
@@ -36,6 +40,8 @@ class GrainPass(Protocol):
 
 class PlainPass:
     """Run a grain as PyTorch does, computed in the precision of the level."""
+
+    doing: Doing = "training"
 
     def __init__(
         self, scale: LossScale, autocast: Callable[[], AbstractContextManager[Any]] | None, shards: Shards | None
@@ -69,6 +75,8 @@ class RecordedPass:
 
     The loss sees a grain of `tensors` alone in both cases, so that both compute the same.
     """
+
+    doing: Doing = "training from CUDA graphs"
 
     def __init__(self, graphs: Graphs, tensors: Callable[[Grain], Any], plain: PlainPass, strategy: Strategy) -> None:
         """`strategy` is told of replayed backwards, which call no hooks."""

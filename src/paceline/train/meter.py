@@ -145,8 +145,9 @@ class Meter:
     def _way(self) -> Way:
         config, world, feed = self._config, self._engine.link.world, self._feed
         assert feed is not None
+        chosen = self._engine.precision
         return Way(
-            level=self._engine.precision.level,
+            level=4 if chosen.graphs or chosen.kernels else chosen.level,
             highest_level=max(config.possible_levels, default=0),
             precision=config.precision,
             order=config.order,

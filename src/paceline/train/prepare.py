@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,18 @@ class Prepared:
         self.statistics.begin_step()
         if self.norms is not None:
             self.norms.begin_step(batch.num_grains)
+
+    @contextmanager
+    def untraced(self) -> Iterator[None]:
+        """Grains that are run in here change no buffer of the model; gradients are forgotten by the next step."""
+        buffers = list(self.model.buffers())
+        before = [buffer.clone() for buffer in buffers]
+        with self.statistics.untraced():
+            try:
+                yield
+            finally:
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that the optimizer is about to use."""

@@ -17,6 +17,7 @@ from paceline.observe import loggers
 from paceline.observe.callback import Callback, checked
 from paceline.optim import build, larc
 from paceline.parallel.step import Step
+from paceline.speed.precision import Precision
 from paceline.train.checkpoint import reader
 from paceline.train.checkpoint.format import STATE
 from paceline.train.engine import Engine
@@ -39,6 +40,20 @@ def begin_stage(task: Task, config: TrainConfig, model: torch.nn.Module, number:
     """
     torch.manual_seed(key(config.seed, number))  # for layers that a task adds
     task.before_stage(model, number)
+
+
+def few_shapes(
+    config: TrainConfig, chosen: Precision, device: torch.device, checkpoint: reader.Checkpoint | None
+) -> bool:
+    """Return True if batches should come in few shapes: at `-O4`, and on a GPU from `-O2` on and in fp16.
+
+    A resumed run goes on as it began.
+    """
+    if config.level == 4:
+        return True
+    if checkpoint is not None:
+        return bool(checkpoint.state.get("few_shapes", False))
+    return device.type == "cuda" and (chosen.level >= 2 or chosen.scaled)
 
 
 class NoStartWeights(PacelineError):

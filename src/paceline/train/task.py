@@ -146,6 +146,8 @@ class Surroundings:
     """Shows the user a line, once for all ranks."""
     evaluating: Callable[[], AbstractContextManager[None]] = _not_training
     """`with self.evaluating():` the model is as validation sees it; while training only, and all ranks must enter."""
+    few_shapes: bool = False
+    """Training batches should come in few shapes: see `CollatesForTraining`."""
 
 
 class Task:
@@ -254,6 +256,11 @@ class Task:
         return self._around("world").link.world
 
     @property
+    def few_shapes(self) -> bool:
+        """True if training batches should come in few shapes: see `CollatesForTraining`."""
+        return self._around("few_shapes").few_shapes
+
+    @property
     def say(self) -> Callable[[str], None]:
         """`self.say(text)` shows the user a line, once for all ranks."""
         return self._around("say").say
@@ -315,7 +322,9 @@ class HasCounts(Protocol):
 class CollatesForTraining(Protocol):
     """Another collate in training than in validation, such as one that pads to few shapes."""
 
-    def train_collate(self, data: Any) -> Collate | None: ...
+    def train_collate(self, data: Any) -> Collate | None:
+        """Return the collate function; where `self.few_shapes` is True, a GPU is the faster the fewer shapes it gives:
+        its libraries plan, and CUDA graphs are recorded, for one shape at a time."""
 
 
 @runtime_checkable
@@ -418,7 +427,7 @@ class Exports(Protocol):
 
 @runtime_checkable
 class Accelerates(Protocol):
-    """Kernels of the task's own (`-O4`)."""
+    """Kernels of the task's own (`auto` and `-O4`)."""
 
     def accelerate(self, model: torch.nn.Module) -> Sequence[str]:
         """Replace modules of the model by kernels; it keeps its weights and their names, is on its device and in
@@ -428,8 +437,8 @@ class Accelerates(Protocol):
 
 @runtime_checkable
 class Recordable(Protocol):
-    """A loss that can be recorded as a CUDA graph (`-O4`): it never waits for the device, decides nothing by values,
-    draws random numbers from torch alone, and its count follows from the shapes."""
+    """A loss that can be recorded as a CUDA graph (`auto`, `-O4`): it never waits for the device, decides nothing by
+    values, draws random numbers from torch alone, and its count follows from the shapes."""
 
     def recordable(self, grain: Grain) -> Any:
         """Return the grain's data as tensors alone, in dictionaries, tuples and lists."""

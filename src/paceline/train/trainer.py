@@ -23,6 +23,7 @@ from paceline.observe.records import Finding
 from paceline.observe.timeline import recorder as timeline
 from paceline.optim import build, schedule
 from paceline.parallel.step import Step
+from paceline.speed import precision
 from paceline.speed.autotune.choice import Choice
 from paceline.train import setup, summary
 from paceline.train import task as tasks
@@ -112,13 +113,17 @@ class Trainer:
         checkpoint = self.checkpoints.find()
         stacks.send_to(self.checkpoints.rank_log_file)
         self.engine = Engine(config, link=link, clock=self.clock)
-        task.attach(Surroundings(config, link, self.progress.say, self.engine.evaluating))
+        self._few_shapes = setup.few_shapes(config, self.engine.precision, link.device, checkpoint)
+        around = Surroundings(config, link, self.progress.say, self.engine.evaluating, self._few_shapes)
+        task.attach(around)
         self.choice: Choice | None = None
-        if config.level == 4:
-            self._autotuner = autotuner.Autotuner(task, config, link, self.progress.say)
-            record = None if checkpoint is None else checkpoint.state.get("choice")
-            tuned = None if record is None else self._autotuner.recall(record)
-            self._compute_in(tuned)
+        self._autotuner: autotuner.Autotuner | None = None
+        record = None if checkpoint is None else checkpoint.state.get("choice")
+        # A run from before `auto` chose anything goes on as it began.
+        is_new = checkpoint is None or record is not None or config.level == 4
+        if is_new and autotuner.is_asked(config, precision.capabilities(link.device)):
+            self._autotuner = autotuner.Autotuner(task, config, link, self.progress)
+            self._compute_in(self._autotuner, None if record is None else self._autotuner.recall(record))
         self.position = self.engine.position
         stages = tasks.stages_of(task)
         self.stages = list(stages) if probe is None else probe.stages(stages)
@@ -355,7 +360,8 @@ class Trainer:
         self.log.flush()  # a step is written down before a checkpoint that contains it
         self._check_weights()
         score = self.position.score if self.position.is_fresh else None
-        self.checkpoints.save(self.engine, self.position, self.task, score, self.log.so_far)
+        few = self._few_shapes
+        self.checkpoints.save(self.engine, self.position, self.task, score, self.log.so_far, few_shapes=few)
         self.clock.lap("checkpoint")
 
     def _check_losses(self, *, is_over: bool = False) -> None:
@@ -453,33 +459,35 @@ class Trainer:
 
     def _set_up(self, feed: Feed) -> None:
         """Make everything ready for the first step of a stage that is begun or goes on."""
-        if self.config.level == 4:
-            self._tune(feed)
+        if self._autotuner is not None:
+            self._tune(self._autotuner, feed)
+        if self._few_shapes:
+            autotuner.plan_shapes(self.engine, self.task, feed, self.progress)
         self.engine.follow(self._schedule(feed))
         self._introduce(feed)
         if self._probe is not None:
             self._probe.begin(self, feed)
         self.clock.lap("setup")
 
-    def _tune(self, feed: Feed) -> None:
-        """With `-O4`: choose the fastest way to compute a step, if that is not done, and set it up for a stage."""
+    def _tune(self, tuner: autotuner.Autotuner, feed: Feed) -> None:
+        """Choose the fastest way to compute a step, if that is not done, and set it up for a stage."""
         engine = self.engine
         if engine.precision.is_open:
             # A run that is resumed, but not with what it chose before: its optimizer goes on.
             carried = state.carried(engine) if engine.num_steps else None
             model = engine.model
-            self._compute_in(self._autotuner.choose(model, feed))
+            self._compute_in(tuner, tuner.choose(model, feed))
             engine.release()
             self._prepare(model)
             if carried is not None:
                 state.restore(engine, *carried)
-        autotuner.record_shapes(engine, self.task, feed, self.progress.say)
+        autotuner.record_shapes(engine, self.task, feed, self.progress)
         self.checkpoints.keep_choice(None if self.choice is None else self.choice.record())
 
-    def _compute_in(self, tuned: autotuner.Tuned | None) -> None:
+    def _compute_in(self, tuner: autotuner.Autotuner, tuned: autotuner.Tuned | None) -> None:
         """Settle the engine on what the autotuner has chosen; None: nothing yet."""
         self.choice = None if tuned is None else tuned.choice
-        self.engine.settle(self._autotuner.initial if tuned is None else tuned.precision)
+        self.engine.settle(tuner.initial if tuned is None else tuned.precision)
 
     def _schedule(self, feed: Feed) -> Callable[[int], float]:
         """Return the learning rate by step."""
@@ -539,7 +547,7 @@ class Trainer:
         self.timeline.close()
         self.log.close(status)
         self.clock.lap("logging")
-        for line in autotuner.closing_lines(self.engine) if self.config.level == 4 else []:
+        for line in autotuner.closing_lines(self.engine) if self._autotuner is not None else []:
             self.progress.say(line)
         if status == "stopped":
             why = stop_reason(self.link)

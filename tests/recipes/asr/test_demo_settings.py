@@ -92,6 +92,25 @@ def test_own_words_leave_out_what_is_set() -> None:
     ]
     assert words[words.index("--procs") :] == ["--procs", "4", "--train-manifest", "c/train.json", "--out", "o"]
     assert demo.own_words({}, Path("c"), None, num_cores=2)[-1].startswith("unseen-voices=c/val-unseen.json,")
+    on_gpu = demo.own_words({}, Path("c"), None, num_cores=16, on_gpu=True)
+    assert on_gpu[on_gpu.index("--device") :][:4] == ["--device", "cuda", "--procs", "1"]
+
+
+@pytest.mark.parametrize(
+    ("given", "num_gpus", "expected"),
+    [
+        ({}, 0, False),
+        ({}, 1, True),
+        ({}, 8, True),
+        ({"device": "cpu"}, 1, False),
+        ({"device": "cuda"}, 1, True),
+        ({"procs": "4"}, 1, False),  # four processes of the CPU, as typed
+        ({"procs": 2}, 8, True),
+        ({"procs": "auto"}, 8, True),
+    ],
+)
+def test_a_gpu_is_used_where_there_is_one(given: dict[str, Any], num_gpus: int, expected: bool) -> None:
+    assert demo.uses_gpu(given, num_gpus) is expected
 
 
 # -- what is said at the end -------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ class Asr(Task):
         return {part.name: self._utterances(corpus) for part, corpus in self._corpora().items() if not part.is_training}
 
     def train_collate(self, data: Any) -> Callable[[list[Any]], Any]:
-        return ladder(data, self.settings.network) if self.settings.level == 4 else collate
+        return ladder(data, self.settings.network) if self.few_shapes else collate
 
     def accelerate(self, model: nn.Module) -> Sequence[str]:
         from paceline.recipes.asr.fast import accelerate  # needs Triton, there wherever kernels are offered

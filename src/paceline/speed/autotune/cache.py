@@ -1,4 +1,4 @@
-"""Choices of `-O4`, kept for this machine: one small file each, named by everything that the choice depends on."""
+"""Choices of `-O4` and `auto`, kept for this machine: one small file each, named by everything it depends on."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ class Cache:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self._folder.glob("*.json"))
 
     def find(self, facts: Mapping[str, Any]) -> Choice | None:
         """Return the choice that was made under the very same facts; a file that cannot be read counts as none."""

@@ -59,12 +59,12 @@ class Choice:
         times = {str(name): float(value) for name, value in record["step_ms"].items()}
         return cls(Candidate.read(record["way"]), times, tuple(map(str, record["notes"])))
 
-    def line(self, source: str) -> str:
+    def line(self, source: str, asked: str = "-O4") -> str:
         """`-O4 is -O2 + kernels: 29.1 ms a step, measured; -O2 322 ms, -O1 470 ms`"""
         name = self.candidate.name
         others = [f"{other} {_short(ms)}" for other, ms in self.step_ms.items() if other != name]
         first = f"{_short(self.step_ms[name])} a step, {source}" if name in self.step_ms else source
-        return f"-O4 is {name}: {'; '.join([first, *([', '.join(others)] if others else [])])}"
+        return f"{asked} is {name}: {'; '.join([first, *([', '.join(others)] if others else [])])}"
 
 
 def choose(

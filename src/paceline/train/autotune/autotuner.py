@@ -1,11 +1,11 @@
-"""`-O4` in a training run: candidates are measured before the first step; the choice is stored with the run.
+"""How a training run computes its steps, where that is left open: with `-O4` candidates are measured before the first
+step; with `auto`, on a GPU, the fastest known one is taken. The choice is stored with the run.
 
 The autotuner gets values and returns a `Tuned`; the trainer applies it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import os
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,14 +21,16 @@ from paceline.config.settings import TrainConfig
 from paceline.core.provenance import version_of
 from paceline.core.units import counted
 from paceline.data.grain import Grain
+from paceline.observe.progress import Progress
 from paceline.speed import kernels, precision
 from paceline.speed.autotune.cache import Cache, cache_folder
 from paceline.speed.autotune.candidates import Candidate, candidates
-from paceline.speed.autotune.choice import Choice, choose
+from paceline.speed.autotune.choice import CannotRun, Choice, choose
+from paceline.speed.autotune.known import Kind, known_ways
 from paceline.speed.graphs import MOST_GRAPHS, CudaRecorder
 from paceline.speed.precision import Precision
 from paceline.train.autotune import timing
-from paceline.train.autotune.shapes import costly_shapes
+from paceline.train.autotune.shapes import Padding, costly_shapes
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
 from paceline.train.task import Accelerates, Recordable, Task, accelerate, recordable_of
@@ -63,14 +65,26 @@ class Tuned:
     precision: Precision
 
 
+def is_asked(config: TrainConfig, capabilities: precision.Capabilities) -> bool:
+    """Return True if the way to compute a step is to be chosen: at `-O4`, and where no level is typed on a GPU that has
+    more than one."""
+    if config.level != "auto":
+        return config.level == 4
+    if capabilities.device != "cuda" or config.precision == "fp64" or config.shard != "none":
+        return False
+    return capabilities.bf16 if config.precision is None else capabilities.fp16
+
+
 class Autotuner:
     """Chooses the fastest candidate for a task on this device. It changes neither model nor engine.
 
     All ranks get the choice of the first one.
     """
 
-    def __init__(self, task: Task, config: TrainConfig, link: Link, say: Callable[[str], None]) -> None:
-        self._task, self._config, self._link, self._say = task, config, link, say
+    def __init__(self, task: Task, config: TrainConfig, link: Link, progress: Progress) -> None:
+        self._task, self._config, self._link, self._progress = task, config, link, progress
+        self._say = progress.say
+        self._asked: Literal["auto", 4] = "auto" if config.level == "auto" else 4
         self._capabilities = precision.capabilities(link.device)
         self._levels = precision.levels(config.precision, self._capabilities)
         self._no_kernels = why_no_kernels(task, config, self._capabilities)
@@ -79,7 +93,7 @@ class Autotuner:
     @property
     def initial(self) -> Precision:
         """Precision until there is a choice: nothing is compiled in vain."""
-        return replace(self._precision(Candidate(min(self._levels[-1], 2))), is_open=True)
+        return replace(self._precision(self._plain), is_open=True)
 
     def recall(self, record: Mapping[str, Any]) -> Tuned | None:
         """Return what the run chose before it was interrupted, without measuring; None where this device lacks it."""
@@ -88,15 +102,19 @@ class Autotuner:
         # Recording changes no number: a run may go on without it, and with it again later. Kernels round differently.
         possible = replace(chosen, graphs=chosen.graphs and self._no_graphs is None)
         if possible.level not in self._levels or (possible.kernels and self._no_kernels is not None):
-            self._say(f"the run computed as {chosen.name}, which cannot be done here: -O4 chooses anew")
+            self._say(f"the run computed as {chosen.name}, which cannot be done here: {self._word} chooses anew")
             return None
         return self._tuned(choice, "as before", possible)
 
     def choose(self, model: torch.nn.Module, feed: Feed) -> Tuned:
-        """Measure candidates on copies of the model, or take what the cache has. All ranks must call it."""
+        """Take what the cache has, or what is known, or measure candidates on copies of the model.
+
+        All ranks must call it: what one of them cannot do is done by none.
+        """
         if feed.is_stream:
-            unmeasured = Choice(Candidate(self._levels[-1]))
+            unmeasured = Choice(Candidate(self._levels[-1]) if self._asked == 4 else self._plain)
             return self._tuned(unmeasured, "not measured, since nobody knows the shapes of iterable data")
+        self._agree()
         answer: tuple[dict[str, Any], str] | None = None
         if self._link.is_first:
             choice, source = self._find(model, feed)
@@ -106,16 +124,78 @@ class Autotuner:
 
     # -- how it is done ------------------------------------------------------------------------------------------
 
+    @property
+    def _word(self) -> str:
+        return "-O4" if self._asked == 4 else "auto"
+
+    @property
+    def _plain(self) -> Candidate:
+        """The level that needs neither measuring nor compiling."""
+        return Candidate(min(self._levels[-1], 2))
+
+    def _agree(self) -> None:
+        """Leave out what any rank cannot do; GPUs of several generations count as none that is known."""
+        own = self._no_kernels, self._no_graphs, self._capabilities.generation
+        everyone = self._link.gather_objects(own)
+        self._no_kernels, self._no_graphs = (
+            next((why for why in reasons if why is not None), None) for reasons in list(zip(*everyone, strict=True))[:2]
+        )
+        generations = {each[2] for each in everyone}
+        self._generation = generations.pop() if len(generations) == 1 else None
+
     def _find(self, model: torch.nn.Module, feed: Feed) -> tuple[Choice, str]:
+        cache, kind = Cache(cache_folder(os.environ)), self._kind(model)
+        can_graph = self._no_graphs is None
+        if self._asked == "auto" and kind == "plain" and not can_graph and cache.is_empty:
+            return self._known(self._plain, "nothing faster is known for this task", ())
         picks = costly_shapes(feed.plan(0), MEASURED_SHAPES, feed.collate)
         grains = list(feed.read((pick.step, pick.number) for pick in picks))
-        to_try = self._candidates(model)
-        facts, cache = self._facts(model, grains, to_try), Cache(cache_folder(os.environ))
+        to_try = self._candidates(kind)
+        facts = self._facts(model, grains, to_try)
         cached = cache.find(facts)
         if cached is not None:
             return cached, "measured by an earlier run on this machine"
+        workload = timing.Workload(self._task, self._config, self._link, model, grains)
+        if self._asked == "auto":
+            return self._take_known(kind, workload, cache, {**facts, "asked": "auto"})
+        return self._contest(to_try, workload, cache, facts), "measured"
+
+    def _take_known(
+        self, kind: Kind, workload: timing.Workload, cache: Cache, facts: Mapping[str, Any]
+    ) -> tuple[Choice, str]:
+        """Return the fastest way that is known and runs; one that does not is remembered, and not tried again."""
+        failed_before = cache.find(facts)
+        if failed_before is not None:
+            return failed_before, "as found by an earlier run on this machine"
+        known = known_ways(self._generation, kind, can_graph=self._no_graphs is None)
+        failures: list[str] = []
+        for way in known.ways[:-1]:
+            try:
+                self._compile([way], workload)
+                timing.try_out(way, workload=workload)
+            except CannotRun as error:
+                failures.append(f"{way.name} cannot run here: {error}")
+                self._say(f"  {failures[-1]}")
+                continue
+            break
+        else:
+            way = known.ways[-1]  # the plainest: if it does not run either, the run itself says why
+        reason = known.reason if not failures else "the fastest known that runs here"
+        choice, source = self._known(way, reason, (*failures, *known.notes))
+        if failures and not any(each.endswith(timing.FULL) for each in failures):  # memory may be free another time
+            cache.keep(facts, choice)
+        return choice, source
+
+    def _known(self, way: Candidate, reason: str, notes: Sequence[str]) -> tuple[Choice, str]:
+        lacking = [why for why in (self._no_kernels, self._no_graphs) if why is not None]
+        return Choice(way, notes=(*notes, *lacking)), f"{reason}, not measured for this run (`-O4` measures)"
+
+    def _contest(
+        self, to_try: Sequence[Candidate], workload: timing.Workload, cache: Cache, facts: Mapping[str, Any]
+    ) -> Choice:
         self._say(f"-O4: timing {len(to_try)} ways to compute a step, once on this machine")
-        choice = self._measure(to_try, timing.Workload(self._task, self._config, self._link, model, grains))
+        self._compile(to_try, workload)
+        choice = self._measure(to_try, workload)
         reasons = [why for why in (self._no_kernels, self._no_graphs) if why is not None]
         choice = replace(choice, notes=(*choice.notes, *reasons))
         if any("-O3" in name for name in choice.step_ms):
@@ -123,12 +203,22 @@ class Autotuner:
         problem = cache.keep(facts, choice)
         if problem is not None:
             self._say(problem)
-        return choice, "measured"
+        return choice
+
+    def _compile(self, ways: Sequence[Candidate], workload: timing.Workload) -> None:
+        """Compile the kernels of the first way that has some, on all cores."""
+        for way in ways:
+            if way.kernels:
+                shown = self._progress.countdown("compiling kernels")
+                timing.compile_kernels(way, shown, workload=workload)
+                return
 
     def _measure(self, to_try: Sequence[Candidate], workload: timing.Workload) -> Choice:
         steps = len(workload.grains)
+        shown, places = self._progress.countdown("timing ways"), {way: place for place, way in enumerate(to_try)}
 
         def measure(candidate: Candidate, limit_s: float) -> float:
+            shown(places[candidate], len(to_try))
             seconds = timing.step_seconds(candidate, limit_s * steps, workload=workload) / steps
             self._say(f"  {candidate.name}: {1e3 * seconds:.4g} ms")
             return seconds
@@ -136,19 +226,32 @@ class Autotuner:
         def in_turns(last: Sequence[Candidate]) -> dict[Candidate, float]:
             rounds = timing.in_turns(last, workload=workload)
             seconds = {candidate: each / steps for candidate, each in rounds.items()}
-            shown = ", ".join(f"{candidate.name} {1e3 * each:.4g} ms" for candidate, each in seconds.items())
-            self._say(f"  in turns: {shown}")
+            line = ", ".join(f"{candidate.name} {1e3 * each:.4g} ms" for candidate, each in seconds.items())
+            self._say(f"  in turns: {line}")
             return seconds
 
-        return choose(to_try, measure, in_turns)
+        try:
+            return choose(to_try, measure, in_turns)
+        finally:
+            shown(len(to_try), len(to_try))
 
-    def _candidates(self, model: torch.nn.Module) -> list[Candidate]:
+    def _kind(self, model: torch.nn.Module) -> Kind:
+        """Return how much of the network the task's kernels compute."""
+        if self._no_kernels is not None:
+            return "plain"
+        try:
+            return "partly" if accelerate(self._task, copy.deepcopy(model)) else "covered"
+        except Exception:  # measuring, or trying out, will report whatever it runs into
+            return "covered"
+
+    def _candidates(self, kind: Kind) -> list[Candidate]:
         levels = precision.distinct(self._levels, self._config.precision, self._capabilities)
-        has_kernels, leaves_some = self._no_kernels is None, False
-        if has_kernels:
-            with contextlib.suppress(Exception):  # measuring them will report whatever it runs into
-                leaves_some = bool(accelerate(self._task, copy.deepcopy(model)))
-        return candidates(levels, has_kernels=has_kernels, can_graph=self._no_graphs is None, leaves_some=leaves_some)
+        return candidates(
+            levels,
+            has_kernels=self._no_kernels is None,
+            can_graph=self._no_graphs is None,
+            leaves_some=kind == "partly",
+        )
 
     def _tuned(self, choice: Choice, source: str, possible: Candidate | None = None) -> Tuned:
         """`possible` is the part of the choice that this device has, where that is not all of it."""
@@ -156,10 +259,10 @@ class Autotuner:
         if possible not in (None, choice.candidate):
             used = replace(choice, candidate=possible, notes=(*choice.notes, *filter(None, [self._no_graphs])))
         resolved = self._precision(used.candidate)
-        return Tuned(choice, replace(resolved, notes=(used.line(source), *used.notes, *resolved.notes)))
+        return Tuned(choice, replace(resolved, notes=(used.line(source, self._word), *used.notes, *resolved.notes)))
 
     def _precision(self, candidate: Candidate) -> Precision:
-        return precision.resolve_candidate(candidate, self._config.precision, self._capabilities)
+        return precision.resolve_candidate(candidate, self._config.precision, self._capabilities, self._asked)
 
     def _facts(self, model: torch.nn.Module, grains: list[Grain], to_try: list[Candidate]) -> dict[str, Any]:
         """Return everything that a choice depends on."""
@@ -188,7 +291,7 @@ def put_kernels(task: Task, model: torch.nn.Module, chosen: Precision, say: Call
             say(f"without a kernel: {line}")
 
 
-def record_shapes(engine: Engine, task: Task, feed: Feed, say: Callable[[str], None]) -> None:
+def record_shapes(engine: Engine, task: Task, feed: Feed, progress: Progress) -> None:
     """Record CUDA graphs of a stage's shapes before its first step, if graphs were chosen and none are recorded yet."""
     if not engine.precision.graphs or engine.recorded is not None:
         return
@@ -197,21 +300,43 @@ def record_shapes(engine: Engine, task: Task, feed: Feed, say: Callable[[str], N
         return
     loss = partial(task.loss, engine.model)
     picks = costly_shapes(feed.plan(0), MOST_GRAPHS, feed.collate)
+    shown = progress.countdown("recording CUDA graphs")
+    shown(0, len(picks))
     for number, grain in enumerate(feed.read((pick.step, pick.number) for pick in picks), 1):
         recorded.warm(loss, grain)
-        if number % 8 == 0 or number == len(picks):
-            say(f"CUDA graphs: {recorded.graphs.num_recorded} recorded of {number} shapes")
+        shown(number, len(picks))
+    progress.tell(f"CUDA graphs: {recorded.graphs.num_recorded} recorded of {counted(len(picks), 'shape')}")
+
+
+def plan_shapes(engine: Engine, task: Task, feed: Feed, progress: Progress) -> None:
+    """Run each shape of a stage once before its first step, where no graphs are recorded: in fp16 cuDNN plans every
+    convolution anew for a new shape, which takes seconds. Weights, buffers and random numbers stay as they are."""
+    prepared = engine.prepared
+    is_slow = engine.precision.scaled and engine.device.type == "cuda" and not engine.precision.compile
+    if (
+        not (is_slow and isinstance(feed.collate, Padding))
+        or engine.recorded is not None
+        or prepared.shards is not None
+    ):
+        return
+    loss, picks = partial(task.loss, engine.model), costly_shapes(feed.plan(0), MOST_GRAPHS, feed.collate)
+    shown = progress.countdown("planning convolutions")
+    shown(0, len(picks))
+    for number, grain in enumerate(feed.read((pick.step, pick.number) for pick in picks), 1):
+        with prepared.untraced():
+            prepared.plain.backward(prepared.plain.forward(loss, grain)[0])
+        shown(number, len(picks))
 
 
 def closing_lines(engine: Engine) -> list[str]:
-    """Return what was compiled and recorded, for the end of a run at `-O4`."""
+    """Return what was compiled and recorded, for the end of a run whose way was chosen."""
     compiled = engine.counters().get("compiled")
     lines = [] if compiled is None else [f"compiled {counted(compiled, 'graph')}"]
     return lines if engine.recorded is None else [*lines, *engine.recorded.graphs.lines()]
 
 
 def precision_for_use(record: Mapping[str, Any] | None, config: TrainConfig, device: torch.device) -> Precision:
-    """Return the precision for the use of a model that was trained at `-O4`: the run's level, where this device has it.
+    """Return the precision for the use of a model whose way was chosen: the run's level, where this device has it.
 
     Kernels and graphs are for training.
     """
@@ -241,6 +366,8 @@ def why_no_kernels(task: Task, config: TrainConfig, capabilities: precision.Capa
 
 def why_no_graphs(task: Task, config: TrainConfig, capabilities: precision.Capabilities, has_group: bool) -> str | None:
     """Return why CUDA graphs are not among the candidates; None if they are."""
+    if not config.cuda_graphs:
+        return "no CUDA graphs: `cuda_graphs` is off"
     if not isinstance(task, Recordable):
         return "no CUDA graphs: this task does not say that its loss can be recorded"
     if capabilities.device != "cuda":
@@ -249,8 +376,6 @@ def why_no_graphs(task: Task, config: TrainConfig, capabilities: precision.Capab
         return "no CUDA graphs: `sync_batchnorm` joins ranks inside of forward, which is not recorded"
     if has_group and config.shard != "none":
         return "no CUDA graphs: with `shard` weights have no fixed place in memory"
-    if config.precision is not None:
-        return f"no CUDA graphs: they are for bf16 here, not for --precision {config.precision}"
     if config.checkpoint_activations:
         return "no CUDA graphs: `checkpoint_activations` keeps random states aside, which cannot be recorded"
     return None

@@ -8,27 +8,32 @@ import gc
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from paceline.config.settings import TrainConfig
 from paceline.core.errors import first_line
+from paceline.core.torch_private import plain_step
 from paceline.data.grain import Batch, Grain
 from paceline.speed import precision
 from paceline.speed.autotune.candidates import Candidate
 from paceline.speed.autotune.choice import CannotRun
 from paceline.speed.autotune.race import is_enough, medians, race
 from paceline.speed.graphs import CudaRecorder
+from paceline.speed.kernels import compiling
 from paceline.train import setup
 from paceline.train.engine import Engine
 from paceline.train.loss import OutOfMemory
 from paceline.train.task import Task, accelerate, recordable_of
 from paceline.world.discover.environment import World
+from paceline.world.installed import has_triton
 from paceline.world.link import Link
 
 WARM_ROUNDS = 2
+FULL = "out of memory"
+"""Why a candidate cannot run that may run another time."""
 
 
 def alone(link: Link) -> Link:
@@ -76,6 +81,18 @@ class TimedSteps:
         for batch in self._batches:
             self._engine.step(self._loss, batch)
 
+    def compile(self, shown: compiling.Shown) -> None:
+        """Compile the kernels of a step in threads. The copy of the model is of no use afterwards."""
+        prepared, clip = self._engine.prepared, self._engine.prepared.clip_norm
+        with compiling.dry(shown):
+            for batch in self._batches:
+                prepared.begin_step(batch)
+                total, _, _ = prepared.plain.forward(self._loss, batch.grains[0])
+                prepared.plain.backward(total)
+            if clip is not None:
+                clip.scale(prepared.updated, clip.norm(prepared.gradients()))
+            plain_step(prepared.optimizer)
+
     def seconds(self) -> float:
         """Return the seconds of one round."""
         # How fp32 is multiplied is a setting of the process, which another candidate may have changed.
@@ -85,6 +102,21 @@ class TimedSteps:
         self()
         _wait(self._engine.device)
         return time.perf_counter() - began
+
+
+def compile_kernels(candidate: Candidate, shown: compiling.Shown, *, workload: Workload) -> None:
+    """Compile the Triton kernels of a candidate in threads, where that is possible; whatever fails here, fails again,
+    and is told, when it is run."""
+    if workload.link.device.type != "cuda" or not (has_triton() and compiling.can_run_dry()):
+        return
+    with contextlib.suppress(CannotRun), _cleared(workload.link.device):
+        TimedSteps(replace(candidate, graphs=False), workload).compile(shown)
+
+
+def try_out(candidate: Candidate, *, workload: Workload) -> None:
+    """Run one step on each of the grains; raises `CannotRun` where the candidate does not work here."""
+    with _cleared(workload.link.device):
+        TimedSteps(candidate, workload).seconds()
 
 
 def step_seconds(candidate: Candidate, limit_s: float, *, workload: Workload) -> float:
@@ -130,7 +162,7 @@ def _cleared(device: torch.device) -> Iterator[None]:
         if isinstance(error, CannotRun):
             raise
         is_full = isinstance(error, torch.OutOfMemoryError | OutOfMemory)
-        raise CannotRun("out of memory" if is_full else first_line(error)) from error
+        raise CannotRun(FULL if is_full else first_line(error)) from error
     finally:
         gc.collect()
         if device.type == "cuda":

@@ -78,7 +78,8 @@ class CheckpointManager:
         is_own = self._before is not None
         self._starts: list[dict[str, Any]] = [] if self._before is None else list(self._before.starts)
         # Kept in the record of a resumed run from its first moment on: it may end before the autotuner is asked.
-        self._choice = stored.choice if stored is not None and is_own and config.level == 4 else None
+        may_choose = config.level in ("auto", 4)
+        self._choice = stored.choice if stored is not None and is_own and may_choose else None
         before = stored.grains if stored is not None else None
         may_regrain = config.regrain or (config.allow_change and config.grains is not None)
         if stored is None:
@@ -138,7 +139,7 @@ class CheckpointManager:
         )
 
     def keep_choice(self, choice: dict[str, Any] | None) -> None:
-        """Record what the autotuner of `-O4` has chosen: a resumed run takes the same. Written at once."""
+        """Record what the autotuner has chosen: a resumed run takes the same. Written at once."""
         if choice != self._choice:
             self._choice = choice
             self._write("running")
@@ -150,10 +151,12 @@ class CheckpointManager:
         task: Task,
         score: float | None,
         so_far: Callable[[], dict[str, Any] | None],
+        *,
+        few_shapes: bool = False,
     ) -> None:
         """Save everything, unless this very moment has been saved already. All ranks must call it.
 
-        `so_far` returns the sums of the epoch, as plain values.
+        `so_far` returns the sums of the epoch, as plain values; `few_shapes` says how batches are padded.
         """
         moment = position.state()
         if self._run is None or moment == self._saved:
@@ -185,6 +188,7 @@ class CheckpointManager:
                 "world_size": self._link.world.size,
                 "about": task.about() if isinstance(task, Describes) else {},
                 "choice": self._choice,
+                "few_shapes": few_shapes,
             }
             if self._in_pieces:
                 self._writer.wait()

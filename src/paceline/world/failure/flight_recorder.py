@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 import torch
 
-Doing = Literal["starting", "training", "validating", "saving"]
+Doing = Literal["starting", "training", "training from CUDA graphs", "validating", "saving"]
 SAVING: Final = "saving"
 
 

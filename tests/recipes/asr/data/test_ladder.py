@@ -34,7 +34,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Asr, Uttera
     monkeypatch.setattr(precision, "capabilities", lambda device: bare)
     speech(tmp_path, "train", 24, 1)
     made = task()
-    made.attach(Surroundings(settings(tmp_path, level=4, network=PLAIN), alone(), print))
+    made.attach(Surroundings(settings(tmp_path, level=4, network=PLAIN), alone(), print, few_shapes=True))
     return made, made.train_data()
 
 
@@ -100,7 +100,7 @@ def test_frames_that_were_packed_stand_on_the_same_rungs(opened: tuple[Asr, Utte
         assert frames.padded(seconds) * hop == fit.padded(seconds)
 
 
-def test_only_level_4_pads_so(opened: tuple[Asr, Utterances], tmp_path: Path) -> None:
+def test_only_where_few_shapes_are_wanted(opened: tuple[Asr, Utterances], tmp_path: Path) -> None:
     made, data = opened
     made.attach(Surroundings(made.settings.model_copy(update={"level": 2}), alone(), print))
     assert made.train_collate(data) is collate

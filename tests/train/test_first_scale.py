@@ -1,0 +1,100 @@
+"""The first loss scale of an fp16 run is found on its first batch: no step is lost, nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.data.grain import Grain
+from paceline.train.checkpoint import reader
+from paceline.train.trainer import Trainer
+from paceline.world.link import Link
+from tests.ranks import run_ranks
+from tests.train.small import BATCH, FEATURES, NUM_SAMPLES, SmallTask, assert_same, points, trainer, weights
+
+
+class Steep(SmallTask):
+    """Its gradients overflow in fp16 above a small scale, and there is a batch norm to be left alone."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
+
+    def train_data(self) -> Any:
+        return points(2 * NUM_SAMPLES // BATCH * BATCH, seed=1)
+
+    def loss(self, model: nn.Module, grain: Grain) -> Any:
+        out = model(grain.x).squeeze(1).float()
+        # The gradient of the output is 1000 * scale / BATCH at every sample, in fp16: at most 65504.
+        return 1000.0 * out.sum() + 0.0 * grain.y.sum(), len(grain)
+
+
+def skipped(run: Trainer) -> int:
+    return run.engine.skips.state()[0]
+
+
+def steep(out: Path | None, link: Link | None = None, **settings: Any) -> Trainer:
+    plain = {"precision": "fp16", "level": "auto", "lr": 1e-6, "steps": 5}
+    return trainer(Steep(), out, link, **{**plain, **settings})
+
+
+def expected(scale: float) -> bool:
+    return bool(torch.isinf(torch.tensor(1000.0 * scale / BATCH).half()))
+
+
+@pytest.mark.parametrize("settings", [{}, {"grains": 2}, {"clip_norm": 1.0}], ids=["plain", "grains", "clipped"])
+def test_no_step_is_skipped_and_the_rest_is_as_with_the_same_constant(settings: dict[str, Any]) -> None:
+    largest = max(2.0**power for power in range(15) if not expected(2.0**power))
+    found = steep(None, **settings)
+    found.fit()
+    assert found.engine.scale.current() == largest / 4
+    assert skipped(found) == 0
+    constant = steep(None, loss_scale=largest / 4, **settings)
+    constant.fit()
+    assert_same(weights(found), weights(constant))  # running statistics, too
+
+
+def test_a_resumed_run_does_not_search(tmp_path: Path) -> None:
+    whole = steep(tmp_path / "whole", steps=6)
+    whole.fit()
+    steep(tmp_path / "parts", steps=3).fit()
+    checkpoint = reader.newest(tmp_path / "parts/checkpoints").checkpoint
+    assert checkpoint is not None
+    assert checkpoint.parts["scale"].keys() == {"scale", "clean_steps"}
+    again = steep(tmp_path / "parts", steps=6, resume="auto", allow_change=True)
+    assert again.engine.scale.is_found
+    again.fit()
+    assert again.engine.scale.state_dict() == whole.engine.scale.state_dict()
+    assert_same(weights(again), weights(whole))
+
+
+def on_ranks(link: Link, settings: dict[str, Any]) -> tuple[float, int, dict[str, torch.Tensor]]:
+    run = steep(None, link, grains=2, **settings)
+    run.fit()
+    return run.engine.scale.current(), skipped(run), weights(run)
+
+
+@pytest.mark.parametrize("settings", [{}, {"reduce": "param", "sync_step": 2}], ids=["grad", "param"])
+def test_ranks_find_the_same_scale(settings: dict[str, Any]) -> None:
+    alone = steep(None, grains=2)
+    alone.fit()
+    for scale, num_skipped, found in run_ranks(2, on_ranks, settings):
+        assert num_skipped == 0
+        if not settings:  # ranks that step apart divide by their own count, and each finds its own
+            assert scale == alone.engine.scale.current()
+            for name, tensor in weights(alone).items():
+                assert torch.allclose(tensor, found[name], rtol=1e-5, atol=1e-7), name
+
+
+def test_where_every_scale_overflows_steps_are_skipped_as_ever() -> None:
+    class Hopeless(Steep):
+        def loss(self, model: nn.Module, grain: Grain) -> Any:
+            total, count = super().loss(model, grain)
+            return 1000.0 * total, count
+
+    run = trainer(Hopeless(), None, precision="fp16", level="auto", steps=3)
+    run.fit()
+    assert (run.engine.scale.current(), skipped(run)) == (1.0, 3)
