@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/startup.py [first auto fp16 phases] [--batch 64] [--utterances 1024] [--epochs 6] [--json]
 
-All parts train `paceline train asr` as a user would type it, in processes of their own, from packed noise of the lengths
-of read speech (1.5 to 16.7 s, mean 12.5).
+All parts run `paceline train asr` as a user would type it, in processes of their own, on packed noise of the lengths of
+read speech (1.5 to 16.7 s, mean 12.5).
 
 `first`: seconds from the start of the process to the end of the first step (its line is in `metrics.jsonl`), cold (no
 Triton kernel and no choice is kept) and warm (the same again), of QuartzNet 15x5, and cold of Jasper 10x5dr.
