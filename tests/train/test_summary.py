@@ -176,8 +176,8 @@ def test_the_summary_is_said_once_and_not_with_progress_none(capsys: pytest.Capt
     [
         (
             "backoff",
-            "dynamic (backoff): 16,384 at first, or what the first batch allows; half after an overflow, double after 2,000 "
-            "steps without",
+            "dynamic (backoff): 16,384 at first, or what the first batch allows; half after an overflow, double after"
+            " 2,000 steps without",
         ),
         ("logmax", "dynamic (logmax): from the statistics of the largest gradient"),
         (1024.0, "constant: 1,024"),

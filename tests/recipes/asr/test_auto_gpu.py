@@ -1,4 +1,4 @@
-"""On a real GPU: no level typed takes the fastest known way, fp16 is recorded and loses no step, kernels compile dry."""
+"""On a real GPU: no level takes the fastest known way, fp16 is recorded and loses no step, kernels compile dry."""
 
 from __future__ import annotations
 

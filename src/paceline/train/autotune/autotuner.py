@@ -313,11 +313,8 @@ def plan_shapes(engine: Engine, task: Task, feed: Feed, progress: Progress) -> N
     convolution anew for a new shape, which takes seconds. Weights, buffers and random numbers stay as they are."""
     prepared = engine.prepared
     is_slow = engine.precision.scaled and engine.device.type == "cuda" and not engine.precision.compile
-    if (
-        not (is_slow and isinstance(feed.collate, Padding))
-        or engine.recorded is not None
-        or prepared.shards is not None
-    ):
+    is_plain = engine.recorded is None and prepared.shards is None
+    if not (is_slow and is_plain and isinstance(feed.collate, Padding)):
         return
     loss, picks = partial(task.loss, engine.model), costly_shapes(feed.plan(0), MOST_GRAPHS, feed.collate)
     shown = progress.countdown("planning convolutions")
