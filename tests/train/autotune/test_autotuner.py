@@ -250,6 +250,7 @@ def test_shapes_are_those_that_a_collate_function_pads_to(
     monkeypatch.setattr(autotuner, "why_no_graphs", lambda *_: None)
     monkeypatch.setattr(autotuner, "CudaRecorder", lambda device: Again())
     monkeypatch.setattr(autotuner, "MOST_GRAPHS", 6)
+    monkeypatch.setattr(autotuner, "RECORDED_SHARE", 1.0)
     times |= {"-O2 + graphs": 1.0, "-O2": 2.0}
     run = trainer(RaggedInSevens(), None, level=4, epochs=1, global_batch=3, order="sorted")
     run.fit()

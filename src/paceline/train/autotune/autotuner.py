@@ -30,7 +30,7 @@ from paceline.speed.autotune.known import Kind, known_ways
 from paceline.speed.graphs import MOST_GRAPHS, CudaRecorder
 from paceline.speed.precision import Precision
 from paceline.train.autotune import timing
-from paceline.train.autotune.shapes import Padding, costly_shapes
+from paceline.train.autotune.shapes import Padding, costly_shapes, covering
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
 from paceline.train.task import Accelerates, Recordable, Task, accelerate, recordable_of
@@ -39,6 +39,9 @@ from paceline.world.link import Link
 
 MEASURED_SHAPES = 2
 """Shapes of grains that candidates are compared on: those that an epoch spends most time on."""
+RECORDED_SHARE = 0.98
+"""Shapes are recorded before the first step until they are so much of an epoch's cost; rarer ones when they are seen
+for the second time. In fp16, where a new shape takes seconds to plan for, all of them are."""
 MATTERS = {
     "optimizer",
     "momentum",
@@ -163,10 +166,10 @@ class Autotuner:
     def _take_known(
         self, kind: Kind, workload: timing.Workload, cache: Cache, facts: Mapping[str, Any]
     ) -> tuple[Choice, str]:
-        """Return the fastest way that is known and runs; one that does not is remembered, and not tried again."""
-        failed_before = cache.find(facts)
-        if failed_before is not None:
-            return failed_before, "as found by an earlier run on this machine"
+        """Return the fastest way that is known and runs here; what was tried once is remembered."""
+        earlier = cache.find(facts)
+        if earlier is not None:
+            return earlier, "the fastest known that runs here, as an earlier run has found"
         known = known_ways(self._generation, kind, can_graph=self._no_graphs is None)
         failures: list[str] = []
         for way in known.ways[:-1]:
@@ -182,7 +185,7 @@ class Autotuner:
             way = known.ways[-1]  # the plainest: if it does not run either, the run itself says why
         reason = known.reason if not failures else "the fastest known that runs here"
         choice, source = self._known(way, reason, (*failures, *known.notes))
-        if failures and not any(each.endswith(timing.FULL) for each in failures):  # memory may be free another time
+        if not any(each.endswith(timing.FULL) for each in failures):  # memory may be free another time
             cache.keep(facts, choice)
         return choice, source
 
@@ -300,6 +303,7 @@ def record_shapes(engine: Engine, task: Task, feed: Feed, progress: Progress) ->
         return
     loss = partial(task.loss, engine.model)
     picks = costly_shapes(feed.plan(0), MOST_GRAPHS, feed.collate)
+    picks = picks if engine.precision.scaled else covering(picks, RECORDED_SHARE)
     shown = progress.countdown("recording CUDA graphs")
     shown(0, len(picks))
     for number, grain in enumerate(feed.read((pick.step, pick.number) for pick in picks), 1):

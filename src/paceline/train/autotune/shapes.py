@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -54,6 +54,12 @@ def costly_shapes(plan: Plan, most: int, collate: object = None) -> list[Pick]:
     total = math.fsum(costs.values())
     ranked = sorted(costs, key=lambda shape: -costs[shape])[:most]
     return [Pick(*first[shape], costs[shape] / total) for shape in ranked]
+
+
+def covering(picks: Sequence[Pick], share: float) -> list[Pick]:
+    """Return the first of these until they have this share of the epoch's cost together."""
+    before = np.cumsum([0.0, *(pick.share for pick in picks)])
+    return [pick for pick, done in zip(picks, before[:-1], strict=True) if done < share]
 
 
 def _even(longest: float) -> Callable[[float], float]:
