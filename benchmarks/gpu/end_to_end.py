@@ -1,8 +1,14 @@
 """A whole run at `-O4` from packed audio, beside the bare step; and whether it learns real speech as plain bf16 does.
 
+    python benchmarks/gpu/end_to_end.py epochs [--batch 64] [--epochs 20] [--speed-range 0.9 1.1 --gain-db -6 6]
+    python benchmarks/gpu/end_to_end.py augment [--batch 256] [--seconds 16.7]
     python benchmarks/gpu/end_to_end.py rate [--batch 64] [--steps 160] [--utterances 1024] [--network quartznet15x5]
     python benchmarks/gpu/end_to_end.py curve --data .../librispeech [--steps 500] [--csv curve.csv]
 
+`epochs`: whole epochs of packed utterances with the lengths of real speech (LibriSpeech's train-clean-5), beside the
+bare step: the padded batches of the last epoch, kept on the GPU, trained on again by the same engine. The speed of each
+epoch, the time spent waiting for data, the shapes and the memory are shown.
+`augment`: a batch that lies on the GPU is resampled and scaled there, beside soxr on one core.
 `rate`: utterances of 16.7 s are packed by `paceline pack`; workers read and collate them, the GPU makes features,
 masks and the step. The bare step is the same engine on one grain that lies on the GPU already, front end included.
 `curve`: real speech, packed, trained on at `-O4` and three times (three seeds) at `-O2`; the losses go to a CSV, and
@@ -19,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +37,33 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from table import Row, machine, parser, show
 
-from paceline.data.grain import Batch, Grain
+from paceline.data.grain import Batch, Grain, map_tensors
+from paceline.observe.clock import elapsed
+from paceline.parallel.step import Step
 from paceline.recipes.asr.settings import AsrSettings
+from paceline.recipes.asr.sound.augment import Augmentation, pending
+from paceline.recipes.asr.sound.perturb import PerturbSettings, draw, max_stretch, perturb
 from paceline.recipes.asr.task import Asr
 from paceline.train.benchmark import benchmark
+from paceline.train.feed import Feed
+from paceline.train.probe import Probe, unkept
 from paceline.train.trainer import Trainer
 from paceline.world.discover.environment import discover
 from paceline.world.link import Link
 from paceline.world.start import start
 
 RATE, SECONDS, NUM_LABELS = 16000, 16.7, 250
+LABELS_PER_S = 14.6
+"""Of the same utterances."""
+# fmt: off
+LENGTHS_S = (
+    1.87, 2.77, 3.27, 3.85, 4.58, 5.04, 5.88, 6.69, 7.43, 8.02, 8.72, 9.15, 9.66, 10.05, 10.70, 10.98, 11.32, 11.76,
+    12.01, 12.20, 12.39, 12.56, 12.67, 12.82, 13.00, 13.12, 13.25, 13.37, 13.48, 13.64, 13.75, 13.83, 13.91, 13.98,
+    14.09, 14.16, 14.25, 14.34, 14.42, 14.52, 14.58, 14.65, 14.70, 14.80, 14.86, 14.93, 15.00, 15.08, 15.15, 15.21,
+    15.28, 15.33, 15.39, 15.45, 15.49, 15.54, 15.63, 15.69, 15.78, 15.82, 15.92, 16.02, 16.20, 16.37, 16.64,
+)
+# fmt: on
+"""Lengths of the 1,510 utterances of train-clean-5 of at most 16.7 s, at 64ths of their number."""
 WINDOW = 25
 SEEDS = (0, 1, 2)
 
@@ -74,16 +98,23 @@ def link_of(options: Any) -> Link:
 # -- rate --------------------------------------------------------------------------------------------------------------
 
 
-def synthetic(folder: Path, number: int, seconds: float) -> Path:
+def like_speech(number: int) -> NDArray[np.float64]:
+    """Lengths in seconds, in an order that no sort has made, distributed as those of real speech."""
+    shares = np.random.default_rng(0).permutation((np.arange(number) + 0.5) / number)
+    return np.round(np.interp(shares, np.linspace(0, 1, len(LENGTHS_S)), LENGTHS_S), 2)
+
+
+def synthetic(folder: Path, lengths_s: NDArray[np.float64], labels_per_s: float) -> Path:
     """Noise, and letters to go with it, packed."""
     random = np.random.default_rng(0)
-    some = [random.integers(-8000, 8000, round(seconds * RATE), dtype=np.int16) for _ in range(16)]
+    longest = random.integers(-8000, 8000, 2 * round(lengths_s.max() * RATE), dtype=np.int16)
     letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
     lines = []
-    for index in range(number):
-        soundfile.write(folder / f"{index}.wav", np.roll(some[index % 16], index), RATE, subtype="PCM_16")
-        text = "".join(random.choice(letters, NUM_LABELS))
-        lines.append(json.dumps({"audio_filepath": f"{index}.wav", "duration": seconds, "text": text}))
+    for index, seconds in enumerate(lengths_s.tolist()):
+        begin, samples = 7 * index % (len(longest) // 2), round(seconds * RATE)
+        soundfile.write(folder / f"{index}.wav", longest[begin : begin + samples], RATE, subtype="PCM_16")
+        text = "".join(random.choice(letters, round(seconds * labels_per_s)))
+        lines.append(json.dumps({"audio_filepath": f"{index}.wav", "duration": samples / RATE, "text": text}))
     manifest = folder / "train.json"
     manifest.write_text("\n".join(lines))
     return pack(manifest, folder / "train.h5")
@@ -116,7 +147,8 @@ def bare(task: Asr, config: AsrSettings, link: Link, num_steps: int) -> float:
 
 def rate(options: Any) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
-        data = synthetic(Path(folder), options.utterances, options.seconds)
+        lengths_s = np.full(options.utterances, options.seconds)
+        data = synthetic(Path(folder), lengths_s, NUM_LABELS / options.seconds)
         link = link_of(options)
         timed = {"bench_steps": options.steps, "bench_start": options.steps // 4}
         config = settings(options, data, level=options.level, **timed)
@@ -136,6 +168,154 @@ def rate(options: Any) -> list[Row]:
             Row("end to end", "data wait", 100 * waited, "%"),
             Row("end to end", "step", 1e3 * found.step_s, "ms"),
         ]
+
+
+# -- epochs ------------------------------------------------------------------------------------------------------------
+
+
+class Epochs(Probe):
+    """Times every epoch, keeps the batches of the last one on the device, and then trains on those again."""
+
+    def __init__(self, epochs: int, rounds: int, loss: Any) -> None:
+        self._epochs, self._rounds, self._loss = epochs, rounds, loss
+        self.walls_s: list[float] = []
+        self.waits_s: list[float] = []
+        self.num_samples: list[int] = []
+        self.bare: list[float] = []
+        self.run_bytes = self.bare_bytes = 0
+        self._batches: list[Batch] = []
+        self._steps = self._samples = 0
+
+    def begin(self, trainer: Trainer, feed: Feed) -> None:
+        self._trainer, self._feed = trainer, feed
+        self._at, self._clock = self._now()
+
+    def after_step(self, step: Step, grains: list[Grain]) -> None:
+        self._steps += 1
+        size = sum(len(grain) for grain in grains)
+        self._samples += size
+        if len(self.walls_s) == self._epochs - 1:
+            self._batches.append(Batch(0, 0, len(grains), size, size, list(grains), own_count=size))
+        if self._steps < (self._feed.num_steps(len(self.walls_s)) or 0):
+            return
+        now, clock = self._now()
+        self.walls_s.append(now - self._at)
+        self.waits_s.append(elapsed(self._clock, clock)["data"])
+        self.num_samples.append(self._samples)
+        print(f"epoch {len(self.walls_s)}: {self._samples / self.walls_s[-1]:,.0f} utterances/s", flush=True)
+        self._steps = self._samples = 0
+        if len(self.walls_s) == self._epochs - 1:
+            self.run_bytes = _peak_bytes(self._trainer.link.device)
+        if len(self.walls_s) == self._epochs:
+            self._replay()
+            self.is_over = True
+        self._at, self._clock = self._now()
+
+    def _replay(self) -> None:
+        engine, device = self._trainer.engine, self._trainer.link.device
+        held = sum(_num_bytes(grain.data) for batch in self._batches for grain in batch.grains)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        for number in range(self._rounds + 1):
+            began, _ = self._now()
+            for batch in self._batches:
+                engine.step(partial(self._loss, engine.model), batch)
+            now, _ = self._now()
+            if number:  # the first is for whatever must settle
+                self.bare.append(sum(batch.num_samples for batch in self._batches) / (now - began))
+        self.bare_bytes = _peak_bytes(device) - held
+        self.shapes = len({tuple(batch.grains[0]["audio"].shape) for batch in self._batches})
+
+    def _now(self) -> tuple[float, dict[str, float]]:
+        if self._trainer.link.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._trainer.clock.lap("compute")
+        return time.perf_counter(), self._trainer.clock.read()
+
+
+def _num_bytes(data: Any) -> int:
+    return sum(value.nbytes for value in data.values() if isinstance(value, torch.Tensor))
+
+
+def _peak_bytes(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def epochs(options: Any) -> list[Row]:
+    perturbed = {
+        name: tuple(value)
+        for name, value in (("speed_range", options.speed_range), ("gain_db", options.gain_db))
+        if value is not None
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        data = synthetic(Path(folder), like_speech(options.utterances), LABELS_PER_S)
+        link, task = link_of(options), Asr()
+        config = settings(options, data, level=options.level, augment_on=options.augment_on, **perturbed)
+        config = unkept(config, options.epochs * -(-options.utterances // options.batch) + 1)
+        probe = Epochs(options.epochs, 3, task.loss)
+        trainer = Trainer(task, config, link, probe=probe)
+        trainer.fit()
+        rates = [number / wall_s for number, wall_s in zip(probe.num_samples, probe.walls_s, strict=True)]
+        settled = rates[1:] or rates  # the first has what is set up once
+        waited = sum(probe.waits_s[1:]) / max(1e-9, sum(probe.walls_s[1:]))
+        bare_rate, bare_bytes = float(np.median(probe.bare)), probe.bare_bytes
+        name = "end to end" + (", perturbed" if perturbed else "")
+        whole = sum(probe.num_samples[1:]) / max(1e-9, sum(probe.walls_s[1:]))
+        return [
+            Row("bare step", "speed", bare_rate, "utterances/s"),
+            Row("bare step", "memory", bare_bytes / 2**30, "GiB"),
+            Row("bare step", "shapes of an epoch", probe.shapes, ""),
+            Row(name, "speed", whole, "utterances/s", "bare step", whole / bare_rate),
+            Row(name, "first epoch", rates[0], "utterances/s", "bare step", rates[0] / bare_rate),
+            Row(name, "slowest epoch", min(settled), "utterances/s", "fastest epoch", min(settled) / max(settled)),
+            Row(name, "data wait", 100 * waited, "%"),
+            Row(
+                name, "memory", probe.run_bytes / 2**30, "GiB", "bare step", probe.run_bytes / max(1, probe.bare_bytes)
+            ),
+        ]
+
+
+# -- augment -----------------------------------------------------------------------------------------------------------
+
+
+def augment(options: Any) -> list[Row]:
+    """Time a batch on the device (some batches without a pause), and an utterance on a core."""
+    settings = PerturbSettings(speed_range=options.speed_range or (0.9, 1.1), gain_db=options.gain_db or (-6, 6))
+    random, device = np.random.default_rng(0), torch.device(options.device)
+    audio = random.integers(-8000, 8000, (options.batch, round(options.seconds * RATE)), dtype=np.int16)
+    draws = [draw(audio.shape[1], RATE, settings, np.random.default_rng(key)) for key in range(len(audio))]
+    width = round(audio.shape[1] * max_stretch(settings))
+    data = {
+        "audio": torch.from_numpy(audio),
+        "lengths": torch.tensor([each.length for each in draws]),
+        "pending": pending(draws, width, None, None),
+    }
+    data = map_tensors(lambda tensor: tensor.to(device), data)
+    change = Augmentation.of(settings)
+
+    def run(number: int) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(number):
+            change.finish(data)
+        launched = time.perf_counter() - began
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return launched if number == 1 else (time.perf_counter() - began) / number
+
+    run(3)
+    launch_ms, device_ms = 1e3 * run(1), 1e3 * run(max(2, options.steps // 8))
+    began = time.perf_counter()
+    for key in range(4):
+        perturb(audio[key], RATE, settings, np.random.default_rng(key))
+    core_ms = 1e3 * (time.perf_counter() - began) / 4
+    name = f"batch of {options.batch}"
+    return [
+        Row("soxr on a core", "utterance", core_ms, "ms"),
+        Row(name, "device", device_ms, "ms", "soxr on a core", device_ms / core_ms / options.batch),
+        Row(name, "host, to launch it", launch_ms, "ms"),
+    ]
 
 
 # -- curve -------------------------------------------------------------------------------------------------------------
@@ -240,10 +420,14 @@ def curve(options: Any) -> list[Row]:
 
 def main() -> None:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("part", choices=["rate", "curve", "train"])
+    arguments.add_argument("part", choices=["epochs", "augment", "rate", "curve", "train"])
     arguments.add_argument("--network", default="quartznet15x5")
     arguments.add_argument("--device", default="cuda")
-    arguments.add_argument("--level", type=int, default=4)
+    arguments.add_argument("--level", type=lambda word: word if word == "auto" else int(word), default=4)
+    arguments.add_argument("--epochs", type=int, default=20)
+    arguments.add_argument("--speed-range", type=float, nargs=2)
+    arguments.add_argument("--gain-db", type=float, nargs=2)
+    arguments.add_argument("--augment-on", default="auto", choices=["auto", "device", "workers"])
     arguments.add_argument("--batch", type=int, default=64)
     arguments.add_argument("--steps", type=int, default=160)
     arguments.add_argument("--utterances", type=int, default=1024)
@@ -258,7 +442,8 @@ def main() -> None:
         train(options)
         return
     print(machine(), flush=True)
-    rows = rate(options) if options.part == "rate" else curve(options)
+    parts = {"epochs": epochs, "augment": augment, "rate": rate, "curve": curve}
+    rows = parts[options.part](options)
     show(rows, f"end to end, {options.part}", options.json)
 
 

@@ -98,6 +98,9 @@ class FakeUploads:
         self._started.append((grain, copy))
         return copy
 
+    def finish(self, grain: Grain) -> Grain:
+        return grain
+
     def mark(self) -> Any:
         started, self._started = self._started, []
         lock = threading.Lock()
@@ -169,15 +172,58 @@ def test_memory_is_bounded() -> None:
 
 
 def test_a_slot_has_room_for_several_arrays() -> None:
-    slot = Slot(FakeUploads().allocate)
+    """Of the second grain on, which finds as much memory as the first has asked for in all."""
+    uploads = FakeUploads()
+    slot = Slot(uploads.allocate)
     first = slot.room((10, 3), np.int64)
     more = slot.room((2,), np.float32)  # no room left: elsewhere
     first[:], more[:] = 1, 2
     assert first.all()
     slot.clear()
-    again, beside = slot.room((4, 2), np.int64), slot.room((3,), np.float32)
-    assert again.ctypes.data == first.ctypes.data
-    assert beside.ctypes.data == again.ctypes.data + 64
+    for _ in range(3):
+        again, beside = slot.room((10, 3), np.int64), slot.room((2,), np.float32)
+        assert beside.ctypes.data == again.ctypes.data + 256
+        assert uploads.num_bytes == [240, 256 + 64]
+        slot.clear()
+    smaller, beside = slot.room((4, 2), np.int64), slot.room((3,), np.float32)
+    assert smaller.ctypes.data == again.ctypes.data
+    assert beside.ctypes.data == smaller.ctypes.data + 64
+
+
+class Halves(Rows):
+    """Leaves a part of the work to the device."""
+
+    def read_grain_into(self, samples: NDArray[np.int64], seeds: Sequence[int], collate: Collate, room: Room) -> Any:
+        return {**super().read_grain_into(samples, seeds, collate, room), "is_raw": True}
+
+    def finish_grain(self, data: Any) -> Any:
+        if "is_raw" not in data:
+            return data
+        return {"x": data["x"] * 2, "seeds": data["seeds"]}
+
+
+class Copies(FakeUploads):
+    """Copies at once, and finishes."""
+
+    def __init__(self, finish: Any) -> None:
+        super().__init__()
+        self.finish = finish
+
+    def start(self, grain: Grain) -> Grain:
+        return Grain(map_tensors(torch.clone, grain.data), grain.number, grain.samples)
+
+
+def test_what_is_left_to_the_device_is_done_there_once() -> None:
+    requests = [Request(0, number, np.arange(number, number + 4)) for number in range(9)]
+    fetch = Fetch(Halves(), None, seed=1)
+    assert fetch.finisher is not None
+    assert Fetch(Rows(), None, seed=1).finisher is None
+    reader = ThreadReader(fetch, 2, Copies(fetch.finisher))
+    for grain, other in zip(reader.read(iter(requests)), inline(iter(requests)), strict=True):
+        for each in (grain, fetch.finisher(grain)):
+            assert set(each.data) == {"x", "seeds"}
+            assert torch.equal(each["x"], 2 * other["x"])
+    reader.close()
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -230,4 +276,10 @@ def test_data_that_threads_may_read() -> None:
     [("auto", 16, 1, 4), ("auto", 16, 8, 1), ("auto", 1, 1, 1), (6, 2, 1, 6)],
 )
 def test_choice_of_threads(setting: Any, cores: int, local_size: int, expected: int) -> None:
-    assert choose_threads(setting, cores, local_size) == expected
+    assert choose_threads(setting, cores, local_size, are_busy=False) == expected
+
+
+def test_threads_that_compute_are_more() -> None:
+    assert choose_threads("auto", 16, 1, are_busy=True) == 12
+    assert choose_threads("auto", 16, 2, are_busy=True) == 7
+    assert DatasetTraits(Halves()).threads_are_busy is False

@@ -126,6 +126,24 @@ class ReadsInThreads(Protocol):
     ) -> Any: ...
 
 
+class BusyThreads(Protocol):
+    """True if threads that read do more than copy (decode, draw noise): `workers: auto` then starts more of them."""
+
+    @property
+    def threads_are_busy(self) -> bool: ...
+
+
+class FinishesGrains(Protocol):
+    """A part of the work on a grain that is left to the GPU it is used on, such as augmentation of a whole batch."""
+
+    def finish_grain(self, data: Any, /) -> Any:
+        """Return the data of a grain that lies on the GPU, finished; data that is finished already stays as it is.
+
+        Called by the training process on the stream of uploads: it must not wait for the device.
+        """
+        ...
+
+
 class Shards(Protocol):
     """An iterable data set that gives each rank a part of its own."""
 
@@ -201,6 +219,14 @@ class DatasetTraits:
             return None
         reader = cast(ReadsInThreads, self.dataset)
         return reader if reader.reads_in_threads(collate) else None
+
+    @property
+    def threads_are_busy(self) -> bool:
+        return bool(getattr(self.dataset, "threads_are_busy", False))
+
+    @property
+    def grain_finisher(self) -> FinishesGrains | None:
+        return cast(FinishesGrains, self.dataset) if hasattr(self.dataset, "finish_grain") else None
 
     @property
     def sharded(self) -> Shards | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import random
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,6 +71,19 @@ class Fetch:
     def reads_in_threads(self) -> bool:
         """True if several threads may call `read_into` at once."""
         return self._thread_reader is not None
+
+    @property
+    def threads_are_busy(self) -> bool:
+        """True if reading by threads is more than copying."""
+        return self._traits.threads_are_busy
+
+    @property
+    def finisher(self) -> Callable[[Grain], Grain] | None:
+        """Does what the data set leaves to the device, on a grain that is there; a finished grain stays as it is."""
+        finisher = self._traits.grain_finisher
+        if finisher is None:
+            return None
+        return lambda grain: Grain(finisher.finish_grain(grain.data), grain.number, grain.samples)
 
     def read_into(self, request: Request, room: Room) -> Grain:
         """Read a grain, with its large arrays in `room`; only where `reads_in_threads`."""

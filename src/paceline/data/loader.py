@@ -46,6 +46,8 @@ STEPS_AHEAD = 8
 """Steps that the host may have launched before the GPU is done with the first of them."""
 MOST_THREADS = 4
 """Threads that read packed data by default: one copies 10,000 utterances of 16.7 s per second."""
+MOST_BUSY_THREADS = 12
+"""Threads by default where reading is more than copying: one draws white noise for 800 such utterances per second."""
 TINY_READ_S = 0.0001
 """Grains that are read faster than this are read in bursts, while the code that does it is in the CPU's cache."""
 BURST = 32
@@ -165,7 +167,7 @@ class Loader:
         if self._device.type == "cuda":
             free_bytes, _ = torch.cuda.mem_get_info(self._device)
             self._fetch.move_to(self._device, RESIDENT_SHARE * free_bytes / local_size)
-        self._uploads = CudaUploads(self._device) if self._device.type == "cuda" else None
+        self._uploads = CudaUploads(self._device, self._fetch.finisher) if self._device.type == "cuda" else None
         self._workers_setting = 0 if self._fetch.is_resident else workers
         self._local_size = local_size
         self._reader: Reader | None = None
@@ -191,7 +193,7 @@ class Loader:
             if self._uploads is None:
                 yield grain
             else:
-                uploaded = self._uploads.start(grain)
+                uploaded = self._uploads.finish(self._uploads.start(grain))
                 self._uploads.hand_over(uploaded)
                 yield uploaded
 
@@ -211,7 +213,8 @@ class Loader:
             on_cpu = self._device.type == "cpu"
             if self._uploads is not None and self._fetch.reads_in_threads and self._workers_setting != 0:
                 cores = len(os.sched_getaffinity(0))
-                self.workers = choose_threads(self._workers_setting, cores, self._local_size)
+                are_busy = self._fetch.threads_are_busy
+                self.workers = choose_threads(self._workers_setting, cores, self._local_size, are_busy=are_busy)
                 self._reader = ThreadReader(self._fetch, self.workers, self._uploads, self._clock)
                 yield from self._reader.read(requests)
                 return
@@ -234,8 +237,9 @@ class Loader:
 class CudaUploads:
     """Copies to a GPU, on a stream of their own."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, finish: Callable[[Grain], Grain] | None = None) -> None:
+        """`finish`: what the data set leaves to the device; a finished grain stays as it is."""
+        self._device, self._stream, self._finish = device, torch.cuda.Stream(device), finish
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return page-locked memory."""
@@ -248,6 +252,13 @@ class CudaUploads:
         """Start to copy a grain, unless it is there already; return the copy."""
         with torch.cuda.stream(self._stream):
             return grain.to(self._device, non_blocking=True)
+
+    def finish(self, grain: Grain) -> Grain:
+        """Start what the data set leaves to the device; return the finished grain."""
+        if self._finish is None:
+            return grain
+        with torch.cuda.stream(self._stream):
+            return self._finish(grain)
 
     def mark(self) -> torch.cuda.Event:
         """Return the end of the copies that were started so far."""
@@ -284,7 +295,7 @@ def prefetch(batches: Iterator[Batch], uploads: CudaUploads, clock: Clock) -> It
     waiting: Batch | None = None
     for batch in batches:
         clock.lap("data")
-        batch.grains = [uploads.start(grain) for grain in batch.grains]
+        batch.grains = [uploads.finish(uploads.start(grain)) for grain in batch.grains]
         handed = None if waiting is None else hand_over(waiting)
         clock.lap("transfer")
         if handed is not None:
@@ -427,9 +438,10 @@ def choose_workers(setting: int | Literal["auto"], read_s: float, cores: int, lo
     return max(0 if on_cpu else 1, min(share, MOST_WORKERS))
 
 
-def choose_threads(setting: int | Literal["auto"], cores: int, local_size: int) -> int:
-    """Return the number of threads of a rank that read packed data."""
-    return max(1, min(MOST_THREADS, cores // local_size - 1)) if setting == "auto" else setting
+def choose_threads(setting: int | Literal["auto"], cores: int, local_size: int, *, are_busy: bool) -> int:
+    """Return the number of threads of a rank that read packed data; `are_busy`: they do more than copy it."""
+    most = MOST_BUSY_THREADS if are_busy else MOST_THREADS
+    return max(1, min(most, cores // local_size - 1)) if setting == "auto" else setting
 
 
 def _seconds_to_read(fetch: Fetch, request: Request) -> float:

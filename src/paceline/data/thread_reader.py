@@ -4,7 +4,9 @@ Copying releases Python's lock, so threads read while the training process goes 
 between processes. For a GPU each grain is copied into a slot of page-locked memory, which is filled anew once its
 upload is done: the memory is bounded by the number of slots.
 
-    requests --next free slot--> thread: wait for the slot's upload, copy rows into it --in order--> upload --> grain
+    requests --next free slot--> thread: wait for the slot's upload, copy rows into it --in order--> upload --> finish
+
+What a data set leaves to the device (`FinishesGrains`) is started right behind the upload, on the same stream.
 """
 
 from __future__ import annotations
@@ -49,6 +51,9 @@ class Uploads(Protocol):
     def mark(self) -> Done:
         """Return the end of the copies that were started so far."""
 
+    def finish(self, grain: Grain) -> Grain:
+        """Start what the data set leaves to the device; return the finished grain."""
+
 
 class Slot:
     """Memory for the arrays of one grain; it grows as needed and is used again."""
@@ -57,7 +62,7 @@ class Slot:
         """Without `allocate` every array is a new one."""
         self._allocate = allocate
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._used = 0
+        self._used = self._wanted = self._most = 0
         self.upload: Done | None = None
         """The upload of its last grain."""
 
@@ -65,7 +70,8 @@ class Slot:
         """Wait until the last grain is not needed any more."""
         if self.upload is not None:
             self.upload.synchronize()
-        self.upload, self._used = None, 0
+        self._most = max(self._most, self._wanted)
+        self.upload, self._used, self._wanted = None, 0, 0
 
     def free(self) -> None:
         """Give the memory back."""
@@ -73,11 +79,17 @@ class Slot:
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def room(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Return an array that nothing has been written to."""
+        """Return an array that nothing has been written to.
+
+        Of the first grain only the first array lies in the slot; of later ones all do, up to what was wanted before.
+        """
         kind = np.dtype(dtype)
-        end = self._used + kind.itemsize * int(np.prod(shape, dtype=np.int64))
-        if end > len(self._bytes) and self._allocate is not None and not self._used:
-            self._bytes = self._allocate(end)
+        num_bytes = kind.itemsize * int(np.prod(shape, dtype=np.int64))
+        end = self._used + num_bytes
+        needed = max(end, self._most)
+        if needed > len(self._bytes) and self._allocate is not None and not self._wanted:
+            self._bytes = self._allocate(needed)
+        self._wanted += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if end > len(self._bytes):
             return np.empty(shape, kind)
         array: NDArray[Any] = self._bytes[self._used : end].numpy().view(kind).reshape(shape)
@@ -119,6 +131,7 @@ class ThreadReader:
                 self._clock.lap("data")
                 grain = self._uploads.start(grain)
                 slot.upload = self._uploads.mark()
+                grain = self._uploads.finish(grain)
                 self._clock.lap("transfer")
             free.append(slot)
             yield grain

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -81,6 +81,8 @@ class Facts:
     """True also for one rank with a process group of its own, which reduces as several do."""
     num_cores: int | None = None
     """Cores that this rank may run on."""
+    task_rows: Sequence[tuple[str, str]] = ()
+    """The task's own lines."""
 
     @property
     def reduces(self) -> bool:
@@ -100,6 +102,7 @@ def rows(facts: Facts) -> Rows:
     lines += [
         ("batch", batch_line(config, facts.grains, facts.world.size)),
         ("data" if facts.stage is None else f"data of {facts.stage}", data_line(facts.data)),
+        *facts.task_rows,
     ]
     if facts.reduces:
         lines.append(("reduction", _reduction(config, facts.world.size)))

@@ -328,6 +328,14 @@ class CollatesForTraining(Protocol):
 
 
 @runtime_checkable
+class HasSummaryRows(Protocol):
+    """Lines of its own in the summary before the first step, such as how data is augmented."""
+
+    def summary_rows(self) -> Sequence[tuple[str, str]]:
+        """Return names and values; asked once the training data is there."""
+
+
+@runtime_checkable
 class ShowsSamples(Protocol):
     """Texts that validation shows of a few samples beside numbers."""
 
@@ -480,6 +488,10 @@ def counts_of(task: Task, data: Any) -> NDArray[Any] | None:
 
 def train_collate_of(task: Task, data: Any) -> Collate | None:
     return task.train_collate(data) if isinstance(task, CollatesForTraining) else task.collate
+
+
+def summary_rows_of(task: Task) -> Sequence[tuple[str, str]]:
+    return task.summary_rows() if isinstance(task, HasSummaryRows) else ()
 
 
 def infer_data_of(task: Task) -> Any:

@@ -531,6 +531,7 @@ class Trainer:
             resumed=self._resumed,
             has_group=self.link.has_group,
             num_cores=len(os.sched_getaffinity(0)),
+            task_rows=tasks.summary_rows_of(self.task),
         )
         self.progress.table(summary.rows(facts))
         for line in [*filter(None, [self._arithmetic]), *self.engine.precision.notes, *summary.idle(facts)]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import yaml
 from paceline.cli.main import main
 from paceline.data.audio.recordings import Recordings
 from paceline.data.fetch import Fetch, Request
+from paceline.data.grain import Grain, map_tensors
 from paceline.data.manifest.bad_line import BadManifest
 from paceline.data.manifest.read import NothingKept, read_manifests
 from paceline.data.packed.errors import PackedMisfit
 from paceline.data.packed.reader import open_packed
+from paceline.data.plan import BatchRule, Plan
 from paceline.data.thread_reader import ThreadReader
 from paceline.recipes.asr.data.inputs import open_inputs
 from paceline.recipes.asr.data.ladder import ladder
@@ -26,8 +29,12 @@ from paceline.recipes.asr.data.utterances import Utterances, collate
 from paceline.recipes.asr.network.config import NetworkSettings
 from paceline.recipes.asr.network.model import AcousticModel
 from paceline.recipes.asr.sound.perturb import find_clips
+from paceline.recipes.asr.sound.placement import NotOnDevice
 from paceline.recipes.asr.text.labels import EncodedTexts
+from paceline.train.autotune.shapes import costly_shapes
+from paceline.train.task import Surroundings
 from tests.recipes.asr import tiny
+from tests.train.small import alone
 
 NOTHING_RANDOM = {**tiny.PLAIN, "features": {**tiny.PLAIN["features"], "dither": 0.0}}
 
@@ -107,6 +114,104 @@ def test_threads_read_what_one_process_reads(folder: Path, names: list[str]) -> 
             found = grain[name]
             assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, name
     reader.close()
+
+
+CHANGES: dict[str, Any] = {
+    "speed_range": (0.9, 1.1),
+    "speed_prob": 0.8,
+    "shift_ms": (-9, 9),
+    "gain_db": (-6, 6),
+    "white_noise_db": (-60, -46),
+}
+
+
+class PlainUploads:
+    """To where the data is already."""
+
+    def __init__(self, finish: Any) -> None:
+        self.finish = finish
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+    def pinned(self, grain: Grain) -> Grain:
+        return grain
+
+    def start(self, grain: Grain) -> Grain:
+        return Grain(map_tensors(torch.clone, grain.data), grain.number, grain.samples)
+
+    def mark(self) -> Any:
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+
+@pytest.mark.parametrize("name", ["train.h5", "shards.h5"])
+def test_a_device_perturbs_what_threads_have_read(folder: Path, name: str) -> None:
+    """Utterances, keys and lengths are those of the processes that read and perturb one by one, and so are the samples
+    but for the last bit, on any slot of memory; the width has room for the slowest speed."""
+    settings = tiny.settings(folder, **CHANGES, noise_from=folder / "dev.h5")
+    manifest, _ = read_manifests([folder / name])
+    texts = EncodedTexts(np.zeros(5 * len(manifest), np.uint8), 5 * np.arange(len(manifest) + 1))
+    workers = Utterances(manifest, texts, tiny.RATE, settings)
+    data = Utterances(manifest, texts, tiny.RATE, settings, on_device=True)
+    assert (workers.lengths == data.lengths).all()
+    fit = ladder(data, NetworkSettings(**NOTHING_RANDOM))
+    fetch = Fetch(data, fit, seed=3)
+    order = np.random.default_rng(0).permutation(len(data))
+    requests = [Request(2, number, order[number : number + 5]) for number in range(len(order) - 5)]
+    reader = ThreadReader(fetch, 2, PlainUploads(fetch.finisher))
+    one_by_one = Fetch(workers, fit, seed=3)
+    for grain, request in zip(reader.read(iter(requests)), requests, strict=True):
+        expected = one_by_one(request).data
+        assert set(grain.data) == set(expected)
+        longest_s = float(data.lengths[request.samples].max())
+        assert grain["audio"].shape == (5, fit.padded(longest_s))
+        width = expected["audio"].shape[1]
+        assert width <= grain["audio"].shape[1]
+        found = grain["audio"].to(torch.int32)
+        assert not found[:, width:].any()
+        assert (found[:, :width] - expected["audio"]).abs().max() <= 2
+        for key in set(expected) - {"audio"}:
+            value, other = grain[key], expected[key]
+            assert torch.equal(value, other) if isinstance(other, torch.Tensor) else value == other, key
+    reader.close()
+
+
+def test_widths_follow_from_the_samples_alone(folder: Path) -> None:
+    """Whatever is drawn: the shapes of many epochs are those that are recorded before the first step."""
+    settings = tiny.settings(folder, speed_range=(0.9, 1.1))
+    manifest, _ = read_manifests([folder / "train.h5"])
+    texts = EncodedTexts(np.zeros(5 * len(manifest), np.uint8), 5 * np.arange(len(manifest) + 1))
+    data = Utterances(manifest, texts, tiny.RATE, settings, on_device=True)
+    fit = replace(ladder(data, NetworkSettings(**NOTHING_RANDOM)), audio_multiple=160)  # many rungs
+    fetch = Fetch(data, fit, seed=0)
+    plan = Plan(len(data), rule=BatchRule(6), grains=1, seed=0, lengths=data.lengths, order="bucket")
+    shapes = {
+        (len(plan.batch(step)), fetch(Request(epoch, 0, plan.batch(step))).data["pending"].width)
+        for epoch in range(6)
+        for step in range(plan.num_steps)
+    }
+    picked = {plan.shapes(pick.step)[pick.number] for pick in costly_shapes(plan, 99, fit)}
+    assert shapes == {(size, fit.padded(longest)) for size, longest in picked}
+
+
+def test_the_summary_says_where_sound_is_varied(folder: Path) -> None:
+    made, said = tiny.task(), list[str]()
+    config = tiny.settings(folder, train_manifest=(folder / "train.h5",), augment_on="workers")
+    made.attach(Surroundings(config, alone(), said.append))
+    made.train_data()
+    assert made.summary_rows() == []
+    assert "`augment_on` has no effect" in said[-1]
+    config = config.model_copy(update={"gain_db": (-6.0, 6.0), "augment_on": "auto"})
+    made.attach(Surroundings(config, alone(), said.append))
+    made.train_data()
+    line = "gain -6 to 6 dB; where it is read (there is no GPU in this run)"
+    assert made.summary_rows() == [("augmentation", line)]
+    made.attach(Surroundings(config.model_copy(update={"augment_on": "device"}), alone(), said.append))
+    with pytest.raises(NotOnDevice, match="no GPU"):
+        made.train_data()
 
 
 class OneByOne:

@@ -26,7 +26,8 @@ from paceline.recipes.asr.exchange.weights import read_weights
 from paceline.recipes.asr.network.flops import training_flops
 from paceline.recipes.asr.network.model import AcousticModel
 from paceline.recipes.asr.settings import AsrSettings, UseSettings
-from paceline.recipes.asr.sound.perturb import check_clips
+from paceline.recipes.asr.sound.perturb import check_clips, is_active
+from paceline.recipes.asr.sound.placement import Placement, describe, place
 from paceline.recipes.asr.text.ctc import ctc_loss_sum
 from paceline.recipes.asr.text.decode import transcripts
 from paceline.recipes.asr.text.error_rate import character_errors
@@ -66,6 +67,7 @@ class Asr(Task):
         self._errors = ErrorBook()
         self._analyses: dict[str, Analysis] = {}
         self._is_introduced = False
+        self._placement: Placement | None = None
 
     def model(self) -> AcousticModel:
         if self.settings.network.unread and not self._is_introduced:
@@ -78,13 +80,22 @@ class Asr(Task):
         corpus = next(corpus for part, corpus in self._corpora().items() if part.is_training)
         check_clips(settings)  # here, before workers are forked: they share what was found
         self._list_bad()
-        return self._utterances(corpus, settings)
+        data = self._utterances(corpus, settings)
+        self._placement = place(settings, on_gpu=self.link.device.type == "cuda", are_mapped=data.are_mapped)
+        if settings.augment_on != "auto" and not is_active(settings):
+            self.say("`augment_on` has no effect: nothing varies the sound (`--speed-range`, `--gain-db`, ...)")
+        return self._utterances(corpus, settings, on_device=True) if self._placement.on_device else data
 
     def val_data(self) -> Mapping[str, Any]:
         settings = self.settings
         if not settings.val_manifest and settings.mode in ("eval", "infer"):
             raise NothingNamed(settings.mode)
         return {part.name: self._utterances(corpus) for part, corpus in self._corpora().items() if not part.is_training}
+
+    def summary_rows(self) -> Sequence[tuple[str, str]]:
+        if not is_active(self.settings) or self._placement is None:
+            return []
+        return [("augmentation", describe(self.settings, self._placement))]
 
     def train_collate(self, data: Any) -> Callable[[list[Any]], Any]:
         return ladder(data, self.settings.network) if self.few_shapes else collate
@@ -185,10 +196,18 @@ class Asr(Task):
             self._opened = self._opening.open(parts_of(self.settings))
         return self._opened
 
-    def _utterances(self, corpus: Corpus, perturb: AsrSettings | None = None) -> Utterances:
+    def _utterances(self, corpus: Corpus, perturb: AsrSettings | None = None, *, on_device: bool = False) -> Utterances:
         network, skip_bad = self.settings.network, self.settings.bad_data == "skip"
         trim = network.trims(is_training=perturb is not None)
-        return Utterances(corpus.manifest, corpus.texts, network.sample_rate, perturb, trim=trim, skip_bad=skip_bad)
+        return Utterances(
+            corpus.manifest,
+            corpus.texts,
+            network.sample_rate,
+            perturb,
+            trim=trim,
+            skip_bad=skip_bad,
+            on_device=on_device,
+        )
 
     def _list_bad(self, more: Sequence[BadLine] = ()) -> None:
         """List bad lines in the run's folder, which exists by the time training asks for data; a benchmark has none."""

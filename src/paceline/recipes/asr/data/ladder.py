@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from paceline.recipes.asr.data.padding import Collate
 from paceline.recipes.asr.data.utterances import Utterances
@@ -32,6 +33,14 @@ class Ladder(Collate):
     hop_samples: int
     row_samples: int = 1
     """Samples per row of the audio that is padded: a hop, where rows are frames that were packed."""
+
+    stretch: float = 1.0
+    """Factor by which audio may become longer on the device."""
+
+    def room_for(self, lengths: NDArray[np.int64], played: NDArray[np.int64]) -> int:
+        """Room for any speed that might have been drawn: the shape of a grain is then known from its samples alone, and
+        each epoch has the same few, all recorded before the first step."""
+        return self.width(np.maximum(played, np.rint(lengths * self.stretch).astype(np.int64)))
 
     def padded(self, seconds: float) -> int:
         """See `shapes.Padding`: of an utterance of this length, by the rule that grains are padded by."""
@@ -60,5 +69,10 @@ def ladder(data: Utterances, network: NetworkSettings) -> Ladder:
     # Where features were packed, their frames are counted, not samples.
     hop, row = (1, front.hop_samples) if data.holds_features else (front.hop_samples, 1)
     return Ladder(
-        audio_multiple=rung_frames * hop, text_width=num_labels, network=network, hop_samples=hop, row_samples=row
+        audio_multiple=rung_frames * hop,
+        text_width=num_labels,
+        network=network,
+        hop_samples=hop,
+        row_samples=row,
+        stretch=data.stretch,
     )

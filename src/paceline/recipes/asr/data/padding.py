@@ -48,6 +48,10 @@ class Collate:
         """Return the length to which audio of these lengths is padded."""
         return -(-int(lengths.max()) // self.audio_multiple) * self.audio_multiple
 
+    def room_for(self, lengths: NDArray[np.int64], played: NDArray[np.int64]) -> int:
+        """Return the length to which audio is padded that was of these lengths and is `played` at other speeds."""
+        return self.width(played)
+
     def grain(
         self,
         audio: NDArray[Any],

@@ -1,4 +1,5 @@
-"""Utterances of a manifest as a data set: audio is read and perturbed by whoever asks, keyed by the sample."""
+"""Utterances of a manifest as a data set: audio is read by whoever asks, and perturbed there or on the device; what is
+random is keyed by the sample."""
 
 from __future__ import annotations
 
@@ -17,11 +18,13 @@ from paceline.data.audio.check import bad_audio
 from paceline.data.audio.file import AudioUnreadable
 from paceline.data.audio.recordings import Recordings
 from paceline.data.dataset import Room
+from paceline.data.manifest.bad_line import BadLine
 from paceline.data.manifest.line import LineInvalid, parse_object
 from paceline.data.manifest.raw_lines import raw_lines
 from paceline.data.manifest.read import Manifest
 from paceline.recipes.asr.data.padding import Collate, Utterance, collate
-from paceline.recipes.asr.sound.perturb import PerturbSettings, is_active, max_stretch, perturb
+from paceline.recipes.asr.sound.augment import Augmentation, pending
+from paceline.recipes.asr.sound.perturb import PerturbSettings, draw, is_active, max_stretch, perturb
 from paceline.recipes.asr.text.labels import EncodedTexts
 
 __all__ = ["Utterance", "Utterances", "collate"]
@@ -41,14 +44,18 @@ class Utterances:
         *,
         trim: bool = False,
         skip_bad: bool = False,
+        on_device: bool = False,
     ) -> None:
-        """`trim`: recordings without the silence at their ends."""
+        """`trim`: recordings without the silence at their ends. `on_device`: grains are read as they are, and
+        `finish_grain` perturbs them; only where `are_mapped`."""
         self._manifest, self._texts, self._sample_rate = manifest, texts, sample_rate
         is_perturbed = perturb_settings is not None and is_active(perturb_settings)
         self._perturb, self._skip_bad = perturb_settings if is_perturbed else None, skip_bad
         self._recordings = Recordings(manifest, sample_rate, trim=trim)
-        stretch = 1.0 if perturb_settings is None else max_stretch(perturb_settings)
-        self.lengths: NDArray[np.float64] = manifest.durations * stretch
+        self._augmentation = Augmentation.of(self._perturb) if self._perturb is not None and on_device else None
+        self.stretch = 1.0 if perturb_settings is None else max_stretch(perturb_settings)
+        """Factor by which a perturbation may make an utterance longer."""
+        self.lengths: NDArray[np.float64] = manifest.durations * self.stretch
         """Seconds, as long as a perturbation may make them, and before silence is cut off: no recording is longer."""
         self.total_length = float(manifest.durations.sum())
         """Seconds, as they were recorded."""
@@ -89,15 +96,30 @@ class Utterances:
     def read_grain(self, samples: NDArray[np.int64], seeds: Sequence[int], collate: Any) -> dict[str, Any] | None:
         """Return what `collate` makes of these samples; None where they must be read one by one.
 
-        Packed audio that nothing changes is copied from the file into the batch, without an object per utterance.
+        Packed audio that nothing changes here is copied from the file into the batch, without an object per utterance.
         """
-        if self._perturb is not None or not isinstance(collate, Collate) or self._recordings.packed(samples) is None:
+        if not self._is_copied or not isinstance(collate, Collate) or self._recordings.packed(samples) is None:
             return None
         return self.read_grain_into(samples, seeds, collate, np.empty)
 
-    def reads_in_threads(self, collate: Any) -> bool:
+    @property
+    def _is_copied(self) -> bool:
+        """True if nothing is done to the audio before it is padded."""
+        return self._perturb is None or self._augmentation is not None
+
+    @property
+    def are_mapped(self) -> bool:
         """True for packed audio that is copied into the batch as it lies in its files."""
-        return self._perturb is None and isinstance(collate, Collate) and self._recordings.are_mapped
+        return self._recordings.are_mapped
+
+    def reads_in_threads(self, collate: Any) -> bool:
+        return self._is_copied and isinstance(collate, Collate) and self.are_mapped
+
+    @property
+    def threads_are_busy(self) -> bool:
+        """True if noise is read or drawn for the device."""
+        augmentation = self._augmentation
+        return augmentation is not None and (augmentation.adds_noise or augmentation.adds_white_noise)
 
     def read_grain_into(
         self, samples: NDArray[np.int64], seeds: Sequence[int], collate: Collate, room: Room
@@ -117,7 +139,23 @@ class Utterances:
             generator.manual_seed(seed)
             keys[place] = int(torch.randint(2**62, (), generator=generator, device="cpu"))
         texts = [self._texts[sample] for sample in samples.tolist()]
-        return collate.grain(audio, lengths, texts, keys, [None] * len(samples))
+        no_bad: list[BadLine | None] = [None] * len(samples)
+        if self._perturb is None or self._augmentation is None:
+            return collate.grain(audio, lengths, texts, keys, no_bad)
+        drawn = [
+            draw(length, self._sample_rate, self._perturb, np.random.default_rng(key))
+            for length, key in zip(lengths.tolist(), keys.tolist(), strict=True)
+        ]
+        played = np.array([each.length for each in drawn])
+        shape = len(samples), collate.room_for(lengths, played)
+        noise = room(shape, np.int16) if self._augmentation.adds_noise else None
+        white_noise = room(shape, np.float32) if self._augmentation.adds_white_noise else None
+        changes = pending(drawn, shape[1], noise, white_noise)
+        return {**collate.grain(audio, played, texts, keys, no_bad), "pending": changes}
+
+    def finish_grain(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Perturb the rows of a grain that lies on the device."""
+        return data if self._augmentation is None else self._augmentation.finish(data)
 
     @property
     def holds_features(self) -> bool:

@@ -1,21 +1,24 @@
-"""Changes to the sound of a training utterance, made by loader workers: speed, room, shift, gain, noise.
+"""Changes to the sound of a training utterance: speed, room, shift, gain, noise.
 
-All are off unless set. What is drawn comes from the generator that is handed in, which the caller keys by the sample.
+All are off unless set. `draw` decides what is done to an utterance, by the generator that is handed in, which the
+caller keys by the sample; `perturb` does it to one utterance, where that is read, and `augment.Augmentation` to a whole
+batch on its device.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, Field, model_validator
 
-from paceline.config.settings import Section
+from paceline.config.settings import Section, free
 from paceline.core.paths import AbsolutePath
 from paceline.recipes.asr.sound.clips import Clip, find_clips
 
@@ -24,8 +27,8 @@ SHORTEST_READ_S = 0.1
 """Of a noise: a few samples at another rate could be none at ours."""
 Samples = NDArray[np.float32]
 """In steps of int16, so that full scale is 32768."""
-Change = Callable[[Samples, int, np.random.Generator], Samples]
-"""From samples, their rate and a generator to draw from, to samples that sound different."""
+DrawChange = Callable[[int, int, np.random.Generator], dict[str, Any]]
+"""From a number of samples, their rate and a generator to draw from, to fields of a `Draw`."""
 
 
 def _ascending(pair: tuple[float, float]) -> tuple[float, float]:
@@ -75,6 +78,11 @@ class PerturbSettings(Section):
     white_noise_prob: Probability = 1.0
     """Share of utterances with added white noise."""
 
+    augment_on: Literal["auto", "device", "workers"] = free("auto")
+    """Where the sound is varied: on the GPU, a whole batch at once (`device`: packed audio, all changes but rooms), or
+    where it is read (`workers`); `auto` takes the GPU where it can. What is drawn is the same, and of speech so are the
+    samples but for the last bit."""
+
     @model_validator(mode="after")
     def _one_way_to_choose_speed(self) -> PerturbSettings:
         if self.speed_range is not None and self.speed_factors:
@@ -104,6 +112,42 @@ def check_clips(settings: PerturbSettings) -> None:
             find_clips(source)
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What is done to one utterance, in the order of these fields."""
+
+    length: int
+    """Samples of the utterance afterwards."""
+    generator: np.random.Generator
+    """Draws the samples of white noise, after everything else."""
+    speed: float = 1.0
+    room: Clip | None = None
+    shift: int = 0
+    """Samples by which it begins later."""
+    gain: float = 1.0
+    noise: NDArray[np.int16] | None = None
+    """As many samples as the utterance has."""
+    noise_snr: float = 1.0
+    """Amplitude of the utterance over that of the noise."""
+    white_level: float = 0.0
+    """Standard deviation of the white noise."""
+
+    def white_noise(self, out: Samples) -> None:
+        """Fill `out`, as long as the utterance; once."""
+        self.generator.standard_normal(dtype=np.float32, out=out)
+        out *= np.float32(self.white_level)
+
+
+def draw(length: int, sample_rate: int, settings: PerturbSettings, rng: np.random.Generator) -> Draw:
+    """Return what is done to an utterance of so many samples; noise that is added is read from its file."""
+    drawn: dict[str, Any] = {}
+    for probability, draw_change in _changes(settings):
+        if length and rng.random() < probability:
+            drawn |= draw_change(length, sample_rate, rng)
+            length = drawn.get("length", length)
+    return Draw(**{"length": length, "generator": rng, **drawn})
+
+
 def perturb(
     audio: NDArray[np.int16], sample_rate: int, settings: PerturbSettings, rng: np.random.Generator
 ) -> NDArray[np.int16]:
@@ -111,66 +155,90 @@ def perturb(
 
     A function of the audio, the settings (and the files they name) and the state of `rng`.
     """
+    drawn = draw(len(audio), sample_rate, settings, rng)
     unchanged: Samples = audio.astype(np.float32)
-    samples = unchanged
-    for probability, change in _changes(settings):
-        if len(samples) and rng.random() < probability:
-            samples = change(samples, sample_rate, rng)
+    samples = _at_speed(unchanged, sample_rate, drawn.speed)
+    assert len(samples) == drawn.length, f"{len(audio)} samples at speed {drawn.speed} are {len(samples)}"
+    if drawn.room is not None:
+        samples = _in_room(samples, _read(drawn.room, sample_rate).astype(np.float32))
+    samples = _shifted(samples, drawn.shift)
+    if drawn.gain != 1.0:
+        samples = samples * np.float32(drawn.gain)
+    if drawn.noise is not None:
+        samples = _with_noise(samples, drawn.noise.astype(np.float32), drawn.noise_snr)
+    if drawn.white_level:
+        white = np.empty_like(samples)
+        drawn.white_noise(white)
+        samples = samples + white
     return audio if samples is unchanged else np.clip(np.rint(samples), -32768, 32767).astype(np.int16)
 
 
-def _changes(settings: PerturbSettings) -> Iterator[tuple[float, Change]]:
+def _changes(settings: PerturbSettings) -> Iterator[tuple[float, DrawChange]]:
     """Yield the changes that are set, each with its probability, in the order in which they are made."""
     if settings.speed_range is not None or settings.speed_factors:
-        yield settings.speed_prob, partial(_change_speed, settings)
+        yield settings.speed_prob, partial(_draw_speed, settings)
     if settings.impulse_from is not None:
-        yield settings.impulse_prob, partial(_add_room, settings.impulse_from)
+        yield settings.impulse_prob, partial(_draw_room, settings.impulse_from)
     if settings.shift_ms is not None:
-        yield settings.shift_prob, partial(_shift, settings.shift_ms)
+        yield settings.shift_prob, partial(_draw_shift, settings.shift_ms)
     if settings.gain_db is not None:
-        yield settings.gain_prob, partial(_change_gain, settings.gain_db)
+        yield settings.gain_prob, partial(_draw_gain, settings.gain_db)
     if settings.noise_from is not None:
-        yield settings.noise_prob, partial(_add_noise, settings.noise_from, settings.noise_snr_db)
+        yield settings.noise_prob, partial(_draw_noise, settings.noise_from, settings.noise_snr_db)
     if settings.white_noise_db is not None:
-        yield settings.white_noise_prob, partial(_add_white_noise, settings.white_noise_db)
+        yield settings.white_noise_prob, partial(_draw_white_noise, settings.white_noise_db)
 
 
-def _change_speed(settings: PerturbSettings, samples: Samples, sample_rate: int, rng: np.random.Generator) -> Samples:
-    return _at_speed(samples, sample_rate, _draw_speed(settings, rng))
-
-
-def _add_room(source: Path, samples: Samples, sample_rate: int, rng: np.random.Generator) -> Samples:
-    return _in_room(samples, _read(_pick(source, rng), sample_rate))
-
-
-def _shift(range_ms: tuple[float, float], samples: Samples, sample_rate: int, rng: np.random.Generator) -> Samples:
-    return _shifted(samples, round(rng.uniform(*range_ms) * sample_rate / 1000))
-
-
-def _change_gain(
-    range_db: tuple[float, float], samples: Samples, sample_rate: int, rng: np.random.Generator
-) -> Samples:
-    return samples * np.float32(_amplitude(rng.uniform(*range_db)))
-
-
-def _add_noise(
-    source: Path, snr_db: tuple[float, float], samples: Samples, sample_rate: int, rng: np.random.Generator
-) -> Samples:
-    noise = _draw_noise(_pick(source, rng), len(samples), sample_rate, rng)
-    return _with_noise(samples, noise, rng.uniform(*snr_db))
-
-
-def _add_white_noise(
-    range_db: tuple[float, float], samples: Samples, sample_rate: int, rng: np.random.Generator
-) -> Samples:
-    level = FULL_SCALE * _amplitude(rng.uniform(*range_db))
-    return samples + np.float32(level) * rng.standard_normal(len(samples), dtype=np.float32)
-
-
-def _draw_speed(settings: PerturbSettings, rng: np.random.Generator) -> float:
+def _draw_speed(settings: PerturbSettings, length: int, sample_rate: int, rng: np.random.Generator) -> dict[str, Any]:
     if settings.speed_range is not None:
-        return float(rng.uniform(*settings.speed_range))
-    return settings.speed_factors[rng.integers(len(settings.speed_factors))]
+        speed = float(rng.uniform(*settings.speed_range))
+    else:
+        speed = settings.speed_factors[rng.integers(len(settings.speed_factors))]
+    return {"speed": speed, "length": _played_length(length, sample_rate, speed)}
+
+
+def _draw_room(source: Path, length: int, sample_rate: int, rng: np.random.Generator) -> dict[str, Any]:
+    return {"room": _pick(source, rng)}
+
+
+def _draw_shift(
+    range_ms: tuple[float, float], length: int, sample_rate: int, rng: np.random.Generator
+) -> dict[str, Any]:
+    """An utterance shorter than the shift stays, or it would be gone."""
+    places = round(rng.uniform(*range_ms) * sample_rate / 1000)
+    return {"shift": places} if abs(places) < length else {}
+
+
+def _draw_gain(
+    range_db: tuple[float, float], length: int, sample_rate: int, rng: np.random.Generator
+) -> dict[str, Any]:
+    return {"gain": _amplitude(rng.uniform(*range_db))}
+
+
+def _draw_noise(
+    source: Path, snr_db: tuple[float, float], length: int, sample_rate: int, rng: np.random.Generator
+) -> dict[str, Any]:
+    """Only as much of a clip is read as is wanted, from a random place on; a short clip is repeated."""
+    clip = _pick(source, rng)
+    wanted_s = max(length / sample_rate, SHORTEST_READ_S)
+    if clip.seconds > wanted_s:
+        offset_s = clip.offset_s + rng.uniform(0.0, clip.seconds - wanted_s)
+        noise = _read(clip._replace(offset_s=offset_s, seconds=wanted_s), sample_rate)
+    else:
+        noise = _read(clip, sample_rate)
+        noise = np.roll(noise, -int(rng.integers(max(len(noise), 1))))
+    return {"noise": np.resize(noise, length), "noise_snr": _amplitude(rng.uniform(*snr_db))}
+
+
+def _draw_white_noise(
+    range_db: tuple[float, float], length: int, sample_rate: int, rng: np.random.Generator
+) -> dict[str, Any]:
+    return {"white_level": FULL_SCALE * _amplitude(rng.uniform(*range_db))}
+
+
+def _played_length(length: int, sample_rate: int, speed: float) -> int:
+    """Return the number of samples that `_at_speed` makes of so many, by soxr's own rule."""
+    return length if speed == 1.0 else int(length / (sample_rate * speed / sample_rate) + 0.5)
 
 
 def _at_speed(samples: Samples, sample_rate: int, speed: float) -> Samples:
@@ -197,8 +265,7 @@ def _in_room(samples: Samples, response: Samples) -> Samples:
 
 
 def _shifted(samples: Samples, places: int) -> Samples:
-    """Return samples shifted by `places`; an utterance shorter than that stays, or it would be gone."""
-    if places == 0 or abs(places) >= len(samples):
+    if places == 0:
         return samples
     shifted = np.zeros_like(samples)
     if places > 0:
@@ -208,22 +275,12 @@ def _shifted(samples: Samples, places: int) -> Samples:
     return shifted
 
 
-def _with_noise(samples: Samples, noise: Samples, snr_db: float) -> Samples:
+def _with_noise(samples: Samples, noise: Samples, snr: float) -> Samples:
     """Silence has no ratio to noise and stays silent."""
     signal_rms, noise_rms = _rms(samples), _rms(noise)
     if signal_rms == 0 or noise_rms == 0:
         return samples
-    return samples + noise * np.float32(signal_rms / noise_rms / _amplitude(snr_db))
-
-
-def _draw_noise(clip: Clip, count: int, sample_rate: int, rng: np.random.Generator) -> Samples:
-    """Return `count` samples of a clip from a random place on, only these being read where the clip is longer."""
-    wanted_s = max(count / sample_rate, SHORTEST_READ_S)
-    if clip.seconds > wanted_s:
-        offset_s = clip.offset_s + rng.uniform(0.0, clip.seconds - wanted_s)
-        return np.resize(_read(clip._replace(offset_s=offset_s, seconds=wanted_s), sample_rate), count)
-    noise = _read(clip, sample_rate)
-    return np.resize(np.roll(noise, -int(rng.integers(max(len(noise), 1)))), count)
+    return samples + noise * np.float32(signal_rms / noise_rms / snr)
 
 
 def _pick(source: Path, rng: np.random.Generator) -> Clip:
@@ -231,16 +288,14 @@ def _pick(source: Path, rng: np.random.Generator) -> Clip:
     return clips[rng.integers(len(clips))]
 
 
-def _read(clip: Clip, sample_rate: int) -> Samples:
+def _read(clip: Clip, sample_rate: int) -> NDArray[np.int16]:
     if clip.row is None:
         from paceline.data.audio.read import read_audio
 
-        audio = read_audio(clip.path, sample_rate=sample_rate, offset_s=clip.offset_s, duration_s=clip.seconds)
-    else:
-        from paceline.data.audio.recordings import read_packed_audio
+        return read_audio(clip.path, sample_rate=sample_rate, offset_s=clip.offset_s, duration_s=clip.seconds)
+    from paceline.data.audio.recordings import read_packed_audio
 
-        audio = read_packed_audio(clip.path, clip.row, sample_rate, offset_s=clip.offset_s, duration_s=clip.seconds)
-    return audio.astype(np.float32)
+    return read_packed_audio(clip.path, clip.row, sample_rate, offset_s=clip.offset_s, duration_s=clip.seconds)
 
 
 def _rms(samples: Samples) -> float:
