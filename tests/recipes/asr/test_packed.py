@@ -33,6 +33,8 @@ from paceline.recipes.asr.sound.placement import NotOnDevice
 from paceline.recipes.asr.text.labels import EncodedTexts
 from paceline.train.autotune.shapes import costly_shapes
 from paceline.train.task import Surroundings
+from paceline.world.discover.environment import World
+from paceline.world.start import start
 from tests.recipes.asr import tiny
 from tests.train.small import alone
 
@@ -212,6 +214,25 @@ def test_the_summary_says_where_sound_is_varied(folder: Path) -> None:
     made.attach(Surroundings(config.model_copy(update={"augment_on": "device"}), alone(), said.append))
     with pytest.raises(NotOnDevice, match="no GPU"):
         made.train_data()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("level", [0, 4])
+def test_losses_are_the_same_wherever_sound_is_varied(folder: Path, tmp_path: Path, level: int) -> None:
+    """Also after an interruption, then bit for bit."""
+    link = start(World(0, 0, 1, 1, 0, 1, "test", None), device="cuda", threads=1)
+    plain = {"device": "cuda", "level": level, "workers": 2, "epochs": None, "schedule": "constant", **CHANGES}
+    more: dict[str, Any] = {**plain, "train_manifest": (folder / "train.h5",), "val_manifest": ()}
+    if level == 0:
+        for augment_on in ("device", "workers"):
+            tiny.train(tiny.settings(folder, **more, steps=6, augment_on=augment_on, out=tmp_path / augment_on), link)
+        assert tiny.losses_of(tmp_path / "device") == pytest.approx(tiny.losses_of(tmp_path / "workers"), rel=1e-3)
+    tiny.train(tiny.settings(folder, **more, steps=6, out=tmp_path / "whole"), link)
+    for steps, resume in ((4, "no"), (6, "auto")):
+        again = {"save_every_steps": 2, "resume": resume, "allow_change": True, "steps": steps}
+        tiny.train(tiny.settings(folder, **{**more, **again}, out=tmp_path / "parts"), link)
+    assert tiny.losses_of(tmp_path / "parts") == tiny.losses_of(tmp_path / "whole")
 
 
 class OneByOne:

@@ -5,12 +5,13 @@ Of the resampling in `paceline.recipes.asr.sound.resample`, whose `interpolated`
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 BLOCK = 512
+ROUNDING = tl.constexpr(12582912.0)
+"""1.5 * 2 ** 23: adding it leaves no digit behind the point, halves going to the even number."""
 
 
 @triton.jit
@@ -19,13 +20,15 @@ def interpolate_kernel(
     audio,  # (rows, audio_width) int16
     speeds,  # (rows,) float64
     shifts,  # (rows,) int64
+    gains,  # (rows,) float32
     lengths,  # (rows,) int64
     factors,  # (NEIGHBOURS, DEGREE + 1) float32
-    out,  # (rows, width) float32
+    out,  # (rows, width) float32 or int16
     source_width,
     audio_width,
     width,
     HAS_SOURCE: tl.constexpr,
+    ROUNDS: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
     DEGREE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -57,24 +60,36 @@ def interpolate_kernel(
             where = tl.where(where < 0, where + source_width, where)
             where = tl.where(where >= source_width, where - source_width, where)
             value += factor * tl.load(begin + where, mask=is_inside, other=0.0)
+    value = value * tl.load(gains + row)
+    if ROUNDS:
+        value = tl.minimum(tl.maximum(value, -32768.0), 32767.0)
+        value = ((value + ROUNDING) - ROUNDING).to(tl.int16)
     tl.store(out + row * width + column, value, mask=column < width)
 
 
-def interpolated(
-    source: Tensor, audio: Tensor, speeds: Tensor, shifts: Tensor, lengths: Tensor, width: int, factors: Tensor
-) -> Tensor:
-    """Return (rows, width) float32: sample n of a row is the source at 2 n speed, `shifts` samples later, and 0 outside
-    of its length; rows of speed 1, and all rows where the source has no width, are taken from `audio`.
+def interpolate(
+    source: Tensor,
+    audio: Tensor,
+    speeds: Tensor,
+    shifts: Tensor,
+    gains: Tensor,
+    lengths: Tensor,
+    factors: Tensor,
+    out: Tensor,
+) -> None:
+    """Fill `out`, (rows, width) float32 or int16: sample n of a row is the source at 2 n speed times the gain, `shifts`
+    samples later, and 0 outside of its length; rows of speed 1, and all rows where the source has no width, are taken
+    from `audio`. To int16 values are rounded, and cut at full scale.
 
     `factors` (neighbours, degree + 1) are polynomials, highest power first, in the place between two points less 1/2.
     """
-    neighbours, powers = factors.shape
-    out = torch.empty((len(audio), width), dtype=torch.float32, device=audio.device)
+    width, (neighbours, powers) = out.shape[1], factors.shape
     interpolate_kernel[(triton.cdiv(width, BLOCK), len(audio))](
         source,
         audio,
         speeds,
         shifts,
+        gains,
         lengths,
         factors,
         out,
@@ -82,8 +97,8 @@ def interpolated(
         audio.shape[1],
         width,
         HAS_SOURCE=source.shape[1] > 0,
+        ROUNDS=not out.is_floating_point(),
         NEIGHBOURS=neighbours,
         DEGREE=powers - 1,
         BLOCK=BLOCK,
     )
-    return out

@@ -140,34 +140,6 @@ def test_draws_are_those_of_earlier_versions() -> None:
     assert digest.hexdigest()[:32] == "cb7cf654f0721df4b150d9100c279285"
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
-def test_a_batch_on_the_gpu_is_what_its_utterances_are(name: str) -> None:
-    changes, most = CASES[name]
-    compare(PerturbSettings(**changes), most, "cuda")
-
-
-@pytest.mark.gpu
-def test_noises_on_the_gpu(clips: Path) -> None:
-    loud: dict[str, Any] = {"speed_range": (0.9, 1.1), "gain_db": (-6, 0), "white_noise_db": (-60, -50)}
-    compare(PerturbSettings(noise_from=clips, noise_snr_db=(0, 20), **loud), 2, "cuda")
-
-
-@pytest.mark.gpu
-def test_nothing_waits_for_the_gpu() -> None:
-    settings = PerturbSettings(**{**EXACT, "speed_range": (0.9, 1.1)})
-    at_once(signals(), settings, "cuda")  # what is set up once may wait
-    drawn = [draw(len(signal), RATE, settings, np.random.default_rng(key)) for key, signal in enumerate(signals())]
-    white = np.zeros((len(drawn), 14000), np.float32)
-    data: dict[str, Any] = {"audio": rows_of(*signals()), "lengths": torch.tensor([each.length for each in drawn])}
-    data = map_tensors(lambda tensor: tensor.cuda(), {**data, "pending": pending(drawn, 14000, None, white)})
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        Augmentation.of(settings).finish(data)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 # -- where -------------------------------------------------------------------------------------------------------------
 
 

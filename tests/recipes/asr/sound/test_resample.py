@@ -28,17 +28,21 @@ def played(
     audio: torch.Tensor,
     speeds: tuple[float, ...],
     lengths: list[int],
-    interpolated: Callable[..., torch.Tensor] = resample.interpolated,
+    interpolate: Callable[..., None] = resample.interpolate,
+    *,
     shifts: list[int] | None = None,
+    gains: list[float] | None = None,
+    dtype: torch.dtype = torch.float32,
     has_speeds: bool = True,
-) -> NDArray[np.float32]:
+) -> NDArray[Any]:
     constants = resample.filter_on(audio.device)
     each = torch.tensor(speeds, dtype=torch.float64)
     points = resample.num_points(audio.shape[1], max(speeds))
-    source = resample.doubled(audio, each, points, constants) if has_speeds else torch.empty(len(audio), 0)
-    shift = torch.tensor(shifts or [0] * len(audio))
-    width = max(lengths) + 37
-    return interpolated(source, audio, each, shift, torch.tensor(lengths), width, constants.factors).numpy()
+    source = resample.doubled(audio, each, max(speeds), points, constants) if has_speeds else torch.empty(len(audio), 0)
+    shift, gain = torch.tensor(shifts or [0] * len(audio)), torch.tensor(gains or [1.0] * len(audio))
+    out = torch.full((len(audio), max(lengths) + 37), 99, dtype=dtype)
+    interpolate(source, audio, each, shift, gain, torch.tensor(lengths), constants.factors, out)
+    return out.numpy()
 
 
 def kaiser_sinc(times: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -106,17 +110,21 @@ def test_what_passes_and_what_does_not(speed: float, share: float, least: float,
 
 @pytest.mark.parametrize("has_speeds", [True, False])
 def test_the_kernel_computes_the_same(has_speeds: bool) -> None:
-    interpolate = pytest.importorskip("paceline.speed.kernels.interpolate")
+    kernel = pytest.importorskip("paceline.speed.kernels.interpolate").interpolate
     random = np.random.default_rng(2)
     speeds = (0.9, 1.0, 1.1, 0.95, 1.05) if has_speeds else (1.0,) * 5
     sizes = [640, 500, 611, 200, 3]
     audio = rows_of(*(random.integers(-32768, 32768, size).astype(np.int16) for size in sizes))
     lengths = [int(size / speed + 0.5) for size, speed in zip(sizes, speeds, strict=True)]
-    arguments: dict[str, Any] = {"shifts": [0, 7, -9, 60, 1], "has_speeds": has_speeds}
-    plain = played(audio, speeds, lengths, **arguments)
-    kernel = played(audio, speeds, lengths, interpolate.interpolated, **arguments)
-    np.testing.assert_allclose(kernel, plain, rtol=0, atol=0.02)
-    assert np.array_equal(kernel == 0, plain == 0)
+    rows: dict[str, Any] = {"shifts": [0, 7, -9, 60, 1], "gains": [1.0, 0.5, 2.0, 0.7, 9.0], "has_speeds": has_speeds}
+    plain, found = played(audio, speeds, lengths, **rows), played(audio, speeds, lengths, kernel, **rows)
+    np.testing.assert_allclose(found, plain, rtol=0, atol=0.05)
+    assert np.array_equal(found == 0, plain == 0)
+    rounded = played(audio, speeds, lengths, kernel, **rows, dtype=torch.int16)
+    assert np.array_equal(rounded, np.rint(found).clip(-32768, 32767))
+    plain = played(audio, speeds, lengths, **rows, dtype=torch.int16)
+    assert np.abs(rounded.astype(int) - plain).max() <= 1
+    assert (rounded != plain).mean() < 0.01
 
 
 def test_transforms_have_small_factors_and_room_for_both_ends() -> None:

@@ -23,8 +23,6 @@ from paceline.world.installed import has_triton
 BYTES_AT_ONCE = 64 << 20
 """Of filtered rows at a time, each sample of which takes 8 bytes: about what a GPU's cache holds, and little beside a
 model."""
-Interpolation = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor], Tensor]
-"""See `resample.interpolated`."""
 
 
 @dataclass(frozen=True)
@@ -105,33 +103,35 @@ class Augmentation:
         rows = max(1, BYTES_AT_ONCE // (8 * max(points, waiting.width)))
         for first in range(0, len(audio), rows):
             some = slice(first, first + rows)
-            changed[some] = self._rounded(audio[some], lengths[some], _rows(waiting, some), points)
+            self._change(audio[some], lengths[some], _rows(waiting, some), points, changed[some])
         return {**rest, "audio": changed}
 
-    def _rounded(self, audio: Tensor, lengths: Tensor, waiting: Pending, points: int) -> Tensor:
-        constants = resample.filter_on(audio.device)
+    def _change(self, audio: Tensor, lengths: Tensor, waiting: Pending, points: int, out: Tensor) -> None:
+        constants, device = resample.filter_on(audio.device), audio.device
         if points:
-            source = resample.doubled(audio, waiting.speeds, points, constants)
+            source = resample.doubled(audio, waiting.speeds, self.max_speed, points, constants)
         else:
-            source = torch.empty((len(audio), 0), dtype=torch.float32, device=audio.device)
-        interpolated = _interpolation(audio.device)
-        inputs = (source, audio, waiting.speeds, waiting.shifts, lengths)
-        values = interpolated(*inputs, waiting.width, constants.factors)
-        values.mul_(waiting.gains[:, None])
+            source = torch.empty((len(audio), 0), dtype=torch.float32, device=device)
+        is_done = waiting.noise is None and waiting.white_noise is None
+        values = out if is_done else torch.empty(out.shape, dtype=torch.float32, device=device)
+        rows = (source, audio, waiting.speeds, waiting.shifts, waiting.gains, lengths)
+        _interpolation(device)(*rows, constants.factors, values)
+        if is_done:
+            return
         if waiting.noise is not None:
             values.addcmul_(waiting.noise.to(torch.float32), _noise_gains(values, waiting)[:, None])
         if waiting.white_noise is not None:
             values.add_(waiting.white_noise)
-        rounded: Tensor = values.round_().clamp_(-32768, 32767).to(torch.int16)
-        return rounded
+        out.copy_(values.round_().clamp_(-32768, 32767))
 
 
-def _interpolation(device: torch.device) -> Interpolation:
+def _interpolation(device: torch.device) -> Callable[..., None]:
+    """Return the kernel, or the plain operations where there is none."""
     if device.type == "cuda" and has_triton():
         from paceline.speed.kernels import interpolate
 
-        return interpolate.interpolated
-    return resample.interpolated
+        return interpolate.interpolate
+    return resample.interpolate
 
 
 def _noise_gains(values: Tensor, waiting: Pending) -> Tensor:

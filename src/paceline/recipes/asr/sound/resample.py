@@ -9,7 +9,7 @@ These are the numbers of soxr's "HQ" (measured: the responses differ by at most 
 band). Summed up as it stands, an output would cost 221 products with factors of its own. Here it costs 16:
 
 1. `doubled`: h is applied by a Fourier transform of the row, and the inverse transform has twice as many points.
-2. `interpolated`: of a signal that fills half of its band, 16 points give any value in between (sinc under a Kaiser
+2. `interpolate`: of a signal that fills half of its band, 16 points give any value in between (sinc under a Kaiser
    window again, images 120 dB down), their factors being polynomials in the place between two points.
 
 Both together are within 3e-6 of full scale of the sum in float64, a tenth of a step of 16-bit audio; soxr is within one
@@ -44,7 +44,8 @@ class Filter(NamedTuple):
     response: Tensor
     """(steps + 1,) float32 over the shares of the band from `_LEAST` to `_MOST`."""
     factors: Tensor
-    """(neighbours, degree + 1) float32: polynomials in the place between two points, less 1/2; highest power first."""
+    """(neighbours, degree + 1) float32: polynomials in the place between two points, less 1/2; highest power first, and
+    twice as large as they should be, because the source is half as large."""
 
 
 def impulse_response(times: NDArray[np.float64], speed: float) -> NDArray[np.float64]:
@@ -65,33 +66,43 @@ def filter_on(device: torch.device) -> Filter:
     return _filter_on(str(device))
 
 
-def doubled(audio: Tensor, speeds: Tensor, points: int, constants: Filter) -> Tensor:
-    """(rows, samples), (rows,) float64 -> (rows, 2 * points) float32: each row filtered for its speed, between its
-    samples, too. What comes before the first sample is at the end."""
-    spectrum = torch.fft.rfft(audio.to(torch.float32), n=points)
-    band = torch.arange(points // 2 + 1, dtype=torch.float32, device=audio.device) * (2.0 / points)
+def doubled(audio: Tensor, speeds: Tensor, max_speed: float, points: int, constants: Filter) -> Tensor:
+    """(rows, samples), (rows,) float64 -> (rows, 2 * points) float32: half of each row, filtered for its speed, between
+    its samples, too. What comes before the first sample is at the end."""
+    padded = torch.zeros((len(audio), points), dtype=torch.float32, device=audio.device)
+    padded[:, : audio.shape[1]] = audio
+    spectrum = torch.fft.rfft(padded)
+    first = int(_LEAST / max(1.0, max_speed) * (points // 2))  # below, no row is changed
+    band = torch.arange(first, points // 2 + 1, dtype=torch.float32, device=audio.device) * (2.0 / points)
     places = band * speeds.clamp(min=1.0).to(torch.float32)[:, None]
     places.sub_(_LEAST).mul_(_STEPS / (_MOST - _LEAST)).clamp_(0.0, _STEPS - 1e-3)
-    lower = places.to(torch.int32)
+    lower = places.to(torch.int64)
     response = constants.response
-    below, above = response[lower], response[lower + 1]
-    # Twice, because the inverse transform divides by twice as many points.
-    spectrum.mul_(torch.lerp(below, above, places.sub_(lower)).mul_(2.0))
+    spectrum[:, first:].mul_(torch.lerp(response[lower], response[lower + 1], places.sub_(lower)))
+    # Half, because the inverse transform divides by twice as many points; the factors make up for it.
     signal: Tensor = torch.fft.irfft(spectrum, n=2 * points)
     return signal
 
 
-def interpolated(
-    source: Tensor, audio: Tensor, speeds: Tensor, shifts: Tensor, lengths: Tensor, width: int, factors: Tensor
-) -> Tensor:
-    """Return (rows, width) float32: sample n of a row is the source at 2 n speed, `shifts` samples later, and 0 outside
-    of its length; rows of speed 1, and all rows where the source has no width, are taken from `audio`.
+def interpolate(
+    source: Tensor,
+    audio: Tensor,
+    speeds: Tensor,
+    shifts: Tensor,
+    gains: Tensor,
+    lengths: Tensor,
+    factors: Tensor,
+    out: Tensor,
+) -> None:
+    """Fill `out`, (rows, width) float32 or int16: sample n of a row is the source at 2 n speed times the gain, `shifts`
+    samples later, and 0 outside of its length; rows of speed 1, and all rows where the source has no width, are taken
+    from `audio`. To int16 values are rounded, and cut at full scale.
 
     The same as `paceline.speed.kernels.interpolate`, in plain operations.
     """
-    index = torch.arange(width, device=audio.device) - shifts[:, None]
-    is_inside = (index >= 0) & (index < lengths[:, None])
-    is_inside &= torch.arange(width, device=audio.device) < lengths[:, None]
+    columns = torch.arange(out.shape[1], device=audio.device)
+    index = columns - shifts[:, None]
+    is_inside = (index >= 0) & (index < lengths[:, None]) & (columns < lengths[:, None])
     index = torch.where(is_inside, index, 0)
     values = audio.gather(1, index.clamp(max=audio.shape[1] - 1)).to(torch.float32)
     if source.shape[1]:
@@ -106,7 +117,8 @@ def interpolated(
                 factor = torch.addcmul(factors[neighbour, power], factor, place)
             played.addcmul_(factor, source.gather(1, (first + neighbour).remainder(source.shape[1])))
         values = torch.where((speeds == 1.0)[:, None], values, played)
-    return values.mul_(is_inside)
+    values.mul_(is_inside).mul_(gains[:, None])
+    out.copy_(values if out.is_floating_point() else values.round_().clamp_(-32768, 32767))
 
 
 def _windowed_sinc(times: NDArray[np.float64], cutoff: float, half: float, beta: float) -> NDArray[np.float64]:
@@ -140,7 +152,7 @@ def _factors() -> NDArray[np.float64]:
 
 @functools.cache
 def _filter_on(device: str) -> Filter:
-    response, factors = (torch.from_numpy(values.astype(np.float32)) for values in (_response(), _factors()))
+    response, factors = (torch.from_numpy(values.astype(np.float32)) for values in (_response(), 2.0 * _factors()))
     return Filter(response.to(device), factors.to(device))
 
 
