@@ -47,7 +47,7 @@ STEPS_AHEAD = 8
 MOST_THREADS = 4
 """Threads that read packed data by default: one copies 10,000 utterances of 16.7 s per second."""
 MOST_BUSY_THREADS = 12
-"""Threads by default where reading is more than copying: one draws white noise for 800 such utterances per second."""
+"""Threads by default where reading is more than copying: one draws white noise for some 400 such utterances."""
 TINY_READ_S = 0.0001
 """Grains that are read faster than this are read in bursts, while the code that does it is in the CPU's cache."""
 BURST = 32

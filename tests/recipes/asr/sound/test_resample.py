@@ -127,12 +127,15 @@ def test_the_kernel_computes_the_same(has_speeds: bool) -> None:
     assert (rounded != plain).mean() < 0.01
 
 
-def test_transforms_have_small_factors_and_room_for_both_ends() -> None:
-    for width in (1, 160, 10_240, 267_200):
+def test_transforms_are_of_few_sizes_with_small_factors_and_room_for_both_ends() -> None:
+    sizes = set()
+    for width in (1, 160, 10_240, 267_200, *range(134_000, 267_000, 777)):
         points = resample.num_points(width, 1.1)
-        assert width + 2 * 110 * 1.1 < points < 1.1 * width + 400
+        assert width + 2 * 110 * 1.1 < points < 1.08 * width + 320
+        sizes.add(points)
         rest = points // 2
         for prime in (2, 3, 5, 7):
             while rest % prime == 0:
                 rest //= prime
         assert rest == 1
+    assert len(sizes) <= 30

@@ -100,7 +100,8 @@ class Augmentation:
         audio, lengths = data["audio"], data["lengths"]
         changed = torch.empty((len(audio), waiting.width), dtype=torch.int16, device=audio.device)
         points = resample.num_points(audio.shape[1], self.max_speed) if self.changes_speed else 0
-        rows = max(1, BYTES_AT_ONCE // (8 * max(points, waiting.width)))
+        num_parts = -(-len(audio) * 8 * max(points, waiting.width) // BYTES_AT_ONCE)
+        rows = -(-len(audio) // max(1, num_parts))  # parts of one size, since each size is planned
         for first in range(0, len(audio), rows):
             some = slice(first, first + rows)
             self._change(audio[some], lengths[some], _rows(waiting, some), points, changed[some])
