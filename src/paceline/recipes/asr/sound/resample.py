@@ -159,7 +159,7 @@ def _filter_on(device: str) -> Filter:
 def _smooth(least: int) -> int:
     """Return an even number of at least this, at most a few percent more, without a prime factor above 7: fast to
     transform, and one of 25 per octave, since every size that is used has to be planned."""
-    unit = 2 ** max(1, least.bit_length() - 8)
+    unit = 1 << max(1, least.bit_length() - 8)
     number = -(-least // unit)
     while _has_large_factor(number):
         number += 1
