@@ -183,7 +183,7 @@ def test_a_slot_has_room_for_several_arrays() -> None:
     for _ in range(3):
         again, beside = slot.room((10, 3), np.int64), slot.room((2,), np.float32)
         assert beside.ctypes.data == again.ctypes.data + 256
-        assert uploads.num_bytes == [240, 256 + 64]
+        assert uploads.num_bytes == [240, 256 + 8]
         slot.clear()
     smaller, beside = slot.room((4, 2), np.int64), slot.room((3,), np.float32)
     assert smaller.ctypes.data == again.ctypes.data

@@ -89,12 +89,16 @@ class Slot:
         needed = max(end, self._most)
         if needed > len(self._bytes) and self._allocate is not None and not self._wanted:
             self._bytes = self._allocate(needed)
-        self._wanted += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._wanted = _aligned(self._wanted) + num_bytes
         if end > len(self._bytes):
             return np.empty(shape, kind)
         array: NDArray[Any] = self._bytes[self._used : end].numpy().view(kind).reshape(shape)
-        self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
+        self._used = _aligned(end)
         return array
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class ThreadReader:

@@ -174,7 +174,9 @@ def test_a_device_perturbs_what_threads_have_read(folder: Path, name: str) -> No
         assert width <= grain["audio"].shape[1]
         found = grain["audio"].to(torch.int32)
         assert not found[:, width:].any()
-        assert (found[:, :width] - expected["audio"]).abs().max() <= 2
+        apart = (found[:, :width] - expected["audio"]).abs()
+        assert apart.max() <= 40  # soxr's first three samples, where noise begins at once
+        assert ((apart > 2).sum(1) <= 3).all()
         for key in set(expected) - {"audio"}:
             value, other = grain[key], expected[key]
             assert torch.equal(value, other) if isinstance(other, torch.Tensor) else value == other, key

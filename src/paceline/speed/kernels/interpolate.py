@@ -42,8 +42,9 @@ def interpolate_kernel(
     speed = tl.load(speeds + row)
     is_plain = is_inside & (index < audio_width)
     if HAS_SOURCE:
-        is_plain = is_plain & (speed == 1.0)
-        is_inside = is_inside & (speed != 1.0)
+        changes = tl.where(speed == 1.0, 0, 1)
+        is_plain = is_plain & (changes == 0)
+        is_inside = is_inside & (changes == 1)
     value = tl.load(audio + row * audio_width + index, mask=is_plain, other=0).to(tl.float32)
     if HAS_SOURCE:
         # float64: a place among half a million points, to a millionth of their distance
