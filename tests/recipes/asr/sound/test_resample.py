@@ -112,11 +112,11 @@ def test_what_passes_and_what_does_not(speed: float, share: float, least: float,
 def test_the_kernel_computes_the_same(has_speeds: bool) -> None:
     kernel = pytest.importorskip("paceline.speed.kernels.interpolate").interpolate
     random = np.random.default_rng(2)
-    speeds = (0.9, 1.0, 1.1, 0.95, 1.05) if has_speeds else (1.0,) * 5
-    sizes = [640, 500, 611, 200, 3]
+    speeds = (0.9, 1.0, 1.1) if has_speeds else (1.0,) * 3
+    sizes = [500, 400, 3]
     audio = rows_of(*(random.integers(-32768, 32768, size).astype(np.int16) for size in sizes))
     lengths = [int(size / speed + 0.5) for size, speed in zip(sizes, speeds, strict=True)]
-    rows: dict[str, Any] = {"shifts": [0, 7, -9, 60, 1], "gains": [1.0, 0.5, 2.0, 0.7, 9.0], "has_speeds": has_speeds}
+    rows: dict[str, Any] = {"shifts": [-9, 60, 1], "gains": [2.0, 0.5, 9.0], "has_speeds": has_speeds}
     plain, found = played(audio, speeds, lengths, **rows), played(audio, speeds, lengths, kernel, **rows)
     np.testing.assert_allclose(found, plain, rtol=0, atol=0.05)
     assert np.array_equal(found == 0, plain == 0)
