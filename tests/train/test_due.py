@@ -70,9 +70,9 @@ def test_intervals_and_the_end_by_steps(num_steps: int, expected: Due) -> None:
         (Signals(is_out_of_data=True, is_last=True), {}, Due()),  # the epoch ends by itself
         (Signals(), {"bad_validations": 3}, Due(leave=Outcome.EARLY)),
         (Signals(is_last=True), {"bad_validations": 3}, Due()),
-        (Signals(is_out_of_data=True), {"bad_validations": 3}, Due(leave=Outcome.EARLY)),
+        (Signals(is_out_of_data=True), {"bad_validations": 3}, Due(leave=Outcome.OUT_OF_DATA)),
         (Signals(), {"stage_began": -22}, Due(leave=Outcome.OUT_OF_STEPS)),
-        (Signals(is_out_of_data=True), {"stage_began": -22}, Due(leave=Outcome.OUT_OF_STEPS)),
+        (Signals(is_out_of_data=True), {"stage_began": -22}, Due(leave=Outcome.OUT_OF_DATA)),
         # Ranks that step apart wait for their next average, unless the run ends here.
         (Signals(is_together=False), {"bad_validations": 3}, Due()),
         (Signals(is_together=False, stop=True), {}, Due(save=True, leave=Outcome.STOPPED)),
@@ -165,7 +165,8 @@ def old_rules(
     if signals.stop:
         leaves = "stopped"
     elif is_done or signals.is_out_of_data or lost_patience:
-        is_cut_short = not signals.is_last and (is_done or lost_patience)
+        # Since then: where data and steps end together, the epoch is over, as it is on one rank (`is_last`).
+        is_cut_short = not signals.is_last and not signals.is_out_of_data
         leaves = "cut short" if is_cut_short else "epoch over"
     return is_due(config.log_every), is_due(config.val_every_steps), save, leaves
 
@@ -237,7 +238,12 @@ def test_the_best_score_is_also_that_of_the_end(position: Position, mode: str, e
 
 def test_a_position_tells_how_the_last_epoch_ended() -> None:
     """A run killed between the last step of a stage and the validation that ends it is resumed there."""
-    assert outcome_at(config(), at(25)) is Outcome.OUT_OF_STEPS
-    assert outcome_at(config(), at(24)) is Outcome.EPOCH_DONE
-    assert outcome_at(config(), at(25, is_epoch_over=True)) is Outcome.EPOCH_DONE
-    assert outcome_at(config(), Position(num_steps=25, epoch=2)) is Outcome.EPOCH_DONE
+    assert outcome_at(config(), at(25), 30) is Outcome.OUT_OF_STEPS
+    assert outcome_at(config(), at(25), None) is Outcome.OUT_OF_STEPS
+    assert outcome_at(config(), at(24), 30) is None
+    assert outcome_at(config(), at(25), 25) is Outcome.EPOCH_DONE
+    assert outcome_at(config(), at(24), 24) is None, "it ends by itself: it has no batch left"
+    assert outcome_at(config(), at(25, is_epoch_over=True), None) is Outcome.EPOCH_DONE
+    assert outcome_at(config(), Position(num_steps=25, epoch=2), 30) is None
+    assert outcome_at(config(patience=2), at(8, bad_validations=2), 30) is Outcome.EARLY
+    assert outcome_at(config(patience=2), at(8, bad_validations=2), 8) is Outcome.EPOCH_DONE

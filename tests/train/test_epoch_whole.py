@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,22 @@ import pytest
 
 from paceline.observe.journal import read
 from paceline.train.checkpoint import reader as restore
-from tests.train.small import NUM_SAMPLES, STEPS_PER_EPOCH, SmallTask, trainer
+from paceline.train.loss import TooManySkipped
+from paceline.train.trainer import Trainer
+from paceline.world.link import Link
+from tests.crash import KILLED, run_until_death
+from tests.train.small import (
+    NUM_SAMPLES,
+    STEPS_PER_EPOCH,
+    ScoredTask,
+    SmallTask,
+    assert_same,
+    points,
+    trainer,
+    validations_of,
+    weights,
+)
+from tests.train.test_divergence import NeverFinite, Overflowing
 from tests.train.test_trainer_resume import StoppingTask
 
 
@@ -83,3 +100,122 @@ def test_a_checkpoint_that_is_older_than_these_sums_still_loads(tmp_path: Path) 
     trainer(SmallTask(), tmp_path / "run", epochs=1, resume="auto").fit()
     (record,) = epochs(tmp_path / "run")
     assert (record["steps"], record["samples"]) == (1, 4), "of what is known"
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL, right after a checkpoint is on disk."""
+
+
+def killed_after_saving(first: Trainer, num_steps: int) -> None:
+    """Train until the first checkpoint that has so many steps is on disk, and no further."""
+    save = first.checkpoints.save
+
+    def save_and_die(*args: Any) -> None:
+        save(*args)
+        if first.engine.num_steps == num_steps:
+            raise Killed
+
+    first.checkpoints.save = save_and_die  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        first.fit()
+
+
+class Streaming(SmallTask):
+    def train_data(self) -> Any:
+        return Samples()
+
+
+class Samples:
+    """Data of unknown length."""
+
+    def __iter__(self) -> Any:
+        return iter(points(NUM_SAMPLES, seed=1))
+
+
+SCORES = [2.0, 1.0, 3.0, 3.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("make", "num_steps", "settings"),
+    [
+        (SmallTask, 4, {"steps": 4}),
+        (SmallTask, 3, {"steps": 3}),  # the epoch ends with the last step
+        (SmallTask, 6, {"steps": 6, "val_every_epochs": 2}),
+        (Streaming, 4, {"steps": 4}),
+        (Streaming, 3, {"steps": 3}),
+        # Out of patience with a step that is saved, too: in mid-epoch, at the end of one, at the last step of one.
+        (lambda: ScoredTask(SCORES), 4, {"epochs": 9, "patience": 2, "val_every_steps": 1, "monitor": "dev/score"}),
+        (lambda: ScoredTask(SCORES), 12, {"epochs": 9, "patience": 2, "val_every_epochs": 1, "monitor": "dev/score"}),
+        (lambda: ScoredTask(SCORES), 12, {"epochs": 9, "patience": 2, "val_every_steps": 3, "monitor": "dev/score"}),
+    ],
+)
+def test_killed_right_after_the_save_of_the_last_step(
+    tmp_path: Path, make: Any, num_steps: int, settings: dict[str, Any]
+) -> None:
+    """The resumed run does all that was left: the epoch's record, the last validation, the end."""
+    common = {**settings, "save_every_steps": num_steps, "keep_best": 0}
+    whole = trainer(make(), tmp_path / "whole", **common)
+    expected = whole.fit()
+    assert expected.num_steps == num_steps
+    killed_after_saving(trainer(make(), tmp_path / "run", **common), num_steps)
+    validated = len(validations_of(tmp_path / "run"))
+    task = ScoredTask(SCORES[validated:]) if isinstance(make(), ScoredTask) else make()
+    again = trainer(task, tmp_path / "run", resume="auto", **common)
+    result = again.fit()
+    assert (result.status, result.num_steps, task.seen) == (expected.status, num_steps, [])
+    assert result.metrics == expected.metrics
+    assert what_was_computed(tmp_path / "run") == what_was_computed(tmp_path / "whole")
+    assert validations_of(tmp_path / "run") == validations_of(tmp_path / "whole")
+    assert read(tmp_path / "run" / "metrics.jsonl") == read(tmp_path / "whole" / "metrics.jsonl")
+    assert again.position == whole.position
+    assert_same(weights(again), weights(whole))
+
+
+def train_or_die(link: Link, out: str, dies: bool) -> None:
+    first = trainer(SmallTask(), Path(out), link, grains=2, steps=4, save_every_steps=4, resume="auto", progress="none")
+    if dies:
+        sync, saved = first.engine.sync, []
+        save = first.checkpoints.save
+
+        def note(*args: Any) -> None:
+            save(*args)
+            saved.append(first.engine.num_steps)
+
+        def die() -> None:
+            if saved == [4]:
+                first.checkpoints.close("running")  # on disk
+                os.kill(os.getpid(), signal.SIGKILL)
+            sync()
+
+        first.checkpoints.save, first.engine.sync = note, die  # type: ignore[method-assign]
+    first.fit()
+
+
+def test_killed_for_real_on_two_ranks(tmp_path: Path) -> None:
+    assert KILLED in run_until_death(2, train_or_die, str(tmp_path / "run"), True)
+    assert [record["steps"] for record in epochs(tmp_path / "run")] == [3], "the second epoch was not ended"
+    assert run_until_death(2, train_or_die, str(tmp_path / "run"), False) == [0, 0]
+    assert run_until_death(2, train_or_die, str(tmp_path / "whole"), False) == [0, 0]
+    assert what_was_computed(tmp_path / "run") == what_was_computed(tmp_path / "whole")
+    assert validations_of(tmp_path / "run") == validations_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("settings", [{"save_every_steps": 5}, {"save_every_steps": 6}, {}])
+def test_a_diverged_run_accounts_for_the_steps_of_its_last_epoch(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Noticed in mid-epoch, at its end, or when the whole epoch is saved: one record each."""
+    result = trainer(Overflowing(4), tmp_path / "run", epochs=3, **settings).fit()
+    assert result.status == "diverged"
+    steps = read(tmp_path / "run" / "metrics.jsonl")
+    assert len(steps) == result.num_steps
+    assert [record["steps"] for record in epochs(tmp_path / "run")] == [3, result.num_steps - 3]
+    assert sum(record["steps"] for record in epochs(tmp_path / "run")) == len(steps)
+
+
+def test_a_run_with_too_many_skipped_steps_accounts_for_them(tmp_path: Path) -> None:
+    trained = trainer(NeverFinite(), tmp_path / "run", epochs=30, max_skipped=5, log_every=50)
+    with pytest.raises(TooManySkipped):
+        trained.fit()
+    losses = [record["loss"] for record in read(tmp_path / "run" / "metrics.jsonl")]
+    assert losses[-1] is None, "as the message says"
+    assert len(losses) == trained.engine.num_steps
+    assert sum(record["steps"] for record in epochs(tmp_path / "run")) == len(losses)

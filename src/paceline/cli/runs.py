@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -211,19 +211,10 @@ def table(lines: Sequence[RunLine], width: int) -> str:
 
 def _columns(lines: Sequence[RunLine]) -> list[_Column]:
     columns = [
-        _Column("run", [line.name for line in lines], 0),
-        _Column("status", [line.status for line in lines], 1),
-        _Column("steps", [str(line.steps) for line in lines], 2, is_number=True),
-        _Column("done", [_done(line) for line in lines], 3),
-        _Column("loss", [_number(line.loss) for line in lines], 5, is_number=True),
-        _Column("metric", [line.metric or "" for line in lines], 6),
-        _Column("last", [_number(line.last) for line in lines], 7, is_number=True),
-        _Column("best", [_number(line.best) for line in lines], 4, is_number=True),
-        _Column("task", [line.task for line in lines], 9),
-        _Column("when", [(line.when or "")[:16] for line in lines], 8),
+        _Column(title, [one_line(cell(line)) for line in lines], rank, is_number)
+        for title, cell, rank, is_number in _CELLS
     ]
-    shown = [column for column in columns if column.title == "run" or any(column.cells)]
-    return [column._replace(cells=[one_line(cell) for cell in column.cells]) for column in shown]
+    return [column for column in columns if column.title == "run" or any(column.cells)]
 
 
 def _done(line: RunLine) -> str:
@@ -236,6 +227,21 @@ def _done(line: RunLine) -> str:
 
 def _number(value: float | None) -> str:
     return f"{value:.4g}" if is_number(value) else ""
+
+
+_CELLS: Sequence[tuple[str, Callable[[RunLine], str], int, bool]] = (
+    ("run", lambda line: line.name, 0, False),
+    ("status", lambda line: line.status, 1, False),
+    ("steps", lambda line: str(line.steps), 2, True),
+    ("done", _done, 3, False),
+    ("loss", lambda line: _number(line.loss), 5, True),
+    ("metric", lambda line: line.metric or "", 6, False),
+    ("last", lambda line: _number(line.last), 7, True),
+    ("best", lambda line: _number(line.best), 4, True),
+    ("task", lambda line: line.task, 9, False),
+    ("when", lambda line: (line.when or "")[:16], 8, False),
+)
+"""Columns of the table: title, content, rank, and whether it holds numbers."""
 
 
 def _padded(columns: Sequence[_Column], row: Sequence[str]) -> Iterator[str]:

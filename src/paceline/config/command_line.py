@@ -142,11 +142,10 @@ class _Reader:
         """
         if attached is not None:
             return [attached]
-        values: list[str] = []
         if takes == 1 and self._is_verbatim(where):
-            values.append(self._words[self._at])
             self._at += 1
-            return values
+            return [self._words[self._at - 1]]
+        values: list[str] = []
         while self._at < len(self._words) and not is_option(self._words[self._at]) and len(values) != takes:
             values.append(self._words[self._at])
             self._at += 1
@@ -155,12 +154,16 @@ class _Reader:
         if not values and bare is not None:
             return [bare]
         if not values:
-            meant = resolve(self._model, where.lstrip("-")) or ""
-            what = "needs a value" if self._at == len(self._words) else f"needs a value before {self._words[self._at]}"
-            known = choices(self._model.model_fields[meant].annotation) if meant else []
-            hint = f"one of {', '.join(map(str, known))}" if len(known) > 1 else ""
-            self.typed.problems.append(Problem(where, what, hint, place=self._place, meant=meant))
+            self._without_value(where)
         return values
+
+    def _without_value(self, where: str) -> None:
+        """Note that an option has no value, and which it could have."""
+        meant = resolve(self._model, where.lstrip("-")) or ""
+        what = "needs a value" if self._at == len(self._words) else f"needs a value before {self._words[self._at]}"
+        known = choices(self._model.model_fields[meant].annotation) if meant else []
+        hint = f"one of {', '.join(map(str, known))}" if len(known) > 1 else ""
+        self.typed.problems.append(Problem(where, what, hint, place=self._place, meant=meant))
 
     def _is_verbatim(self, where: str) -> bool:
         """Return True if the next word is the value although it begins with a dash; our own options never are."""

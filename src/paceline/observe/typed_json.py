@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
@@ -21,6 +21,19 @@ def is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
 
 
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
+_PLAIN: Mapping[Any, Callable[[Any], bool]] = {
+    Any: lambda value: True,
+    None: _is_none,
+    type(None): _is_none,
+    float: is_number,
+    int: is_count,
+}
+
+
 def declared(of: Any) -> Mapping[str, Any]:
     """Return the types of the fields of a class."""
     return _type_hints(of)
@@ -28,19 +41,13 @@ def declared(of: Any) -> Mapping[str, Any]:
 
 def fits(value: Any, kind: Any) -> bool:
     """Return True if a value of JSON has a declared type; lists stand for sequences."""
+    if kind in _PLAIN:
+        return _PLAIN[kind](value)
     origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return True
     if origin in (Union, types.UnionType):
         return any(fits(value, each) for each in arguments)
     if origin is Literal:
         return isinstance(value, str) and value in arguments
-    if kind is None or kind is type(None):
-        return value is None
-    if kind is float:
-        return is_number(value)
-    if kind is int:
-        return is_count(value)
     if origin in (Sequence, list, tuple):
         return isinstance(value, list) and all(fits(each, arguments[0]) for each in value)
     if origin in (Mapping, dict):

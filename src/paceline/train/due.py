@@ -89,11 +89,16 @@ def _leave(config: TrainConfig, position: Position, signals: Signals) -> Outcome
         return Outcome.STOPPED
     if signals.is_last:
         return None  # the epoch ends by itself
+    if signals.is_out_of_data:
+        return Outcome.OUT_OF_DATA  # the same on several ranks, where no batch is known to be the last
+    return ended_by(config, position)
+
+
+def ended_by(config: LoopSettings, position: Position) -> Outcome | None:
+    """Return why the run ends at a position, wherever in an epoch that is; None if it goes on."""
     if is_out_of_patience(config, position):
         return Outcome.EARLY
-    if is_out_of_steps(config, position):
-        return Outcome.OUT_OF_STEPS
-    return Outcome.OUT_OF_DATA if signals.is_out_of_data else None
+    return Outcome.OUT_OF_STEPS if is_out_of_steps(config, position) else None
 
 
 def next_due(config: TrainConfig, position: Position) -> int:
@@ -129,11 +134,15 @@ def is_stage_over(config: LoopSettings, position: Position, epochs: int | None) 
     return is_out_of_steps(config, position) or (epochs is not None and position.epoch >= epochs)
 
 
-def outcome_at(config: LoopSettings, position: Position) -> Outcome:
-    """Return how the last epoch ended, as a position tells: a run may be resumed between the last step of a stage and
-    the validation that ends it."""
-    is_cut = is_out_of_steps(config, position) and position.step > 0 and not position.is_epoch_over
-    return Outcome.OUT_OF_STEPS if is_cut else Outcome.EPOCH_DONE
+def outcome_at(config: LoopSettings, position: Position, epoch_steps: int | None) -> Outcome | None:
+    """Return how the loop over an epoch's batches had ended at a position; None if it goes on, or has not begun.
+
+    A run may be resumed between the save of its last step and the end of the epoch or of the stage. `epoch_steps` are
+    those of the epoch, None if unknown.
+    """
+    reason = ended_by(config, position) if position.step > 0 else None
+    is_whole = position.is_epoch_over or position.step == epoch_steps
+    return Outcome.EPOCH_DONE if reason is not None and is_whole else reason
 
 
 def validates_at_end(config: LoopSettings, outcome: Outcome, *, is_last_stage: bool) -> bool:

@@ -69,7 +69,7 @@ class Logbook:
         self._meter, self._clock, self._more = meter, meter.clock, more
         self._pending: list[tuple[Step, float | None]] = []
         self._status = "failed"  # until the run is closed
-        self._is_over = False
+        self._is_over = self._is_in_epoch = False
         self._started: list[Callback] = []
         self._folder: Path | None = None
         self._mean = Mean()
@@ -107,14 +107,19 @@ class Logbook:
     def flush(self) -> None:
         """Read the losses since the last time from the device, in one transfer, and log them.
 
-        Steps of ranks that step apart (`reduce: param`) are kept until their losses are of all ranks.
+        Steps of ranks that step apart (`reduce: param`) are kept until their losses are of all ranks. Raises
+        `TooManySkipped`, once they are logged.
         """
+        self._flush()
+        self._engine.skips.check(self._engine.num_steps)
+
+    def _flush(self) -> None:
         ready = [entry for entry in self._pending if not entry[0].is_local]
         if not ready:
             return
         self._pending = [entry for entry in self._pending if entry[0].is_local]
         losses, norms = _read_numbers([step for step, _ in ready])
-        skipped = self._engine.skips.read(self._engine.num_steps)
+        skipped, _ = self._engine.skips.state()
         self._clock.lap("compute")  # what was waited for is the device
         self._meter.settle()
         self.loss = losses[-1]
@@ -184,10 +189,18 @@ class Logbook:
         earlier = self._meter.earlier
         self._first, self._mean = self._position.step, Mean(earlier.losses, earlier.num_losses)
         self._skipped = self._engine.skips.state()[0] - earlier.skipped
+        self._is_in_epoch = True
 
     def end_epoch(self) -> None:
-        """Log the epoch, over all ranks; all must call it."""
-        self.flush()
+        """Log the epoch as far as it was trained, over all ranks; all must call it. Between epochs there is none."""
+        if not self._is_in_epoch:
+            return
+        self._is_in_epoch = False
+        self._flush()
+        self._write_epoch()
+        self._engine.skips.check(self._engine.num_steps)
+
+    def _write_epoch(self) -> None:
         steps, earlier = self._position.step - self._first, self._meter.earlier  # of this launch, and of those before
         if steps == 0 and (earlier.steps == 0 or self._is_written):
             return  # saved at the very end of an epoch

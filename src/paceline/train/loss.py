@@ -122,7 +122,7 @@ class SkipCount:
         if is_skipped:
             self._in_all += 1
             self._in_row += 1
-            self._check(step)
+            self.check(step)
         else:
             self._in_row = 0
 
@@ -134,13 +134,13 @@ class SkipCount:
         self._on_device += found_inf
         self._on_device[1:] *= found_inf
 
-    def read(self, step: int) -> int:
-        """Return the number of skipped steps (waits for the device); fail when too many came in a row."""
-        in_all, _ = self.state()
-        self._check(step)
-        return in_all
+    def check(self, step: int) -> None:
+        """Raise `TooManySkipped` if as many steps in a row as allowed were skipped, as far as it has been read."""
+        if self._in_row >= self._limit:
+            raise TooManySkipped(self._in_row, step)
 
     def state(self) -> list[int]:
+        """Return the number of skipped steps, in all and in a row (waits for the device)."""
         if self._is_on_device:
             self._in_all, self._in_row = (int(value) for value in self._on_device.tolist())
         return [self._in_all, self._in_row]
@@ -148,7 +148,3 @@ class SkipCount:
     def load(self, state: list[int]) -> None:
         self._in_all, self._in_row = state
         self._is_on_device = False
-
-    def _check(self, step: int) -> None:
-        if self._in_row >= self._limit:
-            raise TooManySkipped(self._in_row, step)

@@ -148,9 +148,8 @@ def prepare(
     # What is kept of forward: recomputation wraps forwards, which the compiler is to see.
     if config.checkpoint_activations:
         recompute.recompute(model, config.checkpoint_activations)
-    # Equal on all ranks, in the dtype that the model came in. Shards are pieces of one model already.
-    for tensor in [*([] if is_sharded(model) else model.parameters()), *model.buffers()]:
-        link.broadcast(tensor.data)
+    # Equal on all ranks, in the dtype that the model came in.
+    _make_equal(model, link)
     # In which dtype: the optimizer gets the fp32 masters before anything counts on the tensors that it holds.
     masters = master.cast(model, optimizer, chosen)
     is_fp32 = chosen.weights is torch.float32
@@ -187,6 +186,12 @@ def prepare(
         clip_norm=None if config.clip_norm is None else ClipNorm(config.clip_norm),
         skips_on_device=takes_amp_scaling(optimizer),
     )
+
+
+def _make_equal(model: torch.nn.Module, link: Link) -> None:
+    """Give all ranks the weights and buffers of the first. Shards are pieces of one model already."""
+    for tensor in [*([] if is_sharded(model) else model.parameters()), *model.buffers()]:
+        link.broadcast(tensor.data)
 
 
 def named_weights(model: torch.nn.Module, masters: master.Masters | None, shards: Shards | None) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -191,7 +191,13 @@ class Trainer:
                 outcome = self._train_stage(number)
                 if outcome is Outcome.STOPPED:
                     break
+        except TooManySkipped:
+            if self.config.reduce == "grad":  # else a rank may be alone with it
+                with suppress(TooManySkipped):
+                    self.log.end_epoch()
+            raise
         except Diverged as verdict:
+            self.log.end_epoch()
             self.progress.say(f"diverged after step {self.position.num_steps}: {verdict}")
             self.progress.say("  lower `--lr`, set `--clip-norm` or a warm-up, or use a level of more precision")
             return Outcome.DIVERGED
@@ -210,17 +216,25 @@ class Trainer:
             return Outcome.EARLY if is_out_of_patience(config, position) else Outcome.EPOCH_DONE
         position.is_complete = False  # or it goes on: a finished run was given more epochs, steps or patience
         self._set_up(feed)
-        outcome = outcome_at(config, position)
         feed.end_epoch = epochs
         with closing(feed):
-            while outcome.goes_on and not is_stage_over(config, position, epochs):
-                outcome = self._train_epoch(feed)
-                if outcome is not Outcome.STOPPED:
-                    outcome = self._end_epoch(outcome)
-                goes_on = outcome.goes_on and not is_stage_over(config, position, epochs)
-                if goes_on and (is_multiple(position.epoch, config.save_every_epochs) or is_new_best(config, position)):
-                    self._save()
+            outcome = self._train_epochs(feed, epochs)
         return outcome if outcome is Outcome.STOPPED else self._end_stage(number, outcome)
+
+    def _train_epochs(self, feed: Feed, epochs: int | None) -> Outcome:
+        """Train the epochs of a stage, from the position on."""
+        config, position = self.config, self.position
+        is_open = position.step > 0  # resumed inside an epoch, which is to be ended even if no step of it is left
+        outcome = Outcome.EARLY if is_out_of_patience(config, position) and not is_open else Outcome.EPOCH_DONE
+        goes_on = is_open or (outcome.goes_on and not is_stage_over(config, position, epochs))
+        while goes_on:
+            outcome = self._train_epoch(feed)
+            if outcome is not Outcome.STOPPED:
+                outcome = self._end_epoch(outcome)
+            goes_on = outcome.goes_on and not is_stage_over(config, position, epochs)
+            if goes_on and (is_multiple(position.epoch, config.save_every_epochs) or is_new_best(config, position)):
+                self._save()
+        return outcome
 
     def _train_epoch(self, feed: Feed) -> Outcome:
         """Train on the batches of an epoch, from the position on."""
@@ -228,6 +242,9 @@ class Trainer:
         data = summary.data_facts(feed, position.epoch)
         ahead = outlook(self.config, self.stages, self._began_stage, position, data.num_steps)
         self.log.begin_epoch(feed, data, self._stage_name, ahead)
+        ended = outcome_at(self.config, position, data.num_steps)
+        if ended is not None:
+            return ended  # resumed: it was saved with its last step
         loss, before_step, after_step = partial(self.task.loss, engine.model), self._before_step, self._after_step
         since, wake = position.num_steps, self._next_due(feed)
         for batch in self._batches(feed):

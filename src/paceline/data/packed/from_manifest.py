@@ -80,21 +80,14 @@ class ManifestSource:
     ) -> None:
         """`sample_rate`: that of the first recording if not set; all must have it then. `trim`: without the silence at
         both ends, and with the length that is left."""
-        available = [AUDIO if features is None else FEATURES, TEXT]
-        self._streams = available if streams is None else list(streams)
-        for name in self._streams:
-            if name not in available:
-                raise NoSuchStream(name, available)
-        self._manifest, self._features, self.skip_bad = manifest, features, skip_bad
-        # A packed source that was trimmed stays so, whatever is asked for.
-        sources = [is_packed(path) and open_packed(path).about.is_trimmed for path in manifest.sources]
-        self._trim, is_trimmed = trim, self._streams != [TEXT] and (trim or (bool(sources) and all(sources)))
-        for path in filter(is_packed, manifest.sources) if self._streams != [TEXT] else ():
-            if (packed := open_packed(path)).of_kind("audio") is None:
-                raise no_audio(path, packed)  # features would pass for samples
+        self._streams = _streams(streams, [AUDIO if features is None else FEATURES, TEXT])
+        has_sound = self._streams != [TEXT]
+        self._manifest, self._features, self.skip_bad, self._trim = manifest, features, skip_bad, trim
+        if has_sound:
+            _check_sources(manifest.sources)
         self._keeps_rate = sample_rate is None
         self._rate = sample_rate or _first_rate(manifest, skip_bad)
-        seconds = float(manifest.durations.sum()) if self._streams != [TEXT] else 0.0
+        seconds = float(manifest.durations.sum()) if has_sound else 0.0
         self.num_bytes = round(2 * self._rate * seconds) + manifest.texts.nbytes  # features are about as large as audio
         self._recordings: Recordings | None = None
         self._seconds: dict[int, float] = {}
@@ -109,7 +102,7 @@ class ManifestSource:
             tuple(path.name for path in manifest.sources),
             None if features is None else features.about,
             bad_lines,
-            is_trimmed,
+            has_sound and (trim or _are_trimmed(manifest.sources)),
         )
         self._extras = extra_keys(manifest)
         digest = xxhash.xxh3_64()
@@ -210,6 +203,28 @@ def cut(durations: NDArray[np.float64], most_seconds: float) -> list[range]:
         ranges.append(range(first, end))
         first = end
     return ranges
+
+
+def _streams(wanted: Sequence[str] | None, available: list[str]) -> list[str]:
+    """Return the streams to pack; raises `NoSuchStream`."""
+    streams = available if wanted is None else list(wanted)
+    for name in streams:
+        if name not in available:
+            raise NoSuchStream(name, available)
+    return streams
+
+
+def _check_sources(sources: Sequence[Path]) -> None:
+    """Raise an error for a packed source without audio: its features would pass for samples."""
+    for path in filter(is_packed, sources):
+        packed = open_packed(path)
+        if packed.of_kind("audio") is None:
+            raise no_audio(path, packed)
+
+
+def _are_trimmed(sources: Sequence[Path]) -> bool:
+    """Return True if all are packed and were trimmed then: they stay so, whatever is asked for."""
+    return bool(sources) and all(is_packed(path) and open_packed(path).about.is_trimmed for path in sources)
 
 
 def _first_rate(manifest: Manifest, skip_bad: bool) -> int:

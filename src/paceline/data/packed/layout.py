@@ -305,17 +305,24 @@ def check_places(file: PackedFile) -> None:
         if column.shape != (len(file),) or column.dtype.kind not in "iuf":
             raise PackedUnreadable(file.path, f"is damaged: {name!r} are not {len(file):,} numbers")
     for name, place in file.streams.items():
-        lengths = np.diff(place.starts)
-        if place.starts.shape != (len(file) + 1,) or place.starts[0] < 0 or np.any(lengths < 0):
-            raise PackedUnreadable(file.path, f"is damaged: stream {name!r} does not have {counted(len(file), 'row')}")
-        if place.dtype.kind not in "biufc" or not all(isinstance(each, int) and each >= 0 for each in place.shape):
-            what = f"stream {name!r} has values of type {place.dtype}, shape {place.shape}"
-            raise PackedUnreadable(file.path, f"is damaged: {what}")
-        if (place.is_single or place.kind in ("int", "float", "bool")) and np.any(lengths != 1):
-            raise PackedUnreadable(file.path, f"is damaged: a row of stream {name!r} is not one value")
-        if place.offset is not None and place.offset + place.nbytes > file.stamp[0]:
-            missing = place.offset + place.nbytes - file.stamp[0]
+        damage = _stream_damage(name, place, len(file))
+        if damage is not None:
+            raise PackedUnreadable(file.path, f"is damaged: {damage}")
+        missing = 0 if place.offset is None else place.offset + place.nbytes - file.stamp[0]
+        if missing > 0:
             raise PackedUnreadable(
                 file.path,
                 f"is truncated: {counted(missing, 'byte')} of stream {name!r} {plural(missing, 'is')} missing",
             )
+
+
+def _stream_damage(name: str, place: StreamPlace, num_rows: int) -> str | None:
+    """Return what is wrong with the index of a stream, None if it is sound."""
+    lengths = np.diff(place.starts)
+    if place.starts.shape != (num_rows + 1,) or place.starts[0] < 0 or np.any(lengths < 0):
+        return f"stream {name!r} does not have {counted(num_rows, 'row')}"
+    if place.dtype.kind not in "biufc" or not all(isinstance(each, int) and each >= 0 for each in place.shape):
+        return f"stream {name!r} has values of type {place.dtype}, shape {place.shape}"
+    if (place.is_single or place.kind in ("int", "float", "bool")) and np.any(lengths != 1):
+        return f"a row of stream {name!r} is not one value"
+    return None

@@ -6,7 +6,7 @@ What is wrong is found before training begins, all of it; it ends the run, or is
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -102,17 +102,21 @@ class Opening:
     def open(self, parts: Sequence[Part]) -> dict[Part, Corpus]:
         """Each ready to be read. What is bad in any of them is reported together."""
         looks = {part: self._look(part) for part in parts}
-        is_stopped = self._settings.bad_data == "stop"
-        refused = [look for look in looks.values() if look.num_bad and (is_stopped or look.manifest is None)]
-        if refused:
-            bad = [line for look in refused for line in look.bad]
-            is_all = any(look.manifest is None for look in refused)
-            raise BadManifest(bad, sum(look.num_bad for look in refused), is_all=is_all)
+        self._refuse_bad(looks.values())
         self.bad = [line for look in looks.values() for line in look.bad]
         self.num_bad = sum(look.num_bad for look in looks.values())
         finished = {part: self._finish(part, look) for part, look in looks.items()}
         self._check_labels({part: report for part, (_, report) in finished.items()})
         return {part: corpus for part, (corpus, _) in finished.items()}
+
+    def _refuse_bad(self, looks: Iterable[_Look]) -> None:
+        """Raise `BadManifest` unless bad lines may be left out, and some good ones are left then."""
+        is_stopped = self._settings.bad_data == "stop"
+        refused = [look for look in looks if look.num_bad and (is_stopped or look.manifest is None)]
+        if refused:
+            bad = [line for look in refused for line in look.bad]
+            is_all = any(look.manifest is None for look in refused)
+            raise BadManifest(bad, sum(look.num_bad for look in refused), is_all=is_all)
 
     def _look(self, part: Part) -> _Look:
         settings = self._settings
