@@ -141,7 +141,7 @@ def test_a_run_that_was_never_validated_is_used_as_it_was_left(
     for words in (["eval", "run"], ["infer", "run"], ["export", "run", "weights"]):
         assert main(words) == 0
         printed = capfd.readouterr()
-        assert printed.err == "no sound checkpoint of run has a score: taking the last one, step-00000006\n"
+        assert printed.err == "no checkpoint of run has a validation score: taking the last one, step-00000006\n"
     assert Path("weights").is_dir()
 
 

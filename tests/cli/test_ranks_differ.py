@@ -18,12 +18,15 @@ def train(out: Path, *words_by_rank: str, tasks: tuple[Path, Path] = (TASK, TASK
 
 
 def refused(ended: list[Ended]) -> str:
-    """The one message of two ranks that refused."""
+    """The message of two ranks that refused: each console has it, one with the word that it came from the other."""
     assert [each.code for each in ended] == [2, 2], ended
-    message = "".join(each.err for each in ended)
-    assert message.count("error: ranks differ") == 1, "said once"
-    assert "Traceback" not in message
-    return message
+    messages = [each.err for each in ended]
+    assert [message.count("error: ranks differ") for message in messages] == [1, 1], "once on each console"
+    assert "Traceback" not in "".join(messages)
+    (first,) = [message for message in messages if "ends too: rank" not in message]
+    (other,) = [message for message in messages if "ends too: rank" in message]
+    assert other.endswith(first)
+    return first
 
 
 def test_settings_that_change_the_result(tmp_path: Path) -> None:

@@ -87,6 +87,9 @@ def test_the_table_has_a_line_per_run(
     assert capsys.readouterr().out == f"no runs in {tmp_path}\n"
     assert main(["runs", str(tmp_path / "absent")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["runs", str(tmp_path / "file")]) == 2
+    assert f"{tmp_path / 'file'} is a file, not a folder of runs" in capsys.readouterr().err
 
 
 def test_a_difference_is_shown_and_is_the_exit_code(

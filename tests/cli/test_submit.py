@@ -187,3 +187,15 @@ def test_one_machine_of_grid_engine(
         assert told in out + err
     (tmp_path / "qconf").write_text("#!/bin/sh\nexit 1\n")
     assert "-pe smp 4\n" in submit(capsys, "sge", *train)[1]
+
+
+def test_options_of_the_training_before_the_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    """The hint was "did you mean --account?"."""
+    code, _, err = submit(capsys, "slurm", "--out", "runs/a", "--dry-run", "--", "train", TASK, "--epochs", "1")
+    assert code == 2
+    assert "--out runs/a: is no option of submit" in err
+    assert "belongs behind the two dashes: `paceline submit ... -- train TASK --out runs/a`" in err
+    code, _, err = submit(capsys, "slurm", "--no-val-at-end", "--lr=1", "--acount", "x", "--", "train", TASK)
+    assert "-- train TASK --no-val-at-end`" in err
+    assert "-- train TASK --lr 1`" in err
+    assert "did you mean --account?" in err, "as before, of submit's own"

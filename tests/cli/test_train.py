@@ -204,6 +204,26 @@ def test_a_disk_that_fills_up_is_said_and_the_run_goes_on_when_there_is_room(mis
         assert [record["step"] for record in read(disk / "run" / "metrics.jsonl")] == list(range(400))
 
 
+def test_a_timeline_that_cannot_be_written_is_told_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was told at the end of the run, when the steps had been recorded in vain."""
+    (tmp_path / "file").touch()
+    out = tmp_path / "run"
+    for place, why in ((tmp_path, "Is a directory"), (tmp_path / "file" / "a.json", "Not a directory")):
+        monkeypatch.setenv("HOROVOD_TIMELINE", str(place))
+        assert main(arguments("Good", "--out", out, "--epochs", "1")) == 2
+        error = capsys.readouterr().err
+        assert f"cannot be written: {why}" in error or "cannot be written: File exists" in error
+        assert "`--profile-file` (or HOROVOD_TIMELINE)" in error
+        assert not out.exists()
+
+
+def test_a_folder_in_the_place_of_a_task_s_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", f"{tmp_path}:Waves", "--epochs", "1"]) == 2
+    assert f"{tmp_path} is a folder, not a Python file" in capsys.readouterr().err
+
+
 def test_more_ranks_than_samples_are_refused_before_any_starts(capsys: pytest.CaptureFixture[str]) -> None:
     """ce01e4b started 64 processes on two cores, of which 48 had nothing to do, without a word."""
     for procs, batch, most in (("64", "32", "16 ranks"), ("3", "2", "1 rank")):

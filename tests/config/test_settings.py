@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import ClassVar, Literal
 
 import pytest
@@ -82,15 +81,3 @@ def test_types_that_come_with_a_level(word: str, told: str, capsys: pytest.Captu
     error = capsys.readouterr().err
     assert told in error
     assert "did you mean" not in error
-
-
-def test_names_that_no_file_system_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On ce01e4b tracebacks: `File name too long`, `embedded null byte`."""
-    (tmp_path / "a.yaml").write_text('out: "a\\0b"\n')
-    for words in (["--out", "x" * 256], ["--runs-dir", "x/" * 3000], ["--config", str(tmp_path / "a.yaml")]):
-        assert main(["train", "digits", "--epochs", "1", *words]) == 2
-        error = capsys.readouterr().err
-        assert "at most 255 bytes" in error or "zero bytes" in error
-    assert main(["train", "digits", "--epochs", "1", "--runs-dir", str(tmp_path), "--exp-name", "x" * 300]) == 2
-    assert main(["diff", "x" * 300, "y"]) == 2
-    assert main(["runs", "x" * 300]) == 2

@@ -1,7 +1,8 @@
 """Sample instances of all our exceptions, made from what their constructors take.
 
 `python -m tests.core.sample_errors FILE`, with another version of paceline on the path, writes the golden file of
-test_error_messages.py: class -> arguments, message and hint of its samples.
+test_error_messages.py: class -> arguments, message and hint of its samples. With `--add` only classes that the file
+does not have are added: `python -m tests.core.sample_errors --add tests/core/golden/errors.json`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,21 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "array": np.array,
     "size": torch.Size,
     "pairs": lambda value: {name: tuple(pair) for name, pair in value.items()},
+    "differences": lambda value: [
+        _ours("world.consistency:Difference")(name, {text: tuple(ranks) for text, ranks in values.items()}, {})
+        for name, values in value.items()
+    ],
+    "claim": lambda value: _ours("world.roll_call:Claim")(*value),
+    "broken": lambda value: [
+        _ours("train.checkpoint.format:CheckpointBroken")(Path(path), "model.safetensors", "is cut short")
+        for path in value
+    ],
 }
+
+
+def _ours(name: str) -> Any:
+    module, _, kind = name.partition(":")
+    return getattr(importlib.import_module(f"paceline.{module}"), kind)
 
 
 def load_all() -> list[type[PacelineError]]:
@@ -86,6 +101,11 @@ def build(described: Described) -> Any:
 
 def _arguments(error: type[PacelineError], variant: int) -> tuple[list[Described], dict[str, Described]]:
     args, named = [], {}
+    if error.sentence:  # declared: its fields are the arguments
+        kinds: dict[str, str] = {}
+        for each in reversed(error.__mro__):
+            kinds |= {name: str(kind) for name, kind in inspect.get_annotations(each).items()}
+        return [_sample(kinds[name], number, variant) for number, name in enumerate(error._fields)], {}
     parameters = list(inspect.signature(error.__init__).parameters.values())[1:]
     if any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters):
         return [_sample("str", 0, variant)], {}
@@ -130,6 +150,9 @@ def _sample(annotation: str, number: int, variant: int) -> Described:
         "Task": ("task", "SampleTask"),
         "NDArray[Any]": ("array", list(range(count))),
         "torch.Size": ("size", list(range(1, 1 + count))),
+        "Sequence[Difference]": ("differences", {each: {"1": [0], "2": [1, 2]} for each in texts}),
+        "Claim": ("claim", [whole, text, 2 + number]),
+        "list[CheckpointBroken]": ("broken", [f"{path}-{each}" for each in range(count)]),
     }
     kind, value = described[annotation]
     return {"kind": kind, "value": value}
@@ -137,8 +160,12 @@ def _sample(annotation: str, number: int, variant: int) -> Described:
 
 if __name__ == "__main__":
     found: dict[str, list[list[dict[str, Any]]]] = {}
+    is_added = sys.argv[1] == "--add"
+    known = json.loads(Path(sys.argv[-1]).read_text(encoding="utf-8")) if is_added else {}
     for each in load_all():
-        found.setdefault(each.__name__, []).append(samples(each))
+        if each.__name__ not in known:
+            found.setdefault(each.__name__, []).append(samples(each))
+    found |= known
     rows = [f"{json.dumps(name)}: {json.dumps(found[name])}" for name in sorted(found)]
     lines = ",\n".join(rows).replace('{"args"', '\n  {"args"').replace(", \n", ",\n")
-    Path(sys.argv[1]).write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    Path(sys.argv[-1]).write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")

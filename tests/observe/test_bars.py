@@ -7,10 +7,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
 
 import paceline
 from paceline.observe import progress
-from paceline.observe.bars import NOTEBOOK_COLUMNS, is_notebook, notebook_line
+from paceline.observe.bars import MAX_BAR, MIN_BAR, NOTEBOOK_COLUMNS, Word, is_notebook, layout, notebook_line
 from tests.observe.notebook import fake_ipython
 from tests.train.small import SmallTask
 
@@ -69,6 +72,24 @@ def test_a_terminal_of_ipython_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("done", "total"), [(0, 4), (3, 4), (4, 4), (7, None), (9, 4)])
 def test_a_notebooks_line_fits(done: int, total: int | None) -> None:
-    line = notebook_line("stage <first & only>, epoch 1", done, total, "loss " + "9" * 100)
+    line = notebook_line("stage <first & only>, epoch 1", done, total, [Word("loss " + "9" * 100)])
     assert len(line) <= NOTEBOOK_COLUMNS
-    assert line.count("█") + line.count("░") == 20
+    assert line.count("█") + line.count("░") == MIN_BAR
+
+
+@given(
+    title=st.text(max_size=60),
+    counts=st.text("0123456789/", min_size=3, max_size=20),
+    words=st.lists(st.builds(Word, st.text(max_size=30), st.integers(0, 5)), max_size=6),
+    width=st.integers(1, 200),
+)
+def test_a_line_gives_way(title: str, counts: str, words: list[Word], width: int) -> None:
+    """The bar first, then words by their rank, then the title; what must stay may be too much, and only that."""
+    line = layout(title, counts, words, width)
+    assert MIN_BAR <= line.bar_width <= MAX_BAR
+    needed = cell_len(line.title) + line.bar_width + cell_len(counts) + cell_len(line.note) + 3
+    assert needed <= width or line.title == ""
+    shown = [word for word in words if word.text in line.note]
+    assert all(word in shown for word in words if word.rank == 0)
+    if line.title != title.rstrip() and cell_len(line.title) < cell_len(title.rstrip()):
+        assert line.note == ", ".join(word.text for word in words if word.rank == 0)

@@ -6,6 +6,7 @@ import io
 import re
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from paceline.observe import progress
 from paceline.observe.progress import Progress, Whole, choose_style, clock_time, epoch_line, pace
 from tests.observe.notebook import fake_ipython
 
+LONG = "stage digits 4-5 (3 of 5), epoch 2 of 400"
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
 
@@ -76,11 +78,15 @@ def test_the_epoch_line_leaves_out_what_is_not_known() -> None:
     )
 
 
+def phrase(*numbers: Any) -> str:
+    return ", ".join(word.text for word in pace(*numbers))
+
+
 def test_pace() -> None:
-    assert pace(30, 90, 1.5, 0.001, 2.0, 0) == "loss 1.5000, lr 0.001, 2 it/s, 0:00:30 left in the epoch"
+    assert phrase(30, 90, 1.5, 0.001, 2.0, 0) == "loss 1.5000, lr 0.001, 2 it/s, 0:00:30 left in the epoch"
     whole = Whole(0.9999, 8073.0)
-    assert pace(30, 90, 1.5, None, 2.0, 0, whole) == "loss 1.5000, 2 it/s, 99.9% of the run, 2:14:33 left"
-    assert pace(30, None, 1.5, None, 1234.5, 7) == "loss 1.5000, 1234 it/s, 7 skipped"
+    assert phrase(30, 90, 1.5, None, 2.0, 0, whole) == "loss 1.5000, 2 it/s, 99.9% of the run, 2:14:33 left"
+    assert phrase(30, None, 1.5, None, 1234.5, 7) == "loss 1.5000, 1234 it/s, 7 skipped"
     assert clock_time(59.9) == "0:00:59"
 
 
@@ -190,3 +196,38 @@ def test_a_notebook_has_one_line_that_is_replaced(monkeypatch: pytest.MonkeyPatc
     assert plain.getvalue() == "train epoch 1, finished\n", "lines are the cell's text, without codes for a terminal"
     shown.close()
     assert cell.outputs == [{"text/plain": "", "text/html": ""}]
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch, title: str, columns: int) -> str:
+    """The last line that a bar of a long run shows at a width, without codes."""
+    terminal, clock = on_terminal(monkeypatch), Time(monkeypatch)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = Progress()
+    shown.epoch(title, 2941, 0)
+    clock.now += 1.0
+    shown.step(1200, 2.34567, 0.003, 0, Whole(0.125, 4800.0))
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    shown.close()
+    return [line for line in re.split(r"[\r\n]+", text) if line.strip()][-1]
+
+
+@pytest.mark.parametrize(
+    ("title", "columns", "words"),
+    [
+        (LONG, 200, "loss 2.3457, lr 0.003, 1200 it/s, 12.5% of the run, 1:20:00 left"),
+        (LONG, 110, "loss 2.3457, 12.5% of the run, 1:20:00 left"),
+        (LONG, 80, "loss 2.3457"),
+        (LONG, 40, "loss 2.3457"),
+        ("epoch 2 of 400", 120, "loss 2.3457, lr 0.003, 1200 it/s, 12.5% of the run, 1:20:00 left"),
+        ("epoch 2 of 400", 80, "loss 2.3457, 12.5% of the run, 1:20:00 left"),
+        ("epoch 2 of 400", 60, "loss 2.3457, 1:20:00 left"),
+    ],
+)
+def test_a_narrow_terminal_keeps_bar_counts_and_loss(
+    monkeypatch: pytest.MonkeyPatch, title: str, columns: int, words: str
+) -> None:
+    line = drawn(monkeypatch, title, columns)
+    assert len(line.rstrip()) <= columns
+    assert line.rstrip().endswith(words)
+    assert "1200/2941" in line
+    assert line.count("━") + line.count("╸") >= 3

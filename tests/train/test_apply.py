@@ -234,7 +234,9 @@ def test_missing_things_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(apply.NoRun, match="it has files but no run.json"):
         use(Bare(), out / "checkpoints")
     assert apply.find_checkpoint(out, "best").name == "step-00000006"
-    assert f"no sound checkpoint of {out} has a score: taking the last one, step-00000006" in capsys.readouterr().err
+    assert (
+        f"no checkpoint of {out} has a validation score: taking the last one, step-00000006" in capsys.readouterr().err
+    )
     with pytest.raises(apply.NoCheckpoint, match="step-9 is not a checkpoint") as other:
         use(Bare(), which=Path("step-9"))
     assert other.value.hint.endswith("step-00000006, step-00000003")

@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 from paceline.config.settings import GroupSettings, TrainConfig
 from paceline.data.partition import cut
 from paceline.speed.precision import Capabilities, resolve
-from paceline.train.summary import DataFacts, Facts, ModelFacts, Seat, batch_line, data_line, idle, rows
+from paceline.train.summary import (
+    DataFacts,
+    Facts,
+    ModelFacts,
+    Seat,
+    batch_line,
+    data_line,
+    idle,
+    idle_ranks,
+    rows,
+    unequal_devices,
+)
 from paceline.world.discover.environment import World
 from tests.train.ragged import RaggedTask
 from tests.train.small import SmallTask, trainer
@@ -209,3 +220,46 @@ def test_ranks_that_share_cores_are_told() -> None:
         world = World(0, 0, 8, 8, 0, 1, launcher, None)
         line = dict(rows(facts(world=world, num_cores=num_cores, grains=8))).get("cores")
         assert line == ("8 ranks share 2 cores: `--procs 2` is likely as fast" if told else None)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "told"),
+    [
+        (4, {"global_batch": 8}, None),
+        (4, {"global_batch": 7}, "1 of 4 ranks have nothing to do: a batch of 7 makes 3 grains of 2 samples or more"),
+        (4, {"global_batch": 5}, "start 2 ranks, or set `--global-batch 8` or more"),
+        (2, {"global_batch": 3}, "start 1 rank, or set `--global-batch 4` or more"),
+        (4, {"batch_cost": 5.0, "global_batch": None}, None),
+        (4, {"global_batch": 5, "dataset_distribution": "random_seed_offset"}, None),
+    ],
+)
+def test_ranks_that_never_have_a_grain_are_told_in_a_line(ranks: int, settings: dict[str, Any], told: str) -> None:
+    world = World(0, 0, ranks, ranks, 0, 1, "procs", None)
+    lines = idle_ranks(facts(settings, world=world, grains=ranks))
+    assert len(lines) == (told is not None)
+    assert told is None or told in lines[0]
+
+
+def test_devices_of_several_models_are_told() -> None:
+    equal = [Seat(host, "NVIDIA H100", 8) for host in "aabb"]
+    assert unequal_devices(equal) == []
+    (line,) = unequal_devices([*equal[:2], *(replace(seat, device="NVIDIA A100") for seat in equal[2:]), equal[0]])
+    assert line.startswith("the ranks have different devices: NVIDIA H100 (rank 0-1, 4), NVIDIA A100 (rank 2-3)")
+    assert "the slowest sets the pace" in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"out": "a", "exp_name": "b"}, "`exp_name` has no effect because `out` names the folder"),
+        ({"out": "a/b", "exp_name": "b"}, "`exp_name` has no effect because `out` names the folder"),
+        ({"out": "a/b", "runs_dir": "c"}, "`runs_dir` has no effect because `out` names the folder"),
+        ({"out": "runs/b", "exp_name": "b"}, None),
+        ({"out": "runs/b-3", "exp_name": "b"}, None),
+        ({"out": "runs/b/c", "exp_name": "b/c"}, None),
+        ({"out": "c/b-3", "exp_name": "b", "runs_dir": "c"}, None),
+        ({"out": "c/digits-20260101", "runs_dir": "c"}, None),
+    ],
+)
+def test_a_name_beside_out_is_told(settings: dict[str, Any], told: str | None) -> None:
+    assert idle(facts(settings)) == ([] if told is None else [told])

@@ -60,10 +60,15 @@ class NoSuchFolder(PacelineError):
     """The folder of runs does not exist."""
 
     folder: Path
-    sentence = "there is no folder {folder}"
+    is_file: bool = False
+    sentence = "{problem}"
     hint = (
         "`paceline runs FOLDER` looks elsewhere; runs are made in `runs` unless `--runs-dir` or `--out` say otherwise"
     )
+
+    @property
+    def problem(self) -> str:
+        return f"{self.folder} is a file, not a folder of runs" if self.is_file else f"there is no folder {self.folder}"
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ class RunLine:
 def run(argv: Sequence[str]) -> int:
     options = load(RunsOptions, argv, prog="paceline runs", positional=POSITIONAL)
     if not options.folder.is_dir():
-        raise NoSuchFolder(options.folder)
+        raise NoSuchFolder(options.folder, is_file=os.path.exists(options.folder))
     lines = sorted(
         (read_line(folder, options.folder) for folder in find_runs(options.folder)), key=lambda line: line.when or ""
     )

@@ -9,14 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from paceline.cli.launch import RANKED
-from paceline.config.command_line import VERBATIM, asks_for_help, dashed
+from paceline.config.command_line import VERBATIM, asks_for_help, dashed, resolve
 from paceline.config.load import load
 from paceline.config.problems import Problem, SettingsInvalid
 from paceline.config.run_path import run_folder
@@ -235,11 +235,23 @@ def _load(option_words: list[str], command: list[str]) -> SubmitOptions:
     try:
         options = load(SubmitOptions, option_words, prog=PROG, positional=POSITIONAL)
     except SettingsInvalid as invalid:
-        raise SettingsInvalid([*invalid.problems, *wrong], PROG) from None
+        raise SettingsInvalid([*map(_with_place, invalid.problems), *wrong], PROG) from None
     wrong += _problems(options)
     if wrong:
         raise SettingsInvalid(wrong, PROG)
     return options
+
+
+def _with_place(problem: Problem) -> Problem:
+    """Return a problem with the right hint where an option of the training stands before the two dashes."""
+    from paceline.cli.train import OPTIONS as OF_TRAIN
+
+    name = problem.where.lstrip("-")
+    if not problem.is_unknown or resolve(OF_TRAIN, name.removeprefix("no-")) is None:
+        return problem
+    option = " ".join(filter(None, [problem.where, problem.given]))
+    hint = f"it is one of `paceline train`, and belongs behind the two dashes: `{PROG} ... -- train TASK {option}`"
+    return replace(problem, what="is no option of submit", hint=hint)
 
 
 def _problems(options: SubmitOptions) -> list[Problem]:

@@ -81,6 +81,8 @@ def make_task(task_class: type[Task], name: str) -> Task:
 
 def import_file(path: Path) -> ModuleType:
     """Run a user's file as a module."""
+    if path.is_dir():
+        raise UnknownTask(f"{path} is a folder, not a Python file", "give the task as path/to/file.py:ClassName")
     if not path.is_file():
         raise UnknownTask(f"there is no file {path}", "give the task as path/to/file.py:ClassName")
     module = user_file.import_file(path, "task")

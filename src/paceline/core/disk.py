@@ -110,6 +110,18 @@ def replacing(path: Path, mode: str = "w", *, errors: str | None = None) -> Iter
         sync(path.parent)
 
 
+def check_writable(path: Path) -> None:
+    """Raise `OSError` unless a file could be written at `path` now; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    aside = path.with_name(f".{path.name}.{os.getpid()}{_ASIDE}")
+    aside.touch()
+    aside.unlink(missing_ok=True)
+
+
 def is_aside(name: str) -> bool:
     """Return True for the name of a file that `replacing` was writing when the process was killed."""
     return name.startswith(".") and name.endswith(_ASIDE)

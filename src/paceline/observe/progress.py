@@ -13,7 +13,7 @@ from rich.console import Console
 
 from paceline.core.terminal import visible
 from paceline.core.units import plural
-from paceline.observe.bars import REFRESH_S, Bar, NotebookBar, TerminalBar, is_notebook
+from paceline.observe.bars import REFRESH_S, Bar, NotebookBar, TerminalBar, Word, is_notebook
 from paceline.observe.rank_log import CONSOLE
 from paceline.observe.records import Samples
 
@@ -114,7 +114,7 @@ class Progress:
         self._title, self._total, self._first, self._began = title, total, done, time.monotonic()
         if self._bar is not None:
             self._last_shown = self._began
-            self._bar.show(title, done, total, "")
+            self._bar.show(title, done, total)
 
     def step(self, done: int, loss: float, rate: float | None, skipped: int, whole: Whole | None = None) -> None:
         """Show a step; `whole` is how far the run is, where that is known."""
@@ -125,10 +125,11 @@ class Progress:
             return
         self._last_shown = now
         per_s = (done - self._first) / max(now - self._began, 1e-9)
-        note = pace(done, self._total, loss, rate, per_s, skipped, whole)
+        words = pace(done, self._total, loss, rate, per_s, skipped, whole)
         if self._bar is not None:
-            self._bar.show(self._title, done, self._total, note)
+            self._bar.show(self._title, done, self._total, words)
         else:
+            note = ", ".join(word.text for word in words)
             self.tell(f"{self._title}, step {done}/{self._total or '?'}, {note}")
 
     def validation(self, metrics: dict[str, float], samples: Samples | None = None) -> None:
@@ -167,8 +168,15 @@ class Whole(NamedTuple):
     @property
     def phrase(self) -> str:
         """Return the share, and the time that is left where it is known: `12.5% of the run, 1:20:00 left`."""
-        share = f"{math.floor(1000 * min(self.done, 1.0)) / 10:.1f}% of the run"
-        return share if self.left_s is None else f"{share}, {clock_time(self.left_s)} left"
+        return self.share if self.left_s is None else f"{self.share}, {self.left}"
+
+    @property
+    def share(self) -> str:
+        return f"{math.floor(1000 * min(self.done, 1.0)) / 10:.1f}% of the run"
+
+    @property
+    def left(self) -> str:
+        return f"{clock_time(self.left_s or 0.0)} left"
 
 
 def pace(
@@ -179,19 +187,21 @@ def pace(
     per_s: float,
     skipped: int,
     whole: Whole | None = None,
-) -> str:
-    """Return loss, rate, speed, and what is left of the run, or else of the epoch, in one phrase."""
-    parts = [f"loss {loss:.4f}"]
+) -> list[Word]:
+    """Return loss, rate, speed, and what is left of the run, or else of the epoch."""
+    words = [Word(f"loss {loss:.4f}")]
     if rate is not None:
-        parts.append(f"lr {rate:.3g}")
-    parts.append(f"{per_s:.3g} it/s" if per_s < 1000 else f"{per_s:.0f} it/s")
+        words.append(Word(f"lr {rate:.3g}", 5))
+    words.append(Word(f"{per_s:.3g} it/s" if per_s < 1000 else f"{per_s:.0f} it/s", 4))
     if whole is not None:
-        parts.append(whole.phrase)
+        words.append(Word(whole.share, 3))
+        if whole.left_s is not None:
+            words.append(Word(whole.left, 2))
     elif total is not None and per_s > 0:
-        parts.append(f"{clock_time((total - done) / per_s)} left in the epoch")
+        words.append(Word(f"{clock_time((total - done) / per_s)} left in the epoch", 3))
     if skipped:
-        parts.append(f"{skipped} skipped")
-    return ", ".join(parts)
+        words.append(Word(f"{skipped} skipped", 1))
+    return words
 
 
 def clock_time(seconds: float) -> str:

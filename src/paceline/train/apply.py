@@ -150,7 +150,7 @@ def find_checkpoint(folder: Path, which: Which) -> Path:
         found = reader.Found(newest.checkpoint, list(broken.values()))
         if found.checkpoint is not None:
             name = found.checkpoint.path.name
-            warn(f"no sound checkpoint of {folder} has a score: taking the last one, {name}\n")
+            warn(f"no checkpoint of {folder} has a validation score: taking the last one, {name}\n")
     for error in found.broken:
         warn(f"skipped a broken checkpoint: {error}\n")
     if found.checkpoint is None:

@@ -110,7 +110,10 @@ class FewerSamplesThanRanks(PacelineError):
     ranks: int
     samples: int
     sentence = "{ranks:#rank} for a batch of {samples:#sample}: {idle:#rank} would have nothing to do"
-    hint = "start at most {most:#rank}, or set `--global-batch {enough}` or more: a rank takes 2 samples or more"
+    hint = (
+        "start at most {most:#rank}, or set `--global-batch {enough}` or more: "
+        f"a rank computes on {MIN_GRAIN} samples at least (batch norm has no variance over one)"
+    )
 
     @property
     def most(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,8 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from paceline.config.settings import TrainConfig
-from paceline.core.units import counted, plural
-from paceline.data.partition import most_grains
+from paceline.core.paths import absolute
+from paceline.core.units import counted, plural, ranges
+from paceline.data.partition import MIN_GRAIN, most_grains
 from paceline.optim import build, larc, schedule
 from paceline.optim.schedule import SCHEDULES
 from paceline.parallel import outer
@@ -134,6 +136,35 @@ def _shares(num_grains: int, ranks: int) -> str:
         return f"{counted(ranks, 'rank')} x {_even(num_grains, ranks)}"
     idle = ranks - num_grains
     return f"{counted(num_grains, 'rank')} x 1, and {counted(idle, 'rank')} with nothing to do"
+
+
+def idle_ranks(facts: Facts) -> list[str]:
+    """Return a line where a batch is too small to give every rank a grain of its own."""
+    config, ranks = facts.config, facts.world.size
+    if config.batch_cost is not None or config.dataset_distribution != "shard":
+        return []
+    num_grains = most_grains(config.max_samples, facts.grains)
+    if num_grains >= ranks:
+        return []
+    cut = f"a batch of {config.max_samples} makes {counted(num_grains, 'grain')} of {MIN_GRAIN} samples or more"
+    return [
+        f"{ranks - num_grains} of {ranks} ranks have nothing to do: {cut}, and a rank takes whole grains; "
+        f"start {counted(num_grains, 'rank')}, or set `--global-batch {MIN_GRAIN * ranks}` or more"
+    ]
+
+
+def unequal_devices(seats: Sequence[Seat]) -> list[str]:
+    """Return a line where ranks have devices of several models: the work is dealt out evenly."""
+    ranks: dict[str, list[int]] = {}
+    for rank, seat in enumerate(seats):
+        ranks.setdefault(seat.device, []).append(rank)
+    if len(ranks) < 2:
+        return []
+    models = ", ".join(f"{name} (rank {ranges(numbers)})" for name, numbers in ranks.items())
+    return [
+        f"the ranks have different devices: {models}; all get the same amount of work, so the slowest sets the pace, "
+        "and kernels of different models round differently: ask the scheduler for one model"
+    ]
 
 
 def _even(total: int, number: int) -> str:
@@ -349,12 +380,23 @@ _NO_EFFECT: list[_Row] = [
     ("without fp16", ("loss_scale",), lambda facts: not facts.precision.scaled),
     ("on a resumed run", ("init_from",), lambda facts: facts.resumed is not None),
     ("unless a run is resumed", ("regrain", "allow_change"), lambda facts: facts.resumed is None),
+    ("because `out` names the folder", ("exp_name", "runs_dir"), lambda facts: _is_named_by_out(facts.config)),
     (
         "without a run folder",
         ("save_every_steps", "checkpoint_form", "keep_last", "keep_best", "profile", "profile_memory"),
         lambda facts: facts.folder is None,
     ),
 ]
+
+
+def _is_named_by_out(config: TrainConfig) -> bool:
+    """Return True if the run's folder is another than `runs_dir` and `exp_name` would give."""
+    if config.out is None:
+        return False
+    out, named = absolute(config.out), absolute(config.runs_dir / (config.exp_name or "_"))
+    if config.exp_name is None:
+        return out.parent != named.parent
+    return out.parent != named.parent or re.fullmatch(rf"{re.escape(named.name)}(-\d+)?", out.name) is None
 
 
 def idle(facts: Facts) -> list[str]:

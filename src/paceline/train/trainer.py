@@ -551,7 +551,9 @@ class Trainer:
             task_rows=tasks.summary_rows_of(self.task),
         )
         self.progress.table(summary.rows(facts))
-        for line in [*filter(None, [self._arithmetic]), *self.engine.precision.notes, *summary.idle(facts)]:
+        arithmetic = [self._arithmetic] if self._arithmetic else []
+        remarks = [*summary.idle_ranks(facts), *summary.unequal_devices(facts.seats), *summary.idle(facts)]
+        for line in [*arithmetic, *self.engine.precision.notes, *remarks]:
             self.progress.say(line)
 
     # -- the way out ---------------------------------------------------------------------------------------------

@@ -20,23 +20,36 @@ from paceline.data.packed.pack import PackExists, WorkerDied, bytes_left
 from paceline.data.packed.parts import OtherParts
 from paceline.data.packed.piece import read_piece
 from paceline.data.packed.reader import open_packed
-from tests.crash import KILLED
+from tests.crash import KILLED, TIMEOUT_S
 from tests.data.packing import NUMBER, Sentences, assert_whole, packed
+
+ROWS = 4
+"""Rows of a piece."""
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(from_samples, "ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(from_samples, "ROWS_AT_ONCE", ROWS)
 
 
-def _kill_packer(at: int) -> Callable[[int], None]:
-    """Before row `at` is read by whichever process that the one which packs began, that one is gone."""
+def _kill_packer(at: int, beyond: Any = None) -> Callable[[int], None]:
+    """Before row `at` is read by whichever process that the one which packs began, that one is gone.
+
+    `beyond` is an event for two such processes: none reads past the piece of that row, and the other one has made all
+    pieces before it when the packer is killed. So it is known which pieces are there, however slow either is.
+    """
     not_to_kill = os.getpid()
 
     def dies(row: int) -> None:
-        if row == at and os.getppid() != not_to_kill:
+        if os.getppid() == not_to_kill:
+            return  # the packer itself looks at its data
+        if beyond is not None and row // ROWS > at // ROWS:
+            beyond.set()
+            signal.pause()
+        if row == at:
+            assert beyond is None or beyond.wait(TIMEOUT_S)
             os.kill(os.getppid(), signal.SIGKILL)
-            signal.pause()  # until this one is, too
+            signal.pause()  # until this one is gone, too
 
     return dies
 
@@ -59,10 +72,11 @@ def test_after_a_kill_the_same_call_goes_on(tmp_path: Path, shard_bytes: int | N
     """At several moments one after the other; workers end with the process that began them."""
     out = tmp_path / "a.h5"
     context = multiprocessing.get_context("fork")
-    for at in (17, 38):  # far apart: a worker may be some pieces ahead of the one that is killed
+    for at in (17, 30):
         alive, end = os.pipe()
         options = {"shard_bytes": shard_bytes, "processes": 2}
-        packer = context.Process(target=packed, args=(out, Sentences(dies=_kill_packer(at))), kwargs=options)
+        data = Sentences(dies=_kill_packer(at, context.Event()))
+        packer = context.Process(target=packed, args=(out, data), kwargs=options)
         packer.start()
         os.close(end)
         packer.join()
@@ -74,7 +88,7 @@ def test_after_a_kill_the_same_call_goes_on(tmp_path: Path, shard_bytes: int | N
             open_packed(out)
     done = packed(out, Sentences(dies=_write_down(tmp_path / "read")), shard_bytes=shard_bytes, processes=2)
     read = [int(row) for row in (tmp_path / "read").read_text().split()]
-    assert done.num_resumed >= 16
+    assert done.num_resumed == 28
     assert len(read) == NUMBER - done.num_resumed
     assert_whole(out, Sentences())
 
@@ -122,7 +136,9 @@ def test_a_disk_that_lies_is_found_out(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_piece_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
     out = tmp_path / "a.h5"
-    packer = multiprocessing.get_context("fork").Process(target=packed, args=(out, Sentences(dies=_kill_packer(39))))
+    packer = multiprocessing.get_context("fork").Process(
+        target=packed, args=(out, Sentences(dies=_kill_packer(39))), kwargs={"processes": 1}
+    )
     packer.start()
     packer.join()
     parts = sorted((tmp_path / "a.h5.parts").glob("*.npz"))

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.report import recipe_reports
 from paceline.observe.report import page as page_module
 from paceline.observe.report.page import PlotlyMissing, for_script, packed, page, sections
 from paceline.observe.report.runs import read_run, read_runs
@@ -138,42 +137,3 @@ def test_without_plotly_the_line_to_type_is_said(tmp_path: Path, monkeypatch: py
     with pytest.raises(PlotlyMissing) as missing:
         page([read_run(write_run(tmp_path / "a", usual()))])
     assert "pip install 'paceline[report]'" in missing.value.hint
-
-
-PROBE = """<script>setTimeout(() => {
-  const isOut = (each, box) => each.width && (each.right > box.right + 1 || each.left < box.left - 1);
-  const scrolls = (e) => { for (let p = e.parentElement; p; p = p.parentElement)
-    if (getComputedStyle(p).overflowX !== "visible") return true; return false; };
-  const page = { left: -1e6, right: innerWidth };
-  const wide = [...document.querySelectorAll("body *")].filter(
-    (e) => isOut(e.getBoundingClientRect(), page) && !scrolls(e));
-  const cut = [...document.querySelectorAll(".plot")].flatMap((plot) => [...plot.querySelectorAll("text")].filter(
-    (text) => isOut(text.getBoundingClientRect(), plot.getBoundingClientRect())));
-  const small = [...document.querySelectorAll(".plot text, main p, td")].filter(
-    (e) => e.textContent.trim() && parseFloat(getComputedStyle(e).fontSize) < 10);
-  const found = [...wide, ...cut, ...small].map((e) => `${e.tagName} ${e.textContent.slice(0, 40)}`);
-  parent.postMessage(`width ${innerWidth}, unreadable: ${JSON.stringify(found)}`, "*");
-}, 12000)</script></body>"""
-PHONE = """<body><iframe src="page.html" style="width:390px;height:800px;border:0"></iframe><p id="answer"></p>
-<script>addEventListener("message", (event) => { answer.textContent = event.data; })</script></body>"""
-
-
-def test_nothing_is_cut_or_tiny_on_a_phone(tmp_path: Path) -> None:
-    """Of ce01e4b numbers in matrices had 5 pixels, names of runs and words without spaces ran out of the page."""
-    records: list[dict[str, Any]] = usual()
-    records[-1]["samples"] = {"dev": [{"reference": "see a cat", "hypothesis": "cat" * 40}] * 2}
-    for record in records:
-        if record["kind"] == "epoch":
-            record["stage"] = f"classes {record['epoch']} of the stream"
-    tasks = [f"classes {number}" for number in range(8)]
-    results = {"tasks": tasks, "class_il_matrix": [[0.5] * 8] * 8, "class_il": 50.0}
-    runs = [
-        write_run(tmp_path / name, records) for name in ("quartznet15x5-novograd-lr0.015-8gpu-seed-7-and-more", "b")
-    ]
-    for run in runs:
-        (run / "continual.json").write_text(json.dumps(results))
-    text = page(read_runs(runs, recipe_reports()))
-    (tmp_path / "page.html").write_text(text.replace("</body>", PROBE), encoding="utf-8")
-    (tmp_path / "phone.html").write_text(PHONE, encoding="utf-8")
-    seen = look(tmp_path / "phone.html", tmp_path / "profile", "--allow-file-access-from-files")
-    assert "width 390, unreadable: []" in seen.document, seen.document

@@ -17,6 +17,7 @@ from paceline.core.errors import PacelineError
 from paceline.world.discover.environment import World
 from paceline.world.failure.board import Failure, FailureBoard
 from paceline.world.failure.together import fail_together
+from paceline.world.failure.watchdog import repeats
 
 TIMEOUT_S = 60
 
@@ -54,10 +55,11 @@ def test_ranks_that_meet_by_themselves_and_meet_again() -> None:
     assert out == "sum 1 of 2 by environment, attempt 0\n" * 2
 
 
-def test_a_missing_rank_is_named_on_all_ranks_and_printed_once() -> None:
+def test_a_missing_rank_is_named_once_on_each_console() -> None:
     codes, _, err = run_by_hand("add_up", [0, 1], 3, START_S="3")
     assert codes == [2, 2]
-    assert err.count("1 of 3 ranks did not arrive in 3 s: rank 2") == 1
+    assert err.count("1 of 3 ranks did not arrive in 3 s: rank 2") == 2
+    assert err.count(" ends too: rank ") == 1
     assert f"{socket.gethostname()}: 0-1" in err
     assert "Traceback" not in err
 
@@ -80,7 +82,7 @@ def test_ranks_that_wait_in_vain_end_within_twice_the_time_out() -> None:
         deadline = time.monotonic() + 2 * start_s
         errors = [process.communicate(timeout=max(deadline - time.monotonic(), 0.1))[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
-    assert "".join(errors).count("1 of 3 ranks did not arrive in 4 s: rank 1") == 1
+    assert [error.count("1 of 3 ranks did not arrive in 4 s: rank 1") for error in errors] == [1, 1]
 
 
 def test_who_did_not_come_is_named_where_no_collective_ends() -> None:
@@ -121,10 +123,32 @@ def test_a_crash_ends_all_ranks_and_is_printed_once(job: str) -> None:
 @pytest.mark.parametrize(
     "job", ["one_is_mistaken", "the_first_is_mistaken_before_it_meets", "all_are_mistaken_before_they_meet"]
 )
-def test_a_mistake_is_printed_once_without_traceback(job: str) -> None:
+def test_a_mistake_is_printed_once_on_each_console_without_traceback(job: str) -> None:
+    """Ranks that are started by hand have a console each; one of them says that it is another's mistake."""
     codes, _, err = run_by_hand(job, [0, 1], 2, TORCH_CPP_LOG_LEVEL="ERROR")  # as the command line has it
     assert codes == [2, 2]
-    assert err == "error: train.json is not there\n  give a file that exists\n"
+    message, host = "error: train.json is not there\n  give a file that exists\n", socket.gethostname()
+    repeats = [f"rank {rank} ends too: rank {1 - rank} on {host} reports\n{message}" for rank in (0, 1)]
+    assert err in (repeats[0] + message, message + repeats[1])
+
+
+@pytest.mark.parametrize(
+    ("launcher", "local_rank", "host", "expected"),
+    [
+        ("environment", 1, "here", True),
+        ("procs", 1, "here", False),
+        ("procs", 0, "there", True),
+        ("procs", 1, "there", False),
+        ("torchrun", 0, "there", True),
+        ("openmpi", 0, "there", False),
+        ("slurm", 0, "there", False),
+    ],
+)
+def test_consoles_that_lack_a_mistake(launcher: str, local_rank: int, host: str, expected: bool) -> None:
+    world = World(1, local_rank, 4, 2, 0, 2, launcher, "a:1")
+    assert repeats(world, "here", Failure(0, host, "user", "error: no")) == expected
+    assert not repeats(world, "here", Failure(1, host, "user", "error: no")), "its own"
+    assert not repeats(world, "here", Failure(0, host, "crash", "no", "Traceback")), "it has a traceback"
 
 
 def test_a_rank_that_dies_without_a_word() -> None:

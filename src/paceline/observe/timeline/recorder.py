@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.config.settings import ObserveSettings
 from paceline.config.step_range import StepRange
+from paceline.core.disk import CannotWrite, check_writable
 from paceline.core.errors import PacelineError
 from paceline.core.run_folder import TIMELINES
 from paceline.core.torch_private import allocations, record_allocations
@@ -84,7 +85,23 @@ def build(
     folder = run / TIMELINES if run is not None else None if file is None else file.parent
     if folder is None or (settings.profile == "no" and not settings.profile_memory and file is None):
         return Off()
+    if file is not None:
+        _require_writable(file, link)
     return Timeline(settings, link, clock, folder, num_steps, say, keeps=run is not None)
+
+
+def _require_writable(file: Path, link: Link) -> None:
+    """Raise `CannotWrite` on all ranks if the first could not write the timeline, which is long after the start."""
+    problem: tuple[int | None, str] | None = None
+    if link.is_first:
+        try:
+            check_writable(file)
+        except OSError as error:
+            problem = error.errno, error.strerror or str(error)
+    problem = link.broadcast_object(problem)
+    if problem is not None:
+        advice = "choose another `--profile-file` (or HOROVOD_TIMELINE), in a folder that you may write to"
+        raise CannotWrite(file, OSError(*problem), advice)
 
 
 class Off:

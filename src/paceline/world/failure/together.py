@@ -1,4 +1,4 @@
-"""All ranks fail together, and the first real failure is printed once.
+"""All ranks fail together, and the first real failure is printed once: a user's mistake once on each console.
 
 The failing rank posts its report in the store, the first one wins and prints. A rank whose collective broke because
 another is gone looks there before it believes its own error; a rank that computes or hangs is told by its watch.
@@ -31,7 +31,15 @@ from paceline.world.failure.board import (
     who_is_silent,
 )
 from paceline.world.failure.flight_recorder import trail
-from paceline.world.failure.watchdog import LINGER_S, FailureWatch, exit_now, serves, speaks_for_machine
+from paceline.world.failure.watchdog import (
+    LINGER_S,
+    FailureWatch,
+    exit_now,
+    repeated,
+    repeats,
+    serves,
+    speaks_for_machine,
+)
 from paceline.world.rendezvous.client import StoreSilent
 from paceline.world.roll_call import RanksMissing, SizesDiffer
 from paceline.world.store import NoMeeting, Store, answer_within, meet, poll
@@ -142,6 +150,10 @@ def _fail(world: World, error: BaseException) -> NoReturn:
     if first == mine and mine.kind != "interrupt":
         warn(f"{mine}\n")
         sys.stderr.flush()
+    elif _last_meeting is not None:
+        _last_meeting.watch.repeat(first)
+    elif repeats(world, mine.host, first):
+        warn(repeated(world, first))
     if board is not None:
         with suppress(DistError):
             _tell_others(board, world, first, error)

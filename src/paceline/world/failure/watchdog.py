@@ -58,6 +58,22 @@ def speaks_for_machine(world: World) -> bool:
     return world.rank == 1 or world.local_rank == 0
 
 
+def repeats(world: World, host: str, failure: Failure) -> bool:
+    """Return True if this rank, on `host`, prints a mistake that another one has reported: its console lacks it.
+
+    Ranks that were started by hand have a console each, those of our launcher and of torchrun one per machine.
+    """
+    if failure.kind != "user" or failure.rank == world.rank:
+        return False
+    is_elsewhere = failure.host != host and world.local_rank == 0 and world.launcher in ("procs", "torchrun")
+    return world.launcher == "environment" or is_elsewhere
+
+
+def repeated(world: World, failure: Failure) -> str:
+    """Return the mistake of another rank, with the word that it is one."""
+    return f"rank {world.rank} ends too: rank {failure.rank} on {failure.host} reports\n{failure}\n"
+
+
 def silence_s(before_s: float, elapsed_s: float, longest_s: float, is_heard: bool) -> float:
     """Return for how long the store has been silent, after one more look; 0 if it answered or this rank got on.
 
@@ -98,7 +114,7 @@ class FailureWatch:
         self._waits_since: float | None = None
         self._slept_s = 0.0
         self._silent_s, self._num_refused = 0.0, 0
-        self._stopped = threading.Event()
+        self._stopped, self._has_repeated = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="paceline-failure-watch", daemon=True)
         # A thread inside C++ code when the interpreter ends would abort the process.
         atexit.register(self._finish)
@@ -204,12 +220,19 @@ class FailureWatch:
     def _obey(self, board: FailureBoard, failure: Failure, is_mine: bool) -> None:
         if is_mine:  # before others know and end, which the main thread would notice, and end too
             _print(f"{failure}\n")
+        else:
+            self.repeat(failure)
         stacks.dump(f"rank {failure.rank} on {failure.host} reported: {failure.message}")
         self.heard = failure
         board.acknowledge(self._world.rank)
         if serves(self._world):
             poll(lambda: board.all_know(self._world.size), LINGER_S)
         self._leave(failure.exit_code)
+
+    def repeat(self, failure: Failure) -> None:
+        """Print the mistake that another rank has reported, once, if this rank's console lacks it."""
+        if repeats(self._world, self._host, failure) and self._has_repeated.acquire(blocking=False):
+            _print(repeated(self._world, failure))
 
     def _leave(self, code: int) -> None:
         if not self._stopped.wait(self._grace_s):
