@@ -163,7 +163,6 @@ def test_killed_right_after_the_save_of_the_last_step(
     again = trainer(task, tmp_path / "run", resume="auto", **common)
     result = again.fit()
     assert (result.status, result.num_steps, task.seen) == (expected.status, num_steps, [])
-    assert result.metrics == expected.metrics
     assert what_was_computed(tmp_path / "run") == what_was_computed(tmp_path / "whole")
     assert validations_of(tmp_path / "run") == validations_of(tmp_path / "whole")
     assert read(tmp_path / "run" / "metrics.jsonl") == read(tmp_path / "whole" / "metrics.jsonl")
@@ -182,7 +181,7 @@ def train_or_die(link: Link, out: str, dies: bool) -> None:
             saved.append(first.engine.num_steps)
 
         def die() -> None:
-            if saved == [4]:
+            if saved[-1:] == [4]:
                 first.checkpoints.close("running")  # on disk
                 os.kill(os.getpid(), signal.SIGKILL)
             sync()

@@ -247,8 +247,8 @@ def _with_place(problem: Problem) -> Problem:
     from paceline.cli.train import OPTIONS as OF_TRAIN
 
     name = problem.where.lstrip("-")
-    if not problem.is_unknown or resolve(OF_TRAIN, name.removeprefix("no-")) is None:
-        return problem
+    if not problem.is_unknown or name == "procs" or resolve(OF_TRAIN, name.removeprefix("no-")) is None:
+        return problem  # `--procs` is `--procs-per-node` here
     option = " ".join(filter(None, [problem.where, problem.given]))
     hint = f"it is one of `paceline train`, and belongs behind the two dashes: `{PROG} ... -- train TASK {option}`"
     return replace(problem, what="is no option of submit", hint=hint)

@@ -287,7 +287,7 @@ class Trainer:
             self._come_together()
             step = self.engine.last_step or step
         signals = self._signals(feed, batch, step)  # the average may have told of a stop or of the end of the data
-        position.is_epoch_over = signals.is_out_of_data
+        position.is_epoch_over = signals.is_out_of_data or (feed.is_stream and batch.is_last)
         now = due(self.config, position, signals, since)
         if now.log:
             self.log.flush()
