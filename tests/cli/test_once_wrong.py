@@ -30,10 +30,9 @@ TOKEN, PASSWORD = "hf_" + "aB3dE6gH9jK2mN5pQ8sT" * 2, "correct-horse-battery"
 QUICK = ["--epochs", "1", "--device", "cpu", "--threads", "1", "--level", "0", "--progress", "none"]
 TASK = '''
 import os
-import time
-from pathlib import Path
 import paceline
 from tests.cli.tasks_for_tests import Good
+from tests.cli.test_once_wrong import Endless
 
 class Settings(paceline.TrainConfig):
     hf_token: str = ""
@@ -44,20 +43,23 @@ class Keyed(Good):
     Settings = Settings
 
 class Stuck(Good):
-    """Every worker reads its first sample for ever, and says who it is."""
-
     def train_data(self):
-        return Endless(Path(os.environ["PIDS"]))
+        return Endless(os.environ["PIDS"])
+'''
+
 
 class Endless:
-    def __init__(self, folder):
-        self.folder = folder
-    def __len__(self):
+    """Every worker reads its first sample for ever, and says who it is."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def __len__(self) -> int:
         return 8
-    def __getitem__(self, index):
-        (self.folder / str(os.getpid())).touch()
+
+    def __getitem__(self, index: int) -> Any:
+        (self._folder / str(os.getpid())).touch()
         time.sleep(600)
-'''
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import pytest
 from paceline.core.disk import DiskFull
 from paceline.data.packed import from_samples
 from paceline.data.packed.errors import PackedUnreadable
+from paceline.data.packed.from_samples import SampleSource
 from paceline.data.packed.pack import PackExists, WorkerDied, bytes_left
 from paceline.data.packed.parts import OtherParts
 from paceline.data.packed.piece import read_piece
@@ -32,18 +33,19 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(from_samples, "ROWS_AT_ONCE", ROWS)
 
 
-def _kill_packer(at: int, beyond: Any = None) -> Callable[[int], None]:
+def _kill_packer(at: int, end: int = NUMBER, beyond: Any = None) -> Callable[[int], None]:
     """Before row `at` is read by whichever process that the one which packs began, that one is gone.
 
-    `beyond` is an event for two such processes: none reads past the piece of that row, and the other one has made all
-    pieces before it when the packer is killed. So it is known which pieces are there, however slow either is.
+    `beyond` is an event for two such processes: none reads past `end`, where the piece of that row ends, and the other
+    has made all pieces before it when the packer is killed. So it is known which pieces are there, however slow either
+    is.
     """
     not_to_kill = os.getpid()
 
     def dies(row: int) -> None:
         if os.getppid() == not_to_kill:
             return  # the packer itself looks at its data
-        if beyond is not None and row // ROWS > at // ROWS:
+        if row >= end:
             beyond.set()
             signal.pause()
         if row == at:
@@ -72,10 +74,12 @@ def test_after_a_kill_the_same_call_goes_on(tmp_path: Path, shard_bytes: int | N
     """At several moments one after the other; workers end with the process that began them."""
     out = tmp_path / "a.h5"
     context = multiprocessing.get_context("fork")
+    pieces = SampleSource(Sentences(), range(NUMBER), name="test").cuts(shard_bytes)
     for at in (17, 30):
+        (piece,) = [rows for rows in pieces if at in rows]
         alive, end = os.pipe()
         options = {"shard_bytes": shard_bytes, "processes": 2}
-        data = Sentences(dies=_kill_packer(at, context.Event()))
+        data = Sentences(dies=_kill_packer(at, piece.stop, context.Event()))
         packer = context.Process(target=packed, args=(out, data), kwargs=options)
         packer.start()
         os.close(end)
@@ -88,7 +92,7 @@ def test_after_a_kill_the_same_call_goes_on(tmp_path: Path, shard_bytes: int | N
             open_packed(out)
     done = packed(out, Sentences(dies=_write_down(tmp_path / "read")), shard_bytes=shard_bytes, processes=2)
     read = [int(row) for row in (tmp_path / "read").read_text().split()]
-    assert done.num_resumed == 28
+    assert done.num_resumed == piece.start
     assert len(read) == NUMBER - done.num_resumed
     assert_whole(out, Sentences())
 
