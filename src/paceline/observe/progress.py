@@ -100,7 +100,7 @@ class Progress:
                 return
             note = setup_note(done, total, now - began)
             if self._bar is not None:
-                self._bar.show(title, done, total, note)
+                self._bar.show(title, done, total, [Word(note)] if note else [])
             elif now - shown >= SETUP_QUIET_S:
                 shown = now
                 self.tell(f"  {title}: {done} of {total}{f', {note}' if note else ''}")
