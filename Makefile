@@ -20,7 +20,7 @@ $(VENV)/.test: pyproject.toml constraints.txt
 $(VENV)/.bench: pyproject.toml constraints.txt
 	$(call install,demo$(comma)test$(comma)bench)
 
-.PHONY: demo test check docs bench chaos clean
+.PHONY: demo test full check docs bench chaos clean
 demo: $(VENV)/.demo
 	$(BIN)/paceline demo
 
@@ -31,6 +31,13 @@ test: $(VENV)/.test
 	wait $$launchers; found=$$?; echo "tests/launchers:"; cat $(VENV)/launchers.log; \
 	test $$others -eq 0 -a $$found -eq 0
 
+# Everything: the checks, all tests with all cases of those that run a sample otherwise (pairs of features, campaigns,
+# properties), and those that need a GPU where there is one. Hours on a small machine.
+full: check
+	$(BIN)/python -m pytest --long
+	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
+	$(BIN)/python -m pytest -m gpu --long; else echo "no GPU here: the tests marked gpu were left out"; fi
+
 check: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -38,10 +45,11 @@ check: $(VENV)/.test
 	$(BIN)/lint-imports
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-# Writes the pages of options and of the Python API anew and builds all pages into site/.
+# Writes the pages of options, of the Python API and of what goes together anew, and builds all pages into site/.
 docs: $(VENV)/.test
 	$(BIN)/python docs/options.py
 	$(BIN)/python docs/api.py
+	$(BIN)/python docs/together.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.bench

@@ -22,5 +22,17 @@ if not torch.cuda.is_available():
 from tests.ranks import close_pool
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="all cases of tests that run a sample otherwise: hours")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--long"):
+        import hypothesis
+
+        hypothesis.settings.register_profile("long", max_examples=10 * hypothesis.settings.default.max_examples)
+        hypothesis.settings.load_profile("long")
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     close_pool()

@@ -56,10 +56,15 @@ def ranks(*sizes: int, timeout_s: float = TIMEOUT_S) -> Callable[[Callable[..., 
     return decorate
 
 
-def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
-    """Call `function(link, *args)` on `size` ranks; what each returned, by rank. It must be a module's own function."""
+def run_ranks(
+    size: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S, machines: int = 1
+) -> list[Any]:
+    """Call `function(link, *args)` on `size` ranks; what each returned, by rank. It must be a module's own function.
+
+    The ranks are told that they are on so many `machines`, which have equally many each.
+    """
     assert "<locals>" not in function.__qualname__, f"{function.__qualname__}: ranks cannot import an inner function"
-    return _pool().run(size, (function.__module__, function.__qualname__), args, timeout_s)
+    return _pool().run(size, (function.__module__, function.__qualname__), args, timeout_s, machines)
 
 
 def close_pool() -> None:
@@ -95,11 +100,14 @@ class Pool:
         self._workers: list[Worker] = []
         self._runs = 0
 
-    def run(self, size: int, name: tuple[str, str], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+    def run(
+        self, size: int, name: tuple[str, str], args: tuple[Any, ...], timeout_s: float, machines: int = 1
+    ) -> list[Any]:
         if not self._workers:
             self._workers = [self._start(rank) for rank in range(POOL_SIZE)]
         assert size <= POOL_SIZE, f"the pool has {POOL_SIZE} processes"
         self._runs += 1
+        local_size = size // machines
         for rank, worker in enumerate(self._workers[:size]):
             job = {
                 "name": name,
@@ -108,11 +116,11 @@ class Pool:
                 "timeout_s": timeout_s,
                 "world": {
                     "rank": rank,
-                    "local_rank": rank,
+                    "local_rank": rank % local_size,
                     "size": size,
-                    "local_size": size,
-                    "node_rank": 0,
-                    "nodes": 1,
+                    "local_size": local_size,
+                    "node_rank": rank // local_size,
+                    "nodes": machines,
                     "launcher": "test pool",
                     "meeting": f"127.0.0.1:{self._store.port}" if size > 1 else None,
                     "attempt": self._runs,

@@ -326,7 +326,7 @@ def test_files_that_a_page_names_exist(name: str) -> None:
     assert sorted(path for path in named if not (ROOT / "src" / "paceline" / path).exists()) == []
 
 
-@pytest.mark.parametrize("name", ["options", "api"])
+@pytest.mark.parametrize("name", ["options", "api", "together"])
 def test_written_page_is_fresh(name: str) -> None:
     spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     assert spec is not None

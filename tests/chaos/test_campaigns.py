@@ -1,4 +1,4 @@
-"""A few cases of every campaign, and all inputs that were found once; `make chaos` runs them by the thousand."""
+"""A few cases of every campaign, and all inputs that were found once; `--long` and `make chaos` run thousands."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
+def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
     """All campaigns in one process, which forks what it attacks."""
     folder = tmp_path_factory.mktemp("chaos")
-    command = [sys.executable, "-m", "tests.chaos", "--seed", "15", "--jobs", "2", "--minutes", "3"]
+    is_long = request.config.getoption("--long")
+    amount = ["--long", "--jobs", str(len(os.sched_getaffinity(0)))] if is_long else ["--jobs", "2", "--minutes", "3"]
+    command = [sys.executable, "-m", "tests.chaos", "--seed", "15", *amount]
     command += ["--folder", str(folder / "evidence"), "--json", str(folder / "rows")]
     env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)

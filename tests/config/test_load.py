@@ -166,9 +166,9 @@ def test_all_mistakes_between_fields_are_found() -> None:
         "--wire int8: --wire int8 is for --reduce param; gradients travel as full, fp16 or bf16",
         "--sync-step 4, --outer nesterov: --sync-step and --outer: for --reduce param, too",
     ]
-    several = wrong("--clip-norm", 1, "--clip-value", 1, "--shard", "full", "-O3", "--scale-lr", "sqrt")
+    several = wrong("--clip-norm", 1, "--clip-value", 1, "--precision", "fp64", "-O3", "--scale-lr", "sqrt")
     assert [problem.partition(":")[0] for problem in several] == [
-        "-O3, --shard full",
+        "-O3, --precision fp64",
         "--clip-norm 1, --clip-value 1",
         "--scale-lr sqrt",
     ]

@@ -36,15 +36,16 @@ def test_the_levels_that_a_run_could_have() -> None:
 
     assert TrainConfig(epochs=1).possible_levels == (0, 1, 2, 3, 4)
     assert Fewer(epochs=1).possible_levels == (0, 1)
-    sharded = TrainConfig(epochs=1, shard="full")
-    assert sharded.possible_levels == (0, 1, 2)
+    assert TrainConfig(epochs=1, shard="full").possible_levels == (0, 1, 2, 3, 4)
+    exact = TrainConfig(epochs=1, precision="fp64")
+    assert exact.possible_levels == (0, 1)
     for level in range(5):
         is_taken = True
         try:
-            TrainConfig(epochs=1, shard="full", level=level)  # type: ignore[arg-type]
+            TrainConfig(epochs=1, precision="fp64", level=level)  # type: ignore[arg-type]
         except ValidationError:
             is_taken = False
-        assert is_taken == (level in sharded.possible_levels)
+        assert is_taken == (level in exact.possible_levels)
 
 
 def test_frozen() -> None:

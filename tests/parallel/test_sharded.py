@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from paceline.parallel.sharded import MIN_BLOCK, CannotShard, blocks, check, shard
+from paceline.parallel.sharded import MIN_BLOCK, CannotShard, Cut, blocks, check, shard
 from paceline.world.link import Link
 from tests.ranks import ranks
 
@@ -91,7 +91,7 @@ def test_pieces_are_those_of_torch_and_join_to_the_whole(link: Link) -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))  # 5 rows and 1 row: uneven, and empty on some ranks
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = sgd(model)
-    shards = shard(model, optimizer, link, ["0"])
+    shards = shard(model, optimizer, link, Cut(("0",)))
     mesh = next(iter(shards._parameters.values())).device_mesh
     whole = {**before, "count": torch.tensor(3.0), "buffer": torch.arange(6.0)}
     pieces = shards.pieces(whole)

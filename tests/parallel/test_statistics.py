@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
-from paceline.parallel.statistics import CumulativeBatchNorm, RunningStatistics
+from paceline.parallel.statistics import RunningStatistics
 from paceline.world.link import Link
 from tests.ranks import ranks
 
@@ -14,7 +13,8 @@ GRAINS = 6
 
 
 def make() -> nn.Module:
-    net = nn.Sequential(nn.BatchNorm1d(3, momentum=0.3), nn.BatchNorm1d(3), nn.BatchNorm1d(3)).double()
+    norms = [nn.BatchNorm1d(3, momentum=momentum) for momentum in (0.3, 0.1, 0.1, None)]
+    net = nn.Sequential(*norms).double()
     net[2].eval()  # frozen: its statistics are read, never written
     net[2].running_mean += 1.5  # type: ignore[operator]
     return net
@@ -60,7 +60,10 @@ def check(net: nn.Module, alone: nn.Module, statistics: RunningStatistics) -> No
 
 
 @ranks(2)
-def test_cumulative_average_is_refused_by_name(link: Link) -> None:
+def test_means_over_all_calls_before_the_first_call(link: Link) -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=None))
-    with pytest.raises(CumulativeBatchNorm, match="'1'"):
-        RunningStatistics(net, link).share()
+    statistics = RunningStatistics(net, link)
+    statistics.share()
+    statistics.total()
+    assert net[1].running_var.tolist() == [1.0, 1.0, 1.0]  # type: ignore[union-attr, operator]
+    assert int(net[1].num_batches_tracked) == 0  # type: ignore[arg-type]

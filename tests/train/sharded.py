@@ -62,7 +62,8 @@ class BlocksTask(Task):
 
     def loss(self, model: nn.Module, grain: Grain) -> Any:
         dtype = next(model.parameters()).dtype
-        return (model(grain.x.to(dtype)) - grain.y.to(dtype)).square().sum(), len(grain)
+        wide = torch.promote_types(dtype, torch.float32)  # pieces of fp16 weights are fp32 masters
+        return (model(grain.x.to(dtype)).to(wide) - grain.y.to(wide)).square().sum(), len(grain)
 
     def metrics(self, model: nn.Module, grain: Grain) -> Mapping[str, Any]:
         total, count = self.loss(model, grain)
@@ -97,6 +98,7 @@ def fit(link: Link, settings: dict[str, Any], has_norm: bool = False) -> dict[st
     updated = [tensor for group in made.engine.optimizer.param_groups for tensor in group["params"]]
     return {
         "metrics": result.metrics,
+        "scale": made.engine.scale.current(),
         "weights": sum(tensor.numel() for tensor in updated),
         "storage": sum(tensor.untyped_storage().nbytes() for tensor in updated),
         "moments": sum(entry["exp_avg"].numel() + entry["exp_avg_sq"].numel() for entry in state if "exp_avg" in entry),

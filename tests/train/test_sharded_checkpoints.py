@@ -22,8 +22,8 @@ from tests.train.sharded import fit
 COMMON: dict[str, Any] = {"precision": "fp64", "ema": 0.9, "save_every_steps": 3, "keep_last": 9}
 
 
-def run(size: int, folder: Path, **settings: Any) -> None:
-    run_ranks(size, fit, {**COMMON, "out": str(folder), **settings}, True)
+def run(size: int, folder: Path, machines: int = 1, **settings: Any) -> None:
+    run_ranks(size, fit, {**COMMON, "out": str(folder), **settings}, True, machines=machines)
 
 
 def losses(folder: Path) -> list[float]:
@@ -40,6 +40,7 @@ def newest(folder: Path) -> restore.Checkpoint:
 CUT = {"shard": "full", "checkpoint_form": "sharded"}
 WHOLE = {"shard": "full", "checkpoint_form": "full"}
 PLAIN = {"shard": "none"}
+NODE = {"shard": "node", "checkpoint_form": "sharded", "machines": 2}
 
 
 @pytest.mark.parametrize(
@@ -48,8 +49,9 @@ PLAIN = {"shard": "none"}
         [(4, CUT), (2, CUT), (1, PLAIN), (4, CUT)],
         [(2, PLAIN), (4, CUT), (2, WHOLE), (2, CUT)],
         [(4, WHOLE), (2, CUT), (4, PLAIN), (1, CUT)],
+        [(4, NODE), (4, CUT), (4, {**NODE, "checkpoint_form": "full"}), (2, WHOLE)],
     ],
-    ids=["4-2-1-4", "ddp-cut-whole-cut", "whole-cut-ddp-1"],
+    ids=["4-2-1-4", "ddp-cut-whole-cut", "whole-cut-ddp-1", "node-cut-node-whole"],
 )
 def test_every_form_goes_on_from_every_other(tmp_path: Path, legs: list[tuple[int, dict[str, Any]]]) -> None:
     """Three steps in each form and on so many ranks, against one run on two ranks."""

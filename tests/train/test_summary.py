@@ -131,7 +131,7 @@ def test_the_size_of_data(data: DataFacts, line: str) -> None:
         ({"loss_scale": 128.0}, {}, "`loss_scale` has no effect without fp16"),
         ({"init_from": Path("other")}, {"resumed": "after step 3"}, "`init_from` has no effect on a resumed run"),
         ({"reduce": "param", "sync_step": 4}, {}, "`reduce` has no effect on one rank"),
-        ({"checkpoint_form": "sharded"}, {}, "`checkpoint_form` has no effect unless `shard` is full"),
+        ({"checkpoint_form": "sharded"}, {}, "`checkpoint_form` has no effect without `shard`"),
         ({"keep_last": 5}, {"folder": None}, "`keep_last` has no effect without a run folder"),
         ({"loggers": ("tensorboard",)}, {"folder": None}, "the logger tensorboard has no effect without a run folder"),
     ],

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from paceline.config.named_sets import SetWord
 from paceline.config.step_range import StepRange
 from paceline.core.paths import AbsolutePath
+from paceline.core.together import SettingsExclusion
 
 _MAX_NAME, _MAX_PATH = 255, 4095
 """Bytes, on all usual file systems of Linux."""
@@ -59,13 +60,20 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other names of fields that are accepted in files and on the command line."""
+    exclusions: ClassVar[tuple[SettingsExclusion, ...]] = ()
+    """Settings of this section that cannot go together; a class declares those beside its bases' own."""
 
     def contradictions(self) -> Iterator[str]:
         """Yield what is wrong between settings that are right by themselves: a line each, with names in backticks.
 
-        All are collected before any is shown. A class adds its own to those of `super()`.
+        All are collected before any is shown. These are the `exclusions`; a class adds what it misses to those of
+        `super()`.
         """
-        yield from ()
+        yield from (each.describe(self) for each in self.excluded())
+
+    def excluded(self) -> list[SettingsExclusion]:
+        """Return the declared exclusions that these settings run into."""
+        return [each for each in exclusions_of(type(self)) if each.applies(self)]
 
     @field_validator("*", mode="after")
     @classmethod
@@ -85,6 +93,11 @@ class Section(BaseModel):
         if wrong:
             raise ValueError("\n".join(wrong))
         return self
+
+
+def exclusions_of(section: type[Section]) -> list[SettingsExclusion]:
+    """Return the exclusions of a section and of all that it is made of."""
+    return [each for base in reversed(section.__mro__) for each in vars(base).get("exclusions", ())]
 
 
 class RunSettings(Section):
@@ -123,6 +136,24 @@ class DataSettings(Section):
     """Which samples make a step, in which order, cut into which grains."""
 
     aliases = {"horovod_dataset_distribution": "dataset_distribution"}
+    exclusions: ClassVar[tuple[SettingsExclusion, ...]] = (
+        SettingsExclusion(
+            "`--batch-per-device`",
+            "`--global-batch`",
+            "one thing twice",
+            "Both say how large a step is: per rank, or over all ranks.",
+            "set `batch_per_device` or `global_batch`, not both",
+            lambda s: s.batch_per_device is not None and s.global_batch is not None,
+        ),
+        SettingsExclusion(
+            "`--batch-per-device`",
+            "`--batch-cost`",
+            "one thing twice",
+            "Both say how large a step is: by samples of a rank, or by the length of all.",
+            "set `batch_per_device` or `batch_cost`, not both",
+            lambda s: s.batch_per_device is not None and s.batch_cost is not None,
+        ),
+    )
 
     global_batch: Positive | None = None
     """Samples per step over all ranks. With `batch_cost` it is the cap on samples."""
@@ -159,12 +190,6 @@ class DataSettings(Section):
         """Cap on samples per step."""
         return self.global_batch or self.batch_per_device or (2**31 - 1 if self.batch_cost else 32)
 
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        if self.batch_per_device is not None and (self.global_batch is not None or self.batch_cost is not None):
-            other = "global_batch" if self.global_batch is not None else "batch_cost"
-            yield f"set `batch_per_device` or `{other}`, not both"
-
 
 _BY_LEVEL = {
     **dict.fromkeys(("bf16", "bfloat16"), (2, "bf16")),
@@ -178,6 +203,24 @@ class StepSettings(Section):
     """What one training step computes with."""
 
     aliases = {"code_optimization": "level"}
+    exclusions: ClassVar[tuple[SettingsExclusion, ...]] = (
+        SettingsExclusion(
+            "`--precision fp64`",
+            "`-O2`, `-O3`, `-O4`",
+            "one thing twice",
+            "Both say in which dtype a step computes, one with more digits and one with fewer.",
+            "`level` {s.level} lowers the precision and `precision` fp64 raises it: leave one of them out",
+            lambda s: s.precision == "fp64" and s.level in (2, 3, 4),
+        ),
+        SettingsExclusion(
+            "`--clip-norm`",
+            "`--clip-value`",
+            "one thing twice",
+            "Both clip gradients, and which comes first would change the result.",
+            "set `clip_norm` or `clip_value`, not both",
+            lambda s: s.clip_norm is not None and s.clip_value is not None,
+        ),
+    )
 
     seed: int = 0
     """Keys all randomness: initial weights, data order, dropout, augmentation."""
@@ -237,11 +280,47 @@ class ReduceSettings(Section):
         "fsdp": "shard",
         "fully_shard": "shard",
     }
+    exclusions: ClassVar[tuple[SettingsExclusion, ...]] = (
+        SettingsExclusion(
+            "`--sync-step`",
+            "`--sync-seconds`",
+            "one thing twice",
+            "Both say when ranks are averaged.",
+            "set `sync_step` or `sync_seconds`, not both",
+            lambda s: s.sync_step is not None and s.sync_seconds is not None,
+        ),
+        SettingsExclusion(
+            "`--sync-batchnorm`",
+            "`--reduce param`",
+            "mathematics",
+            "With `param` ranks step apart, and do not meet inside of a step.",
+            "`sync_batchnorm` needs `reduce` grad: with param, ranks do not meet in a step",
+            lambda s: s.reduce == "param" and s.sync_batchnorm != "no",
+        ),
+        SettingsExclusion(
+            "`--shard full`, `--shard node`",
+            "`--reduce param`",
+            "mathematics",
+            "With `param` every rank steps with a model of its own, which must be whole.",
+            "`shard` {s.shard} needs `reduce` grad: with param, every rank has a whole model",
+            lambda s: s.reduce == "param" and s.shard != "none",
+        ),
+        SettingsExclusion(
+            "`--wire int8`",
+            "`--reduce grad`",
+            "mathematics",
+            "What rounding to 8 bits loses must be sent the next time. Averages of weights can wait for it; gradients "
+            "of a step are used once, and its loss would be another one on every number of ranks.",
+            "`wire` int8 is for `reduce` param; gradients travel as full, fp16 or bf16",
+            lambda s: s.reduce == "grad" and s.wire == "int8",
+        ),
+    )
 
     reduce: Literal["grad", "param"] = "grad"
     """`grad`: gradients are summed at every step. `param`: ranks step apart and average their weights now and then."""
-    shard: Literal["none", "full"] = free("none")
-    """`full` (FSDP2): each rank keeps its piece of weights, gradients and optimizer state; for large models."""
+    shard: Literal["none", "full", "node"] = free("none")
+    """`full` (FSDP2): each rank keeps its piece of weights, gradients and optimizer state; for large models. `node`
+    (HSDP): pieces for the ranks of a machine, gradients summed across machines."""
     shard_modules: tuple[str, ...] = free(())
     """Name patterns of modules that are gathered one at a time; large children of Sequential, ModuleList if not set."""
     sync_step: Positive | None = None
@@ -268,30 +347,18 @@ class ReduceSettings(Section):
     @classmethod
     def _accept_other_words(cls, value: Any) -> Any:
         """torch's and DeepSpeed's names, and yes or no."""
-        full, none = ("fsdp", "fsdp2", "full_shard", "zero3", "true", "1"), ("no", "false", "0")
-        word = str(value).lower()
-        return "full" if word in full else "none" if word in none else value
+        words = {
+            **dict.fromkeys(("fsdp", "fsdp2", "full_shard", "zero3", "true", "1"), "full"),
+            **dict.fromkeys(("hsdp", "hybrid", "hybrid_shard"), "node"),
+            **dict.fromkeys(("no", "false", "0"), "none"),
+        }
+        return words.get(str(value).lower(), value)
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        if self.sync_step is not None and self.sync_seconds is not None:
-            yield "set `sync_step` or `sync_seconds`, not both"
-        yield from self._contradictions_of_param() if self.reduce == "param" else self._contradictions_of_grad()
-        if self.shard == "full" and self.reduce == "grad" and (self.sync_batchnorm != "no" or self.wire != "full"):
-            other = "wire" if self.wire != "full" else "sync_batchnorm"
-            yield f"`{other}` does not go with `shard` full yet: leave out one of them"
-
-    def _contradictions_of_param(self) -> Iterator[str]:
-        if self.sync_step is None and self.sync_seconds is None:
+        if self.reduce == "param" and self.sync_step is None and self.sync_seconds is None:
             yield "set `sync_step` (100, say) or `sync_seconds`: when to average with `reduce` param"
-        if self.sync_batchnorm != "no":
-            yield "`sync_batchnorm` needs `reduce` grad: with param, ranks do not meet in a step"
-        if self.shard == "full":
-            yield "`shard` full needs `reduce` grad: with param, every rank has a whole model"
-
-    def _contradictions_of_grad(self) -> Iterator[str]:
-        if self.wire == "int8":
-            yield "`wire` int8 is for `reduce` param; gradients travel as full, fp16 or bf16"
+        if self.reduce == "grad" and self.wire == "int8":  # more that was meant for param
             others = [name for name in _FOR_PARAM if getattr(self, name) != type(self).model_fields[name].default]
             if others:
                 yield f"{' and '.join(f'`{name}`' for name in others)}: for `reduce` param, too"
@@ -312,6 +379,24 @@ class OptimSettings(Section):
     """How weights are updated."""
 
     aliases = {"horovod_scale_lr": "scale_lr"}
+    exclusions: ClassVar[tuple[SettingsExclusion, ...]] = (
+        SettingsExclusion(
+            "`--optimizer lars`",
+            "`--larc`",
+            "one thing twice",
+            "LARS is SGD with the layer-wise rates that LARC puts around an optimizer.",
+            "LARS has layer-wise rates already: set `larc` with another optimizer, or leave it out",
+            lambda s: s.optimizer == "lars" and s.larc is not None,
+        ),
+        SettingsExclusion(
+            "`--warmup-steps`",
+            "`--warmup-ratio`",
+            "one thing twice",
+            "Both say how long the warm-up is.",
+            "set `warmup_steps` or `warmup_ratio`, not both",
+            lambda s: s.warmup_steps > 0 and s.warmup_ratio is not None,
+        ),
+    )
 
     optimizer: OptimizerName = "adamw"
     """Rule of the update."""
@@ -434,15 +519,11 @@ class LoopSettings(Section):
     bench_start: Annotated[int, Field(ge=0)] = free(10)
     """First step of a benchmark that is timed."""
     checkpoint_form: Literal["full", "sharded"] = free("full")
-    """With `shard` full: gathered and written by the first rank, or by every rank its own pieces; either is resumed."""
+    """With `shard`: gathered and written by the first rank, or by every rank its own pieces; either is resumed."""
     keep_last: Positive = free(2)
     """How many of the newest checkpoints are kept."""
     keep_best: Annotated[int, Field(ge=0)] = free(1)
     """How many of the best ones (by `monitor`) are kept beside them."""
-
-
-_WHOLE_MODEL_LEVELS = (3, 4)
-"""They compile or replace the model as a whole, and leave no parts to shard."""
 
 
 class EngineConfig(StepSettings, ReduceSettings, WorldSettings):
@@ -450,33 +531,29 @@ class EngineConfig(StepSettings, ReduceSettings, WorldSettings):
 
     @property
     def possible_levels(self) -> tuple[Literal[0, 1, 2, 3, 4], ...]:
-        """Levels that a run like this could have: a task's own settings may know fewer, and sharding takes some."""
+        """Levels that a run like this could have: a task's own settings may know fewer, others may exclude some."""
         known = get_args(type(self).model_fields["level"].annotation)
-        taken = _WHOLE_MODEL_LEVELS if self.shard == "full" else ()
-        return tuple(level for level in known if level != "auto" and level not in taken)
+        return tuple(level for level in known if level != "auto" and self._goes_with(level))
 
-    def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
-        if self.shard == "full":
-            if self.precision in ("fp16-master", "fp16-pure"):
-                yield f"`precision` {self.precision} does not go with `shard` full: use fp16 or level 2"
-            if self.loss_scale == "logmax":
-                yield "`loss_scale` logmax does not go with `shard` full: use backoff or a number"
-            if self.level in _WHOLE_MODEL_LEVELS:
-                why = "compiles the whole model" if self.level == 3 else "may compile or replace the whole model"
-                yield f"`level` {self.level} {why}, which does not go with `shard` full: use level 2"
+    def _goes_with(self, level: int) -> bool:
+        return not self.model_copy(update={"level": level}).excluded()
 
 
 class TrainConfig(LoopSettings, ObserveSettings, OptimSettings, EngineConfig, DataSettings, RunSettings):
     """All settings of a training run."""
 
+    exclusions: ClassVar[tuple[SettingsExclusion, ...]] = (
+        SettingsExclusion(
+            "`--scale-lr`",
+            "`--global-batch`, `--batch-cost`",
+            "mathematics",
+            "A global batch has one size on any number of ranks, so the learning rate has nothing to follow.",
+            "`scale_lr` needs `batch_per_device`: with a global batch, ranks do not change the batch",
+            lambda s: s.scale_lr != "none" and s.batch_per_device is None,
+        ),
+    )
+
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         if self.epochs is None and self.steps is None:
             yield "set `epochs` or `steps`: how long to train"
-        if self.clip_norm is not None and self.clip_value is not None:
-            yield "set `clip_norm` or `clip_value`, not both"
-        if self.optimizer == "lars" and self.larc is not None:
-            yield "LARS has layer-wise rates already: set `larc` with another optimizer, or leave it out"
-        if self.scale_lr != "none" and self.batch_per_device is None:
-            yield "`scale_lr` needs `batch_per_device`: with a global batch, ranks do not change the batch"

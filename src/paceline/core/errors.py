@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 from typing_extensions import dataclass_transform
 
 from paceline.core.terminal import visible
+from paceline.core.together import Exclusion
 from paceline.core.units import counted
 
 
@@ -38,6 +39,8 @@ class PacelineError(Exception):
     exit_code: ClassVar[int] = 2
     sentence: ClassVar[str] = ""
     hint: str = ""
+    excludes: ClassVar[tuple[Exclusion, ...]] = ()
+    """Pairs that this error refuses, for docs/together.md."""
     _fields: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.core.errors import PacelineError
+from paceline.core.together import Exclusion
 from paceline.core.units import counted, plural
 from paceline.data.partition import Ids, Numbers, assign, by_length, cut
 
@@ -36,6 +37,14 @@ class LengthsNeeded(PacelineError):
 
     setting: str
     instead: str
+    excludes = (
+        Exclusion(
+            "`--order` sorted, laplace or bucket, `--batch-cost`",
+            "data without lengths",
+            "mathematics",
+            "They are about the lengths of samples.",
+        ),
+    )
     sentence = "`{setting}` needs the length of every sample, but this data set gives none"
     hint = "give one length per sample (seconds, frames, tokens), or set {instead}"
 

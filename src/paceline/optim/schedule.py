@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from paceline.config.settings import OptimSettings
 from paceline.core.errors import PacelineError
+from paceline.core.together import Exclusion
 
 
 class MinLrAboveLr(PacelineError):
@@ -32,6 +33,14 @@ class ScheduleNeedsEnd(PacelineError):
     """Something that depends on the last step, in a run whose last step is not known."""
 
     what: str
+    excludes = (
+        Exclusion(
+            "a schedule that falls to the end, `--warmup-ratio`",
+            "data of unknown length without `--steps`",
+            "mathematics",
+            "The last step is not known.",
+        ),
+    )
     sentence = "{what} needs to know how many steps the run has"
     hint = "set `steps`, or `schedule: constant` with `warmup_steps`"
 
@@ -53,17 +62,16 @@ class ScheduleOptionMissing(PacelineError):
 class ScoresMissing(PacelineError):
     """Newbob in a run that never validates."""
 
+    excludes = (
+        Exclusion(
+            "`--schedule newbob`",
+            "a run without validation",
+            "mathematics",
+            "It follows the scores.",
+        ),
+    )
     sentence = "schedule 'newbob' follows the scores of validation, and this run has none"
     hint = "give the task validation sets (`val_data`) and validate in training, or choose another `schedule`"
-
-
-class TwoWarmups(PacelineError):
-    """The length of the warm-up is given twice."""
-
-    warmup_steps: int
-    warmup_ratio: float
-    sentence = "both `warmup_steps` ({warmup_steps}) and `warmup_ratio` ({warmup_ratio:g}) are set"
-    hint = "take one of them out"
 
 
 @dataclass(frozen=True)
@@ -253,8 +261,6 @@ def unused(settings: OptimSettings) -> list[str]:
 def _warmup_steps(settings: OptimSettings, total_steps: int | None) -> int:
     if settings.warmup_ratio is None:
         return settings.warmup_steps
-    if settings.warmup_steps:
-        raise TwoWarmups(settings.warmup_steps, settings.warmup_ratio)
     if total_steps is None:
         raise ScheduleNeedsEnd("`warmup_ratio`")
     return round(settings.warmup_ratio * total_steps)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError
+from paceline.core.together import Exclusion
 from paceline.core.torch_private import BatchNorm, share_tensors
 from paceline.world.discover.environment import World
 from paceline.world.failure.flight_recorder import trail
@@ -39,6 +40,14 @@ class NotOneGrainPerRank(PacelineError):
 
     grains: int
     ranks: int
+    excludes = (
+        Exclusion(
+            "`--sync-batchnorm`",
+            "`--grains` other than one per rank",
+            "mathematics",
+            "A rank runs its grains one after the other, so there is no moment at which the norms of all could meet.",
+        ),
+    )
     sentence = "`sync_batchnorm` joins one grain of each rank, but a step has {grains:#grain} for {ranks:#rank}"
     hint = "set `--grains {ranks}`, or leave out `sync_batchnorm`"
 

@@ -1,13 +1,18 @@
-"""Sharded training (`shard: full`, torch's FSDP2): every rank keeps its piece of weights, gradients and state.
+"""Sharded training (torch's FSDP2): every rank keeps its piece of weights, gradients and optimizer state.
+
+With `shard: full` a model is cut over all ranks. With `shard: node` (hybrid sharding, HSDP) it is cut over the ranks of
+each machine: weights are gathered inside of a machine, and only the sums of gradients travel between machines.
 
 `fully_shard` cuts every parameter along its first axis, one piece per rank, and brings the parameters of a block
 together while the block computes. What is kept (weights, gradients, optimizer state, their average) is this rank's
 pieces. The optimizer holds them as plain tensors: a rule that looks at each element alone is exact on pieces, and
-one that needs the norm of a whole tensor is refused.
+one that needs the norms of whole tensors is given them (`join_norms`).
 
 Collectives happen inside the model's forward and backward, so all ranks must call it equally often: a rank with fewer
 grains than another runs one again, and one without any borrows another's, with a loss that counts for nothing.
-Gradients of a rank's grains are added up whole and reduced once, in the last backward of the step.
+Gradients of a rank's grains are added up whole and reduced once, in the last backward of the step; `wire` is the form
+in which they travel then. fp16 weights with fp32 masters are fp32 pieces that are gathered as fp16; a batch norm, which
+stays fp32, is gathered on its own.
 """
 
 from __future__ import annotations
@@ -15,21 +20,29 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from fnmatch import fnmatchcase
+from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from paceline.core.errors import PacelineError
-from paceline.core.torch_private import forget_forwards, is_view, step_pre_hooks, tree_map
+from paceline.core.together import Exclusion
+from paceline.core.torch_private import BatchNorm, forget_forwards, is_view, step_pre_hooks, tree_map
 from paceline.observe.clock import Clock
 from paceline.parallel.step import Tally
 from paceline.parallel.strategy import GlobalBatch, Strategy
+from paceline.parallel.wire import all_gather_flat, goes_by_host, half_of, reduce_scatter_flat
+from paceline.world.failure.flight_recorder import trail
 from paceline.world.link import Link
+from paceline.world.machines import machines_of
 
 MIN_BLOCK = 2**16
 """Parameters of the smallest block that is gathered on its own: for less, waiting costs more than the memory saved."""
@@ -42,10 +55,31 @@ ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "A
 class CannotShard(PacelineError):
     """Something in the model or its optimizer does not go with shards."""
 
+    excludes = (
+        Exclusion(
+            "`--shard full`, `--shard node`",
+            "an optimizer that needs whole tensors and does not say how",
+            "mathematics",
+            "A rank has a piece of each tensor. The optimizers of this library are given the norms of whole tensors; "
+            "others say `is_elementwise` if pieces are enough.",
+        ),
+        Exclusion(
+            "`--shard full`, `--shard node`",
+            "a stage that changes the shape of the model",
+            "mathematics",
+            "Pieces of the old weights are on all ranks, and no rank has a whole model that could be changed.",
+        ),
+        Exclusion(
+            "`--shard full`, `--shard node`",
+            "a parameter without dimensions, or one that is part of two blocks",
+            "mathematics",
+            "Pieces are rows, and a parameter is gathered with one block.",
+        ),
+    )
     hint = "train with `--shard none`"
 
     def __init__(self, why: str, hint: str | None = None) -> None:
-        super().__init__(f"`shard` is full, but {why}")
+        super().__init__(f"`shard` is set, but {why}")
         self.hint = hint or self.hint
 
 
@@ -60,6 +94,27 @@ class CalledAround(PacelineError):
     @property
     def first_line(self) -> str:
         return self.error.splitlines()[0]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a model is cut into pieces."""
+
+    patterns: tuple[str, ...] = ()
+    """Names of the modules that are gathered one at a time, as in `shard_modules`."""
+    per_machine: bool = False
+    """Cut over the ranks of each machine instead of over all ranks."""
+    wire: str = "full"
+    """Form in which gradients travel."""
+    computed_in: torch.dtype | None = None
+    """Dtype that weights are gathered in, except those of batch norms; None: that of the pieces."""
+    timeout: timedelta = timedelta(minutes=30)
+    """How long a rank waits for the others of its machine, or of its piece."""
+
+    def units(self, model: nn.Module) -> list[str]:
+        """Return the names of the modules that are gathered on their own: blocks, and norms of another dtype."""
+        apart = [name for name, module in model.named_modules() if self.computed_in and _is_norm(module)]
+        return list(dict.fromkeys([*blocks(model, self.patterns), *apart]))
 
 
 @contextmanager
@@ -77,12 +132,13 @@ def blocks(model: nn.Module, patterns: Iterable[str] = ()) -> list[str]:
     """Return the names of the modules whose parameters are gathered together; the rest goes with the whole model.
 
     They are those that match `patterns`, or else the large children of `Sequential` and `ModuleList`. A match that is
-    never called (`ModuleList`) stands for its children.
+    never called (`ModuleList`) stands for its children. Nothing inside of a module whose forward was replaced by one
+    of its own (the kernels of `-O4`) is a block: such a forward computes with the weights of its parts itself.
     """
     patterns = tuple(patterns)
-    modules = {name: module for name, module in model.named_modules() if name}
     if not patterns:
         return _large(model, "", MAX_SHARE * _size(model))
+    modules = {name: module for name, module in model.named_modules() if name}
     chosen: dict[str, None] = {}
     for pattern in patterns:
         matches = [name for name in modules if fnmatchcase(name, pattern)]
@@ -91,23 +147,33 @@ def blocks(model: nn.Module, patterns: Iterable[str] = ()) -> list[str]:
             why = f"`shard_modules` {pattern!r} matches no module of the model"
             raise CannotShard(why, f"nearest module names: {', '.join(nearest) or 'the model has none'}")
         for name in matches:
-            is_called = type(modules[name]).forward is not nn.Module.forward
             children = [f"{name}.{child}" for child, _ in modules[name].named_children()]
-            chosen |= dict.fromkeys([name] if is_called else children)
-    return [name for name in modules if name in chosen and _size(modules[name])]
+            chosen |= dict.fromkeys([name] if is_called(modules[name]) else children)
+    fused = [name for name, module in model.named_modules() if _calls_around(module)]
+    inside = {name for name in chosen for outer in fused if not outer or name.startswith(f"{outer}.")}
+    return [name for name in modules if name in chosen and name not in inside and _size(modules[name])]
 
 
 def _large(parent: nn.Module, prefix: str, too_large: float) -> list[str]:
-    names = []
-    for child_name, child in parent.named_children():
+    names: list[str] = []
+    for child_name, child in () if _calls_around(parent) else parent.named_children():
         name, size = prefix + child_name, _size(child)
-        is_called = type(child).forward is not nn.Module.forward
-        is_block = isinstance(parent, nn.Sequential | nn.ModuleList) and is_called and size >= MIN_BLOCK
+        is_block = isinstance(parent, nn.Sequential | nn.ModuleList) and is_called(child) and size >= MIN_BLOCK
         if is_block:
             names.append(name)
         if not is_block or size > too_large:
             names += _large(child, f"{name}.", too_large)
     return names
+
+
+def is_called(module: nn.Module) -> bool:
+    """Return True if the module has a forward: `ModuleList` has none."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _calls_around(module: nn.Module) -> bool:
+    """Return True if the module was given another method as its forward, which need not call the module's parts."""
+    return isinstance(vars(module).get("forward"), MethodType)
 
 
 def _size(module: nn.Module) -> int:
@@ -141,8 +207,8 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, names: Iterable[st
             raise CannotShard(why, "name blocks with `--shard-modules` so that both are in one, or outside of all")
 
 
-def shard(model: nn.Module, optimizer: torch.optim.Optimizer, link: Link, patterns: Iterable[str] = ()) -> Shards:
-    """Shard a model over all ranks, in place, and give the optimizer this rank's shards; all ranks must call it.
+def shard(model: nn.Module, optimizer: torch.optim.Optimizer, link: Link, cut: Cut) -> Shards:
+    """Shard a model in place, and give the optimizer this rank's shards; all ranks must call it.
 
     A model that is sharded already, with a new optimizer, stays as it is.
     """
@@ -152,36 +218,129 @@ def shard(model: nn.Module, optimizer: torch.optim.Optimizer, link: Link, patter
         if new:
             raise CannotShard(f"a stage changed the model: {new[0]!r} is new")
         check(model, optimizer, ())
-        _join_norms(optimizer, link)
         mesh = next(parameter.device_mesh for parameter in named.values() if isinstance(parameter, DTensor))
-        return Shards(model, mesh, optimizer, named)
-    names = blocks(model, patterns)
-    check(model, optimizer, names)
-    mesh = init_device_mesh(link.device.type, (link.world.size,))
-    for name in [*sorted(names, key=lambda name: -name.count(".")), ""]:
-        module = model.get_submodule(name)
-        module.register_forward_hook(_without_views)  # before the hooks of `fully_shard`, so that it comes before them
-        fully_shard(module, mesh=mesh, reshard_after_forward=True if name else None)
+    else:
+        names = cut.units(model)
+        check(model, optimizer, names)
+        mesh = _cut(model, names, link, cut)
     assert isinstance(model, FSDPModule)
-    _join_norms(optimizer, link)
+    shards = Shards(model, mesh, optimizer, named)
+    _join_norms(optimizer, shards)
+    return shards
+
+
+def _cut(model: nn.Module, names: Sequence[str], link: Link, cut: Cut) -> DeviceMesh:
+    """Apply `fully_shard` to modules of a model, then to the model; return the ranks that share its pieces."""
+    mesh, across = _meshes(link, cut)
+    for name in sorted({*names, ""}, key=lambda name: -(name.count(".") + 1 if name else 0)):
+        module = model.get_submodule(name)
+        is_apart = cut.computed_in is not None and _is_norm(module)
+        module.register_forward_hook(_without_views)  # before the hooks of `fully_shard`, so that it comes before them
+        policy = MixedPrecisionPolicy(None if is_apart else cut.computed_in, cast_forward_inputs=False)
+        fully_shard(module, mesh=mesh, reshard_after_forward=not is_apart if name else None, mp_policy=policy)
+    half, by_host = half_of(cut.wire), goes_by_host(mesh.get_group(), link.device)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # Losses are divided by the count over all ranks already: gradients are sums.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    return Shards(model, mesh, optimizer, named)
+        if not isinstance(module, FSDPModule):
+            continue
+        # Losses are divided by the count over all ranks already: gradients are sums.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if half is not None or by_host:
+            module.set_custom_reduce_scatter(_ReduceScatter(half, by_host))  # type: ignore[arg-type]
+        if by_host:
+            module.set_custom_all_gather(_AllGather())  # type: ignore[arg-type]
+        if across is not None:
+            module.set_all_reduce_hook(_SumAcross(across, half))
+    return mesh
 
 
-def _join_norms(optimizer: torch.optim.Optimizer, link: Link) -> None:
+def _meshes(link: Link, cut: Cut) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
+    """Return (the ranks that share a model's pieces, those on other machines that have the same piece as this one)."""
+    machines = machines_of(link) if cut.per_machine else [list(range(link.world.size))]
+    if len(machines) == 1:
+        return init_device_mesh(link.device.type, (link.world.size,)), None
+    inside = {tuple(ranks): dist.new_group(ranks, timeout=cut.timeout) for ranks in machines}
+    across = {ranks: dist.new_group(ranks, timeout=cut.timeout) for ranks in zip(*machines, strict=True)}
+    here, there = (
+        [group for ranks, group in groups.items() if link.world.rank in ranks] for groups in (inside, across)
+    )
+    return DeviceMesh.from_group(here[0], link.device.type), there[0]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, BatchNorm) and _size(module) > 0
+
+
+class _Comm:
+    """Base of collectives that take the place of those of `fully_shard`."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _ReduceScatter(_Comm):
+    """Sum of gradients in the form of `wire`, of which each rank gets its piece.
+
+    torch's own `reduce_dtype` is no `wire`: it would add up a rank's grains in that dtype, too.
+    """
+
+    def __init__(self, half: torch.dtype | None, by_host: bool) -> None:
+        """`by_host`: by way of main memory, since gloo does not do it on a GPU."""
+        self._half, self._by_host = half, by_host
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        sent = _sent(input_tensor, self._half)
+        sent = sent.cpu() if self._by_host else sent
+        received = torch.empty(output_tensor.shape, dtype=sent.dtype, device=sent.device)
+        trail.note("reduce_scatter of gradients", sent)
+        reduce_scatter_flat(received, sent, group=group, op=op)
+        output_tensor.copy_(received)
+
+
+class _AllGather(_Comm):
+    """Gathered weights by way of main memory, since gloo does not do it on a GPU."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        received = torch.empty(output_tensor.shape, dtype=output_tensor.dtype, device="cpu")
+        trail.note("all_gather of weights", received)
+        all_gather_flat(received, input_tensor.cpu(), group=group)
+        output_tensor.copy_(received)
+
+
+class _SumAcross:
+    """Sum of a machine's gradients over the machines, of the piece that a rank has; called in the last backward."""
+
+    def __init__(self, group: dist.ProcessGroup, half: torch.dtype | None) -> None:
+        self._group, self._half = group, half
+
+    def __call__(self, gradients: Tensor) -> None:
+        sent = _sent(gradients, self._half)
+        trail.note("all_reduce of gradients", sent)
+        dist.all_reduce(sent, group=self._group)
+        if sent is not gradients:
+            gradients.copy_(sent)
+        if gradients.is_cuda:
+            # It was made on the stream of the reduce-scatter, which must not give its memory away before this is done.
+            gradients.record_stream(torch.cuda.current_stream(gradients.device))
+
+
+def _sent(gradients: Tensor, half: torch.dtype | None) -> Tensor:
+    """Return gradients in the form in which they travel; what is no longer than that stays as it is."""
+    return gradients if half is None or gradients.element_size() <= half.itemsize else gradients.to(half)
+
+
+def _join_norms(optimizer: torch.optim.Optimizer, shards: Shards) -> None:
     """Give optimizers, and hooks around them (LARC), that scale by norms of tensors the norms of whole ones.
 
-    A tensor's squared norm is the sum of its pieces': one all-reduce of one number per tensor, in float64.
+    It is one all-reduce of one number per tensor.
     """
 
     def whole(norms: Tensor) -> Tensor:
-        squares = norms.double().square()
-        link.all_reduce(squares)
-        return squares.sqrt().to(norms.dtype)
+        return shards.whole_norm(norms)
 
     hooks = [getattr(hook, "__self__", None) for hook in step_pre_hooks(optimizer)]
     for owner in (optimizer, *hooks):
@@ -223,6 +382,11 @@ class Shards:
         for group in optimizer.param_groups:
             group["params"] = [exchange[id(parameter)] for parameter in group["params"]]
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """(number of this rank's piece of every parameter, number of pieces)"""
+        return self._mesh.get_local_rank(), self._mesh.size()
+
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the whole parameters."""
         return {name: parameter.shape for name, parameter in self._parameters.items()}
@@ -238,6 +402,16 @@ class Shards:
         for name, parameter in self._parameters.items():
             parameter.grad = self.tensors[name].grad = None
 
+    def whole_norm(self, norms: Tensor) -> Tensor:
+        """Return norms of whole tensors from those of this rank's pieces: the square of one is the sum of its pieces'.
+
+        All ranks must call it.
+        """
+        squares = norms.double().square()
+        trail.note("all_reduce of norms", squares)
+        dist.all_reduce(squares, group=self._mesh.get_group())
+        return squares.sqrt().to(norms.dtype)
+
     @torch.no_grad()
     def whole(self, tensors: Mapping[str, Tensor], name_of: Callable[[str], str] = str) -> dict[str, Tensor]:
         """Return all ranks' pieces joined, in the first rank's main memory; elsewhere what was no piece.
@@ -247,26 +421,27 @@ class Shards:
         """
         whole: dict[str, Tensor] = {}
         is_first = self._mesh.get_rank() == 0
+        has_first = 0 in self._mesh.mesh.tolist()  # elsewhere nobody needs them
         for key, tensor in tensors.items():
             parameter = self._parameters.get(name_of(key))
             if parameter is None or tensor.ndim == 0:
                 whole[key] = tensor
-                continue
-            joined = DTensor.from_local(
-                tensor.detach(),
-                self._mesh,
-                [Shard(0)],
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            ).full_tensor()
-            if is_first:
-                whole[key] = joined.cpu()
+            elif has_first:
+                joined = DTensor.from_local(
+                    tensor.detach(),
+                    self._mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                ).full_tensor()
+                if is_first:
+                    whole[key] = joined.cpu()
         return whole
 
     def pieces(self, tensors: Mapping[str, Tensor], name_of: Callable[[str], str] = str) -> dict[str, Tensor]:
         """Return this rank's piece of each: the counterpart of `whole`."""
-        rank, size = self._mesh.get_rank(), self._mesh.size()
+        rank, size = self.place
         pieces: dict[str, Tensor] = {}
         for key, tensor in tensors.items():
             if name_of(key) in self._parameters and tensor.ndim > 0:
@@ -282,7 +457,7 @@ class UnevenUse(PacelineError):
     """Ranks used different parts of the model in one step, so their collectives were not of the same things."""
 
     names: list[str]
-    sentence = "`shard` is full, but only some ranks had gradients for {shown}"
+    sentence = "`shard` is set, but only some ranks had gradients for {shown}"
     hint = "let the loss use the same layers for every grain of a step, or train with `--shard none`"
 
     @property
@@ -291,7 +466,7 @@ class UnevenUse(PacelineError):
 
 
 class Sharded(Strategy):
-    """`reduce: grad` with `shard: full`."""
+    """`reduce: grad` with `shard: full` or `node`."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], link: Link, shards: Shards, clock: Clock | None = None
@@ -340,12 +515,10 @@ class Sharded(Strategy):
         self._shards.pull_gradients()
 
     def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        square = norm.double().square()
-        self._link.all_reduce(square)
-        return square.sqrt().to(norm.dtype)
+        return self._shards.whole_norm(norm)
 
-    def agree(self, flag: torch.Tensor) -> None:
-        self._link.all_reduce(flag, "max")
+    def agree(self, number: torch.Tensor) -> None:
+        self._link.all_reduce(number, "max")
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
@@ -357,7 +530,8 @@ class Sharded(Strategy):
             yield
         finally:
             for module in self._modules:
-                module.set_reshard_after_forward(module is not self._shards.model, recurse=False)
+                is_kept = module is self._shards.model or isinstance(module, BatchNorm)
+                module.set_reshard_after_forward(not is_kept, recurse=False)
                 module.reshard()
             _forget_forwards(self._shards.model)
 

@@ -4,6 +4,8 @@ One process that runs the grains of a step in order updates r <- (1-m) r + m s f
 linear, so the result is a sum over grains, and each rank can keep its own share of it: it lets the layers update on
 its own grains as they are, decays its share by (1-m) for each grain that another rank ran, and the shares are added
 only when somebody reads them (validation, checkpoint). Rank 0's share starts with the value so far, the others' with 0.
+A layer with momentum=None keeps the mean over all of its calls: each rank has that of its own calls, and that of all
+is their mean, weighted by their numbers.
 
 Reading changes nothing: afterwards every rank goes on with its share as it was, bit for bit, and a checkpoint has the
 shares beside their sum, so that a run that was stopped and goes on with as many ranks comes to the same bits.
@@ -18,20 +20,13 @@ from contextlib import contextmanager
 import torch
 
 from paceline.core.errors import PacelineError
+from paceline.core.together import Exclusion
 from paceline.core.torch_private import BatchNorm, foreach_add_, foreach_copy_, foreach_mul_, foreach_zero_
 from paceline.parallel.joined_norm import JoinedBatchNorm
 from paceline.world.link import Link
 
 _CALLS, _DECAYS = ":calls", ":decays"
 """Entries of `state` that are no buffers; names of buffers have no colon."""
-
-
-class CumulativeBatchNorm(PacelineError):
-    """A batch norm with momentum=None averages over all calls, which has no per-rank share."""
-
-    name: str
-    sentence = "batch norm {name!r} has momentum=None, which cannot be kept exact on several ranks"
-    hint = "give the layer a momentum, or train on one rank"
 
 
 class BatchNormFrozen(PacelineError):
@@ -45,6 +40,15 @@ class SyncBatchNormRefused(PacelineError):
     """Batch norm over ranks, in a model whose unit of numerics is the grain."""
 
     name: str
+    excludes = (
+        Exclusion(
+            "a model with SyncBatchNorm of torch",
+            "several ranks with `--reduce grad`",
+            "mathematics",
+            "It waits inside of forward for ranks that may have no grain in a step; `--sync-batchnorm` joins plain "
+            "batch norms and knows when to.",
+        ),
+    )
     sentence = "{name!r} is a SyncBatchNorm, which would wait for ranks that have no grain in a step"
     hint = "use plain BatchNorm, whose statistics are per grain; `--sync-batchnorm all` joins the ranks' grains"
 
@@ -91,6 +95,8 @@ class RunningStatistics:
         self._layers: list[BatchNorm] = []
         self._joined: list[torch.Tensor] = []  # running statistics that the ranks make together
         self._joined_counters: list[torch.Tensor] = []
+        self._means: list[torch.Tensor] = []  # running statistics that are means over all calls, mean and variance
+        self._mean_counters: list[torch.Tensor] = []
         self._floats: list[torch.Tensor] = []
         self._names: list[str] = []  # of all of these buffers, as in `_buffers`
         self._shares: list[torch.Tensor] = []  # this rank's buffers as they were when they became totals
@@ -115,10 +121,10 @@ class RunningStatistics:
             for tensor, share in zip(now, shares, strict=True):
                 tensor.copy_(share)
             return
+        if not self._link.is_first and (self._layers or self._means):
+            foreach_zero_([*self._floats, *self._counters(), *self._means, *self._mean_counters])
         if not self._layers:
             return
-        if not self._link.is_first:
-            foreach_zero_([*self._floats, *self._counters()])
         places: dict[torch.dtype, list[int]] = {}
         for place, tensor in enumerate(self._floats):
             places.setdefault(tensor.dtype, []).append(place)
@@ -131,7 +137,8 @@ class RunningStatistics:
 
     def _find_layers(self) -> None:
         self._layers, self._floats, self._joined, self._joined_counters = [], [], [], []
-        own, joined = [], []
+        self._means, self._mean_counters = [], []
+        own, joined, means = [], [], []
         for name, module in self._model.named_modules():
             if isinstance(module, BatchNorm) and module.training and module.track_running_stats:
                 if isinstance(module, JoinedBatchNorm):
@@ -139,21 +146,26 @@ class RunningStatistics:
                     self._joined_counters.append(module.get_buffer("num_batches_tracked"))
                     joined.append(name)
                     continue
-                if module.momentum is None:
-                    raise CumulativeBatchNorm(name)
                 if isinstance(module, torch.nn.SyncBatchNorm):
                     raise SyncBatchNormRefused(name)
+                if module.momentum is None:
+                    self._means += [module.get_buffer("running_mean"), module.get_buffer("running_var")]
+                    self._mean_counters.append(module.get_buffer("num_batches_tracked"))
+                    means.append(name)
+                    continue
                 self._layers.append(module)
                 self._floats += [module.get_buffer("running_mean"), module.get_buffer("running_var")]
                 own.append(name)
         statistics = ("running_mean", "running_var")
         self._names = [f"{name}.{each}" for name in own for each in statistics]
         self._names += [f"{name}.num_batches_tracked" for name in own]
-        self._names += [f"{name}.{each}" for name in joined for each in statistics]
-        self._names += [f"{name}.num_batches_tracked" for name in joined]
+        for others in (joined, means):
+            self._names += [f"{name}.{each}" for name in others for each in statistics]
+            self._names += [f"{name}.num_batches_tracked" for name in others]
 
     def _buffers(self) -> list[torch.Tensor]:
-        return [*self._floats, *self._counters(), *self._joined, *self._joined_counters]
+        joined = *self._joined, *self._joined_counters
+        return [*self._floats, *self._counters(), *joined, *self._means, *self._mean_counters]
 
     def total(self) -> None:
         """Turn shares into totals, on every rank. All ranks must call it."""
@@ -163,6 +175,8 @@ class RunningStatistics:
         self._agree_on_other_buffers()
         self._shares = [tensor.clone() for tensor in self._buffers()]
         self._average_joined()
+        if self._means:
+            self._average_means()
         if self._layers:
             self._add_up()
         self._totals = [tensor.clone() for tensor in self._buffers()]
@@ -177,6 +191,22 @@ class RunningStatistics:
         for tensor, piece in zip(self._floats, pieces, strict=True):
             tensor.copy_(piece.view_as(tensor))
         for tensor, value in zip(self._counters(), counters.unbind(), strict=True):
+            tensor.copy_(value)
+
+    def _average_means(self) -> None:
+        """Join means over the calls of each rank, weighted by their numbers; before any call, the first's."""
+        calls = torch.stack(self._mean_counters)  # (layers,)
+        sizes = [tensor.numel() for tensor in self._means]
+        layer_of = [place // 2 for place, size in enumerate(sizes) for _ in range(size)]
+        own = torch.cat([tensor.reshape(-1).double() for tensor in self._means])
+        own_calls = calls[layer_of].double()
+        sums = torch.stack((own, own * own_calls, own_calls))
+        self._link.all_reduce(sums)
+        self._link.all_reduce(calls)
+        means = torch.where(sums[2] > 0, sums[1] / sums[2].clamp(min=1.0), sums[0])
+        for tensor, piece in zip(self._means, means.split(sizes), strict=True):
+            tensor.copy_(piece.view_as(tensor))
+        for tensor, value in zip(self._mean_counters, calls.unbind(), strict=True):
             tensor.copy_(value)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -198,7 +228,7 @@ class RunningStatistics:
 
     def _agree_on_other_buffers(self) -> None:
         """Take the first rank's buffers that a model changes in its own way (spectral norms, codebooks): no shares."""
-        shared = {id(tensor) for tensor in [*self._floats, *self._counters(), *self._joined, *self._joined_counters]}
+        shared = {id(tensor) for tensor in self._buffers()}
         others = {name: tensor for name, tensor in self._model.named_buffers() if id(tensor) not in shared}
         prints = {name: repr(tensor.double().sum().item()) for name, tensor in others.items()}
         everyone = self._link.gather_objects(prints)

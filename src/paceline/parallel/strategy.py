@@ -143,8 +143,8 @@ class Strategy(ABC):
         """Return the norm of all gradients, from the norm of those that this rank's optimizer has."""
         return norm
 
-    def agree(self, flag: Tensor) -> None:  # noqa: B027
-        """Raise `flag` (in place, to 1.0) on all ranks whose update depends on a rank that raised it."""
+    def agree(self, number: Tensor) -> None:  # noqa: B027
+        """Raise `number`, in place, to the largest of the ranks whose gradients make one update: a flag, for one."""
 
     # -- between steps -------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from paceline.core.errors import PacelineError
 from paceline.observe.clock import Clock
 from paceline.parallel.step import Tally
 from paceline.parallel.strategy import GlobalBatch, Mark, Strategy
+from paceline.parallel.wire import half_of
 from paceline.world.link import Link
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first all-reduce starts early
@@ -72,7 +73,7 @@ class Summed(Strategy):
         """`wire` is the format in which gradients are sent and added; `clock` is told when the ranks have met."""
         super().__init__(parameters)
         self._link, self._clock = link, clock
-        self._half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(wire)
+        self._half = half_of(wire)
         self._rounded: list[tuple[torch.Tensor, torch.Tensor]] = []
         extra = TALLY + len(self.parameters)  # the tally, and one mark per parameter that has a gradient
         self._buckets = _fill(self.parameters, bucket_bytes, extra if self._half is None else 0)

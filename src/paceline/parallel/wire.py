@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 renamed it and warns of the old name, which 2.11 has.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 renamed them and warns of the old names, which 2.11 has.
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 BLOCK = 1024
 """Numbers that share one int8 scale: 4 bytes for 1024."""
@@ -87,6 +88,16 @@ def build(name: str) -> Wire | None:
     }[name]
 
 
+def half_of(name: str) -> torch.dtype | None:
+    """Return the dtype of a format that rounds each number by itself; None for numbers as they are."""
+    return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(name)
+
+
+def goes_by_host(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return True if tensors of a GPU travel through main memory: gloo moves them so, and not by every operation."""
+    return device.type == "cuda" and "cuda:gloo" in dist.get_backend_config(group)
+
+
 class Exchange:
     """A sum over the ranks in flight, in a compressed format; the same bits on every rank.
 
@@ -101,10 +112,7 @@ class Exchange:
         self._wire, self._group, self._carries = wire, group, carries
         self._size, self._length = group.size(), length
         self._slice = -(-length // (self._size * BLOCK)) * BLOCK
-        # gloo moves tensors of a GPU through the host anyway, and not by every operation.
-        backend = dist.get_backend_config(group)
-        by_host = device.type == "cpu" or "cuda:gloo" in backend
-        self._road = torch.device("cpu") if by_host else device
+        self._road = torch.device("cpu") if goes_by_host(group, device) else device
         self._device = device
         self.lost = torch.zeros(self._size, self._slice, dtype=torch.float32, device=device)
         """Rounding errors of this rank's numbers in the last encoding."""
@@ -165,4 +173,4 @@ class Exchange:
         self._arriving = torch.empty(self._size, payload.shape[1], dtype=torch.uint8, device=self._road)
         self._sending = payload
         self._is_second_hop = True
-        self._work = _all_gather(self._arriving.view(-1), payload.view(-1), group=self._group, async_op=True)
+        self._work = all_gather_flat(self._arriving.view(-1), payload.view(-1), group=self._group, async_op=True)

@@ -65,6 +65,10 @@ class LossScale:
         # Through float64, so that the inverse of a scale that is no power of two is rounded once.
         _unscale(gradients, found_inf, self._scale.double().reciprocal().float())
 
+    def observed(self) -> list[Tensor]:
+        """Return numbers that `unscale_and_check` has found and `update` needs; of ranks with pieces, the largest."""
+        return []
+
     def update(self, found_inf: Tensor) -> None:
         """Choose the scale of the next step."""
 
@@ -198,10 +202,14 @@ class LogMaxScale(LossScale):
         self._largest = torch.zeros((), dtype=torch.float64, device=device)
 
     def unscale_and_check(self, gradients: list[Tensor], found_inf: Tensor) -> None:
-        # Before unscaling: an fp16 gradient would underflow by it.
-        largest = [torch.stack(foreach_norm(group, float("inf"))).max().double() for group in _by_dtype(gradients)]
+        # Before unscaling: an fp16 gradient would underflow by it. Empty ones are pieces of short tensors (`shard`).
+        groups = _by_dtype([gradient for gradient in gradients if gradient.numel()])
+        largest = [torch.stack(foreach_norm(group, float("inf"))).max().double() for group in groups]
         self._largest.copy_(torch.stack(largest).max() / self._scale if largest else torch.zeros_like(self._largest))
         super().unscale_and_check(gradients, found_inf)
+
+    def observed(self) -> list[Tensor]:
+        return [self._largest]
 
     def update(self, found_inf: Tensor) -> None:
         overflow = found_inf.reshape(()) > 0

@@ -30,7 +30,7 @@ class Masters:
         """Name of a weight in the model -> its fp32 master, what a checkpoint stores. Frozen weights have one too."""
         self._weights: list[Tensor] = list(names.values())
         self._masters = list(self.tensors.values())
-        _halve(model)
+        halve(model)
         self._trained = [
             (weight, master)
             for weight, master in zip(self._weights, self._masters, strict=True)
@@ -142,11 +142,12 @@ def _is_half_to_be(weight: Tensor, batch_norm_ids: set[int]) -> bool:
     return weight.is_floating_point() and id(weight) not in batch_norm_ids
 
 
-def _halve(model: nn.Module) -> None:
+def halve(model: nn.Module, *, weights: bool = True) -> None:
+    """Turn a model to fp16, except batch norm; with `weights=False` only its buffers."""
     for module in model.modules():
         if isinstance(module, BatchNorm):
             continue
-        for weight in module.parameters(recurse=False):
+        for weight in module.parameters(recurse=False) if weights else ():
             if weight.is_floating_point():
                 weight.data = weight.data.half()  # the same Parameter, so that ties and optimizer entries hold
                 weight.grad = None

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from paceline.core.errors import PacelineError
+from paceline.core.together import Exclusion
 from paceline.core.torch_private import cpu_has_bf16
 from paceline.speed.autotune.candidates import Candidate
 from paceline.world.guest import set_precisions
@@ -35,6 +36,15 @@ class LevelUnsupported(PacelineError):
     device: str
     reason: str
     advice: str
+    excludes = (
+        Exclusion(
+            "`-O2`, `-O3`",
+            "a device without bf16, or `-O3` without a compiler",
+            "hardware",
+            "The device has no such instructions, or nothing that compiles for it. `-O4` takes the highest level "
+            "that there is.",
+        ),
+    )
     sentence = "{wanted} cannot run on {device}: {reason}"
     hint = "{advice}"
 

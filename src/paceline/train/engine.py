@@ -103,10 +103,13 @@ class Engine:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         schedule: Callable[[int], float] | None = None,
+        *,
+        is_for_now: bool = False,
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         """Put a model and its optimizer to work here. Both are changed in place and keep their names.
 
-        A schedule stays the same unless another one is given. All ranks must call it.
+        A schedule stays the same unless another one is given. With `is_for_now` the model is not cut into shards: it
+        will be released and prepared again before its first step. All ranks must call it.
         """
         self._prepared = prepare(
             model,
@@ -117,6 +120,7 @@ class Engine:
             self.scale,
             clock=self.clock,
             average=self._average,
+            is_for_now=is_for_now,
         )
         self._average = self._prepared.average
         if schedule is not None:
@@ -286,7 +290,8 @@ class Engine:
     def _look_for_inf(self, prepared: Prepared, gradients: list[Tensor]) -> None:
         """Take the loss scale off, and note for all ranks if a gradient is not finite."""
         self.scale.unscale_and_check(gradients, self._found_inf)
-        prepared.strategy.agree(self._found_inf)
+        for number in (self._found_inf, *self.scale.observed()):
+            prepared.strategy.agree(number)
 
     def _show_gradients(self, prepared: Prepared, after_backward: Callable[[], None]) -> list[Tensor]:
         """Let a task look at the model's gradients, and change them."""

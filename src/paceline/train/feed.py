@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from paceline.config.settings import DataSettings
 from paceline.core.errors import PacelineError
+from paceline.core.together import Exclusion
 from paceline.core.units import counted
 from paceline.data.dataset import Collate, DatasetTraits, fingerprint
 from paceline.data.fetch import Request
@@ -58,6 +59,14 @@ class StreamSetting(PacelineError):
 
     setting: str
     value: Any
+    excludes = (
+        Exclusion(
+            "data of unknown length",
+            "`--batch-cost`, `--partition-epoch`, `--order` sorted, laplace or bucket",
+            "mathematics",
+            "They are made from the lengths of all samples, which a stream does not have.",
+        ),
+    )
     sentence = "`{setting}` is {value!r}, but the data is an iterable of unknown length"
     hint = "leave `{setting}` out, or give a data set with __len__ and __getitem__"
 

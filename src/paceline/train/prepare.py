@@ -22,12 +22,12 @@ from paceline.optim.clip import ClipNorm
 from paceline.optim.ema import WeightAverage
 from paceline.parallel.averaged import Averaged
 from paceline.parallel.joined_norm import JoinedNorms
-from paceline.parallel.sharded import Sharded, Shards, is_sharded, shard
+from paceline.parallel.sharded import Cut, Sharded, Shards, is_sharded, shard
 from paceline.parallel.statistics import RunningStatistics
 from paceline.parallel.strategy import Alone, Strategy
 from paceline.parallel.summed import Summed
 from paceline.speed import master, precision, recompute
-from paceline.speed.compile import compile_in_place
+from paceline.speed.compile import compile_in_place, compile_parts
 from paceline.speed.loss_scale import LossScale
 from paceline.speed.precision import Precision
 from paceline.train.grains import GrainPass, PlainPass, RecordedPass
@@ -134,10 +134,13 @@ def prepare(
     *,
     clock: Clock | None = None,
     average: WeightAverage | None = None,
+    is_for_now: bool = False,
 ) -> Prepared:
     """Put a model and its optimizer to work on this rank. Both are changed in place and keep their names.
 
-    `average` is the moving average that goes on, if the model was prepared before. All ranks must call it.
+    `average` is the moving average that goes on, if the model was prepared before. A model that `is_for_now` will be
+    released and prepared again before its first step: it is not cut up, which could not be undone. All ranks must call
+    it.
     """
     _check_pair(model, optimizer)
     if link.has_group:
@@ -150,15 +153,16 @@ def prepare(
         recompute.recompute(model, config.checkpoint_activations)
     # Equal on all ranks, in the dtype that the model came in.
     _make_equal(model, link)
+    cut = None if is_for_now else _cut(config, link, chosen)
     # In which dtype: the optimizer gets the fp32 masters before anything counts on the tensors that it holds.
-    masters = master.cast(model, optimizer, chosen)
+    masters = _cast(model, optimizer, chosen, cut)
     is_fp32 = chosen.weights is torch.float32
     input_cast = None if is_fp32 else master.cast_inputs(model, chosen.weights)
     # Compiled: before sharding, whose hooks stay outside of the compiled blocks.
     if chosen.compile:
-        compile_in_place(model, config.compile_mode)
+        _compile(model, config, cut)
     # Cut up: from here on the optimizer holds shards, if there are any.
-    shards = shard(model, optimizer, link, config.shard_modules) if config.shard != "none" and link.has_group else None
+    shards = None if cut is None else shard(model, optimizer, link, cut)
     if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults.get("fused"):
         zero_first_momentum(optimizer)  # the only place: also for an optimizer that the user has made
     # Reduced: last, because a strategy hooks and averages the tensors as they now are.
@@ -192,6 +196,33 @@ def _make_equal(model: torch.nn.Module, link: Link) -> None:
     """Give all ranks the weights and buffers of the first. Shards are pieces of one model already."""
     for tensor in [*([] if is_sharded(model) else model.parameters()), *model.buffers()]:
         link.broadcast(tensor.data)
+
+
+def _cut(config: EngineConfig, link: Link, chosen: Precision) -> Cut | None:
+    """Return how the settings want the model cut up on these ranks; None: not at all."""
+    if config.shard == "none" or not link.has_group:
+        return None
+    half = torch.float16 if chosen.master else None
+    timeout = patience(config.timeout_s, link.device)
+    return Cut(config.shard_modules, config.shard == "node", config.wire, half, timeout)
+
+
+def _cast(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, chosen: Precision, cut: Cut | None
+) -> master.Masters | None:
+    """Turn a model to the dtype that it computes in; return the masters of its weights, unless shards are masters."""
+    if cut is None or cut.computed_in is None:
+        return master.cast(model, optimizer, chosen)
+    master.halve(model, weights=False)
+    return None
+
+
+def _compile(model: torch.nn.Module, config: EngineConfig, cut: Cut | None) -> None:
+    """Compile a model as a whole, or block by block if it is to be cut up; one that is cut up has been compiled."""
+    if cut is None:
+        compile_in_place(model, config.compile_mode)
+    elif not is_sharded(model):
+        compile_parts(model, cut.units(model), config.compile_mode)
 
 
 def named_weights(model: torch.nn.Module, masters: master.Masters | None, shards: Shards | None) -> dict[str, Tensor]:

@@ -25,11 +25,13 @@ from paceline.train.probe import Probe
 from paceline.train.task import HasWatchers, ReadsWeights, Task, overrides
 
 
-def prepare(engine: Engine, task: Task, config: TrainConfig, model: torch.nn.Module) -> larc.Larc | None:
+def prepare(
+    engine: Engine, task: Task, config: TrainConfig, model: torch.nn.Module, *, is_for_now: bool = False
+) -> larc.Larc | None:
     """Give a model its parameter groups and its optimizer, and prepare both. Returns LARC, where it is asked for."""
     optimizer = task.optimizer(build.groups(model, config), config, engine.device)
     layerwise = larc.attach(optimizer, config)
-    engine.prepare(model, optimizer)
+    engine.prepare(model, optimizer, is_for_now=is_for_now)
     return layerwise
 
 

@@ -211,8 +211,9 @@ def _ranks(world: World, seats: list[Seat]) -> Rows:
 
 def _reduction(config: TrainConfig, ranks: int) -> str:
     wire = "" if config.wire == "full" else f", {config.wire} on the wire"
-    if config.shard == "full":
-        return "gradients summed at every step, weights, gradients and optimizer state sharded"
+    if config.shard != "none":
+        where = "over all ranks" if config.shard == "full" else "over the ranks of each machine"
+        return f"gradients summed at every step{wire}, weights, gradients and optimizer state sharded {where}"
     if config.reduce == "grad":
         return f"gradients summed at every step{wire}"
     when = (
@@ -370,7 +371,7 @@ _NO_EFFECT: list[_Row] = [
         ("outer_lr", "outer_momentum"),
         lambda facts: facts.config.reduce == "param" and facts.config.outer == "plain",
     ),
-    ("unless `shard` is full", ("shard_modules", "checkpoint_form"), lambda facts: facts.config.shard == "none"),
+    ("without `shard`", ("shard_modules", "checkpoint_form"), lambda facts: facts.config.shard == "none"),
     (
         "without `profile`",
         ("profile_ranks",),

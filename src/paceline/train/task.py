@@ -20,6 +20,7 @@ from paceline.config.compared import shared_settings
 from paceline.config.named_sets import name_sets
 from paceline.config.settings import OptimSettings, Section, TrainConfig
 from paceline.core.errors import PacelineError
+from paceline.core.together import Exclusion
 from paceline.core.user_file import code_of
 from paceline.data.dataset import DatasetTraits
 from paceline.data.grain import Batch, Grain
@@ -123,6 +124,14 @@ class FilesForStages(PacelineError):
     """One data set for a task that trains on several, one after the other."""
 
     task: Task
+    excludes = (
+        Exclusion(
+            "`--train-files`",
+            "a task with stages",
+            "one thing twice",
+            "The stages bring their own data.",
+        ),
+    )
     sentence = "`train_files` is set, but the task {task_name} has stages with data of their own"
     hint = "leave out `--train-files`; `paceline.PackedDataset` reads packed files in `stages()`"
 

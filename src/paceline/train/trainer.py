@@ -418,7 +418,9 @@ class Trainer:
     def _prepare(self, model: torch.nn.Module) -> None:
         model.to(self.link.device)
         autotuner.put_kernels(self.task, model, self.engine.precision, self.progress.say)
-        self.larc = setup.prepare(self.engine, self.task, self.config, model)
+        # Where `-O4` has still to choose, the model is copied and prepared again.
+        is_for_now = self.engine.precision.is_open
+        self.larc = setup.prepare(self.engine, self.task, self.config, model, is_for_now=is_for_now)
 
     def _resume(self, checkpoint: Checkpoint) -> str:
         """Restore everything. Returns where the run goes on, in words."""

@@ -20,6 +20,7 @@ from paceline.config.settings import (
     free,
 )
 from paceline.core.paths import AbsolutePath
+from paceline.core.together import SettingsExclusion
 from paceline.recipes.asr.network.config import NetworkSettings, Trim, read_network, read_trim
 from paceline.recipes.asr.sound.perturb import PerturbSettings
 from paceline.recipes.asr.text.labels import Labels, TextMode, read_labels
@@ -90,6 +91,17 @@ class UseSettings(Section):
 class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
     """Settings of `paceline train asr`. The defaults are QuartzNet's recipe: NovoGrad, cosine with warm-up."""
 
+    exclusions: ClassVar[tuple[SettingsExclusion, ...]] = (
+        SettingsExclusion(
+            "the recipe `asr`",
+            "`--train-files`, `--val-files`",
+            "one thing twice",
+            "Its packed files are named by `--train-manifest` and `--val-manifest`, as its manifests are.",
+            "packed files go into `train_manifest` and `val_manifest` here, not `train_files` and `val_files`",
+            lambda s: bool(s.train_files or s.val_files),
+        ),
+    )
+
     optimizer: OptimizerName = OPTIMIZER
     lr: PositiveFloat = 0.01
     betas: tuple[Fraction, Fraction] | None = None
@@ -134,7 +146,5 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        if self.train_files or self.val_files:
-            yield "packed files go into `train_manifest` and `val_manifest` here, not `train_files` and `val_files`"
         if not self.train_manifest and self.mode in ("train", "train_eval"):
             yield "set `train_manifest`: what to train on (`paceline manifest scan FOLDER` makes one)"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import Field, field_validator, model_validator
@@ -22,6 +22,7 @@ from paceline.config.settings import (
     free,
     per_rank,
 )
+from paceline.core.together import SettingsExclusion
 from paceline.recipes.continual.methods import METHODS, OTHER_NAMES
 
 STREAM_NAMES = ("seq-digits", "seq-mnist", "perm-mnist", "rot-mnist", "seq-cifar10", "seq-cifar100")
@@ -83,12 +84,48 @@ class ContinualMethod(Section):
 class ContinualSettings(TrainConfig, ContinualMethod, ContinualData):
     """Training on a stream of tasks."""
 
+    exclusions: ClassVar[tuple[SettingsExclusion, ...]] = (
+        SettingsExclusion(
+            "the recipe `continual`",
+            "`--train-files`, `--val-files`",
+            "one thing twice",
+            "Its data is that of `--dataset`, which comes in tasks.",
+            "`train_files` and `val_files` have no meaning here: set `dataset`, which comes in tasks",
+            lambda s: bool(s.train_files or s.val_files),
+        ),
+        SettingsExclusion(
+            "the recipe `continual`",
+            "`--dataset-distribution random_seed_offset`",
+            "mathematics",
+            "A stream has one order, which all ranks share: what the buffer holds depends on it.",
+            "`dataset_distribution` must be shard: a stream has one order, which all ranks share",
+            lambda s: s.dataset_distribution != "shard",
+        ),
+        SettingsExclusion(
+            "the recipe `continual`",
+            "`--batch-cost`",
+            "mathematics",
+            "Pictures have no lengths.",
+            "`batch_cost` has no meaning here: pictures have no lengths; set `global_batch`",
+            lambda s: s.batch_cost is not None,
+        ),
+        SettingsExclusion(
+            "the recipe `continual`",
+            "`-O4`",
+            "mathematics",
+            "`-O4` times steps on copies of the model before the first one; here a step draws from a buffer that steps "
+            "fill, so that a timed step would not be one of the run's.",
+            "`level` 4 would time steps before the buffer has anything to draw: use level 0 to 3",
+            lambda s: s.level == 4,
+        ),
+    )
+
     global_batch: Positive | None = 10
     epochs: Positive | None = 1
     optimizer: OptimizerName = "sgd"
     momentum: Fraction = 0.0
     lr: PositiveFloat = 0.03
-    level: Literal["auto", 0, 1, 2, 3] = 0
+    level: Literal["auto", 0, 1, 2, 3, 4] = 0
     eval_batch: Positive | None = 256
     val_every_epochs: Positive | None = free(None)
 
@@ -126,12 +163,6 @@ class ContinualSettings(TrainConfig, ContinualMethod, ContinualData):
         if self.replay_size > self.buffer_size and self.method not in ("finetune", "joint", "lwf", "ewc_on", "gdumb"):
             which = "" if self.minibatch_size else ": as many as `global_batch`, because `minibatch_size` is not set"
             yield f"`buffer_size` is {self.buffer_size}, smaller than a replay batch of {self.replay_size}{which}"
-        if self.train_files or self.val_files:
-            yield "`train_files` and `val_files` have no meaning here: set `dataset`, which comes in tasks"
-        if self.dataset_distribution != "shard":
-            yield "`dataset_distribution` must be shard: a stream has one order, which all ranks share"
-        if self.batch_cost is not None:
-            yield "`batch_cost` has no meaning here: pictures have no lengths; set `global_batch`"
 
     @property
     def replay_size(self) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from paceline.core.errors import PacelineError
+from paceline.core.together import Exclusion
 from paceline.core.user_file import class_from_file
 from paceline.data.grain import Batch, Grain
 from paceline.recipes.continual import backbones, streams
@@ -37,6 +38,14 @@ class NotDistributed(PacelineError):
     name: str
     why: str
     num_ranks: int
+    excludes = (
+        Exclusion(
+            "a continual `--method` whose loss is no sum over examples",
+            "several ranks",
+            "mathematics",
+            "A sum over the ranks of their gradients is not the gradient of such a loss.",
+        ),
+    )
     sentence = "method {name} cannot run on {num_ranks} ranks: {why}"
     hint = "use `--procs 1`, or a method that can: {able}"
 

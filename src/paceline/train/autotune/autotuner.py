@@ -30,11 +30,12 @@ from paceline.speed.autotune.known import Kind, known_ways
 from paceline.speed.graphs import MOST_GRAPHS, CudaRecorder
 from paceline.speed.precision import Precision
 from paceline.train.autotune import timing
+from paceline.train.autotune.limits import why_no_graphs, why_no_kernels
 from paceline.train.autotune.shapes import Padding, costly_shapes, covering
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
-from paceline.train.task import Accelerates, Recordable, Task, accelerate, recordable_of
-from paceline.world.installed import has_triton
+from paceline.train.loss import OutOfMemory
+from paceline.train.task import Task, accelerate, recordable_of
 from paceline.world.link import Link
 
 MEASURED_SHAPES = 2
@@ -120,7 +121,13 @@ class Autotuner:
         self._agree()
         answer: tuple[dict[str, Any], str] | None = None
         if self._link.is_first:
-            choice, source = self._find(model, feed)
+            try:
+                choice, source = self._find(model, feed)
+            except (torch.OutOfMemoryError, OutOfMemory):
+                if self._config.shard == "none" or not self._link.has_group:
+                    raise
+                choice = Choice(Candidate(self._levels[-1]) if self._asked == 4 else self._plain)
+                source = "not measured, since there is no room for a whole copy of a model that is sharded"
             answer = choice.record(), source
         record, source = self._link.broadcast_object(answer)
         return self._tuned(Choice.read(record), source)
@@ -347,39 +354,6 @@ def precision_for_use(record: Mapping[str, Any] | None, config: TrainConfig, dev
     return precision.resolve_candidate(
         Candidate(max(level for level in levels if level <= chosen)), config.precision, capabilities
     )
-
-
-def why_no_kernels(task: Task, config: TrainConfig, capabilities: precision.Capabilities) -> str | None:
-    """Return why the task's own kernels are not among the candidates; None if they are."""
-    if not isinstance(task, Accelerates):
-        return "no kernels: this task has none of its own"
-    if capabilities.device != "cuda":
-        return f"no kernels: {capabilities.name} is no GPU"
-    if not has_triton():
-        return "no kernels: Triton is not installed (`pip install triton`)"
-    if config.precision is not None:
-        return f"no kernels: they compute in bf16, not as --precision {config.precision}"
-    if config.checkpoint_activations or config.sync_batchnorm != "no":
-        other = "checkpoint_activations" if config.checkpoint_activations else "sync_batchnorm"
-        return f"no kernels: they do not go with `{other}`"
-    return None
-
-
-def why_no_graphs(task: Task, config: TrainConfig, capabilities: precision.Capabilities, has_group: bool) -> str | None:
-    """Return why CUDA graphs are not among the candidates; None if they are."""
-    if not config.cuda_graphs:
-        return "no CUDA graphs: `cuda_graphs` is off"
-    if not isinstance(task, Recordable):
-        return "no CUDA graphs: this task does not say that its loss can be recorded"
-    if capabilities.device != "cuda":
-        return f"no CUDA graphs: {capabilities.name} is no GPU"
-    if has_group and config.sync_batchnorm != "no":
-        return "no CUDA graphs: `sync_batchnorm` joins ranks inside of forward, which is not recorded"
-    if has_group and config.shard != "none":
-        return "no CUDA graphs: with `shard` weights have no fixed place in memory"
-    if config.checkpoint_activations:
-        return "no CUDA graphs: `checkpoint_activations` keeps random states aside, which cannot be recorded"
-    return None
 
 
 def _digest_of(folders: Iterable[str]) -> str:

@@ -27,6 +27,7 @@ from paceline.train.position import Position, SettingsChanged, check_batch, choo
 from paceline.train.task import Describes, Task, state_of
 from paceline.world.consistency import check_same
 from paceline.world.link import Link
+from paceline.world.machines import machines_of
 
 
 class NotACheckpoint(PacelineError):
@@ -86,6 +87,11 @@ class CheckpointManager:
             check_batch(config, link.world.size)
         self.grains = choose_grains(config.grains, before, link.world.size, may_regrain)
         self._check_ranks(stored)
+        self._is_in_pieces = link.has_group and config.shard != "none" and config.checkpoint_form == "sharded"
+        # One machine has all pieces; each of its ranks writes those that it has.
+        machines = machines_of(link) if self._is_in_pieces and config.shard == "node" else [range(link.world.size)]
+        self._writers = list(machines[0]) if self._is_in_pieces else [0]
+        """Ranks that write a checkpoint."""
         if stored is not None and stored.status == "diverged":
             progress.say(
                 "this run had diverged: it goes on from what it saved before, if anything; the same settings diverge "
@@ -120,9 +126,9 @@ class CheckpointManager:
                 self._starts.append(start_record())
                 self._write("running")
                 undo.callback(self._write_failed)
-            if self._in_pieces:
+            if self._is_in_pieces:
                 self._link.barrier()  # the first rank has found the folder as it was: now the others may write there
-            if self._link.is_first or self._in_pieces:
+            if self._link.world.rank in self._writers:
                 self._writer = self._checkpointer(self._run)
             undo.pop_all()
         self._is_open = True
@@ -133,8 +139,8 @@ class CheckpointManager:
             keep_last=self._config.keep_last,
             keep_best=self._config.keep_best,
             mode=self._config.monitor_mode,
-            rank=self._link.world.rank,
-            num_writers=self._link.world.size if self._in_pieces else 1,
+            rank=self._writers.index(self._link.world.rank),
+            num_writers=len(self._writers),
             timeout_s=self._config.timeout_s,
         )
 
@@ -171,7 +177,11 @@ class CheckpointManager:
         sums = so_far()
         task_state = state_of(task)  # on all ranks: what a task has may be spread over them
         takes_part = self._writer is not None or engine.prepared.shards is not None
-        collected = state.collect(engine, self._in_pieces) if takes_part else None
+        collected = state.collect(engine, self._is_in_pieces) if takes_part else None
+        if self._is_in_pieces:
+            if self._writer is not None:
+                self._writer.wait()
+            self._link.barrier()  # the folder of the save before has its name
         if self._writer is not None and collected is not None:
             whole, values = collected
             parts: dict[str, Mapping[str, Tensor]] = dict(whole)
@@ -190,18 +200,11 @@ class CheckpointManager:
                 "choice": self._choice,
                 "few_shapes": few_shapes,
             }
-            if self._in_pieces:
-                self._writer.wait()
-                self._link.barrier()  # the folder of the save before has its name
-                world = self._link.world
-                parts = pieces.share_of_rank(parts, world.rank, world.size, partial(state.is_piece, engine))
+            if self._is_in_pieces:
+                place = self._writers.index(self._link.world.rank), len(self._writers)
+                parts = pieces.share_of_rank(parts, *place, partial(state.is_piece, engine))
             self._writer.save(engine.num_steps, parts, record, score)
         engine.prepared.statistics.share()
-
-    @property
-    def _in_pieces(self) -> bool:
-        """True if every rank writes its own pieces of a checkpoint."""
-        return self._link.has_group and self._config.shard == "full" and self._config.checkpoint_form == "sharded"
 
     def mark_failed(self, status: str = "failed") -> None:
         """Record that the run ended with an error, or diverged, and let others train in its folder.
@@ -211,7 +214,7 @@ class CheckpointManager:
         if not self._is_open:
             return
         self._is_open = False
-        if self._writer is not None and self._in_pieces:
+        if self._writer is not None and self._is_in_pieces:
             self._writer.abandon()  # other ranks, which it waits for, may be gone
         elif self._writer is not None:
             with suppress(PacelineError):  # what made the run fail matters more

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import PacelineError
+from paceline.core.together import Exclusion
 from paceline.optim import state as optimizer_state
 from paceline.parallel.strategy import StrategyState
 from paceline.train.engine import Engine
@@ -36,6 +37,14 @@ class RanksHaveTheirOwn(PacelineError):
 
     before: int
     now: int
+    excludes = (
+        Exclusion(
+            "`--sync-state keep`",
+            "`--resume` on another number of ranks",
+            "mathematics",
+            "Every rank has its own optimizer state, and there are more or fewer ranks than states.",
+        ),
+    )
     sentence = "the checkpoint has the optimizer states of {before:#rank} (`sync_state` keep), here are {now}"
     hint = "use as many ranks, or add `--sync-state average --allow-change` (or `reset`) to go on with another number"
 
@@ -49,13 +58,13 @@ STATISTICS = "statistics"
 
 
 SHARDED: dict[str, Callable[[str], str]] = {"model": str, "optimizer": optimizer_state.parameter_of, "ema": str}
-"""Parts of which a rank has only its shards (`shard: full`), and the parameter that an entry belongs to."""
+"""Parts of which a rank has only its shards (`shard`), and the parameter that an entry belongs to."""
 
 
 def collect(engine: Engine, in_pieces: bool = False) -> tuple[Parts, dict[str, Any]]:
     """Return (tensors by part, plain values). Statistics must be complete: see `Engine.whole_statistics`.
 
-    With `shard: full` all ranks must call it, and only the first gets everything; `in_pieces` leaves every rank its
+    With `shard` all ranks must call it, and only the first gets everything; `in_pieces` leaves every rank its
     own pieces, and nobody needs room for more.
     """
     prepared = engine.prepared

@@ -1,0 +1,89 @@
+"""Writes docs/together.md: what cannot go together, from the declarations that the checks themselves are made of.
+
+`python docs/together.py` writes the page; `tests/test_docs.py` fails while it is not what this script would write.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import paceline
+from paceline.cli.recipes import RECIPES
+from paceline.cli.tasks import find_task
+from paceline.config.settings import TrainConfig, exclusions_of
+from paceline.core.errors import PacelineError
+from paceline.core.together import Exclusion
+from paceline.train.autotune.limits import GRAPHS, KERNELS
+
+PAGE = Path(__file__).with_name("together.md")
+HEAD = """\
+<!-- Written by docs/together.py from the declarations in the code: change those, not this page. -->
+# What goes together
+
+Everything, except what is on this page. Each entry has a reason: **mathematics** (the pair has no meaning, or no exact
+result), **hardware** (the device cannot), or **one thing twice** (both settings say the same thing, and one must win).
+Whatever is not here trains, with the same losses as without the other feature where that one changes no numbers.
+`tests/train/test_together.py` takes features two at a time, on 1 and 2 ranks: each pair trains with the losses that it
+must have, or is refused by an entry of this page and by nothing else. CI runs a sample, `make full` all of them.
+"""
+SETTINGS = """\
+## Refused when the settings are read
+
+Exit code 2, before anything is started or written; all mistakes are shown at once, each with what to type instead.
+"""
+ERRORS = """\
+## Refused when a run starts or trains
+
+These depend on what the run turns out to be: its model, its data, its ranks, its device.
+"""
+LEFT_OUT = """\
+## What `-O4` leaves out
+
+Nothing is refused here: `-O4` takes the fastest of the other ways, and the first lines of a run say what was left out.
+"""
+
+
+def page() -> str:
+    """Return the whole page."""
+    blocks = [HEAD, SETTINGS, _table(_of_settings()), ERRORS, _table(_of_errors()), LEFT_OUT, _limits()]
+    return "\n".join(blocks)
+
+
+def _of_settings() -> list[Exclusion]:
+    sections = [TrainConfig, *(find_task(name).Settings for name in RECIPES)]
+    return list(dict.fromkeys(each for section in sections for each in exclusions_of(section)))
+
+
+def _of_errors() -> list[Exclusion]:
+    for module in pkgutil.walk_packages(paceline.__path__, "paceline."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    errors = sorted(_subclasses(PacelineError), key=lambda error: (error.__module__, error.__name__))
+    return list(dict.fromkeys(each for error in errors for each in error.excludes))
+
+
+def _subclasses(kind: type[PacelineError]) -> Iterator[type[PacelineError]]:
+    for error in kind.__subclasses__():
+        if error.__module__.startswith("paceline."):
+            yield error
+        yield from _subclasses(error)
+
+
+def _table(entries: Iterable[Exclusion]) -> str:
+    rows = ["| | and | | why |", "|---|---|---|---|"]
+    rows += [f"| {each.first} | {each.second} | {each.kind} | {each.reason} |" for each in entries]
+    return "\n".join(rows) + "\n"
+
+
+def _limits() -> str:
+    rows = ["| without | with | why |", "|---|---|---|"]
+    for part, limits in (("kernels of the task", KERNELS), ("CUDA graphs", GRAPHS)):
+        rows += [f"| {part} | {each.beside} | {each.reason} |" for each in limits]
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
