@@ -80,8 +80,8 @@ class PerturbSettings(Section):
 
     augment_on: Literal["auto", "device", "workers"] = free("auto")
     """Where the sound is varied: on the GPU, a whole batch at once (`device`: packed audio, all changes but rooms), or
-    where it is read (`workers`); `auto` takes the GPU where it can. What is drawn is the same, and of speech so are the
-    samples but for the last bit."""
+    where it is read (`workers`); `auto` takes the GPU where it can. What is drawn is the same, and so are 99 of 100
+    samples of speech, the others but for the last bits."""
 
     @model_validator(mode="after")
     def _one_way_to_choose_speed(self) -> PerturbSettings:
