@@ -12,8 +12,8 @@ band). Summed up as it stands, an output would cost 221 products with factors of
 2. `interpolate`: of a signal that fills half of its band, 16 points give any value in between (sinc under a Kaiser
    window again, images 120 dB down), their factors being polynomials in the place between two points.
 
-Both together are within 3e-6 of full scale of the sum in float64, a tenth of a step of 16-bit audio; soxr gives 99 of 100
-samples of speech as the same 16 bits, and of the others most one step apart (docs/speech.md).
+Both together are within 3e-6 of full scale of the sum in float64, a tenth of a step of 16-bit audio; soxr gives the
+same 16 bits for 99 of 100 samples of speech, and one step more or less for most others (docs/speech.md).
 """
 
 from __future__ import annotations
