@@ -139,17 +139,17 @@ class Stream:
         """
         lengths = self.lengths[rows]
         padded = np.empty((len(rows), int(lengths.max(initial=0)), *self.shape), self.dtype) if out is None else out
-        self.fill(rows, padded)
+        self.fill(rows, padded, padded.shape[1])
         return padded, lengths
 
-    def fill(self, rows: NDArray[np.int64], places: Iterable[NDArray[Any]]) -> None:
-        """Copy each row to its place, (steps, ...), with zeros behind it."""
+    def fill(self, rows: NDArray[np.int64], places: Iterable[NDArray[Any]], width: int) -> None:
+        """Copy each row to its place, (width, ...), with zeros behind it."""
         files = self._file_of[rows].tolist()
         sources = {number: self._values[number].array for number in set(files)}
         begins, lengths = self._begins[rows].tolist(), self.lengths[rows].tolist()
         for place, number, begin, length in zip(places, files, begins, lengths, strict=True):
             place[:length] = sources[number][begin : begin + length]
-            if length < len(place):
+            if length < width:
                 place[length:] = 0
 
     def text(self, row: int) -> str:
