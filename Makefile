@@ -24,11 +24,13 @@ $(VENV)/.bench: pyproject.toml constraints.txt
 demo: $(VENV)/.demo
 	$(BIN)/paceline demo
 
-# Tests of real launchers wait most of their time: they run beside the others, and their account comes last.
+# Tests of real launchers and of campaigns of kills wait most of their time: they run beside the others, and their account
+# comes last.
+BESIDE = tests/launchers tests/chaos
 test: $(VENV)/.test
-	@$(BIN)/python -m pytest tests/launchers > $(VENV)/launchers.log 2>&1 & launchers=$$!; \
-	$(BIN)/python -m pytest --ignore tests/launchers; others=$$?; \
-	wait $$launchers; found=$$?; echo "tests/launchers:"; cat $(VENV)/launchers.log; \
+	@$(BIN)/python -m pytest $(BESIDE) > $(VENV)/beside.log 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest $(BESIDE:%=--ignore %); others=$$?; \
+	wait $$beside; found=$$?; echo "$(BESIDE):"; cat $(VENV)/beside.log; \
 	test $$others -eq 0 -a $$found -eq 0
 
 # Everything: the checks, all tests with all cases of those that run a sample otherwise (pairs of features, campaigns,
