@@ -70,7 +70,9 @@ def test_an_epoch_whose_end_was_saved_is_written_once(tmp_path: Path, capsys: py
     """Killed after the epoch's record, before the next checkpoint: the newest one is from its last step."""
     first = trainer(SmallTask(), tmp_path / "run", epochs=2, save_every_steps=3, keep_best=0)
     save = first.checkpoints.save
-    first.checkpoints.save = lambda *args: save(*args) if first.engine.num_steps <= 3 else None  # type: ignore[method-assign]
+    first.checkpoints.save = (  # type: ignore[method-assign]
+        lambda *args, **named: save(*args, **named) if first.engine.num_steps <= 3 else None
+    )
     first.fit()
     (written, _) = epochs(tmp_path / "run")
     capsys.readouterr()
@@ -93,7 +95,7 @@ def test_a_run_that_is_given_more_has_one_record_of_the_epoch(tmp_path: Path) ->
 def test_a_checkpoint_that_is_older_than_these_sums_still_loads(tmp_path: Path) -> None:
     first = trainer(StoppingTask(1), tmp_path / "run", epochs=1)
     save = first.checkpoints.save
-    first.checkpoints.save = lambda *args: save(*args[:-1], lambda: None)  # type: ignore[method-assign]
+    first.checkpoints.save = lambda *args, **named: save(*args[:-1], lambda: None, **named)  # type: ignore[method-assign]
     first.fit()
     (file,) = (tmp_path / "run" / "checkpoints").glob("*/state.json")
     assert json.loads(file.read_text())["state"]["so_far"] is None
@@ -110,8 +112,8 @@ def killed_after_saving(first: Trainer, num_steps: int) -> None:
     """Train until the first checkpoint that has so many steps is on disk, and no further."""
     save = first.checkpoints.save
 
-    def save_and_die(*args: Any) -> None:
-        save(*args)
+    def save_and_die(*args: Any, **named: Any) -> None:
+        save(*args, **named)
         if first.engine.num_steps == num_steps:
             raise Killed
 
@@ -176,8 +178,8 @@ def train_or_die(link: Link, out: str, dies: bool) -> None:
         sync, saved = first.engine.sync, []
         save = first.checkpoints.save
 
-        def note(*args: Any) -> None:
-            save(*args)
+        def note(*args: Any, **named: Any) -> None:
+            save(*args, **named)
             saved.append(first.engine.num_steps)
 
         def die() -> None:

@@ -101,6 +101,16 @@ def test_ranks_save_and_leave_when_told(number: signal.Signals) -> None:
     assert sorted(out.splitlines()) == ["rank 0 saved", "rank 1 saved"]
 
 
+def test_a_signal_before_ranks_can_handle_it_is_no_crash() -> None:
+    """It was exit code 1, without a word."""
+    process = begin("wait_for_interrupt", max_restarts=1)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    process.send_signal(signal.SIGTERM)
+    code, _, err = finish(process)
+    assert (code, err) == (143, "SIGTERM: asked to stop before the ranks had begun, so nothing was done\n")
+
+
 def test_ranks_do_not_outlive_a_killed_launcher() -> None:
     process = begin("compute_forever")
     assert process.stdout is not None

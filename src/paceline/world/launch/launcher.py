@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Literal
@@ -114,6 +114,10 @@ def _judge(agent: _Agent, meeting: AgentRendezvous, result: RunResult) -> int:
     if not result.is_failed():
         return 0
     codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+    ended_by = agent.asked_before_start(codes.values())
+    if ended_by is not None:
+        sys.stderr.write(f"{ended_by.name}: asked to stop before the ranks had begun, so nothing was done\n")
+        return 128 + ended_by
     if agent.overdue:
         sys.stderr.write(f"error: the ranks did not leave within {agent.grace_s:g} s and were ended\n")
     else:
@@ -164,6 +168,16 @@ class _Agent(LocalElasticAgent):
         self._pending: list[signal.Signals] = []
         self._deadline: threading.Timer | None = None
         self._saving: dict[int, int] = {}  # heartbeat by rank, of those that were saving at the last look
+
+    def asked_before_start(self, codes: Collection[int]) -> signal.Signals | None:
+        """Return the stop signal that ended the ranks before they could handle it; None if that is not why they ended.
+
+        Ranks that have begun save and leave with 0.
+        """
+        for number in self._pending:
+            if codes and all(code == -number for code in codes):
+                return number
+        return None
 
     @property
     def attempt(self) -> int:
