@@ -84,7 +84,7 @@ def test_one_table_of_all_cases(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @ranks(2)
-def test_both_engines_train_the_same_on_two_ranks(link: Link) -> None:
+def test_ddp_and_ours_step_on_two_ranks(link: Link) -> None:
     node = load()
     load_ = node.make_load("small", 2, torch.device("cpu"), link.world.rank, frames=96)
     loop = node.ddp(load_, torch.bfloat16)
