@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from paceline.core.errors import PacelineError
+from paceline.core.together import Exclusion
 from paceline.recipes.asr.sound.perturb import PerturbSettings, is_active
 
 
@@ -13,6 +14,14 @@ class NotOnDevice(PacelineError):
 
     why: str
     advice: str
+    excludes = (
+        Exclusion(
+            "`--augment-on device`",
+            "a run on a CPU",
+            "hardware",
+            "A GPU varies the sound of a whole batch at once; a CPU does it utterance by utterance, where it reads.",
+        ),
+    )
     sentence = "`augment_on` is 'device', but {why}"
     hint = "{advice}, or leave out `--augment-on`: the sound is then varied where it is read"
 
