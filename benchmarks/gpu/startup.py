@@ -58,7 +58,7 @@ def speech(folder: Path, number: int) -> Path:
 def words(options: Any, data: Path, out: Path, *more: str) -> list[str]:
     """Return the command of a training run."""
     plain = ["--train-manifest", data, "--global-batch", options.batch, "--out", out, "--device", options.device]
-    quiet = ["--loggers", "", "--progress", "lines", "--mode", "train", "--max-seconds", "none"]
+    quiet = ["--progress", "lines", "--mode", "train"]
     return [sys.executable, "-m", "paceline", "train", "asr", *map(str, [*plain, *quiet, *more])]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.observe import progress
-from paceline.observe.progress import Progress, Whole, choose_style, clock_time, epoch_line, pace
+from paceline.observe.progress import Progress, Whole, choose_style, clock_time, epoch_line, pace, setup_note
 from tests.observe.notebook import fake_ipython
 
 LONG = "stage digits 4-5 (3 of 5), epoch 2 of 400"
@@ -231,3 +231,31 @@ def test_a_narrow_terminal_keeps_bar_counts_and_loss(
     assert line.rstrip().endswith(words)
     assert "1200/2941" in line
     assert line.count("━") + line.count("╸") >= 3
+
+
+def test_the_set_up_shows_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    time, shown = Time(monkeypatch), on_file(monkeypatch)
+    show = Progress(asked="lines").countdown("compiling kernels")
+    show(0, 40)
+    for done, now in ((1, 101.0), (10, 104.0), (11, 105.0), (20, 108.0), (40, 120.0)):
+        time.now = now
+        show(done, 40)
+    assert shown.getvalue().splitlines() == [
+        "  compiling kernels: 10 of 40, 0:00:12 left",
+        "  compiling kernels: 20 of 40, 0:00:08 left",
+    ]
+    assert setup_note(0, 40, 3.0) == ""
+
+
+def test_the_bar_of_the_set_up_vanishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    Time(monkeypatch)
+    shown = on_terminal(monkeypatch)
+    show = Progress().countdown("recording CUDA graphs")
+    show(1, 2)
+    assert "recording CUDA graphs" in shown.getvalue()
+    show(2, 2)
+    assert SHOW_CURSOR in shown.getvalue()
+    quiet = Progress(asked="none").countdown("recording CUDA graphs")
+    size = len(shown.getvalue())
+    quiet(1, 2)
+    assert len(shown.getvalue()) == size

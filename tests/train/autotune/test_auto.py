@@ -20,6 +20,8 @@ from paceline.speed.precision import Capabilities
 from paceline.train.apply import restore_for_use
 from paceline.train.autotune import autotuner, timing
 from paceline.train.autotune.autotuner import is_asked, why_no_graphs
+from paceline.train.autotune.shapes import Pick, covering
+from paceline.train.loss import GraphsFailed
 from paceline.train.position import SettingsChanged
 from paceline.train.setup import few_shapes
 from paceline.train.task import Task
@@ -273,3 +275,31 @@ def test_which_runs_have_few_shapes(device: str) -> None:
     assert few(4)
     assert [few("auto"), few(2), few(3), few("auto", "fp16"), few(0, "fp16-master")] == [is_gpu] * 5
     assert [few(0), few(1), few("auto", "fp64")] == [False] * 3  # the reference, alike on every device
+
+
+def test_a_device_that_fails_in_a_replay_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Breaks(Recordable):
+        """The device reports an error at its third call: the recording's runs are the first ones."""
+
+        calls = 0
+
+        def loss(self, model: nn.Module, grain: Any) -> Any:
+            self.calls += 1
+            if self.calls > 10:
+                raise torch.AcceleratorError("CUDA error: unspecified launch failure\nmore lines")
+            return super().loss(model, grain)
+
+    pretend(monkeypatch)
+    with pytest.raises(GraphsFailed, match="unspecified launch failure") as failure:
+        auto(Breaks(), None, steps=30)
+    assert "--no-cuda-graphs" in failure.value.hint
+    with pytest.raises(torch.AcceleratorError):  # without graphs it is what it is
+        auto(Breaks(), None, steps=30, cuda_graphs=False)
+
+
+def test_shapes_that_cover_an_epoch() -> None:
+    picks = [Pick(0, 0, 0.5), Pick(1, 0, 0.25), Pick(2, 0, 0.125), Pick(3, 0, 0.125)]
+    assert covering(picks, 0.875) == picks[:3]
+    assert covering(picks, 1.0) == picks
+    assert covering(picks[:1], 0.875) == picks[:1]
+    assert covering([], 0.875) == []
