@@ -43,7 +43,7 @@ class Feature:
     settings: Mapping[str, Any]
     numbers: Literal["same", "other", "by ranks"] = "same"
     """Losses: those of the run without it, others, or others on each number of ranks."""
-    digits: float = 1e-5
+    digits: float = 1e-4
     """Relative difference that its losses may have from those of the same computation in another order."""
     task: str = ""
     """Another task than the usual one: `stream`, `stages` or `replay`."""
@@ -329,4 +329,4 @@ def reference_of(names: tuple[str, ...], size: int) -> tuple[tuple[str, ...], in
 
 def digits_of(names: tuple[str, ...]) -> float:
     digits = [FEATURES[name].digits for name in names]
-    return max(digits) if max(digits) > 1e-5 else min(digits)
+    return max(digits) if max(digits) > 1e-4 else min(digits)
