@@ -220,3 +220,12 @@ def test_progress_is_read_without_parsing_the_steps(tmp_path: Path) -> None:
 def test_a_run_without_a_journal(tmp_path: Path) -> None:
     assert read_journal(tmp_path / "metrics.jsonl").steps == []
     assert read_progress(tmp_path / "metrics.jsonl") == JournalEnd()
+
+
+def test_a_folder_that_cannot_be_written_is_no_full_disk(tmp_path: Path) -> None:
+    """The hint was to make room, whatever the reason."""
+    folder = RunFolder(tmp_path / "run")
+    (tmp_path / "run" / run_folder.LOCK).mkdir(parents=True)
+    with pytest.raises(CannotWrite, match="Is a directory") as failure:
+        folder.lock()
+    assert failure.value.hint == "make it writable, or choose another `--out`"

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.core.bounded_file import open_text
-from paceline.core.disk import CannotWrite, is_aside, remove_asides, replacing
+from paceline.core.disk import CannotWrite, is_aside, is_full, remove_asides, replacing
 from paceline.core.errors import PacelineError
 from paceline.core.json_text import parse_json, read_json
 
@@ -389,4 +389,5 @@ class RunFolder:
         try:
             yield
         except OSError as error:
-            raise CannotWrite(self.folder / name, error, "make room there, or choose another `--out`") from error
+            advice = "make room there" if is_full(error) else "make it writable"
+            raise CannotWrite(self.folder / name, error, f"{advice}, or choose another `--out`") from error
