@@ -24,13 +24,15 @@ _FORMS = re.compile(
       | gh[pousr]_[A-Za-z0-9]{30,} | github_pat_\w{20,} | glpat-[\w-]{20,}
       | sk-[\w-]{20,} | npm_[A-Za-z0-9]{30,} | pypi-[\w-]{30,} | xox[abeoprs]-[\w-]{10,}
       | (?:AKIA|ASIA)[0-9A-Z]{16} | AIza[\w-]{30,} | ya29\.[\w-]{20,}
-      | eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}        # JSON Web Token
+      | eyJ[\w-]{8,1024}\.[\w-]{8,}\.[\w-]{8,}    # JSON Web Token
     )""",
     re.VERBOSE,
 )
 _IN_URL = re.compile(r"(?<=:/)(/?[^\s/:@]*):([^\s/@]+)(?=@)")  # a path made of an address has one slash
 _ASSIGNED = re.compile(
-    rf"(?P<name>[\w.-]*(?:{_CERTAIN}|{_LIKELY}|signature))(?P<sign>=|:\s*)(?P<value>[^\s&'\",;]+)", re.IGNORECASE
+    # Only from the beginning of a name: a word of a megabyte would be searched from each of its letters.
+    rf"(?<![\w.-])(?P<name>[\w.-]*(?:{_CERTAIN}|{_LIKELY}|signature))(?P<sign>=|:\s*)(?P<value>[^\s&'\",;]+)",
+    re.IGNORECASE,
 )
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9_.~+/=-]{16,}")
 
