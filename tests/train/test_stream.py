@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -27,8 +28,11 @@ TOTAL = 53
 class Counting(IterableDataset[Any]):
     """0, 1, 2, ... with a random shift that is keyed like any augmentation."""
 
+    def __init__(self, total: int = TOTAL) -> None:
+        self.total = total
+
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for number in range(TOTAL):
+        for number in range(self.total):
             yield torch.tensor([number / TOTAL, float(torch.rand(()))], dtype=torch.float64), torch.tensor(number)
 
 
@@ -98,6 +102,38 @@ def test_a_stream_resumes_by_passing_over_what_was_read(tmp_path: Path) -> None:
     run_ranks(2, train, "counting", str(tmp_path / "parts"), {**settings, "steps": 10})
     run_ranks(1, train, "counting", str(tmp_path / "parts"), {**settings, "resume": "auto", "allow_change": True})
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-12)
+
+
+class Normed(StreamTask):
+    """52 samples: the last batch of 8 has 4, so half of its grains are empty."""
+
+    def __init__(self) -> None:
+        super().__init__(Counting(52))
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+def train_norms(link: Link, folder: str, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    config = TrainConfig(
+        **{"global_batch": 8, "optimizer": "sgd", "lr": 0.05, "precision": "fp64", "out": Path(folder), "epochs": 2}
+        | settings
+    )
+    Trainer(Normed(), config, link).fit()
+    newest = max(Path(folder, "checkpoints").glob("step-*"))
+    return load_file(newest / "model.safetensors")
+
+
+def test_batch_norm_counts_the_grains_that_a_stream_fills(tmp_path: Path) -> None:
+    """Statistics decayed for grains without samples, and norms that were joined waited for them for ever."""
+    alone, two, four = (run_ranks(size, train_norms, str(tmp_path / str(size)), {"grains": 4})[0] for size in (1, 2, 4))
+    for other in (two, four):
+        for name, tensor in alone.items():
+            torch.testing.assert_close(other[name], tensor, rtol=1e-11, atol=1e-12)
+    joined = run_ranks(
+        2, train_norms, str(tmp_path / "joined"), {"grains": 2, "sync_batchnorm": "all", "timeout_s": 20}
+    )
+    torch.testing.assert_close(joined[0], joined[1])
 
 
 @pytest.mark.parametrize("settings", [{"order": "sorted"}, {"batch_cost": 3.0}, {"partition_epoch": 2}])

@@ -8,7 +8,7 @@ itself is the same everywhere.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import count, islice
+from itertools import accumulate, count, islice
 from typing import Any
 
 import numpy as np
@@ -94,10 +94,13 @@ class Stream:
                     grains.append(Grain(self._collate(piece), number, ids))
                 offset += wanted
             num_samples = self._global_batch if self._is_sharded else len(samples)
+            # The last batch may not fill all grains: whoever counts them (batch norm) must not wait for an empty one.
+            starts = accumulate(step_sizes.values(), initial=0)
+            num_filled = sum(start < len(samples) for start in islice(starts, len(step_sizes)))
             yield Batch(
                 epoch,
                 step,
-                num_grains=self._num_grains,
+                num_grains=self._num_grains if self._is_sharded else num_filled,
                 num_samples=num_samples,
                 count=float(num_samples),
                 grains=grains,
