@@ -323,8 +323,9 @@ def reference_of(names: tuple[str, ...], size: int) -> tuple[tuple[str, ...], in
     """Return the (features, ranks) whose losses a run must have; None where there is no other run to compare with."""
     changing = tuple(name for name in names if FEATURES[name].numbers != "same")
     by_ranks = any(FEATURES[name].numbers == "by ranks" for name in changing)
+    is_moved = any(FEATURES[name].launches == "elsewhere" for name in names)
     reference = changing, size if by_ranks else 1
-    return None if reference == (names, size) else reference
+    return None if reference == (names, size) or (by_ranks and is_moved) else reference
 
 
 def digits_of(names: tuple[str, ...]) -> float:
