@@ -262,7 +262,10 @@ def judge_round(facts: RoundFacts) -> list[str]:
 def _is_reported_crash(facts: RoundFacts) -> bool:
     """A killed loader worker is a crash of its rank; ranks that lose another before they have logs show where."""
     killed = any(shot.signal == signal.SIGKILL or not facts.all_had_trained for shot in facts.fired)
-    return any(shot.target == "worker" for shot in facts.fired) or (killed and "lost the other ranks" in facts.stderr)
+    # Python's own thread in a loader worker that was handing over memory when its rank was killed.
+    of_python = "resource_sharer.py" in facts.stderr and facts.stderr.count("Traceback") == 1
+    told = of_python or "lost the other ranks" in facts.stderr
+    return any(shot.target == "worker" for shot in facts.fired) or (killed and told)
 
 
 class Kills:
@@ -349,7 +352,8 @@ class Kills:
             time.sleep(0.02)
         if is_locked(out):
             troubles.append("the folder's lock is held")
-        killed = any(shot.signal == signal.SIGKILL for shot in watch.fired)
+        # A signal that comes before its handler is there ends a process like SIGKILL: its exit code is negative.
+        killed = any(shot.signal == signal.SIGKILL for shot in watch.fired) or any((code or 0) < 0 for code in codes)
         if not killed and out.exists() and None not in codes:
             troubles += [trouble for trouble in leftovers(out) if trouble not in before]
         steps = _steps(out)
