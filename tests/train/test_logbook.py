@@ -137,7 +137,7 @@ def test_the_default_logger_may_be_missing_but_not_one_that_was_asked_for(
 def test_tensorboard_after_a_resume_shows_every_step_once(tmp_path: Path) -> None:
     first = trainer(SmallTask(), tmp_path / "run", epochs=3, log_every=1, save_every_epochs=2, keep_best=0)
     save = first.checkpoints.save
-    first.checkpoints.save = lambda *args: save(*args) if first.engine.num_steps <= 6 else None  # type: ignore[method-assign]
+    first.checkpoints.save = lambda *args, **more: save(*args, **more) if first.engine.num_steps <= 6 else None  # type: ignore[method-assign]
     first.fit()
     trainer(SmallTask(), tmp_path / "run", epochs=3, log_every=1, resume="auto", allow_change=True).fit()
     shown = read_tensorboard(tmp_path / "run" / "tensorboard")
