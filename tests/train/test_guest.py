@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,20 @@ def test_the_process_is_given_back(tmp_path: Path, way: str, capsys: pytest.Capt
         assert seen() == before
     finally:
         torch.set_num_threads(threads)
+
+
+def test_torch_is_not_heard_to_warn_of_its_older_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some versions do, where this one may not; any other warning is heard."""
+
+    def warn(text: str) -> None:
+        warnings.warn(text, stacklevel=1)
+
+    setting = "Please use the new API settings to control TF32 behavior, such as torch.backends."
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: warn(setting))
+    paceline.Engine(level=0, device="cpu").close()
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: warn("something else"))
+    with pytest.raises(UserWarning, match="something else"):
+        paceline.Engine(level=0, device="cpu")
 
 
 @pytest.mark.parametrize("mode", ["ieee", "tf32"])

@@ -1,4 +1,4 @@
-"""What this library changes in the process that it is called from, and how it was before.
+"""State of the process that this library is called from, as it was before.
 
 A link takes note when it starts and gives everything back when it is closed, so that a program that trains for a while
 goes on as if it had not: threads, precision of the backends, random numbers, the current GPU.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,24 +81,32 @@ def set_precisions(precisions: dict[str, str], cudnn_tf32: bool | None, matmul: 
 
     Set by the newer names alone, the older ones, which torch itself and other libraries read, raise errors.
     """
-    if cudnn_tf32 is not None:
-        torch.backends.cudnn.allow_tf32 = cudnn_tf32
-    if matmul is not None:
-        torch.set_float32_matmul_precision(matmul)
+    with _older_names():
+        if cudnn_tf32 is not None:
+            torch.backends.cudnn.allow_tf32 = cudnn_tf32
+        if matmul is not None:
+            torch.set_float32_matmul_precision(matmul)
     for name, precision in precisions.items():
         _backend(name).fp32_precision = precision
 
 
 def _switches() -> tuple[bool | None, str | None]:
-    try:
-        cudnn: bool | None = torch.backends.cudnn.allow_tf32
-    except RuntimeError:
-        cudnn = None
-    try:
-        matmul: str | None = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        matmul = None
+    cudnn: bool | None = None
+    matmul: str | None = None
+    with _older_names():
+        with suppress(RuntimeError):
+            cudnn = torch.backends.cudnn.allow_tf32
+        with suppress(RuntimeError):
+            matmul = torch.get_float32_matmul_precision()
     return cudnn, matmul
+
+
+@contextmanager
+def _older_names() -> Iterator[None]:
+    """Use names that some versions of torch (2.9, 2.10) warn of: the warning is for code that uses nothing else."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Please use the new API settings to control TF32")
+        yield
 
 
 def _backend(name: str) -> Any:
