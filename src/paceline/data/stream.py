@@ -8,7 +8,7 @@ itself is the same everywhere.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import accumulate, count, islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -85,21 +85,20 @@ class Stream:
         while samples:
             following = next(source, [])
             grains = []
-            offset = 0
+            offset = num_filled = 0
             for number, wanted in step_sizes.items():
                 piece = samples[offset : offset + wanted]
+                num_filled += bool(piece)
                 if piece and number in own_numbers:
                     first = (step * self._global_batch) + offset
                     ids = np.arange(first, first + len(piece), dtype=np.int64)
                     grains.append(Grain(self._collate(piece), number, ids))
                 offset += wanted
             num_samples = self._global_batch if self._is_sharded else len(samples)
-            # The last batch may not fill all grains: whoever counts them (batch norm) must not wait for an empty one.
-            starts = accumulate(step_sizes.values(), initial=0)
-            num_filled = sum(start < len(samples) for start in islice(starts, len(step_sizes)))
             yield Batch(
                 epoch,
                 step,
+                # The last batch may not fill all grains: who counts them (batch norm) must not wait for an empty one.
                 num_grains=self._num_grains if self._is_sharded else num_filled,
                 num_samples=num_samples,
                 count=float(num_samples),
