@@ -127,15 +127,6 @@ def test_the_base_of_all_batch_norms() -> None:
     assert not issubclass(nn.LayerNorm, torch_private.BatchNorm)
 
 
-@pytest.mark.parametrize("share", [torch_private.share_tensors, FALLBACKS["share_tensors"]])
-def test_shared_tensors_are_the_same_objects(share: Callable[[nn.Module, nn.Module], None]) -> None:
-    source, module = nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False)
-    share(module, source)
-    assert module.weight is source.weight
-    assert module.running_mean is source.running_mean
-    assert module.state_dict().keys() == source.state_dict().keys()
-
-
 def test_trees() -> None:
     Pair = namedtuple("Pair", "left right")
     tree = {"a": [1, (2, 3)], "b": Pair(4, OrderedDict(c=5))}

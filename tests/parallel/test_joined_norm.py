@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from datetime import timedelta
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.parallel.joined_norm import GroupDoesNotDivide, JoinedBatchNorm, JoinedNorms
+from paceline.data.grain import Batch
+from paceline.parallel.joined_norm import GroupDoesNotDivide, JoinedBatchNorm, JoinedNorms, NotCalled
 from paceline.world.link import Link
 from tests.ranks import RanksFailed, ranks, run_ranks
 from tests.train.apart import fit
@@ -38,6 +41,10 @@ def make(kind: type[nn.Module], **options: Any) -> nn.Sequential:
     return nn.Sequential(norm).double()
 
 
+def step_of(num_grains: int) -> Batch:
+    return Batch(0, 0, num_grains, num_grains, float(num_grains), [])
+
+
 def run(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Output, with a gradient that differs by element."""
     output: torch.Tensor = net(x)
@@ -55,7 +62,7 @@ def test_equals_the_joined_batch(link: Link) -> None:
                 before = list(ours.parameters())
                 norms = JoinedNorms(ours, link.world, group, timeout=timedelta(seconds=30))
                 assert [a is b for a, b in zip(ours.parameters(), before, strict=True)] == [True] * len(before)
-                norms.begin_step(size)
+                norms.begin_step(step_of(size))
                 members = range(rank // group * group, rank // group * group + group)
                 for _ in range(2):
                     ours.zero_grad()
@@ -88,15 +95,56 @@ def close(ours: Any, theirs: Any) -> None:
 def test_without_a_grain_for_every_rank_each_is_alone(link: Link) -> None:
     ours, theirs = make(nn.BatchNorm1d), make(nn.BatchNorm1d)
     norms = JoinedNorms(ours, link.world, 2, timeout=timedelta(seconds=30))
-    norms.begin_step(1)
+    norms.begin_step(step_of(1))
     if link.is_first:  # the other has no grain; nobody waits
         close(ours(grain(0, ())), theirs(grain(0, ())))
-    norms.begin_step(2)
+    norms.begin_step(step_of(2))
     ours.eval()
     theirs.eval()
     if link.is_first:
         assert isinstance(ours[0], JoinedBatchNorm)
         close(ours(grain(0, ())), theirs(grain(0, ())))
+
+
+class Scaled(nn.BatchNorm1d):
+    """A batch norm with a forward and a value of its own."""
+
+    factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factor * super().forward(x)
+
+
+class Around(nn.BatchNorm1d):
+    """One whose forward computes by itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.batch_norm(x, None, None, training=True)
+
+
+@ranks(2)
+def test_what_a_class_of_its_own_does_around_the_norm_stays(link: Link) -> None:
+    rank = link.world.rank
+    ours, theirs = make(Scaled), make(Scaled)
+    for net in (ours, theirs):
+        assert isinstance(net[0], Scaled)
+        net[0].factor = 3.0
+    norms = JoinedNorms(ours, link.world, 2, timeout=timedelta(seconds=30))
+    norms.begin_step(step_of(2))
+    mine, joined = grain(rank, ()), torch.cat([grain(0, ()), grain(1, ())])
+    close(ours(mine), theirs(joined).split([3, 4])[rank])
+    copies = [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))]  # plain ones, while the layers are joined
+    for each in copies:
+        assert type(each[0]) is Scaled
+        close(each(mine), theirs.double()(mine))
+    norms.detach()
+    around = make(Around)
+    norms = JoinedNorms(around, link.world, 2, timeout=timedelta(seconds=30))
+    norms.begin_step(step_of(1))
+    around(mine)  # alone it may compute as it likes
+    norms.begin_step(step_of(2))
+    with pytest.raises(NotCalled, match="forward of Around, a batch norm, does not call"):
+        around(mine)
 
 
 @ranks(4)

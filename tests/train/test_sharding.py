@@ -223,15 +223,17 @@ class Streamed(BlocksTask):
         return Walk()
 
 
-def stream(link: Link, shard: str, folder: str) -> int:
+def stream(link: Link, shard: str, folder: str, is_joined: bool) -> int:
     settings = {"shard": shard, "epochs": 2, "steps": None, "grains": 4, "out": folder, "precision": "fp64"}
-    return trainer(link, Streamed(), settings).fit().num_steps
+    settings |= {"sync_batchnorm": "all", "grains": 2} if is_joined else {}
+    return trainer(link, Streamed(has_norm=is_joined), settings).fit().num_steps
 
 
-def test_a_rank_whose_data_ends_early_goes_on_with_anothers(tmp_path: Path) -> None:
-    whole = run_ranks(2, stream, "none", str(tmp_path / "whole"))
-    cut = run_ranks(2, stream, "full", str(tmp_path / "cut"))
-    assert cut == whole
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_a_rank_whose_data_ends_early_goes_on_with_anothers(is_joined: bool, tmp_path: Path) -> None:
+    whole = run_ranks(2, stream, "none", str(tmp_path / "whole"), is_joined)
+    cut = run_ranks(2, stream, "full", str(tmp_path / "cut"), is_joined)
+    assert cut == whole == [4, 4]
     assert losses(tmp_path / "cut") == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
 
 

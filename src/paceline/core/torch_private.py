@@ -247,20 +247,6 @@ else:
     """The common base of all batch norms."""
 
 
-@fallback("share_tensors")
-def _share_tensors(module: nn.Module, source: nn.Module) -> None:
-    for name, tensor in [*source.named_parameters(recurse=False), *source.named_buffers(recurse=False)]:
-        setattr(module, name, tensor)
-
-
-def share_tensors(module: nn.Module, source: nn.Module) -> None:
-    """Let a module have the very parameters and buffers of another of its kind, also those that are set later."""
-    if hasattr(source, "_parameters") and hasattr(source, "_buffers"):
-        module._parameters, module._buffers = source._parameters, source._buffers
-    else:
-        _share_tensors(module, source)
-
-
 @fallback("_is_view")
 def _is_view(tensor: Tensor) -> bool:
     # Also true of a tensor that is larger than what it shows: a clone too many does no harm.

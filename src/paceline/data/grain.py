@@ -107,3 +107,5 @@ class Batch:
     """This rank's part of `count`: the denominator of a step of its own (`reduce: param`)."""
     samples: NDArray[np.int64] | None = None
     """Ids of the whole global batch, grain after grain where no lengths decide; None for data of unknown length."""
+    knows_others: bool = True
+    """False if every rank reads a stream of its own, and may have no grain where `num_grains` counts one for it."""

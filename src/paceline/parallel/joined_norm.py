@@ -3,13 +3,16 @@
 A layer's mean and variance are those of the joined grains of a group of ranks. Mean, squared deviation and count of
 each rank are gathered and put together (Chan et al. 1979), so that no digits are lost where the mean is large; backward
 adds up the two sums that the gradient needs. It works where every rank has exactly one grain in a step; in a step where
-some rank has none (the last of an epoch, say) every rank normalises its own grain, as plain batch norm does.
+some rank has none (the last of an epoch, or one whose stream has ended) every rank normalises its own grain, as plain
+batch norm does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import cache
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,7 +20,7 @@ from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError
 from paceline.core.together import Exclusion
-from paceline.core.torch_private import BatchNorm, share_tensors
+from paceline.core.torch_private import BatchNorm
 from paceline.world.discover.environment import World
 from paceline.world.failure.flight_recorder import trail
 
@@ -52,24 +55,59 @@ class NotOneGrainPerRank(PacelineError):
     hint = "set `--grains {ranks}`, or leave out `sync_batchnorm`"
 
 
-class JoinedBatchNorm(BatchNorm):
-    """Replacement of a BatchNorm1d, 2d or 3d, with its parameters and buffers."""
+class GrainsOfStep(Protocol):
+    """This rank's share of a global batch, as far as joined norms need it."""
 
+    @property
+    def num_grains(self) -> int:
+        """Grains over all ranks."""
+        ...
+
+    @property
+    def grains(self) -> Sequence[Any]: ...
+
+    @property
+    def knows_others(self) -> bool:
+        """False if other ranks may have no grain where `num_grains` counts one for them."""
+        ...
+
+
+class NotCalled(PacelineError):
+    """A batch norm with a forward of its own that computes the statistics itself."""
+
+    kind: str
+    sentence = "`sync_batchnorm` is set, but forward of {kind}, a batch norm, does not call that of its base class"
+    hint = "let it call `super().forward(x)`, which joins the ranks, or leave out `sync_batchnorm`"
+
+
+class JoinedBatchNorm(BatchNorm):
+    """What a BatchNorm1d, 2d or 3d becomes: its class stays above this one, and what it does around the norm, too.
+
+    A copy of a joined layer, and one that was pickled, is a plain layer again: a group of ranks is of this process.
+    """
+
+    plain: ClassVar[type[BatchNorm]]
+    """Class of the layer before."""
     group: dist.ProcessGroup | None = None
     """Ranks that are joined; None: every rank for itself."""
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        assert input.dim() >= 2, input.shape
+    was_joined = False
+    """True if the last forward in training has come to `forward` of this class."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.group is None:
             return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        self.was_joined = True
         join: Any = _Join.apply
         output, mean, variance, count = join(input, self.weight, self.bias, self.eps, self.group)
         if self.track_running_stats and self.num_batches_tracked is not None:
             self._follow(mean, variance * (count / (count - 1)))
         result: Tensor = output
         return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {name: value for name, value in vars(self).items() if name not in ("group", "was_joined")}
+        return object.__new__, (self.plain,), state
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, variance: Tensor) -> None:
@@ -139,15 +177,25 @@ class JoinedNorms:
         groups = [dist.new_group(range(first, first + size), timeout=timeout) for first in range(0, world.size, size)]
         self._group = groups[world.rank // size]
         self._is_checked = False
-        self.layers = _replace(model)
+        self.layers = _join(model)
 
-    def begin_step(self, num_grains: int) -> None:
-        """Join the layers in this step if every rank has a grain: all ranks decide alike."""
-        if not self._is_checked and num_grains > self._world.size:
-            raise NotOneGrainPerRank(num_grains, self._world.size)
+    def begin_step(self, batch: GrainsOfStep) -> None:
+        """Join the layers in this step if every rank has a grain: all ranks of a group decide alike."""
+        if not self._is_checked and batch.num_grains > self._world.size:
+            raise NotOneGrainPerRank(batch.num_grains, self._world.size)
         self._is_checked = True
+        group = self._group if batch.num_grains == self._world.size else None
+        if group is not None and not batch.knows_others and not self._all_have_grains(batch):
+            group = None
         for layer in self.layers:
-            layer.group = self._group if num_grains == self._world.size else None
+            layer.group = group
+
+    def _all_have_grains(self, batch: GrainsOfStep) -> bool:
+        """Ask the ranks of the group: one whose stream has ended does not come to forward, where others would wait."""
+        have = torch.tensor(len(batch.grains), dtype=torch.int64, device="cpu")
+        trail.note("all_reduce of numbers of grains", have)
+        dist.all_reduce(have, dist.ReduceOp.MIN, group=self._group)
+        return bool(have)
 
     def detach(self) -> None:
         for layer in self.layers:
@@ -155,16 +203,35 @@ class JoinedNorms:
         dist.destroy_process_group(self._group)
 
 
-def _replace(model: nn.Module) -> list[JoinedBatchNorm]:
-    """Put a joined layer in the place of each batch norm; parameters, buffers and names stay the same objects."""
-    layers = [module for module in model.modules() if isinstance(module, JoinedBatchNorm)]
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
-                joined = JoinedBatchNorm(child.num_features, child.eps, child.momentum, affine=False)
-                joined.affine, joined.track_running_stats = child.affine, child.track_running_stats
-                share_tensors(joined, child)
-                joined.train(child.training)
-                setattr(parent, name, joined)
-                layers.append(joined)
+def _join(model: nn.Module) -> list[JoinedBatchNorm]:
+    """Make joined layers of a model's batch norms, in place: parameters, buffers, hooks and names stay."""
+    layers: list[JoinedBatchNorm] = []
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+            layer: Any = module
+            if not isinstance(layer, JoinedBatchNorm):
+                layer.__class__ = _joined_class(type(layer))  # type: ignore[arg-type]
+            layers.append(layer)
     return layers
+
+
+@cache
+def _joined_class(kind: type[BatchNorm]) -> type[JoinedBatchNorm]:
+    """Return a subclass of `kind` in which `super().forward` of `kind` is the joined one."""
+    members: dict[str, Any] = {"plain": kind}
+    if kind.forward is not BatchNorm.forward:
+        members["forward"] = _checked_forward(kind)
+    return type(f"Joined{kind.__name__}", (kind, JoinedBatchNorm), members)
+
+
+def _checked_forward(kind: type[BatchNorm]) -> Callable[..., Any]:
+    """Return forward of a class that has one of its own; it raises `NotCalled` if the ranks were not joined in it."""
+
+    def forward(self: JoinedBatchNorm, *args: Any, **options: Any) -> Any:
+        self.was_joined = False
+        output = kind.forward(self, *args, **options)
+        if self.training and self.group is not None and not self.was_joined:
+            raise NotCalled(kind.__qualname__)
+        return output
+
+    return forward

@@ -427,17 +427,25 @@ class Shards:
             if parameter is None or tensor.ndim == 0:
                 whole[key] = tensor
             elif has_first:
-                joined = DTensor.from_local(
-                    tensor.detach(),
-                    self._mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                ).full_tensor()
+                joined = self._joined(tensor.detach(), parameter.shape)
                 if is_first:
                     whole[key] = joined.cpu()
         return whole
+
+    def _joined(self, piece: Tensor, shape: torch.Size) -> Tensor:
+        """Return the whole of which every rank has a piece: as many rows each, fewer or none on the last ranks.
+
+        Not by `DTensor.full_tensor`: its collective hands gloo the addresses of a GPU's memory, which ends the process.
+        """
+        group = self._mesh.get_group()
+        num_rows = -(-shape[0] // self._mesh.size())
+        road = torch.device("cpu") if goes_by_host(group, piece.device) else piece.device
+        sent = torch.zeros(num_rows, *shape[1:], dtype=piece.dtype, device=road)
+        sent[: len(piece)] = piece
+        joined = torch.empty(num_rows * self._mesh.size(), *shape[1:], dtype=piece.dtype, device=road)
+        trail.note("all_gather of pieces", joined)
+        all_gather_flat(joined.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8), group=group)
+        return joined if len(joined) == shape[0] else joined[: shape[0]].clone()
 
     def pieces(self, tensors: Mapping[str, Tensor], name_of: Callable[[str], str] = str) -> dict[str, Tensor]:
         """Return this rank's piece of each: the counterpart of `whole`."""

@@ -82,7 +82,7 @@ class Prepared:
         self.grains.begin_step(self.strategy.divisor(batch))
         self.statistics.begin_step()
         if self.norms is not None:
-            self.norms.begin_step(batch.num_grains)
+            self.norms.begin_step(batch)
 
     @contextmanager
     def untraced(self) -> Iterator[None]:
