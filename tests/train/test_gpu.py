@@ -112,6 +112,8 @@ def test_the_gpu_gives_the_cpu_losses(tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "sgd with larc"])
 def test_no_device_sync_in_a_step(way: dict[str, Any], optimizer: str) -> None:
+    if (way.get("precision"), optimizer) == ("fp16-pure", "adamw"):
+        pytest.skip("refused: Adam's eps of 1e-8 is 0 in fp16")
     engine = Engine(link=gpu(), clip_norm=1.0, ema=0.99, **way)
     model = Blobs().model().cuda()
     kind = torch.optim.AdamW if optimizer == "adamw" else torch.optim.SGD
@@ -129,8 +131,7 @@ def test_no_device_sync_in_a_step(way: dict[str, Any], optimizer: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(steps) == 16
-    if (way.get("precision"), optimizer) != ("fp16-pure", "adamw"):  # Adam's eps of 1e-8 is 0 in fp16
-        assert steps[-1].loss < steps[0].loss
+    assert steps[-1].loss < steps[0].loss
 
 
 class Read(torch.utils.data.Dataset[Any]):

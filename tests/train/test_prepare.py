@@ -10,7 +10,7 @@ from paceline.config.settings import OptimSettings
 from paceline.core.torch_private import step_pre_hooks
 from paceline.optim import build
 from paceline.train.engine import Engine, NotPrepared
-from paceline.train.prepare import ForeignParameters
+from paceline.train.prepare import DividesByZero, ForeignParameters
 from tests.train.small import alone
 
 
@@ -27,6 +27,21 @@ def test_parameters_of_another_model_are_refused() -> None:
     foreign = torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)
     with pytest.raises(ForeignParameters, match="updates 2 parameters that the model does not have"):
         Engine(link=alone(), level=0).prepare(nn.Linear(3, 2), foreign)
+
+
+def test_fp16_state_that_would_be_divided_by_is_refused() -> None:
+    """Seen without it: all weights are inf or nan after the first step."""
+    model = nn.Linear(3, 2)
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        with pytest.raises(DividesByZero, match=f"{kind.__name__} divides by 0: .* its eps, 1e-08, vanish") as caught:
+            Engine(link=alone(), precision="fp16-pure").prepare(model, kind(model.parameters()))
+        assert caught.value.excludes
+    groups = [{"params": list(model.parameters())}]
+    for name in ("sgd", "novograd", "lamb", "lars"):
+        made = build.optimizer(OptimSettings(optimizer=name), groups, torch.device("cpu"))
+        Engine(link=alone(), precision="fp16-pure").prepare(model, made)
+    Engine(link=alone(), precision="fp16-pure").prepare(model, torch.optim.AdamW(model.parameters(), eps=1e-3))
+    Engine(link=alone(), precision="fp16-master").prepare(model.float(), torch.optim.AdamW(model.parameters()))
 
 
 def test_a_released_engine_has_no_model_until_it_is_prepared_again() -> None:

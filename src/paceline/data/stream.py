@@ -58,7 +58,9 @@ class Stream:
 
     def empty(self, epoch: int, step: int) -> Batch:
         """Return the batch of a rank whose data has ended while another's has not."""
-        return Batch(epoch, step, self._num_grains, 0, float(self._global_batch), [], has_next=False, knows_others=False)
+        return Batch(
+            epoch, step, self._num_grains, 0, float(self._global_batch), [], has_next=False, knows_others=False
+        )
 
     def _read(self, epoch: int, per_step: int) -> Iterator[list[Any]]:
         """Yield the samples of each step. Random numbers are keyed by the step, since training draws in between."""

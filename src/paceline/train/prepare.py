@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.config.compared import shared_settings
 from paceline.config.settings import EngineConfig
 from paceline.core.errors import PacelineError
+from paceline.core.together import Exclusion
 from paceline.core.torch_private import takes_amp_scaling
 from paceline.data.grain import Batch
 from paceline.observe.clock import Clock
@@ -43,6 +44,24 @@ class ForeignParameters(PacelineError):
     number: int
     sentence = "the optimizer updates {number:#parameter} that the model does not have"
     hint = "make them part of the model (a criterion's parameters too), so that ranks and checkpoints know them"
+
+
+class DividesByZero(PacelineError):
+    """fp16 state of an optimizer whose divisor is then 0 for small gradients: its first step gives inf and nan."""
+
+    optimizer: str
+    eps: float
+    excludes = (
+        Exclusion(
+            "`--precision fp16-pure`",
+            "an optimizer of torch whose `eps` is 0 in fp16, as that of `--optimizer adam` and `adamw` is",
+            "mathematics",
+            "It divides by a mean of squares: in fp16 the square of a gradient below 0.008 adds nothing to it, and "
+            "`eps`, which keeps it from 0, is 0. LAMB and NovoGrad keep their state in fp32.",
+        ),
+    )
+    sentence = "with `precision` fp16-pure {optimizer} divides by 0: squares of gradients and its eps, {eps:g}, vanish"
+    hint = "use `--precision fp16-master`, or `--optimizer lamb`, `novograd` or `sgd`"
 
 
 @dataclass(frozen=True)
@@ -143,6 +162,7 @@ def prepare(
     it.
     """
     _check_pair(model, optimizer)
+    _check_state(optimizer, chosen)
     if link.has_group:
         check_same(link, shared_settings(config) | {"precision": chosen.name} | _facts(model, optimizer))
     # Where: everything below works on the device's tensors.
@@ -244,6 +264,16 @@ def _check_pair(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
         raise ForeignParameters(num_foreign)
     if not any(parameter.requires_grad for parameter in updated):
         raise NoGradients
+
+
+def _check_state(optimizer: torch.optim.Optimizer, chosen: Precision) -> None:
+    """Check that a state in the dtype of the weights has room for what the optimizer divides by."""
+    kind = type(optimizer)
+    if chosen.weights is not torch.float16 or chosen.master or not kind.__module__.startswith("torch.optim"):
+        return
+    for group in optimizer.param_groups if "eps" in optimizer.defaults else ():
+        if not torch.tensor(group["eps"], dtype=torch.float16, device="cpu"):
+            raise DividesByZero(kind.__name__, group["eps"])
 
 
 def _facts(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -21,6 +21,20 @@ class NotOnDevice(PacelineError):
             "hardware",
             "A GPU varies the sound of a whole batch at once; a CPU does it utterance by utterance, where it reads.",
         ),
+        Exclusion(
+            "`--augment-on device`",
+            "audio files",
+            "hardware",
+            "Files are decoded on the CPU, one by one, and varied in the same go; packed files (`paceline pack`) are "
+            "copied to the GPU as they lie.",
+        ),
+        Exclusion(
+            "`--augment-on device`",
+            "`--impulse-from`",
+            "hardware",
+            "A room sounds for seconds: each sample depends on tens of thousands, and the GPU's kernel, which reads a "
+            "few neighbours of each, is made for the rest of the augmentation.",
+        ),
     )
     sentence = "`augment_on` is 'device', but {why}"
     hint = "{advice}, or leave out `--augment-on`: the sound is then varied where it is read"
