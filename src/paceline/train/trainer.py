@@ -122,7 +122,7 @@ class Trainer:
         # A run from before `auto` chose anything goes on as it began.
         is_new = checkpoint is None or record is not None or config.level == 4
         if is_new and autotuner.is_asked(config, precision.capabilities(link.device)):
-            self._autotuner = autotuner.Autotuner(task, config, link, self.progress)
+            self._autotuner = autotuner.Autotuner(task, config, link, self.progress, lambda: self.engine.wants_stop)
             self._compute_in(self._autotuner, None if record is None else self._autotuner.recall(record))
         self.position = self.engine.position
         stages = tasks.stages_of(task)
@@ -215,7 +215,9 @@ class Trainer:
             self.progress.say("this run is finished: nothing is left to train")
             return Outcome.EARLY if is_out_of_patience(config, position) else Outcome.EPOCH_DONE
         position.is_complete = False  # or it goes on: a finished run was given more epochs, steps or patience
-        self._set_up(feed)
+        if not self._set_up(feed):
+            self._save()
+            return Outcome.STOPPED
         feed.end_epoch = epochs
         with closing(feed):
             outcome = self._train_epochs(feed, epochs)
@@ -476,10 +478,10 @@ class Trainer:
             raise DataChanged
         self.position.data = feed.fingerprint
 
-    def _set_up(self, feed: Feed) -> None:
-        """Make everything ready for the first step of a stage that is begun or goes on."""
-        if self._autotuner is not None:
-            self._tune(self._autotuner, feed)
+    def _set_up(self, feed: Feed) -> bool:
+        """Make everything ready for the first step of a stage that is begun or goes on; False if it was stopped."""
+        if self._autotuner is not None and not self._tune(self._autotuner, feed):
+            return False
         if self._few_shapes:
             autotuner.plan_shapes(self.engine, self.task, feed, self.progress)
         self.engine.follow(self._schedule(feed))
@@ -487,21 +489,27 @@ class Trainer:
         if self._probe is not None:
             self._probe.begin(self, feed)
         self.clock.lap("setup")
+        return True
 
-    def _tune(self, tuner: autotuner.Autotuner, feed: Feed) -> None:
-        """Choose the fastest way to compute a step, if that is not done, and set it up for a stage."""
+    def _tune(self, tuner: autotuner.Autotuner, feed: Feed) -> bool:
+        """Choose the fastest way to compute a step, if that is not done, and set it up for a stage; False if the run
+        was asked to stop before there was a choice."""
         engine = self.engine
         if engine.precision.is_open:
             # A run that is resumed, but not with what it chose before: its optimizer goes on.
             carried = state.carried(engine) if engine.num_steps else None
             model = engine.model
-            self._compute_in(tuner, tuner.choose(model, feed))
+            tuned = tuner.choose(model, feed)
+            if tuned is None:
+                return False
+            self._compute_in(tuner, tuned)
             engine.release()
             self._prepare(model)
             if carried is not None:
                 state.restore(engine, *carried)
         autotuner.record_shapes(engine, self.task, feed, self.progress)
         self.checkpoints.keep_choice(None if self.choice is None else self.choice.record())
+        return True
 
     def _compute_in(self, tuner: autotuner.Autotuner, tuned: autotuner.Tuned | None) -> None:
         """Settle the engine on what the autotuner has chosen; None: nothing yet."""

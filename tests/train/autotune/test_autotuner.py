@@ -116,6 +116,45 @@ def test_the_choice_is_written_before_the_first_step(tmp_path: Path, times: dict
     assert records[0]["choice"]["way"]["level"] == 0
 
 
+class Stops(SmallTask):
+    """Is asked to stop while the first candidate is measured; remembers if losses were computed in bf16."""
+
+    trainer: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.autocasts: set[bool] = set()
+
+    def loss(self, model: nn.Module, grain: Grain) -> Any:
+        self.autocasts.add(torch.is_autocast_enabled("cpu"))
+        if self.trainer is not None:
+            self.trainer.ask_to_stop()
+        return super().loss(model, grain)
+
+
+def stopped_and_resumed(link: Link, folder: str) -> None:
+    settings = {"level": 4, "steps": 4, "link": link}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precision, "capabilities", lambda _: CPU)
+        patch.setenv("XDG_CACHE_HOME", f"{folder}-cache")
+        patch.setattr(autotuner, "candidates", lambda *_, **__: [Candidate(2), Candidate(0)])
+        task = Stops()
+        first = trainer(task, Path(folder), **settings)
+        task.trainer = first if link.is_first else None
+        result = first.fit()
+        assert (result.status, result.num_steps, first.choice) == ("stopped", 0, None)
+        assert task.autocasts == ({True} if link.is_first else set())  # -O0 was not measured
+        second = trainer(Stops(), Path(folder), resume="auto", **settings)
+        assert second.fit().num_steps == 4
+        assert second.choice is not None
+        assert set(second.choice.step_ms) == {"-O2", "-O0"}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_stop_ends_the_contest_and_a_resumed_run_begins_it_anew(size: int, tmp_path: Path) -> None:
+    run_ranks(size, stopped_and_resumed, str(tmp_path / "run"))
+
+
 class NanInBf16(SmallTask):
     hurts = ("bf16",)
 

@@ -61,6 +61,10 @@ MATTERS_IF_SET = ("clip_norm", "clip_value", "ema", "weight_decay")
 """... and those by whether they are set."""
 
 
+class ContestStopped(Exception):
+    """The run was asked to stop while candidates were measured; it never leaves this module."""
+
+
 @dataclass(frozen=True)
 class Tuned:
     """Result of the autotuner: `choice` is stored with the run, `precision` is what the engine computes in."""
@@ -85,8 +89,12 @@ class Autotuner:
     All ranks get the choice of the first one.
     """
 
-    def __init__(self, task: Task, config: TrainConfig, link: Link, progress: Progress) -> None:
+    def __init__(
+        self, task: Task, config: TrainConfig, link: Link, progress: Progress, wants_stop: Callable[[], bool]
+    ) -> None:
+        """`wants_stop` is asked between two candidates of a contest."""
         self._task, self._config, self._link, self._progress = task, config, link, progress
+        self._wants_stop = wants_stop
         self._say = progress.say
         self._asked: Literal["auto", 4] = "auto" if config.level == "auto" else 4
         self._capabilities = precision.capabilities(link.device)
@@ -110,8 +118,9 @@ class Autotuner:
             return None
         return self._tuned(choice, "as before", possible)
 
-    def choose(self, model: torch.nn.Module, feed: Feed) -> Tuned:
-        """Take what the cache has, or what is known, or measure candidates on copies of the model.
+    def choose(self, model: torch.nn.Module, feed: Feed) -> Tuned | None:
+        """Take what the cache has, or what is known, or measure candidates on copies of the model; None if the first
+        rank was asked to stop meanwhile.
 
         All ranks must call it: what one of them cannot do is done by none.
         """
@@ -119,7 +128,8 @@ class Autotuner:
             unmeasured = Choice(Candidate(self._levels[-1]) if self._asked == 4 else self._plain)
             return self._tuned(unmeasured, "not measured, since nobody knows the shapes of iterable data")
         self._agree()
-        answer: tuple[dict[str, Any], str] | None = None
+        answer: tuple[dict[str, Any] | None, str] | None = None
+        choice: Choice | None
         if self._link.is_first:
             try:
                 choice, source = self._find(model, feed)
@@ -128,9 +138,11 @@ class Autotuner:
                     raise
                 choice = Choice(Candidate(self._levels[-1]) if self._asked == 4 else self._plain)
                 source = "not measured, since there is no room for a whole copy of a model that is sharded"
-            answer = choice.record(), source
+            except ContestStopped:
+                choice, source = None, ""
+            answer = None if choice is None else choice.record(), source
         record, source = self._link.broadcast_object(answer)
-        return self._tuned(Choice.read(record), source)
+        return None if record is None else self._tuned(Choice.read(record), source)
 
     # -- how it is done ------------------------------------------------------------------------------------------
 
@@ -206,6 +218,7 @@ class Autotuner:
         self._say(f"-O4: timing {len(to_try)} ways to compute a step, once on this machine")
         self._compile(to_try, workload)
         choice = self._measure(to_try, workload)
+        self._check_stop()  # the last candidates may have been timed beside whatever ends this run
         reasons = [why for why in (self._no_kernels, self._no_graphs) if why is not None]
         choice = replace(choice, notes=(*choice.notes, *reasons))
         if any("-O3" in name for name in choice.step_ms):
@@ -228,12 +241,14 @@ class Autotuner:
         shown, places = self._progress.countdown("timing ways"), {way: place for place, way in enumerate(to_try)}
 
         def measure(candidate: Candidate, limit_s: float) -> float:
+            self._check_stop()
             shown(places[candidate], len(to_try))
             seconds = timing.step_seconds(candidate, limit_s * steps, workload=workload) / steps
             self._say(f"  {candidate.name}: {1e3 * seconds:.4g} ms")
             return seconds
 
         def in_turns(last: Sequence[Candidate]) -> dict[Candidate, float]:
+            self._check_stop()
             rounds = timing.in_turns(last, workload=workload)
             seconds = {candidate: each / steps for candidate, each in rounds.items()}
             line = ", ".join(f"{candidate.name} {1e3 * each:.4g} ms" for candidate, each in seconds.items())
@@ -244,6 +259,10 @@ class Autotuner:
             return choose(to_try, measure, in_turns)
         finally:
             shown(len(to_try), len(to_try))
+
+    def _check_stop(self) -> None:
+        if self._wants_stop():
+            raise ContestStopped
 
     def _kind(self, model: torch.nn.Module) -> Kind:
         """Return how much of the network the task's kernels compute."""
