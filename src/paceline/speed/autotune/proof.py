@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 LUCK = 0.02
@@ -30,13 +31,18 @@ HOPELESS = 0.5
 def luck(ratios: Sequence[float]) -> float:
     """Return the share of races of two equally fast settings in which the second looks at least as good as here."""
     sizes = [round(abs(math.log(ratio)), 12) for ratio in ratios]
+    in_order = sorted(sizes)
     # Ranks count twice, so that those of equal sizes, which share the mean of theirs, are whole numbers.
-    ranks = [sum(other < size for other in sizes) + sum(other <= size for other in sizes) + 1 for size in sizes]
-    outcomes = [1] + [0] * sum(ranks)  # by the sum of the won ranks: how many of all outcomes have it
+    ranks = [bisect_left(in_order, size) + bisect_right(in_order, size) + 1 for size in sizes]
+    # By the sum of the won ranks: how many of all outcomes have it. The counts are the digits of one large number, in a
+    # base that even their sum fits into, so that one addition counts the outcomes with and without a rank.
+    bits = len(ranks) + 2
+    outcomes = 1
     for rank in ranks:
-        outcomes = [count + (outcomes[total - rank] if total >= rank else 0) for total, count in enumerate(outcomes)]
+        outcomes += outcomes << bits * rank
     won = sum(rank for rank, ratio in zip(ranks, ratios, strict=True) if ratio > 1)
-    return sum(outcomes[won:]) / 2.0 ** len(ranks)
+    as_good = (outcomes >> bits * won) % (2**bits - 1)  # the sum of the digits that are left
+    return as_good / 2.0 ** len(ranks)
 
 
 def is_ahead(ratios: Sequence[float]) -> bool:
@@ -59,7 +65,9 @@ def is_decided(ratios: Sequence[float]) -> bool:
     left = RACE_ROUNDS - len(ratios)
     if left <= 0:
         return True
-    if len(ratios) >= FIRST_LOOK and luck(ratios[:FIRST_LOOK]) > HOPELESS:
+    if len(ratios) < FIRST_LOOK:  # even if all of these were lost, the rest could still win
+        return False
+    if luck(ratios[:FIRST_LOOK]) > HOPELESS:
         return True
     far = 2 * max([ratio if ratio > 1 else 1 / ratio for ratio in ratios], default=1.0)
     return is_ahead([*ratios, *[1 / far] * left]) or not is_ahead([*ratios, *[far] * left])
