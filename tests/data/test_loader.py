@@ -28,7 +28,8 @@ from paceline.data.fetch import Fetch, Request
 from paceline.data.grain import Batch, Grain
 from paceline.data.loader import BatchRow, EpochSteps, Loader, choose_workers
 from paceline.data.plan import BatchRule, Plan, RankPlan
-from tests.crash import _context
+from paceline.world.link import Link
+from tests.crash import _context, run_until_death
 
 
 class Augmented(Dataset[Any]):
@@ -52,6 +53,20 @@ def flat(batches: list[Batch]) -> list[tuple[int, int, list[int], list[list[floa
         for batch in batches
         for grain in batch.grains
     ]
+
+
+_held: list[Any] = []
+
+
+def leave_a_worker_behind(link: Link) -> None:
+    """As a run does that ends with a traceback which holds its frames, or before a slow worker has answered."""
+    batches = Loader(Augmented(), workers=1, seed=1).run(make_plan())
+    next(batches)
+    _held.append(batches)
+
+
+def test_a_process_of_multiprocessing_ends_although_a_worker_is_left() -> None:
+    assert run_until_death(1, leave_a_worker_behind) == [0]
 
 
 def test_workers_change_nothing() -> None:

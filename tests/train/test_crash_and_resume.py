@@ -52,6 +52,7 @@ def train(link: Link, folder: str, settings: dict[str, Any], die_at: Any, die_in
         val_every_steps=6,
         log_every=3,
         resume="auto",
+        workers=0,
         out=Path(folder),
         **settings,
     )

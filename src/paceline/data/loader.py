@@ -10,7 +10,6 @@ its id.
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import os
 import signal
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain, islice
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -376,6 +376,7 @@ class WorkerReader:
                 worker_init_fn=_follow_parent,
                 generator=torch.Generator(),
             )
+        _stop_at_exit()
         earlier = set(multiprocessing.active_children())
         self._grains = iter(self._loader)
         _workers.update(set(multiprocessing.active_children()) - earlier)
@@ -404,12 +405,23 @@ class _RequestSampler:
 
 _readers: weakref.WeakSet[WorkerReader] = weakref.WeakSet()
 _workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+_stopping: set[int] = set()
+"""Processes that stop all workers at their end; a forked one does not."""
 
 
-@atexit.register
+def _stop_at_exit() -> None:
+    """Stop all workers before this process waits for them: they ignore the signal by which it would ask them to end, so
+    after a run that failed it would wait for ever.
+
+    By a finalizer of multiprocessing, which comes before it waits: what it has started itself (`mp.spawn`) never calls
+    functions of atexit.
+    """
+    if os.getpid() not in _stopping:
+        _stopping.add(os.getpid())
+        Finalize(None, _close_all, exitpriority=100)
+
+
 def _close_all() -> None:
-    """Stop all workers before the interpreter waits for them: they ignore the signal by which it would ask them to end,
-    so after a run that failed it would wait for ever."""
     for reader in list(_readers):
         reader.close()
     for worker in list(_workers):  # left over where the garbage collector took a loader's pipes first

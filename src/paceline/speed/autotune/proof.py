@@ -41,8 +41,8 @@ def luck(ratios: Sequence[float]) -> float:
     for rank in ranks:
         outcomes += outcomes << bits * rank
     won = sum(rank for rank, ratio in zip(ranks, ratios, strict=True) if ratio > 1)
-    as_good = (outcomes >> bits * won) % (2**bits - 1)  # the sum of the digits that are left
-    return as_good / 2.0 ** len(ranks)
+    as_good: int = (outcomes >> bits * won) % (2**bits - 1)  # the sum of the digits that are left
+    return as_good / float(1 << len(ranks))
 
 
 def is_ahead(ratios: Sequence[float]) -> bool:
