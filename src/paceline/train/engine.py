@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.config.compared import shared_settings
 from paceline.config.settings import DataSettings, EngineConfig
@@ -34,6 +35,7 @@ from paceline.train.loss import GraphsFailed, NoGradients, NonFiniteLoss, OutOfM
 from paceline.train.position import Position, choose_grains
 from paceline.train.prepare import Prepared, prepare
 from paceline.train.randomness import GrainRandomness
+from paceline.train.rates import STEPPED, Rates, Schedulers
 from paceline.train.scaling import for_ranks
 from paceline.world.consistency import check_same
 from paceline.world.failure.flight_recorder import trail
@@ -77,11 +79,13 @@ class Engine:
         self.position = Position()
         """The one position of a run: the engine counts its steps, the trainer or `batches` its epochs and batches."""
         self.rate: float | None = None
-        """Learning rate of the last step, if there is a schedule."""
+        """Learning rate of the last step: of the schedule, or of the first group where there is none."""
         self.last_step: Step | None = None
         """Record of the last step, with what averages of the ranks have told since."""
         self._batches_call = _BatchesCall()
-        self._schedule: Callable[[int], float] | None = None
+        self._rates = Rates()
+        self.schedulers = Schedulers()
+        """torch schedulers of the optimizer."""
         self._wants_stop = False
         self._listeners: list[Callable[[Average], None]] = []
         self._randomness = GrainRandomness(self.config.seed, self.device)
@@ -102,13 +106,14 @@ class Engine:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        schedule: Callable[[int], float] | None = None,
+        schedule: Callable[[int], float] | LRScheduler | None = None,
         *,
         is_for_now: bool = False,
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         """Put a model and its optimizer to work here. Both are changed in place and keep their names.
 
-        A schedule stays the same unless another one is given. With `is_for_now` the model is not cut into shards: it
+        A schedule is a function of the step, or a torch scheduler of this optimizer, which is then stepped with it. It
+        stays the same unless another one is given. With `is_for_now` the model is not cut into shards: it
         will be released and prepared again before its first step. All ranks must call it.
         """
         self._prepared = prepare(
@@ -123,6 +128,8 @@ class Engine:
             is_for_now=is_for_now,
         )
         self._average = self._prepared.average
+        self._rates.begin(optimizer)
+        self.schedulers.forget()
         if schedule is not None:
             self.follow(schedule)
         return model, optimizer
@@ -142,9 +149,21 @@ class Engine:
     def optimizer(self) -> torch.optim.Optimizer:
         return self.prepared.optimizer
 
-    def follow(self, schedule: Callable[[int], float]) -> None:
-        """Set the learning rate of every step from now on to `schedule(step)`."""
-        self._schedule = schedule
+    def follow(
+        self,
+        schedule: Callable[[int], float] | LRScheduler,
+        *,
+        peak: float | None = None,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        """Set the learning rate of every step from now on to `schedule(step)`, or step a torch scheduler.
+
+        With `peak`, the highest rate of the schedule, rates that others set are respected: see `Rates`.
+        """
+        if isinstance(schedule, LRScheduler):
+            self.schedulers.add(STEPPED, schedule, self.optimizer)
+        else:
+            self._rates.follow(schedule, peak, tell)
 
     def record(self, recorder: Recorder, tensors: Callable[[Grain], Any]) -> RecordedPass:
         """Replay CUDA graphs of grains from now on, where their shape has one; `tensors` gives a grain's inputs."""
@@ -183,7 +202,7 @@ class Engine:
         prepared, number = self.prepared, self.position.num_steps
         strategy = prepared.strategy
         trail.doing, trail.step = prepared.grains.doing, number
-        self.rate = self._set_learning_rate(prepared.optimizer, number)
+        self.rate = self._rates.set(prepared.optimizer, number)
         if not self.scale.is_found and strategy.updates(batch):
             self.scale.find(lambda: self._overflows(prepared, loss, batch))
         tally, outputs = self._gradients(prepared, loss, batch)
@@ -199,6 +218,7 @@ class Engine:
             gradient_norm = self._clip(prepared, gradients, norm_tells=tells)
             self._update(prepared)
             self._lap("optimizer")
+        self.schedulers.step()
         self.position.num_steps = number + 1
         step = strategy.finish(Step(number, *tally, gradient_norm, outputs))
         self.last_step = step
@@ -225,14 +245,6 @@ class Engine:
             tally, _ = self._gradients(prepared, loss, batch)
             self._check_gradients(prepared, tally, prepared.strategy.divisor(batch), norm_tells=False)
             return bool(self._found_inf.item())
-
-    def _set_learning_rate(self, optimizer: torch.optim.Optimizer, step: int) -> float | None:
-        if self._schedule is None:
-            return None
-        rate = self._schedule(step)
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_scale", 1.0)
-        return rate
 
     def _run_grains(self, prepared: Prepared, loss: Loss, batch: Batch) -> tuple[Tally, list[Any]]:
         """Add up the gradients of this rank's grains, and return their losses and counts, and their outputs."""

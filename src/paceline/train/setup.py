@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.config.settings import TrainConfig
 from paceline.core.errors import PacelineError
@@ -18,21 +20,89 @@ from paceline.observe.callback import Callback, checked
 from paceline.optim import build, larc
 from paceline.parallel.step import Step
 from paceline.speed.precision import Precision
+from paceline.train import rates
 from paceline.train.checkpoint import reader
 from paceline.train.checkpoint.format import STATE
 from paceline.train.engine import Engine
 from paceline.train.probe import Probe
-from paceline.train.task import HasWatchers, ReadsWeights, Task, overrides
+from paceline.train.task import HasScheduler, HasWatchers, ReadsWeights, Task, overrides
 
 
 def prepare(
     engine: Engine, task: Task, config: TrainConfig, model: torch.nn.Module, *, is_for_now: bool = False
 ) -> larc.Larc | None:
     """Give a model its parameter groups and its optimizer, and prepare both. Returns LARC, where it is asked for."""
-    optimizer = task.optimizer(build.groups(model, config), config, engine.device)
+    optimizer = check_optimizer(task, task.optimizer(build.groups(model, config), config, engine.device))
+    rates.mark_own(optimizer, config.lr)
     layerwise = larc.attach(optimizer, config)
     engine.prepare(model, optimizer, is_for_now=is_for_now)
+    for name, value in vars(task).items():
+        if isinstance(value, LRScheduler) and value.optimizer is optimizer:
+            engine.schedulers.add(f"task.{name}", value, optimizer)
     return layerwise
+
+
+class NotOneOptimizer(PacelineError):
+    """A task's `optimizer` that returned something else than one optimizer."""
+
+    task: Task
+    value: Any
+    sentence = "`optimizer` of task {task_name} returned {kind}, not one torch optimizer"
+    hint = "{advice}"
+
+    @property
+    def task_name(self) -> str:
+        return type(self.task).__name__
+
+    @property
+    def kind(self) -> str:
+        if isinstance(self.value, list | tuple):
+            return f"{type(self.value).__name__} of {', '.join(type(entry).__name__ for entry in self.value)}"
+        return type(self.value).__name__
+
+    @property
+    def advice(self) -> str:
+        entries = self.value.values() if isinstance(self.value, dict) else self.value
+        flat = [] if not isinstance(self.value, list | tuple | dict) else list(_flat(entries))
+        if any(isinstance(entry, LRScheduler) for entry in flat):
+            return "return the optimizer alone, and the scheduler from `def scheduler(self, optimizer, num_steps):`"
+        if sum(isinstance(entry, torch.optim.Optimizer) for entry in flat) > 1:
+            return (
+                "a task trains one model with one optimizer; parts of it with other rates are groups of that optimizer. "
+                "Models that take turns (a GAN) are two engines in a loop of your own: docs/own-loop.md"
+            )
+        return "return a torch.optim.Optimizer"
+
+
+def _flat(entries: Iterable[Any]) -> Iterator[Any]:
+    for entry in entries:
+        if isinstance(entry, list | tuple):
+            yield from _flat(entry)
+        else:
+            yield entry
+
+
+def check_optimizer(task: Task, optimizer: Any) -> torch.optim.Optimizer:
+    """Return what a task's `optimizer` returned, if it is one."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise NotOneOptimizer(task, optimizer)
+    return optimizer
+
+
+def follow(
+    engine: Engine,
+    task: Task,
+    schedule: Callable[[int], float],
+    config: TrainConfig,
+    num_steps: int | None,
+    say: Callable[[str], None],
+) -> list[str]:
+    """Let the engine follow the schedule of the settings and the task's own; return what there is to tell of it."""
+    engine.follow(schedule, peak=config.lr, tell=say)
+    # A task may also keep a scheduler of its own under that name.
+    if isinstance(task, HasScheduler) and callable(task.scheduler) and engine.schedulers.stepped is None:
+        engine.follow(task.scheduler(engine.optimizer, num_steps))
+    return rates.lines(engine.optimizer, engine.schedulers, config)
 
 
 def begin_stage(task: Task, config: TrainConfig, model: torch.nn.Module, number: int) -> None:

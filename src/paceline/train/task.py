@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from numpy.typing import NDArray
+from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.config.compared import shared_settings
 from paceline.config.named_sets import name_sets
@@ -309,6 +310,15 @@ class HasStages(Protocol):
     """A run of several parts."""
 
     def stages(self) -> Sequence[Stage]: ...
+
+
+@runtime_checkable
+class HasScheduler(Protocol):
+    """A torch scheduler of the learning rate, instead of the settings' `schedule`."""
+
+    def scheduler(self, optimizer: torch.optim.Optimizer, num_steps: int | None) -> LRScheduler:
+        """Return a scheduler of this optimizer; it is stepped after every step (`ReduceLROnPlateau` after every
+        validation, with the monitored score) and saved. `num_steps` are those of the run, None if unknown."""
 
 
 @runtime_checkable

@@ -370,6 +370,8 @@ class Trainer:
         metrics = checks.run()
         if metrics:
             self.validation.judge(self.position, is_due=is_due)
+            if is_due and self.position.score is not None:
+                self.engine.schedulers.validated(self.position.score)
             self.log.validation(metrics, checks.samples, checks.seconds, checks.analysis)
         self.clock.lap("validation")
 
@@ -452,6 +454,8 @@ class Trainer:
         if changed and self.engine.precision.compile:
             self.progress.say(f"stage {stage.name!r} changed the model: it is compiled again")
         self.position.stage_began = self.engine.num_steps
+        if stage.restart_schedule:
+            self.engine.schedulers.restart()
         if stage.restart_schedule or number == 0:
             self.position.schedule_began = self.engine.num_steps
             self.position.scores = []
@@ -484,8 +488,8 @@ class Trainer:
             return False
         if self._few_shapes:
             autotuner.plan_shapes(self.engine, self.task, feed, self.progress)
-        self.engine.follow(self._schedule(feed))
-        self._introduce(feed)
+        remarks = self._follow(feed)
+        self._introduce(feed, remarks)
         if self._probe is not None:
             self._probe.begin(self, feed)
         self.clock.lap("setup")
@@ -516,6 +520,14 @@ class Trainer:
         self.choice = None if tuned is None else tuned.choice
         self.engine.settle(tuner.initial if tuned is None else tuned.precision)
 
+    def _follow(self, feed: Feed) -> list[str]:
+        """Let the engine follow the learning rates; return what there is to tell of them."""
+        rate = self._schedule(feed)
+        if self._probe is None or self._probe.schedule is None:
+            return setup.follow(self.engine, self.task, rate, self.config, self._schedule_steps, self.progress.say)
+        self.engine.follow(rate)
+        return []
+
     def _schedule(self, feed: Feed) -> Callable[[int], float]:
         """Return the learning rate by step."""
         if self._probe is not None and self._probe.schedule is not None:
@@ -536,7 +548,7 @@ class Trainer:
         """Name of the current stage, where there are several."""
         return self.stages[self._began_stage].name if len(self.stages) > 1 else None
 
-    def _introduce(self, feed: Feed) -> None:
+    def _introduce(self, feed: Feed, more: Sequence[str]) -> None:
         """Describe the run before the first step of this launch; of later stages only their data."""
         data = summary.data_facts(feed, self.position.epoch, self.task.length_unit)
         if self._is_introduced:
@@ -563,7 +575,7 @@ class Trainer:
         self.progress.table(summary.rows(facts))
         arithmetic = [self._arithmetic] if self._arithmetic else []
         remarks = [*summary.idle_ranks(facts), *summary.unequal_devices(facts.seats), *summary.idle(facts)]
-        for line in [*arithmetic, *self.engine.precision.notes, *remarks]:
+        for line in [*arithmetic, *self.engine.precision.notes, *more, *remarks]:
             self.progress.say(line)
 
     # -- the way out ---------------------------------------------------------------------------------------------

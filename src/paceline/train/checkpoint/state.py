@@ -80,6 +80,9 @@ def collect(engine: Engine, in_pieces: bool = False) -> tuple[Parts, dict[str, A
         parts["ema"] = prepared.average.state_dict()
     if prepared.shards is not None and not in_pieces:
         parts |= {part: prepared.shards.whole(parts[part], of) for part, of in SHARDED.items() if part in parts}
+    schedulers = engine.schedulers.state()
+    if schedulers:
+        parts["schedulers"] = schedulers
     strategy = prepared.strategy.state()
     if strategy.common:
         parts["outer"] = dict(strategy.common)
@@ -137,6 +140,7 @@ def restore(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]], values: M
         optimizer = prepared.shards.pieces(optimizer, SHARDED["optimizer"])
         average = average and prepared.shards.pieces(average)
     optimizer_state.unpack(prepared.optimizer, prepared.optimizer_names(), optimizer, values["optimizer"])
+    engine.schedulers.load(parts.get("schedulers", {}))
     engine.scale.load_state_dict(own.get("scale") or parts["scale"])
     if prepared.average is not None:
         # A run that had no average (changed settings) begins it with the weights as they are.
