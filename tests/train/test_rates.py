@@ -103,7 +103,9 @@ def test_torch_schedulers_are_respected_and_resumed(
     paceline.fit(task, steps=9, schedule="cosine", warmup_steps=2, **{**PLAIN, "progress": "lines"})
     assert_same(task.net.state_dict(), train_plainly(9, one_cycle))
     said = " ".join(capsys.readouterr().out.split())
-    assert "learning rate: set by the task's scheduler (OneCycleLR); `schedule` and `warmup_steps` have no effect" in said
+    assert (
+        "learning rate: set by the task's scheduler (OneCycleLR); `schedule` and `warmup_steps` have no effect" in said
+    )
     resumed = kind()
     if kind is StepsItself:  # the other has asked how many steps there are
         paceline.fit(kind(), steps=4, out=tmp_path / "run", **PLAIN)

@@ -7,9 +7,10 @@ for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import xxhash
@@ -145,9 +146,31 @@ class FinishesGrains(Protocol):
 
 
 class Shards(Protocol):
-    """An iterable data set that gives each rank a part of its own."""
+    """An iterable data set that gives each rank a part of its own; also as Hugging Face has it, with the arguments
+    `num_shards` and `index`, where the number of its shards is a multiple of that of the ranks."""
 
     def shard(self, rank: int, size: int, /) -> Iterable[Any]: ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An iterable data set, or its iterator, that knows where it is: a resumed run does not read the same again.
+
+    `load_state_dict` is followed by `__iter__`, which goes on there; the next `__iter__` starts anew.
+    """
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return where it is, as plain values and tensors; called after every step's samples."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> None: ...
+
+
+@runtime_checkable
+class KnowsEpochs(Protocol):
+    """An iterable data set with another order in every epoch, as Hugging Face and torch's samplers have it."""
+
+    def set_epoch(self, epoch: int, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -228,9 +251,25 @@ class DatasetTraits:
     def grain_finisher(self) -> FinishesGrains | None:
         return cast(FinishesGrains, self.dataset) if hasattr(self.dataset, "finish_grain") else None
 
+    def is_cut_for(self, size: int) -> bool:
+        """Return True if each of so many ranks reads a part of its own, else all read everything and keep their own
+        grains. Shards of Hugging Face's kind are dealt out if that can be done evenly, and only to several ranks."""
+        if not hasattr(self.dataset, "shard"):
+            return False
+        return not self._has_numbered_shards or (size > 1 and self.dataset.num_shards % size == 0)
+
+    def part(self, rank: int, size: int) -> Iterable[Any]:
+        """Return what a rank reads."""
+        if not self.is_cut_for(size):
+            return cast("Iterable[Any]", self.dataset)
+        if self._has_numbered_shards:
+            return cast("Iterable[Any]", self.dataset.shard(num_shards=size, index=rank))
+        return cast(Shards, self.dataset).shard(rank, size)
+
     @property
-    def sharded(self) -> Shards | None:
-        return cast(Shards, self.dataset) if hasattr(self.dataset, "shard") else None
+    def _has_numbered_shards(self) -> bool:
+        """True for `shard(num_shards, index)`, False for `shard(rank, size)`."""
+        return {"num_shards", "index"} <= inspect.signature(self.dataset.shard).parameters.keys()
 
     def _column(self, name: str) -> NDArray[Any] | None:
         values = getattr(self.dataset, name, None)

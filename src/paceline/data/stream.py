@@ -2,12 +2,13 @@
 
 A data set with a `shard(rank, size)` method gives each rank its own part. Without one, every rank reads the whole
 stream and keeps its own grains, so that the result does not depend on the number of ranks as long as the stream
-itself is the same everywhere.
+itself is the same everywhere. A stream that knows where it is (`Stateful`) is resumed by its own state, others by
+reading again what was trained on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count, islice
 from typing import Any
 
@@ -16,11 +17,23 @@ import torch
 
 from paceline.core.keys import key
 from paceline.data.collate import stack_collate
-from paceline.data.dataset import Collate, DatasetTraits
+from paceline.data.dataset import Collate, DatasetTraits, KnowsEpochs, Stateful
 from paceline.data.fetch import seed_everything
 from paceline.data.grain import Batch, Grain
 from paceline.data.loader import CudaUploads, prefetch
 from paceline.observe.clock import Clock
+
+
+def _loses_samples(state: Any) -> bool:
+    """Return True for a state that says where reading goes on, but not which samples wait in a buffer: Hugging Face's
+    `shuffle`. Samples would be left out; reading everything again gives the same order."""
+    if not isinstance(state, Mapping):
+        return False
+    return "BufferShuffled" in str(state.get("type", "")) or any(map(_loses_samples, state.values()))
+
+
+_NUM_STATES = 8
+"""More than the steps that are read ahead: one to know the last batch, one on its way to the device."""
 
 
 class Stream:
@@ -39,7 +52,6 @@ class Stream:
         size: int = 1,
         clock: Clock | None = None,
     ) -> None:
-        self._dataset = dataset
         self._global_batch = global_batch
         self._num_grains = num_grains
         self._collate = collate or stack_collate
@@ -48,11 +60,27 @@ class Stream:
         self._rank = rank
         self._size = size
         self._clock = clock or Clock()
-        self._sharded = DatasetTraits(dataset).sharded
-        self._is_sharded = self._sharded is not None
+        self._traits = DatasetTraits(dataset)
+        self.is_sharded = self._traits.is_cut_for(size)
+        """True if this rank reads a part of its own."""
+        self._states: dict[tuple[int, int], Any] = {}
+        self._resumed: tuple[tuple[int, int], Any] | None = None
+
+    def state_at(self, epoch: int, step: int) -> Any:
+        """Return the state of a `Stateful` stream after the first `step` steps of an epoch; None if it is not known.
+
+        Those of the last few steps are kept: batches are read ahead.
+        """
+        state = self._states.get((epoch, step))
+        return None if _loses_samples(state) else state
+
+    def resume_with(self, epoch: int, step: int, state: Any) -> None:
+        """Go on with a state when `run` is asked for this very place."""
+        self._resumed = (epoch, step), state
 
     def run(self, *, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """Yield this rank's batches from step `start` on; the steps before it are read and passed over."""
+        """Yield this rank's batches from step `start` on; the steps before it are read and passed over, unless the
+        stream itself goes on there."""
         batches = self._batches(epoch, start)
         return batches if self._device.type == "cpu" else prefetch(batches, CudaUploads(self._device), self._clock)
 
@@ -62,26 +90,49 @@ class Stream:
             epoch, step, self._num_grains, 0, float(self._global_batch), [], has_next=False, knows_others=False
         )
 
-    def _read(self, epoch: int, per_step: int) -> Iterator[list[Any]]:
-        """Yield the samples of each step. Random numbers are keyed by the step, since training draws in between."""
-        owner = self._rank + 1 if self._is_sharded else 0
+    def _read(self, epoch: int, start: int, per_step: int) -> Iterator[list[Any]]:
+        """Yield the samples of each step from `start` on. Random numbers are keyed by the step, since training draws in
+        between."""
+        owner = self._rank + 1 if self.is_sharded else 0
         seed_everything(key(self._seed, epoch, owner))
-        source = iter(self._dataset if self._sharded is None else self._sharded.shard(self._rank, self._size))
-        for step in count():
+        part = self._traits.part(self._rank, self._size)
+        if isinstance(part, KnowsEpochs):
+            part.set_epoch(epoch)
+        source, stateful, first = self._open(part, epoch, start)
+        for step in count(first):
             seed_everything(key(self._seed, epoch, owner, step))
             samples = list(islice(source, per_step))
             if not samples:
                 return
-            yield samples
+            if stateful is not None:
+                self._states[epoch, step + 1] = stateful.state_dict()
+                if len(self._states) > _NUM_STATES:
+                    del self._states[next(iter(self._states))]
+            if step >= start:
+                yield samples
+
+    def _open(self, part: Iterable[Any], epoch: int, start: int) -> tuple[Iterator[Any], Stateful | None, int]:
+        """Return an iterator over samples, what knows where it is, and the step that comes next."""
+        state = None
+        if self._resumed is not None and self._resumed[0] == (epoch, start):
+            state, self._resumed = self._resumed[1], None
+        if isinstance(part, Stateful):
+            if state is not None:
+                part.load_state_dict(state)
+            return iter(part), part, 0 if state is None else start
+        source = iter(part)
+        if not isinstance(source, Stateful):
+            return source, None, 0
+        if state is not None:
+            source.load_state_dict(state)
+        return source, source, 0 if state is None else start
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         own_numbers = range(self._rank, self._num_grains, self._size)
         sizes = [len(piece) for piece in np.array_split(np.arange(self._global_batch), self._num_grains)]
-        read_numbers = own_numbers if self._is_sharded else range(self._num_grains)
+        read_numbers = own_numbers if self.is_sharded else range(self._num_grains)
         step_sizes = {number: sizes[number] for number in read_numbers}
-        source = self._read(epoch, sum(step_sizes.values()))
-        for _ in islice(source, start):
-            pass
+        source = self._read(epoch, start, sum(step_sizes.values()))
         step = start
         samples = next(source, [])
         while samples:
@@ -96,16 +147,16 @@ class Stream:
                     ids = np.arange(first, first + len(piece), dtype=np.int64)
                     grains.append(Grain(self._collate(piece), number, ids))
                 offset += wanted
-            num_samples = self._global_batch if self._is_sharded else len(samples)
+            num_samples = self._global_batch if self.is_sharded else len(samples)
             yield Batch(
                 epoch,
                 step,
                 # The last batch may not fill all grains: who counts them (batch norm) must not wait for an empty one.
-                num_grains=self._num_grains if self._is_sharded else num_filled,
+                num_grains=self._num_grains if self.is_sharded else num_filled,
                 num_samples=num_samples,
                 count=float(num_samples),
                 grains=grains,
-                is_last=not following and (self._size == 1 or not self._is_sharded),
+                is_last=not following and (self._size == 1 or not self.is_sharded),
                 has_next=bool(following),
                 own_count=float(sum(len(grain.samples) for grain in grains)),
                 knows_others=self._size == 1 or not self._is_sharded,

@@ -12,7 +12,19 @@ from paceline.core.errors import PacelineError
 
 OWN_LR = "own_lr"
 """Entry of a group whose learning rate is the user's own, which a schedule scales instead of replacing it."""
-_NUMBERS = ("lr", OWN_LR, "initial_lr", "lr_scale", "weight_decay", "betas", "momentum", "dampening", "eps", "alpha", "rho")
+_NUMBERS = (
+    "lr",
+    OWN_LR,
+    "initial_lr",
+    "lr_scale",
+    "weight_decay",
+    "betas",
+    "momentum",
+    "dampening",
+    "eps",
+    "alpha",
+    "rho",
+)
 _CHOICES = ("nesterov", "centered", "amsgrad", "maximize", "decoupled_weight_decay", "grad_averaging", "luc")
 _WAYS = ("foreach", "capturable", "differentiable", "fused", "luc_trust", "luc_eps", "adapt_undecayed", "trust_range")
 SETTINGS = frozenset((*_NUMBERS, *_CHOICES, *_WAYS))

@@ -10,7 +10,7 @@ model back, so that it can be prepared again with another shape, optimizer or pr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +24,7 @@ from paceline.config.settings import DataSettings, EngineConfig
 from paceline.core.errors import PacelineError, first_line
 from paceline.core.torch_private import compile_counters, plain_step
 from paceline.data.grain import Batch, Grain
+from paceline.data.torch_loader import take_out_for_training
 from paceline.observe.clock import Clock
 from paceline.optim.ema import WeightAverage
 from paceline.parallel.step import Average, Step, Tally
@@ -83,6 +84,8 @@ class Engine:
         self.last_step: Step | None = None
         """Record of the last step, with what averages of the ranks have told since."""
         self._batches_call = _BatchesCall()
+        self._feed: Feed | None = None
+        self._stream_saved: Mapping[str, Tensor] = {}
         self._rates = Rates()
         self.schedulers = Schedulers()
         """torch schedulers of the optimizer."""
@@ -183,6 +186,17 @@ class Engine:
     def batches_state(self) -> list[int]:
         """Return where `batches` is: (epoch, step, first epoch of the call)."""
         return [self.position.epoch, self.position.step, self._batches_call.first_epoch]
+
+    def stream_state(self) -> dict[str, Tensor]:
+        """Return where `batches` is in a stream that knows it; empty where ranks read parts of their own."""
+        feed, position = self._feed, self.position
+        if feed is None or not feed.is_stream or feed.is_cut:
+            return {}
+        return feed.stream_state(position.epoch, position.step)
+
+    def load_stream(self, saved: Mapping[str, Tensor]) -> None:
+        """Let the next call of `batches` go on where `stream_state` was taken."""
+        self._stream_saved = saved
 
     def release(self) -> None:
         """Give the model back, so that it can be prepared again with another shape or optimizer."""
@@ -466,14 +480,17 @@ class Engine:
         self, dataset: Any, epochs: int, collate: Callable[[list[Any]], Any] | None, settings: DataSettings
     ) -> Iterator[Batch]:
         config, _ = for_ranks(settings, self.link.world.size)
+        source, _ = take_out_for_training(dataset, config)
         check_same(self.link, shared_settings(settings) | {"epochs": epochs})
         feed = Feed(
-            TrainingData.of(dataset, collate),
+            TrainingData.of(source.dataset, collate or source.collate),
             config,
             self.link,
             grains=choose_grains(config.grains, None, self.link.world.size, config.regrain),
             seed=self.config.seed,
         )
+        feed.resume_stream(self._stream_saved)
+        self._feed, self._stream_saved = feed, {}
         position, call = self.position, self._batches_call
         if not call.is_resumed:
             call.first_epoch = position.epoch

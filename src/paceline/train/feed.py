@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from paceline.config.settings import DataSettings
 from paceline.core.errors import PacelineError
@@ -21,6 +23,7 @@ from paceline.data.plan import BatchRule, Plan, RankPlan
 from paceline.data.stream import Stream
 from paceline.observe.clock import Clock
 from paceline.world.link import Link
+from paceline.world.values import NotSendable, decode, encode
 
 
 class NotData(PacelineError):
@@ -69,6 +72,14 @@ class StreamSetting(PacelineError):
     )
     sentence = "`{setting}` is {value!r}, but the data is an iterable of unknown length"
     hint = "leave `{setting}` out, or give a data set with __len__ and __getitem__"
+
+
+class StreamState(PacelineError):
+    """A stream's `state_dict` with something that a checkpoint cannot hold."""
+
+    kind: str
+    sentence = "the `state_dict` of the training data holds a {kind}, which cannot be saved"
+    hint = "return numbers, text, bytes, lists, dictionaries, tensors and arrays"
 
 
 class RanksDiffer(PacelineError):
@@ -204,6 +215,11 @@ class Feed:
         return self._plans[epoch]
 
     @property
+    def is_cut(self) -> bool:
+        """True if each rank reads a part of its own of data of unknown length."""
+        return self.is_stream and self._stream.is_sharded
+
+    @property
     def workers(self) -> int:
         """Loader processes of this rank; `auto` is known once a batch was read."""
         return 0 if self.is_stream else self._loader.workers or 0
@@ -229,6 +245,44 @@ class Feed:
         """Yield grains, each by (step, number), of any rank; as an epoch would have them, before it has begun."""
         plan, self._row = self.plan(epoch), None
         return self._loader.read(Request(epoch, number, plan.grains(step)[number]) for step, number in picks)
+
+    def stream_state(self, epoch: int, step: int) -> dict[str, Tensor]:
+        """Return where a stream that knows it is after so many steps, for a checkpoint; empty if nobody knows.
+
+        Where ranks read parts of their own, all must call it.
+        """
+        state = self._stream.state_at(epoch, step) if self.is_stream else None
+        if state is None and not (self.is_stream and self._stream.is_sharded):
+            return {}
+        place = {"epoch": epoch, "step": step, "size": self._link.world.size, "state": state}
+        try:
+            data = encode(place)
+        except NotSendable as error:
+            raise StreamState(error.kind) from error
+        is_known = state is not None
+        everyone = self._link.gather_objects((data, is_known)) if self._stream.is_sharded else [(data, is_known)]
+        if not all(known for _, known in everyone):
+            return {}
+        return {
+            str(rank): torch.frombuffer(bytearray(each), dtype=torch.uint8) for rank, (each, _) in enumerate(everyone)
+        }
+
+    def resume_stream(self, saved: Mapping[str, Tensor]) -> str | None:
+        """Go on where `stream_state` was taken; returns why that is not possible, in words."""
+        if not saved or not self.is_stream:
+            return None
+        world = self._link.world
+        places = [decode(bytes(tensor.numpy())) for _, tensor in sorted(saved.items(), key=lambda entry: int(entry[0]))]
+        if len(places) > 1 or self._stream.is_sharded:
+            if places[0]["size"] != world.size or len(places) != world.size:
+                return (
+                    f"ranks read parts of their own, and are not {places[0]['size']} any more: the data is read again"
+                )
+            place = places[world.rank]
+        else:
+            place = places[0]
+        self._stream.resume_with(place["epoch"], place["step"], place["state"])
+        return None
 
     def close(self) -> None:
         """Stop reading."""

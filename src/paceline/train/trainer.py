@@ -15,6 +15,7 @@ from paceline.config.settings import TrainConfig
 from paceline.core.keys import key
 from paceline.core.secrets import masked_values
 from paceline.data.grain import Batch
+from paceline.data.torch_loader import take_out_for_training
 from paceline.observe.callback import Callback, RunInfo
 from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
@@ -47,7 +48,7 @@ from paceline.train.due import (
     validates_at_end,
 )
 from paceline.train.engine import Engine
-from paceline.train.feed import DataChanged, Feed, NothingRead, TrainingData
+from paceline.train.feed import DataChanged, Feed, NothingRead, StreamState, TrainingData
 from paceline.train.logbook import Logbook, notes
 from paceline.train.loss import TooManySkipped
 from paceline.train.meter import Meter, make_clock
@@ -128,6 +129,8 @@ class Trainer:
         stages = tasks.stages_of(task)
         self.stages = list(stages) if probe is None else probe.stages(stages)
         self._began_stage = -1
+        self._current: Feed | None = None
+        self._stream_saved: dict[str, torch.Tensor] = {}
         self._build(is_new=checkpoint is None)
         self._resumed = None if checkpoint is None else self._resume(checkpoint)
         self.validation = Validation(task, self.engine, config, self.checkpoints.grains)
@@ -208,8 +211,12 @@ class Trainer:
         stage, position, config = self.stages[number], self.position, self.config
         if self._began_stage != number:
             self._begin_stage(number)
-        feed = self._feed(number, stage)
+        feed = self._current = self._feed(number, stage)
         self._check_data(feed)
+        reread = feed.resume_stream(self._stream_saved)
+        self._stream_saved = {}
+        if reread is not None:
+            self.progress.say(reread)
         epochs = stage.epochs or config.epochs
         if position.is_complete and (is_stage_over(config, position, epochs) or is_out_of_patience(config, position)):
             self.progress.say("this run is finished: nothing is left to train")
@@ -382,8 +389,18 @@ class Trainer:
         self._check_weights()
         score = self.position.score if self.position.is_fresh else None
         few = self._few_shapes
-        self.checkpoints.save(self.engine, self.position, self.task, score, self.log.so_far, few_shapes=few)
+        more = partial(self._place_in_stream, self.position.epoch, self.position.step)
+        self.checkpoints.save(self.engine, self.position, self.task, score, self.log.so_far, few_shapes=few, more=more)
         self.clock.lap("checkpoint")
+
+    def _place_in_stream(self, epoch: int, step: int) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the part of a checkpoint that says where a stream is, if it knows."""
+        try:
+            state = {} if self._current is None else self._current.stream_state(epoch, step)
+        except StreamState as error:  # no reason to lose a checkpoint
+            self.progress.say(f"{error}: a resumed run reads the data again up to its place")
+            self._current, state = None, {}
+        return {"stream": state} if state else {}
 
     def _check_losses(self, *, is_over: bool = False) -> None:
         """Raise `Diverged` on all ranks if losses or skipped steps say so; `is_over` if the stage has no more steps."""
@@ -434,6 +451,7 @@ class Trainer:
         state.restore(self.engine, checkpoint.parts, checkpoint.state["engine"])
         self.position.load(checkpoint.state["position"])
         tasks.load_state(self.task, dict(checkpoint.parts.get("task", {})))
+        self._stream_saved = {name: tensor.clone() for name, tensor in checkpoint.parts.get("stream", {}).items()}
         self.checkpoints.check_precision(checkpoint, self.engine.precision.name)
         resumed = f"after step {position.num_steps} ({checkpoint.path.name})"
         self.progress.say(f"resumed {resumed}")
@@ -462,11 +480,13 @@ class Trainer:
         self._began_stage = number
 
     def _feed(self, number: int, stage: Stage) -> Feed:
-        data = stage.data() if callable(stage.data) else stage.data
-        config, task = self.config, self.task
+        source, lines = take_out_for_training(stage.data() if callable(stage.data) else stage.data, self.config)
+        data, config, task = source.dataset, self.config, self.task
         collate, lengths = tasks.train_collate_of(task, data), tasks.lengths_of(task, data)
+        for line in lines:
+            self.progress.say(line)
         feed = Feed(
-            TrainingData(data, collate, lengths, tasks.counts_of(task, data)),
+            TrainingData(data, collate or source.collate, lengths, tasks.counts_of(task, data)),
             config,
             self.link,
             grains=self.checkpoints.grains,

@@ -26,6 +26,7 @@ from paceline.data.fetch import seed_everything
 from paceline.data.grain import Grain
 from paceline.data.loader import Loader
 from paceline.data.plan import BatchRule, Plan
+from paceline.data.torch_loader import take_out
 from paceline.observe.records import Analysis, Samples
 from paceline.train.engine import Engine
 from paceline.train.loss import OutOfMemory
@@ -105,6 +106,7 @@ def fixed_set(
     Batches are by length where lengths are known, else (and with `in_order`) as in the data. `what` names the data in
     messages.
     """
+    data, loaders_collate = take_out(data)
     if not DatasetTraits(data).is_map_style:
         raise NotASet(what, f"is a {type(data).__name__}, of which nobody knows the length")
     if len(data) == 0:
@@ -117,7 +119,7 @@ def fixed_set(
     )
     loader = Loader(
         data,
-        collate=task.collate,
+        collate=task.collate or loaders_collate,
         seed=config.seed,
         device=engine.device,
         workers=config.workers,

@@ -159,10 +159,12 @@ class CheckpointManager:
         so_far: Callable[[], dict[str, Any] | None],
         *,
         few_shapes: bool = False,
+        more: Callable[[], Mapping[str, Mapping[str, Tensor]]] = dict,
     ) -> None:
         """Save everything, unless this very moment has been saved already. All ranks must call it.
 
-        `so_far` returns the sums of the epoch, as plain values; `few_shapes` says how batches are padded.
+        `so_far` returns the sums of the epoch, as plain values; `few_shapes` says how batches are padded; `more` returns
+        further parts, called on all ranks.
         """
         moment = position.state()
         if self._run is None or moment == self._saved:
@@ -175,6 +177,7 @@ class CheckpointManager:
         own_shares = engine.prepared.statistics.state()
         shares = gather_tensors(self._link, own_shares) if own_shares else []
         sums = so_far()
+        further = more()
         task_state = state_of(task)  # on all ranks: what a task has may be spread over them
         takes_part = self._writer is not None or engine.prepared.shards is not None
         collected = state.collect(engine, self._is_in_pieces) if takes_part else None
@@ -190,6 +193,7 @@ class CheckpointManager:
                 parts[state.STATISTICS] = state.pack_shares(shares)
             if task_state:
                 parts["task"] = task_state
+            parts |= further
             record = {
                 "engine": values,
                 "position": moment,

@@ -83,6 +83,9 @@ def collect(engine: Engine, in_pieces: bool = False) -> tuple[Parts, dict[str, A
     schedulers = engine.schedulers.state()
     if schedulers:
         parts["schedulers"] = schedulers
+    stream = engine.stream_state()
+    if stream:
+        parts["stream"] = stream
     strategy = prepared.strategy.state()
     if strategy.common:
         parts["outer"] = dict(strategy.common)
@@ -140,6 +143,7 @@ def restore(engine: Engine, parts: Mapping[str, Mapping[str, Tensor]], values: M
         optimizer = prepared.shards.pieces(optimizer, SHARDED["optimizer"])
         average = average and prepared.shards.pieces(average)
     optimizer_state.unpack(prepared.optimizer, prepared.optimizer_names(), optimizer, values["optimizer"])
+    engine.load_stream({name: tensor.clone() for name, tensor in parts.get("stream", {}).items()})
     engine.schedulers.load(parts.get("schedulers", {}))
     engine.scale.load_state_dict(own.get("scale") or parts["scale"])
     if prepared.average is not None:

@@ -1,0 +1,105 @@
+"""torch's `DataLoader` where a data set is expected: its data set and its collate function are taken out of it.
+
+Batches, their order and who reads them are decided by the settings, which hold on any number of ranks; a loader that
+decides more than they can say is refused with the line to write instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch.utils.data import BatchSampler, DataLoader, default_collate
+
+from paceline.config.settings import DataSettings
+from paceline.core.errors import PacelineError
+from paceline.data.dataset import Collate
+
+
+class LoaderOfBatches(PacelineError):
+    """A `DataLoader` that leaves batching to its data set."""
+
+    sentence = "a DataLoader with `batch_size=None` gives whatever its data set gives, which may be whole batches"
+    hint = "return the data set of samples itself: `return loader.dataset`; `global_batch` says how many make a step"
+
+
+class LoaderSampler(PacelineError):
+    """A `DataLoader` whose own sampler chooses samples."""
+
+    sampler: Any
+    sentence = "the DataLoader's {kind} chooses the samples, which no rank but this one would know of"
+    hint = "return `loader.dataset` and set `--order`; to weight or filter samples, return a data set that does it"
+
+    @property
+    def kind(self) -> str:
+        return type(self.sampler).__name__
+
+
+class LoaderBatch(PacelineError):
+    """A `DataLoader` with a batch size in a run whose settings name none."""
+
+    batch_size: int
+    max_samples: int
+    sentence = "the DataLoader has batches of {batch_size}, but a step of this run has {max_samples} samples"
+    hint = "type `--global-batch {batch_size}` (over all ranks) or `--batch-per-device {batch_size}`"
+
+
+class Source(NamedTuple):
+    """What a loader is made of."""
+
+    dataset: Any
+    collate: Collate | None
+    """None where the loader stacks samples, as we do."""
+
+
+_EACH_ONCE = frozenset(
+    {
+        "SequentialSampler",
+        "RandomSampler",
+        "DistributedSampler",
+        "StatefulDistributedSampler",
+        "_InfiniteConstantSampler",
+    }
+)
+"""Samplers of torch and torchdata that give each sample once, in order or not, as a plan does; the last one is a
+placeholder for data of unknown length."""
+
+
+def take_out(data: Any) -> Source:
+    """Return the data set of a `DataLoader` and its collate function; other data as it is."""
+    if not isinstance(data, DataLoader):
+        return Source(data, None)
+    if data.batch_sampler is None:
+        raise LoaderOfBatches
+    for sampler, is_plain in ((data.batch_sampler, _is_plain_batch), (data.sampler, _gives_each_once)):
+        if not is_plain(sampler):
+            raise LoaderSampler(sampler)
+    return Source(data.dataset, None if data.collate_fn is default_collate else data.collate_fn)
+
+
+def take_out_for_training(data: Any, settings: DataSettings) -> tuple[Source, list[str]]:
+    """Return the same, and what there is to tell of it: whose batches these are."""
+    source = take_out(data)
+    if not isinstance(data, DataLoader):
+        return source, []
+    assert isinstance(data.batch_sampler, BatchSampler)
+    batch_size = data.batch_sampler.batch_size
+    is_said = any((settings.global_batch, settings.batch_per_device, settings.batch_cost))
+    if not is_said and batch_size != settings.max_samples:
+        raise LoaderBatch(batch_size, settings.max_samples)
+    line = "the DataLoader's data set and collate_fn are used; batches, order and workers are those of the settings"
+    return source, [line]
+
+
+def _is_plain_batch(sampler: Any) -> bool:
+    return isinstance(sampler, BatchSampler) and type(sampler).__name__ == "BatchSampler" and _is_of_torch(sampler)
+
+
+def _gives_each_once(sampler: Any) -> bool:
+    if not _is_of_torch(sampler) or type(sampler).__name__ not in _EACH_ONCE:
+        return False
+    is_random = type(sampler).__name__ == "RandomSampler"
+    return not is_random or (not sampler.replacement and sampler.num_samples == len(sampler.data_source))
+
+
+def _is_of_torch(sampler: Any) -> bool:
+    return type(sampler).__module__.partition(".")[0] in ("torch", "torchdata")
