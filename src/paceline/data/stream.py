@@ -8,7 +8,7 @@ reading again what was trained on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import count, islice
 from typing import Any
 
@@ -24,12 +24,13 @@ from paceline.data.loader import CudaUploads, prefetch
 from paceline.observe.clock import Clock
 
 
-def _loses_samples(state: Any) -> bool:
-    """Return True for a state that says where reading goes on, but not which samples wait in a buffer: Hugging Face's
-    `shuffle`. Samples would be left out; reading everything again gives the same order."""
-    if not isinstance(state, Mapping):
-        return False
-    return "BufferShuffled" in str(state.get("type", "")) or any(map(_loses_samples, state.values()))
+def _has_buffer(dataset: Any) -> bool:
+    """Return True for Hugging Face's streams after `shuffle`: their state says where reading goes on, but not which
+    samples wait in the buffer. These would be left out; reading everything again gives the same order."""
+    link = vars(dataset).get("_ex_iterable") if hasattr(dataset, "__dict__") else None
+    while link is not None and "BufferShuffled" not in type(link).__name__:
+        link = vars(link).get("ex_iterable")
+    return link is not None
 
 
 _NUM_STATES = 8
@@ -71,8 +72,7 @@ class Stream:
 
         Those of the last few steps are kept: batches are read ahead.
         """
-        state = self._states.get((epoch, step))
-        return None if _loses_samples(state) else state
+        return self._states.get((epoch, step))
 
     def resume_with(self, epoch: int, step: int, state: Any) -> None:
         """Go on with a state when `run` is asked for this very place."""
@@ -116,7 +116,7 @@ class Stream:
         state = None
         if self._resumed is not None and self._resumed[0] == (epoch, start):
             state, self._resumed = self._resumed[1], None
-        if isinstance(part, Stateful):
+        if isinstance(part, Stateful) and not _has_buffer(part):
             if state is not None:
                 part.load_state_dict(state)
             return iter(part), part, 0 if state is None else start

@@ -68,7 +68,7 @@ class NotOneOptimizer(PacelineError):
             return "return the optimizer alone, and the scheduler from `def scheduler(self, optimizer, num_steps):`"
         if sum(isinstance(entry, torch.optim.Optimizer) for entry in flat) > 1:
             return (
-                "a task trains one model with one optimizer; parts of it with other rates are groups of that optimizer. "
+                "a task trains one model with one optimizer; parts with other rates are groups of that optimizer. "
                 "Models that take turns (a GAN) are two engines in a loop of your own: docs/own-loop.md"
             )
         return "return a torch.optim.Optimizer"

@@ -163,8 +163,8 @@ class CheckpointManager:
     ) -> None:
         """Save everything, unless this very moment has been saved already. All ranks must call it.
 
-        `so_far` returns the sums of the epoch, as plain values; `few_shapes` says how batches are padded; `more` returns
-        further parts, called on all ranks.
+        `so_far` returns the sums of the epoch, as plain values; `few_shapes` says how batches are padded; `more`
+        returns further parts, on all ranks.
         """
         moment = position.state()
         if self._run is None or moment == self._saved:
