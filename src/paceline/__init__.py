@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from paceline.observe.callback import Watcher as Watcher
     from paceline.train.engine import Engine as Engine
     from paceline.train.fit import fit as fit
+    from paceline.train.metrics import Gathered as Gathered
     from paceline.train.task import Stage as Stage
     from paceline.train.task import Task as Task
     from paceline.train.trainer import Result as Result
@@ -39,6 +40,7 @@ _HOMES = {
     "Watcher": "paceline.observe.callback",
     "Engine": "paceline.train.engine",
     "fit": "paceline.train.fit",
+    "Gathered": "paceline.train.metrics",
     "Stage": "paceline.train.task",
     "Task": "paceline.train.task",
     "Result": "paceline.train.trainer",

@@ -29,6 +29,7 @@ from paceline.data.packed.dataset import open_files
 from paceline.observe.callback import Callback
 from paceline.observe.throughput import RateWords
 from paceline.optim import build
+from paceline.train.metrics import Gathered, TorchMetric
 from paceline.world.consistency import check_same
 from paceline.world.discover.environment import World
 from paceline.world.link import Link
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 Sums = tuple[Any, Any]
 """A metric as (sum, weight), divided once over all batches and ranks."""
+Metric = Sums | Gathered | TorchMetric
+"""A metric of one validation batch."""
 Collate = Callable[[list[Any]], Any]
 
 
@@ -205,8 +208,9 @@ class Task:
         """Return (sum of losses, count) of one grain; a third value is handed to `after_step`."""
         raise TaskIncomplete(self, "loss(self, model, grain)", "(sum of losses, how many)")
 
-    def metrics(self, model: torch.nn.Module, grain: Grain) -> Mapping[str, Sums]:
-        """Return validation metrics of one batch as name -> (sum, weight)."""
+    def metrics(self, model: torch.nn.Module, grain: Grain) -> Mapping[str, Metric]:
+        """Return validation metrics of one batch by name: a pair (sum, weight), `Gathered`, or a torchmetrics object
+        that was updated with the batch."""
         total, count, *_ = self.loss(model, grain)
         return {"loss": (total, count)}
 

@@ -1,8 +1,8 @@
 """Validation whose result does not depend on the number of ranks.
 
-A set is cut into fixed whole batches; each runs on exactly one rank, none is padded or repeated. Sums are collected
-per batch and added in batch order in float64, so every world size gives the same number. `judge` then decides which
-result counts and if it is the best so far.
+A set is cut into fixed whole batches; each runs on exactly one rank, none is padded or repeated. What they give is put
+together in batch order (`metrics.py`), sums in float64, so every world size gives the same number. `judge` then decides
+which result counts and if it is the best so far.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -30,6 +29,7 @@ from paceline.data.torch_loader import take_out
 from paceline.observe.records import Analysis, Samples
 from paceline.train.engine import Engine
 from paceline.train.loss import OutOfMemory
+from paceline.train.metrics import Collected
 from paceline.train.position import Position
 from paceline.train.task import AnalysesErrors, ShowsSamples, Task, lengths_of, val_data_of
 from paceline.world.consistency import check_same
@@ -37,7 +37,7 @@ from paceline.world.link import Link
 
 NUM_SAMPLES = 5
 """Samples of each validation set that are shown."""
-Metrics = Callable[[Grain], Mapping[str, tuple[Any, Any]]]
+Metrics = Callable[[Grain], Mapping[str, Any]]
 
 
 class NotASet(PacelineError):
@@ -70,19 +70,6 @@ class UnknownMonitor(PacelineError):
     @property
     def nearest(self) -> str:
         return difflib.get_close_matches(self.monitor, self.known, n=1, cutoff=0.0)[0]
-
-
-class MetricContract(PacelineError):
-    """A metric that is not a (sum, weight) pair."""
-
-    name: str
-    value: Any
-    sentence = "metric {name!r} is {kind}, not a pair (sum, weight)"
-    hint = "return {{'accuracy': (number_correct, number_of_samples)}}"
-
-    @property
-    def kind(self) -> str:
-        return type(self.value).__name__
 
 
 # -- fixed batches -----------------------------------------------------------------------------------------------------
@@ -140,36 +127,22 @@ def evaluation_plan(num_samples: int, rule: BatchRule, lengths: Any = None, *, i
 def evaluate(
     metrics: Metrics, loader: Loader, plan: Plan, link: Link, *, limit_batches: int | None = None, seed: int = 0
 ) -> dict[str, float]:
-    """Return each metric over the batches that have it, as sum / weight. All ranks must call it."""
+    """Return each metric over the batches that have it. All ranks must call it."""
     steps = plan.num_steps if limit_batches is None else min(plan.num_steps, limit_batches)
     world = link.world
-    rows: list[tuple[int, int, str]] = []
-    values: list[torch.Tensor] = []
+    collected = Collected()
     for batch in loader.run(plan, range(world.rank, steps, world.size)):
         for grain in batch.grains:
             seed_everything(key(seed, batch.step))
-            for place, (name, pair) in enumerate(_call(metrics, grain).items()):
-                if not isinstance(pair, tuple) or len(pair) != 2:
-                    raise MetricContract(name, pair)
-                rows.append((batch.step, place, name))
-                values += [torch.as_tensor(number, dtype=torch.float64, device=link.device).detach() for number in pair]
-    table = torch.stack(values).view(-1, 2).tolist() if values else []  # one transfer from the device
-    return _sum_by_batch([(*row, total, weight) for row, (total, weight) in zip(rows, table, strict=True)], link)
+            collected.add(batch.step, _call(metrics, grain), link.device)
+    return collected.results(link)
 
 
-def _call(metrics: Metrics, grain: Grain) -> Mapping[str, tuple[Any, Any]]:
+def _call(metrics: Metrics, grain: Grain) -> Mapping[str, Any]:
     try:
         return metrics(grain)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(grain.shapes(), len(grain), None, str(error)) from error
-
-
-def _sum_by_batch(local_rows: list[tuple[int, int, str, float, float]], link: Link) -> dict[str, float]:
-    """Add all ranks' (batch, place, metric, sum, weight) in the order of the batches."""
-    sums: dict[str, Any] = {}
-    for _, _, name, total, weight in sorted(row for rows in link.gather_objects(local_rows) for row in rows):
-        sums[name] = sums.get(name, 0.0) + np.array((total, weight))
-    return {name: float(total / weight) if weight else math.nan for name, (total, weight) in sums.items()}
 
 
 # -- all sets of a task ------------------------------------------------------------------------------------------------
@@ -208,7 +181,7 @@ class Validation:
     def run(self) -> dict[str, float]:
         """Return the metrics of all sets, the same numbers on every rank; all ranks must call it."""
 
-        def metrics(grain: Grain) -> Mapping[str, tuple[Any, Any]]:
+        def metrics(grain: Grain) -> Mapping[str, Any]:
             return self._task.metrics(self._engine.model, grain)
 
         began = time.perf_counter()

@@ -1,0 +1,148 @@
+"""Metrics that are no mean over samples: exact on any number of ranks, compared with one look at all data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from sklearn.metrics import f1_score, roc_auc_score
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.train.trainer import Trainer
+from paceline.world.link import Link
+from tests.ranks import ranks
+
+NUM_SAMPLES = 37
+PLAIN: dict[str, Any] = {"epochs": 1, "global_batch": 8, "grains": 4, "level": 0, "workers": 0, "progress": "none"}
+
+
+def scored() -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(NUM_SAMPLES, 1, generator=random)
+    return x, (x.squeeze(1) + torch.randn(NUM_SAMPLES, generator=random) > 0).long()
+
+
+class Scored(paceline.Task):
+    """A model whose output is its input: what metrics must be is known without training."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def train_data(self) -> Any:
+        return TensorDataset(*scored())
+
+    def val_data(self) -> Mapping[str, Any]:
+        return {"dev": TensorDataset(*scored())}
+
+    def loss(self, model: nn.Module, grain: paceline.Grain) -> Any:
+        return model(grain.x).sum() * 0.0, len(grain)
+
+
+class WithGathered(Scored):
+    def metrics(self, model: nn.Module, grain: paceline.Grain) -> Mapping[str, Any]:
+        scores = grain.x.squeeze(1)
+        words = [f"{score:.1f}" for score in scores.tolist()]
+        return {
+            "auroc": paceline.Gathered(roc_auc_score, grain.y, scores),
+            "positive": (grain.y.sum(), len(grain)),
+            "of": paceline.Gathered(both, grain.y, scores, words),
+        }
+
+
+def both(y: torch.Tensor, scores: torch.Tensor, words: list[str]) -> dict[str, Any]:
+    x, _ = scored()
+    assert words == [f"{score:.1f}" for score in x.squeeze(1).tolist()]  # in the order of the data
+    return {"f1": f1_score(y, scores > 0), "num_words": len(set(words))}
+
+
+@ranks(1, 2, 3)
+def test_values_are_gathered_for_one_function(link: Link) -> None:
+    x, y = scored()
+    result = Trainer(WithGathered(), paceline.TrainConfig(monitor="dev/auroc", monitor_mode="max", **PLAIN), link).fit()
+    assert list(result.metrics) == ["dev/auroc", "dev/positive", "dev/of_f1", "dev/of_num_words"]
+    assert result.metrics["dev/auroc"] == roc_auc_score(y, x.squeeze(1))
+    assert result.metrics["dev/of_f1"] == f1_score(y, x.squeeze(1) > 0)
+    assert result.metrics["dev/positive"] == pytest.approx(float(y.double().mean()), abs=1e-15)
+    assert result.best == result.metrics["dev/auroc"]
+
+
+class WithTorchmetrics(Scored):
+    def __init__(self) -> None:
+        import torchmetrics as tm
+
+        kinds = {"f1": tm.classification.BinaryF1Score(), "precision": tm.classification.BinaryPrecision()}
+        self.auroc = tm.classification.BinaryAUROC()  # lists that are concatenated
+        self.pearson = tm.regression.PearsonCorrCoef()  # a state that is reduced by the metric itself
+        self.mean, self.largest = tm.MeanMetric(), tm.MaxMetric()
+        self.many = tm.MetricCollection(kinds)
+
+    def metrics(self, model: nn.Module, grain: paceline.Grain) -> Mapping[str, Any]:
+        scores = grain.x.squeeze(1)
+        self.auroc.update(scores.sigmoid(), grain.y)
+        self.pearson.update(scores, grain.y.float())
+        self.mean.update(scores)
+        self.largest.update(scores)
+        self.many.update(scores.sigmoid(), grain.y)
+        metrics = {"auroc": self.auroc, "pearson": self.pearson, "mean": self.mean, "largest": self.largest}
+        return {**metrics, "of": self.many}
+
+
+@ranks(1, 2, 3)
+def test_torchmetrics_see_all_batches(link: Link) -> None:
+    pytest.importorskip("torchmetrics", reason="comes with the extra `bench`")
+    x, y = scored()
+    scores = x.squeeze(1)
+    metrics = Trainer(WithTorchmetrics(), paceline.TrainConfig(**PLAIN), link).fit().metrics
+    assert metrics["dev/auroc"] == pytest.approx(roc_auc_score(y, scores), abs=1e-6)
+    assert metrics["dev/pearson"] == pytest.approx(float(torch.corrcoef(torch.stack([scores, y]))[0, 1]), abs=1e-6)
+    assert metrics["dev/mean"] == pytest.approx(float(scores.mean()), abs=1e-6)
+    assert metrics["dev/largest"] == float(scores.max())
+    assert metrics["dev/of_f1"] == pytest.approx(f1_score(y, scores > 0), abs=1e-6)
+    everyone = link.gather_objects(metrics)
+    assert all(each == metrics for each in everyone)
+
+
+def test_a_second_validation_starts_anew() -> None:
+    pytest.importorskip("torchmetrics", reason="comes with the extra `bench`")
+    x, y = scored()
+    task = WithTorchmetrics()
+    task.auroc.update(torch.tensor([0.9]), torch.tensor([0]))  # by somebody else
+    task.metrics(nn.Identity(), paceline.Grain((x, y), 0, torch.arange(len(y)).numpy()))
+    metrics = paceline.fit(WithTorchmetrics(), **{**PLAIN, "epochs": 2}).metrics
+    assert metrics["dev/auroc"] == pytest.approx(roc_auc_score(y, x.squeeze(1)), abs=1e-6)
+
+
+class Failing(Scored):
+    def metrics(self, model: nn.Module, grain: paceline.Grain) -> Mapping[str, Any]:
+        return {"bleu": paceline.Gathered(fails, grain.y)}
+
+
+def fails(y: torch.Tensor) -> float:
+    raise ValueError("no such thing")
+
+
+@ranks(2)
+def test_a_function_that_fails_ends_all_ranks(link: Link) -> None:
+    with pytest.raises(ValueError if link.is_first else paceline.PacelineError, match="no such thing"):
+        Trainer(Failing(), paceline.TrainConfig(**PLAIN), link).fit()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (1.0, "metric 'bad' is float, not a pair"),
+        (paceline.Gathered(str, [1]), "the function of metric 'bad' returned str, not a number"),
+    ],
+    ids=["number", "text"],
+)
+def test_what_is_no_metric_is_refused(value: Any, message: str) -> None:
+    class Bad(Scored):
+        def metrics(self, model: nn.Module, grain: paceline.Grain) -> Mapping[str, Any]:
+            return {"bad": value}
+
+    with pytest.raises(paceline.PacelineError, match=message):
+        paceline.fit(Bad(), **PLAIN)
