@@ -95,7 +95,7 @@ def test_a_plain_data_set_offers_nothing() -> None:
     traits = DatasetTraits([1, 2])
     nothing = ("lengths", "counts", "total_length", "fingerprint", "names", "tags")
     assert [getattr(traits, name) for name in nothing] == [None] * 6
-    assert (traits.sample_reader, traits.grain_reader, traits.sharded) == (None, None, None)
+    assert (traits.sample_reader, traits.grain_reader, traits.is_cut_for(2)) == (None, None, False)
     assert not traits.is_packed
     assert not traits.reads_leave_nothing_open
 
@@ -115,7 +115,7 @@ def test_a_data_set_that_offers_everything() -> None:
     with pytest.raises(ArithmeticError, match="asked for"):
         _ = traits.tags
     walk = Walk()
-    assert DatasetTraits(walk).sharded is walk
+    assert DatasetTraits(walk).is_cut_for(2)
 
 
 def test_packed_data_offers_what_the_protocol_names(tmp_path: Any) -> None:
