@@ -159,7 +159,7 @@ class Stream:
                 is_last=not following and (self._size == 1 or not self.is_sharded),
                 has_next=bool(following),
                 own_count=float(sum(len(grain.samples) for grain in grains)),
-                knows_others=self._size == 1 or not self._is_sharded,
+                knows_others=self._size == 1 or not self.is_sharded,
             )
             samples = following
             step += 1
