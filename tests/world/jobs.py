@@ -158,6 +158,10 @@ def show_arguments(world: World) -> None:
     Path(sys.argv[2]).joinpath(str(world.rank)).write_text(" ".join(sys.argv[3:]))
 
 
-if __name__ == "__main__":
+def main() -> int:
     here = discover(os.environ)
-    sys.exit(fail_together(here, lambda: globals()[sys.argv[1]](here)))
+    return fail_together(here, lambda: globals()[sys.argv[1]](here))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

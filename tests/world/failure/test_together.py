@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
 
@@ -18,6 +16,7 @@ from paceline.world.discover.environment import World
 from paceline.world.failure.board import Failure, FailureBoard
 from paceline.world.failure.together import fail_together
 from paceline.world.failure.watchdog import repeats
+from tests.forked import Forked
 
 TIMEOUT_S = 60
 
@@ -31,22 +30,14 @@ def free_port() -> int:
 def run_by_hand(job: str, ranks: list[int], size: int, **env: str) -> tuple[list[int], str, str]:
     """Start these ranks with torch's variables only, so that rank 0 serves the store; exit codes, stdout, stderr."""
     common = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **env}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.world.jobs", job],
-            env={**common, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ranks
-    ]
+    processes = [Forked("tests.world.jobs", [job], {**common, "RANK": str(rank)}) for rank in ranks]
     try:
         texts = [process.communicate(timeout=TIMEOUT_S) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    return [process.returncode for process in processes], "".join(t[0] for t in texts), "".join(t[1] for t in texts)
+    codes = [code for process in processes if (code := process.returncode) is not None]
+    return codes, "".join(t[0] for t in texts), "".join(t[1] for t in texts)
 
 
 def test_ranks_that_meet_by_themselves_and_meet_again() -> None:
@@ -68,16 +59,13 @@ def test_ranks_that_wait_in_vain_end_within_twice_the_time_out() -> None:
     """At start-up; tests/launchers/test_dead_ranks.py has the rest."""
     start_s = 4.0
     common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "START_S": str(start_s)}
-    pipe = subprocess.PIPE
-    words = [sys.executable, "-m", "tests.world.jobs", "come_or_not"]
     with ExitStack() as stack:
         processes = []
         for rank in (0, 2):
             env = {**os.environ, **common, "RANK": str(rank)}
-            processes.append(stack.enter_context(subprocess.Popen(words, env=env, stdout=pipe, stderr=pipe, text=True)))
+            processes.append(stack.enter_context(Forked("tests.world.jobs", ["come_or_not"], env)))
             stack.callback(processes[-1].kill)
         for process in processes:
-            assert process.stdout is not None
             assert process.stdout.readline() == "here\n"
         deadline = time.monotonic() + 2 * start_s
         errors = [process.communicate(timeout=max(deadline - time.monotonic(), 0.1))[1] for process in processes]

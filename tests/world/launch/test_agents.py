@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,6 +12,8 @@ import pytest
 from paceline.core.errors import PacelineError
 from paceline.world.launch.agents import AgentRendezvous, LauncherUnreached, Node, NodesMissing
 from paceline.world.launch.heartbeat import HeartbeatMonitor
+from paceline.world.launch.launcher import launch
+from tests.forked import Forked
 from tests.world.failure.test_together import TIMEOUT_S, free_port
 
 
@@ -65,7 +66,8 @@ def test_a_machine_that_does_not_come_is_named() -> None:
 def test_launchers_that_were_not_started_alike(other: int, max_restarts: int, part: str) -> None:
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
-        answers = list(pool.map(come, [node(0, port, timeout_s=2.0), node(other, port)], [2, 2], [1, max_restarts]))
+        places = node(0, port, timeout_s=2.0), node(other, port, timeout_s=2.0)
+        answers = list(pool.map(come, places, [2, 2], [1, max_restarts]))
     assert any(part in str(answer) for answer in answers)
     assert all(isinstance(answer, PacelineError) for answer in answers)
 
@@ -80,38 +82,27 @@ def test_the_same_number_twice() -> None:
     assert sum("two launchers say --node-rank 1" in str(answer) for answer in answers) == 1
 
 
-LAUNCHER = (
-    "import sys; from paceline.world.launch.agents import Node; from paceline.world.launch.launcher import launch; "
-    "rank, port, restarts, job = sys.argv[1:]; "
-    "sys.exit(launch(2, [sys.executable, '-m', 'tests.world.jobs', job], device='cpu', max_restarts=int(restarts), "
-    "node=Node(int(rank), 2, f'127.0.0.1:{port}', 60.0)))"
-)
+def main() -> int:
+    """The launcher of a machine, a program of its own; two ranks on the first, one on the second."""
+    rank, port, restarts, job = sys.argv[1:]
+    place, command = node(int(rank), int(port), timeout_s=60.0), [sys.executable, "-m", "tests.world.jobs", job]
+    return launch(2 - int(rank), command, device="cpu", max_restarts=int(restarts), node=place)
 
 
-def run_both(job: str, max_restarts: int, victim: int | None = None) -> list[tuple[int, str, str]]:
-    """Two launchers of two ranks each, as on two machines; exit code, output and errors of each.
+def run_both(job: str, max_restarts: int, victim: int | None = None) -> list[tuple[int | None, str, str]]:
+    """Two launchers, as on two machines; exit code, output and errors of each.
 
     The launcher `victim` is killed as soon as rank 0 says that it is ready.
     """
     port = str(free_port())
     with ExitStack() as stack:
         processes = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-c", LAUNCHER, str(rank), port, str(max_restarts), job],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            for rank in range(2)
+            stack.enter_context(Forked(__name__, [str(rank), port, str(max_restarts), job])) for rank in range(2)
         ]
         for process in processes:
             stack.callback(process.kill)
         if victim is not None:
-            stdout = processes[0].stdout
-            assert stdout is not None
-            assert stdout.readline() == "ready\n"
+            assert processes[0].stdout.readline() == "ready\n"
             processes[victim].kill()
         texts = [process.communicate(timeout=2 * TIMEOUT_S) for process in processes]
     return [(process.returncode, *text) for process, text in zip(processes, texts, strict=True)]

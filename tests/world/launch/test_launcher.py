@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from paceline.world.launch.launcher import launch
+from tests.forked import Forked
+
 TIMEOUT_S = 60
-LAUNCHER = (
-    "import sys; from paceline.world.launch.launcher import launch; "
-    "sys.exit(launch(int(sys.argv[1]), [sys.executable, '-m', 'tests.world.jobs', *sys.argv[3:]], device='cpu', "
-    "max_restarts=int(sys.argv[2]), grace_s=20.0))"
-)
 
 
-def begin(job: str, *arguments: str, max_restarts: int = 0) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, "2", str(max_restarts), job, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def main() -> int:
+    """The launcher of two ranks, a program of its own; its words: restarts, job, arguments of the job."""
+    command = [sys.executable, "-m", "tests.world.jobs", *sys.argv[2:]]
+    return launch(2, command, device="cpu", max_restarts=int(sys.argv[1]), grace_s=20.0)
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def begin(job: str, *arguments: str, max_restarts: int = 0) -> Forked:
+    return Forked(__name__, [str(max_restarts), job, *arguments])
+
+
+def finish(process: Forked) -> tuple[int | None, str, str]:
     try:
         out, err = process.communicate(timeout=TIMEOUT_S)
     finally:
@@ -35,7 +33,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def run(job: str, *arguments: str, max_restarts: int = 0) -> tuple[int, str, str]:
+def run(job: str, *arguments: str, max_restarts: int = 0) -> tuple[int | None, str, str]:
     return finish(begin(job, *arguments, max_restarts=max_restarts))
 
 
@@ -93,7 +91,6 @@ def test_a_killed_rank_is_restarted_over_gloo() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_ranks_save_and_leave_when_told(number: signal.Signals) -> None:
     process = begin("save_when_told", max_restarts=1)
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     code, out, err = finish(process)
@@ -104,7 +101,6 @@ def test_ranks_save_and_leave_when_told(number: signal.Signals) -> None:
 def test_a_signal_before_ranks_can_handle_it_is_no_crash() -> None:
     """It was exit code 1, without a word."""
     process = begin("wait_for_interrupt", max_restarts=1)
-    assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     process.send_signal(signal.SIGTERM)
     code, _, err = finish(process)
@@ -113,7 +109,6 @@ def test_a_signal_before_ranks_can_handle_it_is_no_crash() -> None:
 
 def test_ranks_do_not_outlive_a_killed_launcher() -> None:
     process = begin("compute_forever")
-    assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     process.kill()
     # The ranks hold the other ends of these pipes: they close when the last rank has ended. Linux sends them SIGTERM,
@@ -125,7 +120,6 @@ def test_ranks_do_not_outlive_a_killed_launcher() -> None:
 
 def test_control_c() -> None:
     process = begin("wait_for_interrupt", max_restarts=1)
-    assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     process.send_signal(signal.SIGINT)
     code, _, err = finish(process)
