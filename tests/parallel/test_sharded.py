@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from paceline.parallel.sharded import MIN_BLOCK, CannotShard, Cut, blocks, check, shard
+from paceline.parallel.cut import MIN_BLOCK, CannotShard, Cut, blocks, check
+from paceline.parallel.sharded import shard
 from paceline.world.link import Link
 from tests.ranks import ranks
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -197,8 +198,11 @@ def plain_step(optimizer: torch.optim.Optimizer) -> None:
     unwrapped = _unwrapped_step(optimizer)
     if unwrapped is None:
         optimizer.step()
-    else:
+    elif is_compiler_loaded() or getattr(getattr(unwrapped, "__code__", None), "co_name", "") != "_use_grad":
         unwrapped(optimizer)
+    else:  # as torch's `_use_grad` does, which would load the compiler for this
+        with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
+            unwrapped.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
 
 def _unwrapped_step(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any] | None:
@@ -293,6 +297,29 @@ def _optional_call(owner: object, name: str) -> Any:
     return None if method is None else method()
 
 
+# -- backward ----------------------------------------------------------------------------------------------------------
+
+
+@fallback("_engine_run_backward")
+def _engine_run_backward(totals: tuple[Tensor, ...], seeds: tuple[Tensor, ...], *_: Any, **__: Any) -> None:
+    torch.autograd.backward(totals, seeds)
+
+
+_run_backward = bind(torch.autograd.graph, "_engine_run_backward")
+
+
+def backward(total: Tensor, seed: Tensor) -> None:
+    """Add the gradients of `total` times `seed` to those of the leaves, as `torch.autograd.backward` does.
+
+    Torch's own compares the two shapes first, and loads a library of algebra for it that takes seconds; `seed` must
+    have the shape of `total`.
+    """
+    if type(total) is not Tensor:  # a subclass may have a backward of its own
+        torch.autograd.backward((total,), (seed,))
+    else:
+        _run_backward((total,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 # -- the compiler ------------------------------------------------------------------------------------------------------
 
 
@@ -323,9 +350,59 @@ def compile_counters() -> CompileCounters:
     )
 
 
+def is_compiler_loaded() -> bool:
+    """Return True if somebody has imported torch's compiler; that takes as long as importing torch."""
+    return "torch._dynamo" in sys.modules
+
+
+_DISABLED = "__dynamo_disable"
+"""Where `torch._disable_dynamo` keeps the function that it has made, and finds it."""
+
+
+def not_compiled(function: Function) -> Function:
+    """Keep the compiler out of a function, as `torch.compiler.disable` does, but do not load it for that.
+
+    Torch's own decorator for this loads the compiler at the first call. Until somebody has loaded it there is nothing
+    to keep out, so that decorator is told to call the function itself.
+    """
+    disable = getattr(torch, "_disable_dynamo", None)
+    if disable is None:
+        disabled: Function = torch.compiler.disable(function)
+        return disabled
+    guarded: Function = disable(function)
+    _defer(function)
+    return guarded
+
+
+def _defer(function: Callable[..., Any]) -> None:
+    """Let what `torch._disable_dynamo` has made of a function call it as it is until somebody loads the compiler."""
+
+    def plain_or_disabled(*args: Any, **kwargs: Any) -> Any:
+        return (_disabled(function) if is_compiler_loaded() else function)(*args, **kwargs)
+
+    setattr(function, _DISABLED, plain_or_disabled)
+
+
+@cache
+def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    made: Callable[..., Any] = torch.compiler.disable(function)
+    return made
+
+
+def defer_compiler() -> None:
+    """Let optimizers be made, saved and loaded without loading the compiler, which torch does to keep it out of there.
+
+    Nothing else changes: once somebody has loaded the compiler, it is kept out as torch does it.
+    """
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        function = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
+        if function is not None and not is_compiler_loaded() and not hasattr(function, _DISABLED):
+            _defer(function)
+
+
 def mark_dynamic(tensor: Tensor, sizes: Iterable[int]) -> None:
     """Hint to the compiler that these sizes change from call to call; without it, it finds out by compiling again."""
-    mark = getattr(torch._dynamo, "maybe_mark_dynamic", None)
+    mark = getattr(sys.modules.get("torch._dynamo"), "maybe_mark_dynamic", None)
     if mark is not None:
         mark(tensor, sizes)
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from paceline.config.settings import GroupSettings, OptimSettings
 from paceline.core.errors import PacelineError
+from paceline.core.torch_private import defer_compiler
 from paceline.optim.lamb import Lamb
 from paceline.optim.novograd import NovoGrad
 
@@ -91,6 +92,7 @@ def optimizer(settings: OptimSettings, groups: list[dict[str, Any]], device: tor
     torch's is fused on CUDA, where it leaves the weights alone if its `found_inf` says so, without asking the host; as
     torch chooses on CPU, bitwise what a hand-written loop gets. Ours are the same everywhere.
     """
+    defer_compiler()
     fused = True if device.type == "cuda" else None
     betas = settings.betas or (NOVOGRAD_BETAS if settings.optimizer == "novograd" else ADAM_BETAS)
     match settings.optimizer:

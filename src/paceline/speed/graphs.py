@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import first_line
-from paceline.core.torch_private import foreach_add_, foreach_copy_, foreach_zero_
+from paceline.core.torch_private import backward, foreach_add_, foreach_copy_, foreach_zero_
 from paceline.core.tree import map_leaves
 from paceline.core.units import counted
 
@@ -234,7 +234,7 @@ class Graphs:
         def once() -> None:
             with self._without_gradients(), self._landing(used, marks):
                 total, count, outputs = run(fixed)
-                torch.autograd.backward((total,), (seed.to(total.dtype),))
+                backward(total, seed.to(total.dtype))
                 # Without what backward has kept of the run.
                 last["total"], last["count"], last["outputs"] = detached((total, count, outputs))
                 used.update(self._land(self._parameters))

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.speed.operators import operator
+
 
 def time_conv(x: Tensor, weight: Tensor, stride: int, padding: int, dilation: int, groups: int) -> Tensor:
     """(batch, time, channels), (filters, channels of a group, kernel) -> (batch, time after the stride, filters).
@@ -27,7 +29,7 @@ def time_conv(x: Tensor, weight: Tensor, stride: int, padding: int, dilation: in
     return y
 
 
-@torch.library.custom_op("paceline::time_conv", mutates_args=())
+@operator("time_conv")
 def time_conv_forward(
     x: Tensor, weight: Tensor, stride: int, padding: int, dilation: int, groups: int
 ) -> tuple[Tensor, Tensor]:
@@ -48,7 +50,7 @@ def _(x: Tensor, weight: Tensor, stride: int, padding: int, dilation: int, group
     return y, x.new_empty(filters, kernel, channels)
 
 
-@torch.library.custom_op("paceline::time_conv_backward", mutates_args=())
+@operator("time_conv_backward")
 def time_conv_backward(
     g: Tensor,
     x: Tensor,

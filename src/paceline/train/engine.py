@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.config.compared import shared_settings
 from paceline.config.settings import DataSettings, EngineConfig
 from paceline.core.errors import PacelineError, first_line
-from paceline.core.torch_private import compile_counters, plain_step
+from paceline.core.torch_private import backward, compile_counters, plain_step
 from paceline.data.grain import Batch, Grain
 from paceline.data.torch_loader import take_out_for_training
 from paceline.observe.clock import Clock
@@ -524,4 +524,4 @@ def _run_makeup(prepared: Prepared, loss: Loss, grains: list[Grain]) -> None:
             total, _, _ = prepared.plain.forward(loss, grain)
             if number == len(grains):
                 prepared.strategy.last_backward()
-            torch.autograd.backward((total,), (torch.zeros_like(total),))
+            backward(total, torch.zeros_like(total))

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
+from paceline.core.torch_private import backward
 from paceline.data.grain import Grain
-from paceline.parallel.sharded import Shards, called_whole
+from paceline.parallel.cut import called_whole
 from paceline.parallel.strategy import Strategy
 from paceline.speed.graphs import Graphs, detached
 from paceline.speed.loss_scale import LossScale
@@ -44,10 +44,10 @@ class PlainPass:
     doing: Doing = "training"
 
     def __init__(
-        self, scale: LossScale, autocast: Callable[[], AbstractContextManager[Any]] | None, shards: Shards | None
+        self, scale: LossScale, autocast: Callable[[], AbstractContextManager[Any]] | None, has_shards: bool
     ) -> None:
         """`autocast` is None if the level computes in the dtype of the weights."""
-        self._scale, self._autocast, self._shards = scale, autocast, shards
+        self._scale, self._autocast, self._has_shards = scale, autocast, has_shards
         self._divisor = 1.0
 
     def begin_step(self, divisor: float) -> None:
@@ -55,15 +55,15 @@ class PlainPass:
 
     def forward(self, loss: Loss, grain: Grain) -> tuple[Tensor, Any, Any]:
         if self._autocast is None:
-            if self._shards is None:
+            if not self._has_shards:
                 return unpack(loss(grain))
-            with called_whole(self._shards):
+            with called_whole(self._has_shards):
                 return unpack(loss(grain))
-        with self._autocast(), called_whole(self._shards):
+        with self._autocast(), called_whole(self._has_shards):
             return unpack(loss(grain))
 
     def backward(self, total: Tensor) -> None:
-        torch.autograd.backward((total,), (self._scale.seed(total, self._divisor),))
+        backward(total, self._scale.seed(total, self._divisor))
 
     def seed(self, total: Tensor) -> Tensor:
         """Return the gradient that backward of a sum starts from: the loss scale over the divisor."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from paceline.optim.build import zero_first_momentum
 from paceline.optim.clip import ClipNorm
 from paceline.optim.ema import WeightAverage
 from paceline.parallel.averaged import Averaged
+from paceline.parallel.cut import Cut, is_sharded
 from paceline.parallel.joined_norm import JoinedNorms
-from paceline.parallel.sharded import Cut, Sharded, Shards, is_sharded, shard
 from paceline.parallel.statistics import RunningStatistics
 from paceline.parallel.strategy import Alone, Strategy
 from paceline.parallel.summed import Summed
@@ -36,6 +36,9 @@ from paceline.train.loss import NoGradients
 from paceline.world.consistency import check_same
 from paceline.world.link import Link
 from paceline.world.start import patience
+
+if TYPE_CHECKING:
+    from paceline.parallel.sharded import Shards
 
 
 class ForeignParameters(PacelineError):
@@ -182,7 +185,7 @@ def prepare(
     if chosen.compile:
         _compile(model, config, cut)
     # Cut up: from here on the optimizer holds shards, if there are any.
-    shards = None if cut is None else shard(model, optimizer, link, cut)
+    shards = None if cut is None else _shard(model, optimizer, link, cut)
     if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults.get("fused"):
         zero_first_momentum(optimizer)  # the only place: also for an optimizer that the user has made
     # Reduced: last, because a strategy hooks and averages the tensors as they now are.
@@ -192,7 +195,7 @@ def prepare(
     statistics = RunningStatistics(model, link, are_shared_out=config.reduce != "param")
     statistics.share()
     autocast = precision.autocast(chosen, link.device)
-    plain = PlainPass(scale, None if chosen.autocast is None else autocast, shards)
+    plain = PlainPass(scale, None if chosen.autocast is None else autocast, shards is not None)
     return Prepared(
         model=model,
         optimizer=optimizer,
@@ -225,6 +228,12 @@ def _cut(config: EngineConfig, link: Link, chosen: Precision) -> Cut | None:
     half = torch.float16 if chosen.master else None
     timeout = patience(config.timeout_s, link.device)
     return Cut(config.shard_modules, config.shard == "node", config.wire, half, timeout)
+
+
+def _shard(model: torch.nn.Module, optimizer: torch.optim.Optimizer, link: Link, cut: Cut) -> Shards:
+    from paceline.parallel.sharded import shard  # torch's sharding takes seconds to load
+
+    return shard(model, optimizer, link, cut)
 
 
 def _cast(
@@ -318,6 +327,8 @@ def _choose_strategy(
     if not link.has_group:
         return Alone(parameters)
     if shards is not None:
+        from paceline.parallel.sharded import Sharded
+
         return Sharded(parameters, link, shards, clock)
     if config.reduce == "grad":
         return Summed(parameters, link, wire=config.wire, clock=clock)

@@ -7,10 +7,12 @@ so that threads share the cores; what they make is found in Triton's own caches 
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from threading import Thread
 from typing import Any
 
 import torch
@@ -28,6 +30,26 @@ def can_run_dry() -> bool:
     except ImportError:
         return False
     return callable(AsyncCompileMode) and callable(JITFunction.run)
+
+
+def load_early(device: torch.device) -> Thread:
+    """Load in a thread, while a model is built, what the first launches on a device wait for; return the thread.
+
+    That is Triton's digest of its own files, by which it names what it has compiled, and the library of products.
+    What cannot be loaded is left to whoever needs it, and so is the complaint.
+    """
+
+    def load() -> None:
+        with suppress(Exception):
+            cache = importlib.import_module("triton.runtime.cache")
+            cache.triton_key()
+        with suppress(Exception):
+            square = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+            torch.mm(square, square)
+
+    thread = Thread(target=load, name="load early", daemon=True)
+    thread.start()
+    return thread
 
 
 @contextmanager

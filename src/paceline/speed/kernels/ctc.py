@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.speed.operators import operator
+
 NEVER = tl.constexpr(-(1 << 30))
 """The exponent of probability 0."""
 LEAST = tl.constexpr(-262144.0)
@@ -245,7 +247,7 @@ def collect_kernel(
     tl.store(gradient + out, found, mask=(frame < num_frames)[:, None] & is_class)
 
 
-@torch.library.custom_op("paceline::ctc", mutates_args=())
+@operator("ctc")
 def _ctc(
     log_probs: Tensor, targets: Tensor, frames: Tensor, labels: Tensor, with_gradient: bool
 ) -> tuple[Tensor, Tensor]:

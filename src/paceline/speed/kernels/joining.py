@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from paceline.speed.kernels import reference
+from paceline.speed.operators import operator
 
 
-@torch.library.custom_op("paceline::join", mutates_args=())
+@operator("join")
 def join(
     y: Tensor,
     affine: Tensor,
@@ -48,7 +49,7 @@ def _(
     return torch.empty_like(y) if frames is None else y.new_empty(y.shape[1], y.shape[0], frames)
 
 
-@torch.library.custom_op("paceline::join_backward", mutates_args=())
+@operator("join_backward")
 def join_backward(
     g: Tensor,
     y: Tensor,

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from paceline.speed.kernels import reference
 from paceline.speed.kernels.tiles import padded_frames
+from paceline.speed.operators import operator
 
 # ruff: noqa: UP045 (the schema of an operator is read off these signatures, in which torch wants Optional)
 
 
-@torch.library.custom_op("paceline::separable", mutates_args=())
+@operator("separable")
 def separable(
     x: Tensor,
     affine: Optional[Tensor],
@@ -96,7 +97,7 @@ def _(
     return y, affine_out, moments_out, between, torch.empty_like(y), other_affine, other_moments
 
 
-@torch.library.custom_op("paceline::separable_backward", mutates_args=())
+@operator("separable_backward")
 def separable_backward(
     h: Tensor,
     sums: Tensor,
@@ -205,7 +206,7 @@ def _separable_gradients(
 separable.register_autograd(_separable_gradients, setup_context=_save_separable)
 
 
-@torch.library.custom_op("paceline::pointwise", mutates_args=())
+@operator("pointwise")
 def pointwise(
     x: Tensor,
     lengths: Tensor,
@@ -236,7 +237,7 @@ def _(
     return x.new_empty(width, *x.shape[1:]), weight.new_empty(2, width), weight.new_empty(3, width)
 
 
-@torch.library.custom_op("paceline::pointwise_backward", mutates_args=())
+@operator("pointwise_backward")
 def pointwise_backward(
     h: Tensor,
     sums: Tensor,

@@ -28,6 +28,7 @@ from paceline.speed.autotune.candidates import Candidate, candidates
 from paceline.speed.autotune.choice import CannotRun, Choice, choose
 from paceline.speed.autotune.known import Kind, known_ways
 from paceline.speed.graphs import MOST_GRAPHS, CudaRecorder
+from paceline.speed.kernels.compiling import load_early
 from paceline.speed.precision import Precision
 from paceline.train.autotune import timing
 from paceline.train.autotune.limits import why_no_graphs, why_no_kernels
@@ -101,6 +102,8 @@ class Autotuner:
         self._levels = precision.levels(config.precision, self._capabilities)
         self._no_kernels = why_no_kernels(task, config, self._capabilities)
         self._no_graphs = why_no_graphs(task, config, self._capabilities, link.has_group)
+        if self._no_kernels is None and link.device.type == "cuda":
+            load_early(link.device)
 
     @property
     def initial(self) -> Precision:

@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from paceline.core.torch_private import mark_dynamic
+from paceline.core.torch_private import mark_dynamic, not_compiled
 from paceline.recipes.asr.network.config import NetworkSettings
 from paceline.recipes.asr.network.encoder import Decoder, Encoder
-from paceline.recipes.asr.sound.features import LogMel, not_compiled
+from paceline.recipes.asr.sound.features import LogMel
 from paceline.recipes.asr.sound.spec_augment import SpecAugment, SpecAugmentSettings
 
 

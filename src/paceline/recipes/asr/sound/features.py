@@ -11,8 +11,7 @@ autocast nor TF32 touches, so that features do not depend on the level.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Annotated, Literal, TypeVar, overload
+from typing import Annotated, Literal, overload
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from paceline.config.settings import Fraction, PositiveFloat, Section
 from paceline.core.errors import PacelineError
 from paceline.core.keys_torch import normal
+from paceline.core.torch_private import not_compiled
 from paceline.core.units import counted
 from paceline.recipes.asr.sound.key_streams import KeyStream
 
@@ -31,9 +31,6 @@ STD_GUARD = 1e-5
 """Added to the standard deviation, as the reference does."""
 FRAMES_AT_ONCE = {"cpu": 1024, "cuda": 131072}
 """Spectra held at a time: on a CPU what the cache holds, on a GPU what fits beside a model (1.3 GB at 512 points)."""
-
-Function = TypeVar("Function", bound=Callable[..., object])
-not_compiled: Callable[[Function], Function] = torch.compiler.disable
 
 
 class FeatureSettings(Section):
