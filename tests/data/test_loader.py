@@ -368,6 +368,36 @@ def test_requests_go_on_before_an_epoch_is_used_up() -> None:
         assert first < epoch * 6
 
 
+def test_a_batch_is_delivered_before_its_epoch_begins() -> None:
+    """One batch ahead, the first of an epoch is on its way when the last of the one before is handed out."""
+    events: list[tuple[str, int, int]] = []
+
+    def one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
+        waiting: Batch | None = None
+        for batch in batches:
+            events.append(("started", batch.epoch, batch.step))
+            if waiting is not None:
+                yield waiting
+            waiting = batch
+        if waiting is not None:
+            yield waiting
+
+    def read(requests: Iterator[Request]) -> Iterator[Grain]:
+        return (Grain(request.epoch, request.number, request.samples) for request in requests)
+
+    row = BatchRow(planned(), read, one_ahead)
+    for epoch in range(EPOCHS):
+        for batch in row.next_epoch():
+            assert all(grain.data == epoch for grain in batch.grains)
+            events.append(("handed out", batch.epoch, batch.step))
+        assert row.position == ((epoch + 1, 0) if epoch + 1 < EPOCHS else None)
+    assert [event[1:] for event in events if event[0] == "handed out"] == [
+        (epoch, step) for epoch in range(EPOCHS) for step in range(6)
+    ]
+    for epoch in range(1, EPOCHS):
+        assert events.index(("started", epoch, 0)) < events.index(("handed out", epoch - 1, 5))
+
+
 def test_a_rank_without_a_grain_in_the_last_step() -> None:
     epochs = planned(rank=2, size=4)  # the last batch of an epoch has one grain
     loader = Loader(Augmented(), workers=1, seed=1)

@@ -119,32 +119,35 @@ class BatchRow:
         read: Callable[[Iterator[Request]], Iterator[Grain]],
         deliver: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
     ) -> None:
-        """`deliver` brings the batches of an epoch to where they are used."""
+        """`deliver` brings batches to where they are used, and may be some of them ahead, in the next epoch too."""
         self._announced: Announced = deque()
-        self._batches = batches(read(requests(epochs, self._announced)), self._announced)
-        self._deliver = deliver
+        self._ahead: deque[Batch] = deque()
+        read_ones = batches(read(requests(epochs, self._announced)), self._announced)
+        self._batches = self._noted(read_ones) if deliver is None else deliver(self._noted(read_ones))
         self._is_within_epoch = False
 
     @property
     def position(self) -> tuple[int, int] | None:
         """(epoch, step) of the next batch, where it is being read already; None within an epoch."""
-        if self._is_within_epoch or not self._announced:
+        if self._is_within_epoch or not (self._ahead or self._announced):
             return None
-        batch, _ = self._announced[0]
+        batch = self._ahead[0] if self._ahead else self._announced[0][0]
         return batch.epoch, batch.step
 
     def next_epoch(self) -> Iterator[Batch]:
         """Yield the batches up to the end of the epoch."""
-        epoch = self._next_epoch()
-        return epoch if self._deliver is None else self._deliver(epoch)
-
-    def _next_epoch(self) -> Iterator[Batch]:
         self._is_within_epoch = True
         for batch in self._batches:
+            self._ahead.popleft()
             yield batch
             if batch.is_last:
                 break
         self._is_within_epoch = False
+
+    def _noted(self, read_ones: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in read_ones:
+            self._ahead.append(batch)
+            yield batch
 
 
 class Loader:
@@ -281,7 +284,8 @@ class CudaUploads:
 
 
 def prefetch(batches: Iterator[Batch], uploads: CudaUploads, clock: Clock) -> Iterator[Batch]:
-    """Copy each batch to the GPU on a stream of its own, one batch ahead of the step that uses it.
+    """Copy each batch to the GPU on a stream of its own, one batch ahead of the step that uses it, also if that is the
+    first of the next epoch.
 
     The host goes on to at most `STEPS_AHEAD` steps before the one that the GPU computes: each holds its batch.
     """
