@@ -24,13 +24,14 @@ class Operator:
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name = f"{NAMESPACE}::{name}"
         schema = torch.library.infer_schema(function, mutates_args=())
-        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, not_compiled(function), "CompositeExplicitAutograd")
-        self._call = getattr(getattr(torch.ops, NAMESPACE), name).default
+        self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        """What torch knows it as."""
         self.__doc__ = function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+        return self.overload(*args, **kwargs)
 
     def register_fake(self, function: Callable[..., Any]) -> None:
         """Give the shapes and dtypes of the results, for the compiler."""

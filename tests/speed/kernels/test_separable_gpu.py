@@ -267,7 +267,7 @@ def test_operators_keep_their_word() -> None:
     weight = torch.randn(32, 16, 1, device="cuda", requires_grad=True)
     norm_weight = torch.rand(32, device="cuda", requires_grad=True)
     torch.library.opcheck(
-        ops.separable,
+        ops.separable.overload,
         (
             *(case.x, None, None, case.lengths_in, case.lengths_out, case.weight, weight, norm_weight, norm_weight),
             *(None, None, None, weight.detach().squeeze(2).bfloat16(), None, 50, 1, 1, 1e-3),

@@ -119,8 +119,8 @@ def test_frozen_batch_norm_stays_frozen(blocks: list[dict[str, Any]]) -> None:
 def test_operators_keep_their_word() -> None:
     x, weight = torch.randn(2, 9, 6, requires_grad=True), torch.randn(4, 3, 5, requires_grad=True)
     for figures in ((1, 2, 1, 2), (2, 2, 1, 2), (1, 4, 2, 2)):
-        torch.library.opcheck(time_conv_forward, (x, weight, *figures))
-    torch.library.opcheck(time_conv_forward, (x, torch.randn(4, 6, 5, requires_grad=True), 1, 4, 2, 1))
+        torch.library.opcheck(time_conv_forward.overload, (x, weight, *figures))
+    torch.library.opcheck(time_conv_forward.overload, (x, torch.randn(4, 6, 5, requires_grad=True), 1, 4, 2, 1))
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch about its own compiler

@@ -151,10 +151,10 @@ def test_operators_keep_their_word() -> None:
             1e-3,
         )
         torch.library.opcheck(
-            ops.separable, sample, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+            ops.separable.overload, sample, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
         )
     torch.library.opcheck(
-        ops.pointwise,
+        ops.pointwise.overload,
         (x, case.lengths_in, weight, ones, ones, matrix, 50, 1e-3),
         test_utils=("test_schema", "test_faketensor"),
     )
