@@ -18,7 +18,7 @@ from paceline.data.fetch import Fetch, Request
 from paceline.data.grain import Grain, map_tensors
 from paceline.data.loader import BatchRow, EpochSteps, Loader, choose_threads
 from paceline.data.plan import BatchRule, Plan
-from paceline.data.thread_reader import SPARE_SLOTS, Slot, ThreadReader
+from paceline.data.thread_reader import SPARE_SLOTS, Largest, Slot, ThreadReader
 
 
 class Unreadable(PacelineError):
@@ -163,12 +163,26 @@ def test_slots_are_filled_anew_only_after_their_upload() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """A slot allocates when a grain is larger than all that it has held: for equal sizes once."""
+    """A slot allocates when a grain is larger than all that it has held, a power of two: for equal sizes once."""
     uploads = FakeUploads()
     reader = ThreadReader(Fetch(Rows(), None, seed=1), 2, uploads)
     assert len(list(reader.read(Request(0, 0, np.array([20, 3])) for _ in range(100)))) == 100
-    assert uploads.num_bytes == [2 * 21 * 2] * (2 + SPARE_SLOTS)
+    assert uploads.num_bytes == [128] * (2 + SPARE_SLOTS)  # for 2 rows of 21 numbers of 2 bytes
     reader.close()
+
+
+def test_slots_grow_for_the_largest_grain_of_all() -> None:
+    """Not one by one, whenever the largest comes to them: that would stop a GPU now and then for many epochs."""
+    uploads, largest = FakeUploads(), Largest()
+    slots = [Slot(uploads.allocate, largest) for _ in range(3)]
+    slots[0].room((1000,), np.uint8)
+    for slot in slots[1:]:
+        slot.room((10,), np.uint8)
+    for _ in range(5):
+        for slot in slots:
+            slot.clear()
+            slot.room((1000,), np.uint8)
+    assert uploads.num_bytes == [1024] * 3
 
 
 def test_a_slot_has_room_for_several_arrays() -> None:
@@ -183,7 +197,7 @@ def test_a_slot_has_room_for_several_arrays() -> None:
     for _ in range(3):
         again, beside = slot.room((10, 3), np.int64), slot.room((2,), np.float32)
         assert beside.ctypes.data == again.ctypes.data + 256
-        assert uploads.num_bytes == [240, 256 + 8]
+        assert uploads.num_bytes == [256, 512]  # for 240, and for 256 + 8
         slot.clear()
     smaller, beside = slot.room((4, 2), np.int64), slot.room((3,), np.float32)
     assert smaller.ctypes.data == again.ctypes.data

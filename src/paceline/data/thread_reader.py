@@ -55,14 +55,27 @@ class Uploads(Protocol):
         """Start what the data set leaves to the device; return the finished grain."""
 
 
+class Largest:
+    """Bytes of the largest grain that some slots have held: each that grows makes room for it at once.
+
+    Page-locking memory stops the GPU for tenths of a second; slots that grew one by one, whenever the longest of the
+    data came to them, would do that for many epochs.
+    """
+
+    num_bytes = 0
+
+    def note(self, num_bytes: int) -> None:
+        self.num_bytes = max(self.num_bytes, num_bytes)
+
+
 class Slot:
     """Memory for the arrays of one grain; it grows as needed and is used again."""
 
-    def __init__(self, allocate: Callable[[int], torch.Tensor] | None) -> None:
-        """Without `allocate` every array is a new one."""
-        self._allocate = allocate
+    def __init__(self, allocate: Callable[[int], torch.Tensor] | None, largest: Largest | None = None) -> None:
+        """Without `allocate` every array is a new one; `largest` is that of all slots beside it."""
+        self._allocate, self._largest = allocate, largest or Largest()
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._used = self._wanted = self._most = 0
+        self._used = self._wanted = 0
         self.upload: Done | None = None
         """The upload of its last grain."""
 
@@ -70,7 +83,7 @@ class Slot:
         """Wait until the last grain is not needed any more."""
         if self.upload is not None:
             self.upload.synchronize()
-        self._most = max(self._most, self._wanted)
+        self._largest.note(self._wanted)
         self.upload, self._used, self._wanted = None, 0, 0
 
     def free(self) -> None:
@@ -86,10 +99,11 @@ class Slot:
         kind = np.dtype(dtype)
         num_bytes = kind.itemsize * int(np.prod(shape, dtype=np.int64))
         end = self._used + num_bytes
-        needed = max(end, self._most)
+        needed = max(end, self._largest.num_bytes)
         if needed > len(self._bytes) and self._allocate is not None and not self._wanted:
-            self._bytes = self._allocate(needed)
+            self._bytes = self._allocate(1 << (needed - 1).bit_length())  # which torch takes for it anyway
         self._wanted = _aligned(self._wanted) + num_bytes
+        self._largest.note(self._wanted)
         if end > len(self._bytes):
             return np.empty(shape, kind)
         array: NDArray[Any] = self._bytes[self._used : end].numpy().view(kind).reshape(shape)
@@ -108,7 +122,8 @@ class ThreadReader:
         """With `uploads` grains come on the device; without, each is in memory of its own."""
         self._fetch, self._threads, self._uploads, self._clock = fetch, threads, uploads, clock or Clock()
         allocate = None if uploads is None else uploads.allocate
-        self._slots = [Slot(allocate) for _ in range(threads + SPARE_SLOTS)]
+        largest = Largest()
+        self._slots = [Slot(allocate, largest) for _ in range(threads + SPARE_SLOTS)]
         self._executor: ThreadPoolExecutor | None = None
         self._reading: deque[tuple[Future[Grain], Slot]] = deque()
         self._turn = 0
