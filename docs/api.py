@@ -27,7 +27,7 @@ HEAD = """\
 All names are imported from `paceline`. How they are used together: [tasks](task.md) and [your own loop](own-loop.md).
 """
 GROUPS = {
-    "Train": ("fit", "Task", "Stage", "Gathered", "Result", "Engine"),
+    "Train": ("fit", "load", "Task", "Stage", "Gathered", "Result", "Engine"),
     "Data": ("Grain", "Batch", "pad_collate", "PackedDataset"),
     "Around a run": ("Callback", "World", "PacelineError"),
     "Settings": ("TrainConfig",),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.version import VERSION
 
 if TYPE_CHECKING:
+    from paceline.cli.load import load as load
     from paceline.config.settings import TrainConfig as TrainConfig
     from paceline.core.errors import PacelineError as PacelineError
     from paceline.data.collate import pad_collate as pad_collate
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _HOMES = {
+    "load": "paceline.cli.load",
     "PacelineError": "paceline.core.errors",
     "TrainConfig": "paceline.config.settings",
     "pad_collate": "paceline.data.collate",

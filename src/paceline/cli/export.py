@@ -14,7 +14,7 @@ PROG = "paceline export"
 
 
 class ExportOptions(Section):
-    """Write the weights of a checkpoint of RUN to FOLDER, as safetensors, with a YAML file that describes the model."""
+    """Write the weights of a checkpoint of RUN to FOLDER, in a form that other programs read."""
 
     run: Path
     """Folder of the run."""
@@ -22,6 +22,9 @@ class ExportOptions(Section):
     """Where to; must not be there yet, or hold an export."""
     checkpoint: Literal["best", "last"] | Path = "best"
     """The one with the best score (the newest where none has one), the newest, or one by its path or name."""
+    format: Literal["auto", "safetensors", "torch", "dcp", "onnx"] = "auto"
+    """`safetensors` or `torch` (one file of weights by name), `dcp` (torch.distributed.checkpoint), `onnx` (the model
+    itself); `auto` is the task's own form (a recipe's safetensors and YAML file), safetensors where it has none."""
     task: str | None = None
     """Where the task is now (`path/to/file.py:ClassName`), if its file has moved since the run was made."""
 
@@ -32,18 +35,28 @@ OPTIONS, POSITIONAL = ExportOptions, ("run", "folder")
 def run(argv: Sequence[str]) -> int:
     options = load(ExportOptions, argv, prog=PROG, positional=POSITIONAL)
     from paceline.cli.eval import settings_of, task_of
-    from paceline.train import apply
-    from paceline.train.task import export
+    from paceline.cli.load import load as load_model
+    from paceline.train import apply, exchange
+    from paceline.train.task import Exports, export
     from paceline.world.discover.environment import discover
     from paceline.world.start import start
 
     record = apply.read_run(options.run)
     task = task_of(options.run, options.task, record)
     settings = settings_of(task, options.run, record.settings)
-    apply.attach(task, settings, start(discover({}), device="cpu"))
     checkpoint = apply.find_checkpoint(options.run, options.checkpoint)
     about = {"run": str(options.run), "checkpoint": checkpoint.name}
-    export(task, options.folder, apply.read_weights(checkpoint), about)
+    with start(discover({}), device="cpu") as link:
+        apply.attach(task, settings, link)
+        if options.format == "auto" and isinstance(task, Exports):
+            export(task, options.folder, apply.read_weights(checkpoint), about)
+        elif options.format == "onnx":
+            inputs = apply.example_inputs(task, settings, link)
+            model = load_model(options.run, checkpoint=checkpoint, task=task)
+            exchange.write_onnx(options.folder, model, inputs, str(record.task), about)
+        else:
+            form: exchange.Format = "safetensors" if options.format == "auto" else options.format
+            exchange.write(options.folder, form, apply.read_weights(checkpoint), {**about, "task": str(record.task)})
     files = ", ".join(sorted(path.name for path in options.folder.iterdir()))
     tell(f"{checkpoint}\n{options.folder}: {files}\n")
     return 0

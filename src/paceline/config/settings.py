@@ -110,7 +110,8 @@ class RunSettings(Section):
     allow_change: bool = free(False)
     """Resume although settings that change numerics differ from the run's."""
     init_from: Path | None = free(None)
-    """For fine-tuning: a checkpoint whose weights are loaded by name before the first step."""
+    """For fine-tuning: weights that are loaded by name before the first step. A checkpoint, a `.safetensors` or `.pt`
+    file, a Hugging Face folder, or a torch.distributed.checkpoint."""
     exp_name: str | None = free(None)
     """Name of the run: its folder is `runs_dir/exp_name`, numbered where that name is taken; `out` goes before it."""
     runs_dir: Path = free(Path("runs"))

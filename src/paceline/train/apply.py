@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from paceline.config.settings import TrainConfig
@@ -17,8 +18,10 @@ from paceline.core.errors import PacelineError
 from paceline.core.keys import key
 from paceline.core.run_folder import NotARun, RunFolder, RunRecord
 from paceline.core.terminal import warn
+from paceline.data.collate import stack_collate
 from paceline.data.fetch import seed_everything
 from paceline.data.grain import Grain, map_tensors
+from paceline.data.torch_loader import take_out
 from paceline.train import setup
 from paceline.train import task as tasks
 from paceline.train.autotune.autotuner import precision_for_use
@@ -210,6 +213,19 @@ def attach(task: Task, config: TrainConfig, link: Link) -> None:
             warn(f"{text}\n")
 
     task.attach(Surroundings(config, link, say))
+
+
+def example_inputs(task: Task, config: TrainConfig, link: Link) -> tuple[Any, ...]:
+    """Return what the task's model is called with, of a few samples: see `HasExampleInputs`."""
+    data = take_out(tasks.infer_data_of(task))
+    if data.dataset is None:
+        raise NothingToPredict(task)
+    samples = np.arange(min(2, len(data.dataset)), dtype=np.int64)
+    collate = task.collate or data.collate or stack_collate
+    grain = Grain(collate([data.dataset[int(number)] for number in samples]), 0, samples).to(link.device)
+    if isinstance(task, tasks.HasExampleInputs):
+        return tuple(task.example_inputs(grain))
+    return (grain.data if isinstance(grain.data, torch.Tensor) else grain.x,)
 
 
 def _load(checkpoint: Path, *, verify: bool) -> reader.Checkpoint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ def run_mode(task: Task, config: TrainConfig, link: Link, watchers: Sequence[Cal
         return benchmark(task, config, link)
     if config.mode in ("eval", "infer"):
         return _apply(task, config, link)
-    return Trainer(task, config, link, watchers).fit()
+    trainer = Trainer(task, config, link, watchers)
+    result = trainer.fit()
+    return replace(result, model=trainer.give_model())
 
 
 def _apply(task: Task, config: TrainConfig, link: Link) -> Result:
@@ -59,13 +62,13 @@ def _apply(task: Task, config: TrainConfig, link: Link) -> Result:
         metrics = apply.evaluate_run(task, config, link, folder, checkpoint)
         if link.is_first:
             tell(f"{checkpoint}\n{outcome.table(metrics)}")
-        return Result("evaluated", step, math.nan, metrics, mode="eval")
+        return Result("evaluated", step, math.nan, metrics, mode="eval", folder=folder, checkpoint=checkpoint)
     pairs = apply.predict_run(task, config, link, folder, checkpoint)
     file = folder / PREDICTIONS
     written = outcome.write_predictions(pairs, link, outcome.json_line, file)
     if link.is_first:
         tell(f"{checkpoint}\n{written} predictions in {file}\n")
-    return Result("predicted", step, math.nan, mode="infer", predictions=file)
+    return Result("predicted", step, math.nan, mode="infer", predictions=file, folder=folder, checkpoint=checkpoint)
 
 
 def _run_to_use(config: TrainConfig) -> tuple[Path, apply.Which]:

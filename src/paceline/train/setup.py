@@ -20,7 +20,7 @@ from paceline.observe.callback import Callback, checked
 from paceline.optim import build, larc
 from paceline.parallel.step import Step
 from paceline.speed.precision import Precision
-from paceline.train import rates
+from paceline.train import exchange, rates
 from paceline.train.checkpoint import reader
 from paceline.train.checkpoint.format import STATE
 from paceline.train.engine import Engine
@@ -133,7 +133,10 @@ class NoStartWeights(PacelineError):
 
     path: Path
     sentence = "--init-from {shown}: {why}"
-    hint = "name a checkpoint, which is a folder like RUN/checkpoints/step-00000120"
+    hint = (
+        "name a checkpoint, which is a folder like RUN/checkpoints/step-00000120, a .safetensors or .pt file, a "
+        "Hugging Face folder, or a torch.distributed.checkpoint"
+    )
 
     @property
     def shown(self) -> str:
@@ -143,18 +146,21 @@ class NoStartWeights(PacelineError):
     def why(self) -> str:
         if RunFolder(self.path).is_run:
             return "it is a run, not one of its checkpoints"
-        return "it is no checkpoint" if self.path.exists() else "there is no such folder"
+        return "it is no checkpoint" if self.path.exists() else "there is no such file or folder"
 
 
 def load_weights(model: torch.nn.Module, task: Task, path: Path | None, say: Callable[[str], None]) -> None:
-    """Load by name the weights that a new run starts from (`init_from`): a checkpoint, or a file of the task's kind."""
+    """Load by name the weights that a new run starts from (`init_from`): a checkpoint, a file of the task's kind, or
+    weights of another program."""
     if path is None:
         return
     weights = task.read_weights(path) if isinstance(task, ReadsWeights) else None
-    if weights is None:
-        if not (path / STATE).is_file():
-            raise NoStartWeights(path)
+    if weights is None and (path / STATE).is_file():
         weights = reader.load(path, ["model"]).parts["model"]
+    elif weights is None:
+        if not exchange.is_foreign(path):
+            raise NoStartWeights(path)
+        weights = exchange.fitted(exchange.read(path), set(model.state_dict()))
     say(reader.load_by_name(model, weights).line(path))
 
 

@@ -457,6 +457,14 @@ class Exports(Protocol):
 
 
 @runtime_checkable
+class HasExampleInputs(Protocol):
+    """Inputs of the model that are not just `grain.x`, for `paceline export --format onnx`."""
+
+    def example_inputs(self, grain: Grain) -> Sequence[Any]:
+        """Return what the model is called with for a grain, by position."""
+
+
+@runtime_checkable
 class Accelerates(Protocol):
     """Kernels of the task's own (`auto` and `-O4`)."""
 

@@ -79,6 +79,7 @@ class Result:
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the last validation, as `set/metric`."""
     best: float | None = None
+    """The best score of a validation: see `monitor`."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Time by phase."""
     findings: tuple[Finding, ...] = ()
@@ -87,6 +88,16 @@ class Result:
     """Mode as in the settings, or `benchmark`."""
     predictions: Path | None = None
     """The file that mode `infer` wrote."""
+    folder: Path | None = None
+    """The run folder, if there is one."""
+    checkpoint: Path | None = None
+    """The last checkpoint of the run; of the modes `eval` and `infer` the one that was used."""
+    best_checkpoint: Path | None = None
+    """The one with the best score; None where none has one."""
+    model: torch.nn.Module | None = field(default=None, repr=False, compare=False)
+    """The trained model, in evaluation mode, as the last step left it: on this rank's device and in the dtype that it
+    was trained in. `paceline.load(result.folder)` gives the best one in fp32, and its average if the run kept one; with
+    `shard` this one is in pieces."""
 
 
 class Trainer:
@@ -616,6 +627,7 @@ class Trainer:
             self.progress.say(f"{why}: saved after step {self.position.num_steps}; `--resume auto` goes on")
         self.link.barrier()
         self.clock.lap("communication")
+        last, best = self.link.broadcast_object(self.checkpoints.ends())
         return Result(
             status,
             self.engine.num_steps,
@@ -625,7 +637,16 @@ class Trainer:
             self.clock.read(),
             self.log.findings,
             self.config.mode,
+            folder=self.config.out,
+            checkpoint=last,
+            best_checkpoint=best,
         )
+
+    def give_model(self) -> torch.nn.Module:
+        """Return the trained model as a plain one, in evaluation mode, when the run is over. All ranks must call it."""
+        model = self.engine.model
+        self.engine.release()
+        return model.eval()
 
 
 def _is_out_of_data(feed: Feed, step: Step) -> bool:

@@ -20,7 +20,7 @@ from paceline.core.units import counted
 from paceline.observe.progress import Progress
 from paceline.parallel.gather import gather_tensors
 from paceline.train.checkpoint import pieces, reader, state
-from paceline.train.checkpoint.format import DIGESTS, STATE, CheckpointBroken
+from paceline.train.checkpoint.format import DIGESTS, STATE, CheckpointBroken, by_score, listed
 from paceline.train.checkpoint.writer import Checkpointer
 from paceline.train.engine import Engine
 from paceline.train.position import Position, SettingsChanged, check_batch, choose_grains, settings_changed
@@ -237,6 +237,12 @@ class CheckpointManager:
         self._write(status)
         self._unlock()
         self._is_open = False
+
+    def ends(self) -> tuple[Path | None, Path | None]:
+        """Return the newest and the best checkpoint, as they are on disk."""
+        paths = [] if self._run is None else listed(self._run.checkpoints)
+        scored = by_score(paths, self._config.monitor_mode)
+        return next(iter(paths), None), next(iter(scored), None)
 
     def _unlock(self) -> None:
         if self._run is not None:

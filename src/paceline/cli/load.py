@@ -1,0 +1,46 @@
+"""`paceline.load`: the trained model of a run, for any program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.train.task import Task
+
+
+def load(
+    run: str | Path,
+    *,
+    checkpoint: Literal["best", "last"] | str | Path = "best",
+    task: Task | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "cpu",
+) -> torch.nn.Module:
+    """Return the model of a run in evaluation mode, with the weights of a checkpoint (their average, if it kept one).
+
+    `run` is a run's folder, or one of its checkpoints. `checkpoint` is the one with the best score (the newest where
+    none has one), the newest (`last`), or one by its path or name. A run that was made with `paceline.fit` in a script
+    needs its `task`; others know where theirs is. Weights are in fp32 (fp64 for a run in fp64).
+    """
+    from paceline.cli.eval import settings_of, task_of
+    from paceline.train import apply
+    from paceline.train.checkpoint.format import DIGESTS
+    from paceline.world.discover.environment import discover
+    from paceline.world.start import start
+
+    folder = Path(run)
+    which: apply.Which = checkpoint if checkpoint in ("best", "last") else Path(checkpoint)
+    if (folder / DIGESTS).is_file():
+        folder, which = folder.resolve().parent.parent, folder.resolve()
+    record = apply.read_run(folder)
+    task = task or task_of(folder, None, record)
+    settings = settings_of(task, folder, record.settings)
+    precision = settings.precision if settings.precision == "fp64" else None
+    plain = settings.model_copy(update={"level": 0, "precision": precision, "cuda_graphs": False})
+    with start(discover({}), device=device) as link:
+        engine = apply.restore_for_use(task, plain, link, apply.find_checkpoint(folder, which))
+        model = engine.model
+        engine.release()
+    return model.eval()

@@ -1,0 +1,218 @@
+"""Weights in the forms of other programs: read for `init_from`, written by `paceline export`.
+
+safetensors, torch's own files (weights only: reading runs no code), folders as Hugging Face writes them, and
+torch.distributed.checkpoint (DCP).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pickle
+import shutil
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline.core.disk import sync
+from paceline.core.errors import PacelineError, first_line
+
+Format = Literal["safetensors", "torch", "dcp", "onnx"]
+TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
+SAFETENSORS = ".safetensors"
+INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+"""Files of a Hugging Face folder that say which file has which weight."""
+SINGLE = ("model.safetensors", "pytorch_model.bin")
+DCP_METADATA = ".metadata"
+WRAPPERS = ("state_dict", "model_state_dict", "model")
+"""Names under which training scripts keep weights beside other things; Lightning's is the first."""
+PREFIXES = ("module.", "_orig_mod.", "model.")
+"""Put before names by DDP, by `torch.compile` and by modules that hold a model."""
+ABOUT = "export.json"
+NAMES: Mapping[Format, str] = {"safetensors": "model.safetensors", "torch": "model.pt", "onnx": "model.onnx"}
+
+
+class UnreadableWeights(PacelineError):
+    """A file for `init_from` that cannot be read as weights."""
+
+    path: Path
+    why: str
+    sentence = "--init-from {path}: {why}"
+    hint = (
+        "give a checkpoint, a .safetensors file, a .pt file with a state dict (`torch.save(model.state_dict(), ...)`), "
+        "a Hugging Face folder, or a torch.distributed.checkpoint"
+    )
+
+
+class ExportExists(PacelineError):
+    """A folder for an export that has other things in it."""
+
+    folder: Path
+    sentence = "{folder} has other things in it"
+    hint = "name a folder that is not there yet, or an earlier export"
+
+
+class OnnxMissing(PacelineError):
+    """Export to ONNX without torch's exporter."""
+
+    package: str
+    sentence = "export to ONNX needs the package {package}, which is not installed"
+    hint = "pip install onnx onnxscript"
+
+
+class OnnxInputs(PacelineError):
+    """Export to ONNX of a task of which nobody knows how its model is called."""
+
+    task: str
+    why: str
+    sentence = "the model of {task} cannot be exported to ONNX: {why}"
+    hint = "give the task an `example_inputs(grain)` that returns a tuple: what its model is called with"
+
+
+def is_foreign(path: Path) -> bool:
+    """Return True if a path looks like weights of another program."""
+    if path.is_file():
+        return path.suffix in (SAFETENSORS, *TORCH_ENDINGS)
+    return any((path / name).is_file() for name in (*INDICES, *SINGLE, DCP_METADATA))
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """Return the weights of a file or folder by name."""
+    try:
+        values = _read_folder(path) if path.is_dir() else _read_file(path)
+    except pickle.UnpicklingError as error:
+        raise UnreadableWeights(path, "it holds more than tensors, and reading it could run code") from error
+    except (OSError, SafetensorError, RuntimeError, ValueError, KeyError, EOFError) as error:
+        raise UnreadableWeights(path, f"it cannot be read ({first_line(error)})") from error
+    weights = {name: value for name, value in _unwrapped(values).items() if isinstance(value, Tensor)}
+    if not weights:
+        raise UnreadableWeights(path, "it has no tensors by name")
+    return weights
+
+
+def fitted(weights: Mapping[str, Tensor], names: set[str]) -> Mapping[str, Tensor]:
+    """Return weights without a prefix that others put before all names, where that makes more of them known."""
+    best = weights
+    for prefix in PREFIXES:
+        stripped = {name.removeprefix(prefix): value for name, value in weights.items()}
+        with_prefix = {f"{prefix}{name}": value for name, value in weights.items()}
+        best = max(best, stripped, with_prefix, key=lambda each: len(names & each.keys()))
+    return best
+
+
+def _read_file(path: Path) -> Mapping[str, Any]:
+    if path.suffix == SAFETENSORS:
+        return load_file(path)
+    loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(loaded, Mapping):
+        raise UnreadableWeights(path, f"it holds a {type(loaded).__name__}, not tensors by name")
+    return loaded
+
+
+def _read_folder(path: Path) -> Mapping[str, Any]:
+    if (path / DCP_METADATA).is_file():
+        return _read_dcp(path)
+    for index in INDICES:
+        if (path / index).is_file():
+            files = sorted(set(json.loads((path / index).read_text(encoding="utf-8"))["weight_map"].values()))
+            return {name: value for file in files for name, value in _read_file(path / file).items()}
+    return _read_file(next(path / name for name in SINGLE if (path / name).is_file()))
+
+
+def _read_dcp(path: Path) -> Mapping[str, Any]:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "weights.pt"
+        dcp_to_torch_save(path, file)
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+    assert isinstance(loaded, Mapping)
+    return loaded
+
+
+def _unwrapped(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the weights of what a training script may have saved with other things."""
+    for name in WRAPPERS:
+        if isinstance(values.get(name), Mapping):
+            return _unwrapped(values[name])
+    return _flat(values)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
+
+
+def write(folder: Path, form: Format, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Write weights into a folder, whole or not at all; `about` names their run and checkpoint."""
+    _check_free(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        tensors = {name: tensor.detach().contiguous().clone() for name, tensor in weights.items()}
+        if form == "safetensors":
+            save_file(tensors, aside / NAMES[form], metadata={"format": "pt"})
+        elif form == "torch":
+            torch.save(tensors, aside / NAMES[form])
+        else:
+            _write_dcp(aside, tensors)
+        _finish(aside, folder, form, about)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_onnx(
+    folder: Path, model: torch.nn.Module, inputs: tuple[Any, ...], task: str, about: Mapping[str, Any]
+) -> None:
+    """Write a model as ONNX, of any batch size; it must be in evaluation mode."""
+    for package in ("onnx", "onnxscript"):
+        if importlib.util.find_spec(package) is None:
+            raise OnnxMissing(package)
+    _check_free(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        shapes = tuple(
+            {0: torch.export.Dim.AUTO} if isinstance(each, Tensor) and each.dim() else None for each in inputs
+        )
+        try:
+            torch.onnx.export(model, inputs, aside / NAMES["onnx"], dynamo=True, dynamic_shapes=shapes, verbose=False)
+        except Exception as error:  # whatever torch cannot turn into a graph
+            raise OnnxInputs(task, first_line(error)) from error
+        _finish(aside, folder, "onnx", about)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _write_dcp(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with warnings.catch_warnings():  # that there is one process is meant
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        save(dict(tensors), checkpoint_id=folder, no_dist=True)
+
+
+def _check_free(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / ABOUT).is_file())):
+        raise ExportExists(folder)
+
+
+def _finish(aside: Path, folder: Path, form: Format, about: Mapping[str, Any]) -> None:
+    """Describe an export and give it its name."""
+    text = json.dumps({"format": form, **about}, indent=2) + "\n"
+    (aside / ABOUT).write_text(text, encoding="utf-8")
+    for path in aside.iterdir():
+        sync(path)
+    aside.chmod(0o755)
+    if folder.exists():
+        shutil.rmtree(folder)
+    aside.rename(folder)
