@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 from pydantic import ValidationError
@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from paceline.cli.main import main
 from paceline.config.aliases import aliases_of
 from paceline.config.command_line import resolve
+from paceline.config.load import load
 from paceline.config.settings import TrainConfig
 
 
@@ -66,19 +67,28 @@ def test_a_section_declares_other_spellings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "level", "precision"),
     [
-        ("bf16", "bf16 comes with the level: type `-O2` instead"),
-        ("bf16-mixed", "type `-O2`"),
-        ("fp32", "type `-O0`"),
-        ("tf32", "type `-O1`"),
-        ("16-mixed", "type `--precision fp16`"),
-        ("64", "type `--precision fp64`"),
+        ("bf16", 2, None),
+        ("bf16-mixed", 2, None),
+        ("fp32", 0, None),
+        ("32", 0, None),
+        ("32-true", 0, None),
+        ("tf32", 1, None),
+        ("16-mixed", "auto", "fp16"),
+        ("16-true", "auto", "fp16-pure"),
+        ("64", "auto", "fp64"),
     ],
 )
-def test_types_that_come_with_a_level(word: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_of_other_toolkits_for_precision(word: str, level: Any, precision: str | None) -> None:
     """ce01e4b answered bf16 by "did you mean fp16?"."""
-    assert main(["train", "digits", "--epochs", "1", "--precision", word]) == 2
-    error = capsys.readouterr().err
-    assert told in error
-    assert "did you mean" not in error
+    settings = TrainConfig(epochs=1, precision=word)
+    assert (settings.level, settings.precision) == (level, precision)
+    typed = load(TrainConfig, ["--epochs", "1", "--precision", word], prog="paceline train")
+    assert (typed.level, typed.precision) == (level, precision)
+
+
+def test_a_type_that_is_not_the_levels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert TrainConfig(epochs=1, level=3, precision="bf16").precision is None
+    assert main(["train", "digits", "--epochs", "1", "-O0", "--precision", "bf16"]) == 2
+    assert "contradicts the level: bf16 is level 2; leave one of them out" in capsys.readouterr().err

@@ -192,12 +192,17 @@ class DataSettings(Section):
         return self.global_batch or self.batch_per_device or (2**31 - 1 if self.batch_cost else 32)
 
 
-_BY_LEVEL = {
-    **dict.fromkeys(("bf16", "bfloat16"), (2, "bf16")),
-    **dict.fromkeys(("fp32", "float32", "32"), (0, "fp32")),
-    "tf32": (1, "TF32"),
+_BY_LEVEL: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("bf16", "bfloat16"), (2, 3, 4)),
+    **dict.fromkeys(("fp32", "float32", "32"), (0,)),
+    "tf32": (1,),
 }
-"""Types that are not a `precision` but come with a level."""
+"""Types that a level brings, by name: the levels that have them, the first one where none is set."""
+_PRECISIONS = {
+    **dict.fromkeys(("16", "float16", "half", "amp", "fp16"), "fp16"),
+    **dict.fromkeys(("64", "float64", "double", "fp64"), "fp64"),
+}
+"""Words of other toolkits for our precisions."""
 
 
 class StepSettings(Section):
@@ -229,20 +234,36 @@ class StepSettings(Section):
     """0 strict fp32, 1 TF32, 2 bf16, 3 bf16 + compile, 4 the fastest by measurement; `auto` is the fastest way that is
     known for the task where a GPU has bf16, else 0."""
     precision: Literal["fp16", "fp16-master", "fp16-pure", "fp64"] | None = None
-    """fp16 autocast, fp16 weights with fp32 masters, all fp16, or all fp64, instead of the level's dtype."""
+    """fp16 autocast, fp16 weights with fp32 masters, all fp16, or all fp64, instead of the level's dtype. `bf16`,
+    `tf32` and `32` (also as `bf16-mixed`, `32-true`) stand for the level that brings them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _understand_precision(cls, values: Any) -> Any:
+        """Take words of other toolkits (`16-mixed`, `64-true`), and types that a level brings (`bf16`, `32`) as it."""
+        if not isinstance(values, dict) or values.get("precision") is None:
+            return values
+        typed = str(values["precision"]).lower()
+        word, level = typed.removesuffix("-mixed").removesuffix("-true"), values.get("level", "auto")
+        if word in _BY_LEVEL:
+            levels = _BY_LEVEL[word]
+            if str(level) == "auto":
+                return {**values, "precision": None, "level": levels[0]}
+            if str(level) in map(str, levels):
+                return {**values, "precision": None}
+            return values  # both are named, and contradict each other
+        if word in _PRECISIONS:
+            name = "fp16-pure" if typed.endswith("16-true") else _PRECISIONS[word]
+            return {**values, "precision": name}
+        return values
 
     @field_validator("precision", mode="before")
     @classmethod
     def _check_precision(cls, value: Any) -> Any:
-        """Point types that the level gives, and the words of other toolkits, to what to type."""
+        """Explain a type that the level does not bring."""
         word = str(value).lower().removesuffix("-mixed").removesuffix("-true")
         if word in _BY_LEVEL:
-            level, kind = _BY_LEVEL[word]
-            raise ValueError(f"{kind} comes with the level: type `-O{level}` instead")
-        if word in ("16", "float16", "half", "amp"):
-            raise ValueError("type `--precision fp16` for autocast with a loss scale, or `-O2` for bf16")
-        if word in ("64", "float64", "double"):
-            raise ValueError("type `--precision fp64`")
+            raise ValueError(f"contradicts the level: {word} is level {_BY_LEVEL[word][0]}; leave one of them out")
         return value
 
     compile_mode: Literal["default", "max-autotune"] = "default"

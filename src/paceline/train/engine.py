@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.config.compared import shared_settings
+from paceline.config.python_call import settings_of_call
 from paceline.config.settings import DataSettings, EngineConfig
 from paceline.core.errors import PacelineError, first_line
 from paceline.core.torch_private import backward, compile_counters, plain_step
@@ -71,7 +72,7 @@ class Engine:
         clock: Clock | None = None,
         **settings: Any,
     ) -> None:
-        self.config = config or EngineConfig(**settings)
+        self.config = config or settings_of_call(EngineConfig, settings, "paceline.Engine", more=("link", "clock"))
         self._owns_link = link is None
         self.link = link or from_settings(self.config)
         self.device = self.link.device
@@ -474,7 +475,10 @@ class Engine:
 
         After a resume, the first call goes on where the interrupted one was.
         """
-        return self._batches(dataset, epochs, collate, DataSettings(**settings))
+        more = ("dataset", "epochs", "collate")
+        return self._batches(
+            dataset, epochs, collate, settings_of_call(DataSettings, settings, "engine.batches", more=more)
+        )
 
     def _batches(
         self, dataset: Any, epochs: int, collate: Callable[[list[Any]], Any] | None, settings: DataSettings

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from paceline.config.python_call import settings_of_call
 from paceline.config.run_path import run_folder
 from paceline.config.settings import TrainConfig
 from paceline.core.run_folder import RunFolder
@@ -33,7 +34,7 @@ def fit(task: Task, config: TrainConfig | None = None, *, watchers: Sequence[Cal
     `watchers` follow the run on the first rank, beside those that the settings and the task name.
     Under a launcher (torchrun, mpirun, srun, `paceline train --procs`) every rank calls it alike.
     """
-    config = config or task.Settings(**settings)
+    config = config or settings_of_call(task.Settings, settings, "paceline.fit", more=("task", "config", "watchers"))
     with from_settings(config) as link:
         if config.out is None and config.exp_name is not None:
             # One rank looks which names are taken.
