@@ -103,9 +103,8 @@ class Pool:
     def run(
         self, size: int, name: tuple[str, str], args: tuple[Any, ...], timeout_s: float, machines: int = 1
     ) -> list[Any]:
-        if not self._workers:
-            self._workers = [self._start(rank) for rank in range(POOL_SIZE)]
-        assert size <= POOL_SIZE, f"the pool has {POOL_SIZE} processes"
+        while len(self._workers) < max(size, POOL_SIZE):  # more than usual stay until the next failure
+            self._workers.append(self._start(len(self._workers)))
         self._runs += 1
         local_size = size // machines
         for rank, worker in enumerate(self._workers[:size]):

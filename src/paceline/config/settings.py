@@ -340,6 +340,9 @@ class ReduceSettings(Section):
 
     reduce: Literal["grad", "param"] = "grad"
     """`grad`: gradients are summed at every step. `param`: ranks step apart and average their weights now and then."""
+    sums: Literal["exact", "fast"] | None = None
+    """`exact`: sums over the grains of a step have one order, so that results are the same bits on any number of ranks.
+    `fast`: as the library adds. If not set, exact; a resumed run goes on as it began."""
     shard: Literal["none", "full", "node"] = free("none")
     """`full` (FSDP2): each rank keeps its piece of weights, gradients and optimizer state; for large models. `node`
     (HSDP): pieces for the ranks of a machine, gradients summed across machines."""

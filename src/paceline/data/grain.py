@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.core.sum_tree import Starts
 from paceline.core.tree import map_leaves
 from paceline.world.values import sendable
 
@@ -109,3 +110,6 @@ class Batch:
     """Ids of the whole global batch, grain after grain where no lengths decide; None for data of unknown length."""
     knows_others: bool = True
     """False if every rank reads a stream of its own, and may have no grain where `num_grains` counts one for it."""
+    starts: Starts | None = None
+    """First grain of each rank, and the number of grains, where ranks hold blocks of grains; all ranks have the same.
+    None if ranks know only their own grains, or hold any."""

@@ -87,6 +87,7 @@ def requests(epochs: Iterable[EpochSteps], announced: Announced) -> Iterator[Req
                 has_next=step != last and step < plan.num_steps,
                 own_count=share.own_count,
                 samples=share.samples,
+                starts=share.starts,
             )
             announced.append((batch, len(share.numbers)))
             num_requests += len(share.numbers)

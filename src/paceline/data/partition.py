@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.even import even_sizes
+from paceline.core.sum_tree import Starts, even_starts
 
 Ids = NDArray[np.int64]
 Numbers = NDArray[Any]
@@ -19,6 +20,9 @@ Numbers = NDArray[Any]
 
 MIN_GRAIN = 2
 """Fewest samples in a grain: batch norm has no variance over a lone sample and torch refuses it for flat features."""
+
+BLOCK_TOLERANCE = 1 / 64
+"""Blocks of equally many grains are kept while the costliest is within this fraction of the best possible."""
 
 CUT_TOLERANCE = 1 / 512
 """`cut` stops when the costliest grain is known to be within this fraction of the best possible."""
@@ -65,11 +69,52 @@ def assign(costs: Sequence[float], size: int) -> list[list[int]]:
     return ranks
 
 
+def assign_blocks(costs: Sequence[float], size: int) -> Starts:
+    """Assign grains to ranks in blocks, one rank after the other, as sums with one order need it.
+
+    Blocks are of equally many grains, which are then whole nodes of the tree where numbers allow it, unless costs are
+    so uneven that others are better balanced.
+    """
+    even = even_starts(len(costs), size)
+    if not costs or min(costs) == max(costs):
+        return even
+    totals = list(accumulate(costs, initial=0.0))
+    bound = max(max(costs), totals[-1] / size)
+    most = max(totals[end] - totals[start] for start, end in pairwise(even))
+    if most <= (1 + BLOCK_TOLERANCE) * bound:
+        return even
+    best, low, high = even, bound, most
+    while high - low > BLOCK_TOLERANCE * low:
+        middle = (low + high) / 2
+        starts = _blocks_within(costs, size, middle)
+        if starts:
+            best, high = starts, middle
+        else:
+            low = middle
+    return best
+
+
+def _blocks_within(costs: Sequence[float], size: int, max_cost: float) -> Starts:
+    """Return blocks that each take as many grains as `max_cost` allows; empty if `size` of them are not enough."""
+    starts, load = [0], 0.0
+    for number, cost in enumerate(costs):
+        load += cost
+        if load > max_cost:
+            starts.append(number)
+            load = cost
+    if len(starts) > size:
+        return ()
+    return (*starts, *[len(costs)] * (size + 1 - len(starts)))
+
+
 @lru_cache(maxsize=64)
-def grain_ranks(num_samples: int, num_grains: int, size: int) -> tuple[int, ...]:
+def grain_ranks(num_samples: int, num_grains: int, size: int, *, in_blocks: bool = False) -> tuple[int, ...]:
     """Return the rank of each grain of a batch that was cut without lengths: all ranks know who has which sample."""
     costs = [float(len(piece)) for piece in cut(None, num_samples, num_grains)]
     ranks = [0] * len(costs)
+    if in_blocks:
+        starts = assign_blocks(costs, size)
+        return tuple(rank for rank, (start, end) in enumerate(pairwise(starts)) for _ in range(start, end))
     for rank, numbers in enumerate(assign(costs, size)):
         for number in numbers:
             ranks[number] = rank

@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.core.errors import PacelineError
+from paceline.core.sum_tree import Starts
 from paceline.core.together import Exclusion
 from paceline.core.units import counted, plural
-from paceline.data.partition import Ids, Numbers, assign, by_length, cut
+from paceline.data.partition import Ids, Numbers, assign, assign_blocks, by_length, cut
 
 ORDERS = ("none", "random", "sorted", "laplace", "bucket")
 DEFAULT_BINS = {"laplace": 2, "bucket": 16}
@@ -104,6 +105,8 @@ class Share:
     own_count: int | float
     samples: Ids | None
     """Ids of the global batch; None past the end of a rank's own plan."""
+    starts: Starts | None = None
+    """First grain of each rank, where ranks hold blocks of grains."""
 
 
 class Plan:
@@ -128,7 +131,9 @@ class Plan:
         bins: int | None = None,
         partition_epoch: int = 1,
         stream: int = 0,
+        in_blocks: bool = False,
     ) -> None:
+        """With `in_blocks` every rank has grains that follow each other, as sums with one order need it."""
         _check_settings(num_samples, grains, order, bins, partition_epoch)
         if lengths is None and order not in ("none", "random"):
             raise LengthsNeeded(f"order: {order}", "`order: random`")
@@ -150,6 +155,7 @@ class Plan:
         if self._counts is not None and self._counts.dtype.kind != "f":
             self._running = np.concatenate(([0], np.cumsum(self._counts, dtype=np.int64)))
         self._max_samples = rule.max_samples
+        self._in_blocks = in_blocks
         self.max_grains: Final[int] = grains
         self._offsets = None if self._lengths is None else _offsets(self._lengths, rule)
         self.num_samples: Final[int] = len(self._order)
@@ -178,14 +184,17 @@ class Plan:
         ids = self._order[span].astype(np.int64)
         if self.max_grains == 1 and self._lengths is None:  # the common case on one rank, without the arithmetic
             count = self._count(span)
+            starts = (0, *[1] * size) if self._in_blocks else None
             if rank == 0:
-                return Share(1, (0,), (ids,), len(ids), count, count, ids)
-            return Share(1, (), (), len(ids), count, 0, ids)
+                return Share(1, (0,), (ids,), len(ids), count, count, ids, starts)
+            return Share(1, (), (), len(ids), count, 0, ids, starts)
         pieces = self._cut(span)
-        numbers = assign(self._costs(span, pieces), size)[rank]
+        costs = self._costs(span, pieces)
+        starts = assign_blocks(costs, size) if self._in_blocks else None
+        numbers = assign(costs, size)[rank] if starts is None else range(starts[rank], starts[rank + 1])
         grains = tuple(ids[pieces[number]] for number in numbers)
         own_count = sum(self._piece_count(span, pieces[number]) for number in numbers)
-        return Share(len(pieces), tuple(numbers), grains, len(ids), self._count(span), own_count, ids)
+        return Share(len(pieces), tuple(numbers), grains, len(ids), self._count(span), own_count, ids, starts)
 
     def shapes(self, step: int) -> list[tuple[int, float]]:
         """Return (samples, longest length) of each grain of a step; the length is 0 where there are no lengths."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from paceline.core.keys import key
+from paceline.core.sum_tree import even_starts
 from paceline.data.collate import stack_collate
 from paceline.data.dataset import Collate, DatasetTraits, KnowsEpochs, Stateful
 from paceline.data.fetch import seed_everything
@@ -52,7 +53,9 @@ class Stream:
         rank: int = 0,
         size: int = 1,
         clock: Clock | None = None,
+        in_blocks: bool = False,
     ) -> None:
+        """With `in_blocks` every rank has grains that follow each other, unless ranks read shards of their own."""
         self._global_batch = global_batch
         self._num_grains = num_grains
         self._collate = collate or stack_collate
@@ -64,6 +67,7 @@ class Stream:
         self._traits = DatasetTraits(dataset)
         self.is_sharded = self._traits.is_cut_for(size)
         """True if this rank reads a part of its own."""
+        self._in_blocks = in_blocks and not self.is_sharded
         self._states: dict[tuple[int, int], Any] = {}
         self._resumed: tuple[tuple[int, int], Any] | None = None
 
@@ -128,7 +132,10 @@ class Stream:
         return source, source, 0 if state is None else start
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        own_numbers = range(self._rank, self._num_grains, self._size)
+        own_numbers, starts = range(self._rank, self._num_grains, self._size), None
+        if self._in_blocks:
+            starts = even_starts(self._num_grains, self._size)
+            own_numbers = range(starts[self._rank], starts[self._rank + 1])
         sizes = [len(piece) for piece in np.array_split(np.arange(self._global_batch), self._num_grains)]
         read_numbers = own_numbers if self.is_sharded else range(self._num_grains)
         step_sizes = {number: sizes[number] for number in read_numbers}
@@ -147,6 +154,8 @@ class Stream:
                     ids = np.arange(first, first + len(piece), dtype=np.int64)
                     grains.append(Grain(self._collate(piece), number, ids))
                 offset += wanted
+            # Of a last batch that does not fill all grains, the last ones are empty.
+            filled = None if starts is None else tuple(min(start, num_filled) for start in starts)
             num_samples = self._global_batch if self.is_sharded else len(samples)
             yield Batch(
                 epoch,
@@ -160,6 +169,7 @@ class Stream:
                 has_next=bool(following),
                 own_count=float(sum(len(grain.samples) for grain in grains)),
                 knows_others=self._size == 1 or not self.is_sharded,
+                starts=filled,
             )
             samples = following
             step += 1

@@ -136,9 +136,10 @@ class Larc:
     def _scale(self, parameters: list[Tensor], lr: float | Tensor, decay: float) -> Tensor:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         dtype = torch.promote_types(parameters[0].dtype, torch.float32)
-        weight_norms, gradient_norms = norms(parameters, dtype), norms(gradients, dtype)
-        if self.join_norms is not None:
-            weight_norms, gradient_norms = self.join_norms(torch.stack([weight_norms, gradient_norms])).unbind()
+        if self.join_norms is None:
+            weight_norms, gradient_norms = norms(parameters, dtype), norms(gradients, dtype)
+        else:
+            weight_norms, gradient_norms = self.join_norms.of([*parameters, *gradients], dtype).chunk(2)
         ratios = self._ratio(weight_norms, gradient_norms, lr, decay)
         sizes = [parameter.numel() for parameter in parameters]
         flat = torch.empty(sum(sizes), dtype=dtype, device=parameters[0].device)

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,17 @@ from paceline.core.errors import PacelineError
 from paceline.core.torch_private import TakesAmpScaling, foreach_add_, foreach_copy_, foreach_norm, fused_sgd_
 from paceline.optim.kernels.pointers import Table, Tables, fit, has_kernels
 
-JoinNorms = Callable[[Tensor], Tensor]
+
+class JoinNorms(Protocol):
+    """Norms of whole tensors, of which this rank has pieces. All ranks must ask."""
+
+    def __call__(self, norms: Tensor) -> Tensor:
+        """Return them from the norms of the pieces."""
+        ...
+
+    def of(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+        """Return them from the pieces."""
+        ...
 
 
 class SparseGradient(PacelineError):
@@ -175,8 +185,7 @@ class Layerwise(TakesAmpScaling, torch.optim.Optimizer):
 
     def _norms(self, tensors: Sequence[Tensor]) -> Tensor:
         """The norm of each of a bucket's tensors, of the whole tensor where this rank has a piece."""
-        local_norms = norms(tensors)
-        return local_norms if self.join_norms is None else self.join_norms(local_norms)
+        return norms(tensors) if self.join_norms is None else self.join_norms.of(tensors)
 
     def _bucket(self, group: dict[str, Any], parameters: list[Tensor]) -> Bucket:
         device, dtype = parameters[0].device, torch.promote_types(parameters[0].dtype, torch.float32)

@@ -30,7 +30,7 @@ from paceline.config.settings import ReduceSettings
 from paceline.observe.clock import Clock
 from paceline.parallel import outer, wire
 from paceline.parallel.flat import FlatAverage, StateAverage, by_kind, reset
-from paceline.parallel.step import Average, Step, Tally
+from paceline.parallel.step import Average, RankNumbers, Step, Sums, Tally
 from paceline.parallel.strategy import GlobalBatch, Part, Strategy, StrategyState
 from paceline.world.failure.flight_recorder import trail
 from paceline.world.link import Link
@@ -118,9 +118,9 @@ class Averaged(Strategy):
     def last_backward(self) -> None:
         """Nothing is sent during backward."""
 
-    def reduce(self, tally: Tally) -> Tally:
+    def reduce(self, numbers: RankNumbers) -> Sums:
         """Return this rank's own: the update is made of its own gradients."""
-        return tally
+        return Sums(numbers.in_turn())
 
     def updates(self, batch: GlobalBatch) -> bool:
         """A rank without grains in this step has learned nothing that it could update with."""

@@ -88,6 +88,8 @@ class Cut:
     """Dtype that weights are gathered in, except those of batch norms; None: that of the pieces."""
     timeout: timedelta = timedelta(minutes=30)
     """How long a rank waits for the others of its machine, or of its piece."""
+    in_tree: bool = False
+    """Sums have one order."""
 
     def units(self, model: nn.Module) -> list[str]:
         """Return the names of the modules that are gathered on their own: blocks, and norms of another dtype."""

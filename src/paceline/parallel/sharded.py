@@ -29,15 +29,20 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from paceline.core.errors import PacelineError
-from paceline.core.torch_private import BatchNorm, forget_forwards, is_view, step_pre_hooks, tree_map
+from paceline.core.torch_private import BatchNorm, foreach_norm, forget_forwards, is_view, step_pre_hooks, tree_map
 from paceline.observe.clock import Clock
 from paceline.parallel.cut import CannotShard, Cut, check, is_norm
-from paceline.parallel.step import Tally
+from paceline.parallel.step import RankNumbers, Sums, Tally
 from paceline.parallel.strategy import GlobalBatch, Strategy
+from paceline.parallel.tree_scatter import TreeReduceScatter, TreeSteps, TreeSumAcross, whole_norms
+from paceline.parallel.tree_sum import TreeSum
 from paceline.parallel.wire import all_gather_flat, goes_by_host, half_of, reduce_scatter_flat
 from paceline.world.failure.flight_recorder import trail
 from paceline.world.link import Link
 from paceline.world.machines import machines_of
+
+_STEPS = "_paceline_tree_steps"
+"""Attribute of a sharded model whose sums have one order."""
 
 
 def shard(model: nn.Module, optimizer: torch.optim.Optimizer, link: Link, cut: Cut) -> Shards:
@@ -57,7 +62,7 @@ def shard(model: nn.Module, optimizer: torch.optim.Optimizer, link: Link, cut: C
         check(model, optimizer, names)
         mesh = _cut(model, names, link, cut)
     assert isinstance(model, FSDPModule)
-    shards = Shards(model, mesh, optimizer, named)
+    shards = Shards(model, mesh, optimizer, named, vars(model).get(_STEPS))
     _join_norms(optimizer, shards)
     return shards
 
@@ -72,17 +77,28 @@ def _cut(model: nn.Module, names: Sequence[str], link: Link, cut: Cut) -> Device
         policy = MixedPrecisionPolicy(None if is_apart else cut.computed_in, cast_forward_inputs=False)
         fully_shard(module, mesh=mesh, reshard_after_forward=not is_apart if name else None, mp_policy=policy)
     half, by_host = half_of(cut.wire), goes_by_host(mesh.get_group(), link.device)
+    steps = None
+    if cut.in_tree:
+        machines = machines_of(link) if across is not None else [list(range(link.world.size))]
+        tree_sum = None if across is None else TreeSum(across, link.device, cut.timeout)
+        steps = TreeSteps(machines, link.world.rank, tree_sum)
+        vars(model)[_STEPS] = steps  # for the strategy, also when the model is prepared again
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
         # Losses are divided by the count over all ranks already: gradients are sums.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        if half is not None or by_host:
+        if steps is not None:
+            scatter = TreeReduceScatter(steps, by_host)
+            module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+            if across is not None:
+                module.set_all_reduce_hook(TreeSumAcross(steps, scatter))
+        elif half is not None or by_host:
             module.set_custom_reduce_scatter(_ReduceScatter(half, by_host))  # type: ignore[arg-type]
         if by_host:
             module.set_custom_all_gather(_AllGather())  # type: ignore[arg-type]
-        if across is not None:
+        if across is not None and steps is None:
             module.set_all_reduce_hook(_SumAcross(across, half))
     return mesh
 
@@ -162,19 +178,26 @@ def _sent(gradients: Tensor, half: torch.dtype | None) -> Tensor:
     return gradients if half is None or gradients.element_size() <= half.itemsize else gradients.to(half)
 
 
+class _NormJoin:
+    """Norms of whole tensors, for optimizers, and hooks around them (LARC), that scale by norms of tensors."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+
+    def __call__(self, norms: Tensor) -> Tensor:
+        """Return them from the norms of this rank's pieces: one all-reduce of one number per tensor."""
+        return self._shards.whole_norm(norms)
+
+    def of(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+        """Return them from this rank's pieces."""
+        return self._shards.whole_norms(tensors, dtype)
+
+
 def _join_norms(optimizer: torch.optim.Optimizer, shards: Shards) -> None:
-    """Give optimizers, and hooks around them (LARC), that scale by norms of tensors the norms of whole ones.
-
-    It is one all-reduce of one number per tensor.
-    """
-
-    def whole(norms: Tensor) -> Tensor:
-        return shards.whole_norm(norms)
-
     hooks = [getattr(hook, "__self__", None) for hook in step_pre_hooks(optimizer)]
     for owner in (optimizer, *hooks):
         if hasattr(type(owner), "join_norms"):
-            owner.join_norms = whole  # type: ignore[union-attr]
+            owner.join_norms = _NormJoin(shards)  # type: ignore[union-attr]
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
@@ -190,10 +213,17 @@ class Shards:
     """This rank's piece of every parameter, by name, which an optimizer now holds in place of the parameters."""
 
     def __init__(
-        self, model: FSDPModule, mesh: DeviceMesh, optimizer: torch.optim.Optimizer, before: Mapping[str, Tensor]
+        self,
+        model: FSDPModule,
+        mesh: DeviceMesh,
+        optimizer: torch.optim.Optimizer,
+        before: Mapping[str, Tensor],
+        steps: TreeSteps | None = None,
     ) -> None:
         assert isinstance(model, nn.Module)
         self.model: FSDPModule = model
+        self.steps = steps
+        """What the strategy tells the collectives of the blocks, where sums have one order."""
         self._mesh = mesh
         self._parameters: dict[str, DTensor] = {
             name: parameter for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)
@@ -235,6 +265,15 @@ class Shards:
         trail.note("all_reduce of norms", squares)
         dist.all_reduce(squares, group=self._mesh.get_group())
         return squares.sqrt().to(norms.dtype)
+
+    def whole_norms(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+        """Return norms of whole tensors from this rank's pieces; in one order, if sums have one.
+
+        All ranks must call it.
+        """
+        if self.steps is None:
+            return self.whole_norm(torch.stack(foreach_norm(list(tensors), 2, dtype)))
+        return whole_norms(tensors, dtype, self._mesh.get_group())
 
     @torch.no_grad()
     def whole(self, tensors: Mapping[str, Tensor], name_of: Callable[[str], str] = str) -> dict[str, Tensor]:
@@ -328,26 +367,31 @@ class Sharded(Strategy):
     def last_backward(self) -> None:
         self._shards.model.set_requires_gradient_sync(True)
 
-    def reduce(self, tally: Tally) -> Tally:
+    def reduce(self, numbers: RankNumbers) -> Sums:
+        tally = numbers.in_turn()
         sums = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=self._link.device) for number in tally])
         work = self._link.all_reduce(sums, async_op=True)
+        self._check_use()
+        if work is not None:
+            work.wait()
+        if self._clock is not None:
+            self._clock.meet()
+        return Sums(Tally(*sums.unbind()))
+
+    def _check_use(self) -> None:
+        """Take over the gradients; raise `UnevenUse` unless all ranks have those of the same parameters."""
         marks = torch.tensor(self._shards.pull_gradients(), device="cpu").int()  # on the CPU, too
         self._link.all_reduce(marks)
         names = list(self._shards.tensors)
         uneven = [name for name, mark in zip(names, marks.tolist(), strict=True) if 0 < mark < self._link.world.size]
         if uneven:
             raise UnevenUse(uneven)
-        if work is not None:
-            work.wait()
-        if self._clock is not None:
-            self._clock.meet()
-        return Tally(*sums.unbind())
 
     def pull_gradients(self) -> None:
         self._shards.pull_gradients()
 
-    def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        return self._shards.whole_norm(norm)
+    def total_norm(self, gradients: Sequence[Tensor], norm: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+        return self._shards.whole_norm(norm(gradients))
 
     def agree(self, number: torch.Tensor) -> None:
         self._link.all_reduce(number, "max")

@@ -228,7 +228,7 @@ class RunningStatistics:
 
     def _agree_on_other_buffers(self) -> None:
         """Take the first rank's buffers that a model changes in its own way (spectral norms, codebooks): no shares."""
-        shared = {id(tensor) for tensor in self._buffers()}
+        shared = self._known_buffers()
         others = {name: tensor for name, tensor in self._model.named_buffers() if id(tensor) not in shared}
         prints = {name: repr(tensor.double().sum().item()) for name, tensor in others.items()}
         everyone = self._link.gather_objects(prints)
@@ -239,6 +239,10 @@ class RunningStatistics:
             logging.getLogger("paceline").warning(
                 "buffers that forward changes differ between ranks, rank 0's are used: %s", ", ".join(differ)
             )
+
+    def _known_buffers(self) -> set[int]:
+        """Return the ids of the buffers that are known to differ between ranks, or to be equal."""
+        return {id(tensor) for tensor in self._buffers()}
 
     def _average_joined(self) -> None:
         """Average the statistics of groups of ranks, and those of steps in which ranks were not joined."""
@@ -251,7 +255,7 @@ class RunningStatistics:
             for counter in self._joined_counters:
                 self._link.broadcast(counter)
 
-    def begin_step(self) -> None:
+    def begin_step(self, num_grains: int) -> None:
         self._position = 0
 
     @contextmanager
@@ -278,8 +282,11 @@ class RunningStatistics:
                 aside.take()
             self._missed, self._position = number - self._position, number + 1
 
-    def after_grain(self) -> None:
-        """Add the share to the grain's statistics, after backward, during which they must not change."""
+    def after_grain(self) -> torch.Tensor | None:
+        """Add the share to the grain's statistics, after backward, during which they must not change.
+
+        Return what the step has to sum over the grains of all ranks, for `finish_step`; None if nothing.
+        """
         if self._layers:
             tracked = torch.stack(self._counters())
             self._calls = tracked - self._tracked
@@ -288,6 +295,15 @@ class RunningStatistics:
             for aside in self._aside:
                 aside.add_back(kept)
             self._decays = torch.zeros_like(self._decays)
+        return None
+
+    def finish_step(self, sums: torch.Tensor | None) -> None:
+        """Take the sums of what `after_grain` returned, over the grains of all ranks."""
+
+    @property
+    def num_numbers(self) -> int:
+        """Length of what `after_grain` returns."""
+        return 0
 
     def end_step(self, num_grains: int) -> None:
         """Decay the share for the grains that other ranks ran after this rank's last one, of `num_grains` in all."""

@@ -26,6 +26,41 @@ class Tally(NamedTuple):
         return float(self.loss_sum) / float(self.count) if self.count else math.nan
 
 
+class GrainNumbers(NamedTuple):
+    """Numbers of one grain."""
+
+    loss: torch.Tensor
+    count: Any
+    statistics: torch.Tensor | None = None
+    """What the grain adds to running statistics, where they are summed in every step."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankNumbers:
+    """Numbers of a rank's part of a step, before they are summed over the ranks."""
+
+    grains: Sequence[GrainNumbers]
+    has_data: bool = True
+    """This rank has data after this step."""
+    wants_stop: bool = False
+
+    def in_turn(self) -> Tally:
+        """Return the sums over the rank's grains, one added after the other."""
+        loss_sum: Any = 0.0
+        count: Any = 0
+        for number, grain in enumerate(self.grains):
+            loss_sum = loss_sum + grain.loss if number else grain.loss
+            count = count + grain.count
+        return Tally(loss_sum, count, self.has_data, self.wants_stop)
+
+
+class Sums(NamedTuple):
+    """Numbers of a step, summed over the ranks."""
+
+    tally: Tally
+    statistics: torch.Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """Record of one training step. Tensors stay on the device until `loss` is read."""

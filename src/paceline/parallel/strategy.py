@@ -4,7 +4,8 @@ The engine calls a strategy in a fixed order and never asks which one it has:
 
     begin(batch)       forget the last gradients
     last_backward()    the next backward is this rank's last of the step
-    reduce(tally)      gradients and tally of the step are final: summed over the ranks, or this rank's own
+    end_grain()        a grain's backward is done (or its replay was started)
+    reduce(numbers)    gradients and numbers of the step are final: summed over the ranks, or this rank's own
     finish(step)       the update is done; returns the record of the step
     sync()             between steps: make the ranks' models equal, if they are not
 
@@ -17,7 +18,9 @@ are sharded the model itself communicates: `makeup` gives the grains that a rank
 | | gradients | ranks' weights | a step is divided by |
 |---|---|---|---|
 | `Alone` | this rank's | | its count |
+| `AloneInTree` | this rank's, added in the order of the tree | | its count |
 | `Summed` | summed in buckets during backward | equal after each step | the count of all ranks |
+| `SummedInTree` | the same, added in the order of the tree | equal after each step | the count of all ranks |
 | `Sharded` | summed, each rank keeps its shards | one model in pieces | the count of all ranks |
 | `Averaged` | this rank's | averaged now and then | this rank's count |
 """
@@ -25,7 +28,7 @@ are sharded the model itself communicates: `makeup` gives the grains that a rank
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -33,7 +36,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.parallel.step import Average, Step, Tally
+from paceline.core.sum_tree import Starts
+from paceline.parallel.step import Average, RankNumbers, Step, Sums, Tally
 
 Part = TypeVar("Part")
 
@@ -50,6 +54,11 @@ class GlobalBatch(Protocol):
 
     @property
     def grains(self) -> Sequence[Any]: ...
+
+    @property
+    def starts(self) -> Starts | None:
+        """First grain of each rank, and the number of grains, where ranks hold blocks of grains."""
+        ...
 
     @property
     def count(self) -> float:
@@ -122,8 +131,11 @@ class Strategy(ABC):
         A mark is None where backward does not reach the group.
         """
 
+    def end_grain(self) -> None:  # noqa: B027
+        """Take note that the backward of one of this rank's grains is done, or that its replay was started."""
+
     @abstractmethod
-    def reduce(self, tally: Tally) -> Tally:
+    def reduce(self, numbers: RankNumbers) -> Sums:
         """Make the gradients those of the step, and return the numbers that belong to them."""
 
     def updates(self, batch: GlobalBatch) -> bool:
@@ -139,9 +151,9 @@ class Strategy(ABC):
     def pull_gradients(self) -> None:  # noqa: B027
         """Take over changes of the model's gradients, where the optimizer holds other tensors."""
 
-    def total_norm(self, norm: Tensor) -> Tensor:
-        """Return the norm of all gradients, from the norm of those that this rank's optimizer has."""
-        return norm
+    def total_norm(self, gradients: Sequence[Tensor], norm: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+        """Return the norm of all gradients, from those that this rank's optimizer has; `norm` is of whole tensors."""
+        return norm(gradients)
 
     def agree(self, number: Tensor) -> None:  # noqa: B027
         """Raise `number`, in place, to the largest of the ranks whose gradients make one update: a flag, for one."""
@@ -191,5 +203,6 @@ class Alone(Strategy):
     def last_backward(self) -> None:
         pass
 
-    def reduce(self, tally: Tally) -> Tally:
-        return Tally(tally.loss_sum, tally.count)
+    def reduce(self, numbers: RankNumbers) -> Sums:
+        tally = numbers.in_turn()
+        return Sums(Tally(tally.loss_sum, tally.count))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,7 @@ import torch.distributed
 
 from paceline.core.errors import PacelineError
 from paceline.observe.clock import Clock
-from paceline.parallel.step import Tally
+from paceline.parallel.step import RankNumbers, Sums, Tally
 from paceline.parallel.strategy import GlobalBatch, Mark, Strategy
 from paceline.parallel.wire import half_of
 from paceline.world.link import Link
@@ -43,20 +44,47 @@ class PiecewiseGradient(PacelineError):
     hint = "use torch.utils.checkpoint with use_reentrant=False, or `checkpoint_activations`"
 
 
-class _Bucket:
-    def __init__(self, members: list[tuple[int, torch.nn.Parameter]], extra: int) -> None:
+class Bucket:
+    """Gradients of some parameters in one piece of memory, with room for other numbers at its end (`tail`)."""
+
+    def __init__(
+        self, members: list[tuple[int, torch.nn.Parameter]], extra: int, *, align: int = 1, multiple_of: int = 1
+    ) -> None:
+        """Gradients begin at multiples of `align` numbers; the length is a `multiple_of`.
+
+        With `align` they are also laid out as their parameters are, as autograd does it by itself.
+        """
         first = members[0][1]
-        numel = sum(parameter.numel() for _, parameter in members)
-        self.flat = torch.zeros(numel + extra, dtype=first.dtype, device=first.device)
+        starts = list(accumulate((_up(member.numel(), align) for _, member in members), initial=0))
+        length = _up(starts[-1] + extra, multiple_of)
+        self.flat = torch.zeros(length, dtype=first.dtype, device=first.device)
         self.members = members
-        self.views: list[torch.Tensor] = []
-        offset = 0
-        for _, parameter in members:
-            self.views.append(self.flat[offset : offset + parameter.numel()].view_as(parameter))
-            offset += parameter.numel()
-        self.tail = self.flat[offset:]
+        self.views = [
+            self.flat[start : start + member.numel()].view_as(member)
+            if align == 1 or not _is_dense(member)
+            else self.flat.as_strided(member.shape, member.stride(), start)
+            for start, (_, member) in zip(starts[:-1], members, strict=True)
+        ]
+        self.tail_at = slice(starts[-1], starts[-1] + extra)
+        self.tail = self.flat[self.tail_at]
         self.pending: set[int] = set()
         self.is_sent = False
+
+    def collect(self) -> None:
+        """Take over gradients that autograd or the task has put elsewhere."""
+        for (_, parameter), view in zip(self.members, self.views, strict=True):
+            if parameter.grad is not view and parameter.grad is not None:
+                view.copy_(parameter.grad)
+                parameter.grad = view
+
+
+def _up(length: int, multiple_of: int) -> int:
+    return -(-length // multiple_of) * multiple_of
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor has no gaps and does not overlap itself."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 class Summed(Strategy):
@@ -75,14 +103,11 @@ class Summed(Strategy):
         self._link, self._clock = link, clock
         self._half = half_of(wire)
         self._rounded: list[tuple[torch.Tensor, torch.Tensor]] = []
-        extra = TALLY + len(self.parameters)  # the tally, and one mark per parameter that has a gradient
-        self._buckets = _fill(self.parameters, bucket_bytes, extra if self._half is None else 0)
+        self._buckets = self._make_buckets(bucket_bytes)
         last = self._buckets[-1]
         # Half precision cannot hold a count exactly: the tally is then reduced apart from the gradients.
         self._tally_rides = last.tail.numel() > 0
-        self._tally = (
-            last.tail if self._tally_rides else torch.zeros(extra, dtype=torch.float32, device=last.flat.device)
-        )
+        self._tally = last.tail if self._tally_rides else self._make_tally(last.flat.device)
         self._tally_places = self._tally[:TALLY].unbind()
         self._has_gradient = [False] * len(self.parameters)
         self._armed = False
@@ -95,6 +120,23 @@ class Summed(Strategy):
             for bucket in self._buckets
             for index, parameter in bucket.members
         ]
+
+    def _make_buckets(self, bucket_bytes: int) -> list[Bucket]:
+        groups = grouped(self.parameters, bucket_bytes)
+        last = groups[-1][0][1].dtype
+        rides = self._half is None and last in (torch.float32, torch.float64)
+        return [
+            Bucket(group, self._num_extra if rides and number == len(groups) - 1 else 0)
+            for number, group in enumerate(groups)
+        ]
+
+    def _make_tally(self, device: torch.device) -> torch.Tensor:
+        return torch.zeros(self._num_extra, dtype=torch.float32, device=device)
+
+    @property
+    def _num_extra(self) -> int:
+        """The tally, and one mark per parameter that has a gradient."""
+        return TALLY + len(self.parameters)
 
     def begin(self, batch: GlobalBatch) -> None:
         for bucket in self._buckets:
@@ -130,25 +172,30 @@ class Summed(Strategy):
     def _beside(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def reduce(self, tally: Tally) -> Tally:
+    def reduce(self, numbers: RankNumbers) -> Sums:
         self._armed = False
-        for place, number in zip(self._tally_places, tally, strict=True):
-            if isinstance(number, torch.Tensor) and number.is_cuda:
-                place.copy_(number)
-            else:
-                place.fill_(float(number))  # an assignment would copy it to a GPU and wait for that
+        self._enter(numbers)
         while self._next < len(self._buckets):
             self._send_next()
+        self._wait()
+        self._drop_unused()
+        if self._clock is not None:
+            self._clock.meet()
+        return Sums(Tally(*self._tally[:TALLY].clone().unbind()))
+
+    def _enter(self, numbers: RankNumbers) -> None:
+        """Put this rank's numbers where they are sent from."""
+        for place, number in zip(self._tally_places, numbers.in_turn(), strict=True):
+            put(place, number)
+
+    def _wait(self) -> None:
+        """Wait for everything that was sent."""
         for work in self._works:
             work.wait()
         self._works.clear()
         for flat, half in self._rounded:
             flat.copy_(half)
         self._rounded.clear()
-        self._drop_unused()
-        if self._clock is not None:
-            self._clock.meet()
-        return Tally(*self._tally[:TALLY].clone().unbind())
 
     def detach(self) -> None:
         for hook in self._hooks:
@@ -156,7 +203,7 @@ class Summed(Strategy):
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _hook(self, bucket: _Bucket, index: int) -> Callable[[torch.Tensor], None]:
+    def _hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
         def accumulated(_: torch.Tensor) -> None:
             self._has_gradient[index] = True
             if not self._armed:
@@ -167,50 +214,68 @@ class Summed(Strategy):
             # The last bucket carries the marks of all parameters and waits for the end of backward.
             while self._next < len(self._buckets) - 1 and not self._buckets[self._next].pending:
                 self._send_next()
+            self._poll()
 
         return accumulated
 
+    def _poll(self) -> None:
+        """Let what is under way go on; called now and then in backward."""
+
     def _send_next(self) -> None:
-        bucket = self._buckets[self._next]
-        for (_, parameter), view in zip(bucket.members, bucket.views, strict=True):
-            if parameter.grad is not view and parameter.grad is not None:  # replaced by autograd or by the task
-                view.copy_(parameter.grad)
-                parameter.grad = view
-        if self._next == len(self._buckets) - 1:
+        bucket, is_last = self._buckets[self._next], self._next == len(self._buckets) - 1
+        bucket.collect()
+        if is_last:
             self._mark_used()
         bucket.is_sent = True
-        flat = bucket.flat
-        if self._half is not None and flat.element_size() > self._half.itemsize:
-            flat = bucket.flat.to(self._half)
-            self._rounded.append((bucket.flat, flat))
-        self._send(flat)
-        if self._next == len(self._buckets) - 1 and not self._tally_rides:
-            self._send(self._tally)
+        self._send(self._next)
+        if is_last and not self._tally_rides:
+            self._send_tally()
         self._next += 1
+
+    def _send(self, number: int) -> None:
+        flat = self._buckets[number].flat
+        if self._half is not None and flat.element_size() > self._half.itemsize:
+            flat = flat.to(self._half)
+            self._rounded.append((self._buckets[number].flat, flat))
+        self._all_reduce(flat)
+
+    def _send_tally(self) -> None:
+        self._all_reduce(self._tally)
 
     def _mark_used(self) -> None:
         if all(self._has_gradient):
-            self._tally[TALLY:] = 1.0
+            self._marks.fill_(1.0)
         else:
-            self._tally[TALLY:] = torch.tensor(self._has_gradient, device="cpu").to(self._tally, non_blocking=True)
+            self._marks.copy_(torch.tensor(self._has_gradient, device="cpu"), non_blocking=True)
+
+    @property
+    def _marks(self) -> torch.Tensor:
+        return self._tally[TALLY : TALLY + len(self.parameters)]
 
     def _drop_unused(self) -> None:
         """Remove the gradients that no rank had. The host knows this rank's own without waiting for the device."""
         if all(self._has_gradient):
             return
-        used = self._tally[TALLY:].tolist()
-        for parameter, marks in zip(self.parameters, used, strict=True):
+        for parameter, marks in zip(self.parameters, self._marks.tolist(), strict=True):
             if not marks:
                 parameter.grad = None
 
-    def _send(self, tensor: torch.Tensor) -> None:
+    def _all_reduce(self, tensor: torch.Tensor) -> None:
         work = self._link.all_reduce(tensor, async_op=True)
         if work is not None:
             self._works.append(work)
 
 
-def _fill(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int, extra: int) -> list[_Bucket]:
-    """Cut parameters, last first, into buckets of one dtype; the last bucket has `extra` places at its end."""
+def put(place: torch.Tensor, number: Any) -> None:
+    """Write a number to a place on the device, which nobody waits for."""
+    if isinstance(number, torch.Tensor) and number.is_cuda:
+        place.copy_(number)
+    else:
+        place.fill_(float(number))  # an assignment would copy it to a GPU and wait for that
+
+
+def grouped(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[list[tuple[int, torch.nn.Parameter]]]:
+    """Cut parameters, last first, into groups of one dtype, each with its number."""
     groups: list[list[tuple[int, torch.nn.Parameter]]] = []
     open_groups: dict[torch.dtype, list[tuple[int, torch.nn.Parameter]]] = {}
     for index, parameter in reversed(list(enumerate(parameters))):
@@ -221,5 +286,4 @@ def _fill(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int, extra: in
             group = open_groups[parameter.dtype] = []
             groups.append(group)
         group.append((index, parameter))
-    exact = groups[-1][0][1].dtype in (torch.float32, torch.float64)
-    return [_Bucket(group, extra if exact and number == len(groups) - 1 else 0) for number, group in enumerate(groups)]
+    return groups

@@ -28,14 +28,14 @@ from paceline.data.grain import Batch, Grain
 from paceline.data.torch_loader import take_out_for_training
 from paceline.observe.clock import Clock
 from paceline.optim.ema import WeightAverage
-from paceline.parallel.step import Average, Step, Tally
+from paceline.parallel.step import Average, GrainNumbers, RankNumbers, Step, Tally
 from paceline.speed import loss_scale, precision
 from paceline.speed.graphs import Graphs, Recorder
 from paceline.train.feed import Feed, TrainingData
 from paceline.train.grains import Loss, RecordedPass
 from paceline.train.loss import GraphsFailed, NoGradients, NonFiniteLoss, OutOfMemory, SkipCount
 from paceline.train.position import Position, choose_grains
-from paceline.train.prepare import Prepared, prepare
+from paceline.train.prepare import Prepared, prepare, sums_in_tree
 from paceline.train.randomness import GrainRandomness
 from paceline.train.rates import STEPPED, Rates, Schedulers
 from paceline.train.scaling import for_ranks
@@ -245,9 +245,11 @@ class Engine:
         """Run this rank's grains and reduce: gradients and tally of the step, and the outputs of the grains."""
         try:
             prepared.begin_step(batch)
-            tally, outputs = self._run_grains(prepared, loss, batch)
+            numbers, outputs = self._run_grains(prepared, loss, batch)
             self._lap("compute")
-            return prepared.strategy.reduce(tally), outputs
+            tally, statistics = prepared.strategy.reduce(numbers)
+            prepared.statistics.finish_step(statistics)
+            return tally, outputs
         except torch.AcceleratorError as error:
             if prepared.recorded is None:
                 raise
@@ -261,15 +263,14 @@ class Engine:
             self._check_gradients(prepared, tally, prepared.strategy.divisor(batch), norm_tells=False)
             return bool(self._found_inf.item())
 
-    def _run_grains(self, prepared: Prepared, loss: Loss, batch: Batch) -> tuple[Tally, list[Any]]:
+    def _run_grains(self, prepared: Prepared, loss: Loss, batch: Batch) -> tuple[RankNumbers, list[Any]]:
         """Add up the gradients of this rank's grains, and return their losses and counts, and their outputs."""
         strategy, statistics, grains = prepared.strategy, prepared.statistics, prepared.grains
         randomness = self._randomness
         randomness.begin_step(self.position.num_steps)
         makeup = strategy.makeup(batch.grains)
         last = batch.grains[-1] if batch.grains and not makeup else None
-        loss_sum: Tensor | float = 0.0
-        count: Any = 0
+        numbers: list[GrainNumbers] = []
         outputs: list[Any] = []
         grain: Grain | None = None
         try:
@@ -278,13 +279,12 @@ class Engine:
                 statistics.before_grain(grain.number)
                 total, grain_count, grain_outputs = grains.forward(loss, grain)
                 randomness.after_forward()
-                loss_sum = loss_sum + total.detach() if outputs else total.detach()
-                count = count + grain_count
                 outputs.append(grain_outputs)
                 if grain is last:
                     strategy.last_backward()
                 grains.backward(total)
-                statistics.after_grain()
+                numbers.append(GrainNumbers(total.detach(), grain_count, statistics.after_grain()))
+                strategy.end_grain()
             if makeup:
                 grain = makeup[0]
                 _run_makeup(prepared, loss, makeup)
@@ -292,7 +292,7 @@ class Engine:
             assert grain is not None
             raise OutOfMemory(grain.shapes(), len(grain), batch.num_grains, str(error)) from error
         statistics.end_step(batch.num_grains)
-        return Tally(loss_sum, count, batch.has_next, self._wants_stop), outputs
+        return RankNumbers(numbers, batch.has_next, self._wants_stop), outputs
 
     def _check_gradients(self, prepared: Prepared, tally: Tally, divisor: float, *, norm_tells: bool) -> list[Tensor]:
         """Take the loss scale off, correct the divisor where the true count was not known, look for inf and nan.
@@ -335,7 +335,7 @@ class Engine:
     def _clip(self, prepared: Prepared, gradients: list[Tensor], *, norm_tells: bool) -> Tensor | None:
         """Clip the gradients as the settings say; return their norm, if that was needed."""
         if prepared.clip_norm is not None:
-            norm = prepared.strategy.total_norm(prepared.clip_norm.norm(gradients))
+            norm = prepared.strategy.total_norm(gradients, prepared.clip_norm.norm)
             # A norm may overflow although all gradients are finite; all ranks have the same one.
             if norm_tells and not self.precision.scaled and not math.isfinite(norm):
                 self._look_for_inf(prepared, gradients)
@@ -492,6 +492,7 @@ class Engine:
             self.link,
             grains=choose_grains(config.grains, None, self.link.world.size, config.regrain),
             seed=self.config.seed,
+            in_blocks=sums_in_tree(self.config),
         )
         feed.resume_stream(self._stream_saved)
         self._feed, self._stream_saved = feed, {}

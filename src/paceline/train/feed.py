@@ -134,10 +134,13 @@ class Feed:
         grains: int,
         seed: int,
         clock: Clock | None = None,
+        in_blocks: bool = False,
     ) -> None:
+        """`in_blocks`: a rank's grains follow each other, as sums with one order need it."""
         self.data = data.dataset
         self.collate, self.lengths, self._counts = data.collate, data.lengths, data.counts
         self._config, self._link, self._grains, self._seed = config, link, grains, seed
+        self._in_blocks = in_blocks
         self._offset = config.dataset_distribution == "random_seed_offset"
         self._plans: dict[int, Plan] = {}
         self._row: BatchRow | None = None
@@ -167,6 +170,7 @@ class Feed:
             rank=world.rank,
             size=world.size,
             clock=clock,
+            in_blocks=self._in_blocks,
         )
 
     def _open_loader(self, clock: Clock | None) -> Loader:
@@ -211,6 +215,7 @@ class Feed:
                 bins=config.bins,
                 partition_epoch=config.partition_epoch,
                 stream=stream,
+                in_blocks=self._in_blocks and not self._offset,
             )
         return self._plans[epoch]
 

@@ -168,6 +168,9 @@ def settings_changed(before: dict[str, Any], now: TrainConfig) -> dict[str, tupl
         if not _changes_numerics(name, info, now):
             continue
         # A setting that the run's version did not know had its default.
+        # (sums had one order only since there is a choice).
+        if name == "sums":
+            before = {**before, "sums": before.get("sums") or "fast"}
         value = before.get(name, _as_json(info.get_default(call_default_factory=True)))
         if value != current[name]:
             changes[name] = (value, current[name])
@@ -180,6 +183,8 @@ def _changes_numerics(name: str, info: FieldInfo, now: TrainConfig) -> bool:
         return now.schedule != "constant"  # else the number of steps changes nothing of those that were done
     if name == "grains":
         return now.grains is not None and not now.regrain  # else the run's number is kept, or a new one is allowed
+    if name == "sums":
+        return now.sums is not None  # else the run goes on as it began
     if now.schedule == "newbob" and name in NEWBOB_DEPENDS_ON:
         return True
     if now.reduce == "param" and now.sync_overlap > 0 and name in OVERLAP_DEPENDS_ON:

@@ -23,10 +23,13 @@ from paceline.optim.clip import ClipNorm
 from paceline.optim.ema import WeightAverage
 from paceline.parallel.averaged import Averaged
 from paceline.parallel.cut import Cut, is_sharded
+from paceline.parallel.in_tree import AloneInTree, SummedInTree, tally_dtype
 from paceline.parallel.joined_norm import JoinedNorms
 from paceline.parallel.statistics import RunningStatistics
+from paceline.parallel.step_statistics import StepStatistics
 from paceline.parallel.strategy import Alone, Strategy
 from paceline.parallel.summed import Summed
+from paceline.parallel.tree_sum import TreeSum
 from paceline.speed import master, precision, recompute
 from paceline.speed.compile import compile_in_place, compile_parts
 from paceline.speed.loss_scale import LossScale
@@ -102,7 +105,7 @@ class Prepared:
     def begin_step(self, batch: Batch) -> None:
         self.strategy.begin(batch)
         self.grains.begin_step(self.strategy.divisor(batch))
-        self.statistics.begin_step()
+        self.statistics.begin_step(batch.num_grains)
         if self.norms is not None:
             self.norms.begin_step(batch)
 
@@ -191,8 +194,9 @@ def prepare(
     # Reduced: last, because a strategy hooks and averages the tensors as they now are.
     if config.ema:
         average = WeightAverage.following(average, named_weights(model, masters, shards), config.ema)
-    strategy = _choose_strategy(model, optimizer, config, link, masters, shards, average, clock)
-    statistics = RunningStatistics(model, link, are_shared_out=config.reduce != "param")
+    statistics = _choose_statistics(model, config, link)
+    num_statistics = statistics.num_numbers
+    strategy = _choose_strategy(model, optimizer, config, link, masters, shards, average, clock, num_statistics)
     statistics.share()
     autocast = precision.autocast(chosen, link.device)
     plain = PlainPass(scale, None if chosen.autocast is None else autocast, shards is not None)
@@ -227,7 +231,7 @@ def _cut(config: EngineConfig, link: Link, chosen: Precision) -> Cut | None:
         return None
     half = torch.float16 if chosen.master else None
     timeout = patience(config.timeout_s, link.device)
-    return Cut(config.shard_modules, config.shard == "node", config.wire, half, timeout)
+    return Cut(config.shard_modules, config.shard == "node", config.wire, half, timeout, sums_in_tree(config))
 
 
 def _shard(model: torch.nn.Module, optimizer: torch.optim.Optimizer, link: Link, cut: Cut) -> Shards:
@@ -312,6 +316,20 @@ def _join_norms(model: torch.nn.Module, config: EngineConfig, link: Link) -> Joi
     return JoinedNorms(model, world, world.size if size == "all" else size, patience(config.timeout_s, link.device))
 
 
+def sums_in_tree(config: EngineConfig) -> bool:
+    """Return True if sums over the grains of a step have one order on any number of ranks.
+
+    Where ranks step apart, or numbers are rounded on the way, results depend on the ranks by nature.
+    """
+    return config.sums != "fast" and config.reduce == "grad" and config.wire == "full"
+
+
+def _choose_statistics(model: torch.nn.Module, config: EngineConfig, link: Link) -> RunningStatistics:
+    if not sums_in_tree(config):
+        return RunningStatistics(model, link, are_shared_out=config.reduce != "param")
+    return StepStatistics(model, link, tally_dtype(list(model.parameters())))
+
+
 def _choose_strategy(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -321,15 +339,26 @@ def _choose_strategy(
     shards: Shards | None,
     average: WeightAverage | None,
     clock: Clock | None,
+    num_statistics: int,
 ) -> Strategy:
     """Return the strategy that the settings ask for on these ranks; all ranks must call it."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    in_tree, timeout = sums_in_tree(config), patience(config.timeout_s, link.device)
     if not link.has_group:
-        return Alone(parameters)
-    if shards is not None:
+        return AloneInTree(parameters) if in_tree else Alone(parameters)
+    if shards is not None and shards.steps is None:
         from paceline.parallel.sharded import Sharded
 
         return Sharded(parameters, link, shards, clock)
+    if in_tree:
+        tree_sum = TreeSum(link.group, link.device, timeout)
+        if shards is not None and shards.steps is not None:
+            from paceline.parallel.sharded_in_tree import ShardedInTree
+
+            return ShardedInTree(
+                parameters, link, shards, shards.steps, tree_sum, num_statistics=num_statistics, clock=clock
+            )
+        return SummedInTree(parameters, link, tree_sum, num_statistics=num_statistics, clock=clock)
     if config.reduce == "grad":
         return Summed(parameters, link, wire=config.wire, clock=clock)
     persistent = model.state_dict().keys()  # buffers that are not persistent are constants
@@ -340,7 +369,7 @@ def _choose_strategy(
         optimizer=optimizer,
         buffers={name: buffer for name, buffer in model.named_buffers() if name in persistent},
         weight_average=() if average is None else list(average.tensors.values()),
-        timeout=patience(config.timeout_s, link.device),
+        timeout=timeout,
         weights_changed=(lambda: None) if masters is None else masters.push_weights,
         clock=clock,
     )

@@ -54,6 +54,7 @@ from paceline.train.loss import TooManySkipped
 from paceline.train.meter import Meter, make_clock
 from paceline.train.outlook import outlook
 from paceline.train.position import Position
+from paceline.train.prepare import sums_in_tree
 from paceline.train.probe import Probe
 from paceline.train.scaling import for_ranks
 from paceline.train.task import Stage, Surroundings, Task, overrides
@@ -123,6 +124,7 @@ class Trainer:
         tasks.check_ranks(task, config, link)  # before anything is written
         self.checkpoints = CheckpointManager(config, link, self.progress, task.spec or type(task).__name__)
         checkpoint = self.checkpoints.find()
+        self.config = config = config.model_copy(update={"sums": self.checkpoints.sums})
         stacks.send_to(self.checkpoints.rank_log_file)
         self.engine = Engine(config, link=link, clock=self.clock)
         self._few_shapes = setup.few_shapes(config, self.engine.precision, link.device, checkpoint)
@@ -503,6 +505,7 @@ class Trainer:
             grains=self.checkpoints.grains,
             seed=config.seed if number == 0 else key(config.seed, number),
             clock=self.clock,
+            in_blocks=sums_in_tree(config),
         )
         if not feed.is_stream and config.batch_cost is None and len(data) < config.max_samples:
             self.progress.say(f"the batch of {config.max_samples} is larger than the data: one step of {len(data)}")

@@ -59,6 +59,13 @@ class Link:
     def is_first(self) -> bool:
         return self.world.rank == 0
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of all ranks, for code that has collectives of its own; there must be one."""
+        group = dist.group.WORLD
+        assert group is not None, "no process group"
+        return group
+
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum", async_op: bool = False) -> dist.Work | None:
         """Reduce `tensor` over all ranks, in place. With `async_op`, wait on what is returned (None: already done)."""
         if not self.has_group:

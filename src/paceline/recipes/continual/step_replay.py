@@ -53,7 +53,8 @@ class StepReplay:
         if size < batch.num_grains:
             raise ReplayTooThin(size, batch.num_grains)
         self._batch, self._labels, self._answers = batch, labels, []
-        self.ranks = grain_ranks(batch.num_samples, batch.num_grains, self._link.world.size)
+        size_of_world, in_blocks = self._link.world.size, batch.starts is not None
+        self.ranks = grain_ranks(batch.num_samples, batch.num_grains, size_of_world, in_blocks=in_blocks)
         available = min(size, self._buffer.num_stored)
         self.num_replayed = available if available >= batch.num_grains else 0
         if self._method.counts_replayed:

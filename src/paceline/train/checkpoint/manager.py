@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -70,6 +70,7 @@ class CheckpointManager:
 
     def __init__(self, config: TrainConfig, link: Link, progress: Progress, task: str) -> None:
         self._config, self._link, self._progress, self._task = config, link, progress, task
+        self._asked_for_sums = config.sums is not None
         self._run = RunFolder(config.out) if config.out is not None else None
         self._writer: Checkpointer | None = None
         self._is_open = False
@@ -87,6 +88,7 @@ class CheckpointManager:
             check_batch(config, link.world.size)
         self.grains = choose_grains(config.grains, before, link.world.size, may_regrain)
         self._check_ranks(stored)
+        self._settle_sums(None if stored is None else stored.settings)
         self._is_in_pieces = link.has_group and config.shard != "none" and config.checkpoint_form == "sharded"
         # One machine has all pieces; each of its ranks writes those that it has.
         machines = machines_of(link) if self._is_in_pieces and config.shard == "node" else [range(link.world.size)]
@@ -100,6 +102,17 @@ class CheckpointManager:
         if before not in (None, self.grains):
             progress.say(f"{counted(self.grains, 'grain')} instead of {before}: numerics change from here on")
         self._may_resume = stored is not None
+
+    def _settle_sums(self, before: Mapping[str, Any] | None) -> None:
+        """Decide how sums are added: as asked, else as the run began (fast before there was a choice), else exact."""
+        if self._config.sums is None:
+            began: Any = "exact" if before is None else before.get("sums") or "fast"
+            self._config = self._config.model_copy(update={"sums": began})
+
+    @property
+    def sums(self) -> Literal["exact", "fast"]:
+        """How this run adds."""
+        return self._config.sums or "exact"
 
     @property
     def metrics_file(self) -> Path | None:
@@ -203,6 +216,7 @@ class CheckpointManager:
                 "about": task.about() if isinstance(task, Describes) else {},
                 "choice": self._choice,
                 "few_shapes": few_shapes,
+                "sums": self.sums,
             }
             if self._is_in_pieces:
                 place = self._writers.index(self._link.world.rank), len(self._writers)
@@ -286,6 +300,9 @@ class CheckpointManager:
         checkpoint = self._find()
         if checkpoint is not None:
             _check_complete(checkpoint)
+        if checkpoint is not None and not self._may_resume and not self._asked_for_sums:
+            # A checkpoint without its run, which alone says how it was made.
+            self._config = self._config.model_copy(update={"sums": checkpoint.state.get("sums") or "fast"})
         config, ranks = self._config, self._link.world.size
         if checkpoint is None or config.allow_change or config.dataset_distribution == "shard":
             return checkpoint

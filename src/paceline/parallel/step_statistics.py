@@ -1,0 +1,188 @@
+"""Batch-norm running statistics that are summed over the grains in every step, in one order (`sums: exact`).
+
+A layer that runs the grains of a step one after the other updates r <- (1-m) r + m s for each grain's statistic s. That
+is linear: with k = 1-m and one call per grain
+
+    r <- k^n r + sum over grains g of k^(n-1-g) m s_g
+
+Every grain starts from 0, what it leaves behind is decayed for the grains after it, and these contributions are added
+in the tree with the gradients. So all ranks have the same statistics after every step, and nothing is lost with a rank.
+A layer with momentum=None keeps the mean over all of its calls: r <- (c r + sum of calls_g mean_g) / (c + calls).
+A step of one grain has nothing to add: the layers update themselves, and other ranks take over what they come to.
+
+Layers that are joined over ranks (`sync_batchnorm`) are shared out as `RunningStatistics` does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from paceline.core.torch_private import BatchNorm, foreach_copy_, foreach_zero_
+from paceline.parallel.joined_norm import JoinedBatchNorm
+from paceline.parallel.statistics import RunningStatistics, SyncBatchNormRefused
+from paceline.world.link import Link
+
+
+class StepStatistics(RunningStatistics):
+    """Running statistics of a model's batch norms, equal on all ranks after every step."""
+
+    def __init__(self, model: torch.nn.Module, link: Link, dtype: torch.dtype) -> None:
+        """`dtype` is that in which contributions are added."""
+        super().__init__(model, link)
+        self._dtype = dtype
+        self._all_layers = [module for module in model.modules() if self._is_ours(module)]
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.SyncBatchNorm) and link.has_group:
+                raise SyncBatchNormRefused(name)
+        self._running = [
+            layer.get_buffer(name) for layer in self._all_layers for name in ("running_mean", "running_var")
+        ]
+        self._tracked_calls = [layer.get_buffer("num_batches_tracked") for layer in self._all_layers]
+        sizes = [tensor.numel() for tensor in self._running]
+        device = link.device
+        self._num_floats, self._num_layers = sum(sizes), len(self._all_layers)
+        self._layer_of = torch.repeat_interleave(
+            torch.arange(len(sizes), device="cpu") // 2, torch.tensor(sizes, dtype=torch.int64, device="cpu")
+        ).to(device)
+        momenta = [1.0 if layer.momentum is None else layer.momentum for layer in self._all_layers]
+        self._keep_each = (1.0 - torch.tensor(momenta, dtype=torch.float64, device="cpu")).to(device)
+        is_mean = [layer.momentum is None for layer in self._all_layers]
+        self._has_means = any(is_mean)
+        self._is_mean = torch.tensor(is_mean, dtype=torch.bool, device="cpu").to(device)
+        self._before = torch.zeros(self._num_floats, dtype=self._widest(), device=device)
+        self._before_views = _views(self._before, self._running)
+        self._room = torch.zeros_like(self._before)
+        self._room_views = _views(self._room, self._running)
+        self._calls_before = torch.zeros(self._num_layers, dtype=torch.int64, device=device)
+        self._mask: Tensor | None = None
+        """1 for each layer that is in training, 0 for one that is not; None if all are."""
+        self._num_grains, self._number = 0, 0
+        self._is_open = False
+        """True while the buffers hold contributions of single grains."""
+
+    def _widest(self) -> torch.dtype:
+        return torch.float64 if any(tensor.dtype == torch.float64 for tensor in self._running) else torch.float32
+
+    def _is_ours(self, module: torch.nn.Module) -> TypeGuard[BatchNorm]:
+        if not isinstance(module, BatchNorm) or isinstance(module, JoinedBatchNorm):
+            return False
+        return bool(module.track_running_stats) and module.running_mean is not None
+
+    @property
+    def num_numbers(self) -> int:
+        return self._num_floats + self._num_layers
+
+    def _find_layers(self) -> None:
+        """Find the joined layers; all others are summed in every step."""
+        joined = [
+            (name, module)
+            for name, module in self._model.named_modules()
+            if isinstance(module, JoinedBatchNorm) and module.training and module.track_running_stats
+        ]
+        statistics = ("running_mean", "running_var")
+        self._joined = [module.get_buffer(each) for _, module in joined for each in statistics]
+        self._joined_counters = [module.get_buffer("num_batches_tracked") for _, module in joined]
+        self._names = [f"{name}.{each}" for name, _ in joined for each in statistics]
+        self._names += [f"{name}.num_batches_tracked" for name, _ in joined]
+
+    def _known_buffers(self) -> set[int]:
+        return {id(tensor) for tensor in (*self._running, *self._tracked_calls)} | super()._known_buffers()
+
+    def begin_step(self, num_grains: int) -> None:
+        """Begin a step; if the last one was left before its end, the statistics are again as they were before it."""
+        if self._is_open:
+            self._put_back()
+        self._num_grains = num_grains
+        self._is_open = num_grains != 1 and bool(self._all_layers)
+        if not self._all_layers or not (self._is_open or self._is_one_of_several):
+            return
+        trains = [layer.training for layer in self._all_layers]
+        self._mask = None if all(trains) else torch.tensor(trains, device="cpu").to(self._before, non_blocking=True)
+        foreach_copy_(self._before_views, self._running)
+        torch.stack(self._tracked_calls, out=self._calls_before)
+
+    @property
+    def _is_one_of_several(self) -> bool:
+        return self._link.world.size > 1
+
+    def before_grain(self, number: int) -> None:
+        """Let the layers start from 0, so that they hold what this grain contributes."""
+        self._number = number
+        if not self._is_open:
+            return
+        if self._mask is None:
+            foreach_zero_(self._running)
+            foreach_zero_(self._tracked_calls)
+            return
+        active = [number for number, layer in enumerate(self._all_layers) if layer.training]
+        foreach_zero_([self._running[2 * layer + place] for layer in active for place in (0, 1)])
+        foreach_zero_([self._tracked_calls[layer] for layer in active])
+
+    def after_grain(self) -> Tensor | None:
+        """Return the grain's contribution: statistics, then calls, of every layer."""
+        if not self._all_layers or not (self._is_open or self._is_one_of_several):
+            return None
+        foreach_copy_(self._room_views, self._running)
+        calls = torch.stack(self._tracked_calls)
+        floats = self._room
+        if self._is_open:
+            calls = calls if self._mask is None else (calls * self._mask).long()
+            decays = self._keep_each.pow(calls * (self._num_grains - 1 - self._number))
+            factors = torch.where(self._is_mean, calls.double(), decays) if self._has_means else decays
+            factors = factors if self._mask is None else factors * self._mask
+            floats = floats * factors.to(floats.dtype)[self._layer_of]
+        else:
+            calls = calls - self._calls_before
+        return torch.cat([floats.to(self._dtype), calls.to(self._dtype)])
+
+    def end_step(self, num_grains: int) -> None:
+        """Nothing is decayed: `finish_step` does it."""
+
+    def finish_step(self, sums: Tensor | None) -> None:
+        """Make the statistics those of all grains of the step."""
+        is_open, self._is_open = self._is_open, False
+        if sums is None or not self._all_layers or not (is_open or self._is_one_of_several):
+            return
+        floats, calls = sums.split([self._num_floats, self._num_layers])
+        if is_open:
+            wide_calls = calls.double()
+            keep, share = self._keep_each.pow(wide_calls), None
+            if self._has_means:
+                before = self._calls_before.double()
+                all_calls = (before + wide_calls).clamp(min=1.0)
+                keep = torch.where(self._is_mean & (wide_calls > 0), before / all_calls, keep)
+                share = torch.where(self._is_mean, 1.0 / all_calls, 1.0)
+                keep = torch.where(self._is_mean & (wide_calls == 0), 1.0, keep)
+            torch.mul(self._before, keep.to(self._before.dtype)[self._layer_of], out=self._room)
+            self._room += floats if share is None else floats * share.to(floats.dtype)[self._layer_of]
+        else:
+            self._room.copy_(floats)
+        foreach_copy_(self._running, self._room_views)
+        foreach_copy_(self._tracked_calls, list((self._calls_before + calls.long()).unbind()))
+
+    def _put_back(self) -> None:
+        foreach_copy_(self._running, self._before_views)
+        foreach_copy_(self._tracked_calls, list(self._calls_before.unbind()))
+        self._is_open = False
+
+    @contextmanager
+    def untraced(self) -> Iterator[None]:
+        """Grains that are run in here are not accounted for; the caller puts the model's buffers back."""
+        before = self._is_open, self._number, self._num_grains, self._mask
+        saved = self._before.clone(), self._calls_before.clone()
+        try:
+            yield
+        finally:
+            self._is_open, self._number, self._num_grains, self._mask = before
+            self._before.copy_(saved[0])
+            self._calls_before.copy_(saved[1])
+
+
+def _views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    pieces = flat.split([tensor.numel() for tensor in like])
+    return [piece.view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]
