@@ -39,7 +39,7 @@ def test_equal_to_one_process(link: Link) -> None:
     rank, size = link.world.rank, link.world.size
     for step in range(6):
         num_grains = 2 if step == 2 else GRAINS  # fewer than some numbers of ranks
-        statistics.begin_step()
+        statistics.begin_step(GRAINS)
         for number in range(rank, num_grains, size):
             statistics.before_grain(number)
             run(net, grain(step, number), step)

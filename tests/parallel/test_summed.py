@@ -9,12 +9,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.data.grain import Batch
-from paceline.parallel.step import Tally
+from paceline.parallel.step import GrainNumbers, RankNumbers, Tally
 from paceline.parallel.summed import Summed
 from paceline.world.link import Link
 from tests.ranks import ranks
 
 BATCH = Batch(0, 0, 1, 1, 1.0, [])
+
+
+def numbers(loss: float | torch.Tensor, count: int, has_data: bool, wants_stop: bool) -> RankNumbers:
+    return RankNumbers([GrainNumbers(torch.as_tensor(loss), count)], has_data, wants_stop)
 
 
 class Branches(nn.Module):
@@ -56,7 +60,7 @@ def reduced(link: Link, model: nn.Module, strategy: Summed, has_data: bool = Tru
     if value is not None:
         strategy.last_backward()
         value.backward()
-    return strategy.reduce(Tally(0.0 if value is None else value.detach(), 4, has_data, False))
+    return strategy.reduce(numbers(0.0 if value is None else value.detach(), 4, has_data, False)).tally
 
 
 @ranks(2, 4)
@@ -101,7 +105,7 @@ def test_accumulation_communicates_once(link: Link) -> None:
             strategy.last_backward()
         value.backward()
         assert not sent or grain == 3
-    strategy.reduce(Tally(0.0, 0, True, False))
+    strategy.reduce(numbers(0.0, 0, True, False))
     parameters = list(model.parameters())
     assert sum(sent) == sum(parameter.numel() for parameter in parameters) + 4 + len(parameters)  # tally, marks
     expected = reference(2)
@@ -118,7 +122,7 @@ def test_equals_torch_ddp(link: Link) -> None:
     value = ours(data(link.world.rank)).square().sum()
     strategy.last_backward()
     value.backward()
-    strategy.reduce(Tally(0.0, 0, True, False))
+    strategy.reduce(numbers(0.0, 0, True, False))
     wrapped = DistributedDataParallel(theirs)
     wrapped(data(link.world.rank)).square().sum().backward()
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -135,7 +139,7 @@ def test_half_precision_keeps_the_tally_exact(link: Link) -> None:
     value = model(torch.ones(2, 4, dtype=torch.float16)).sum()
     strategy.last_backward()
     value.backward()
-    summed = strategy.reduce(Tally(1.25, 100_003, True, link.is_first))  # 100003 is no fp16 number
+    summed = strategy.reduce(numbers(1.25, 100_003, True, link.is_first)).tally  # 100003 is no fp16 number
     assert summed == (2.5, 200_006, 2, 1)
 
 
@@ -171,7 +175,7 @@ def test_half_on_the_wire_is_torchs_compression_hook(link: Link) -> None:
         value = ours(x).square().sum()
         strategy.last_backward()
         value.backward()
-        assert strategy.reduce(Tally(1.25, 100_003, True, link.is_first)) == (2.5, 200_006, 2, 1)
+        assert strategy.reduce(numbers(1.25, 100_003, True, link.is_first)).tally == (2.5, 200_006, 2, 1)
         for parameter, gradient in zip(ours.parameters(), gradients, strict=True):
             assert parameter.grad is not None
             torch.testing.assert_close(parameter.grad, gradient.float(), rtol=1e-3, atol=1e-7)

@@ -6,7 +6,7 @@ What they come to is returned as digests of bytes: weights, buffers, optimizer s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,8 @@ from paceline.optim.state import pack
 from paceline.train.engine import Engine
 from paceline.world.link import Link
 
-SEED, BATCH, SAMPLES, CLASSES = 5, 32, 90, 8  # a last batch of 26 samples
+STATISTICS = ("running_mean", "running_var")
+SEED, BATCH, SAMPLES, CLASSES = 5, 32, 90, 64  # a last batch of 26 samples
 
 
 class ConvNet(nn.Module):
@@ -199,8 +200,10 @@ def by_hand(case: Case) -> dict[str, str]:
             gradients, losses, statistics = [], [], []
             for number, samples in enumerate(grains):
                 torch.manual_seed(key(SEED, done, number))
-                for norm in norms:
-                    norm.running_mean.zero_(), norm.running_var.zero_(), norm.num_batches_tracked.zero_()  # type: ignore[union-attr]
+                for norm, values, n in zip(norms, before, calls, strict=True):
+                    for name, value in zip(STATISTICS, values, strict=True):
+                        norm.get_buffer(name).copy_(value)
+                    norm.get_buffer("num_batches_tracked").fill_(n)
                 for parameter in parameters:
                     parameter.grad = torch.zeros_like(parameter)
                 x, y = stack_collate([data[int(sample)] for sample in samples])
@@ -209,11 +212,12 @@ def by_hand(case: Case) -> dict[str, str]:
                 gradients.append([parameter.grad for parameter in parameters])
                 losses.append(loss.detach())
                 later = len(grains) - 1 - number
-                statistics.append([_left(norm, later) for norm in norms])
+                each_norm = zip(norms, before, calls, strict=True)
+                statistics.append([_added(norm, values, n, later) for norm, values, n in each_norm])
             for parameter, each in zip(parameters, zip(*gradients, strict=True), strict=True):
                 parameter.grad = add_up(list(each))
             for place, norm in enumerate(norms):
-                for part, name in enumerate(("running_mean", "running_var")):
+                for part, name in enumerate(STATISTICS):
                     total = add_up([each[place][part] for each in statistics])
                     old, n, now = before[place][part], calls[place], len(grains)
                     if norm.momentum is None:
@@ -244,8 +248,14 @@ def _seed(loss: Tensor, count: int) -> Tensor:
     return torch.full_like(loss, 1.0 / count)
 
 
-def _left(norm: Any, later: int) -> tuple[Tensor, Tensor]:
-    """What a grain has left in a layer, decayed for the grains after it."""
-    factor: float = 1.0 if norm.momentum is None else (1.0 - norm.momentum) ** later
-    decay = torch.tensor(factor, dtype=torch.float64).to(norm.running_mean.dtype)
-    return norm.running_mean * decay, norm.running_var * decay
+def _added(norm: Any, before: Sequence[Tensor], calls: int, later: int) -> list[Tensor]:
+    """What a grain has added to a layer's statistics, decayed for the grains after it."""
+
+    def factor(value: float) -> Tensor:
+        return torch.tensor(value, dtype=torch.float64).to(norm.running_mean.dtype)
+
+    pairs = [(norm.get_buffer(name), value) for name, value in zip(STATISTICS, before, strict=True)]
+    if norm.momentum is None:
+        return [now * factor(calls + 1.0) - old * factor(float(calls)) for now, old in pairs]
+    keep = 1.0 - norm.momentum
+    return [(now - old * factor(keep)) * factor(keep**later) for now, old in pairs]

@@ -5,7 +5,7 @@ And the same training as a plain PyTorch loop over the same grains and seeds, wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +89,19 @@ class RaggedTask(Task):
 
 
 def raw_loop(
-    dtype: torch.dtype, num_steps: int, *, grains: int, global_batch: int, lr: float, seed: int
+    dtype: torch.dtype,
+    num_steps: int,
+    *,
+    grains: int,
+    global_batch: int,
+    lr: float,
+    seed: int,
+    add_up: Callable[[list[Any]], Any] | None = None,
 ) -> tuple[list[float], nn.Module]:
-    """Plain PyTorch: one process, micro-batches one after the other, one update per global batch."""
+    """Plain PyTorch: one process, micro-batches one after the other, one update per global batch.
+
+    `add_up` adds the gradients of the micro-batches; without it they are accumulated.
+    """
     torch.manual_seed(seed)
     model = Net().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
@@ -105,12 +115,19 @@ def raw_loop(
             count = int(data.lengths[plan.batch(step)].sum())
             optimizer.zero_grad()
             total = 0.0
+            gradients: list[list[Any]] = []
             for number, samples in enumerate(plan.grains(step)):
                 torch.manual_seed(key(seed, len(losses), number))
                 x, y, lengths, _ = pad_collate([data[int(sample)] for sample in samples])
                 loss, _ = summed_loss(model, x.to(dtype), y, lengths)
                 (loss / count).backward()
+                if add_up is not None:
+                    gradients.append([parameter.grad for parameter in model.parameters()])
+                    optimizer.zero_grad()
                 total += float(loss.detach())
+            for parameter, each in zip(model.parameters(), zip(*gradients, strict=True), strict=False):
+                assert add_up is not None
+                parameter.grad = add_up(list(each))
             optimizer.step()
             losses.append(total / count)
             if len(losses) == num_steps:

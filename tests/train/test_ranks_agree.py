@@ -121,7 +121,7 @@ class FrozenLate(Points):
 @ranks(2)
 def test_a_batch_norm_frozen_between_steps_is_refused(link: Link) -> None:
     with pytest.raises(BatchNormFrozen):
-        train(link, "FrozenLate", None, {})
+        train(link, "FrozenLate", None, {"sums": "fast"})
 
 
 class Constant(Points):

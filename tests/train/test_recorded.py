@@ -31,6 +31,7 @@ NUM_SAMPLES, BATCH = 51, 16  # the last step of an epoch has 3: with 4 grains an
 ALONE = World(0, 0, 1, 1, 0, 1, "test", None)
 WAYS: dict[str, dict[str, Any]] = {
     "grad": {},
+    "fast": {"sums": "fast"},
     "half": {"wire": "bf16"},
     "ema": {"ema": 0.9, "clip_norm": 0.1},
     "larc": {"clip_value": 0.05},
@@ -123,10 +124,16 @@ def test_a_group_of_one(way: str) -> None:
         check(link, Again(), way, grains=2)
 
 
+def test_alone_in_tree() -> None:
+    """Eight grains on one rank: sums are put aside, and replays go on adding to the same memory."""
+    with start(ALONE, device="cpu", threads=1) as link:
+        check(link, Again(), "ema", grains=8)
+
+
 @ranks(2, 4)
 def test_ranks(link: Link) -> None:
     """Four grains on two ranks: only the last of each sends. On four, one has none in the last step of an epoch."""
-    for way in ("grad", "half", "overlapped") if link.world.size == 2 else ("ema", "larc", "param"):
+    for way in ("grad", "fast", "half", "overlapped") if link.world.size == 2 else ("ema", "larc", "param"):
         check(link, Again(), way, grains=4)
 
 

@@ -13,6 +13,7 @@ from paceline.observe.journal import read
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import run_ranks
+from tests.train.exact import add_up
 from tests.train.ragged import RaggedTask, raw_loop
 
 STEPS, GRAINS, BATCH, LR, SEED = 30, 4, 24, 0.05, 3
@@ -40,12 +41,18 @@ def losses_of(folder: str, size: int) -> list[float]:
     return [record["loss"] for record in records]
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp64", torch.float64), (None, torch.float32)])
-def test_losses_and_statistics_do_not_depend_on_ranks(tmp_path: Any, precision: Any, dtype: torch.dtype) -> None:
-    raw_losses, raw_model = raw_loop(dtype, STEPS, grains=GRAINS, global_batch=BATCH, lr=LR, seed=SEED)
+@pytest.mark.parametrize(
+    ("precision", "dtype", "sums"),
+    [("fp64", torch.float64, "fast"), (None, torch.float32, "fast"), (None, torch.float32, "exact")],
+)
+def test_losses_and_statistics_do_not_depend_on_ranks(
+    tmp_path: Any, precision: Any, dtype: torch.dtype, sums: str
+) -> None:
+    order = add_up if sums == "exact" else None
+    raw_losses, raw_model = raw_loop(dtype, STEPS, grains=GRAINS, global_batch=BATCH, lr=LR, seed=SEED, add_up=order)
     raw_state = raw_model.state_dict()
     bound, first_bound = (1e-12, 1e-12) if dtype is torch.float64 else (1e-5, 1e-6)
-    settings = {"precision": precision, "level": 0}
+    settings = {"precision": precision, "level": 0, "sums": sums}
     for size in (1, 2, 4):
         states = run_ranks(size, train, str(tmp_path), settings)
         losses = losses_of(str(tmp_path), size)
@@ -58,7 +65,7 @@ def test_losses_and_statistics_do_not_depend_on_ranks(tmp_path: Any, precision: 
                     assert torch.allclose(state[name], raw_value, rtol=bound, atol=bound), name
                 elif "tracked" in name:
                     assert torch.equal(state[name], raw_value), name
-                elif size == 1:
+                elif size == 1 or sums == "exact":
                     assert torch.equal(state[name], raw_value), f"{name} is not bitwise equal to the raw loop"
                 else:
                     assert torch.allclose(state[name], raw_value, rtol=0, atol=10 * bound), name

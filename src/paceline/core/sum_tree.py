@@ -135,7 +135,7 @@ def combine(members: tuple[tuple[Span, ...], ...], num_leaves: int) -> Layout:
         if span[0] == span[1]:
             continue
         stack.append((span, row))
-        while len(stack) > 1 and splits.get((stack[-2][0][0], stack[-1][0][1])) == stack[-1][0][0]:
+        while len(stack) > 1 and _are_parts(splits, stack[-2][0], stack[-1][0]):
             (_, end), right = stack.pop()
             (first, _), left = stack.pop()
             adds.append((left, right))
@@ -152,6 +152,11 @@ def combine(members: tuple[tuple[Span, ...], ...], num_leaves: int) -> Layout:
         tuple(span for span, _ in stack),
         is_plain=num_full <= 2 and len(stack) == 1 and all(len(spans) == 1 for spans in members),
     )
+
+
+def _are_parts(splits: Mapping[Span, int], left: Span, right: Span) -> bool:
+    """Return True if two nodes are the two parts of one."""
+    return left[1] == right[0] and splits.get((left[0], right[1])) == right[0]
 
 
 def fold(values: Sequence[Any], num_leaves: int, first: int) -> list[Any]:

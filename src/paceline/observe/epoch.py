@@ -98,6 +98,8 @@ class RankEpoch:
     """Amount that it computed: its lengths with their padding, or its samples."""
     core_wait_s: float | None = measured(SECONDS)
     """In which it could have gone on, but had no core; None where the system does not say."""
+    sums_s: float = measured(SECONDS, 0.0)
+    """That adding in one order has taken of its host, beyond a sum in any order."""
     host_bytes: int = 0
     device_bytes: int | None = None
     waits: Sequence[float] = field(default_factory=list)
@@ -204,6 +206,7 @@ def epoch_record(
         samples=num_samples,
         objects_per_s=num_samples / longest,
         core_wait=[rank.core_wait_s for rank in ranks],
+        sums=[round(rank.sums_s, 6) for rank in ranks],
         work=[rank.work for rank in ranks],
         computing=computing_share(*seconds),
         seconds=[_rounded(rank) for rank in seconds],

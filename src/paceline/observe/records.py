@@ -26,7 +26,7 @@ Samples = dict[str, list[dict[str, str]]]
 Analysis = dict[str, dict[str, float]]
 """By validation set: numbers beside its metrics, such as errors by kind."""
 Kind = Literal[
-    "data", "cores", "communication", "padding", "balance", "straggler", "recompiles", "launches", "precision"
+    "data", "cores", "communication", "sums", "padding", "balance", "straggler", "recompiles", "launches", "precision"
 ]
 Matter = tuple[Kind, int | None]
 """Subject of a finding: its kind, and the rank where one is named."""
@@ -359,6 +359,8 @@ class EpochRecord:
     )
     core_wait: Sequence[float | None] = _field((), is_whole=True)
     """Seconds in which the rank could have gone on, but had no core (None where that is not known)."""
+    sums: Sequence[float] = _field((), is_whole=True)
+    """Seconds of the rank's host that adding in one order has taken, beyond a sum in any order."""
     work: Sequence[float] = _field((), is_whole=True)
     """Amount that the rank computed, in lengths with their padding, or in samples."""
     computing: float | None = _field(

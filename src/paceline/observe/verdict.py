@@ -29,6 +29,8 @@ PADDING_SHARE = 0.15
 RECOMPILES = 3
 """Fewer are usual: the first change of a shape makes the compiler take it as dynamic."""
 CAUGHT_UP_SHARE = 0.5
+SUMS_SHARE = 0.03
+"""Share of the time from which on it is worth to know that sums could be faster."""
 
 
 def verdict(record: EpochRecord, rules: Sequence[Rule] = ()) -> list[Finding]:
@@ -147,6 +149,18 @@ def _lighter(way: Way) -> str:
     return f"`--sync-step {2 * way.sync_step}`" if way.sync_step else "a larger `--sync-seconds`"
 
 
+def _sums(record: EpochRecord) -> Iterator[Finding]:
+    """Find sums with one order that cost more than they seem worth."""
+    pairs = zip(record.sums, record.seconds, strict=False)
+    share = max((taken / (sum(rank.values()) or 1.0) for taken, rank in pairs), default=0.0)
+    if share < SUMS_SHARE:
+        return
+    text = f"adding in one order takes {_percent(share)} of the time"
+    advice = "fewer `--grains`, or as many per rank as a power of two, have less to add"
+    advice += "; a new run with `--sums fast` adds in any order, and its last digits depend on the ranks"
+    yield Finding("sums", text, advice, share=share)
+
+
 def _straggler(record: EpochRecord) -> Iterator[Finding]:
     """Find the rank that others wait for: it waits least, and comes last to nearly every meeting."""
     meetings = record.meetings or Meetings()
@@ -258,6 +272,7 @@ _RULES: tuple[Rule, ...] = (
     _data,
     _cores,
     _communication,
+    _sums,
     _straggler,
     _padding,
     _recompiles,

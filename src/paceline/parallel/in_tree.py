@@ -11,6 +11,7 @@ Sums of zeros: a gradient that is -0.0 in all grains may be -0.0 on one rank and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,6 +84,7 @@ class AloneInTree(Alone):
         self._place += 1
         if not move.adds and not move.clears:
             return
+        began = perf_counter()
         gradients = [parameter.grad for parameter in self.parameters]
         for to, source in move.adds:
             if to == 0:
@@ -95,6 +97,7 @@ class AloneInTree(Alone):
             self._aside[move.copies_to] = self._copied(gradients, move.copies_to) if self._is_fixed else gradients
         if move.clears:
             self._clear(gradients)
+        self.order_s += perf_counter() - began
 
     def _copied(self, gradients: Sequence[Tensor | None], number: int) -> list[Tensor | None]:
         old = self._aside.get(number) or [None] * len(gradients)
@@ -153,6 +156,7 @@ class SummedInTree(Summed):
         self._dtype = tally_dtype(list(parameters))
         super().__init__(parameters, link, bucket_bytes, clock=clock)
         self._rank = link.world.rank
+        self._adding_s = 0.0
         self._aside: list[list[Tensor]] = []
         """Further buffers, each with a tensor per bucket."""
         self._place = 0
@@ -202,6 +206,7 @@ class SummedInTree(Summed):
         self._place += 1
         if not move.clears:  # goes on in the same buffer, or was the last
             return
+        began = perf_counter()
         for number, bucket in enumerate(self._buckets):
             bucket.collect()
             for to, source in move.adds:
@@ -209,15 +214,18 @@ class SummedInTree(Summed):
             if move.copies_to is not None:
                 self._buffer(move.copies_to, number).copy_(bucket.flat)
             bucket.flat.zero_()
+        self._adding_s += perf_counter() - began
 
     def _buffer(self, place: int, bucket: int) -> Tensor:
         return self._aside[place - 1][bucket] if place else self._buckets[bucket].flat
 
     def _send(self, number: int) -> None:
         flat, is_last = self._buckets[number].flat, number == len(self._buckets) - 1
-        if self._schedule.moves:
+        if self._schedule.moves and self._schedule.moves[-1].adds:
+            began = perf_counter()
             for to, source in self._schedule.moves[-1].adds:  # their tails are 0
                 self._buffer(to, number).add_(self._buffer(source, number))
+            self._adding_s += perf_counter() - began
         partials = [self._buffer(place, number) for _, place in self._schedule.partials]
         if is_last and self._tally_rides:
             for partial, tally in zip(partials[:-1], self._partial_tallies[:-1], strict=True):
@@ -247,6 +255,7 @@ class SummedInTree(Summed):
 
     def _wait(self) -> None:
         self._tree_sum.finish()
+        self.order_s = self._adding_s + self._tree_sum.order_s
 
     def reduce(self, numbers: RankNumbers) -> Sums:
         tally, _ = super().reduce(numbers)

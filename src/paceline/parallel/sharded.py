@@ -92,8 +92,8 @@ def _cut(model: nn.Module, names: Sequence[str], link: Link, cut: Cut) -> Device
         if steps is not None:
             scatter = TreeReduceScatter(steps, by_host)
             module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
-            if across is not None:
-                module.set_all_reduce_hook(TreeSumAcross(steps, scatter))
+            if across is not None or mesh.size() == 1:
+                module.set_all_reduce_hook(TreeSumAcross(steps, scatter, is_only=mesh.size() == 1))
         elif half is not None or by_host:
             module.set_custom_reduce_scatter(_ReduceScatter(half, by_host))  # type: ignore[arg-type]
         if by_host:

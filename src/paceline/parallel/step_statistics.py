@@ -3,11 +3,15 @@
 A layer that runs the grains of a step one after the other updates r <- (1-m) r + m s for each grain's statistic s. That
 is linear: with k = 1-m and one call per grain
 
-    r <- k^n r + sum over grains g of k^(n-1-g) m s_g
+    r <- k^n r + sum over grains g of k^(n-1-g) (r_g - k r)        where r_g is what grain g makes of r: k r + m s_g
 
-Every grain starts from 0, what it leaves behind is decayed for the grains after it, and these contributions are added
-in the tree with the gradients. So all ranks have the same statistics after every step, and nothing is lost with a rank.
-A layer with momentum=None keeps the mean over all of its calls: r <- (c r + sum of calls_g mean_g) / (c + calls).
+Every grain starts from the statistics before the step, which is also what a loss sees that evaluates the model. What it
+adds to them is decayed for the grains after it, and these contributions are added in the tree with the gradients. So
+all ranks have the same statistics after every step, and nothing is lost with a rank. A layer with momentum=None keeps
+the mean over all of its calls, c before the step:
+
+    r <- (c r + sum over grains g of ((c + calls_g) r_g - c r)) / (c + calls)
+
 A step of one grain has nothing to add: the layers update themselves, and other ranks take over what they come to.
 
 Layers that are joined over ranks (`sync_batchnorm`) are shared out as `RunningStatistics` does it.
@@ -22,7 +26,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from paceline.core.torch_private import BatchNorm, foreach_copy_, foreach_zero_
+from paceline.core.torch_private import BatchNorm, foreach_copy_
 from paceline.parallel.joined_norm import JoinedBatchNorm
 from paceline.parallel.statistics import RunningStatistics, SyncBatchNormRefused
 from paceline.world.link import Link
@@ -59,11 +63,10 @@ class StepStatistics(RunningStatistics):
         self._room = torch.zeros_like(self._before)
         self._room_views = _views(self._room, self._running)
         self._calls_before = torch.zeros(self._num_layers, dtype=torch.int64, device=device)
-        self._mask: Tensor | None = None
-        """1 for each layer that is in training, 0 for one that is not; None if all are."""
+        self._calls_before_views = list(self._calls_before.unbind())
         self._num_grains, self._number = 0, 0
         self._is_open = False
-        """True while the buffers hold contributions of single grains."""
+        """True within a step of several grains."""
 
     def _widest(self) -> torch.dtype:
         return torch.float64 if any(tensor.dtype == torch.float64 for tensor in self._running) else torch.float32
@@ -101,8 +104,6 @@ class StepStatistics(RunningStatistics):
         self._is_open = num_grains != 1 and bool(self._all_layers)
         if not self._all_layers or not (self._is_open or self._is_one_of_several):
             return
-        trains = [layer.training for layer in self._all_layers]
-        self._mask = None if all(trains) else torch.tensor(trains, device="cpu").to(self._before, non_blocking=True)
         foreach_copy_(self._before_views, self._running)
         torch.stack(self._tracked_calls, out=self._calls_before)
 
@@ -111,34 +112,34 @@ class StepStatistics(RunningStatistics):
         return self._link.world.size > 1
 
     def before_grain(self, number: int) -> None:
-        """Let the layers start from 0, so that they hold what this grain contributes."""
+        """The layers start from the statistics before the step."""
         self._number = number
-        if not self._is_open:
-            return
-        if self._mask is None:
-            foreach_zero_(self._running)
-            foreach_zero_(self._tracked_calls)
-            return
-        active = [number for number, layer in enumerate(self._all_layers) if layer.training]
-        foreach_zero_([self._running[2 * layer + place] for layer in active for place in (0, 1)])
-        foreach_zero_([self._tracked_calls[layer] for layer in active])
 
     def after_grain(self) -> Tensor | None:
-        """Return the grain's contribution: statistics, then calls, of every layer."""
+        """Return the grain's contribution: statistics, then calls, of every layer; then they are as before the step."""
         if not self._all_layers or not (self._is_open or self._is_one_of_several):
             return None
         foreach_copy_(self._room_views, self._running)
-        calls = torch.stack(self._tracked_calls)
+        calls = torch.stack(self._tracked_calls) - self._calls_before
         floats = self._room
         if self._is_open:
-            calls = calls if self._mask is None else (calls * self._mask).long()
-            decays = self._keep_each.pow(calls * (self._num_grains - 1 - self._number))
-            factors = torch.where(self._is_mean, calls.double(), decays) if self._has_means else decays
-            factors = factors if self._mask is None else factors * self._mask
-            floats = floats * factors.to(floats.dtype)[self._layer_of]
-        else:
-            calls = calls - self._calls_before
+            after, before, decays = self._weights(calls)
+            kept = self._before * before.to(floats.dtype)[self._layer_of]
+            floats = floats if after is None else floats * after.to(floats.dtype)[self._layer_of]
+            floats = (floats - kept) * decays.to(floats.dtype)[self._layer_of]
+            self._put_back()
         return torch.cat([floats.to(self._dtype), calls.to(self._dtype)])
+
+    def _weights(self, calls: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Return, by layer, factors on what a grain has left (None: 1), on what was before, and on the difference."""
+        decays = self._keep_each.pow(calls * (self._num_grains - 1 - self._number))
+        kept = self._keep_each.pow(calls)
+        if not self._has_means:
+            return None, kept, decays
+        num_before = self._calls_before.double()
+        ones = torch.ones_like(kept)
+        after = torch.where(self._is_mean, num_before + calls, ones)
+        return after, torch.where(self._is_mean, num_before, kept), torch.where(self._is_mean, ones, decays)
 
     def end_step(self, num_grains: int) -> None:
         """Nothing is decayed: `finish_step` does it."""
@@ -167,18 +168,17 @@ class StepStatistics(RunningStatistics):
 
     def _put_back(self) -> None:
         foreach_copy_(self._running, self._before_views)
-        foreach_copy_(self._tracked_calls, list(self._calls_before.unbind()))
-        self._is_open = False
+        foreach_copy_(self._tracked_calls, self._calls_before_views)
 
     @contextmanager
     def untraced(self) -> Iterator[None]:
         """Grains that are run in here are not accounted for; the caller puts the model's buffers back."""
-        before = self._is_open, self._number, self._num_grains, self._mask
+        before = self._is_open, self._number, self._num_grains
         saved = self._before.clone(), self._calls_before.clone()
         try:
             yield
         finally:
-            self._is_open, self._number, self._num_grains, self._mask = before
+            self._is_open, self._number, self._num_grains = before
             self._before.copy_(saved[0])
             self._calls_before.copy_(saved[1])
 

@@ -94,6 +94,8 @@ class Strategy(ABC):
     What is implemented here holds wherever the ranks' weights are equal after every step.
     """
 
+    order_s = 0.0
+    """Seconds of the host that adding in one order has taken so far, beyond a sum in any order."""
     meets_on_host = False
     """True if ranks wait for each other on the host, between steps."""
 

@@ -63,20 +63,27 @@ class TreeReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
+        partials = self.take(input_tensor)
+        if partials:
+            self._sum(output_tensor, partials, group, op)
+        else:
+            output_tensor.zero_()
+
+    def take(self, gradients: Tensor) -> list[Tensor]:
+        """Put gradients aside, or add them to what was; return this rank's partial sums after its last grain."""
         steps, moves = self._steps, self._steps.schedule.moves
         if not steps.is_final:
             move = moves[steps.place]
             for to, source in move.adds:
-                self._aside[to].add_(self._aside[source] if source else input_tensor)
+                self._aside[to].add_(self._aside[source] if source else gradients)
             if move.copies_to is not None:
-                self._aside[move.copies_to] = input_tensor.clone()
-            output_tensor.zero_()
-            return
+                self._aside[move.copies_to] = gradients.clone()
+            return []
         for _, source in moves[-1].adds if moves else ():
-            input_tensor.add_(self._aside[source])
-        partials = [self._aside[place] if place else input_tensor for _, place in steps.schedule.partials]
-        self._sum(output_tensor, partials, group, op)
+            gradients.add_(self._aside[source])
+        partials = [self._aside[place] if place else gradients for _, place in steps.schedule.partials]
         self._aside.clear()
+        return partials
 
     def _sum(self, output: Tensor, partials: list[Tensor], group: dist.ProcessGroup, op: Any) -> None:
         inside = self._steps.inside
@@ -94,16 +101,24 @@ class TreeReduceScatter:
 
 
 class TreeSumAcross:
-    """Sum of a machine's gradients over the machines, of the piece that a rank has; called in the last backward."""
+    """Sum of a machine's gradients over the machines, of the piece that a rank has; called in the last backward.
 
-    def __init__(self, steps: TreeSteps, scatter: TreeReduceScatter) -> None:
-        self._steps, self._scatter = steps, scatter
+    Where a machine has one rank, FSDP calls no reduce-scatter, and the gradients of grains come here.
+    """
+
+    def __init__(self, steps: TreeSteps, scatter: TreeReduceScatter, *, is_only: bool) -> None:
+        self._steps, self._scatter, self._is_only = steps, scatter, is_only
 
     def __call__(self, gradients: Tensor) -> None:
-        tree_sum = self._steps.across
-        assert tree_sum is not None
+        if self._is_only:
+            self._scatter.left = self._scatter.take(gradients)
         if not self._steps.is_final:
-            return
+            gradients.zero_()
+        elif self._steps.across is not None:
+            self._sum(gradients, self._steps.across)
+        self._scatter.left = []
+
+    def _sum(self, gradients: Tensor, tree_sum: TreeSum) -> None:
         length = tree_sum.pad(gradients.numel())
         rows = [torch.zeros(length, dtype=gradients.dtype, device=gradients.device) for _ in self._scatter.left]
         for row, part in zip(rows, self._scatter.left, strict=True):
@@ -111,8 +126,8 @@ class TreeSumAcross:
         tree_sum.start(rows[-1], rows, self._steps.between)
         tree_sum.finish()
         gradients.copy_(rows[-1][: gradients.numel()].view_as(gradients))
-        self._scatter.left = []
         if gradients.is_cuda:
+            # It was made on the stream of the reduce-scatter, which must not give its memory away before this is done.
             gradients.record_stream(torch.cuda.current_stream(gradients.device))
 
 

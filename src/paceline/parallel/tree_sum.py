@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,8 @@ class TreeSum:
         self._plain: list[dist.Work] = []
         self._first_hops: deque[_Flight] = deque()
         self._second_hops: list[_Flight] = []
+        self.order_s = 0.0
+        """Seconds of the host that the order has taken: additions here, and waits for more than one sum per rank."""
         self._rooms: dict[torch.dtype, list[Tensor]] = {}
 
     def pad(self, length: int) -> int:
@@ -93,6 +96,10 @@ class TreeSum:
 
     def finish(self) -> None:
         """Wait for all sums; on a GPU only the current stream does."""
+        began, share = perf_counter(), 0.0
+        if self._first_hops:
+            rows = self._first_hops[-1].layout.rows
+            share = 1.0 - len(rows) / sum(rows)
         while self._first_hops:
             self._gather(self._first_hops.popleft())
         for work in self._plain:
@@ -103,6 +110,7 @@ class TreeSum:
             if flight.total is not flight.result and flight.total is not None:
                 flight.result.copy_(flight.total)
         self._second_hops.clear()
+        self.order_s += share * (perf_counter() - began)
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
@@ -119,7 +127,9 @@ class TreeSum:
     def _gather(self, flight: _Flight) -> None:
         assert self._second is not None, "prepare"
         flight.work.wait()
+        began = perf_counter()
         (row,) = add_rows(flight.received, flight.layout)
+        self.order_s += perf_counter() - began
         flight.total = flight.result
         if self._by_host:
             flight.total = torch.empty(flight.result.shape, dtype=row.dtype, device="cpu")

@@ -61,6 +61,7 @@ class Meter:
         if isinstance(clock, DeviceClock):
             clock.meets_on_host = self._engine.prepared.strategy.meets_on_host
         clock.begin_epoch()
+        self._order_s = self._engine.prepared.strategy.order_s
         self._before, self._core_wait_s = clock.read(), core_wait_s()
         self._between = elapsed(self._ended, self._before)
         self._num_samples, self._count, self._length, self._work, self._grains = 0, 0.0, 0.0, 0.0, 0
@@ -133,6 +134,7 @@ class Meter:
             length=None if self._lengths is None else self._length,
             work=self._num_samples if self._lengths is None else self._work,
             core_wait_s=None if self._core_wait_s is None else (core_wait_s() or 0.0) - self._core_wait_s,
+            sums_s=max(0.0, self._engine.prepared.strategy.order_s - self._order_s),
             host_bytes=_host_bytes(),
             device_bytes=None if self._device is None else torch.cuda.max_memory_allocated(self._engine.device),
             waits=self.clock.waits.numbers,

@@ -371,6 +371,11 @@ _NO_EFFECT: list[_Row] = [
         ("outer_lr", "outer_momentum"),
         lambda facts: facts.config.reduce == "param" and facts.config.outer == "plain",
     ),
+    (
+        "with `reduce` param or a `wire` that rounds: results depend on the ranks",
+        ("sums",),
+        lambda facts: (facts.config.reduce, facts.config.wire) != ("grad", "full") and facts.config.sums == "exact",
+    ),
     ("without `shard`", ("shard_modules", "checkpoint_form"), lambda facts: facts.config.shard == "none"),
     (
         "without `profile`",

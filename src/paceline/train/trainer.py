@@ -124,7 +124,8 @@ class Trainer:
         tasks.check_ranks(task, config, link)  # before anything is written
         self.checkpoints = CheckpointManager(config, link, self.progress, task.spec or type(task).__name__)
         checkpoint = self.checkpoints.find()
-        self.config = config = config.model_copy(update={"sums": self.checkpoints.sums})
+        if self.checkpoints.sums == "fast":  # asked for, or a run that began so
+            self.config = config = config.model_copy(update={"sums": "fast"})
         stacks.send_to(self.checkpoints.rank_log_file)
         self.engine = Engine(config, link=link, clock=self.clock)
         self._few_shapes = setup.few_shapes(config, self.engine.precision, link.device, checkpoint)
