@@ -164,7 +164,7 @@ def test_communication_bound_says_how_to_send_less() -> None:
 
 
 def test_sums_with_one_order_that_cost_much() -> None:
-    assert not verdicts.verdict(epoch(*PAIR, sums=[0.0, 0.02 * sum(PAIR[0].values())]))
+    assert not verdict(epoch(*PAIR, sums=[0.0, 0.02 * sum(PAIR[0].values())]))
     found = only(epoch(*PAIR, sums=[0.0, 0.05 * sum(PAIR[1].values())]))
     assert (found.kind, found.text) == ("sums", "adding in one order takes 5 % of the time")
     assert "`--sums fast`" in found.advice

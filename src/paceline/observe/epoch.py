@@ -206,7 +206,7 @@ def epoch_record(
         samples=num_samples,
         objects_per_s=num_samples / longest,
         core_wait=[rank.core_wait_s for rank in ranks],
-        sums=[round(rank.sums_s, 6) for rank in ranks],
+        sums=[round(rank.sums_s, 6) for rank in ranks] if any(rank.sums_s for rank in ranks) else None,
         work=[rank.work for rank in ranks],
         computing=computing_share(*seconds),
         seconds=[_rounded(rank) for rank in seconds],

@@ -359,8 +359,8 @@ class EpochRecord:
     )
     core_wait: Sequence[float | None] = _field((), is_whole=True)
     """Seconds in which the rank could have gone on, but had no core (None where that is not known)."""
-    sums: Sequence[float] = _field((), is_whole=True)
-    """Seconds of the rank's host that adding in one order has taken, beyond a sum in any order."""
+    sums: Sequence[float] | None = _field(is_whole=True)
+    """Seconds of the rank's host that adding in one order has taken, beyond a sum in any order; None if none."""
     work: Sequence[float] = _field((), is_whole=True)
     """Amount that the rank computed, in lengths with their padding, or in samples."""
     computing: float | None = _field(

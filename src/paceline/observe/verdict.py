@@ -151,7 +151,7 @@ def _lighter(way: Way) -> str:
 
 def _sums(record: EpochRecord) -> Iterator[Finding]:
     """Find sums with one order that cost more than they seem worth."""
-    pairs = zip(record.sums, record.seconds, strict=False)
+    pairs = zip(record.sums or (), record.seconds, strict=False)
     share = max((taken / (sum(rank.values()) or 1.0) for taken, rank in pairs), default=0.0)
     if share < SUMS_SHARE:
         return

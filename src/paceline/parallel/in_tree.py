@@ -105,17 +105,21 @@ class AloneInTree(Alone):
             torch.empty_like(gradient) if copy is None and gradient is not None else copy
             for gradient, copy in zip(gradients, old, strict=True)
         ]
-        pairs = [(copy, each) for copy, each in zip(copies, gradients, strict=True) if each is not None]
-        foreach_copy_([copy for copy, _ in pairs if copy is not None], [each for _, each in pairs])
-        foreach_zero_([c for c, each in zip(copies, gradients, strict=True) if c is not None and each is None])
+        known = [copy for copy in copies if copy is not None]
+        present = [gradient for gradient in gradients if gradient is not None]
+        if len(present) < len(known):  # parameters that this grain does not use, but one before did
+            foreach_zero_(known)
+        if present:
+            pairs = zip(copies, gradients, strict=True)
+            foreach_copy_([copy for copy, each in pairs if copy is not None and each is not None], present)
         return copies
 
     def _clear(self, gradients: Sequence[Tensor | None]) -> None:
-        if self._is_fixed:
-            foreach_zero_([gradient for gradient in gradients if gradient is not None])
-            return
-        for parameter in self.parameters:
-            parameter.grad = None
+        if not self._is_fixed:
+            for parameter in self.parameters:
+                parameter.grad = None
+        elif present := [gradient for gradient in gradients if gradient is not None]:
+            foreach_zero_(present)
 
     def reduce(self, numbers: RankNumbers) -> Sums:
         if not self._is_fixed:
