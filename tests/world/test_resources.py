@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
+import os
+from typing import Any
 
+import pytest
+import torch
+
+import paceline
 from paceline.world.launch.launcher import count_procs
 from paceline.world.resources import (
     MoreRanksThanDevices,
     NoCudaDevice,
     backend_of,
     device_name,
+    threads_by_environment,
     threads_of,
     threads_per_rank,
 )
 from paceline.world.roll_call import Present
+from tests.train.small import SmallTask
 
 
 @pytest.mark.parametrize(
@@ -71,3 +78,40 @@ def test_threads_are_shared_only_with_ranks_on_the_same_cores() -> None:
     bound = [entry(0, cores=(0, 1)), entry(1, cores=(2, 3))]
     assert threads_of(bound[0], bound, None) == 2
     assert threads_of(bound[0], bound, 5) == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "launcher", "local_size", "threads"),
+    [
+        ("1", "plain", 1, 1),
+        ("6", "procs", 2, 6),
+        ("4,2", "plain", 1, 4),
+        (" 3 ", "slurm", 8, 3),
+        ("1", "torchrun", 2, None),  # set by torchrun itself
+        ("1", "torchrun", 1, 1),
+        ("2", "torchrun", 2, 2),
+        ("", "plain", 1, None),
+        ("many", "plain", 1, None),
+        ("0", "plain", 1, None),
+    ],
+)
+def test_threads_that_the_environment_asks_for(words: str, launcher: str, local_size: int, threads: int | None) -> None:
+    assert threads_by_environment({"OMP_NUM_THREADS": words}, launcher, local_size) == threads
+    assert threads_by_environment({}, launcher, local_size) is None
+
+
+def test_a_run_respects_them_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """On ce01e4b torch was given all cores."""
+    assert os.environ["OMP_NUM_THREADS"] == "1"  # conftest.py
+
+    class Counts(SmallTask):
+        def before_stage(self, model: Any, stage: int) -> None:
+            self.threads = torch.get_num_threads()
+
+    task = Counts()
+    paceline.fit(task, epochs=1, progress="lines", level=0, device="cpu")
+    assert task.threads == 1
+    assert "1 thread each (OMP_NUM_THREADS=1)" in capsys.readouterr().out
+    paceline.fit(task, epochs=1, progress="lines", level=0, device="cpu", threads=2)
+    assert task.threads == 2
+    assert "2 threads each, no launcher" in capsys.readouterr().out

@@ -77,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, words: list[str]) -> int:
     from paceline.core.errors import PacelineError
+    from paceline.core.extras import EXTRAS, CommandNeedsPackages, missing_package
 
     # Read when torch is imported: its store warns once per connection where a name server does not know the peer, and
     # prints C++ frames when a peer is gone, which our own message says better.
@@ -86,6 +87,11 @@ def _run(name: str, words: list[str]) -> int:
         code: int = import_command(name).run(words)
     except PacelineError as error:
         return _mistake(error)
+    except ModuleNotFoundError as error:
+        package = missing_package(error)
+        if package is None:
+            raise
+        return _mistake(CommandNeedsPackages(name, package, name if name == "demo" else EXTRAS[package]))
     except SystemExit as left:  # after `--help`
         return left.code if isinstance(left.code, int) else 0
     except BrokenPipeError:  # `paceline runs | head`

@@ -9,5 +9,3 @@ RECIPES = {
 }
 REPORTS = ("paceline.recipes.asr.report:AsrReport", "paceline.recipes.continual.report:ContinualReport")
 """Sections that recipes add to `paceline report`; these modules do not import torch."""
-EXTRAS = {"soundfile": "asr", "soxr": "asr", "rapidfuzz": "asr", "sklearn": "demo"}
-"""Package that recipes import -> our extra that installs it."""

@@ -7,9 +7,10 @@ import importlib
 from pathlib import Path
 from types import ModuleType
 
-from paceline.cli.recipes import EXTRAS, RECIPES
+from paceline.cli.recipes import RECIPES
 from paceline.core import user_file
 from paceline.core.errors import PacelineError
+from paceline.core.extras import imports_for
 from paceline.core.user_file import guarded
 from paceline.train.task import Task
 
@@ -21,16 +22,6 @@ class UnknownTask(PacelineError):
     advice: str
     sentence = "{what}"
     hint = "{advice}"
-
-
-class PackagesMissing(PacelineError):
-    """A recipe that needs packages which are not installed with Paceline itself."""
-
-    recipe: str
-    package: str
-    extra: str
-    sentence = "the recipe {recipe!r} needs the package {package}, which is not installed"
-    hint = "pip install 'paceline[{extra}]'"
 
 
 def load_task(name: str) -> Task:
@@ -62,13 +53,8 @@ def find_task(name: str) -> type[Task]:
 
 
 def _import_recipe(name: str, module_name: str) -> ModuleType:
-    try:
+    with imports_for(name):
         return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in EXTRAS:
-            raise  # a bug of ours
-        raise PackagesMissing(name, package, EXTRAS[package]) from None
 
 
 def make_task(task_class: type[Task], name: str) -> Task:

@@ -126,7 +126,7 @@ class WorldSettings(Section):
     device: Literal["auto", "cpu", "cuda"] = per_rank("auto")
     """`auto` takes CUDA where there is one."""
     threads: Positive | None = per_rank(None)
-    """CPU threads per rank; the machine's cores shared evenly if not set."""
+    """CPU threads per rank; if not set, the environment's `OMP_NUM_THREADS`, else the cores shared evenly."""
     start_timeout_s: PositiveFloat = per_rank(300.0)
     """Seconds to wait at the start for ranks that have not arrived."""
     timeout_s: PositiveFloat = per_rank(1800.0)

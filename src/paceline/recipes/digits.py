@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from paceline.core.extras import imports_for
 from paceline.data.grain import Grain
 from paceline.train.task import Sums, Task
 
@@ -53,7 +54,8 @@ class Digits(Task):
 
 
 def _digits(part: slice) -> TensorDataset:
-    from sklearn.datasets import load_digits
+    with imports_for("digits"):
+        from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     x = torch.tensor(images[part] / 16.0, dtype=torch.float32, device="cpu").view(-1, 1, 8, 8)

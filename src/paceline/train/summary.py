@@ -33,6 +33,8 @@ class Seat:
     host: str
     device: str
     threads: int
+    threads_by: str = ""
+    """The variable of the environment that said so."""
 
 
 @dataclass(frozen=True)
@@ -196,11 +198,12 @@ def _ranks(world: World, seats: list[Seat]) -> Rows:
     devices = Counter(seat.device for seat in seats)
     threads = sorted({seat.threads for seat in seats})
     each = counted(threads[0], "thread") if len(threads) == 1 else f"{threads[0]}-{threads[-1]} threads"
+    asked = f" ({seats[0].threads_by})" if seats[0].threads_by else ""
     by = "paceline" if world.launcher == "procs" else world.launcher
     launcher = "no launcher" if by == "plain" else f"launched by {by}"
     why = f" ({'; '.join(world.why)})" if world.why and world.launcher != "plain" else ""
     lines = [
-        ("ranks", f"{world.size}, {each} each, {launcher}{why}"),
+        ("ranks", f"{world.size}, {each} each{asked}, {launcher}{why}"),
         ("devices", ", ".join(f"{number} x {name}" if number > 1 else name for name, number in devices.items())),
     ]
     hosts = Counter(seat.host for seat in seats)
@@ -286,7 +289,7 @@ def _schedule(config: TrainConfig, steps: int | None) -> str:
 
 def seat(link: Link) -> Seat:
     name = "cpu" if link.device.type == "cpu" else precision.capabilities(link.device).name
-    return Seat(link.hosts[link.world.rank], name, link.threads)
+    return Seat(link.hosts[link.world.rank], name, link.threads, link.threads_by)
 
 
 def rank_line(link: Link) -> str:

@@ -41,11 +41,14 @@ class Link:
         store: Store | None = None,
         watch: FailureWatch | None = None,
         before: Before | None = None,
+        threads_by: str = "",
     ) -> None:
         self.world = world
         self.device = device
         self.threads = threads
         """CPU threads of this rank."""
+        self.threads_by = threads_by
+        """The variable of the environment that said so, if one did."""
         self.hosts = hosts
         """The machine of each rank."""
         self.store = store

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from paceline.core.errors import PacelineError
 from paceline.world.roll_call import Present
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
+OMP = "OMP_NUM_THREADS"
 
 
 class NoCudaDevice(PacelineError):
@@ -56,6 +57,17 @@ def backend_of(roll: Sequence[Present], share_devices: bool) -> str:
         ranks = sum(entry.host == host for entry in roll)
         raise MoreRanksThanDevices(ranks, sum(gpu_host == host for gpu_host, _ in gpus))
     return "cpu:gloo,cuda:gloo"
+
+
+def threads_by_environment(env: Mapping[str, str], launcher: str, local_size: int) -> int | None:
+    """Return the CPU threads that the user's `OMP_NUM_THREADS` asks for; None if it does not.
+
+    torchrun sets it to 1 for several ranks where the user has not: that says nothing, and cores are shared out.
+    """
+    word = env.get(OMP, "").partition(",")[0].strip()
+    if not word.isdigit() or int(word) == 0 or (launcher == "torchrun" and local_size > 1 and int(word) == 1):
+        return None
+    return int(word)
 
 
 def threads_of(mine: Present, roll: Sequence[Present], asked: int | None = None) -> int:

@@ -26,7 +26,7 @@ from paceline.world.failure.watchdog import FailureWatch
 from paceline.world.guest import Before
 from paceline.world.link import Link
 from paceline.world.parent_process import end_with_parent
-from paceline.world.resources import DeviceChoice, backend_of, device_name, threads_of
+from paceline.world.resources import OMP, DeviceChoice, backend_of, device_name, threads_by_environment, threads_of
 from paceline.world.roll_call import Present, roll_call
 from paceline.world.store import HashStore, PrefixStore, Store, answer_within, meet
 
@@ -39,10 +39,13 @@ def from_settings(settings: WorldSettings, world: World | None = None) -> Link:
 
     Raises `RanksDisagree` on all ranks where settings or installations differ.
     """
+    world = discover(os.environ) if world is None else world
+    by_environment = threads_by_environment(os.environ, world.launcher, world.local_size)
     link = start(
-        discover(os.environ) if world is None else world,
+        world,
         device=settings.device,
-        threads=settings.threads,
+        threads=settings.threads or by_environment,
+        threads_by="" if settings.threads or not by_environment else f"{OMP}={by_environment}",
         start_timeout_s=settings.start_timeout_s,
         timeout_s=settings.timeout_s,
     )
@@ -58,12 +61,15 @@ def start(
     *,
     device: DeviceChoice = "auto",
     threads: int | None = None,
+    threads_by: str = "",
     start_timeout_s: float = 300.0,
     timeout_s: float = 1800.0,
     share_devices: bool = False,
     group_of_one: bool = False,
 ) -> Link:
     """Join the other ranks. Missing ranks are named after `start_timeout_s`; a collective waits for `timeout_s`.
+
+    `threads_by` says who asked for `threads`, if that was not the user's setting.
 
     `share_devices` lets several ranks use one GPU, through gloo instead of NCCL: right, but slow. `group_of_one` gives
     a single process the group, and so the code and the collectives, that several have: to try NCCL on one GPU.
@@ -77,7 +83,8 @@ def start(
     mine = _introduce(world, chosen)
     if world.size == 1:
         alone = _join_alone(backend_of([mine], share_devices), timeout_s) if group_of_one else None
-        return Link(world, chosen, _set_threads(mine, [mine], threads), (mine.host,), alone, before=before)
+        num_threads = _set_threads(mine, [mine], threads)
+        return Link(world, chosen, num_threads, (mine.host,), alone, before=before, threads_by=threads_by)
     interface = gloo_interface(world, os.environ)
     if interface is not None:
         os.environ[GLOO_INTERFACE] = interface
@@ -105,7 +112,7 @@ def start(
         watch.stop()
         before.give_back()
         raise
-    return Link(world, chosen, num_threads, meeting.hosts, store, watch, before)
+    return Link(world, chosen, num_threads, meeting.hosts, store, watch, before, threads_by)
 
 
 def patience(timeout_s: float, device: torch.device) -> timedelta:

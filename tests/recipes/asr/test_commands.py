@@ -17,7 +17,8 @@ import yaml
 
 import paceline.asr
 from paceline.cli.main import main
-from paceline.cli.tasks import PackagesMissing, find_task
+from paceline.cli.tasks import find_task
+from paceline.core.extras import PackagesMissing
 from paceline.observe.journal import read
 from paceline.recipes.asr.settings import AsrSettings
 from paceline.recipes.asr.text.decode import beam_batch

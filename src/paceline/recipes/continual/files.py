@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import PacelineError
+from paceline.core.extras import imports_for
 from paceline.core.units import counted
 
 IMAGE_BYTES = 3 * 32 * 32
@@ -143,7 +144,8 @@ def read_subset(path: Path) -> Split:
 
 def digits() -> Split:
     """scikit-learn's own 1,797 handwritten digits, (1, 8, 8), 0 to 16 scaled to 0 to 255."""
-    from sklearn.datasets import load_digits
+    with imports_for("continual"):
+        from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     x = torch.tensor(np.rint(images * 255 / 16).astype(np.uint8), device="cpu").view(-1, 1, 8, 8)

@@ -1,0 +1,38 @@
+"""Packages of extras that are not installed: the extra is named, by commands and by recipes."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import paceline
+from paceline.cli.main import main
+from paceline.recipes.digits import Digits
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """Make imports of packages, and of what was imported with them, fail as if they were not installed."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in packages or name.startswith(("paceline.recipes.asr", "paceline.data.audio")):
+            monkeypatch.delitem(sys.modules, name)
+    for package in packages:
+        monkeypatch.setitem(sys.modules, package, None)
+
+
+def test_digits_without_its_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    without(monkeypatch, "sklearn")
+    with pytest.raises(paceline.PacelineError, match="the recipe 'digits' needs the package sklearn") as error:
+        paceline.fit(Digits(), epochs=1, progress="none")
+    assert error.value.hint == "pip install 'paceline[demo]'"
+    assert main(["train", "digits", "--epochs", "1", "--progress", "none", "--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert ("pip install 'paceline[demo]'" in said, "Traceback" in said) == (True, False)
+
+
+def test_demo_without_its_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    without(monkeypatch, "soundfile")
+    assert main(["demo"]) == 2
+    said = capsys.readouterr().err
+    assert "`paceline demo` needs the package soundfile, which is not installed" in said
+    assert "pip install 'paceline[demo]'" in said
