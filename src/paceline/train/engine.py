@@ -27,6 +27,7 @@ from paceline.core.torch_private import backward, compile_counters, plain_step
 from paceline.data.grain import Batch, Grain
 from paceline.data.torch_loader import take_out_for_training
 from paceline.observe.clock import Clock
+from paceline.optim.clip import ClipNorm
 from paceline.optim.ema import WeightAverage
 from paceline.parallel.step import Average, GrainNumbers, RankNumbers, Step, Tally
 from paceline.speed import loss_scale, precision
@@ -91,6 +92,11 @@ class Engine:
         self.schedulers = Schedulers()
         """torch schedulers of the optimizer."""
         self._wants_stop = False
+        self.is_counted = True
+        """False while grains are run that are no part of a training step's result: validation, trials."""
+        self.norm_every: int | None = None
+        """Steps between those whose gradient norm is measured, where clipping does not need it anyway."""
+        self._measure = ClipNorm(math.inf)
         self._listeners: list[Callable[[Average], None]] = []
         self._randomness = GrainRandomness(self.config.seed, self.device)
         self._found_inf = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -258,7 +264,7 @@ class Engine:
     def _overflows(self, prepared: Prepared, loss: Loss, batch: Batch) -> bool:
         """Return True if the step's gradients are not finite with the loss scale of the moment; the same on all ranks
         that share them. Waits for the device, and leaves no trace: the step is run again from the same state."""
-        with prepared.untraced():
+        with prepared.untraced(), self._uncounted():
             tally, _ = self._gradients(prepared, loss, batch)
             self._check_gradients(prepared, tally, prepared.strategy.divisor(batch), norm_tells=False)
             return bool(self._found_inf.item())
@@ -287,7 +293,8 @@ class Engine:
                 strategy.end_grain()
             if makeup:
                 grain = makeup[0]
-                _run_makeup(prepared, loss, makeup)
+                with self._uncounted():
+                    _run_makeup(prepared, loss, makeup)
         except torch.OutOfMemoryError as error:
             assert grain is not None
             raise OutOfMemory(grain.shapes(), len(grain), batch.num_grains, str(error)) from error
@@ -341,9 +348,12 @@ class Engine:
                 self._look_for_inf(prepared, gradients)
             prepared.clip_norm.scale(prepared.updated, norm)
             return norm
+        measured: Tensor | None = None
+        if self.norm_every is not None and (self.position.num_steps + 1) % self.norm_every == 0:
+            measured = prepared.strategy.total_norm(gradients, self._measure.norm)
         if self.config.clip_value is not None:
             torch.nn.utils.clip_grad_value_(prepared.updated, self.config.clip_value)
-        return None
+        return measured
 
     def _update(self, prepared: Prepared) -> None:
         """Update unless gradients were not finite; on a GPU the optimizer itself looks, and the host does not wait."""
@@ -415,7 +425,7 @@ class Engine:
         prepared = self.prepared
         model, average = prepared.model, prepared.average
         weights = model if prepared.shards is None else prepared.shards.tensors
-        with self.whole_statistics():
+        with self.whole_statistics(), self._uncounted():
             training = [module for module in model.modules() if module.training]
             model.eval()
             averaged = nullcontext() if average is None else average.swapped(weights)
@@ -425,6 +435,14 @@ class Engine:
             finally:
                 for module in training:
                     module.training = True
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        before, self.is_counted = self.is_counted, False
+        try:
+            yield
+        finally:
+            self.is_counted = before
 
     @contextmanager
     def whole_statistics(self) -> Iterator[None]:

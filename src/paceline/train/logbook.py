@@ -63,8 +63,11 @@ class Logbook:
         meter: Meter,
         more: Callable[[], dict[str, float]] = dict,
         losses: LossWatch | None = None,
+        scalars: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        """`more` returns further numbers of the last step; they are read from the device when something is logged."""
+        """`more` returns further numbers of the last step, `scalars` those of the task since the last line, on all
+        ranks; they are read from the device when something is logged."""
+        self._scalars = scalars
         self._watchers, self._progress, self._engine, self._position = watchers, progress, engine, position
         self._meter, self._clock, self._more = meter, meter.clock, more
         self._pending: list[tuple[Step, float | None]] = []
@@ -125,13 +128,14 @@ class Logbook:
         self.loss = losses[-1]
         self.losses.note((step.number, loss) for (step, _), loss in zip(ready, losses, strict=True))
         self._mean.add(losses)
+        scalars = self._scalars()  # of all ranks
         if self._watchers:
             epoch = self._position.epoch
             records = [
                 StepRecord.line(step.number, epoch, loss, rate, _with_norm(step.notes, norm))
                 for (step, rate), loss, norm in zip(ready, losses, norms, strict=True)
             ]
-            records[-1] |= self._more()
+            records[-1] |= self._more() | scalars
             with self._writing():
                 for watcher in self._watchers:
                     watcher.step(records)

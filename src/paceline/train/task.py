@@ -148,6 +148,10 @@ def _not_training() -> AbstractContextManager[None]:
     raise NotTraining
 
 
+def _not_logged(name: str, total: Any, weight: Any) -> None:
+    """Numbers of training are not wanted where nothing is trained."""
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """The run around a task: everything that it may know of it, as one object."""
@@ -161,6 +165,8 @@ class Surroundings:
     """`with self.evaluating():` the model is as validation sees it; while training only, and all ranks must enter."""
     few_shapes: bool = False
     """Training batches should come in few shapes: see `CollatesForTraining`."""
+    log: Callable[[str, Any, Any], None] = _not_logged
+    """Takes a number of training, as (name, sum, weight)."""
 
 
 class Task:
@@ -278,6 +284,12 @@ class Task:
     def say(self) -> Callable[[str], None]:
         """`self.say(text)` shows the user a line, once for all ranks."""
         return self._around("say").say
+
+    def log(self, name: str, total: Any, weight: Any = 1.0) -> None:
+        """Log a number of training, as a sum and its weight: all grains, ranks and steps since the last log line are
+        added, then divided once. It goes where the loss goes: `metrics.jsonl`, TensorBoard, the report. Does nothing in
+        validation, and outside of training."""
+        self._around("log").log(name, total, weight)
 
     @property
     def gather(self) -> Callable[[Any], list[Any]]:

@@ -56,6 +56,7 @@ from paceline.train.outlook import outlook
 from paceline.train.position import Position
 from paceline.train.prepare import sums_in_tree
 from paceline.train.probe import Probe
+from paceline.train.scalars import Scalars, calls_log
 from paceline.train.scaling import for_ranks
 from paceline.train.task import Stage, Surroundings, Task, overrides
 from paceline.train.validate import Validation
@@ -129,8 +130,10 @@ class Trainer:
         stacks.send_to(self.checkpoints.rank_log_file)
         self.engine = Engine(config, link=link, clock=self.clock)
         self._few_shapes = setup.few_shapes(config, self.engine.precision, link.device, checkpoint)
-        around = Surroundings(config, link, self.progress.say, self.engine.evaluating, self._few_shapes)
-        task.attach(around)
+        self.engine.norm_every = config.log_every if probe is None else None
+        self._scalars = Scalars(link, calls_log(type(task)), lambda: self.engine.is_counted)
+        say, add = self.progress.say, self._scalars.add
+        task.attach(Surroundings(config, link, say, self.engine.evaluating, self._few_shapes, add))
         self.choice: Choice | None = None
         self._autotuner: autotuner.Autotuner | None = None
         record = None if checkpoint is None else checkpoint.state.get("choice")
@@ -169,6 +172,7 @@ class Trainer:
                 meter,
                 lambda: notes(self.engine, self.larc),
                 LossWatch(config.max_loss_ratio, self.position),
+                self._scalars.read,
             )
             undo.callback(self.log.end)
             self.log.start(self._info())
@@ -527,6 +531,7 @@ class Trainer:
         self._introduce(feed, remarks)
         if self._probe is not None:
             self._probe.begin(self, feed)
+        self._scalars.clear()  # what was logged by trials
         self.clock.lap("setup")
         return True
 
