@@ -5,7 +5,8 @@
 The same model, data and SGD for everyone, one micro-batch and one thread per rank, ranks on this machine. "many" is a
 row of small layers (256 x 256, or 64 x 64 for a million parameters), "few" has four large ones. Every repeat builds
 each way anew, warms it up and times some steps, one way after the other, because machines are noisy; the table has
-medians of the repeats (slowest rank), their spread, and the ratio to DDP.
+medians of the repeats (slowest rank), their spread, and the ratio to DDP; and the CPU time of a step, of all threads
+and ranks together, which other programs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ def _link() -> Any:
     return _links[0]
 
 
-def seconds(way: str, millions: int, kind: str, num_steps: int) -> float:
-    """Return the mean time of a step on this rank."""
+def seconds(way: str, millions: int, kind: str, num_steps: int) -> tuple[float, float]:
+    """Return the mean time of a step on this rank, and the CPU time that it took."""
     model, width = make_model(millions, kind)
     x = torch.randn(BATCH, width, generator=torch.Generator().manual_seed(dist.get_rank()))
     others = {"ddp": ddp, "lightning": lightning}
@@ -122,15 +123,16 @@ def seconds(way: str, millions: int, kind: str, num_steps: int) -> float:
     for number in range(3):
         step(number)
     dist.barrier()
-    began = time.perf_counter()
+    began, began_cpu = time.perf_counter(), time.process_time()
     for number in range(num_steps):
         step(number)
     dist.barrier()
     taken = (time.perf_counter() - began) / num_steps
+    cpu = (time.process_time() - began_cpu) / num_steps
     close()
     del step, close, model
     gc.collect()
-    return taken
+    return taken, cpu
 
 
 def work(options: Any) -> None:
@@ -143,13 +145,18 @@ def work(options: Any) -> None:
             for kind in ("many", "few"):
                 num_steps = max(3, round(options.steps / millions**0.75))
                 times: dict[str, list[float]] = {way: [] for way in options.ways}
+                cpu: dict[str, list[float]] = {way: [] for way in options.ways}
                 for _ in range(options.repeats):
                     for way in options.ways:
                         taken = torch.tensor(seconds(way, millions, kind, num_steps))
-                        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-                        times[way].append(float(taken))
+                        everyone = [torch.empty_like(taken) for _ in range(dist.get_world_size())]
+                        dist.all_gather(everyone, taken)
+                        each = torch.stack(everyone)
+                        times[way].append(float(each[:, 0].max()))
+                        cpu[way].append(float(each[:, 1].sum()))
                 if link.is_first:
-                    print("case", json.dumps({"millions": millions, "kind": kind, "times": times}), flush=True)
+                    case = {"millions": millions, "kind": kind, "times": times, "cpu": cpu}
+                    print("case", json.dumps(case), flush=True)
 
 
 def main() -> None:
@@ -183,15 +190,20 @@ def _rows(size: int, case: dict[str, Any], *, quiet: bool) -> list[Row]:
     times = {way: sorted(values) for way, values in case["times"].items()}
     medians = {way: statistics.median(values) for way, values in times.items()}
     name = f"{size} ranks, {case['millions']} M, {case['kind']}"
-    base = medians.get("ddp", next(iter(medians.values())))
+    cpu = {way: statistics.median(values) for way, values in case["cpu"].items()}
+    base, cpu_base = (values.get("ddp", next(iter(values.values()))) for values in (medians, cpu))
     if not quiet:
-        words = [f"{way} {1e3 * value:.1f} ms ({value / base:.2f})" for way, value in medians.items()]
+        words = [
+            f"{way} {1e3 * value:.1f} ms ({value / base:.2f}; CPU {cpu[way] / cpu_base:.2f})"
+            for way, value in medians.items()
+        ]
         print(f"{name}: {', '.join(words)}", flush=True)
     return [
         row
         for way, value in medians.items()
         for row in (
             Row(name, f"step, {way}", 1e3 * value, "ms", None if way == "ddp" else "ddp", value / base),
+            Row(name, f"CPU, {way}", 1e3 * cpu[way], "ms", None if way == "ddp" else "ddp", cpu[way] / cpu_base),
             Row(name, f"spread, {way}", 1e3 * (times[way][-1] - times[way][0]), "ms"),
         )
     ]
