@@ -34,6 +34,7 @@ def test_noises_on_the_gpu(clips: Path) -> None:
     compare(PerturbSettings(noise_from=clips, noise_snr_db=(0, 20), **loud), 2, "cuda")
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch calls it a prototype
 def test_nothing_waits_for_the_gpu() -> None:
     changes, most = CASES["everything"]
     settings = PerturbSettings(**changes)
@@ -42,8 +43,8 @@ def test_nothing_waits_for_the_gpu() -> None:
     white = np.zeros((len(drawn), 14000), np.float32)
     data: dict[str, Any] = {"audio": rows_of(*signals()), "lengths": torch.tensor([each.length for each in drawn])}
     data = map_tensors(lambda tensor: tensor.cuda(), {**data, "pending": pending(drawn, 14000, None, white)})
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         Augmentation.of(settings).finish(data)
     finally:
         torch.cuda.set_sync_debug_mode("default")
