@@ -55,16 +55,13 @@ def kernels(data: Data) -> dict[str, tuple[Callable[[Data], object], float, floa
     product = 2.0 * channels * channels * batch * row
     ones = torch.ones(channels, device="cuda")
     return {
-        "depthwise forward": (
-            lambda d: depthwise.forward(d.y, d.affine, d.lengths, d.lengths, d.filters, row, 1, 1),
+        "depthwise forward, not fetched": (
+            with_ways(Ways(), lambda d: depthwise.forward(d.y, d.affine, d.lengths, d.lengths, d.filters, row, 1, 1)),
             2,
             0,
         ),
-        "depthwise forward, fetched": (
-            with_ways(
-                Ways(fetched=True),
-                lambda d: depthwise.forward(d.y, d.affine, d.lengths, d.lengths, d.filters, row, 1, 1),
-            ),
+        "depthwise forward": (
+            lambda d: depthwise.forward(d.y, d.affine, d.lengths, d.lengths, d.filters, row, 1, 1),
             2,
             0,
         ),
@@ -85,8 +82,8 @@ def kernels(data: Data) -> dict[str, tuple[Callable[[Data], object], float, floa
             product,
         ),
         "batch statistics": (lambda d: norm.statistics(d.y, d.lengths, FRAMES, ones, ones, 1e-3), 1, 0),
-        "batch statistics, flat": (
-            with_ways(Ways(flat=True), lambda d: norm.statistics(d.y, d.lengths, FRAMES, ones, ones, 1e-3)),
+        "batch statistics, not flat": (
+            with_ways(Ways(), lambda d: norm.statistics(d.y, d.lengths, FRAMES, ones, ones, 1e-3)),
             1,
             0,
         ),

@@ -1,14 +1,15 @@
 """QuartzNet 15x5 in training on one GPU: the plain ways to run it beside our levels, from random data on the device.
 
     python benchmarks/gpu/quartznet.py [--json] [--batches 64 256] [--only bf16 O4] [--network jasper10x5dr] [--profile]
-        [--ways fetched flat]
+        [--ways batched no-turned]
 
 A step is forward, CTC, backward and fused AdamW on a batch of 16.7 s utterances (1,672 frames of 64 mels, lengths 70
-to 100 %, 200 labels), median of 8 after 3. `bf16`, `fp16`, `bf16-compile` are loops as their user would write them,
-`lightning` is its Trainer; `O0` to `O3` are our engine, and `O4` the fastest of its ways, found as a run finds it.
+to 100 %, 200 labels), median of 3 rounds of 8 without a pause. `bf16`, `fp16`, `bf16-compile` are loops as their user
+would write them, `lightning` is its Trainer; `O0` to `O3` are our engine, and `O4` the fastest of its ways, found as a
+run finds it.
 `bf16-channels-last` runs convolutions as two-dimensional ones of height 1. `--profile` shows where a step goes.
 A name with `@64` is for that batch alone; `O2+kernels+graphs` is a way that `O4` may choose. `--ways` runs our
-levels a second time, with kernels that are still to be measured (`paceline.speed.kernels.ways`).
+levels a second time, with other kernels than those in use (`paceline.speed.kernels.ways`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -49,7 +50,7 @@ from paceline.train.task import Task
 from paceline.world.discover.environment import discover
 from paceline.world.start import start
 
-FRAMES, LABELS, WARM, STEPS = 1672, 200, 3, 8
+FRAMES, LABELS, WARM, STEPS, ROUNDS = 1672, 200, 3, 8, 3
 PLAIN = ("bf16", "fp16", "bf16-compile", "lightning")
 
 
@@ -214,14 +215,17 @@ def peak_gib() -> float:
 
 
 def step_ms(step: Callable[[], None]) -> float:
+    """One after the other, as a run has them: nobody waits for the device in between."""
+    for _ in range(WARM):
+        step()
     times = []
-    for number in range(WARM + STEPS):
+    for _ in range(ROUNDS):
         torch.cuda.synchronize()
         began = time.perf_counter()
-        step()
+        for _ in range(STEPS):
+            step()
         torch.cuda.synchronize()
-        if number >= WARM:
-            times.append(1e3 * (time.perf_counter() - began))
+        times.append(1e3 * (time.perf_counter() - began) / STEPS)
     return statistics.median(times)
 
 
@@ -313,10 +317,11 @@ def main() -> None:
     arguments.add_argument("--batches", type=int, nargs="+", default=[64, 256])
     arguments.add_argument("--only", nargs="+", default=[*PLAIN, "O0", "O1", "O2", "O3", "O4"])
     arguments.add_argument("--profile", action="store_true")
-    arguments.add_argument("--ways", nargs="+", default=[], choices=[field.name for field in fields(Ways)])
+    names = [field.name for field in fields(Ways)]
+    arguments.add_argument("--ways", nargs="+", default=[], choices=[*names, *(f"no-{name}" for name in names)])
     options = arguments.parse_args()
     network = read_network(options.network)
-    trial = Ways(**dict.fromkeys(options.ways, True))
+    trial = replace(MEASURED, **{name.removeprefix("no-"): not name.startswith("no-") for name in options.ways})
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = "tf32"
     rows = []

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.speed.operators import operator
+from paceline.world.installed import has_triton
 
 
 def time_conv(x: Tensor, weight: Tensor, stride: int, padding: int, dilation: int, groups: int) -> Tensor:
@@ -34,7 +35,7 @@ def time_conv_forward(
     x: Tensor, weight: Tensor, stride: int, padding: int, dilation: int, groups: int
 ) -> tuple[Tensor, Tensor]:
     """As `time_conv`, and the weights as the library wants them: (filters, kernel, channels of a group)."""
-    filters = x.new_empty(weight.shape[0], weight.shape[2], weight.shape[1]).copy_(weight.transpose(1, 2))
+    filters = _turned(weight, x.dtype)
     columns = _columns(stride, padding, dilation, groups)
     y = F.conv2d(
         _picture(x, columns), _weight(filters, columns), None, *_geometry(stride, padding, dilation, columns), groups
@@ -78,8 +79,8 @@ def time_conv_backward(
         groups,
         (needs_data, True, False),
     )
-    of_weight = gradient.new_empty(filters.shape[0], filters.shape[2], filters.shape[1], dtype=dtype)
-    of_weight.copy_(gradient.squeeze(2 if columns == 1 else 3))
+    # (filters, channels of a group, kernel), which on a GPU lies as (filters, kernel, channels).
+    of_weight = _turned(gradient.squeeze(2 if columns == 1 else 3).transpose(1, 2), dtype)
     return _rows(data, x.shape[1]) if needs_data else x.new_empty(0), of_weight
 
 
@@ -113,6 +114,17 @@ def _gradients(ctx: Any, g: Tensor, _: None) -> tuple[Tensor | None, ...]:
 
 
 time_conv_forward.register_autograd(_gradients, setup_context=_setup)
+
+
+def _turned(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """(number, rows, columns) -> (number, columns, rows) in memory, in another dtype."""
+    if matrices.is_cuda and has_triton():
+        from paceline.speed.kernels import turn  # Triton may be missing where this is not reached
+
+        if turn.can_turn(matrices):
+            return turn.turn(matrices, dtype)
+    number, rows, columns = matrices.shape
+    return matrices.new_empty(number, columns, rows, dtype=dtype).copy_(matrices.transpose(1, 2))
 
 
 def _columns(stride: int, padding: int, dilation: int, groups: int) -> int:

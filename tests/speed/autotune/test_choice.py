@@ -133,6 +133,19 @@ def test_compiling_is_not_tried_where_it_cannot_win() -> None:
     assert "-O3 + graphs" in asked
 
 
+def test_compiling_is_hardly_tried_beside_kernels_that_leave_nothing() -> None:
+    """Minutes of compiling for what the kernels have done already; but a way that is near may still win by it."""
+    fused = candidates([0, 1, 2, 3], has_kernels=True, can_graph=True)
+    for best, plain, is_tried in (("-O2 + kernels + graphs", 1.5, False), ("-O2 + kernels + graphs", 1.3, True)):
+        asked: list[str] = []
+        choose(fused, *clocks({way.name: plain for way in fused} | {best: 1.0}, asked=asked))
+        assert any("-O3" in name for name in asked) == is_tried
+    asked = []
+    seconds = {way.name: 1.5 for way in fused if not way.kernels} | {"-O2": 1.0}  # kernels that do not run here
+    choose(fused, *clocks(seconds, asked=asked))
+    assert "-O3 + graphs" in asked
+
+
 def test_compiled_with_graphs_is_not_compiled_again_without() -> None:
     asked: list[str] = []
     seconds = {way.name: 1.0 for way in ALL}

@@ -113,11 +113,12 @@ def test_stream(kernels: Any, kernel: int, dilation: int, way: tiles.Streaming) 
     from paceline.speed.kernels import stream_fetched
 
     _, stream, _ = kernels
-    for batch, has_affine in ((3, True), (20, False)):
+    for batch, has_affine, is_turned in ((3, True, True), (20, False, True), (3, True, False)):
         case = make_case(kernel, dilation=dilation, frames=70, batch=batch, has_affine=has_affine)
-        found = stream.forward(case.x, case.affine, case.lengths_in, case.weight, dilation, way)
+        with ways.using(ways.Ways(turned=is_turned)):
+            found = stream.forward(case.x, case.affine, case.lengths_in, case.weight, dilation, way)
+            fetched = stream_fetched.forward(case.x, case.affine, case.lengths_in, case.weight, dilation, way)
         assert distance(found, case.forward(reference.depthwise_forward)) < TRUNCATED
-        fetched = stream_fetched.forward(case.x, case.affine, case.lengths_in, case.weight, dilation, way)
         assert torch.equal(fetched, found)
 
 
@@ -166,11 +167,15 @@ def test_stream_backward(
             *(g, x, affine, moments, added, lengths, weight, dilation, way), needs_data=needs_data
         )
 
-    for has_added in (True, False):
+    for has_added, kernels_in_use in ((True, ways.MEASURED), (False, ways.MEASURED), (True, ways.Ways())):
         case = make_case(
             kernel, dilation=dilation, frames=frames, batch=batch, has_affine=has_affine, has_added=has_added
         )
-        data, weight, sums = case.backward(backward)
+        if kernels_in_use.cut and not has_added:  # behind the longest there is more than a tile
+            case.lengths_in = case.lengths_out = case.lengths_in // 4
+            case.g = case.g * reference.held(case.lengths_out, case.g.shape[-1])
+        with ways.using(kernels_in_use):
+            data, weight, sums = case.backward(backward)
         expected, of_weight, expected_sums = case.backward(reference.depthwise_backward)
         assert distance(data, expected) < TRUNCATED
         assert not data[~reference.held(case.lengths_in, data.shape[-1]).expand_as(data)].any()
@@ -198,6 +203,32 @@ def test_flat_statistics(kernels: Any, batch: int, frames: int) -> None:
     assert ways.in_use() == ways.MEASURED
 
 
+@pytest.fixture(params=[ways.Ways(), ways.MEASURED], ids=["plain", "measured"])
+def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
+    with ways.using(request.param):
+        yield
+
+
+def test_utterances_come_back_in_their_places(kernels: Any) -> None:
+    """The end of an encoder whose utterances lie by length."""
+    _, _, norm = kernels
+    case = make_case(1, frames=70, batch=37, channels=3)
+    assert case.affine is not None
+    assert case.moments is not None
+    order = torch.randperm(37, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    given = case.x, case.affine, None, None, case.lengths_in, 69, order
+    out = norm.join(*given)
+    assert distance(out, reference.join(*given)) < TRUNCATED
+    assert torch.equal(out[order.long()], norm.join(*given[:-1]))
+    pair = (case.x, case.affine, case.moments, None, None, None, case.lengths_in, order)
+    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = norm.join_backward(g, *pair, is_packed=False)
+    expected = reference.join_backward(g, *pair, is_packed=False)
+    assert distance(found[0], expected[0]) < TRUNCATED
+    assert max(map(distance, found[1:], expected[1:])) < SUMS
+
+
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize(("batch", "frames"), [(1, 5), (35, 150)])
 def test_batch_norm(kernels: Any, batch: int, frames: int) -> None:
     _, _, norm = kernels

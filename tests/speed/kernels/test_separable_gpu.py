@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 BF16, SUMS = 2e-3, 1e-5
+ALL_WAYS = ways.Ways(**{field.name: True for field in fields(ways.Ways)})
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +78,8 @@ def test_every_filter(kernel: int) -> None:
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="chosen on Hopper alone"
 )
 @pytest.mark.parametrize("kernel", range(1, 98, 4))
-def test_backward_as_a_stream(kernel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", [ways.Ways(), ALL_WAYS], ids=["plain", "all"])
+def test_backward_as_a_stream(kernel: int, way: ways.Ways, monkeypatch: pytest.MonkeyPatch) -> None:
     """With few channels and short utterances too, for which it is not chosen."""
     dice = random.Random(kernel)
     dilation = 2 if kernel <= 47 and kernel % 3 == 0 else 1
@@ -92,19 +94,22 @@ def test_backward_as_a_stream(kernel: int, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(depthwise.tiles, "backward_streaming", of_long_ones)
     for has_affine in (True, False):
-        check(
-            make_case(
-                kernel,
-                dilation=dilation,
-                frames=dice.randint(15, 500),
-                batch=dice.randint(1, 130),
-                channels=dice.choice([16, 48]),
-                has_affine=has_affine,
-                has_added=dice.random() < 0.5,
-                device="cuda",
-                seed=kernel,
-            )
+        case = make_case(
+            kernel,
+            dilation=dilation,
+            frames=dice.randint(15, 500),
+            batch=dice.randint(1, 130),
+            channels=dice.choice([16, 48]),
+            has_affine=has_affine,
+            has_added=dice.random() < 0.5,
+            device="cuda",
+            seed=kernel,
         )
+        if kernel % 8 == 1:  # behind the longest there is a whole tile and more
+            case.lengths_in = case.lengths_out = case.lengths_in // 3
+            case.g = case.g * reference.held(case.lengths_out, case.g.shape[-1])
+        with ways.using(way):
+            check(case)
     assert taken
 
 
@@ -126,9 +131,11 @@ def test_forward_fetched(kernel: int, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         if is_whole:
             case.lengths_in = case.lengths_out = torch.full_like(case.lengths_in, frames)
-        plain = case.forward(depthwise.forward)
-        with ways.using(ways.Ways(fetched=True)):
-            assert torch.equal(case.forward(depthwise.forward), plain)
+        with ways.using(ways.Ways()):
+            plain = case.forward(depthwise.forward)
+        for is_turned in (False, True):
+            with ways.using(ways.Ways(fetched=True, turned=is_turned)):
+                assert torch.equal(case.forward(depthwise.forward), plain)
 
 
 @pytest.mark.parametrize("frames", [15, 333, 1100])
@@ -222,19 +229,20 @@ def gradients(encoder: Encoder, mels: Tensor, lengths: Tensor, run: Any = None) 
     return list(found)
 
 
-def test_encoder_is_as_right_as_the_plain_one() -> None:
+@pytest.mark.parametrize("way", [ways.Ways(), ALL_WAYS], ids=["plain", "all"])
+def test_encoder_is_as_right_as_the_plain_one(way: ways.Ways) -> None:
     plain = make_encoder()
     ours, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
     assert fused.accelerate(ours) == []
-    mels, lengths = torch.randn(16, 64, 333, device="cuda"), torch.randint(100, 334, (16,), device="cuda")
+    mels, lengths = torch.randn(70, 64, 333, device="cuda"), torch.randint(100, 334, (70,), device="cuda")
     expected = gradients(exact, mels.double(), lengths)
-    far = [
-        distance(
-            torch.cat([each.flatten() for each in gradients(encoder, mels, lengths)]),
-            torch.cat([each.flatten() for each in expected]),
+    far = []
+    for encoder in (ours, plain):
+        with ways.using(way):
+            found = gradients(encoder, mels, lengths)
+        far.append(
+            distance(torch.cat([each.flatten() for each in found]), torch.cat([each.flatten() for each in expected]))
         )
-        for encoder in (ours, plain)
-    ]
     assert far[0] <= 1.2 * far[1]
     for (name, found), wanted in zip(ours.named_buffers(), exact.buffers(), strict=True):
         assert distance(found, wanted) < 2e-2, name

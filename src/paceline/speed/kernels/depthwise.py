@@ -230,7 +230,7 @@ def forward(
     way = tiles.streaming(kernel, stride, dilation, batch) if tiling is None else None
     if way is not None:
         if ways.in_use().fetched and _is_hopper(x):
-            return stream_fetched.forward(x, affine, lengths_in, weight, dilation, way)
+            return stream_fetched.forward(x, affine, lengths_in, weight, dilation, tiles.fetched(way))
         return stream.forward(x, affine, lengths_in, weight, dilation, way)
     tiling = tiling or tiles.forward_tiling(batch * triton.cdiv(row_out, 64))
     window = tiles.forward_window(kernel, stride, dilation, tiling)

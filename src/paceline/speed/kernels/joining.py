@@ -23,16 +23,18 @@ def join(
     other_moments: Optional[Tensor],
     lengths: Tensor,
     frames: Optional[int],
+    order: Optional[Tensor],
 ) -> Tensor:
     """Activations in full, where they are needed more than once: ReLU of a batch norm's output, or of a sum of two.
 
-    Given `frames`, in the layout of everybody else: (batch, channel, frames), rows not padded.
+    Given `frames`, in the layout of everybody else: (batch, channel, frames), rows not padded; there utterance `i` is
+    at place `order[i]` (int32), if that is given.
     """
     if y.is_cuda:
         from paceline.speed.kernels import norm
 
-        return norm.join(y, affine, other, other_affine, lengths, frames)
-    return reference.join(y, affine, other, other_affine, lengths, frames)
+        return norm.join(y, affine, other, other_affine, lengths, frames, order)
+    return reference.join(y, affine, other, other_affine, lengths, frames, order)
 
 
 @join.register_fake
@@ -45,6 +47,7 @@ def _(
     other_moments: Optional[Tensor],
     lengths: Tensor,
     frames: Optional[int],
+    order: Optional[Tensor],
 ) -> Tensor:
     return torch.empty_like(y) if frames is None else y.new_empty(y.shape[1], y.shape[0], frames)
 
@@ -60,6 +63,7 @@ def join_backward(
     other_moments: Optional[Tensor],
     lengths: Tensor,
     is_packed: bool,
+    order: Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of y (and of other: the same), of affine, of other_affine."""
     if y.is_cuda:
@@ -69,7 +73,7 @@ def join_backward(
     else:
         backward = reference.join_backward
     h, sums, other_sums = backward(
-        g, y, affine, moments, other, other_affine, other_moments, lengths, is_packed=is_packed
+        g, y, affine, moments, other, other_affine, other_moments, lengths, order, is_packed=is_packed
     )
     return h, sums.contiguous(), other_sums.contiguous()
 
@@ -85,21 +89,23 @@ def _(
     other_moments: Optional[Tensor],
     lengths: Tensor,
     is_packed: bool,
+    order: Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     sums, other_sums = (moments.new_empty(2, y.shape[0]) for _ in range(2))
     return torch.empty_like(y), sums, other_sums
 
 
 def _save_join(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:7])
+    ctx.save_for_backward(*inputs[:7], inputs[8])
     ctx.is_packed = inputs[7] is None
 
 
 def _join_gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    h, sums, other_sums = join_backward(g.contiguous(), *ctx.saved_tensors, ctx.is_packed)
-    if ctx.saved_tensors[3] is None:
-        return h, sums, *(None for _ in range(6))
-    return h, sums, None, h, other_sums, None, None, None
+    *saved, order = ctx.saved_tensors
+    h, sums, other_sums = join_backward(g.contiguous(), *saved, ctx.is_packed, order)
+    if saved[3] is None:
+        return h, sums, *(None for _ in range(7))
+    return h, sums, None, h, other_sums, None, None, None, None
 
 
 join.register_autograd(_join_gradients, setup_context=_save_join)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.speed.kernels import ways
+from paceline.speed.kernels.order import nth
 
 TILE = 4096
 """Frames of a channel that one program reads."""
@@ -213,8 +214,9 @@ def _apply_backward(
     tiles_of_time,
     UTTERANCES: tl.constexpr,
     FRAMES: tl.constexpr,
+    IS_TURNED: tl.constexpr,
 ):
-    channel = tl.program_id(1)
+    channel = nth(tl.program_id(1), channels, IS_TURNED)
     _, _, offset, exists, may_hold, holds = _tile(lengths, batch, row, tiles_of_time, UTTERANCES, FRAMES)
     offset += channel * batch * row
     scale = tl.load(affine + channel)
@@ -240,6 +242,7 @@ def _join(
     other,
     other_affine,
     lengths,
+    order,
     out,
     channels,
     batch,
@@ -251,8 +254,10 @@ def _join(
     UTTERANCES: tl.constexpr,
     FRAMES: tl.constexpr,
     HAS_OTHER: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+    IS_TURNED: tl.constexpr,
 ):
-    channel = tl.program_id(1)
+    channel = nth(tl.program_id(1), channels, IS_TURNED)
     b, t, offset, _, may_hold, holds = _tile(lengths, batch, row, tiles_of_time, UTTERANCES, FRAMES)
     offset += channel * batch * row
     values = tl.load(y + offset, mask=may_hold, other=0.0).to(tl.float32)
@@ -261,7 +266,8 @@ def _join(
         more = tl.load(other + offset, mask=may_hold, other=0.0).to(tl.float32)
         values += more * tl.load(other_affine + channel) + tl.load(other_affine + channels + channel)
     values = tl.where(holds, tl.maximum(values, 0.0), 0.0).to(tl.bfloat16)
-    target = out + channel * out_channel + (b * out_batch)[:, None] + t
+    place = tl.load(order + b, mask=b < batch, other=0) if HAS_ORDER else b
+    target = out + channel * out_channel + (place * out_batch)[:, None] + t
     tl.store(target, values, mask=(b < batch)[:, None] & (t < out_row))
 
 
@@ -275,6 +281,7 @@ def _join_backward(
     other_affine,
     other_moments,
     lengths,
+    order,
     h,
     parts,
     channels,
@@ -287,12 +294,14 @@ def _join_backward(
     UTTERANCES: tl.constexpr,
     FRAMES: tl.constexpr,
     HAS_OTHER: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
 ):
     group = tl.program_id(0)
     channel = tl.program_id(1)
     b, t, offset, exists, may_hold, holds = _tile(lengths, batch, row, tiles_of_time, UTTERANCES, FRAMES)
     offset += channel * batch * row
-    source = g + channel * g_channel + (b * g_batch)[:, None] + t
+    place = tl.load(order + b, mask=b < batch, other=0) if HAS_ORDER else b
+    source = g + channel * g_channel + (place * g_batch)[:, None] + t
     gradient = tl.load(source, mask=may_hold & (t < g_row), other=0.0).to(tl.float32)
     values = tl.load(y + offset, mask=may_hold, other=0.0).to(tl.float32)
     total = values * tl.load(affine + channel) + tl.load(affine + channels + channel)
@@ -407,6 +416,7 @@ def apply_backward(
         frames,
         tiles_of_time,
         **shape,
+        IS_TURNED=ways.in_use().turned,
     )
     return g, weight_gradient, bias_gradient
 
@@ -418,10 +428,12 @@ def join(
     other_affine: Tensor | None,
     lengths: Tensor,
     frames: int | None = None,
+    order: Tensor | None = None,
 ) -> Tensor:
     """ReLU of batch-normed values, or of the sum of two such.
 
-    Given `frames`, in the layout of everybody else: (batch, channel, frames), rows not padded.
+    Given `frames`, in the layout of everybody else: (batch, channel, frames), rows not padded; there utterance `i` is
+    at place `order[i]`, if that is given.
     """
     channels, batch, row = y.shape
     groups, tiles_of_time, shape = _cut(y, 256)
@@ -432,6 +444,7 @@ def join(
         y if other is None else other,
         affine if other_affine is None else other_affine,
         lengths,
+        lengths if order is None else order,
         out,
         channels,
         batch,
@@ -440,6 +453,8 @@ def join(
         *_strides(out, is_packed=frames is None),
         **shape,
         HAS_OTHER=other is not None,
+        HAS_ORDER=order is not None,
+        IS_TURNED=ways.in_use().turned,
     )
     return out
 
@@ -453,6 +468,7 @@ def join_backward(
     other_affine: Tensor | None,
     other_moments: Tensor | None,
     lengths: Tensor,
+    order: Tensor | None = None,
     *,
     is_packed: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -470,6 +486,7 @@ def join_backward(
         affine if other_affine is None else other_affine,
         moments if other_moments is None else other_moments,
         lengths,
+        lengths if order is None else order,
         h,
         parts,
         channels,
@@ -479,6 +496,7 @@ def join_backward(
         *_strides(g, is_packed=is_packed),
         **shape,
         HAS_OTHER=other is not None,
+        HAS_ORDER=order is not None,
     )
     totals = parts.sum(0)
     return h, totals[:2], totals.flip(0)[:2]

@@ -99,12 +99,16 @@ def join(
     other_affine: Tensor | None,
     lengths: Tensor,
     frames: int | None = None,
+    order: Tensor | None = None,
 ) -> Tensor:
     total = _scaled(y, affine)
     if other is not None and other_affine is not None:
         total = total + _scaled(other, other_affine)
     out = (total.relu() * held(lengths, y.shape[-1])).to(y.dtype)
-    return out if frames is None else out[..., :frames].transpose(0, 1).contiguous()
+    if frames is None:
+        return out
+    out = out[..., :frames].transpose(0, 1)
+    return out.contiguous() if order is None else torch.empty_like(out).index_copy_(0, order.long(), out).contiguous()
 
 
 def join_backward(
@@ -116,9 +120,12 @@ def join_backward(
     other_affine: Tensor | None,
     other_moments: Tensor | None,
     lengths: Tensor,
+    order: Tensor | None = None,
     *,
     is_packed: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if order is not None:
+        g = g[order.long()]
     if not is_packed:
         g = F.pad(g.transpose(0, 1), (0, y.shape[-1] - g.shape[-1]))
     total = _scaled(y, affine)

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.speed.kernels import tiles
+from paceline.speed.kernels import tiles, ways
+from paceline.speed.kernels.order import nth
 
 
 @triton.jit
@@ -43,8 +44,9 @@ def _forward(
     CHUNK: tl.constexpr,
     PRODUCT: tl.constexpr,
     HAS_AFFINE: tl.constexpr,
+    IS_TURNED: tl.constexpr,
 ):
-    channel = tl.program_id(1)
+    channel = nth(tl.program_id(1), channels, IS_TURNED)
     utterance = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = utterance < batch
     length = tl.load(lengths + utterance, mask=is_row, other=0)
@@ -117,6 +119,7 @@ def forward(
         CHUNK=way.chunk,
         PRODUCT=tiles.product_dtype(),
         HAS_AFFINE=affine is not None,
+        IS_TURNED=affine is not None and ways.in_use().turned,
         num_warps=way.warps,
         num_stages=way.stages,
     )

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from paceline.speed.kernels import tiles
+from paceline.speed.kernels import tiles, ways
+from paceline.speed.kernels.order import nth
 
 
 @triton.jit
@@ -106,9 +107,11 @@ def _backward(
     HAS_AFFINE: tl.constexpr,
     HAS_ADDED: tl.constexpr,
     NEEDS_DATA: tl.constexpr,
+    IS_TURNED: tl.constexpr,
+    IS_CUT: tl.constexpr,
 ):
     part = tl.program_id(0)
-    channel = tl.program_id(1)
+    channel = nth(tl.program_id(1), channels, IS_TURNED)
     AHEAD: tl.constexpr = PAD + LEFT
     if NEEDS_DATA:
         taps = weight + channel * KERNEL
@@ -136,7 +139,9 @@ def _backward(
         further = tl.zeros([ROWS, TILE], tl.bfloat16)
         if HAS_ADDED:
             further = _added_tile(added, offset, tl.arange(0, TILE), is_row, row)
-        for tile in range(num_tiles):
+        # Behind the longest utterance of a group every gradient is zero.
+        num_reached = (tl.max(length, 0) + TILE - 1) // TILE if IS_CUT else num_tiles
+        for tile in range(num_reached):
             start = tile * TILE
             t = start + tl.arange(0, TILE)
             seen = g_wide.load([channel, first, start - LEFT]).reshape(ROWS, WIDE).to(PRODUCT)
@@ -165,6 +170,9 @@ def _backward(
                     sum_h += tl.sum(total, 1)
                     sum_hy += tl.sum(total * (values - mean), 1)
                 h_tiles.store([channel, first, start], total.to(tl.bfloat16).reshape(1, ROWS, TILE))
+        if NEEDS_DATA:
+            for tile in range(num_reached, num_tiles):
+                h_tiles.store([channel, first, tile * TILE], tl.zeros([1, ROWS, TILE], tl.bfloat16))
     gradient = _diagonals(products, KERNEL_2, DILATION, AHEAD)
     if MORE > 0:
         gradient += _diagonals(more_products, KERNEL_2, DILATION, AHEAD - WIDE)
@@ -231,6 +239,8 @@ def backward(
         HAS_AFFINE=affine is not None,
         HAS_ADDED=added is not None,
         NEEDS_DATA=needs_data,
+        IS_TURNED=affine is None and ways.in_use().turned,
+        IS_CUT=ways.in_use().cut,
         num_warps=way.warps,
         num_stages=way.stages,
     )

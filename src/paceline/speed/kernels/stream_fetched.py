@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from paceline.speed.kernels import tiles
+from paceline.speed.kernels import tiles, ways
+from paceline.speed.kernels.order import nth
 
 
 @triton.jit
@@ -75,13 +76,21 @@ def _products(
 
 
 @triton.jit
-def _store_tile(out_tiles, total, channel, first, tile, length, IS_COMPILED: tl.constexpr, IS_MASKED: tl.constexpr):
-    """The tile before the first is outside of its row: nothing of it is written."""
+def _store_tile(
+    out_tiles, total, channel, first, tile, end, length, IS_COMPILED: tl.constexpr, IS_MASKED: tl.constexpr
+):
+    """Of the tile before the first, nothing is written: it is stored behind `end`, the last frame that a row can have.
+
+    A store may leave a row at its end, but must not begin before it: the hardware takes that for an illegal
+    instruction, while it is content with a fetch that does.
+    """
     ROWS: tl.constexpr = total.shape[0]
     TILE: tl.constexpr = total.shape[1]
     if IS_MASKED:
         total = _held(total, length - tile * TILE, IS_COMPILED)
-    out_tiles.store([channel, first, tile * TILE], total.to(tl.bfloat16).reshape(1, ROWS, TILE))
+    out_tiles.store(
+        [channel, first, tl.where(tile < 0, end, tile * TILE)], total.to(tl.bfloat16).reshape(1, ROWS, TILE)
+    )
 
 
 @triton.jit
@@ -103,8 +112,9 @@ def _forward(
     PRODUCT: tl.constexpr,
     HAS_AFFINE: tl.constexpr,
     IS_COMPILED: tl.constexpr,
+    IS_TURNED: tl.constexpr,
 ):
-    channel = tl.program_id(1)
+    channel = nth(tl.program_id(1), channels, IS_TURNED)
     first = tl.program_id(0) * ROWS
     utterance = first + tl.arange(0, ROWS)
     is_row = utterance < batch
@@ -112,6 +122,7 @@ def _forward(
     # Tiles that no utterance ends in, and those that some utterance reaches.
     num_whole = tl.min(tl.where(is_row, length, 2147483647), 0) // TILE
     num_reached = (tl.max(length, 0) + TILE - 1) // TILE
+    end = num_tiles * TILE
     scale = 1.0
     shift = 0.0
     if HAS_AFFINE:
@@ -134,7 +145,7 @@ def _forward(
             *(x_tiles, before, current, filters, channel, first, tile, length, scale, shift),
             *(PAD, CHUNK, PRODUCT, HAS_AFFINE, IS_COMPILED, False),
         )
-        _store_tile(out_tiles, before, channel, first, tile - 1, length, IS_COMPILED, False)
+        _store_tile(out_tiles, before, channel, first, tile - 1, end, length, IS_COMPILED, False)
         before = current
         current = after
     for tile in range(num_whole, num_reached):
@@ -142,13 +153,13 @@ def _forward(
             *(x_tiles, before, current, filters, channel, first, tile, length, scale, shift),
             *(PAD, CHUNK, PRODUCT, HAS_AFFINE, IS_COMPILED, True),
         )
-        _store_tile(out_tiles, before, channel, first, tile - 1, length, IS_COMPILED, True)
+        _store_tile(out_tiles, before, channel, first, tile - 1, end, length, IS_COMPILED, True)
         before = current
         current = after
-    _store_tile(out_tiles, before, channel, first, num_reached - 1, length, IS_COMPILED, True)
+    _store_tile(out_tiles, before, channel, first, num_reached - 1, end, length, IS_COMPILED, True)
     nothing = tl.zeros([ROWS, TILE], tl.float32)
     for tile in range(num_reached, num_tiles):
-        _store_tile(out_tiles, nothing, channel, first, tile, length, IS_COMPILED, False)
+        _store_tile(out_tiles, nothing, channel, first, tile, end, length, IS_COMPILED, False)
 
 
 def forward(
@@ -181,6 +192,7 @@ def forward(
         PRODUCT=product,
         HAS_AFFINE=affine is not None,
         IS_COMPILED=product is tl.bfloat16,
+        IS_TURNED=affine is not None and ways.in_use().turned,
         num_warps=way.warps,
         num_stages=way.stages,
     )

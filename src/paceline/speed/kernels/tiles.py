@@ -15,6 +15,8 @@ from typing import Any
 
 ALIGNMENT = 16
 """Rows of activations are padded to a multiple of so many frames: the alignment that Triton recognises by itself."""
+STREAM_ROWS = 64
+"""Utterances that a stream multiplies at a time."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,11 @@ def streaming(kernel: int, stride: int, dilation: int, batch: int) -> Streaming 
     return Streaming(rows=64, tile=64, chunk=32 if reach <= 32 else 64)
 
 
+def fetched(way: Streaming) -> Streaming:
+    """Return the same way for `stream_fetched`, whose tiles take fewer registers while they are on their way."""
+    return replace(way, stages=4)
+
+
 def backward_streaming(
     kernel: int, stride: int, dilation: int, channels: int, batch: int, row: int
 ) -> BackwardStreaming | None:
@@ -146,6 +153,15 @@ def _groups(blocks: int, channels: int) -> int:
         return -(-programs // (2 * 132)) * (4 * groups + 1)
 
     return min(range(1, blocks + 1), key=quarters)
+
+
+def weight_parts(filters: int, channels: int, batch: int, row: int) -> int:
+    """Return the number of groups of utterances whose weight gradients are products of their own.
+
+    As many as give each of 132 multiprocessors a piece of 128 times 256 (for small weights, 128 times 128) at most.
+    """
+    pieces = -(-filters // 128) * -(-channels // (256 if channels > 256 else 128))
+    return max((parts for parts in (64, 32, 16, 8, 4, 2) if batch % parts == 0 and parts * pieces <= 132), default=1)
 
 
 def forward_tiling(rows: int) -> Tiling:

@@ -2,8 +2,8 @@
 
 Tests compile a new kernel for the device that it is meant for, on any machine, and compare it with its reference in
 Triton's interpreter. That it is faster, and right on the device, only the device can tell: until then it is not chosen.
-`benchmarks/gpu/kernels.py` times both beside each other, `benchmarks/gpu/quartznet.py --ways fetched flat` trains with
-the new ones, and `pytest -m gpu` holds them to float64.
+`benchmarks/gpu/kernels.py` times both beside each other, `benchmarks/gpu/quartznet.py --ways batched no-turned` trains
+with others than those in use, and `pytest -m gpu` holds all of them to float64.
 """
 
 from __future__ import annotations
@@ -21,9 +21,18 @@ class Ways:
     """Depthwise forward on Hopper by `stream_fetched` instead of `stream`."""
     flat: bool = False
     """Batch statistics of flat pieces of a channel instead of tiles that end at a length."""
+    turned: bool = False
+    """Every other kernel goes through the channels from the last to the first: see `order`."""
+    cut: bool = False
+    """Depthwise backward as a stream ends at the longest utterance of a group."""
+    sorted: bool = False
+    """Utterances of a batch lie by their length, if there are several groups of them."""
+    batched: bool = False
+    """The weight gradient of a product over channels as products of groups of utterances, added up."""
 
 
-MEASURED = Ways()
+MEASURED = Ways(fetched=True, flat=True, turned=True, cut=True, sorted=True)
+"""On an H200, 2026-11-16: see "QuartzNet 15x5 with further kernels" in benchmarks/RESULTS.md."""
 _in_use = [MEASURED]
 
 

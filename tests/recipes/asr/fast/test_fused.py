@@ -14,7 +14,7 @@ from paceline.recipes.asr.fast import fused
 from paceline.recipes.asr.network.config import read_network
 from paceline.recipes.asr.network.encoder import Encoder
 from paceline.speed.autotune.choice import CannotRun
-from paceline.speed.kernels import ops
+from paceline.speed.kernels import ops, tiles, ways
 from tests.speed.kernels.separable import distance, make_case
 
 BLOCKS: list[dict[str, Any]] = [
@@ -71,6 +71,17 @@ def test_same_as_the_plain_encoder(blocks: list[dict[str, Any]], conv_mask: bool
     plain = make_encoder(blocks, conv_mask=conv_mask).double()
     ours = copy.deepcopy(plain)
     assert_same(plain, ours, fused.encode)
+
+
+@pytest.mark.parametrize("blocks", [BLOCKS, BLOCKS[:3]], ids=["all", "joined"])
+def test_utterances_that_lie_by_length_come_back_in_their_places(
+    blocks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "STREAM_ROWS", 3)
+    plain = make_encoder(blocks).double()
+    ours = copy.deepcopy(plain)
+    with ways.using(ways.Ways(sorted=True)):
+        assert_same(plain, ours, fused.encode, MELS, torch.tensor([33, 61, 7, 50]))
 
 
 def test_stands_in_for_training_in_bfloat16_only() -> None:

@@ -1,22 +1,28 @@
 """Training an encoder that our kernels do not know (Jasper) in the layout that the library's convolutions want.
 
 Activations travel as (batch, time, channels), so that the library multiplies them as they lie, where it would else copy
-every input and output of a convolution into that order and back, and batch norm sums rows. Parameters and state dict
-are the plain modules'; evaluation, and whatever is not training in bfloat16 autocast, goes the plain way.
+every input and output of a convolution into that order and back. What follows a convolution (batch norm, the residuals'
+too, their sum, ReLU, dropout, mask) is one operator of ours, `row_norm`, for the usual kind of layer. Every block hands
+on frames that are zero behind each length. Parameters and state dict are the plain modules'; evaluation, and whatever
+is not training in bfloat16 autocast, goes the plain way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import MethodType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.recipes.asr.fast.running import Seen, track
 from paceline.recipes.asr.network.encoder import Block, Encoder, Residual
 from paceline.recipes.asr.network.frames import Frames, frames_of
-from paceline.recipes.asr.network.separable import PlainConv, SeparableConv, SubBlock
+from paceline.recipes.asr.network.separable import BATCH_NORM_MOMENTUM, PlainConv, SeparableConv, SubBlock
+from paceline.speed.autotune.choice import CannotRun
+from paceline.speed.kernels.row_norm import row_norm
 from paceline.speed.time_conv import time_conv
 
 
@@ -31,50 +37,101 @@ def _forward(self: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor, 
     return encode(self, features.to(torch.bfloat16), lengths)
 
 
+@dataclass
+class Pass:
+    """What the layers of one pass share."""
+
+    seeds: list[Tensor]
+    """One for each layer's dropout."""
+    seen: Seen = field(default_factory=list)
+
+
 def encode(encoder: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """The encoder's training pass, in the dtype of its features."""
     frames = frames_of(lengths, features.shape[-1])
-    x = features.transpose(1, 2).contiguous()
+    if features.is_cuda and max(encoder.settings.channels) * features.shape[0] * features.shape[2] >= 2**31:
+        raise CannotRun(f"{features.shape[0]} utterances of {features.shape[2]} frames are past 2^31 elements")
+    layers = [module for module in encoder.modules() if isinstance(module, SubBlock)]
+    shared = Pass(_seeds(layers, features.device))
+    x = _masked(features.transpose(1, 2), frames, encoder.settings.conv_mask).contiguous()
     chain: list[Tensor] = []
     for block, settings in zip(encoder.blocks, encoder.settings.blocks, strict=True):
         assert isinstance(block, Block)
         chain = [*chain, x] if settings.residual_dense else []
-        x, frames = _through(block, chain or [x], frames)
+        x, frames = _through(block, chain or [x], frames, shared)
+    if shared.seen:
+        track(shared.seen)
     return x.transpose(1, 2).contiguous(), frames.lengths
 
 
-def _through(block: Block, inputs: Sequence[Tensor], frames: Frames) -> tuple[Tensor, Frames]:
+def _seeds(layers: Sequence[SubBlock], device: torch.device) -> list[Tensor]:
+    """Drawn at once; nothing is drawn for a network without dropout."""
+    num = sum(isinstance(layer.dropout, nn.Dropout) for layer in layers)
+    if not num:
+        return []
+    return list(torch.randint(-(2**31), 2**31 - 1, (num, 2), dtype=torch.int32, device=device).unbind())
+
+
+def _through(block: Block, inputs: Sequence[Tensor], frames: Frames, shared: Pass) -> tuple[Tensor, Frames]:
     x, after = inputs[-1], frames.strided(block.stride)
-    total: Tensor | None = None
+    residuals: list[tuple[Tensor, nn.BatchNorm1d]] = []
     for residual, each in zip(block.residuals, inputs, strict=False):
         assert isinstance(residual, Residual)
-        y = _normalized(residual.norm, _convolved(residual.conv, _masked(each, frames, residual.is_masked)))
-        total = y if total is None else total + y
+        residuals.append((_convolved(residual.conv, each), residual.norm))
     last = len(block.layers) - 1
     for number, layer in enumerate(block.layers):
         assert isinstance(layer, SubBlock)
-        x = _layer(layer, x, frames, after, total if number == last else None)
+        x = _layer(layer, x, after, residuals if number == last else [], shared)
     return x, after
 
 
-def _layer(layer: SubBlock, x: Tensor, before: Frames, after: Frames, residual: Tensor | None) -> Tensor:
-    """`SubBlock.forward` on rows."""
-    x = _masked(x, before, layer.is_masked)
+def _layer(
+    layer: SubBlock, x: Tensor, after: Frames, residuals: Sequence[tuple[Tensor, nn.BatchNorm1d]], shared: Pass
+) -> Tensor:
+    """`SubBlock.forward` on rows that are zero behind each length, and again so."""
     if isinstance(layer, SeparableConv):
         y = _convolved(layer.pointwise, _masked(_convolved(layer.depthwise, x), after, layer.is_masked))
     else:
         assert isinstance(layer, PlainConv)
         y = _convolved(layer.conv, x)
+    is_dropped = isinstance(layer.dropout, nn.Dropout)
+    seed = shared.seeds.pop(0) if is_dropped else None
+    norms = [layer.norm, *(norm for _, norm in residuals)]
+    if _is_usual(layer, norms):
+        lengths = after.lengths.to(torch.int32) if layer.is_masked else None
+        share = layer.dropout.p if isinstance(layer.dropout, nn.Dropout) else 0.0
+        weights, biases = [norm.weight for norm in norms], [norm.bias for norm in norms]
+        ys = [y, *(each for each, _ in residuals)]
+        normed, _, moments = row_norm(ys, weights, biases, lengths, seed, share, layer.norm.eps)
+        shared.seen += list(zip(norms, moments.detach().unbind(), strict=True))
+        activations: Tensor = normed
+        return activations
     y = _normalized(layer.norm, y)
     if layer.groups > 1:
         y = y.unflatten(2, (layer.groups, -1)).transpose(2, 3).flatten(2)
     if layer.excite is not None:
         y = layer.excite(y.transpose(1, 2), after).transpose(1, 2)
-    if residual is not None:
-        y = y + residual
+    for each, norm in residuals:
+        y = y + _normalized(norm, each)
     # Not in place: the batch norm's output is seen through a view, whose gradient would be made by copies.
     out: Tensor = layer.dropout(F.relu(y) if isinstance(layer.activation, nn.ReLU) else layer.activation(y))
-    return out
+    return _masked(out, after, layer.is_masked)
+
+
+def leaves_some(encoder: Encoder) -> bool:
+    """Return True if some layer is not, but for its convolution, one operator of ours."""
+    blocks = [block for block in encoder.blocks if isinstance(block, Block)]
+    layers = [layer for block in blocks for layer in block.layers if isinstance(layer, SubBlock)]
+    residuals = [residual for block in blocks for residual in block.residuals if isinstance(residual, Residual)]
+    norms = [*(layer.norm for layer in layers), *(residual.norm for residual in residuals)]
+    return any(isinstance(layer, SeparableConv) or not _is_usual(layer, norms) for layer in layers)
+
+
+def _is_usual(layer: SubBlock, norms: Sequence[nn.BatchNorm1d]) -> bool:
+    """Return True if the operator computes what the modules would."""
+    if layer.groups > 1 or layer.excite is not None or not isinstance(layer.activation, nn.ReLU):
+        return False
+    return all(type(norm) is nn.BatchNorm1d and norm.momentum == BATCH_NORM_MOMENTUM for norm in norms)
 
 
 def _masked(x: Tensor, frames: Frames, is_masked: bool) -> Tensor:

@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.core.torch_private import BatchNorm, foreach_add_, foreach_copy_, foreach_lerp_
+from paceline.core.torch_private import BatchNorm, foreach_copy_
+from paceline.recipes.asr.fast.running import Seen, track
 from paceline.recipes.asr.network.config import BlockSettings
 from paceline.recipes.asr.network.encoder import Block, Encoder, Residual
 from paceline.recipes.asr.network.frames import frames_of, strided_length
 from paceline.recipes.asr.network.separable import BATCH_NORM_MOMENTUM, PlainConv, SeparableConv
 from paceline.speed.autotune.choice import CannotRun
-from paceline.speed.kernels import ops
+from paceline.speed.kernels import ops, tiles, ways
 from paceline.speed.kernels.joining import join
 from paceline.speed.kernels.tiles import padded_frames
 
@@ -70,8 +71,6 @@ def _block_obstacles(settings: BlockSettings) -> Iterator[str]:
         yield f"stride {settings.stride}"
 
 
-Seen = list[tuple[nn.BatchNorm1d, Tensor]]
-"""The batch norms of a pass, with the moments of its batch."""
 Matrices = dict[nn.Conv1d, Tensor]
 """Weights of the products over channels: (filter, channel), in the dtype of the activations."""
 
@@ -91,14 +90,15 @@ class Signal(NamedTuple):
         """Return the signal with activations in full."""
         if self.affine is None or self.moments is None:
             return self
-        values = join(self.values, self.affine, self.moments, None, None, None, self.lengths, None)
+        values = join(self.values, self.affine, self.moments, None, None, None, self.lengths, None, None)
         return self._replace(values=values, affine=None, moments=None)
 
-    def unpacked(self) -> Tensor:
-        """(batch, channel, frames): activations as everybody else has them."""
+    def unpacked(self, order: Tensor | None) -> Tensor:
+        """(batch, channel, frames): activations as everybody else has them, utterance `i` at place `order[i]`."""
         if self.affine is None or self.moments is None:
-            return self.values[..., : self.frames].transpose(0, 1)
-        out: Tensor = join(self.values, self.affine, self.moments, None, None, None, self.lengths, self.frames)
+            values = self.values[..., : self.frames].transpose(0, 1)
+            return values if order is None else values[torch.argsort(order)]
+        out: Tensor = join(self.values, self.affine, self.moments, None, None, None, self.lengths, self.frames, order)
         return out
 
 
@@ -112,6 +112,12 @@ def encode(encoder: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor,
     """The encoder's training pass, in the dtype of its features: bfloat16, or float64 to check it on a CPU."""
     frames = features.shape[-1]
     valid = lengths if encoder.settings.conv_mask else torch.full_like(lengths, frames)
+    order = None
+    if ways.in_use().sorted and len(lengths) > tiles.STREAM_ROWS:
+        # Utterances of like lengths share a group, so that kernels that end at the longest of a group have less to do.
+        valid, order = valid.sort(descending=True, stable=True)
+        features = features.index_select(0, order)
+        order = order.to(torch.int32)
     beyond = frames_of(valid, frames).beyond
     values = features.detach().masked_fill(beyond, 0.0).transpose(0, 1)
     values = F.pad(values, (0, padded_frames(frames) - frames))
@@ -123,8 +129,8 @@ def encode(encoder: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor,
         assert isinstance(block, Block)
         signal = _through(block, signal, matrices, seen)
         lengths = strided_length(lengths, block.stride)
-    _track(seen)
-    return signal.unpacked(), lengths
+    track(seen)
+    return signal.unpacked(order), lengths
 
 
 def check_size(channels: int, batch: int, frames: int) -> None:
@@ -174,6 +180,7 @@ def _through(block: Block, signal: Signal, matrices: Matrices, seen: Seen) -> Si
         residual.moments,
         signal.lengths,
         None,
+        None,
     )
     return Signal(joined, None, None, signal.lengths, signal.frames)
 
@@ -221,13 +228,3 @@ def _across(signal: Signal, conv: nn.Conv1d, norm: nn.BatchNorm1d, matrices: Mat
     )
     seen.append((norm, moments))
     return signal._replace(values=y, affine=affine, moments=moments)
-
-
-@torch.no_grad()
-def _track(seen: Seen) -> None:
-    """The running statistics of all batch norms, in three kernels."""
-    momentum = seen[0][0].momentum
-    assert momentum is not None
-    for name, row in (("running_mean", 0), ("running_var", 2)):
-        foreach_lerp_([norm.get_buffer(name) for norm, _ in seen], [moments[row] for _, moments in seen], momentum)
-    foreach_add_([norm.get_buffer("num_batches_tracked") for norm, _ in seen], 1)

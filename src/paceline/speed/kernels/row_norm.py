@@ -1,0 +1,178 @@
+"""What follows a convolution with channels last, as one operator that PyTorch knows: batch norm, sum, ReLU, dropout.
+
+Of one input, or of several that are batch-normed each by itself and added (a residual from every block before). Every
+activation is read once for the statistics and once to be used, and backward twice; between those passes nothing is
+written. On a CPU the reference below computes the same, in any dtype.
+"""
+
+# ruff: noqa: UP045 (the schema of an operator is read off these signatures, in which torch wants Optional)
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from paceline.speed.operators import operator
+
+
+@operator("row_norm")
+def row_norm(
+    ys: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    lengths: Optional[Tensor],
+    seed: Optional[Tensor],
+    dropout: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(batch, time, channels) each -> the same, and of each its scale and shift, and its moments.
+
+    Args:
+        ys: Raw values, as convolutions leave them.
+        weights: Of the batch norms, float32.
+        biases: Of the batch norms.
+        lengths: (batch,) int32: frames behind them are zero in the output; they count in the statistics nevertheless.
+        seed: (2,) int32, from which dropout follows; None without.
+        dropout: Share of the activations that become zero.
+        eps: Of the batch norms.
+
+    Returns:
+        Activations; (number, 2, channels) scale and shift; (number, 3, channels) mean, 1 / standard deviation,
+        unbiased variance. Only the first has a gradient.
+    """
+    y = ys[0]
+    dtype = torch.promote_types(y.dtype, torch.float32)
+    affine = torch.empty(len(ys), 2, y.shape[-1], dtype=dtype, device=y.device)
+    moments = torch.empty(len(ys), 3, y.shape[-1], dtype=dtype, device=y.device)
+    of_each = zip(ys, weights, biases, affine, moments, strict=True)
+    if y.is_cuda:
+        from paceline.speed.kernels import rows
+
+        for each, weight, bias, scales, found in of_each:
+            rows.statistics(each, weight, bias, eps, scales, found)
+        return rows.join(ys, affine, lengths, seed, threshold(dropout), factor(dropout)), affine, moments
+    for each, weight, bias, scales, found in of_each:
+        variance, mean = torch.var_mean(each.to(dtype), (0, 1), correction=0)
+        count = each.shape[0] * each.shape[1]
+        inverse = torch.rsqrt(variance + eps)
+        scales.copy_(torch.stack([weight * inverse, bias - mean * weight * inverse]))
+        found.copy_(torch.stack([mean, inverse, variance * (count / max(count - 1, 1))]))
+    total = torch.zeros_like(y, dtype=dtype)
+    for each, (scale, shift) in zip(ys, affine, strict=True):
+        total += each.to(dtype) * scale + shift
+    total = total.relu_() * _held(lengths, y)
+    if seed is not None:
+        total = torch.where(kept(seed, y.shape, dropout), total * factor(dropout), 0.0)
+    return total.to(y.dtype), affine, moments
+
+
+@row_norm.register_fake
+def _(
+    ys: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    lengths: Optional[Tensor],
+    seed: Optional[Tensor],
+    dropout: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    y = ys[0]
+    dtype = torch.promote_types(y.dtype, torch.float32)
+    affine, moments = (y.new_empty(len(ys), count, y.shape[-1], dtype=dtype) for count in (2, 3))
+    return torch.empty_like(y), affine, moments
+
+
+@operator("row_norm_backward")
+def row_norm_backward(
+    g: Tensor,
+    ys: list[Tensor],
+    out: Tensor,
+    affine: Tensor,
+    moments: Tensor,
+    lengths: Optional[Tensor],
+    dropout: float,
+) -> list[Tensor]:
+    """Gradients of all `ys`, then (1 + number, channels): sums of the gradient, and of it times (y - mean) of each."""
+    if g.is_cuda:
+        from paceline.speed.kernels import rows
+
+        of_ys, of_channels = rows.join_backward(g, out, ys, affine, moments, lengths, factor(dropout))
+        return [*of_ys, of_channels]
+    h = torch.where(out > 0, g.to(affine.dtype) * factor(dropout), 0.0) * _held(lengths, g)
+    count = g.shape[0] * g.shape[1]
+    sums = [h.sum((0, 1))]
+    gradients = []
+    for y, (scale, _), (mean, inverse, _) in zip(ys, affine, moments, strict=True):
+        away = y.to(affine.dtype) - mean
+        sums.append((h * away).sum((0, 1)))
+        steep = sums[-1] * inverse * inverse / count
+        gradients.append((scale * (h - sums[0] / count - away * steep)).to(y.dtype))
+    return [*gradients, torch.stack(sums)]
+
+
+@row_norm_backward.register_fake
+def _(
+    g: Tensor,
+    ys: list[Tensor],
+    out: Tensor,
+    affine: Tensor,
+    moments: Tensor,
+    lengths: Optional[Tensor],
+    dropout: float,
+) -> list[Tensor]:
+    return [*(torch.empty_like(y) for y in ys), affine.new_empty(len(ys) + 1, g.shape[-1])]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ys, _, _, lengths, seed, dropout, _ = inputs
+    ctx.save_for_backward(*output, lengths, *ys)
+    ctx.dropout = 0.0 if seed is None else dropout
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, g: Tensor | None, *_: None) -> tuple[Any, ...]:
+    out, affine, moments, lengths, *ys = ctx.saved_tensors
+    num = len(ys)
+    if g is None:
+        return ([None] * num, [None] * num, [None] * num, None, None, None, None)
+    *of_ys, sums = row_norm_backward(g.contiguous(), ys, out, affine, moments, lengths, ctx.dropout)
+    of_weights = list((sums[1:] * moments[:, 1]).unbind())
+    return of_ys, of_weights, [sums[0]] * num, None, None, None, None
+
+
+row_norm.register_autograd(_gradients, setup_context=_setup)
+
+
+def threshold(dropout: float) -> int:
+    """Of 32 random bits: those below it are dropped."""
+    return min(round(dropout * 2**32), 2**32 - 1)
+
+
+def factor(dropout: float) -> float:
+    """Return what an activation that is kept is multiplied with."""
+    return 1.0 / (1.0 - dropout)
+
+
+def kept(seed: Tensor, shape: torch.Size, dropout: float) -> Tensor:
+    """Activations that dropout leaves: those whose number, mixed with the seed, is not below a threshold."""
+    number = torch.arange(shape.numel(), dtype=torch.int64, device=seed.device)
+    first, second = (seed.to(torch.int64) & 0xFFFFFFFF).unbind()
+    drawn = _mixed((_mixed(number ^ first) + second) & 0xFFFFFFFF)
+    return (drawn >= threshold(dropout)).view(shape)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """As in the kernel; 64 bits hold a product of 32 and 32, and what overflows is above those that count."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & 0xFFFFFFFF
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def _held(lengths: Tensor | None, y: Tensor) -> Tensor:
+    """(batch, time, 1): frames that belong to their utterance."""
+    if lengths is None:
+        return torch.ones(1, 1, 1, dtype=torch.bool, device=y.device)
+    return (torch.arange(y.shape[1], device=y.device) < lengths.unsqueeze(1)).unsqueeze(2)

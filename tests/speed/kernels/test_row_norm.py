@@ -1,0 +1,177 @@
+"""Batch norm, sum, ReLU, dropout and mask of rows: the operator against autograd, its kernels against the operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.speed.kernels.row_norm import factor, kept, row_norm, row_norm_backward, threshold
+from tests.speed.kernels.separable import distance
+
+SUMS, BF16 = 1e-5, 2e-3
+TRUNCATED = 1.6e-2
+"""Triton's interpreter cuts bfloat16 off where hardware rounds."""
+EPS = 1e-3
+
+
+class Case(NamedTuple):
+    """Inputs of the operator, and a gradient of its output."""
+
+    ys: list[Tensor]
+    weights: list[Tensor]
+    biases: list[Tensor]
+    lengths: Tensor | None
+    seed: Tensor | None
+    g: Tensor
+
+    def exact(self) -> Case:
+        ys, weights, biases = ([each.double() for each in many] for many in self[:3])
+        return Case(ys, weights, biases, self.lengths, self.seed, self.g.double())
+
+    def on(self, device: str) -> Case:
+        moved = [[each.to(device) for each in many] for many in self[:3]]
+        return Case(*moved, *(None if each is None else each.to(device) for each in self[3:]))
+
+
+def make_case(
+    num: int, shape: tuple[int, int, int], *, is_masked: bool = True, is_dropped: bool = True, level: float = 3.0
+) -> Case:
+    dice = torch.Generator().manual_seed(num)
+    batch, time, channels = shape
+    lengths = torch.randint(0, time + 1, (batch,), generator=dice, dtype=torch.int32)
+    seed = torch.randint(-(2**31), 2**31 - 1, (2,), generator=dice, dtype=torch.int32)
+    ys = [(torch.randn(shape, generator=dice) + level).bfloat16() for _ in range(num)]
+    weights, biases = ([torch.randn(channels, generator=dice) for _ in range(num)] for _ in range(2))
+    g = torch.randn(shape, generator=dice).bfloat16()
+    return Case(ys, weights, biases, lengths if is_masked else None, seed if is_dropped else None, g)
+
+
+def plainly(case: Case, dropout: float) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Output, gradients and variances by PyTorch's own parts."""
+    leaves = [each.clone().requires_grad_() for many in case[:3] for each in many]
+    num, channels = len(case.ys), case.g.shape[-1]
+    total, variances = torch.zeros_like(case.g), []
+    for y, weight, bias in zip(leaves[:num], leaves[num : 2 * num], leaves[2 * num :], strict=True):
+        mean, variance = torch.zeros(channels).to(y), torch.zeros(channels).to(y)
+        normed = F.batch_norm(y.flatten(0, 1), mean, variance, weight, bias, True, 1.0, EPS)
+        total = total + normed.view_as(y)
+        variances.append(variance)
+    out = total.relu()
+    if case.lengths is not None:
+        out = out * (torch.arange(out.shape[1], device=out.device) < case.lengths[:, None])[..., None]
+    if case.seed is not None:
+        out = out * kept(case.seed, out.shape, dropout) * factor(dropout)
+    return out.detach(), list(torch.autograd.grad(out, leaves, case.g)), variances
+
+
+@pytest.mark.parametrize("num", [1, 3])
+@pytest.mark.parametrize(("is_masked", "is_dropped"), [(True, True), (False, False)])
+def test_operator_is_what_its_parts_are(num: int, is_masked: bool, is_dropped: bool) -> None:
+    case = make_case(num, (3, 17, 8), is_masked=is_masked, is_dropped=is_dropped).exact()
+    leaves = [[each.clone().requires_grad_() for each in many] for many in case[:3]]
+    out, _, moments = row_norm(*leaves, case.lengths, case.seed, 0.3, EPS)
+    expected, gradients, variances = plainly(case, 0.3)
+    assert distance(out.detach(), expected) < 1e-12
+    assert distance(moments[:, 2].detach(), torch.stack(variances)) < 1e-12
+    for found, wanted in zip(torch.autograd.grad(out, sum(leaves, []), case.g), gradients, strict=True):
+        assert distance(found, wanted) < 1e-10
+
+
+def test_operators_keep_their_word() -> None:
+    case = make_case(2, (2, 5, 8))
+    leaves = [[each.clone().requires_grad_() for each in many] for many in case[:3]]
+    torch.library.opcheck(row_norm.overload, (*leaves, case.lengths, case.seed, 0.3, EPS))
+    out, affine, moments = row_norm(*case[:5], 0.3, EPS)
+    torch.library.opcheck(row_norm_backward.overload, (case.g, case.ys, out, affine, moments, case.lengths, 0.3))
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.5, 0.9])
+def test_dropout_is_fair(dropout: float) -> None:
+    """As many as it should be, row by row and column by column, and others for another seed."""
+    seeds = torch.tensor([[1, 2], [1, 3], [2, 2], [-1, 2**31 - 1]], dtype=torch.int32)
+    masks = torch.stack([kept(seed, torch.Size((500, 400)), dropout) for seed in seeds]).double()
+    deviation = (dropout * (1 - dropout)) ** 0.5
+    for dims, count in (((1, 2), 200_000), ((1,), 500), ((2,), 400)):
+        assert ((masks.mean(dims) - (1 - dropout)).abs() < 5 * deviation / count**0.5).all()
+    apart = (masks.flatten(1) - (1 - dropout)) / deviation
+    correlation = apart @ apart.T / apart.shape[1] - torch.eye(4)
+    assert correlation.abs().max() < 5 / 200_000**0.5
+    along = (apart[:, 1:] * apart[:, :-1]).mean(1)
+    assert along.abs().max() < 5 / 200_000**0.5
+    assert 0 <= threshold(dropout) < 2**32
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The kernels, run by the interpreter; what they do not write is nan."""
+    pytest.importorskip("triton", reason="the kernels need Triton")
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU the kernels run there")
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def with_whole_numbers(tensor: Any, scope: Any) -> None:
+        """Triton 3.6 cannot count to a number it was given, with numpy from 2.4 on."""
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_whole_numbers)
+    from paceline.speed.kernels import rows
+
+    monkeypatch.setattr(rows, "MULTIPROCESSORS", 1)  # several tiles for each
+    torch.use_deterministic_algorithms(True)
+    yield rows
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("num", "shape", "dropout"), [(1, (3, 70, 64), 0.3), (2, (2, 50, 80), 0.0), (4, (5, 9, 16), 0.6)], ids=str
+)
+def test_kernels(kernels: Any, num: int, shape: tuple[int, int, int], dropout: float) -> None:
+    case = make_case(num, shape, is_masked=num != 2, is_dropped=dropout > 0, level=30.0)
+    out, affine, moments = row_norm(*case[:5], dropout, EPS)
+    scales, found = torch.empty_like(affine), torch.empty_like(moments)
+    for number in range(num):
+        kernels.statistics(
+            case.ys[number], case.weights[number], case.biases[number], EPS, scales[number], found[number]
+        )
+    assert distance(scales, affine) < SUMS
+    assert distance(found, moments) < SUMS
+    joined = kernels.join(case.ys, affine, case.lengths, case.seed, threshold(dropout), factor(dropout))
+    assert distance(joined, out) < TRUNCATED
+    assert torch.equal(joined == 0, out == 0)
+    *expected, sums = row_norm_backward(case.g, case.ys, out, affine, moments, case.lengths, dropout)
+    gradients, of_channels = kernels.join_backward(case.g, out, case.ys, affine, moments, case.lengths, factor(dropout))
+    assert distance(of_channels, sums) < SUMS
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        assert distance(gradient, wanted) < TRUNCATED
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("num", [1, 2, 3, 11])
+@pytest.mark.parametrize("shape", [(3, 70, 64), (16, 333, 384), (1, 5, 40)], ids=str)
+def test_on_a_gpu_against_float64(num: int, shape: tuple[int, int, int]) -> None:
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        for dropout in (0.0, 0.3, 0.6):
+            case = make_case(num, shape, is_masked=dropout != 0.3, is_dropped=dropout > 0).on("cuda")
+            leaves = [[each.clone().requires_grad_() for each in many] for many in case[:3]]
+            out, _, moments = row_norm(*leaves, case.lengths, case.seed, dropout, EPS)
+            found = torch.autograd.grad(out, sum(leaves, []), case.g)
+            expected, gradients, variances = plainly(case.exact(), dropout)
+            assert distance(out.detach(), expected) <= BF16
+            assert distance(moments[:, 2].detach(), torch.stack(variances)) <= SUMS
+            for gradient, wanted in zip(found, gradients, strict=True):
+                assert distance(gradient, wanted) <= 2 * BF16
+            again, _, _ = row_norm(*case[:5], dropout, EPS)
+            assert torch.equal(again, out)
+    finally:
+        torch.use_deterministic_algorithms(False)
