@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from paceline.world.discover.environment import World
 from paceline.world.link import Link
 from paceline.world.resources import NoCudaDevice
-from paceline.world.start import start
+from paceline.world.start import GroupDiffers, start
 from tests.ranks import ranks
 
 PLAIN = World(0, 0, 1, 1, 0, 1, "plain", None)
@@ -17,6 +19,25 @@ PLAIN = World(0, 0, 1, 1, 0, 1, "plain", None)
 @ranks(2)
 def test_threads_are_set_for_real(link: Link) -> None:
     assert link.threads == torch.get_num_threads() == 1
+
+
+@ranks(2)
+def test_a_group_that_is_there_already_is_used_and_stays(link: Link) -> None:
+    """torch raised "trying to initialize the default process group twice" on ce01e4b."""
+    group = torch.distributed.group.WORLD  # as Ray Train, or a script, has made it
+    with start(link.world, device="cpu", threads=1, start_timeout_s=30.0) as guest:
+        assert guest.gather_objects(guest.world.rank) == [0, 1]
+        assert torch.distributed.group.WORLD is group
+    with pytest.raises(ArithmeticError), start(link.world, device="cpu", threads=1, start_timeout_s=30.0):
+        raise ArithmeticError
+    assert torch.distributed.group.WORLD is group
+    assert link.gather_objects(link.world.rank) == [0, 1]
+
+
+@ranks(2)
+def test_a_group_that_is_not_the_jobs_is_refused(link: Link) -> None:
+    with pytest.raises(GroupDiffers, match=f"rank {link.world.rank} of 2, but the environment says rank 5 of 8"):
+        start(replace(link.world, rank=5, size=8), device="cpu", threads=1)
 
 
 def test_cuda_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

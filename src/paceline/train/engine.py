@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,7 +102,12 @@ class Engine:
         self._found_inf = torch.zeros((), dtype=torch.float32, device=self.device)
         self._average: WeightAverage | None = None  # goes on when the model is prepared again
         self._prepared: Prepared | None = None
-        self.settle(precision.resolve(self.config.level, self.config.precision, precision.capabilities(self.device)))
+        with ExitStack() as undo:  # a level that this device does not have leaves no process group behind
+            if self._owns_link:
+                undo.callback(self.link.abandon)
+            capabilities = precision.capabilities(self.device)
+            self.settle(precision.resolve(self.config.level, self.config.precision, capabilities))
+            undo.pop_all()
 
     # -- setting up ----------------------------------------------------------------------------------------------
 

@@ -42,6 +42,8 @@ class Link:
         watch: FailureWatch | None = None,
         before: Before | None = None,
         threads_by: str = "",
+        *,
+        owns_group: bool = True,
     ) -> None:
         self.world = world
         self.device = device
@@ -55,6 +57,7 @@ class Link:
         """Keys shared by all ranks, before and beside the process group; None where there is no group."""
         self._watch = watch
         self._before = before  # the process as the user had it
+        self._owns_group = owns_group
         self.has_group = store is not None
         """True if there is a process group: always with several ranks, with one if it was asked for."""
 
@@ -130,7 +133,8 @@ class Link:
             return
         if self._watch is not None:
             self._watch.stop()
-        dist.destroy_process_group()
+        if self._owns_group:
+            dist.destroy_process_group()
         answer_within(self.world, _GOODBYE_S)
         with suppress(dist.DistError):  # who served the store may be gone, or frozen
             store.add("left", 1)
@@ -145,6 +149,8 @@ class Link:
             return
         if self._watch is not None:
             self._watch.stop()
+        if not self._owns_group:
+            return
         if self.device.type == "cuda" and dist.group.WORLD is not None:
             dist.group.WORLD.abort()  # NCCL would wait for the others
         dist.destroy_process_group()

@@ -8,6 +8,7 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from paceline.config.compared import shared_settings
 from paceline.config.settings import WorldSettings
+from paceline.core.errors import PacelineError
 from paceline.world.consistency import check_same, installation
 from paceline.world.discover.environment import World, discover
 from paceline.world.discover.interfaces import GLOO_INTERFACE, gloo_interface
@@ -69,6 +71,7 @@ def start(
 ) -> Link:
     """Join the other ranks. Missing ranks are named after `start_timeout_s`; a collective waits for `timeout_s`.
 
+    A process group that exists already is used, and stays when the link is closed.
     `threads_by` says who asked for `threads`, if that was not the user's setting.
 
     `share_devices` lets several ranks use one GPU, through gloo instead of NCCL: right, but slow. `group_of_one` gives
@@ -85,6 +88,9 @@ def start(
         alone = _join_alone(backend_of([mine], share_devices), timeout_s) if group_of_one else None
         num_threads = _set_threads(mine, [mine], threads)
         return Link(world, chosen, num_threads, (mine.host,), alone, before=before, threads_by=threads_by)
+    has_group = dist.is_initialized()  # of Ray Train, or of the user's own script
+    if has_group:
+        world = _beside_group(world)
     interface = gloo_interface(world, os.environ)
     if interface is not None:
         os.environ[GLOO_INTERFACE] = interface
@@ -99,20 +105,57 @@ def start(
         meeting.hosts = tuple(entry.host for entry in roll)
         backend = backend_of(roll, share_devices)
         num_threads = _set_threads(mine, roll, threads)
-        dist.init_process_group(
-            backend,
-            store=PrefixStore("group", store),
-            rank=world.rank,
-            world_size=world.size,
-            timeout=patience(timeout_s, chosen),
-        )
+        if not has_group:
+            dist.init_process_group(
+                backend,
+                store=PrefixStore("group", store),
+                rank=world.rank,
+                world_size=world.size,
+                timeout=patience(timeout_s, chosen),
+            )
         answer_within(world, timeout_s)
         watch.follow_group(meeting.hosts, is_on_device="cuda" in backend)
     except BaseException:
         watch.stop()
         before.give_back()
         raise
-    return Link(world, chosen, num_threads, meeting.hosts, store, watch, before, threads_by)
+    return Link(world, chosen, num_threads, meeting.hosts, store, watch, before, threads_by, owns_group=not has_group)
+
+
+class GroupDiffers(PacelineError):
+    """A process group that exists already, and is not that of the job."""
+
+    place: str
+    expected: str
+    sentence = "torch.distributed was initialised as {place}, but the environment says {expected}"
+    hint = "initialise it from the environment (`init_method='env://'`), or leave that to paceline"
+
+
+class GroupWithoutCpu(PacelineError):
+    """A process group that exists already and carries no tensors of the CPU."""
+
+    backend: str
+    sentence = "torch.distributed was initialised with {backend}, which carries no tensors of the CPU"
+    hint = "initialise it with `backend='cpu:gloo,cuda:nccl'`, or leave that to paceline"
+
+
+def _beside_group(world: World) -> World:
+    """Return the place of this rank, with a rendezvous beside that of the process group which exists already."""
+    rank, size, backend = dist.get_rank(), dist.get_world_size(), str(dist.get_backend_config())
+    if (rank, size) != (world.rank, world.size):
+        raise GroupDiffers(f"rank {rank} of {size}", f"rank {world.rank} of {world.size}")
+    if "cpu:" not in backend:
+        raise GroupWithoutCpu(backend)
+    if world.launcher_hosts_store:
+        return world
+    box: list[str | None] = [None]
+    if rank == 0:
+        host = str(world.meeting).rpartition(":")[0]
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind(("", 0))
+            box = [f"{host}:{probe.getsockname()[1]}"]
+    dist.broadcast_object_list(box, src=0)
+    return replace(world, meeting=box[0])
 
 
 def patience(timeout_s: float, device: torch.device) -> timedelta:
