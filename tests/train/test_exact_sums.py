@@ -83,9 +83,11 @@ def test_same_bits_of_shards(name: str, kind: str, size: int, request: pytest.Fi
 
 def fit(link: Link, folder: str, settings: dict[str, Any]) -> dict[str, str]:
     config = TrainConfig(
-        **{"steps": 20, "grains": 4, "global_batch": 24, "lr": 0.05, "seed": 3, "level": 0, "val_every_steps": 10},
-        **{"optimizer": "sgd", "clip_norm": 1.0, "out": f"{folder}/{link.world.size}"},
-        **settings,
+        **{
+            **{"steps": 20, "grains": 4, "global_batch": 24, "lr": 0.05, "seed": 3, "level": 0, "val_every_steps": 10},
+            **{"optimizer": "sgd", "clip_norm": 1.0, "out": f"{folder}/{link.world.size}"},
+            **settings,
+        }
     )
     trainer = Trainer(RaggedTask(), config, link)
     trainer.fit()

@@ -214,6 +214,17 @@ def test_grains_of_the_batch_line_are_those_that_are_cut(batch: int, ranks: int,
     assert ("nothing to do" in line) == (number < ranks)
 
 
+def test_the_order_of_sums_and_what_it_costs() -> None:
+    def sums(ranks: int, grains: int, **settings: Any) -> str:
+        world = World(0, 0, ranks, ranks, 0, 1, "procs", None)
+        return dict(rows(facts(settings, world=world, seats=[Seat("nodeA", "cpu", 1)] * ranks, grains=grains)))["sums"]
+
+    assert sums(4, 8) == "in one order: the same bits on any number of ranks"
+    assert "; 8 grains on 3 ranks send 5 partial sums instead of 3" in sums(3, 8)
+    assert "other last digits" in sums(4, 8, sums="fast")
+    assert "sums" not in dict(rows(facts()))
+
+
 def test_ranks_that_share_cores_are_told() -> None:
     """Only of our own launcher: others bind each rank to cores of its own."""
     for launcher, num_cores, told in (("procs", 2, True), ("procs", 8, False), ("openmpi", 1, False)):

@@ -29,6 +29,8 @@ from paceline.world.link import Link
 
 ALIGN = 16
 """Numbers that gradients in a bucket are aligned to, as those are that torch makes: kernels add up norms by address."""
+EXACT_COUNT = 2**24
+"""Whole numbers below it are the same in any dtype that counts are added in."""
 
 
 def tally_dtype(parameters: Sequence[Tensor]) -> torch.dtype:
@@ -127,6 +129,12 @@ class AloneInTree(Alone):
         num_grains = len(numbers.grains)
         if num_grains == 0:
             return Sums(Tally(0.0, 0))
+        if num_grains == 1 and not isinstance(
+            numbers.grains[0].count, Tensor
+        ):  # the usual step, without the arithmetic
+            loss, count, statistics = numbers.grains[0]
+            if -EXACT_COUNT < count < EXACT_COUNT and count == int(count):
+                return Sums(Tally(loss.to(self._dtype), count), statistics)
         ((loss, count, statistics),) = fold_numbers(numbers, num_grains, 0, self._dtype)
         whole = numbers.in_turn().count
         if not isinstance(count, Tensor):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from paceline.config.settings import TrainConfig
 from paceline.core.paths import absolute
+from paceline.core.sum_tree import even_starts, layout
 from paceline.core.units import counted, plural, ranges
 from paceline.data.partition import MIN_GRAIN, most_grains
 from paceline.optim import build, larc, schedule
@@ -20,6 +21,7 @@ from paceline.speed import loss_scale, precision
 from paceline.speed.precision import Precision
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
+from paceline.train.prepare import sums_in_tree
 from paceline.world.discover.environment import World
 from paceline.world.link import Link
 
@@ -110,6 +112,7 @@ def rows(facts: Facts) -> Rows:
     ]
     if facts.reduces:
         lines.append(("reduction", _reduction(config, facts.world.size)))
+        lines += _order_of_sums(config, facts.grains, facts.world.size)
     if facts.validation:
         sets = ", ".join(f"{name} {_samples(size)}" for name, size in facts.validation.items())
         lines.append(("validation", sets))
@@ -210,6 +213,24 @@ def _ranks(world: World, seats: list[Seat]) -> Rows:
     if len(hosts) > 1:
         lines.append(("hosts", ", ".join(f"{host} ({counted(number, 'rank')})" for host, number in hosts.items())))
     return lines
+
+
+def _order_of_sums(config: TrainConfig, grains: int, ranks: int) -> Rows:
+    """Return how sums are added, and what it costs where ranks hold no whole nodes of the tree."""
+    if config.reduce != "grad":
+        return []
+    if not sums_in_tree(config):
+        return [("sums", "in any order (`sums` fast): another number of ranks gives other last digits")]
+    words = "in one order: the same bits on any number of ranks"
+    if config.dataset_distribution != "shard":
+        words = "in one order"
+    num_sent = sum(layout(even_starts(grains, ranks)).rows)
+    if num_sent > ranks:
+        words += (
+            f"; {counted(grains, 'grain')} on {counted(ranks, 'rank')} send {num_sent} partial sums instead of {ranks}"
+        )
+        words += ": a power of two of grains on each rank would not"
+    return [("sums", words)]
 
 
 def _reduction(config: TrainConfig, ranks: int) -> str:
