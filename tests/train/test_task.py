@@ -397,3 +397,28 @@ def test_overrides_are_of_the_class_whether_or_not_every_task_has_the_hook() -> 
     assert not overrides(SmallTask(), "stages")
     assert not overrides(Curious(), "after_step")
     assert overrides(SmallTask(), "loss")
+
+
+class Wide(TrainConfig):
+    hidden: int = 7
+
+
+class OfWide(Task[Wide]):
+    def model(self) -> nn.Module:
+        return nn.Linear(self.settings.hidden, 1)
+
+
+class BelowWide(OfWide):
+    pass
+
+
+class Wider(Wide):
+    hidden: int = 8
+
+
+class Chosen(OfWide):
+    Settings = Wider
+
+
+def test_settings_of_a_generic_task() -> None:
+    assert [kind.Settings for kind in (OfWide, BelowWide, Chosen, SmallTask)] == [Wide, Wide, Wider, TrainConfig]

@@ -11,11 +11,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Protocol, cast, get_args, get_origin, runtime_checkable
 
 import torch
 from numpy.typing import NDArray
 from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import TypeVar
 
 from paceline.config.compared import shared_settings
 from paceline.config.named_sets import name_sets
@@ -169,15 +170,21 @@ class Surroundings:
     """Takes a number of training, as (name, sum, weight)."""
 
 
-class Task:
+S_co = TypeVar("S_co", bound=TrainConfig, default=TrainConfig, covariant=True)
+
+
+class Task(Generic[S_co]):
     """Subclass and fill in `model`, `train_data` and `loss`; everything else has a default.
+
+    `class Mine(paceline.Task[MySettings])` has settings of its own, and `self.settings` is of that type.
 
     `settings`, `say`, `gather`, and for the rare task that wants to know of ranks `world` and `link`, are there before
     anything is called: whoever runs a task attaches it first.
     """
 
     Settings: type[TrainConfig] = TrainConfig
-    """Settings of the task's own: a subclass of `TrainConfig` with more fields, or with other defaults."""
+    """Settings of the task's own: a subclass of `TrainConfig` with more fields, or with other defaults. The one in
+    `Task[...]`, if that is how the class is written."""
     Use: type[Section] = Section
     """Settings that `eval` and `infer` may choose anew: a section that is among the bases of `Settings`."""
     spec: str = ""
@@ -197,6 +204,15 @@ class Task:
     """Unit of `counts`, for people, if its speed is worth showing: `tokens`."""
     rate_words: Mapping[str, RateWords] = {"seconds": RateWords("audio_hours_per_hour", "hours of audio per hour")}
     """Speeds whose name is not `UNIT_per_s`, by unit: a second of audio per second is an hour per hour."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "Settings" in vars(cls):
+            return
+        for base in vars(cls).get("__orig_bases__", ()):
+            for settings in get_args(base) if isinstance(get_origin(base), type) else ():
+                if isinstance(settings, type) and issubclass(settings, TrainConfig):
+                    cls.Settings = settings
 
     # -- what to train -------------------------------------------------------------------------------------------
 
@@ -262,8 +278,8 @@ class Task:
         return self._surroundings
 
     @property
-    def settings(self) -> TrainConfig:
-        return self._around("settings").settings
+    def settings(self) -> S_co:
+        return cast(S_co, self._around("settings").settings)
 
     @property
     def link(self) -> Link:
