@@ -32,8 +32,9 @@ def campaigns() -> dict[str, Campaign]:
     from tests.chaos.network import Network
     from tests.chaos.races import Races
     from tests.chaos.soak import Soak
+    from tests.chaos.survivors import Survivors
 
-    made: list[Campaign] = [Kills(), Cases(), Inputs(), Checkpoints(), Network(), Races(), Soak()]
+    made: list[Campaign] = [Kills(), Survivors(), Cases(), Inputs(), Checkpoints(), Network(), Races(), Soak()]
     return {campaign.name: campaign for campaign in made}
 
 
@@ -121,6 +122,7 @@ def warm_up() -> None:
         "paceline.train.fit",
         "paceline.train.autotune.autotuner",
         "paceline.world.launch.launcher",
+        "paceline.world.launch.survivors",
         "paceline.recipes.continual.task",
         "paceline.recipes.asr.task",
         "paceline.data.packed.dataset",

@@ -280,12 +280,15 @@ def _fork_ranks() -> None:
     """Let the launcher in this process fork its ranks instead of starting an interpreter for each."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
+    from paceline.world.launch import survivors
+
     spare = _Spare()
 
     def popen(self: Any, args: Sequence[str], env: Mapping[str, str]) -> _Forked:
         return spare.fork(list(args), dict(env))
 
     setattr(subprocess_handler.SubprocessHandler, "_popen", popen)  # noqa: B010  typed as Popen
+    survivors.start_process = lambda command, environment: spare.fork(list(command), dict(environment))
 
 
 class _Spare:

@@ -43,7 +43,15 @@ UNSAMPLED = {
         "LauncherGone",
     ),
     *("LauncherUnreached", "NetworkInvalid", "NodesMissing", "NotAnAnswer", "NothingExtracted", "NothingKept"),
-    *("NothingNamed", "RanksMissing", "RowDamaged", "SettingsInvalid", "SettingsOutdated", "StreamsDiffer"),
+    *(
+        "NodeRefused",
+        "NothingNamed",
+        "RanksMissing",
+        "RowDamaged",
+        "SettingsInvalid",
+        "SettingsOutdated",
+        "StreamsDiffer",
+    ),
 }
 """Classes that take objects of ours; tests of what raises them read their messages."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 from pydantic import Field
 
@@ -33,8 +33,9 @@ class LaunchOptions(Section):
 
     nproc_per_node: Positive | Literal["auto"] = "auto"
     """Ranks on this machine; `auto` is one per GPU, one without."""
-    nnodes: Positive = 1
-    """Machines; the same command is started on each of them."""
+    nnodes: Positive | Annotated[str, Field(pattern=r"^[1-9]\d*:[1-9]\d*$")] = 1
+    """Machines; the same command is started on each of them. `2:4` begins when two are there, and two more may join
+    later, with `--on-failure continue`."""
     node_rank: Annotated[int, Field(ge=0)] | None = None
     """Which of the machines this one is, from 0; found by itself under srun or mpirun with one process per machine."""
     master_addr: str | None = None
@@ -46,12 +47,31 @@ class LaunchOptions(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What the ranks compute on, as far as `auto` and the check against the number of GPUs need to know."""
     max_restarts: Annotated[int, Field(ge=0)] = 0
-    """How often all ranks are started again when one dies."""
+    """How often all ranks are started again when one dies; with `--on-failure continue`, how many are started for dead
+    ones."""
+    on_failure: Literal["restart", "continue", "stop"] = "restart"
+    """When a rank dies: `restart` starts all again, as often as `max_restarts` says; `continue` lets the others go on,
+    and those that are started for the dead join them; `stop` ends all."""
+    min_ranks: Annotated[int, Field(gt=0)] = 1
+    """With `--on-failure continue`: with fewer ranks than these the run is saved and ends."""
     grace_s: PositiveFloat = 60.0
     """Seconds that the ranks have to leave after SIGTERM or Ctrl-C; those that are saving get longer."""
 
 
 OPTIONS, POSITIONAL = LaunchOptions, ()
+
+
+class RulesOfFailure(Protocol):
+    """Options of `launch` and `train` that say what the death of a rank means."""
+
+    @property
+    def on_failure(self) -> str: ...
+
+    @property
+    def max_restarts(self) -> int: ...
+
+    @property
+    def min_ranks(self) -> int: ...
 
 
 def run(argv: Sequence[str]) -> int:
@@ -61,33 +81,47 @@ def run(argv: Sequence[str]) -> int:
     around = _around(os.environ)
     options = _load(option_words, command, around)
     from paceline.world.failure.together import fail_together
-    from paceline.world.launch.launcher import launch
 
-    return fail_together(
-        ALONE,
-        lambda: launch(
-            options.nproc_per_node,
-            [sys.executable, "-m", "paceline", *command],
-            device=options.device,
-            max_restarts=options.max_restarts,
-            grace_s=options.grace_s,
-            node=place(options, around),
-        ),
+    return fail_together(ALONE, lambda: _launch(options, [sys.executable, "-m", "paceline", *command], around))
+
+
+def _launch(options: LaunchOptions, command: Sequence[str], around: World) -> int:
+    from paceline.world.launch.launcher import launch
+    from paceline.world.launch.survivors import Survival, launch_surviving
+
+    node, procs = place(options, around), options.nproc_per_node
+    if options.on_failure == "continue":
+        rules = Survival(options.max_restarts, options.min_ranks, nodes_of(options)[1])
+        return launch_surviving(procs, command, rules=rules, device=options.device, grace_s=options.grace_s, node=node)
+    return launch(
+        procs,
+        command,
+        device=options.device,
+        max_restarts=options.max_restarts,
+        grace_s=options.grace_s,
+        node=node,
     )
+
+
+def nodes_of(options: LaunchOptions) -> tuple[int, int]:
+    """Return how many machines the job begins with, and how many it may have."""
+    least, _, most = str(options.nnodes).partition(":")
+    return int(least), int(most or least)
 
 
 def place(options: LaunchOptions, around: World) -> Node:
     """Return the place of this machine: as typed, or from the srun or mpirun that started a launcher per machine."""
     from paceline.world.launch.agents import Node
 
-    if options.nnodes == 1:
+    least, most = nodes_of(options)
+    if most == 1:
         return Node(timeout_s=options.start_timeout_s)
     rank, meeting = options.node_rank, f"{options.master_addr}:{options.master_port}"
     if _is_one_per_machine(options, around):
         rank = around.rank if rank is None else rank
         meeting = str(around.meeting) if options.master_addr is None else meeting
     assert rank is not None
-    return Node(rank, options.nnodes, meeting, options.start_timeout_s)
+    return Node(rank, least, meeting, options.start_timeout_s)
 
 
 def _around(env: Mapping[str, str]) -> World:
@@ -99,7 +133,7 @@ def _around(env: Mapping[str, str]) -> World:
 
 
 def _is_one_per_machine(options: LaunchOptions, around: World) -> bool:
-    return around.size == options.nnodes == around.nodes
+    return around.size == nodes_of(options)[1] == around.nodes
 
 
 def _load(option_words: list[str], command: list[str], around: World) -> LaunchOptions:
@@ -121,9 +155,28 @@ def _load(option_words: list[str], command: list[str], around: World) -> LaunchO
     return options
 
 
+def failure_problems(options: RulesOfFailure) -> list[Problem]:
+    """Return what is wrong between the options that say what a death means."""
+    if options.on_failure == "stop" and options.max_restarts:
+        hint = "leave one of them out"
+        return [Problem("--max-restarts", "nobody is started again with `--on-failure stop`", hint)]
+    if options.on_failure != "continue" and options.min_ranks > 1:
+        hint = "add `--on-failure continue`, or leave it out"
+        return [Problem("--min-ranks", "is for ranks that go on when others die", hint, str(options.min_ranks))]
+    return []
+
+
 def _problems(options: LaunchOptions, around: World) -> list[Problem]:
     """Return what is wrong between the options, and between them and the environment."""
-    rank, nodes = options.node_rank, options.nnodes
+    rank, (least, nodes) = options.node_rank, nodes_of(options)
+    wrong = failure_problems(options)
+    if least > nodes:
+        wrong.append(Problem("--nnodes", "the first number is larger than the second", "", str(options.nnodes)))
+    elif least < nodes and options.on_failure != "continue":
+        hint = "add `--on-failure continue`, or give one number"
+        wrong.append(Problem("--nnodes", "machines can join only where the others go on", hint, str(options.nnodes)))
+    if wrong:
+        return wrong
     if rank is not None and rank >= nodes:
         return [Problem("--node-rank", f"--nnodes is {nodes}, so the last one is {nodes - 1}", "", str(rank))]
     if nodes == 1 or _is_one_per_machine(options, around):

@@ -22,6 +22,11 @@ class TrainCommand(Section):
     """`dp` splits the batch over all devices of this machine: the same as `--procs auto`."""
     max_restarts: Annotated[int, Field(ge=0)] = 0
     """How often all ranks are started again when one dies; they go on from the newest checkpoint."""
+    on_failure: Literal["restart", "continue", "stop"] = "restart"
+    """When a rank dies: `restart` starts all again, as often as `max_restarts` says; `continue` lets the others go on,
+    and those that are started for the dead join them; `stop` ends all."""
+    min_ranks: Annotated[int, Field(gt=0)] = 1
+    """With `on_failure` continue: with fewer ranks than these the run is saved and ends."""
     print_config: bool = False
     """Show the settings that all this amounts to, as a file for `--config`, and leave."""
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cli.launch import failure_problems
 from paceline.cli.options import POSITIONAL, TrainCommand, task_settings, train_options
 from paceline.cli.procs import check_procs
 from paceline.cli.recipes import RECIPES
@@ -73,15 +74,27 @@ def _run(world: World, name: str, rest: list[str]) -> int:
         if world.rank == 0:
             emit(f"# {PROG} {name} --config THIS_FILE\n{as_yaml(settings)}")
         return 0
+    wrong = failure_problems(options)
+    if wrong:
+        raise SettingsInvalid(wrong, PROG)
     procs = "auto" if options.distributed == "dp" else options.procs
     if world.launcher == "plain" and (procs != 1 or options.max_restarts):
         return _launch(options, settings, [name, *rest])
     check_procs(world, procs, PROG)
     settings = _with_timeline(world, _with_folder(world, settings, name), os.environ)
-    from paceline.train.fit import fit
+    from paceline.train.fit import fit, fit_surviving
     from paceline.world.failure.board import EXIT_DIVERGED
+    from paceline.world.rounds import Rounds
 
-    result = fit(make_task(task_class, name), settings)
+    trains = settings.mode not in ("eval", "infer") and not settings.benchmark
+    waits = {"start_timeout_s": settings.start_timeout_s, "timeout_s": settings.timeout_s}
+    rounds = Rounds.around(os.environ, world, **waits) if trains else None
+    if rounds is None:
+        result = fit(make_task(task_class, name), settings)
+    else:
+        from paceline.core.user_file import code_of
+
+        result = fit_surviving(lambda: make_task(task_class, name), settings, rounds, code_of(task_class))
     return EXIT_DIVERGED if result.status == "diverged" else 0
 
 
@@ -129,6 +142,11 @@ def _launch(options: TrainCommand, settings: TrainConfig, words: list[str]) -> i
         check_batch(settings, procs)
     _folder(settings, words[0])  # a name that cannot be is said here, once and at once
     command = [sys.executable, "-m", "paceline", "train", *words]
+    if options.on_failure == "continue" and procs > 1:
+        from paceline.world.launch.survivors import Survival, launch_surviving
+
+        rules = Survival(options.max_restarts, options.min_ranks)
+        return launch_surviving(procs, command, rules=rules, device=settings.device)
     return launch(procs, command, device=settings.device, max_restarts=options.max_restarts)
 
 

@@ -1,7 +1,7 @@
 """The folder of a run: names of its files, its record, its journal, its lock and its status.
 
 run.json          settings, grains, status
-metrics.jsonl     one line per step, epoch, look at the progress, and validation
+metrics.jsonl     one line per step, epoch, look at the progress, validation, and change of ranks
 checkpoints/      see train/checkpoint
 logs/             one file per rank, where there are several; one that failed early may have left some
 batch/            the scripts that `paceline submit` queued and what they printed; may be there before the run
@@ -183,6 +183,8 @@ class JournalRecords:
     validations: list[dict[str, Any]] = field(default_factory=list)
     progress: list[dict[str, Any]] = field(default_factory=list)
     """Looks at how far and how fast the run was; runs of earlier versions have none."""
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    """Changes of the ranks, where survivors go on."""
     num_unread: int = 0
     """Complete lines that are no records."""
 
@@ -195,6 +197,7 @@ def read_journal(path: Path) -> JournalRecords:
         "epoch": journal.epochs,
         "validation": journal.validations,
         "progress": journal.progress,
+        "ranks": journal.ranks,
     }
     try:
         with open_text(path) as file:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -434,3 +435,16 @@ def allocations() -> Any:
     """Return the allocator's events, in the form of pytorch.org/memory_viz; without them its present blocks."""
     snapshot = getattr(torch.cuda.memory, "_snapshot", None)
     return {"segments": torch.cuda.memory_snapshot(), "device_traces": []} if snapshot is None else snapshot()
+
+
+# -- process groups ----------------------------------------------------------------------------------------------------
+
+
+def can_set_group_timeout() -> bool:
+    """Return True if the time-out of the default process group can be changed once it is there."""
+    return hasattr(torch.distributed.distributed_c10d, "_set_pg_timeout")
+
+
+def set_group_timeout(timeout: timedelta) -> None:
+    """Set how long collectives of the default process group wait from now on; see `can_set_group_timeout`."""
+    torch.distributed.distributed_c10d._set_pg_timeout(timeout)

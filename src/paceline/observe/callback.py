@@ -61,6 +61,9 @@ class Callback:
     def validation(self, record: Record) -> None:
         """Metrics of all validation sets as `set/metric`; `samples`, where the task shows some."""
 
+    def ranks(self, record: Record) -> None:
+        """The run goes on with other ranks: who was lost, who has joined (`--on-failure continue`)."""
+
     def end(self, status: str) -> None:
         """The run is over: `finished`, `early`, `stopped` or `failed`. Called once, whatever happened."""
 

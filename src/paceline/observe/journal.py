@@ -1,7 +1,8 @@
-"""Journal of a run: one JSON line per step, epoch, progress and validation, each exactly once even after a crash.
+"""Journal of a run: one JSON line per step, epoch, progress, validation and change of ranks.
 
-Steps are buffered and read from the device together, when something is logged anyway; they are on disk before any
-checkpoint that contains them is. A resumed run first drops the lines past its checkpoint.
+Each is there exactly once, even after a crash. Steps are buffered and read from the device together, when something is
+logged anyway; they are on disk before any checkpoint that contains them is. A resumed run first drops the lines past
+its checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Journal(Callback):
         """Last step of the last epoch in the file."""
         if path.exists():
             next_steps = {"step": next_step, "epoch": next_step, "progress": next_step, "validation": next_validation}
-            self._keep(lambda record: record["step"] < next_steps[record["kind"]])
+            self._keep(lambda record: record["kind"] == "ranks" or record["step"] < next_steps[record["kind"]])
             self.last_epoch = max((record["step"] for record in read(path, "epoch")), default=-1)
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
@@ -58,6 +59,9 @@ class Journal(Callback):
         self._write(record)
 
     def validation(self, record: Record) -> None:
+        self._write(record)
+
+    def ranks(self, record: Record) -> None:
         self._write(record)
 
     def end(self, status: str) -> None:

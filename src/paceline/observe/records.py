@@ -1,4 +1,4 @@
-"""Records of a run: step, epoch, progress and validation, each one JSON line of `metrics.jsonl`.
+"""Records of a run: step, epoch, progress, validation and change of ranks, each one JSON line of `metrics.jsonl`.
 
 A record has a field per key, in the order of the file. `from_json` also reads older files: a key that is missing has
 its default, one that is unknown is kept in `more` (of a step in `notes`, of a validation in `metrics`). What the report
@@ -295,6 +295,31 @@ def _may_be(name: str, value: Any) -> bool:
     if name in ("step", "epoch", "epochs"):
         return isinstance(value, int) and not isinstance(value, bool)
     return is_number(value) and math.isfinite(value) and value >= 0
+
+
+@dataclass(frozen=True)
+class RanksRecord(Part):
+    """The ranks from a step on, where those that survive another's death go on (`--on-failure continue`)."""
+
+    step: int
+    """Last step before it; 0 before the first."""
+    epoch: int = 0
+    ranks: int = 1
+    time: float = 0.0
+    """Moment, in seconds since 1970."""
+    hosts: Sequence[str] = ()
+    """By rank."""
+    lost: Sequence[Mapping[str, Any]] = ()
+    """Who was lost before it: `rank`, `host` and `why`."""
+    joined: Sequence[Mapping[str, Any]] = ()
+    """Who has joined with it: `rank` and `host`."""
+    seconds: float = 0.0
+    """From the loss, or from when the others left their last step, until all were set up again."""
+    repeated: int = 0
+    """Steps that had been done, and were done again."""
+
+    def to_json(self) -> Json:
+        return {"kind": "ranks", **super().to_json()}
 
 
 @dataclass(frozen=True)

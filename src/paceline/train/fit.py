@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ from paceline.train import apply
 from paceline.train import predictions as outcome
 from paceline.train.benchmark import benchmark
 from paceline.train.checkpoint import reader
+from paceline.train.survival import Survival, train_in_rounds
 from paceline.train.task import Task
 from paceline.train.trainer import Result, Trainer
 from paceline.world.link import Link
+from paceline.world.rounds import Rounds
 from paceline.world.start import from_settings
 
 PREDICTIONS = "predictions.jsonl"
@@ -41,6 +43,20 @@ def fit(task: Task, config: TrainConfig | None = None, *, watchers: Sequence[Cal
             chosen = run_folder(config, task="", moment="", exists=Path.exists) if link.is_first else None
             config = config.model_copy(update={"out": link.broadcast_object(chosen)})
         return run_mode(task, config, link, watchers)
+
+
+def fit_surviving(
+    make_task: Callable[[], Task], config: TrainConfig, rounds: Rounds, code: Mapping[str, str]
+) -> Result:
+    """Train in rounds: where a rank is lost the others go on, with a task that is made anew.
+
+    `code` are digests of the task's files, by which a process that joins is compared with those that are there.
+    """
+
+    def make_trainer(config: TrainConfig, link: Link, survival: Survival) -> Trainer:
+        return Trainer(make_task(), config, link, survival=survival)
+
+    return train_in_rounds(config, rounds, make_trainer, code)
 
 
 def run_mode(task: Task, config: TrainConfig, link: Link, watchers: Sequence[Callback] = ()) -> Result:

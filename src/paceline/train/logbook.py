@@ -28,6 +28,7 @@ from paceline.observe.records import (
     Launch,
     Matter,
     ProgressRecord,
+    RanksRecord,
     Samples,
     StepRecord,
     ValidationRecord,
@@ -180,6 +181,13 @@ class Logbook:
                 watcher.validation(record)
         self._progress.validation(metrics, samples)
 
+    def ranks(self, record: RanksRecord) -> None:
+        """Log which ranks the run goes on with."""
+        line = record.to_json()
+        with self._writing():
+            for watcher in self._watchers:
+                watcher.ranks(line)
+
     def begin_epoch(self, feed: Feed, data: DataFacts, stage: str | None, outlook: Outlook) -> None:
         """Start the sums of an epoch, or go on with those of a checkpoint; `stage` is named where there are several."""
         self._clock.lap("setup")
@@ -281,6 +289,11 @@ class Logbook:
         """End a run that went well."""
         self.flush()
         self._status = status
+        self.end()
+
+    def suspend(self) -> None:
+        """End this rank's part of a run that goes on in another round, perhaps with another first rank."""
+        self._status = "stopped"
         self.end()
 
     def end(self) -> None:

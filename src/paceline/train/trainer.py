@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
@@ -58,11 +59,12 @@ from paceline.train.prepare import sums_in_tree
 from paceline.train.probe import Probe
 from paceline.train.scalars import Scalars, calls_log
 from paceline.train.scaling import for_ranks
+from paceline.train.survival import Regroup, Survival, price
 from paceline.train.task import Stage, Surroundings, Task, overrides
 from paceline.train.validate import Validation
 from paceline.world.failure import stacks
 from paceline.world.failure.flight_recorder import SAVING, trail
-from paceline.world.failure.together import log_if_lost
+from paceline.world.failure.together import is_broken_link, log_if_lost
 from paceline.world.link import Link
 from paceline.world.signals import StopSignals, stop_reason
 
@@ -116,15 +118,22 @@ class Trainer:
         watchers: Sequence[Callback] = (),
         *,
         probe: Probe | None = None,
+        survival: Survival | None = None,
     ) -> None:
+        """With `survival` a rank that is lost ends the round, not the run, which `train_in_rounds` goes on with."""
         self.clock = make_clock(link.device)
         config, self._arithmetic = for_ranks(config, link.world.size)
         self.task, self.config, self.link = task, config, link
         self.progress = Progress(link.is_first, config.progress, is_relayed=link.world.is_relayed)
-        self._probe = probe
+        self._probe, self._survival = probe, survival
+        self._somebody_joins = False
+        self.is_asked_to_stop = False
+        """True if this process was asked to stop; engines are also asked to when somebody waits to join."""
+        goes_on = survival is not None and survival.round.number > 0
         tasks.check_ranks(task, config, link)  # before anything is written
-        self.checkpoints = CheckpointManager(config, link, self.progress, task.spec or type(task).__name__)
-        checkpoint = self.checkpoints.find()
+        name = task.spec or type(task).__name__
+        self.checkpoints = CheckpointManager(config, link, self.progress, name, goes_on=goes_on)
+        checkpoint = (None if survival is None else survival.memory.checkpoint()) or self.checkpoints.find()
         if self.checkpoints.sums == "fast":  # asked for, or a run that began so
             self.config = config = config.model_copy(update={"sums": "fast"})
         stacks.send_to(self.checkpoints.rank_log_file)
@@ -176,8 +185,10 @@ class Trainer:
             )
             undo.callback(self.log.end)
             self.log.start(self._info())
+            if survival is not None:
+                self._begin_round(survival)
             undo.pop_all()
-        self._is_introduced = False
+        self._is_introduced = goes_on
         self.clock.lap("setup")
 
     def fit(self) -> Result:
@@ -188,10 +199,16 @@ class Trainer:
                 with rank_log(self.checkpoints.rank_log_file, summary.rank_line(self.link)):
                     with log_if_lost(self.link.world):
                         outcome = self._train_stages()
+                        self._leave_round_if_asked(outcome)
                     signals.is_closing = True
                     # One that a probe ended has no run to go on with, and must not say so.
                     return self._close(outcome.status if self._probe is None else "finished")
             except BaseException as error:
+                if self._survival is not None and (isinstance(error, Regroup) or is_broken_link(error)):
+                    self.log.suspend()
+                    self.checkpoints.suspend()
+                    self.timeline.abandon()
+                    raise
                 self.checkpoints.mark_failed("diverged" if isinstance(error, TooManySkipped) else "failed")
                 self.timeline.abandon()
                 raise
@@ -200,7 +217,56 @@ class Trainer:
 
     def ask_to_stop(self) -> None:
         """Save and leave soon: all ranks learn of it with the reduction of the next step."""
+        self.is_asked_to_stop = True
         self.engine.ask_to_stop()
+
+    def ask_to_regroup(self) -> None:
+        """Leave the round soon, because somebody waits to join; in a thread, as `ask_to_stop`."""
+        self.engine.ask_to_stop()
+
+    # -- rounds: the ranks that are there --------------------------------------------------------------------------
+
+    def _begin_round(self, survival: Survival) -> None:
+        """Tell the user and the journal who is there."""
+        num_steps = self.engine.num_steps
+        for line in survival.lines(num_steps):
+            self.progress.say(line)
+        self.log.ranks(survival.record(num_steps, self.position.epoch))
+        survival.begin(num_steps)
+
+    def _remember(self) -> None:
+        """Copy the state of the run into the memory of every rank, if ranks may be lost and each has all of it."""
+        survival = self._survival
+        if survival is None or not survival.has_copies:
+            return
+        self.clock.lap("other")
+        began, few = time.monotonic(), self._few_shapes
+        self.log.flush()
+        more = partial(self._place_in_stream, self.position.epoch, self.position.step)
+        self.checkpoints.remember(
+            survival.memory, self.engine, self.position, self.task, self.log.so_far, few_shapes=few, more=more
+        )
+        num_steps = self.engine.num_steps
+        pause = survival.pause(num_steps, time.monotonic() - began)
+        survival.due_at = num_steps + int(self.link.broadcast_object(pause))
+        self.clock.lap("checkpoint")
+
+    def _waits_only_for_joiners(self, step: Step) -> bool:
+        """Return True if ranks are asked to stop, as of this step on all, and only because somebody waits to join.
+
+        Where no rank has the whole state, that is a stop like another: the run is saved.
+        """
+        survival = self._survival
+        if survival is None or not survival.has_copies or not self._stop_asked(step):
+            return False
+        return not any(self.link.gather_objects(self.is_asked_to_stop))
+
+    def _leave_round_if_asked(self, outcome: Outcome) -> None:
+        """Raise `Regroup` on all ranks where the run was stopped only because somebody waits to join."""
+        if self._survival is None or outcome is not Outcome.STOPPED:
+            return
+        if not any(self.link.gather_objects(self.is_asked_to_stop)):
+            raise Regroup
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -273,7 +339,7 @@ class Trainer:
         if ended is not None:
             return ended  # resumed: it was saved with its last step
         loss, before_step, after_step = partial(self.task.loss, engine.model), self._before_step, self._after_step
-        since, wake = position.num_steps, self._next_due(feed)
+        survival, since, wake = self._survival, position.num_steps, self._next_due(feed)
         for batch in self._batches(feed):
             clock.begin_step()
             if before_step is not None:
@@ -286,12 +352,18 @@ class Trainer:
             clock.lap("compute")
             if position.num_steps < wake and not self._stop_asked(step):
                 continue  # nothing is due at most steps
+            self._somebody_joins = self._waits_only_for_joiners(step)
             now = due(self.config, position, self._signals(feed, batch, step), since)
             if now:
                 now = self._attend(now, feed, batch, step, since)
                 since, wake = position.num_steps, self._next_due(feed)
             if now.leave is not None:
                 return now.leave
+            if survival is not None and (self._somebody_joins or survival.is_due(position.num_steps)):
+                self._remember()  # after all that is due: a round that goes on from here does not come to it again
+                wake = self._next_due(feed)
+                if self._somebody_joins:
+                    raise Regroup
         if position.step == 0:
             raise NothingRead(position.epoch)
         return Outcome.EPOCH_DONE
@@ -305,7 +377,8 @@ class Trainer:
 
     def _next_due(self, feed: Feed) -> int:
         """Number of steps from which on `due` must be asked; with data of unknown length any step may be the last."""
-        return 0 if feed.is_stream else next_due(self.config, self.position)
+        others = 0 if feed.is_stream else next_due(self.config, self.position)
+        return others if self._survival is None else self._survival.next_due(others)
 
     def _attend(self, now: Due, feed: Feed, batch: Batch, step: Step, since: int) -> Due:
         """Come together, log, validate, save: always in this order. Returns what turned out to be due."""
@@ -364,7 +437,8 @@ class Trainer:
     # -- what a step may call for --------------------------------------------------------------------------------
 
     def _signals(self, feed: Feed, batch: Batch, step: Step) -> Signals:
-        return Signals(self._stop_asked(step), self.engine.is_together, _is_out_of_data(feed, step), batch.is_last)
+        stop = self._stop_asked(step) and not self._somebody_joins
+        return Signals(stop, self.engine.is_together, _is_out_of_data(feed, step), batch.is_last)
 
     def _stop_asked(self, step: Step) -> bool:
         """Return True if any rank was asked to stop, as of the same step on all.
@@ -410,6 +484,7 @@ class Trainer:
         more = partial(self._place_in_stream, self.position.epoch, self.position.step)
         self.checkpoints.save(self.engine, self.position, self.task, score, self.log.so_far, few_shapes=few, more=more)
         self.clock.lap("checkpoint")
+        self._remember()  # not older than any checkpoint
 
     def _place_in_stream(self, epoch: int, step: int) -> dict[str, dict[str, torch.Tensor]]:
         """Return the part of a checkpoint that says where a stream is, if it knows."""
@@ -472,7 +547,8 @@ class Trainer:
         self._stream_saved = {name: tensor.clone() for name, tensor in checkpoint.parts.get("stream", {}).items()}
         self.checkpoints.check_precision(checkpoint, self.engine.precision.name)
         resumed = f"after step {position.num_steps} ({checkpoint.path.name})"
-        self.progress.say(f"resumed {resumed}")
+        if self._survival is None or self._survival.memory.step is None:
+            self.progress.say(f"resumed {resumed}")
         return resumed
 
     def _begin_stage(self, number: int) -> None:
@@ -592,7 +668,8 @@ class Trainer:
         """Describe the run before the first step of this launch; of later stages only their data."""
         data = summary.data_facts(feed, self.position.epoch, self.task.length_unit)
         if self._is_introduced:
-            self.progress.tell(f"stage {self._stage_name}: {summary.data_line(data)}")
+            if self._stage_name is not None:
+                self.progress.tell(f"stage {self._stage_name}: {summary.data_line(data)}")
             return
         self._is_introduced = True
         facts = summary.Facts(
@@ -615,6 +692,8 @@ class Trainer:
         self.progress.table(summary.rows(facts))
         arithmetic = [self._arithmetic] if self._arithmetic else []
         remarks = [*summary.idle_ranks(facts), *summary.unequal_devices(facts.seats), *summary.idle(facts)]
+        if self._survival is not None:
+            remarks.append(price(self.config))
         for line in [*arithmetic, *self.engine.precision.notes, *more, *remarks]:
             self.progress.say(line)
 

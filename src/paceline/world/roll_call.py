@@ -6,7 +6,7 @@ Rank 0 collects. Its verdict is one key of the store, written once, so that all 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from paceline.core.errors import PacelineError
@@ -106,8 +106,18 @@ class SizesDiffer(PacelineError):
     )
 
 
-def roll_call(store: Store, mine: Present, size: int, timeout_s: float) -> list[Present]:
-    """Return all ranks, in order; raise `RanksMissing`, `SizesDiffer` or `DuplicateRank` on every rank alike."""
+def roll_call(
+    store: Store, mine: Present, size: int, timeout_s: float, check: Callable[[], None] = lambda: None
+) -> list[Present]:
+    """Return all ranks, in order; raise `RanksMissing`, `SizesDiffer` or `DuplicateRank` on every rank alike.
+
+    `check` is called while others are waited for; what it raises ends the wait.
+    """
+
+    def waits_for(keys: list[str]) -> bool:
+        check()
+        return store.check(keys)
+
     _compare_sizes(store, Claim(mine.rank, mine.host, size))
     text = json.dumps(asdict(mine))
     first = store.compare_set(_key(mine.rank), "", text)
@@ -115,10 +125,10 @@ def roll_call(store: Store, mine: Present, size: int, timeout_s: float) -> list[
         raise DuplicateRank(_present(first), mine)
     if mine.rank == 0:
         keys = [_key(rank) for rank in range(size)]
-        poll(lambda: store.check(keys) or store.check(["verdict"]), timeout_s)
+        poll(lambda: waits_for(keys) or store.check(["verdict"]), timeout_s)
         _publish(store, size, timeout_s)
-    elif not poll(lambda: store.check([_key(0)]), timeout_s) or not poll(
-        lambda: store.check(["verdict"]), timeout_s + _MARGIN_S
+    elif not poll(lambda: waits_for([_key(0)]), timeout_s) or not poll(
+        lambda: waits_for(["verdict"]), timeout_s + _MARGIN_S
     ):
         # Rank 0 never came, or died while collecting; any rank can name who is missing.
         _publish(store, size, timeout_s, gone=0)

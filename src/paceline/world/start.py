@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from paceline.config.compared import shared_settings
 from paceline.config.settings import WorldSettings
 from paceline.core.errors import PacelineError
+from paceline.core.torch_private import can_set_group_timeout, set_group_timeout
 from paceline.world.consistency import check_same, installation
 from paceline.world.discover.environment import World, discover
 from paceline.world.discover.interfaces import GLOO_INTERFACE, gloo_interface
@@ -30,15 +31,18 @@ from paceline.world.link import Link
 from paceline.world.parent_process import end_with_parent
 from paceline.world.resources import OMP, DeviceChoice, backend_of, device_name, threads_by_environment, threads_of
 from paceline.world.roll_call import Present, roll_call
-from paceline.world.store import HashStore, PrefixStore, Store, answer_within, meet
+from paceline.world.store import HashStore, PrefixStore, Store, answer_within, interruptible, meet
 
+# How long a rank of a later round dials the others.
+_DIAL_S = 20.0
 # Starts so far at each meeting point. All ranks start equally often, so the number keeps their keys apart.
 _starts: Counter[tuple[str | None, int]] = Counter()
 
 
-def from_settings(settings: WorldSettings, world: World | None = None) -> Link:
+def from_settings(settings: WorldSettings, world: World | None = None, check: Callable[[], None] | None = None) -> Link:
     """Join the other ranks as the settings ask; `world` is what the environment says, unless it is known already.
 
+    `check` is called while others are waited for; what it raises ends the wait.
     Raises `RanksDisagree` on all ranks where settings or installations differ.
     """
     world = discover(os.environ) if world is None else world
@@ -50,6 +54,7 @@ def from_settings(settings: WorldSettings, world: World | None = None) -> Link:
         threads_by="" if settings.threads or not by_environment else f"{OMP}={by_environment}",
         start_timeout_s=settings.start_timeout_s,
         timeout_s=settings.timeout_s,
+        check=check,
     )
     with ExitStack() as undo:
         undo.enter_context(link)
@@ -68,6 +73,7 @@ def start(
     timeout_s: float = 1800.0,
     share_devices: bool = False,
     group_of_one: bool = False,
+    check: Callable[[], None] | None = None,
 ) -> Link:
     """Join the other ranks. Missing ranks are named after `start_timeout_s`; a collective waits for `timeout_s`.
 
@@ -76,6 +82,7 @@ def start(
 
     `share_devices` lets several ranks use one GPU, through gloo instead of NCCL: right, but slow. `group_of_one` gives
     a single process the group, and so the code and the collectives, that several have: to try NCCL on one GPU.
+    `check` is called while others are waited for: where ranks may be lost, it raises when one of them was.
     """
     before = Before.now((GLOO_INTERFACE,))
     trail.reset()
@@ -101,18 +108,12 @@ def start(
         _starts[world.meeting, world.attempt] += 1
         store = PrefixStore(f"start{_starts[world.meeting, world.attempt]}", common)
         FailureBoard(common).tell_place(world.rank, Seen(mine.host, 0, 0, str(trail)))
-        roll = roll_call(store, mine, world.size, start_timeout_s)
+        roll = roll_call(store, mine, world.size, start_timeout_s, check or (lambda: None))
         meeting.hosts = tuple(entry.host for entry in roll)
         backend = backend_of(roll, share_devices)
         num_threads = _set_threads(mine, roll, threads)
         if not has_group:
-            dist.init_process_group(
-                backend,
-                store=PrefixStore("group", store),
-                rank=world.rank,
-                world_size=world.size,
-                timeout=patience(timeout_s, chosen),
-            )
+            _form_group(world, backend, PrefixStore("group", store), chosen, timeout_s, check)
         answer_within(world, timeout_s)
         watch.follow_group(meeting.hosts, is_on_device="cuda" in backend)
     except BaseException:
@@ -156,6 +157,25 @@ def _beside_group(world: World) -> World:
             box = [f"{host}:{probe.getsockname()[1]}"]
     dist.broadcast_object_list(box, src=0)
     return replace(world, meeting=box[0])
+
+
+def _form_group(
+    world: World,
+    backend: str,
+    store: Store,
+    device: torch.device,
+    timeout_s: float,
+    check: Callable[[], None] | None,
+) -> None:
+    """Make the process group; with `check`, which ends the wait for a rank that was lost, without dialling it long."""
+    # gloo dials a peer that has just died until the time-out is over.
+    dials_s = min(timeout_s, _DIAL_S) if check is not None and can_set_group_timeout() else timeout_s
+    with interruptible(world, check):
+        dist.init_process_group(
+            backend, store=store, rank=world.rank, world_size=world.size, timeout=patience(dials_s, device)
+        )
+    if dials_s < timeout_s:
+        set_group_timeout(patience(timeout_s, device))
 
 
 def patience(timeout_s: float, device: torch.device) -> timedelta:

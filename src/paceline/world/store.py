@@ -11,7 +11,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -166,9 +167,28 @@ def answer_within(world: World, answer_s: float) -> None:
         _stores[world.meeting].answer_within(answer_s)
 
 
+@contextmanager
+def interruptible(world: World, check: Callable[[], None] | None) -> Iterator[None]:
+    """Let `check` end waits for keys of this job's store meanwhile, by what it raises."""
+    store = _stores.get(str(world.meeting))
+    if store is None or check is None:
+        yield
+        return
+    store.interrupt = check
+    try:
+        yield
+    finally:
+        store.interrupt = None
+
+
 def meet_apart(world: World, timeout_s: float, answer_s: float) -> Store:
     """Return the same store through another connection, for a thread that must not wait for the main thread's calls."""
     return _of_attempt(world, _connect(world, timeout_s, answer_s))
+
+
+def meet_beside(world: World, timeout_s: float, answer_s: float) -> Store:
+    """Return the whole store of this job, of all attempts, through a connection of its own."""
+    return _connect(world, timeout_s, answer_s)
 
 
 def _of_attempt(world: World, store: Store) -> Store:

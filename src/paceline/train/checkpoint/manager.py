@@ -21,6 +21,7 @@ from paceline.observe.progress import Progress
 from paceline.parallel.gather import gather_tensors
 from paceline.train.checkpoint import pieces, reader, state
 from paceline.train.checkpoint.format import DIGESTS, STATE, CheckpointBroken, by_score, listed
+from paceline.train.checkpoint.memory import MemoryState, same_on_all
 from paceline.train.checkpoint.writer import Checkpointer
 from paceline.train.engine import Engine
 from paceline.train.position import Position, SettingsChanged, check_batch, choose_grains, settings_changed
@@ -68,9 +69,13 @@ class CheckpointManager:
     `mark_failed`. All ranks call all of it; all read, the first one writes.
     """
 
-    def __init__(self, config: TrainConfig, link: Link, progress: Progress, task: str) -> None:
+    def __init__(
+        self, config: TrainConfig, link: Link, progress: Progress, task: str, *, goes_on: bool = False
+    ) -> None:
+        """`goes_on`: this process, or one that it goes on for, has opened the folder already."""
         self._config, self._link, self._progress, self._task = config, link, progress, task
         self._asked_for_sums = config.sums is not None
+        self._goes_on = goes_on
         self._run = RunFolder(config.out) if config.out is not None else None
         self._writer: Checkpointer | None = None
         self._is_open = False
@@ -136,7 +141,8 @@ class CheckpointManager:
                 self._run.lock()
                 undo.callback(self._unlock)
                 self._run.check_unchanged(self._before, may_exist=self._config.resume != "no")
-                self._starts.append(start_record())
+                if not self._goes_on or not self._starts:
+                    self._starts.append(start_record())
                 self._write("running")
                 undo.callback(self._write_failed)
             if self._is_in_pieces:
@@ -207,22 +213,68 @@ class CheckpointManager:
             if task_state:
                 parts["task"] = task_state
             parts |= further
-            record = {
-                "engine": values,
-                "position": moment,
-                "so_far": sums,
-                "precision": engine.precision.name,
-                "world_size": self._link.world.size,
-                "about": task.about() if isinstance(task, Describes) else {},
-                "choice": self._choice,
-                "few_shapes": few_shapes,
-                "sums": self.sums,
-            }
+            record = self._record(engine, values, moment, sums, few_shapes)
+            record["about"] = task.about() if isinstance(task, Describes) else {}
             if self._is_in_pieces:
                 place = self._writers.index(self._link.world.rank), len(self._writers)
                 parts = pieces.share_of_rank(parts, *place, partial(state.is_piece, engine))
             self._writer.save(engine.num_steps, parts, record, score)
         engine.prepared.statistics.share()
+
+    def _record(
+        self, engine: Engine, values: dict[str, Any], moment: dict[str, Any], sums: Any, few_shapes: bool
+    ) -> dict[str, Any]:
+        return {
+            "engine": values,
+            "position": moment,
+            "so_far": sums,
+            "precision": engine.precision.name,
+            "world_size": self._link.world.size,
+            "choice": self._choice,
+            "few_shapes": few_shapes,
+            "sums": self.sums,
+        }
+
+    def remember(
+        self,
+        memory: MemoryState,
+        engine: Engine,
+        position: Position,
+        task: Task,
+        so_far: Callable[[], dict[str, Any] | None],
+        *,
+        few_shapes: bool = False,
+        more: Callable[[], Mapping[str, Mapping[str, Tensor]]] = dict,
+    ) -> None:
+        """Copy everything into the memory of every rank, where each has it whole. All ranks must call it.
+
+        What waits for other ranks comes first: a rank that is lost leaves the others the new copy, or the one before.
+        """
+        engine.prepared.statistics.total()
+        try:
+            sums = so_far()
+            task_state = same_on_all(self._link, state_of(task))
+            parts, values = state.collect(engine)
+            if task_state:
+                parts["task"] = task_state
+            further = more()
+            for part in self._link.broadcast_object(list(further)):
+                parts[part] = same_on_all(self._link, further.get(part, {}))
+            record = self._record(engine, values, position.state(), sums, few_shapes)
+            memory.take(engine.num_steps, parts, record)
+        finally:
+            engine.prepared.statistics.share()
+
+    def suspend(self) -> None:
+        """Let the folder go, for the first rank of the next round; a checkpoint that is being written is completed."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._writer is not None and self._is_in_pieces:
+            self._writer.abandon()  # other ranks, which it waits for, may be gone
+        elif self._writer is not None:
+            self._writer.close()
+        self._unlock()
 
     def mark_failed(self, status: str = "failed") -> None:
         """Record that the run ended with an error, or diverged, and let others train in its folder.

@@ -90,6 +90,16 @@ class Snapshot:
             for name, (begin, end) in offsets.items()
         }
 
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The copies, as views of the buffer."""
+        return self._views
+
+    @property
+    def image(self) -> Tensor:
+        """The whole buffer, as bytes: the same on all ranks for tensors of the same names, shapes and dtypes."""
+        return self._image
+
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return True if these tensors can be copied into the buffer as it is."""
         return self._signature == _signature(tensors)

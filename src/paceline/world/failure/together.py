@@ -135,6 +135,8 @@ def is_broken_link(error: BaseException | None) -> bool:
 
 def _fail(world: World, error: BaseException) -> NoReturn:
     """Agree with the other ranks on the first failure, print it once, and end."""
+    if _last_meeting is not None and _last_meeting.world.meeting == world.meeting:
+        world = _last_meeting.world  # where survivors go on, ranks and attempts change
     mine = _report(world, error)
     if mine.kind == "lost":
         _log_lost(mine, error)

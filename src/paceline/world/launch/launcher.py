@@ -88,7 +88,7 @@ def launch(
         max_restarts=max_restarts,
     )
     agent = _Agent(spec, meeting, _Console(), grace_s)
-    with _quiet_agent(), _environment(num_procs, meeting.secret), agent.signals_forwarded():
+    with _quiet_agent(), ranks_environment(num_procs, meeting.secret), agent.signals_forwarded():
         try:
             code = _judge(agent, meeting, agent.run())
         except SignalException as stopped:
@@ -142,12 +142,17 @@ _CAUSES: dict[int, str] = {
 }
 
 
+def causes(number: int) -> str:
+    """Return what a signal that ended a rank often means, in brackets; nothing for most."""
+    return _CAUSES.get(number, "")
+
+
 def _name_silent_dead(codes: Mapping[int, int], places: Mapping[int, Seen | None]) -> None:
     """Say which ranks were ended by a signal, where no rank could report anything itself."""
     # The agent ends the remaining ranks with SIGTERM; these are consequences, not causes.
     dead = {rank: -code for rank, code in codes.items() if code < 0 and -code != signal.SIGTERM}
     for rank, number in sorted(dead.items()):
-        cause = _CAUSES.get(number, "")
+        cause = causes(number)
         seen = places.get(rank)
         name = f"rank {rank}" + (f" on {seen.host}" if seen is not None else "")
         where = f"\n  last seen {seen.where}" if seen is not None else ""
@@ -321,7 +326,7 @@ def _quiet_agent() -> Iterator[None]:
 
 
 @contextmanager
-def _environment(num_procs: int, secret: Secret) -> Iterator[None]:
+def ranks_environment(num_procs: int, secret: Secret) -> Iterator[None]:
     """Set the environment of the ranks: the secret, a fair share of threads for all libraries, no C++ warnings."""
     threads = threads_per_rank(len(os.sched_getaffinity(0)), num_procs)
     wanted = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}

@@ -43,6 +43,8 @@ class BoundedStore(Store):
     def __init__(self, answer_s: float) -> None:
         super().__init__()
         self.answer_s = answer_s
+        self.interrupt: Callable[[], None] | None = None
+        """Called while keys are waited for: what it raises ends the wait."""
         # torch, which asks for clones, holds only their C++ half.
         self._clones: list[Store] = []
         self.set_timeout(timedelta(seconds=max(answer_s, 10.0)))
@@ -158,6 +160,8 @@ class StoreClient(BoundedStore):
             answer = self._ask(what, list(keys), wait_s, wait_s=wait_s)
             if answer not in (None, False):
                 return answer
+            if self.interrupt is not None:
+                self.interrupt()
             if time.monotonic() >= deadline:
                 raise DistStoreError(f"nobody has set {', '.join(keys)} in {limit.total_seconds():g} s")
 

@@ -1,0 +1,222 @@
+"""Survivors of a lost rank go on: training in rounds, each with the ranks that are there.
+
+A round that breaks, or that somebody waits to join, is left as a whole: its trainer, task, model and process group are
+given up, and the next one is built by the ranks that are there, as a resumed run is. What it resumes from is the copy
+in memory (`checkpoint/memory.py`), or the newest checkpoint where a copy cannot be had.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from paceline.config.compared import shared_settings
+from paceline.config.settings import TrainConfig
+from paceline.core.run_folder import RunFolder
+from paceline.core.units import counted
+from paceline.observe.records import RanksRecord
+from paceline.train.checkpoint.memory import MemoryState, steps_between
+from paceline.train.scaling import for_ranks
+from paceline.world.consistency import installation
+from paceline.world.failure.together import is_broken_link
+from paceline.world.rounds import Round, Rounds
+from paceline.world.signals import STOP_SIGNALS, handled
+from paceline.world.start import from_settings
+
+if TYPE_CHECKING:
+    from paceline.train.trainer import Result, Trainer
+    from paceline.world.link import Link
+
+_FIRST_COPY = 1
+"""Steps before the first copy, which measures what one costs."""
+
+
+class Regroup(Exception):
+    """All ranks leave the round after the same step, because somebody waits to join."""
+
+
+def has_copies(config: TrainConfig) -> bool:
+    """Return True if every rank has the whole state of the run after every step."""
+    return config.reduce == "grad" and config.shard == "none"
+
+
+def needs_all(config: TrainConfig) -> bool:
+    """Return True if a run cannot go on with another number of ranks than it began with."""
+    keeps = config.reduce == "param" and config.sync_state == "keep"
+    return keeps or config.dataset_distribution != "shard" or config.sync_batchnorm != "no"
+
+
+def price(config: TrainConfig) -> str:
+    """Return a line on what the death of a rank costs."""
+    if needs_all(config):
+        return (
+            "if a rank dies, the others wait for its replacement (`--max-restarts`): these settings depend on the "
+            "number of ranks; then all go on from the newest checkpoint"
+        )
+    if has_copies(config):
+        return "if a rank dies, the others go on from a copy in memory, which is renewed every few steps"
+    why = "weights are in pieces (`--shard`)" if config.shard != "none" else "ranks step apart (`--reduce param`)"
+    return f"if a rank dies, the others go back to the newest checkpoint: {why}"
+
+
+@dataclass
+class Survival:
+    """A round as its trainer sees it."""
+
+    rounds: Rounds
+    round: Round
+    memory: MemoryState
+    has_copies: bool
+    newest_step: int = 0
+    """Steps that this process had done in the round before."""
+    due_at: int = 0
+    """Number of steps at which the next copy is due."""
+    _copied_at: tuple[int, float] = (0, 0.0)
+
+    def begin(self, num_steps: int) -> None:
+        """Begin to train after `num_steps` steps."""
+        self.due_at = num_steps + _FIRST_COPY if self.has_copies else -1
+        self._copied_at = (num_steps, time.monotonic())
+
+    def is_due(self, num_steps: int) -> bool:
+        return self.has_copies and num_steps >= self.due_at
+
+    def next_due(self, others: int) -> int:
+        """Return the number of steps at which something is due, the copy or what is due otherwise."""
+        return min(others, self.due_at) if self.has_copies else others
+
+    def pause(self, num_steps: int, copy_s: float) -> int:
+        """Return the steps until the next copy, from the time that this one and the steps before it took."""
+        steps, began = self._copied_at
+        now = time.monotonic()
+        self._copied_at = (num_steps, now)
+        step_s = max(now - began - copy_s, 0.0) / max(num_steps - steps, 1)
+        return steps_between(copy_s, step_s)
+
+    def lines(self, num_steps: int) -> list[str]:
+        """Return what to tell the user when a round begins."""
+        round_, ranks = self.round, len(self.round.members)
+        if round_.number == 0:
+            return []
+        lines = [
+            f"rank {rank} on {round_.members[rank].host} joined: {counted(ranks, 'rank')} from step {num_steps} on"
+            for rank in round_.joined
+        ]
+        if round_.lost:
+            repeated = max(0, self.newest_step - num_steps)
+            again = f", {counted(repeated, 'step')} repeated" if repeated else ""
+            lines.append(
+                f"going on with {counted(ranks, 'rank')} after step {num_steps}: {self.seconds:.1f} s lost{again}"
+            )
+        if round_.stops:
+            lines.append(f"{counted(ranks, 'rank')} left, fewer than `--min-ranks`: the run is saved and ends")
+        return lines
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the end of the round before until now."""
+        return max(0.0, time.time() - self.round.since)
+
+    def record(self, num_steps: int, epoch: int) -> RanksRecord:
+        """Return the line of the journal with which a round begins."""
+        return RanksRecord(
+            step=max(0, num_steps - 1),
+            epoch=epoch,
+            ranks=len(self.round.members),
+            time=round(time.time(), 3),
+            hosts=[member.host for member in self.round.members],
+            lost=[{"rank": lost.rank, "host": lost.host, "why": lost.why} for lost in self.round.lost],
+            joined=[{"rank": rank, "host": self.round.members[rank].host} for rank in self.round.joined],
+            seconds=round(self.seconds, 3) if self.round.number else 0.0,
+            repeated=max(0, self.newest_step - num_steps) if self.round.number else 0,
+        )
+
+
+def train_in_rounds(
+    config: TrainConfig,
+    rounds: Rounds,
+    make_trainer: Callable[[TrainConfig, Link, Survival], Trainer],
+    code: Mapping[str, str],
+) -> Result:
+    """Train to the end, in as many rounds as it takes. `make_trainer` builds a new task each time.
+
+    `code` are digests of the task's files: a process that joins with other code, settings or versions is refused.
+    """
+    facts = shared_settings(config.model_copy(update={"resume": "auto"})) | installation()
+    rounds.compare(facts | {f"code of {name}": digest for name, digest in code.items()})
+    job = _Job(config, rounds, make_trainer)
+    with rounds, handled(STOP_SIGNALS, job.note_stop):
+        while True:
+            result = job.train_round()
+            if result is not None:
+                return result
+            gc.collect()  # models and optimizers of the round before, before the next ones are made
+
+
+class _Job:
+    """This process, from round to round."""
+
+    def __init__(
+        self, config: TrainConfig, rounds: Rounds, make_trainer: Callable[[TrainConfig, Link, Survival], Trainer]
+    ) -> None:
+        self._config, self._rounds, self._make_trainer = config, rounds, make_trainer
+        self._memory = MemoryState()
+        self._newest_step = 0
+        self._is_asked = False
+
+    def note_stop(self, number: int, frame: FrameType | None) -> None:
+        """Remember a stop signal that comes between rounds."""
+        self._is_asked = True
+        if number == signal.SIGINT and self._rounds.round is None:
+            raise KeyboardInterrupt
+
+    def train_round(self) -> Result | None:
+        """Train in the next round; return the result, or None if the round ended before the run."""
+        holds = None if needs_all(self._config) else self._memory.step
+        round_, world = self._rounds.next(holds, needs_all=needs_all(self._config))
+        link: Link | None = None
+        try:
+            config = self._of_round(round_)
+            link = from_settings(config, world, self._rounds.check)
+            result = self._train(config, round_, link)
+            link.close()
+            return result
+        except Regroup:
+            pass
+        except Exception as error:
+            if not is_broken_link(error):
+                raise
+        if link is not None:
+            link.abandon()
+        return None
+
+    def _train(self, config: TrainConfig, round_: Round, link: Link) -> Result:
+        memory = self._memory
+        copies = has_copies(config) and not needs_all(config)
+        if not (copies and round_.holders):
+            memory.forget()
+        memory.share(link, round_.holders if copies else ())
+        survival = Survival(self._rounds, round_, memory, copies, self._newest_step)
+        trainer = self._make_trainer(config, link, survival)
+        self._rounds.follow(trainer.ask_to_regroup, trainer.ask_to_stop)
+        if self._is_asked or round_.stops:
+            trainer.ask_to_stop()
+        try:
+            return trainer.fit()
+        finally:
+            self._rounds.follow(None, None)
+            self._is_asked = self._is_asked or trainer.is_asked_to_stop
+            self._newest_step = trainer.engine.num_steps
+
+    def _of_round(self, round_: Round) -> TrainConfig:
+        """Return the settings that the run began with, whatever the number of ranks is now."""
+        config, _ = for_ranks(self._config, round_.first_size)
+        is_begun = config.out is not None and RunFolder(config.out).is_run
+        if round_.number > 0 and (is_begun or config.resume == "no"):
+            config = config.model_copy(update={"resume": "auto"})
+        return config

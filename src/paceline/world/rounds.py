@@ -1,0 +1,254 @@
+"""Rounds of a job whose survivors go on: who is in, on which rank, and who has the newest state.
+
+A round is one process group. It ends when a member is lost or when somebody waits to join; the launcher of node 0,
+which alone decides (`launch/survivors.py`), then announces the next one, in its store. A process is a member by the
+number that its launcher gave it, however often its rank changes, and is never one again once it was left out.
+
+    member                                          launcher of node 0
+    ready(after=r, holds=step)       ------------>  all that are left are ready, or were taken for dead
+    waits                            <------------  round r+1: members by rank, who holds the newest state
+    group of its own prefix, state from a holder, goes on
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from torch.distributed import DistError, DistNetworkError
+
+from paceline.core.errors import PacelineError
+from paceline.world.consistency import differences
+from paceline.world.discover.environment import World
+from paceline.world.failure.board import EXIT_CRASH
+from paceline.world.failure.watchdog import exit_now
+from paceline.world.store import PrefixStore, Store, meet_beside
+
+MEMBER = "PACELINE_MEMBER"
+"""Environment variable with the number of a process among all that the job has ever had."""
+PREFIX = "paceline/rounds"
+_BEAT_S = 0.5
+# Pause between two looks for the next round.
+_LOOK_S = 0.01
+# A store that is gone for so long is not coming back.
+_GONE_S = 10.0
+
+
+class RoundOver(DistNetworkError):
+    """The launcher has ended the round in which this process waits for others."""
+
+
+class CannotJoin(PacelineError):
+    """A process that is not like those that it is to join."""
+
+    problems: Sequence[str]
+    sentence = "this process cannot join the run: it is not like those that train it:\n{lines}"
+    hint = "the run goes on without it; code and settings of a run must not change while it goes on"
+
+    @property
+    def lines(self) -> str:
+        return "\n".join(f"  {problem}" for problem in self.problems[:12])
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of the job."""
+
+    number: int
+    node: int
+    slot: int
+    """Its place among the processes of its machine, which a replacement takes over."""
+    host: str
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A member that a round has lost."""
+
+    rank: int
+    host: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} was lost: {self.why}"
+
+
+@dataclass(frozen=True)
+class Round:
+    """One process group of the job."""
+
+    number: int
+    members: tuple[Member, ...]
+    """By rank."""
+    first_size: int
+    """Ranks that the job began with."""
+    holders: tuple[int, ...] = ()
+    """Ranks that have the newest state in memory; none: it is in the newest checkpoint, if anywhere."""
+    lost: tuple[Lost, ...] = ()
+    """Members of the round before that are gone."""
+    joined: tuple[int, ...] = ()
+    """Ranks of those that were not in the round before."""
+    since: float = 0.0
+    """Seconds since the epoch when the round before ended."""
+    stops: bool = False
+    """True if fewer are left than `--min-ranks`: the run is saved and ends."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Round:
+        values = json.loads(text)
+        values["members"] = tuple(Member(**member) for member in values["members"])
+        values["lost"] = tuple(Lost(**lost) for lost in values["lost"])
+        values |= {name: tuple(values[name]) for name in ("holders", "joined")}
+        return cls(**values)
+
+    def rank_of(self, number: int) -> int | None:
+        """Return the rank of a member; None if it is not in this round."""
+        return next((rank for rank, member in enumerate(self.members) if member.number == number), None)
+
+    def world(self, rank: int, around: World) -> World:
+        """Return the place of a rank. Device, threads and meeting point stay what the process was started with."""
+        slot = self.members[rank].slot
+        return replace(around, rank=rank, size=len(self.members), attempt=self.number, local_rank=slot)
+
+
+@dataclass(frozen=True)
+class Now:
+    """State of the job, which the launcher keeps in the store."""
+
+    round: int
+    is_over: bool = False
+    """The round has lost a member."""
+    is_wanted: bool = False
+    """Somebody waits to join: the members are to leave the round after the step they are in."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A process that has left its round, or has none yet, and waits for the next."""
+
+    after: int
+    """The round that it has left; -1 for one that was in none."""
+    holds: int | None
+    """Steps that its state in memory has done; None if it has none."""
+    timeout_s: float
+    needs_all: bool = False
+    """True if the run cannot go on with another number of ranks than it began with."""
+
+
+class Rounds:
+    """The rounds of this process: `next` leaves one and waits for the following.
+
+    A thread says twice a second that the process runs, and looks whether it is still wanted.
+    """
+
+    def __init__(self, world: World, number: int, *, start_timeout_s: float, timeout_s: float) -> None:
+        self._around, self.number, self._timeout_s = world, number, timeout_s
+        self._store = PrefixStore(PREFIX, meet_beside(world, start_timeout_s, timeout_s))
+        self._watch_store: Store = PrefixStore(PREFIX, meet_beside(world, start_timeout_s, timeout_s))
+        self.round: Round | None = None
+        self._on_wanted: Callable[[], None] | None = None
+        self._on_gone: Callable[[], None] | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="paceline-round-watch", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def around(cls, env: Mapping[str, str], world: World, *, start_timeout_s: float, timeout_s: float) -> Rounds | None:
+        """Return the rounds of this process; None where its launcher does not let survivors go on."""
+        if MEMBER not in env:
+            return None
+        return cls(world, int(env[MEMBER]), start_timeout_s=start_timeout_s, timeout_s=timeout_s)
+
+    def next(self, holds: int | None, *, needs_all: bool = False) -> tuple[Round, World]:
+        """Leave the round, saying which state this process has, and wait for the next one that it is a member of."""
+        after = -1 if self.round is None else self.round.number
+        self.follow(None, None)
+        ready = Ready(after, holds, self._timeout_s, needs_all)
+        self._store.set(f"ready/{self.number}", json.dumps(asdict(ready)))
+        self._store.add("events", 1)
+        while True:
+            now = read_now(self._store)
+            if now.round > after:
+                round_ = read_round(self._store, now.round)
+                rank = round_.rank_of(self.number)
+                if rank is not None:
+                    self.round = round_
+                    return round_, round_.world(rank, self._around)
+            time.sleep(_LOOK_S)
+
+    def compare(self, facts: Mapping[str, Any]) -> None:
+        """Raise `RanksDisagree` unless this process has the facts of the first that has called it.
+
+        Those of a round compare all that they have; this keeps one that joins from ending the round of the others.
+        """
+        text = json.dumps(facts, sort_keys=True, default=str)
+        first = self._store.compare_set("facts", "", text).decode()
+        found = differences([json.loads(text), json.loads(first)]) if first != text else []
+        if found:
+            raise CannotJoin([f"{each.name} is {' and not '.join(each.values)}" for each in found])
+
+    def check(self) -> None:
+        """Raise `RoundOver` if the launcher has ended the round: who is waited for will not come."""
+        now = read_now(self._store)
+        if self.round is not None and (now.round > self.round.number or now.is_over):
+            raise RoundOver(f"round {self.round.number} has lost a member")
+
+    def follow(self, on_wanted: Callable[[], None] | None, on_gone: Callable[[], None] | None) -> None:
+        """Call `on_wanted` when somebody waits to join, `on_gone` when the launcher of node 0 is gone; in a thread."""
+        self._on_wanted, self._on_gone = on_wanted, on_gone
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        self._thread.join()
+
+    def __enter__(self) -> Rounds:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _watch(self) -> None:
+        heard = time.monotonic()
+        while not self._stopped.wait(_BEAT_S):
+            try:
+                self._watch_store.add(f"pulse/{self.number}", 1)
+                self._obey(read_now(self._watch_store))
+                heard = time.monotonic()
+            except DistError:
+                call = self._on_gone
+                if call is not None and time.monotonic() - heard > _GONE_S:
+                    call()
+
+    def _obey(self, now: Now) -> None:
+        current, call = self.round, self._on_wanted
+        if current is None:
+            return
+        if now.round > current.number and read_round(self._watch_store, now.round).rank_of(self.number) is None:
+            exit_now(EXIT_CRASH)  # taken for dead: what it does could only disturb those that went on
+        if now.is_wanted and now.round == current.number and call is not None:
+            call()
+
+
+def read_now(store: Store) -> Now:
+    """Return the state of the job, which the launcher has written before any process."""
+    return Now(**json.loads(store.get("now")))
+
+
+def read_round(store: Store, number: int) -> Round:
+    return Round.from_json(store.get(f"round/{number}"))
+
+
+def ready_of(text: bytes) -> Ready:
+    values: dict[str, Any] = json.loads(text)
+    return Ready(**values)

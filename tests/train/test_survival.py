@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config.settings import TrainConfig
+from paceline.observe.journal import Journal, read
+from paceline.observe.records import StepRecord
+from paceline.train.checkpoint.memory import MemoryState
+from paceline.train.survival import Survival, has_copies, needs_all, price
+from paceline.world.rounds import Lost, Member, Round
+
+MEMBERS = (Member(0, 0, 0, "here"), Member(4, 1, 0, "there"))
+
+
+def survival(**changes: Any) -> Survival:
+    round_ = Round(**{"number": 2, "members": MEMBERS, "first_size": 2, "since": 0.0, **changes})
+    return Survival(None, round_, MemoryState(), has_copies=True, newest_step=12)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "copies", "all_", "words"),
+    [
+        ({}, True, False, "go on from a copy in memory"),
+        ({"shard": "full"}, False, False, "newest checkpoint: weights are in pieces"),
+        ({"reduce": "param", "sync_step": 4}, False, False, "newest checkpoint: ranks step apart"),
+        ({"reduce": "param", "sync_step": 4, "sync_state": "keep"}, False, True, "wait for its replacement"),
+        ({"dataset_distribution": "random_seed_offset"}, True, True, "wait for its replacement"),
+        ({"sync_batchnorm": "all"}, True, True, "wait for its replacement"),
+    ],
+)
+def test_price_of_a_death(settings: dict[str, Any], copies: bool, all_: bool, words: str) -> None:
+    config = TrainConfig(epochs=1, **settings)
+    assert (has_copies(config), needs_all(config)) == (copies, all_)
+    assert words in price(config)
+
+
+def test_lines_of_a_round() -> None:
+    assert survival(number=0).lines(0) == []
+    lost = survival(lost=(Lost(1, "there", "ended by SIGKILL"),)).lines(10)
+    assert len(lost) == 1
+    assert lost[0].startswith("going on with 2 ranks after step 10: ")
+    assert lost[0].endswith(" s lost, 2 steps repeated")
+    assert survival(joined=(1,)).lines(12) == ["rank 1 on there joined: 2 ranks from step 12 on"]
+    assert "`--min-ranks`" in survival(lost=(Lost(1, "there", "x"),), stops=True).lines(12)[-1]
+
+
+def test_copies_are_due_from_time_to_time() -> None:
+    state = survival()
+    state.begin(40)
+    assert state.next_due(100) == 41
+    assert not state.is_due(40)
+    assert state.is_due(41)
+    state.due_at = 60
+    assert (state.next_due(50), state.next_due(70)) == (50, 60)
+    state.has_copies = False
+    assert state.next_due(70) == 70
+    assert not state.is_due(60)
+
+
+def test_journal_keeps_the_lines_on_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    journal = Journal(file)
+    journal.step([StepRecord.line(step, 0, 1.0, 0.1, {}) for step in range(12)])
+    journal.ranks(survival(lost=(Lost(1, "there", "ended by SIGKILL"),)).record(10, 0).to_json())
+    journal.end("stopped")
+    again = Journal(file, next_step=10)
+    again.end("stopped")
+    assert [record["step"] for record in read(file)] == list(range(10))
+    (line,) = read(file, "ranks")
+    assert (line["ranks"], line["step"], line["repeated"]) == (2, 9, 2)
+    assert line["lost"] == [{"rank": 1, "host": "there", "why": "ended by SIGKILL"}]
