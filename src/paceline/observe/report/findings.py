@@ -28,6 +28,8 @@ class Held:
 
     @property
     def when(self) -> str:
+        if not self.epochs:
+            return ""
         if len(self.epochs) == self.num_epochs:
             return "in every epoch" if self.num_epochs > 1 else "in the one epoch"
         return f"in {len(self.epochs)} of {counted(self.num_epochs, 'epoch')} ({ranges(self.epochs)})"

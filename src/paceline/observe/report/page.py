@@ -19,6 +19,7 @@ from paceline.observe.report import texts
 from paceline.observe.report.curves import learning
 from paceline.observe.report.figure import Figure
 from paceline.observe.report.gantt import gantts
+from paceline.observe.report.ranks import time_lines
 from paceline.observe.report.runs import ReportedRun
 from paceline.observe.report.section import Section
 from paceline.observe.report.times import spent
@@ -70,7 +71,7 @@ def sections(runs: Sequence[ReportedRun]) -> list[Section]:
         Section("learning", "Learning", figures=learning(runs)),
         *(section for recipe in runs[0].recipes for section in recipe.sections(runs)),
         Section("samples", "Samples", texts.samples(runs)),
-        Section("time", "Time and speed", figures=[*spent(runs), *gantts(runs)]),
+        Section("time", "Time and speed", figures=[*spent(runs), *time_lines(runs), *gantts(runs)]),
         Section("settings", "Settings", texts.settings(runs)),
     ]
 

@@ -21,7 +21,7 @@ from paceline.core.run_folder import (
     read_record,
     status_now,
 )
-from paceline.observe.records import EpochRecord, ProgressRecord, StepRecord, ValidationRecord
+from paceline.observe.records import EpochRecord, ProgressRecord, RanksRecord, StepRecord, ValidationRecord
 from paceline.observe.report.section import RecipeReport
 
 
@@ -97,6 +97,8 @@ class ReportedRun:
     validations: list[ValidationRecord]
     looks: list[ProgressRecord] = field(default_factory=list)
     """Looks at the speed, where the run's version recorded them."""
+    ranks: list[RanksRecord] = field(default_factory=list)
+    """Changes of its ranks, where survivors go on."""
     timelines: list[Path] = field(default_factory=list)
     num_unread: int = 0
     """Lines of its journal that are no records."""
@@ -186,6 +188,7 @@ def read_run(folder: Path, name: str | None = None, recipes: Sequence[RecipeRepo
         epochs=[EpochRecord.from_json(line) for line in journal.epochs],
         validations=[ValidationRecord.from_json(line) for line in journal.validations],
         looks=[ProgressRecord.from_json(line) for line in journal.progress],
+        ranks=[change for line in journal.ranks if (change := RanksRecord.from_json(line)) is not None],
         timelines=sorted((folder / TIMELINES).glob("*.json.gz")),
         num_unread=journal.num_unread,
         recipes=recipes,

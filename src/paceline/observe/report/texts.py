@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from paceline.core.run_folder import METRICS
 from paceline.core.units import counted
 from paceline.observe.report.findings import held_back, nothing_found
+from paceline.observe.report.ranks import losses
 from paceline.observe.report.runs import ReportedRun
 from paceline.observe.report.samples import marked, samples_of
 from paceline.observe.report.settings import differences, settings_of, start_of
@@ -57,7 +58,7 @@ def verdicts(runs: Sequence[ReportedRun]) -> str:
         lines = [
             f'<li class="card held"><strong>{escape(held.text[:1].upper() + held.text[1:])}</strong> '
             f'<span class="more">{escape(held.when)}</span><p>{with_code(held.advice)}</p></li>'
-            for held in held_back(run)
+            for held in [*losses(run), *held_back(run)]
         ]
         if lines:
             blocks.append(f'{_heading(run, runs)}<ul class="plain">{"".join(lines)}</ul>')
