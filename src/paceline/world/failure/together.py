@@ -52,6 +52,8 @@ _LATE_MEETING_S = 3.0
 # A process that did not run for so long was stopped; a busy machine lets its threads wait for less.
 _ASLEEP_S = 3.0
 
+_OF_GLOO = ("gloo/", "Gloo", "caused pair closure", "Connection closed by peer", "Socket closed")
+
 # The store of the last `start` in this process: also after it was closed, as a late failure still wants to be told.
 _last_meeting: Meeting | None = None
 # `fail_together` is running a job.
@@ -123,11 +125,11 @@ def user_message(error: PacelineError) -> str:
 def is_broken_link(error: BaseException | None) -> bool:
     """Return True if the error, or a cause of it, means only that other ranks are gone or silent."""
     while error is not None:
-        # gloo raises a plain RuntimeError that begins with its source file.
+        # gloo raises a plain RuntimeError that begins with its source file, but for a time-out in a send or receive.
         # The store: a rank that was killed while the group was made has not left its address there.
         if isinstance(error, (DistBackendError, DistNetworkError, DistStoreError)):
             return True
-        if isinstance(error, RuntimeError) and ("gloo/" in str(error) or "Gloo" in str(error)):
+        if isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_GLOO):
             return True
         error = error.__cause__
     return False
