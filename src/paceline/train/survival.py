@@ -26,7 +26,7 @@ from paceline.world.consistency import installation
 from paceline.world.failure.together import is_broken_link
 from paceline.world.rounds import Round, Rounds
 from paceline.world.signals import STOP_SIGNALS, handled
-from paceline.world.start import from_settings
+from paceline.world.start import from_settings, leave_group
 
 if TYPE_CHECKING:
     from paceline.train.trainer import Result, Trainer
@@ -193,6 +193,8 @@ class _Job:
                 raise
         if link is not None:
             link.abandon()
+        else:
+            leave_group()
         return None
 
     def _train(self, config: TrainConfig, round_: Round, link: Link) -> Result:

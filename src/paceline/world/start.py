@@ -178,6 +178,12 @@ def _form_group(
         set_group_timeout(patience(timeout_s, device))
 
 
+def leave_group() -> None:
+    """Give up a group of which a failed start has left no link: the next start would take it for the user's own."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def patience(timeout_s: float, device: torch.device) -> timedelta:
     """Return the time-out of a process group. NCCL ends the process at its own, so the watchdog acts first."""
     return timedelta(seconds=timeout_s * (1.75 if device.type == "cuda" else 1.0))
