@@ -34,5 +34,15 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("long")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out cases that are marked `long`, unless `--long` asks for them."""
+    if config.getoption("--long"):
+        return
+    further = [item for item in items if item.get_closest_marker("long") is not None]
+    if further:
+        config.hook.pytest_deselected(items=further)
+        items[:] = [item for item in items if item not in further]
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     close_pool()

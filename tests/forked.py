@@ -54,6 +54,11 @@ class Forked:
         return out, err
 
     @property
+    def pid(self) -> int:
+        number: int = self._process.pid
+        return number
+
+    @property
     def returncode(self) -> int | None:
         code: int | None = self._process.exitcode
         return code
@@ -82,4 +87,7 @@ def _run(
     for number, end in ((1, out), (2, err)):
         os.dup2(end.fileno(), number)
         end.close()
+    # New ones: those of before take the pipes for what was there.
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
     sys.exit(importlib.import_module(module).main())

@@ -37,6 +37,8 @@ from paceline.config.settings import Section, TrainConfig
 from paceline.observe.journal import read
 from paceline.recipes.asr.network.config import NetworkSettings
 from paceline.train import task
+from tests.commands import run_command
+from tests.forked import Forked
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -196,38 +198,29 @@ def _children(process: int) -> list[int]:
     return [*own, *(other for child in own for other in _children(child))]
 
 
-def test_first_steps_as_written(tmp_path: Path) -> None:
+def test_first_steps_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Train on two processes, SIGKILL them all, resume on one, look: with the page's own words."""
     page = DOCS / "first-steps.md"
     (file,) = [block for block in PYTHON if block.page == page and block.title == "waves.py"]
     (tmp_path / file.title).write_text(file.text, encoding="utf-8")
     lines = [words for block in _blocks("bash") if block.page == page for words in _commands(block)]
     first, second = [words for words in lines if words[0] == "train"]
-    training = subprocess.Popen(
-        [sys.executable, "-m", "paceline", *first],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    with training:
-        assert training.stdout is not None
+    monkeypatch.chdir(tmp_path)
+    with Forked("paceline.cli.main", first) as training:
         # The third epoch's line comes after the checkpoint of the first is whole.
         seen = next((line for line in training.stdout if line.startswith("train epoch 3,")), None)
+        assert seen is not None, training.stderr.read()
         for process in [training.pid, *_children(training.pid)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-    assert seen is not None
     run = tmp_path / "runs" / "waves"
     assert json.loads((run / "run.json").read_text())["status"] == "running"
     assert not list(run.glob("checkpoints/step-00004000"))
 
     def paceline_command(words: list[str]) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "paceline", *words], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        done = run_command(words, TIMEOUT_S)
+        assert done.code == 0, done.err
+        return done.out
 
     paceline_command(second)
     steps = [line["step"] for line in read(run / "metrics.jsonl") if line["kind"] == "step"]

@@ -462,13 +462,15 @@ def compiled_loop(link: Link, shard: str, backend: str | None) -> tuple[list[flo
     return [float(step.loss_sum) for step in steps], compile_counters().graphs - before.graphs
 
 
-def test_blocks_are_compiled_one_by_one() -> None:
+@pytest.mark.parametrize(
+    ("size", "shard", "machines"), [(2, "full", 1), pytest.param(4, "node", 2, marks=pytest.mark.long)]
+)
+def test_blocks_are_compiled_one_by_one(size: int, shard: str, machines: int) -> None:
     """More blocks of one class than the compiler would compile one function for: each has a limit of its own."""
     ((expected, _),) = run_ranks(1, compiled_loop, "none", None)
-    for size, shard, machines in ((2, "full", 1), (4, "node", 2)):
-        for found, num_graphs in run_ranks(size, compiled_loop, shard, "aot_eager", machines=machines):
-            assert found == pytest.approx(expected, rel=1e-10)
-            assert num_graphs >= 11
+    for found, num_graphs in run_ranks(size, compiled_loop, shard, "aot_eager", machines=machines):
+        assert found == pytest.approx(expected, rel=1e-10)
+        assert num_graphs >= 11
 
 
 def test_what_lies_between_blocks_is_compiled_too() -> None:

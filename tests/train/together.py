@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -105,6 +106,8 @@ FEATURES: dict[str, Feature] = {
     "resume": Feature({}, launches="two"),
     "resume elsewhere": Feature({}, launches="elsewhere"),
 }
+SCORING = {"ema", "validation"}
+"""They leave losses as they are, but not the scores of a validation, which `newbob` follows."""
 SLOW = {"-O3"}
 """Seconds of compiling in every process: left out of the sample; test_sharding.py compiles in CI."""
 COMMON: dict[str, Any] = {
@@ -253,7 +256,9 @@ def launch(link: Link, names: tuple[str, ...], packed: str, folder: str, resume:
     given |= REPLAY if kind == "replay" else {}
     device = Capabilities("cpu", "a CPU", bf16="-O4" not in names, tf32=False, fp16=True, compiler="-O3" in names)
     compiler = torch.compile
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        if "-O3" in names:
+            warnings.simplefilter("ignore")  # torch's compiler warns of its own deprecated parts
         patch.setattr(precision, "capabilities", lambda _: device)
         patch.setattr(torch, "compile", lambda call, **_: compiler(call, backend="eager"))
         patch.setenv("XDG_CACHE_HOME", f"{folder}-cache")
@@ -321,7 +326,8 @@ def sample(seed: int) -> list[tuple[str, str]]:
 
 def reference_of(names: tuple[str, ...], size: int) -> tuple[tuple[str, ...], int] | None:
     """Return the (features, ranks) whose losses a run must have; None where there is no other run to compare with."""
-    changing = tuple(name for name in names if FEATURES[name].numbers != "same")
+    by_scores = SCORING if "newbob" in names else set()
+    changing = tuple(name for name in names if FEATURES[name].numbers != "same" or name in by_scores)
     by_ranks = any(FEATURES[name].numbers == "by ranks" for name in changing)
     is_moved = any(FEATURES[name].launches == "elsewhere" for name in names)
     reference = changing, size if by_ranks else 1

@@ -11,7 +11,7 @@ from paceline.world.discover.environment import World
 from paceline.world.link import Link
 from paceline.world.resources import NoCudaDevice
 from paceline.world.start import GroupDiffers, start
-from tests.ranks import ranks
+from tests.ranks import ranks, run_ranks
 
 PLAIN = World(0, 0, 1, 1, 0, 1, "plain", None)
 
@@ -38,6 +38,15 @@ def test_a_group_that_is_there_already_is_used_and_stays(link: Link) -> None:
 def test_a_group_that_is_not_the_jobs_is_refused(link: Link) -> None:
     with pytest.raises(GroupDiffers, match=f"rank {link.world.rank} of 2, but the environment says rank 5 of 8"):
         start(replace(link.world, rank=5, size=8), device="cpu", threads=1)
+
+
+def leave(link: Link) -> None:
+    """End, and close all connections, as soon as this rank has them."""
+
+
+def test_a_rank_may_leave_while_another_still_connects() -> None:
+    for _ in range(8):
+        run_ranks(4, leave)
 
 
 def test_cuda_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

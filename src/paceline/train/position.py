@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from paceline.config.settings import DataSettings, TrainConfig
 from paceline.core.errors import PacelineError
 from paceline.core.secrets import masked_values
+from paceline.core.together import Exclusion
 from paceline.data.grain import Batch
 from paceline.data.partition import MIN_GRAIN, most_grains
 
@@ -132,6 +133,15 @@ class SettingsChanged(PacelineError):
     """A resume with settings that change what is computed."""
 
     changes: dict[str, tuple[Any, Any]]
+    excludes = (
+        Exclusion(
+            "`--batch-per-device`",
+            "`--resume` on another number of ranks",
+            "mathematics",
+            "The global batch, and with `--scale-lr` the learning rate, would be others from there on; "
+            "`--allow-change` goes on with them.",
+        ),
+    )
     sentence = "these settings differ from the run's and change the result:\n{lines}"
     hint = "use the run's settings, or add `--allow-change` to go on with the new ones"
 

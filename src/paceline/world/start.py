@@ -174,6 +174,8 @@ def _form_group(
         dist.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.size, timeout=patience(dials_s, device)
         )
+        # A rank that leaves at once closes its connections, on which another that still connects would fail.
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"))
     if dials_s < timeout_s:
         set_group_timeout(patience(timeout_s, device))
 

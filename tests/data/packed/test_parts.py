@@ -83,7 +83,10 @@ def sizes_of(path: Path) -> list[int]:
         return [int(number) for name in sorted(sizes) for number in sizes[name]]
 
 
-@pytest.mark.parametrize(("goes_on", "stride"), [(True, 1), (False, 3)])
+@pytest.mark.parametrize(
+    ("goes_on", "stride"),
+    [(True, 4), (False, 7), *(pytest.param(each, 1, marks=pytest.mark.long) for each in (True, False))],
+)
 def test_stopped_at_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool, stride: int) -> None:
     """Either the old data or the new is there and whole; then the same call, or one with other options, ends it."""
     packed(tmp_path / "first" / "a.h5", BEFORE, shard_bytes=3000)

@@ -17,6 +17,7 @@ import pytest
 from paceline.cli.options import train_options
 from paceline.config.load import load
 from paceline.recipes.continual.settings import ContinualSettings
+from tests.commands import run_command
 from tests.recipes.continual.small import alone, train
 
 ROOT = Path(__file__).parents[3]
@@ -140,7 +141,7 @@ def test_it_runs(tmp_path: Path) -> None:
     assert "after task5: class-IL" in done.stdout
 
 
-def test_write_your_own_method_as_written(tmp_path: Path) -> None:
+def test_write_your_own_method_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's file and its two commands: a working method, and the same accuracies on two ranks and on one."""
     page = (ROOT / "docs" / "continual.md").read_text(encoding="utf-8")
     section = page[page.index("## Write your own method") : page.index("## The buffer in your own loop")]
@@ -148,10 +149,10 @@ def test_write_your_own_method_as_written(tmp_path: Path) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8")
     commands = re.findall(r"^paceline (.*)$", section, re.MULTILINE)
     assert len(commands) == 2
+    monkeypatch.chdir(tmp_path)
     for command in commands:
-        words = [sys.executable, "-m", "paceline", *shlex.split(command)]
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=_environment())
-        assert done.returncode == 0, done.stderr
+        done = run_command(shlex.split(command))
+        assert done.code == 0, done.err
     ranks, alone = (
         json.loads((tmp_path / "runs" / run / "continual.json").read_text()) for run in ("careful", "alone")
     )

@@ -101,11 +101,11 @@ def live(link: Link, folder: str, settings: dict[str, Any], die_at: int | None) 
     ("method", "strategy", "mode"),
     [
         ("derpp", "reservoir", "sharded"),
-        ("er", "class-balanced", "replicated"),
-        ("er", "loss-aware", "sharded"),
         ("er_ace", "herding", "sharded"),
-        ("lwf", "reservoir", "replicated"),
         ("ewc_on", "reservoir", "replicated"),
+        pytest.param("er", "class-balanced", "replicated", marks=pytest.mark.long),
+        pytest.param("er", "loss-aware", "sharded", marks=pytest.mark.long),
+        pytest.param("lwf", "reservoir", "replicated", marks=pytest.mark.long),
     ],
 )
 def test_killed_and_resumed_on_other_ranks(tmp_path: Path, method: str, strategy: str, mode: str) -> None:

@@ -147,9 +147,12 @@ def test_operators_keep_their_word() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of torch about its own compiler
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_compiled_for_batches_of_any_size_and_length() -> None:
+@pytest.mark.parametrize(
+    "blocks", [[BLOCKS[0], BLOCKS[4]], pytest.param([*BLOCKS[:2], BLOCKS[4]], marks=pytest.mark.long)], ids=len
+)
+def test_compiled_for_batches_of_any_size_and_length(blocks: list[dict[str, Any]]) -> None:
     """As in a run sizes and lengths are marked as changing, which PyTorch's own convolution does not survive."""
-    plain = make_encoder([*BLOCKS[:2], BLOCKS[4]]).double()
+    plain = make_encoder(blocks).double()
     ours = copy.deepcopy(plain)
     compiled = torch.compile(channels_last.encode)
     torch._dynamo.utils.counters.clear()
