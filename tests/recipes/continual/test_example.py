@@ -151,7 +151,7 @@ def test_write_your_own_method_as_written(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(commands) == 2
     monkeypatch.chdir(tmp_path)
     for command in commands:
-        done = run_command(shlex.split(command))
+        done = run_command(shlex.split(command), timeout_s=300.0)
         assert done.code == 0, done.err
     ranks, alone = (
         json.loads((tmp_path / "runs" / run / "continual.json").read_text()) for run in ("careful", "alone")
