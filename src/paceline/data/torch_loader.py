@@ -39,7 +39,7 @@ class LoaderBatch(PacelineError):
 
     batch_size: int
     max_samples: int
-    sentence = "the DataLoader has batches of {batch_size}, but a step of this run has {max_samples} samples"
+    sentence = "the DataLoader has batches of {batch_size}, but a step of this run has {max_samples:#sample}"
     hint = "type `--global-batch {batch_size}` (over all ranks) or `--batch-per-device {batch_size}`"
 
 

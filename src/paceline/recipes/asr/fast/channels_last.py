@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.core.units import counted
 from paceline.recipes.asr.fast.running import Seen, track
 from paceline.recipes.asr.network.encoder import Block, Encoder, Residual
 from paceline.recipes.asr.network.frames import Frames, frames_of
@@ -50,7 +51,9 @@ def encode(encoder: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor,
     """The encoder's training pass, in the dtype of its features."""
     frames = frames_of(lengths, features.shape[-1])
     if features.is_cuda and max(encoder.settings.channels) * features.shape[0] * features.shape[2] >= 2**31:
-        raise CannotRun(f"{features.shape[0]} utterances of {features.shape[2]} frames are past 2^31 elements")
+        raise CannotRun(
+            f"{counted(features.shape[0], 'utterance')} of {features.shape[2]} frames are past 2^31 elements"
+        )
     layers = [module for module in encoder.modules() if isinstance(module, SubBlock)]
     shared = Pass(_seeds(layers, features.device))
     x = _masked(features.transpose(1, 2), frames, encoder.settings.conv_mask).contiguous()

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.core.torch_private import BatchNorm, foreach_copy_
+from paceline.core.units import counted
 from paceline.recipes.asr.fast.running import Seen, track
 from paceline.recipes.asr.network.config import BlockSettings
 from paceline.recipes.asr.network.encoder import Block, Encoder, Residual
@@ -136,7 +137,9 @@ def encode(encoder: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor,
 def check_size(channels: int, batch: int, frames: int) -> None:
     """The kernels count elements in 32 bits; the contest of ways tries the largest grains, and takes another way."""
     if channels * batch * frames >= 2**31:
-        raise CannotRun(f"{batch} utterances of {frames} frames in {channels} channels are past 2^31 elements")
+        raise CannotRun(
+            f"{counted(batch, 'utterance')} of {frames} frames in {channels} channels are past 2^31 elements"
+        )
 
 
 @torch.no_grad()
