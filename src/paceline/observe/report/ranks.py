@@ -24,7 +24,7 @@ def time_lines(runs: Sequence[ReportedRun]) -> list[Figure]:
         trace["line"] |= {"shape": "hv"}
         trace |= {
             "text": [*map(_said, run.ranks), ""],
-            "hovertemplate": "step %{x}: %{y} ranks<br>%{text}<extra></extra>",
+            "hovertemplate": "step %{x}, ranks: %{y}<br>%{text}<extra></extra>",
         }
         traces.append(trace)
     if not traces:
