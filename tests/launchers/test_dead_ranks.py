@@ -48,7 +48,7 @@ def command(folder: Path, *more: str) -> list[str]:
 # Where the others find themselves when they notice.
 PLACES = {
     "start": r"starting, before the first step, collective \d+ \((broadcast of \d+ float32|gather of values)\)",
-    "step": r"training, step 3, collective \d+ \(all_reduce of \d+ float32\)",
+    "step": r"training, step 3, collective \d+ \(sum of gradients of \d+ float32\)",
     "save": r"(saving, step 4|training, step 5), collective \d+ \(",  # the first save is at the end of the epoch
 }
 
