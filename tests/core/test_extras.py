@@ -13,9 +13,17 @@ from paceline.recipes.digits import Digits
 
 def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     """Make imports of packages, and of what was imported with them, fail as if they were not installed."""
-    for name in list(sys.modules):
-        if name.partition(".")[0] in packages or name.startswith(("paceline.recipes.asr", "paceline.data.audio")):
-            monkeypatch.delitem(sys.modules, name)
+    gone = [
+        name
+        for name in sys.modules
+        if name.partition(".")[0] in packages or name.startswith(("paceline.recipes.asr", "paceline.data.audio"))
+    ]
+    for name in gone:  # what is imported anew meanwhile must not stay as an attribute of its package
+        package, _, child = name.rpartition(".")
+        if package and hasattr(sys.modules.get(package), child):
+            monkeypatch.setattr(sys.modules[package], child, getattr(sys.modules[package], child))
+    for name in gone:
+        monkeypatch.delitem(sys.modules, name)
     for package in packages:
         monkeypatch.setitem(sys.modules, package, None)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -378,16 +377,16 @@ def not_compiled(function: Function) -> Function:
 def _defer(function: Callable[..., Any]) -> None:
     """Let what `torch._disable_dynamo` has made of a function call it as it is until somebody loads the compiler."""
 
+    made: list[Callable[..., Any]] = []
+
     def plain_or_disabled(*args: Any, **kwargs: Any) -> Any:
-        return (_disabled(function) if is_compiler_loaded() else function)(*args, **kwargs)
+        if not is_compiler_loaded():
+            return function(*args, **kwargs)
+        if not made:
+            made.append(torch.compiler.disable(function))
+        return made[0](*args, **kwargs)
 
     setattr(function, _DISABLED, plain_or_disabled)
-
-
-@cache
-def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    made: Callable[..., Any] = torch.compiler.disable(function)
-    return made
 
 
 def defer_compiler() -> None:
