@@ -49,26 +49,11 @@ def test_reference_is_a_convolution(kernel: int, steps: tuple[int, int], frames:
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The modules of the kernels, run by the interpreter; what they do not write is nan."""
-    pytest.importorskip("triton", reason="the kernels need Triton")
-    if torch.cuda.is_available():
-        pytest.skip("on a GPU the kernels run there")
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def with_whole_numbers(tensor: Any, scope: Any) -> None:
-        """Triton 3.6 cannot count to a number it was given, with numpy from 2.4 on."""
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_whole_numbers)
+def kernels(interpreted: None) -> Any:
+    """The modules of the kernels."""
     from paceline.speed.kernels import depthwise, norm, stream
 
-    torch.use_deterministic_algorithms(True)
-    yield depthwise, stream, norm
-    torch.use_deterministic_algorithms(False)
+    return depthwise, stream, norm
 
 
 CASES: list[dict[str, Any]] = [

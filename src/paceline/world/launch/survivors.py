@@ -505,31 +505,34 @@ class Coordinator:
                 self._condemn(seat, "it did not leave its step (stuck?)")
 
     def _form(self, seats: Sequence[_Seat]) -> None:
-        """Announce the next round, of these."""
+        """Announce the next round, of these, unless it lacks ranks: then others come first, or the run ends."""
         assert self.round is not None
         needs_all = any(seat.ready is not None and seat.ready.needs_all for seat in seats)
-        stops = len(seats) < self._rules.min_ranks
-        is_coming = not self._is_settled() or any(
-            not seat.is_gone and seat.ready is None for seat in self._seats.values()
-        )
-        if (stops or (needs_all and len(seats) < self._first_size)) and is_coming and not self.is_stopping:
-            return  # replacements are on their way
+        lacks_some = needs_all and len(seats) < self._first_size
+        is_too_small = len(seats) < self._rules.min_ranks
+        if (is_too_small or lacks_some) and self._is_somebody_coming() and not self.is_stopping:
+            return
         if needs_all and len(seats) != self._first_size:
-            sys.stderr.write(
-                f"error: the run needs {counted(self._first_size, 'rank')}, {len(seats)} are left, and none is started "
-                "again (`--max-restarts`)\n"
-            )
-            self._is_ending = EXIT_CRASH
-            for seat in seats:
-                self._condemn(seat, "")
+            self._end_for_lack_of_ranks(seats)
             return
         seats = sorted(seats, key=_order_of)
-        held = [-1 if seat.ready is None or seat.ready.holds is None else seat.ready.holds for seat in seats]
-        newest = max(held)
-        holders = tuple(rank for rank, step in enumerate(held) if step == newest and step >= 0)
         before = {member.number for member in self.round.members}
         joined = tuple(rank for rank, seat in enumerate(seats) if seat.member.number not in before)
-        self._announce([seat.member for seat in seats], holders, joined, stops=stops)
+        self._announce([seat.member for seat in seats], _holders_of_newest(seats), joined, stops=is_too_small)
+
+    def _is_somebody_coming(self) -> bool:
+        """Return True if a process was ordered that has not said yet that it is ready."""
+        has_silent = any(not seat.is_gone and seat.ready is None for seat in self._seats.values())
+        return has_silent or not self._is_settled()
+
+    def _end_for_lack_of_ranks(self, left: Sequence[_Seat]) -> None:
+        sys.stderr.write(
+            f"error: the run needs {counted(self._first_size, 'rank')}, of which {len(left)} can go on, and none is "
+            "started again (`--max-restarts`)\n"
+        )
+        self._is_ending = EXIT_CRASH
+        for seat in left:
+            self._condemn(seat, "")
 
     def _announce(
         self, members: Sequence[Member], holders: tuple[int, ...], joined: tuple[int, ...], *, stops: bool = False
@@ -548,6 +551,13 @@ class Coordinator:
 
 def _order_of(seat: _Seat) -> tuple[int, int]:
     return seat.member.node, seat.member.slot
+
+
+def _holders_of_newest(seats: Sequence[_Seat]) -> tuple[int, ...]:
+    """Return the ranks that have the newest copy of the state in memory; none if nobody has one."""
+    held = [-1 if seat.ready is None or seat.ready.holds is None else seat.ready.holds for seat in seats]
+    newest = max(held)
+    return tuple(rank for rank, step in enumerate(held) if step == newest >= 0)
 
 
 def _why(code: int) -> str:
