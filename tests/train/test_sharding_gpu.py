@@ -25,20 +25,32 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of torch about its own compiler
 ]
 ALONE = World(0, 0, 1, 1, 0, 1, "plain", None)
-WAYS: dict[str, tuple[dict[str, Any], float]] = {
-    "-O0": ({"level": 0}, 1e-4),
-    "-O3": ({"level": 3}, 0.05),
-    "-O4": ({"level": 4}, 0.05),
-    "bf16 on the wire": ({"level": 0, "wire": "bf16"}, 0.05),
-    "fp16 masters": ({"precision": "fp16-master"}, 0.05),
-    "fp16 masters, -O3": ({"precision": "fp16-master", "level": 3}, 0.05),
-    "joined norms": ({"level": 0, "sync_batchnorm": "all", "grains": 4}, 1e-4),
+ALL, FIRST_EPOCH = 12, 3
+WAYS: dict[str, tuple[dict[str, Any], float, int]] = {
+    "-O0": ({"level": 0}, 1e-4, ALL),
+    "-O3, fp32": ({"level": 3, "precision": "fp32"}, 1e-2, ALL),
+    "-O3": ({"level": 3}, 0.05, FIRST_EPOCH),
+    "-O4": ({"level": 4}, 0.05, FIRST_EPOCH),
+    "bf16 on the wire": ({"level": 0, "wire": "bf16"}, 0.05, ALL),
+    "fp16 masters": ({"precision": "fp16-master"}, 0.05, ALL),
+    "fp16 masters, -O3": ({"precision": "fp16-master", "level": 3}, 0.05, FIRST_EPOCH),
+    "joined norms": ({"level": 0, "sync_batchnorm": "all", "grains": 4}, 1e-4, ALL),
 }
-"""Settings, and how far their losses may be from those of a whole model."""
+"""Settings, how far their losses may be from those of a whole model, and for how many steps.
+
+A block that is compiled alone rounds to 16 bits elsewhere than a whole model does, and batch norm over the two samples
+of a grain makes much of that within an epoch: whether the way is right over many steps is seen in fp32.
+"""
+
+
+def assert_near(cut: list[float], whole: list[float], way: str) -> None:
+    _, bound, number = WAYS[way]
+    assert len(cut) == len(whole) == ALL
+    assert cut[:number] == pytest.approx(whole[:number], rel=bound)
 
 
 def train(link: Link, way: str, shard: str, folder: str) -> list[float]:
-    settings, _ = WAYS[way]
+    settings, *_ = WAYS[way]
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setenv("XDG_CACHE_HOME", f"{folder}-cache")
@@ -66,8 +78,7 @@ def test_a_group_of_one(way: str, tmp_path: Path) -> None:
         whole = train(link, way, "none", str(tmp_path / "whole"))
     with start(ALONE, device="cuda", threads=1, group_of_one=True) as link:
         cut = train(link, way, "full", str(tmp_path / "cut"))
-    assert len(cut) == 12
-    assert cut == pytest.approx(whole, rel=WAYS[way][1])
+    assert_near(cut, whole, way)
 
 
 @pytest.mark.parametrize(("size", "machines", "shard"), [(2, 1, "full"), (4, 2, "node")])
@@ -77,5 +88,4 @@ def test_ranks_that_share_a_gpu(way: str, size: int, machines: int, shard: str, 
         pytest.skip("one grain for each of four ranks")
     whole = run_ranks(size, on_shared_gpu, way, "none", str(tmp_path / "whole"), machines=machines, timeout_s=200.0)
     cut = run_ranks(size, on_shared_gpu, way, shard, str(tmp_path / "cut"), machines=machines, timeout_s=200.0)
-    assert len(cut[0]) == 12
-    assert cut[0] == pytest.approx(whole[0], rel=WAYS[way][1])
+    assert_near(cut[0], whole[0], way)

@@ -30,6 +30,7 @@ from paceline.speed.autotune.choice import Choice
 from paceline.train import setup, summary
 from paceline.train import task as tasks
 from paceline.train.autotune import autotuner
+from paceline.train.autotune.shapes import LOOKED_AT
 from paceline.train.checkpoint import state
 from paceline.train.checkpoint.manager import CheckpointManager
 from paceline.train.checkpoint.reader import Checkpoint
@@ -602,7 +603,7 @@ class Trainer:
         if self._autotuner is not None and not self._tune(self._autotuner, feed):
             return False
         if self._few_shapes:
-            autotuner.plan_shapes(self.engine, self.task, feed, self.progress)
+            autotuner.plan_shapes(self.engine, self.task, feed, self.progress, self._epochs_ahead(feed))
         remarks = self._follow(feed)
         self._introduce(feed, remarks)
         if self._probe is not None:
@@ -627,9 +628,15 @@ class Trainer:
             self._prepare(model)
             if carried is not None:
                 state.restore(engine, *carried)
-        autotuner.record_shapes(engine, self.task, feed, self.progress)
+        autotuner.record_shapes(engine, self.task, feed, self.progress, self._epochs_ahead(feed))
         self.checkpoints.keep_choice(None if self.choice is None else self.choice.record())
         return True
+
+    def _epochs_ahead(self, feed: Feed) -> range:
+        """Return the epochs that the stage has still to train; where nobody knows their number, enough."""
+        position = self.position
+        ahead = outlook(self.config, self.stages, self._began_stage, position, feed.num_steps(position.epoch))
+        return range(position.epoch, max(position.epoch + 1, ahead.epochs or position.epoch + LOOKED_AT))
 
     def _compute_in(self, tuner: autotuner.Autotuner, tuned: autotuner.Tuned | None) -> None:
         """Settle the engine on what the autotuner has chosen; None: nothing yet."""

@@ -8,19 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from paceline.config.settings import TrainConfig
+from paceline.data.plan import BatchRule, Plan
 from paceline.speed import precision
 from paceline.speed.autotune.candidates import Candidate
 from paceline.speed.autotune.choice import CannotRun
 from paceline.speed.precision import Capabilities
 from paceline.train.apply import restore_for_use
-from paceline.train.autotune import autotuner, timing
+from paceline.train.autotune import autotuner, shapes, timing
 from paceline.train.autotune.autotuner import is_asked, why_no_graphs
-from paceline.train.autotune.shapes import Pick, covering
+from paceline.train.autotune.shapes import Pick, covering, shapes_ahead
 from paceline.train.loss import GraphsFailed
 from paceline.train.position import SettingsChanged
 from paceline.train.setup import few_shapes
@@ -303,3 +305,26 @@ def test_shapes_that_cover_an_epoch() -> None:
     assert covering(picks, 1.0) == picks
     assert covering(picks[:1], 0.875) == picks[:1]
     assert covering([], 0.875) == []
+    comes_back = replace(picks[3], times=2)
+    assert covering([*picks[:2], comes_back, picks[3]], 0.75) == [*picks[:2], comes_back]
+
+
+class AsItIs:
+    """Pads to nothing but the longest."""
+
+    def padded(self, length: float) -> float:
+        return length
+
+
+def test_shapes_of_later_epochs_are_seen_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = np.random.default_rng(0).integers(1, 33, 40).astype(np.float64)
+    rule = BatchRule(max_samples=4)
+    plans = [Plan(40, rule=rule, grains=1, seed=0, epoch=epoch, lengths=lengths, order="random") for epoch in range(20)]
+    come = [(epoch, plan.shapes(step)[0]) for epoch, plan in enumerate(plans) for step in range(plan.num_steps)]
+    first = {shape: epoch for epoch, shape in reversed(come)}
+    picks = shapes_ahead(plans, 99, AsItIs())
+    assert {plans[pick.epoch].shapes(pick.step)[0]: pick.epoch for pick in picks} == first
+    assert max(first.values()) > 0  # one that the first epoch has not
+    assert sum(pick.times for pick in picks) == len(come)
+    monkeypatch.setattr(shapes, "LOOKED_AT", 25)
+    assert sum(pick.times for pick in shapes_ahead(iter(plans), 99, AsItIs())) == 30  # whole epochs until it is enough

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from paceline.speed.kernels.compiling import load_early
 from paceline.speed.precision import Precision
 from paceline.train.autotune import timing
 from paceline.train.autotune.limits import why_no_graphs, why_no_kernels
-from paceline.train.autotune.shapes import Padding, costly_shapes, covering
+from paceline.train.autotune.shapes import Padding, Pick, costly_shapes, covering, shapes_ahead
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
 from paceline.train.loss import OutOfMemory
@@ -42,8 +43,9 @@ from paceline.world.link import Link
 MEASURED_SHAPES = 2
 """Shapes of grains that candidates are compared on: those that an epoch spends most time on."""
 RECORDED_SHARE = 0.98
-"""Shapes are recorded before the first step until they are so much of an epoch's cost; rarer ones when they are seen
-for the second time. In fp16, where a new shape takes seconds to plan for, all of them are."""
+"""Shapes are recorded before the first step until they are so much of the cost of the epochs ahead, and those that come
+more than once; what was not seen ahead when it comes for the second time. In fp16, where a new shape takes seconds to
+plan for, all of them are."""
 MATTERS = {
     "optimizer",
     "momentum",
@@ -323,25 +325,31 @@ def put_kernels(task: Task, model: torch.nn.Module, chosen: Precision, say: Call
             say(f"without a kernel: {line}")
 
 
-def record_shapes(engine: Engine, task: Task, feed: Feed, progress: Progress) -> None:
-    """Record CUDA graphs of a stage's shapes before its first step, if graphs were chosen and none are recorded yet."""
+def record_shapes(engine: Engine, task: Task, feed: Feed, progress: Progress, epochs: range) -> None:
+    """Record CUDA graphs of a stage's shapes before its first step, if graphs were chosen and none are recorded yet;
+    `epochs` are those that the stage has still to train."""
     if not engine.precision.graphs or engine.recorded is not None:
         return
     recorded = engine.record(CudaRecorder(engine.device), recordable_of(task))
     if feed.is_stream:
         return
     loss = partial(task.loss, engine.model)
-    picks = costly_shapes(feed.plan(0), MOST_GRAPHS, feed.collate)
+    picks = shapes_ahead(map(feed.plan, epochs), MOST_GRAPHS, feed.collate)
     picks = picks if engine.precision.scaled else covering(picks, RECORDED_SHARE)
     shown = progress.countdown("recording CUDA graphs")
     shown(0, len(picks))
-    for number, grain in enumerate(feed.read((pick.step, pick.number) for pick in picks), 1):
+    for number, grain in enumerate(_read(feed, picks, epochs), 1):
         recorded.warm(loss, grain)
         shown(number, len(picks))
     progress.tell(f"CUDA graphs: {recorded.graphs.num_recorded} recorded of {counted(len(picks), 'shape')}")
 
 
-def plan_shapes(engine: Engine, task: Task, feed: Feed, progress: Progress) -> None:
+def _read(feed: Feed, picks: Sequence[Pick], epochs: range) -> Iterator[Grain]:
+    for epoch, some in itertools.groupby(sorted(picks, key=lambda pick: pick.epoch), key=lambda pick: pick.epoch):
+        yield from feed.read(((pick.step, pick.number) for pick in some), epochs[epoch])
+
+
+def plan_shapes(engine: Engine, task: Task, feed: Feed, progress: Progress, epochs: range) -> None:
     """Run each shape of a stage once before its first step, where no graphs are recorded: in fp16 cuDNN plans every
     convolution anew for a new shape, which takes seconds. Weights, buffers and random numbers stay as they are."""
     prepared = engine.prepared
@@ -349,10 +357,10 @@ def plan_shapes(engine: Engine, task: Task, feed: Feed, progress: Progress) -> N
     is_plain = engine.recorded is None and prepared.shards is None
     if not (is_slow and is_plain and isinstance(feed.collate, Padding)):
         return
-    loss, picks = partial(task.loss, engine.model), costly_shapes(feed.plan(0), MOST_GRAPHS, feed.collate)
+    loss, picks = partial(task.loss, engine.model), shapes_ahead(map(feed.plan, epochs), MOST_GRAPHS, feed.collate)
     shown = progress.countdown("planning convolutions")
     shown(0, len(picks))
-    for number, grain in enumerate(feed.read((pick.step, pick.number) for pick in picks), 1):
+    for number, grain in enumerate(_read(feed, picks, epochs), 1):
         with prepared.untraced():
             prepared.plain.backward(prepared.plain.forward(loss, grain)[0])
         shown(number, len(picks))

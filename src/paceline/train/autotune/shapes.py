@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -14,7 +15,7 @@ from paceline.data.plan import Plan
 RUNGS = 32
 """Number of distinct lengths, as equal parts of the longest, where nobody says what lengths are padded to."""
 LOOKED_AT = 1000
-"""Steps of an epoch that are looked at, spread evenly."""
+"""Steps that are looked at: spread evenly over an epoch that has more, or those of several epochs."""
 
 
 @runtime_checkable
@@ -32,34 +33,57 @@ class Pick:
     step: int
     number: int
     share: float
-    """Of the whole cost of the epoch, padding counted."""
+    """Of the whole cost of the epochs, padding counted."""
+    epoch: int = 0
+    """Of those that were looked at, the first that has it."""
+    times: int = 1
+    """Grains of this shape, in the steps that were looked at."""
 
 
 def costly_shapes(plan: Plan, most: int, collate: object = None) -> list[Pick]:
     """At most so many shapes, that with the largest share of the epoch's cost first; which lengths come to one shape
     is what `collate` says, if it is a `Padding`."""
-    steps = np.unique(np.linspace(0, plan.num_steps - 1, min(plan.num_steps, LOOKED_AT)).astype(np.int64))
-    grains = [
-        (size, longest, int(step), number)
-        for step in steps
-        for number, (size, longest) in enumerate(plan.shapes(int(step)))
-    ]
-    width = collate.padded if isinstance(collate, Padding) else _even(max(longest for _, longest, _, _ in grains))
+    return shapes_ahead([plan], most, collate)
+
+
+def shapes_ahead(plans: Iterable[Plan], most: int, collate: object = None) -> list[Pick]:
+    """The same of epochs that follow each other, as many as it takes to look at `LOOKED_AT` steps.
+
+    Batches are mixed anew in every epoch, so a later one may have a shape that the first has not.
+    """
+    grains: list[tuple[int, float, int, int, int]] = []
+    num_steps = 0
+    for epoch, plan in enumerate(plans):
+        steps = np.unique(np.linspace(0, plan.num_steps - 1, min(plan.num_steps, LOOKED_AT)).astype(np.int64))
+        grains += [
+            (size, longest, epoch, int(step), number)
+            for step in steps
+            for number, (size, longest) in enumerate(plan.shapes(int(step)))
+        ]
+        num_steps += len(steps)
+        if num_steps >= LOOKED_AT:
+            break
+    width = collate.padded if isinstance(collate, Padding) else _even(max(longest for _, longest, *_ in grains))
     costs: dict[tuple[int, float], float] = {}
-    first: dict[tuple[int, float], tuple[int, int]] = {}
-    for size, longest, step, number in grains:
+    times: Counter[tuple[int, float]] = Counter()
+    first: dict[tuple[int, float], tuple[int, int, int]] = {}
+    for size, longest, epoch, step, number in grains:
         shape = size, width(longest)
         costs[shape] = costs.get(shape, 0.0) + size * max(1, shape[1])
-        first.setdefault(shape, (step, number))
+        times[shape] += 1
+        first.setdefault(shape, (epoch, step, number))
     total = math.fsum(costs.values())
-    ranked = sorted(costs, key=lambda shape: -costs[shape])[:most]
-    return [Pick(*first[shape], costs[shape] / total) for shape in ranked]
+    picks = []
+    for shape in sorted(costs, key=lambda shape: -costs[shape])[:most]:
+        epoch, step, number = first[shape]
+        picks.append(Pick(step, number, costs[shape] / total, epoch, times[shape]))
+    return picks
 
 
 def covering(picks: Sequence[Pick], share: float) -> list[Pick]:
-    """Return the first of these until they have this share of the epoch's cost together."""
+    """Return the first of these until they have this share of the cost together, and all that come back."""
     before = np.cumsum([0.0, *(pick.share for pick in picks)])
-    return [pick for pick, done in zip(picks, before[:-1], strict=True) if done < share]
+    return [pick for pick, done in zip(picks, before[:-1], strict=True) if done < share or pick.times > 1]
 
 
 def _even(longest: float) -> Callable[[float], float]:
