@@ -22,7 +22,7 @@ from paceline.speed.precision import Capabilities
 from paceline.train.apply import restore_for_use
 from paceline.train.autotune import autotuner, shapes, timing
 from paceline.train.autotune.autotuner import is_asked, why_no_graphs
-from paceline.train.autotune.shapes import Pick, covering, shapes_ahead
+from paceline.train.autotune.shapes import Ahead, Pick, covering, shapes_ahead
 from paceline.train.loss import GraphsFailed
 from paceline.train.position import SettingsChanged
 from paceline.train.setup import few_shapes
@@ -306,7 +306,8 @@ def test_shapes_that_cover_an_epoch() -> None:
     assert covering(picks[:1], 0.875) == picks[:1]
     assert covering([], 0.875) == []
     comes_back = replace(picks[3], times=2)
-    assert covering([*picks[:2], comes_back, picks[3]], 0.75) == [*picks[:2], comes_back]
+    assert Ahead([*picks, comes_back], is_all=True).worth_recording(0.75) == [comes_back]
+    assert Ahead([*picks, comes_back], is_all=False).worth_recording(0.75) == picks[:2]
 
 
 class AsItIs:
@@ -322,9 +323,14 @@ def test_shapes_of_later_epochs_are_seen_ahead(monkeypatch: pytest.MonkeyPatch) 
     plans = [Plan(40, rule=rule, grains=1, seed=0, epoch=epoch, lengths=lengths, order="random") for epoch in range(20)]
     come = [(epoch, plan.shapes(step)[0]) for epoch, plan in enumerate(plans) for step in range(plan.num_steps)]
     first = {shape: epoch for epoch, shape in reversed(come)}
-    picks = shapes_ahead(plans, 99, AsItIs())
+    picks, is_all = shapes_ahead(plans, 99, AsItIs())
+    assert is_all
     assert {plans[pick.epoch].shapes(pick.step)[0]: pick.epoch for pick in picks} == first
     assert max(first.values()) > 0  # one that the first epoch has not
     assert sum(pick.times for pick in picks) == len(come)
     monkeypatch.setattr(shapes, "LOOKED_AT", 25)
-    assert sum(pick.times for pick in shapes_ahead(iter(plans), 99, AsItIs())) == 30  # whole epochs until it is enough
+    picks, is_all = shapes_ahead(iter(plans), 99, AsItIs())
+    assert not is_all
+    assert sum(pick.times for pick in picks) == 30  # whole epochs until it is enough
+    assert not shapes_ahead(plans[:3], 99).is_all
+    assert shapes_ahead(plans[:2], 99).is_all

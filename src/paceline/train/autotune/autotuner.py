@@ -33,7 +33,7 @@ from paceline.speed.kernels.compiling import load_early
 from paceline.speed.precision import Precision
 from paceline.train.autotune import timing
 from paceline.train.autotune.limits import why_no_graphs, why_no_kernels
-from paceline.train.autotune.shapes import Padding, Pick, costly_shapes, covering, shapes_ahead
+from paceline.train.autotune.shapes import Padding, Pick, costly_shapes, shapes_ahead
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
 from paceline.train.loss import OutOfMemory
@@ -43,8 +43,8 @@ from paceline.world.link import Link
 MEASURED_SHAPES = 2
 """Shapes of grains that candidates are compared on: those that an epoch spends most time on."""
 RECORDED_SHARE = 0.98
-"""Shapes are recorded before the first step until they are so much of the cost of the epochs ahead, and those that come
-more than once; what was not seen ahead when it comes for the second time. In fp16, where a new shape takes seconds to
+"""Of a long run, shapes are recorded before the first step until they are so much of its cost, rarer ones when they are
+seen for the second time; of a short one those that come more than once. In fp16, where a new shape takes seconds to
 plan for, all of them are."""
 MATTERS = {
     "optimizer",
@@ -334,8 +334,8 @@ def record_shapes(engine: Engine, task: Task, feed: Feed, progress: Progress, ep
     if feed.is_stream:
         return
     loss = partial(task.loss, engine.model)
-    picks = shapes_ahead(map(feed.plan, epochs), MOST_GRAPHS, feed.collate)
-    picks = picks if engine.precision.scaled else covering(picks, RECORDED_SHARE)
+    ahead = shapes_ahead(map(feed.plan, epochs), MOST_GRAPHS, feed.collate)
+    picks = ahead.picks if engine.precision.scaled else ahead.worth_recording(RECORDED_SHARE)
     shown = progress.countdown("recording CUDA graphs")
     shown(0, len(picks))
     for number, grain in enumerate(_read(feed, picks, epochs), 1):
@@ -357,7 +357,8 @@ def plan_shapes(engine: Engine, task: Task, feed: Feed, progress: Progress, epoc
     is_plain = engine.recorded is None and prepared.shards is None
     if not (is_slow and is_plain and isinstance(feed.collate, Padding)):
         return
-    loss, picks = partial(task.loss, engine.model), shapes_ahead(map(feed.plan, epochs), MOST_GRAPHS, feed.collate)
+    loss = partial(task.loss, engine.model)
+    picks = shapes_ahead(map(feed.plan, epochs), MOST_GRAPHS, feed.collate).picks
     shown = progress.countdown("planning convolutions")
     shown(0, len(picks))
     for number, grain in enumerate(_read(feed, picks, epochs), 1):

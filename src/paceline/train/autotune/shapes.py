@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -43,17 +43,32 @@ class Pick:
 def costly_shapes(plan: Plan, most: int, collate: object = None) -> list[Pick]:
     """At most so many shapes, that with the largest share of the epoch's cost first; which lengths come to one shape
     is what `collate` says, if it is a `Padding`."""
-    return shapes_ahead([plan], most, collate)
+    return shapes_ahead([plan], most, collate).picks
 
 
-def shapes_ahead(plans: Iterable[Plan], most: int, collate: object = None) -> list[Pick]:
-    """The same of epochs that follow each other, as many as it takes to look at `LOOKED_AT` steps.
+class Ahead(NamedTuple):
+    """Shapes of the epochs to come."""
+
+    picks: list[Pick]
+    is_all: bool
+    """True if every step of these epochs was looked at."""
+
+    def worth_recording(self, share: float) -> list[Pick]:
+        """Return those that come back; where not every step was looked at, until they have this share of the cost."""
+        return [pick for pick in self.picks if pick.times > 1] if self.is_all else covering(self.picks, share)
+
+
+def shapes_ahead(plans: Iterable[Plan], most: int, collate: object = None) -> Ahead:
+    """Return the shapes of epochs that follow each other, as many as it takes to look at `LOOKED_AT` steps.
 
     Batches are mixed anew in every epoch, so a later one may have a shape that the first has not.
     """
     grains: list[tuple[int, float, int, int, int]] = []
-    num_steps = 0
+    num_steps, is_all = 0, True
     for epoch, plan in enumerate(plans):
+        is_all = is_all and num_steps + plan.num_steps <= LOOKED_AT
+        if num_steps >= LOOKED_AT:
+            break
         steps = np.unique(np.linspace(0, plan.num_steps - 1, min(plan.num_steps, LOOKED_AT)).astype(np.int64))
         grains += [
             (size, longest, epoch, int(step), number)
@@ -61,8 +76,6 @@ def shapes_ahead(plans: Iterable[Plan], most: int, collate: object = None) -> li
             for number, (size, longest) in enumerate(plan.shapes(int(step)))
         ]
         num_steps += len(steps)
-        if num_steps >= LOOKED_AT:
-            break
     width = collate.padded if isinstance(collate, Padding) else _even(max(longest for _, longest, *_ in grains))
     costs: dict[tuple[int, float], float] = {}
     times: Counter[tuple[int, float]] = Counter()
@@ -77,13 +90,13 @@ def shapes_ahead(plans: Iterable[Plan], most: int, collate: object = None) -> li
     for shape in sorted(costs, key=lambda shape: -costs[shape])[:most]:
         epoch, step, number = first[shape]
         picks.append(Pick(step, number, costs[shape] / total, epoch, times[shape]))
-    return picks
+    return Ahead(picks, is_all)
 
 
 def covering(picks: Sequence[Pick], share: float) -> list[Pick]:
-    """Return the first of these until they have this share of the cost together, and all that come back."""
+    """Return the first of these until they have this share of the cost together."""
     before = np.cumsum([0.0, *(pick.share for pick in picks)])
-    return [pick for pick, done in zip(picks, before[:-1], strict=True) if done < share or pick.times > 1]
+    return [pick for pick, done in zip(picks, before[:-1], strict=True) if done < share]
 
 
 def _even(longest: float) -> Callable[[float], float]:
