@@ -20,6 +20,7 @@ from paceline.cli.tune.command import TuneCommand
 from paceline.config.aliases import SHORT, aliases_of
 from paceline.config.command_line import dashed
 from paceline.config.parse import choices, is_flag, item, length, section, sequence, variants
+from paceline.config.plugin_name import group_of
 from paceline.config.sections import Option, parts
 from paceline.config.settings import GroupSettings, TrainConfig
 
@@ -159,6 +160,8 @@ def _kinds(annotation: Any) -> list[Any]:
 def _one(kind: Any) -> str:
     if get_origin(kind) is Annotated:
         plain, *metadata = get_args(kind)
+        if group_of(kind) is not None:
+            return "the name of a [plugin](plugins.md)"
         return f"{NAMES[plain]} {_limits(metadata)}".strip()
     if sequence(kind) is not None:
         return _kind(kind)

@@ -6,16 +6,18 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import Field
 
 from paceline.cli.procs import check_procs
+from paceline.cli.recipes import RECIPES
 from paceline.config.load import load
-from paceline.config.settings import PositiveFloat, Section
+from paceline.config.settings import BuiltInLogger, BuiltInOptimizer, BuiltInSchedule, PositiveFloat, Section
+from paceline.core.plugins import Group
 from paceline.core.terminal import emit, tell, visible
 from paceline.core.units import counted
 from paceline.world.discover.environment import World, discover
@@ -85,16 +87,26 @@ def examine(link: Link, folder: Path) -> list[Finding]:
     from paceline.world.doctor import facts, findings, measure
 
     world = link.world
-    roll = link.gather_objects(facts.collect(world, folder, link.threads))
+    roll = link.gather_objects(facts.collect(world, folder, link.threads, built_in_names()))
     results = [*findings.ranks(world, roll, find_allocation(os.environ)), *findings.versions(roll)]
     results += [*findings.devices(roll), *findings.cores(roll), *findings.load(roll), *findings.network(world, roll)]
     results += [*findings.folder(measure.shared_folder(link, folder), roll), *findings.space(roll)]
     if world.size > 1:
         results.append(findings.clocks(measure.clock_offsets(link), roll))
         results += findings.speed(measure.reductions(link, link.device), world, link.device.type)
-    results.append(findings.packages(roll))
+    results += [findings.packages(roll), *findings.plugins(roll)]
     answer: list[Finding] = link.broadcast_object(results)
     return answer
+
+
+def built_in_names() -> dict[Group, Collection[str]]:
+    """Return the names that plugins may not have, by group."""
+    return {
+        "recipes": RECIPES,
+        "optimizers": get_args(BuiltInOptimizer),
+        "schedules": get_args(BuiltInSchedule),
+        "loggers": get_args(BuiltInLogger),
+    }
 
 
 def show(findings: Sequence[Finding]) -> None:

@@ -15,8 +15,10 @@ from pydantic import ValidationError, create_model
 from paceline.cli.procs import check_procs
 from paceline.config.command_line import Typed, read_words
 from paceline.config.load import load
+from paceline.config.plugin_name import RECORDED
 from paceline.config.settings import Positive, Section, TrainConfig
 from paceline.core.errors import PacelineError
+from paceline.core.plugins import are_enabled
 from paceline.core.run_folder import BrokenRecord, RunRecord, read_record
 from paceline.core.terminal import emit, tell
 
@@ -105,6 +107,23 @@ class TaskGone(PacelineError):
     why: Exception
     sentence = "{run} was made with the task {spec}, which cannot be loaded: {why}"
     hint = "put it back, or say where it is now with `--task path/to/file.py:ClassName`"
+
+
+class PluginGone(PacelineError):
+    """The plugin whose recipe a run was made with is not installed, or plugins are left out."""
+
+    run: Path
+    recipe: str
+    package: str
+    version: str
+    sentence = "{run} was made with the recipe {recipe!r} of {package} {version}, which is not there"
+    hint = "{advice}"
+
+    @property
+    def advice(self) -> str:
+        if not are_enabled():
+            return "leave out `--no-plugins`"
+        return f"`pip install {self.package}=={self.version}`"
 
 
 class SettingsOutdated(PacelineError):
@@ -235,13 +254,18 @@ def task_of(run: Path, spec_now: str | None, record: RunRecord) -> Task:
     try:
         return load_task(spec)
     except UnknownTask as error:
+        plugin = next((each for each in record.plugins if each.get("group") == "recipes"), None)
+        if plugin is not None:
+            raise PluginGone(run, spec, plugin.get("package", ""), plugin.get("version", "")) from error
         raise TaskGone(run, spec, error) from error
 
 
 def settings_of(task: Task, run: Path, values: Mapping[str, Any]) -> TrainConfig:
     """Recorded settings, as those of the task of today."""
+    names = {values.get("optimizer"), values.get("schedule"), *(values.get("loggers") or ())}
     try:
-        return task.Settings(**values)
+        # Plugins that are only for training need not be here.
+        return task.Settings.model_validate(values, context={RECORDED: names})
     except ValidationError as error:
         raise SettingsOutdated(run, error) from error
 

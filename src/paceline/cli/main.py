@@ -7,7 +7,8 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.terminal import tell, warn
@@ -59,6 +60,35 @@ def main(argv: Sequence[str] | None = None) -> int:
             words = without_local_rank(words, os.environ)
         except PacelineError as error:
             return _mistake(error)
+    with _plugins_as_asked(words):
+        return _command(words)
+
+
+@contextmanager
+def _plugins_as_asked(words: list[str]) -> Iterator[None]:
+    """Take `--no-plugins`, which every command has, out of the words before `--`.
+
+    Processes that are started inherit it.
+    """
+    own = words[: words.index("--")] if "--" in words else words
+    if "--no-plugins" not in own:
+        yield
+        return
+    from paceline.core.plugins import SWITCH
+
+    before = os.environ.get(SWITCH)
+    words[: len(own)] = [word for word in own if word != "--no-plugins"]
+    os.environ[SWITCH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SWITCH]
+        else:
+            os.environ[SWITCH] = before
+
+
+def _command(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         tell(_help())
         return 0
@@ -107,6 +137,5 @@ def _mistake(error: PacelineError) -> int:
 
 def _help() -> str:
     lines = [f"  {name:<12}{what}" for name, what in COMMANDS.items()]
-    return "\n".join(
-        ["usage: paceline COMMAND [OPTIONS]", "", *lines, "", "`paceline COMMAND --help` lists a command's options", ""]
-    )
+    more = ["`paceline COMMAND --help` lists a command's options", "`--no-plugins` leaves out what other packages add"]
+    return "\n".join(["usage: paceline COMMAND [OPTIONS]", "", *lines, "", *more, ""])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from paceline.core import plugins
+
 RECIPES = {
     "asr": "paceline.recipes.asr.task:Asr",
     "continual": "paceline.recipes.continual.task:Continual",
@@ -9,3 +11,8 @@ RECIPES = {
 }
 REPORTS = ("paceline.recipes.asr.report:AsrReport", "paceline.recipes.continual.report:ContinualReport")
 """Sections that recipes add to `paceline report`; these modules do not import torch."""
+
+
+def recipe_names() -> list[str]:
+    """Return the names of all recipes: ours, and those of plugins."""
+    return list(dict.fromkeys([*RECIPES, *plugins.names("recipes")]))

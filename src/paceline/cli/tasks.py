@@ -7,8 +7,8 @@ import importlib
 from pathlib import Path
 from types import ModuleType
 
-from paceline.cli.recipes import RECIPES
-from paceline.core import user_file
+from paceline.cli.recipes import RECIPES, recipe_names
+from paceline.core import plugins, user_file
 from paceline.core.errors import PacelineError
 from paceline.core.extras import imports_for
 from paceline.core.user_file import guarded
@@ -31,6 +31,9 @@ def load_task(name: str) -> Task:
 
 def find_task(name: str) -> type[Task]:
     """Return the task class that `name` means."""
+    plugin = plugins.find("recipes", name, RECIPES)
+    if plugin is not None:
+        return _from_plugin(plugin)
     if name in RECIPES:
         module_name, _, class_name = RECIPES[name].partition(":")
         task_class: type[Task] = getattr(_import_recipe(name, module_name), class_name)
@@ -38,11 +41,12 @@ def find_task(name: str) -> type[Task]:
         return task_class
     path, separator, class_name = name.rpartition(":")
     if not separator:
-        nearest = difflib.get_close_matches(name, RECIPES, n=1)
+        known = recipe_names()
+        nearest = difflib.get_close_matches(name, known, n=1)
         guess = f"did you mean `{nearest[0]}`? " if nearest else ""
         raise UnknownTask(
             f"there is no recipe {name!r}",
-            f"{guess}recipes: {', '.join(RECIPES)}; or give a class as path/to/file.py:ClassName",
+            f"{guess}recipes: {', '.join(known)}; or give a class as path/to/file.py:ClassName",
         )
     module = import_file(Path(path))
     tasks = user_file.subclasses_in(module, Task)
@@ -52,6 +56,14 @@ def find_task(name: str) -> type[Task]:
     return tasks[class_name]
 
 
+def _from_plugin(plugin: plugins.Plugin) -> type[Task]:
+    with imports_for(plugin.name):
+        value = plugins.load(plugin)
+    if not isinstance(value, type) or not issubclass(value, Task):
+        raise plugins.unfit(plugin, value, "a subclass of paceline.Task")
+    return value
+
+
 def _import_recipe(name: str, module_name: str) -> ModuleType:
     with imports_for(name):
         return importlib.import_module(module_name)
@@ -59,9 +71,16 @@ def _import_recipe(name: str, module_name: str) -> ModuleType:
 
 def make_task(task_class: type[Task], name: str) -> Task:
     """A task of this class, which knows by which name it is found again."""
-    path, _, class_name = name.rpartition(":")
-    task = task_class() if name in RECIPES else guarded(Path(path), f"{class_name}() is made", task_class)
-    task.spec = name if name in RECIPES else f"{Path(path).resolve()}:{class_name}"
+    plugin = plugins.find("recipes", name, RECIPES)
+    if plugin is not None:
+        task = plugins.guarded(plugin, "cannot be made", task_class)
+    elif name in RECIPES:
+        task = task_class()
+    else:
+        path, _, class_name = name.rpartition(":")
+        task = guarded(Path(path), f"{class_name}() is made", task_class)
+        name = f"{Path(path).resolve()}:{class_name}"
+    task.spec = name
     return task
 
 

@@ -20,6 +20,7 @@ from paceline.config.load import as_yaml, load
 from paceline.config.problems import Problem, SettingsInvalid
 from paceline.config.run_path import run_folder
 from paceline.config.settings import Section, TrainConfig
+from paceline.core import plugins
 from paceline.core.errors import PacelineError
 from paceline.core.paths import absolute
 from paceline.core.terminal import emit
@@ -61,7 +62,7 @@ def take_task(words: Sequence[str], options: type[Section] = OPTIONS) -> tuple[s
 
 
 def _looks_like_task(word: str) -> bool:
-    return word in RECIPES or re.search(r"\.py:\w+$", word) is not None
+    return word in RECIPES or re.search(r"\.py:\w+$", word) is not None or word in plugins.names("recipes")
 
 
 def _run(world: World, name: str, rest: list[str]) -> int:

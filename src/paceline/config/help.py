@@ -13,7 +13,8 @@ import tyro
 from pydantic import BaseModel, create_model
 
 from paceline.config.aliases import SHORT
-from paceline.config.parse import choices, is_flag, item, length, section, sequence, variants
+from paceline.config.parse import is_flag, item, length, section, sequence, variants
+from paceline.config.plugin_name import all_choices, group_of
 from paceline.config.sections import Option, Part, parts
 
 _CONFIG = Option(
@@ -64,9 +65,9 @@ def _field(option: Option, is_positional: bool) -> Any:
         return Annotated[str, tyro.conf.Positional, argument], ...
     if is_flag(option.annotation):
         return Annotated[bool, tyro.conf.arg(help=option.about, help_behavior_hint=hint)], bool(option.default)
-    words = [str(choice) for choice in choices(option.annotation)]
+    words = [str(choice) for choice in all_choices(option.annotation)]
     kind: Any = Path if Path in variants(option.annotation) else str
-    if words and len([each for each in variants(option.annotation) if each is not type(None)]) == 1:
+    if words and len(_kinds(option.annotation)) == 1:
         kind = Literal[tuple(words)]
     aliases = [f"-{letter}" for letter, name in SHORT.items() if name == option.name]
     argument = tyro.conf.arg(
@@ -76,7 +77,6 @@ def _field(option: Option, is_positional: bool) -> Any:
 
 
 def _metavar(annotation: Any) -> str:
-    kinds = [kind for kind in variants(annotation) if kind is not type(None)]
     inner = sequence(annotation)
     if inner is not None:
         model = section(item(annotation, 0))
@@ -84,13 +84,15 @@ def _metavar(annotation: Any) -> str:
         one = ",".join(f"{name}=X" for name in model.model_fields) if model else _metavar(item(annotation, 0))
         return f"{one} ..." if count is None else " ".join([one] * count)
     names = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
-    words = choices(annotation)
+    words = all_choices(annotation)
     shown = ["{" + ",".join(map(str, words)) + "}"] if words else []
-    return "|".join([*shown, *(names.get(kind, "VALUE") for kind in kinds if not _is_literal(kind))])
+    return "|".join([*shown, *(names.get(kind, "VALUE") for kind in _kinds(annotation) if not all_choices(kind))])
 
 
-def _is_literal(kind: Any) -> bool:
-    return bool(choices(kind))
+def _kinds(annotation: Any) -> list[Any]:
+    """Return the types of a field without None, and without the text that names plugins: their words are listed."""
+    is_named = group_of(annotation) is not None
+    return [kind for kind in variants(annotation) if kind is not type(None) and not (is_named and kind is str)]
 
 
 def _shown(default: Any) -> str:

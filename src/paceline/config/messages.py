@@ -10,8 +10,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from paceline.config.command_line import dashed
-from paceline.config.parse import Given, choices, item, length, section, sequence
+from paceline.config.parse import Given, item, length, section, sequence
+from paceline.config.plugin_name import NO_SUCH_PLUGIN, all_choices, group_of
 from paceline.config.problems import Problem, nearest
+from paceline.core import plugins
 from paceline.core.errors import PacelineError
 from paceline.core.units import counted
 
@@ -21,6 +23,11 @@ _LIMITS = {
     "less_than": ("below", "lt"),
     "less_than_equal": ("at most", "le"),
 }
+_PLUGIN_HINTS = {
+    True: "more of them come with plugins: docs/plugins.md; `paceline doctor` lists those that are installed",
+    False: "plugins are left out (`--no-plugins`)",
+}
+"""For a name that neither we nor a plugin know, by whether plugins are looked for."""
 _KINDS = (
     (r"int_|.*int$", "a whole number"),
     (r"float_|decimal_", "a number"),
@@ -107,8 +114,14 @@ class _Field:
 
     @property
     def choices(self) -> list[str]:
-        values = choices(self.annotation) or (choices(self._item) if self._is_list else [])
+        values = all_choices(self.annotation) or (all_choices(self._item) if self._is_list else [])
         return [str(choice) for choice in values]
+
+    @property
+    def plugins(self) -> list[str]:
+        """Names of plugins that the field takes, too."""
+        group = group_of(self._item if self._is_list else self.annotation)
+        return [] if group is None else plugins.names(group)
 
     @property
     def _is_list(self) -> bool:
@@ -124,9 +137,12 @@ def _value_problem(field: _Field, details: list[Any]) -> Problem:
     inner, wrong = _inner(details[0]["loc"]), details[0]["input"]
     entry = f"value {inner[0] + 1} " if inner and isinstance(inner[0], int) else ""
     raised = [_own_words(detail) for detail in details if detail["type"] in ("value_error", "assertion_error")]
-    what = raised[0] if raised else f"must be {', or '.join(dict.fromkeys(map(_phrase, details)))}"
+    others = [detail for detail in details if detail["type"] != NO_SUCH_PLUGIN]
+    phrases = [*map(_phrase, others), *(["a plugin's: " + ", ".join(field.plugins)] if field.plugins else [])]
+    what = raised[0] if raised else f"must be {', or '.join(dict.fromkeys(phrases))}"
     meant = nearest(wrong, field.choices) if isinstance(wrong, str) and not raised else None
-    return Problem(field.where, entry + what, f"did you mean {meant}?" if meant else "", field.text)
+    other_hint = _PLUGIN_HINTS[plugins.are_enabled()] if len(others) < len(details) else ""
+    return Problem(field.where, entry + what, f"did you mean {meant}?" if meant else other_hint, field.text)
 
 
 def _section_problem(field: _Field, model: type[BaseModel], detail: Any) -> Problem:

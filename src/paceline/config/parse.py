@@ -28,6 +28,13 @@ class Given:
     place: Place
 
 
+def members(annotation: Any) -> list[Any]:
+    """Return the types that a field may have, with their limits."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [kind for part in get_args(annotation) for kind in members(part)]
+    return [annotation]
+
+
 def variants(annotation: Any) -> list[Any]:
     """Return the types that a field may have, without their limits."""
     origin = get_origin(annotation)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from paceline.config.named_sets import SetWord
+from paceline.config.plugin_name import PluginName
 from paceline.config.step_range import StepRange
 from paceline.core.paths import AbsolutePath
 from paceline.core.together import SettingsExclusion
@@ -25,8 +26,11 @@ Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Order = Literal["none", "random", "sorted", "laplace", "bucket"]
-OptimizerName = Literal["sgd", "adam", "adamw", "novograd", "lamb", "lars"]
-ScheduleName = Literal[
+BuiltInOptimizer = Literal["sgd", "adam", "adamw", "novograd", "lamb", "lars"]
+OptimizerName = BuiltInOptimizer | Annotated[str, PluginName("optimizers")]
+BuiltInLogger = Literal["tensorboard", "wandb", "mlflow"]
+LoggerName = BuiltInLogger | Annotated[str, PluginName("loggers")]
+BuiltInSchedule = Literal[
     "constant",
     "cosine",
     "square",
@@ -39,6 +43,7 @@ ScheduleName = Literal[
     "noam",
     "newbob",
 ]
+ScheduleName = BuiltInSchedule | Annotated[str, PluginName("schedules")]
 
 
 def free(default: Any, **extra: Any) -> Any:
@@ -424,7 +429,7 @@ class OptimSettings(Section):
     )
 
     optimizer: OptimizerName = "adamw"
-    """Rule of the update."""
+    """Rule of the update; a plugin may bring more."""
     lr: PositiveFloat = 1e-3
     """Learning rate at the top of the schedule."""
     larc: Literal["clip", "scale"] | None = None
@@ -484,8 +489,8 @@ class OptimSettings(Section):
 class ObserveSettings(Section):
     """What is seen and written down while a run goes on."""
 
-    loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = per_rank(("tensorboard",))
-    """Where metrics go beside `metrics.jsonl`; needs the package of that name."""
+    loggers: tuple[LoggerName, ...] = per_rank(("tensorboard",))
+    """Where metrics go beside `metrics.jsonl`; needs the package of that name, or a plugin."""
     progress: Literal["auto", "bar", "lines", "none"] = per_rank("auto")
     """A bar on a terminal or in a notebook, plain lines elsewhere and under mpirun."""
     rank_logs: bool = per_rank(True)

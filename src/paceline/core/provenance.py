@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from paceline.core.plugins import Plugin
 from paceline.core.secrets import masked_words
 
 PACKAGES = ("torch", "numpy", "paceline")
@@ -21,15 +22,16 @@ PACKAGES = ("torch", "numpy", "paceline")
 _GIT_TIMEOUT_S = 5.0
 
 
-def start_record() -> dict[str, Any]:
-    """Return the record of a start: time, host, command, versions and git state."""
-    return {
+def start_record(plugins: Sequence[Plugin] = ()) -> dict[str, Any]:
+    """Return the record of a start: time, host, command, versions, git state, and the plugins that it uses."""
+    record: dict[str, Any] = {
         "time": datetime.now().isoformat(sep=" ", timespec="milliseconds"),
         "command": command_line(sys.argv),
         "host": socket.gethostname(),
         "versions": versions(),
         "git": git_state(Path.cwd()),
     }
+    return record | ({"plugins": [plugin.record() for plugin in plugins]} if plugins else {})
 
 
 def command_line(argv: Sequence[str]) -> str:

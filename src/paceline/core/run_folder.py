@@ -142,6 +142,12 @@ class RunRecord:
             values["choice"] = self.choice
         return {**values, **self.other, "starts": self.starts}
 
+    @property
+    def plugins(self) -> list[dict[str, Any]]:
+        """Plugins that the last start used, see plugins.py."""
+        entries = self.starts[-1].get("plugins") if self.starts else None
+        return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+
     def require(self, *names: str) -> None:
         """Raise `BrokenRecord` for the first of these fields that the file does not have."""
         for name in names:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from paceline.core import plugins
 from paceline.core.errors import PacelineError
 from paceline.observe.callback import Callback, Record, RunInfo
 from paceline.observe.epoch import RankEpoch
@@ -158,10 +159,25 @@ def build(names: Sequence[str], *, is_asked: bool) -> tuple[list[Callback], list
 
     Where the user asked for them, a missing package is an error; the default is only a default.
     """
-    missing = [name for name in names if not _is_installed(name)]
+    missing = [name for name in names if name in LOGGERS and not _is_installed(name)]
     if missing and is_asked:
         raise LoggerNotInstalled(missing[0])
-    return [LOGGERS[name]() for name in names if name not in missing], missing
+    return [_make(name) for name in names if name not in missing], missing
+
+
+def _make(name: str) -> Callback:
+    """Return a new logger: ours, or one that a plugin brings as a class, or as a function that returns one."""
+    if name in LOGGERS:
+        return LOGGERS[name]()
+    plugin = plugins.find("loggers", name)
+    assert plugin is not None, "the settings were checked"
+    make = plugins.load(plugin)
+    if not callable(make):
+        raise plugins.unfit(plugin, make, "a paceline.Callback class, or a function that returns a callback")
+    made = plugins.guarded(plugin, "cannot be made", make)
+    if not isinstance(made, Callback):
+        raise plugins.unfit(plugin, made, "a paceline.Callback")
+    return made
 
 
 def _is_installed(package: str) -> bool:

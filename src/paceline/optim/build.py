@@ -6,14 +6,16 @@ Parameters keep the order of `model.named_parameters()`, so the optimizer's stat
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from paceline.config.settings import GroupSettings, OptimSettings
+from paceline.config.settings import BuiltInOptimizer, GroupSettings, OptimSettings
+from paceline.core import plugins
 from paceline.core.errors import PacelineError
 from paceline.core.torch_private import defer_compiler
 from paceline.optim.lamb import Lamb
@@ -107,12 +109,46 @@ def optimizer(settings: OptimSettings, groups: list[dict[str, Any]], device: tor
             return NovoGrad(groups, lr=settings.lr, betas=betas)
         case "lamb":
             return Lamb(groups, lr=settings.lr, betas=betas)
+        case _:
+            return _of_plugin(settings, groups, device)
+
+
+def _of_plugin(settings: OptimSettings, groups: list[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
+    """An optimizer that a plugin brings: a class, which gets what it takes and was set, or a function of everything."""
+    plugin = plugins.find("optimizers", settings.optimizer)
+    assert plugin is not None, "the settings were checked"
+    make = plugins.load(plugin)
+    if isinstance(make, type):
+        options = {name: getattr(settings, name) for name in _taken(make) if _is_set(settings, name)}
+        made = plugins.guarded(plugin, "cannot be made", lambda: make(groups, lr=settings.lr, **options))
+    elif callable(make):
+        made = plugins.guarded(plugin, "cannot be made", lambda: make(groups, settings, device))
+    else:
+        raise plugins.unfit(plugin, make, "a torch.optim.Optimizer class, or a function that returns one")
+    if not isinstance(made, torch.optim.Optimizer):
+        raise plugins.unfit(plugin, made, "a torch.optim.Optimizer")
+    return made
+
+
+def _taken(kind: type) -> list[str]:
+    """Return the options of ours that an optimizer's class takes by name."""
+    return [name for name in ("betas", "momentum") if name in inspect.signature(kind).parameters]
+
+
+def _is_set(settings: OptimSettings, name: str) -> bool:
+    return bool(getattr(settings, name) != type(settings).model_fields[name].default)
 
 
 def unused(settings: OptimSettings) -> list[str]:
     """Options that were set but have no effect on the chosen optimizer."""
-    idle = "betas" if settings.optimizer in ("sgd", "lars") else "momentum"
-    return [idle] if getattr(settings, idle) != type(settings).model_fields[idle].default else []
+    if settings.optimizer in get_args(BuiltInOptimizer):
+        idle = ["betas" if settings.optimizer in ("sgd", "lars") else "momentum"]
+    else:
+        plugin = plugins.find("optimizers", settings.optimizer)
+        kind = None if plugin is None else plugins.load(plugin)
+        # What a function heeds is not known.
+        idle = [name for name in ("betas", "momentum") if name not in _taken(kind)] if isinstance(kind, type) else []
+    return [name for name in idle if _is_set(settings, name)]
 
 
 def zero_first_momentum(sgd: torch.optim.SGD) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
 from paceline.config.settings import OptimSettings
+from paceline.core import plugins
 from paceline.core.errors import PacelineError
 from paceline.core.together import Exclusion
 
@@ -185,6 +186,10 @@ def _newbob(span: Span, step: int) -> float:
     return _newbob_before(tuple(span.scores), settings.lr, settings.decay, settings.newbob_threshold, settings.min_lr)
 
 
+ANY_OPTION: frozenset[str] = frozenset({"*"})
+"""Options of a schedule of which only the formula is known."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A schedule's formula, the options beside `lr` and warm-up that it heeds, and what it cannot do without."""
@@ -197,7 +202,7 @@ class Schedule:
     has_own_warmup: bool = False
 
 
-SCHEDULES = {
+SCHEDULES: dict[str, Schedule] = {
     "constant": Schedule(constant, options=frozenset()),
     "cosine": Schedule(cosine, needs_end=True),
     "square": Schedule(square, needs_end=True),
@@ -214,6 +219,32 @@ SCHEDULES = {
 }
 
 
+def schedule_of(name: str) -> Schedule:
+    """Return the schedule of this name: ours, or one that a plugin brings, as a `Schedule` or as its formula."""
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    plugin = plugins.find("schedules", name)
+    assert plugin is not None, "the settings were checked"
+    value = plugins.load(plugin)
+    if isinstance(value, Schedule):
+        return replace(value, rate=_guarded(plugin, value.rate))
+    if isinstance(value, type) or not callable(value):
+        raise plugins.unfit(plugin, value, "a function of (span, step), or a paceline.plugins.Schedule")
+    return Schedule(_guarded(plugin, value), options=ANY_OPTION)
+
+
+def _guarded(plugin: plugins.Plugin, rate: Callable[[Span, int], float]) -> Callable[[Span, int], float]:
+    """Return a plugin's formula whose mistakes are said with its package's name."""
+
+    def checked(span: Span, step: int) -> float:
+        value = plugins.guarded(plugin, f"fails at step {step}", lambda: float(rate(span, step)))
+        if not (math.isfinite(value) and value >= 0):
+            raise plugins.PluginFails(plugin.title, f"fails at step {step}", f"its learning rate is {value}")
+        return value
+
+    return checked
+
+
 def build(
     settings: OptimSettings, total_steps: int | None, scores: Sequence[float] | None = None
 ) -> Callable[[int], float]:
@@ -222,7 +253,7 @@ def build(
     `scores` are of the validations since the schedule began, lower is better: a list that the caller goes on appending
     to, None in a run that does not validate. Only newbob looks at them.
     """
-    chosen = SCHEDULES[settings.schedule]
+    chosen = schedule_of(settings.schedule)
     if chosen.needs_end and total_steps is None:
         raise ScheduleNeedsEnd(f"schedule {settings.schedule!r}")
     if chosen.needs is not None and not getattr(settings, chosen.needs[0]):
@@ -251,9 +282,15 @@ def users_of_options() -> dict[str, list[str]]:
     return users
 
 
+def heeds(name: str, option: str) -> bool:
+    """Return True if the schedule of this name does something with an option, or if that is not known."""
+    options = schedule_of(name).options
+    return options is ANY_OPTION or option in options
+
+
 def unused(settings: OptimSettings) -> list[str]:
     """Return the options that were set but have no effect in the chosen schedule."""
-    idle = {option for option, names in users_of_options().items() if settings.schedule not in names}
+    idle = {option for option in users_of_options() if not heeds(settings.schedule, option)}
     fields = type(settings).model_fields
     return [name for name in fields if name in idle and getattr(settings, name) != fields[name].default]
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.config.settings import TrainConfig
+from paceline.config.settings import BuiltInLogger, BuiltInOptimizer, BuiltInSchedule, TrainConfig
+from paceline.core import plugins
 from paceline.core.errors import PacelineError
 from paceline.core.keys import key
 from paceline.core.run_folder import RunFolder
@@ -26,6 +27,7 @@ from paceline.train.checkpoint.format import STATE
 from paceline.train.engine import Engine
 from paceline.train.probe import Probe
 from paceline.train.task import HasScheduler, HasWatchers, ReadsWeights, Task, overrides
+from paceline.world.discover.plugin_launchers import BUILT_IN, plugin_of
 
 
 def prepare(
@@ -40,6 +42,20 @@ def prepare(
         if isinstance(value, LRScheduler) and value.optimizer is optimizer:
             engine.schedulers.add(f"task.{name}", value, optimizer)
     return layerwise
+
+
+def plugins_of(task: Task, config: TrainConfig, launcher: str) -> list[plugins.Plugin]:
+    """Return the plugins that a run uses. A name that more than one package has, or we have, too, is refused."""
+    names: list[tuple[plugins.Group, str, Collection[str]]] = [
+        ("optimizers", config.optimizer, get_args(BuiltInOptimizer)),
+        ("schedules", config.schedule, get_args(BuiltInSchedule)),
+        *(("loggers", name, get_args(BuiltInLogger)) for name in config.loggers),
+    ]
+    named = [plugin for group, name, own in names if (plugin := plugins.find(group, name, own)) is not None]
+    home = f"{type(task).__module__}:{type(task).__qualname__}"
+    recipes = [each for each in plugins.installed().of("recipes") if task.spec == each.name or each.value == home]
+    launchers = [plugin_of(launcher)] if launcher not in BUILT_IN else []
+    return [*recipes[:1], *named, *(each for each in launchers if each is not None)]
 
 
 class NotOneOptimizer(PacelineError):

@@ -353,11 +353,11 @@ def _schedule_rows() -> Iterator[_Row]:
     for option, names in sorted(schedule.users_of_options().items(), key=lambda item: len(item[1]) % every):
         words = " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
         reason = "with a constant schedule" if len(names) == every else f"unless the schedule is {words}"
-        yield reason, (option,), partial(_has_other_schedule, names)
+        yield reason, (option,), partial(_is_idle_in_schedule, option)
 
 
-def _has_other_schedule(names: list[str], facts: Facts) -> bool:
-    return facts.config.schedule not in names
+def _is_idle_in_schedule(option: str, facts: Facts) -> bool:
+    return not schedule.heeds(facts.config.schedule, option)
 
 
 _NO_EFFECT: list[_Row] = [

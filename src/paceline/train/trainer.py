@@ -133,7 +133,8 @@ class Trainer:
         goes_on = survival is not None and survival.round.number > 0
         tasks.check_ranks(task, config, link)  # before anything is written
         name = task.spec or type(task).__name__
-        self.checkpoints = CheckpointManager(config, link, self.progress, name, goes_on=goes_on)
+        used = setup.plugins_of(task, config, link.world.launcher)
+        self.checkpoints = CheckpointManager(config, link, self.progress, name, goes_on=goes_on, plugins=used)
         checkpoint = (None if survival is None else survival.memory.checkpoint()) or self.checkpoints.find()
         if self.checkpoints.sums == "fast":  # asked for, or a run that began so
             self.config = config = config.model_copy(update={"sums": "fast"})

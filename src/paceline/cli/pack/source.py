@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.pack.options import PackOptions, PackUsage, refuse_idle, rows_of
-from paceline.cli.recipes import RECIPES
+from paceline.cli.recipes import recipe_names
 from paceline.config.load import load
 from paceline.core.terminal import tell
 from paceline.core.units import counted, plural
@@ -30,7 +30,8 @@ def source_of(options: PackOptions, words: Sequence[str]) -> Source:
     for word in words:
         if word.endswith(".py"):
             raise PackUsage(f"{word}: nothing in it is named", f"type {word}:NAME; {_available(word)}")
-    tasks = [word for word in words if word in RECIPES or ".py:" in word]
+    recipes = recipe_names()
+    tasks = [word for word in words if word in recipes or ".py:" in word]
     if tasks and len(words) > 1:
         raise PackUsage(
             f"{tasks[0]} is a task, and {counted(len(words) - 1, 'more input')} {plural(len(words) - 1, 'is')} given",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.config.settings import TrainConfig
 from paceline.core.disk import CannotWrite
 from paceline.core.errors import PacelineError
+from paceline.core.plugins import Plugin, changes
 from paceline.core.provenance import start_record
 from paceline.core.run_folder import RunFolder, RunRecord
 from paceline.core.secrets import masked_values
@@ -70,12 +71,19 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, config: TrainConfig, link: Link, progress: Progress, task: str, *, goes_on: bool = False
+        self,
+        config: TrainConfig,
+        link: Link,
+        progress: Progress,
+        task: str,
+        *,
+        goes_on: bool = False,
+        plugins: Sequence[Plugin] = (),
     ) -> None:
         """`goes_on`: this process, or one that it goes on for, has opened the folder already."""
         self._config, self._link, self._progress, self._task = config, link, progress, task
         self._asked_for_sums = config.sums is not None
-        self._goes_on = goes_on
+        self._goes_on, self._plugins = goes_on, plugins
         self._run = RunFolder(config.out) if config.out is not None else None
         self._writer: Checkpointer | None = None
         self._is_open = False
@@ -93,6 +101,8 @@ class CheckpointManager:
             check_batch(config, link.world.size)
         self.grains = choose_grains(config.grains, before, link.world.size, may_regrain)
         self._check_ranks(stored)
+        for line in changes([] if stored is None else stored.plugins, plugins):
+            progress.say(line)
         self._settle_sums(None if stored is None else stored.settings)
         self._is_in_pieces = link.has_group and config.shard != "none" and config.checkpoint_form == "sharded"
         # One machine has all pieces; each of its ranks writes those that it has.
@@ -142,7 +152,7 @@ class CheckpointManager:
                 undo.callback(self._unlock)
                 self._run.check_unchanged(self._before, may_exist=self._config.resume != "no")
                 if not self._goes_on or not self._starts:
-                    self._starts.append(start_record())
+                    self._starts.append(start_record(self._plugins))
                 self._write("running")
                 undo.callback(self._write_failed)
             if self._is_in_pieces:
@@ -339,7 +349,8 @@ class CheckpointManager:
             if stored is None
             else (f"one with {counted(stored.grains or 0, 'grain')}, {counted(len(stored.starts), 'start')} so far")
         )
-        check_same(self._link, {f"run to resume in {self._config.out}": found, "grains": self.grains})
+        versions = {plugin.title.partition(" of ")[0]: plugin.origin for plugin in self._plugins}
+        check_same(self._link, {f"run to resume in {self._config.out}": found, "grains": self.grains, **versions})
 
     def check_precision(self, checkpoint: reader.Checkpoint, precision: str) -> None:
         """Refuse another precision than that of the run: `level: auto` may mean something else on another device."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from paceline.core.errors import PacelineError
 from paceline.world.discover.allocation import ReadText, find_allocation, read_text
+from paceline.world.discover.plugin_launchers import from_plugins
 
 Environment = Mapping[str, str]
 
@@ -98,7 +99,7 @@ class MeetingPointUnknown(PacelineError):
 
 def discover(env: Environment, read: ReadText = read_text) -> World:
     """Return the world that the environment describes; a single process if it names no launcher."""
-    for find in (_from_torch, _from_open_mpi, _from_mpich, _from_slurm):
+    for find in (_from_torch, _from_plugin, _from_open_mpi, _from_mpich, _from_slurm):
         world = find(env, read)
         if world is not None:
             # `srun` needs no word here: it gives its tasks pipes, and with `--pty` the user's own terminal.
@@ -154,6 +155,12 @@ def _from_torch(env: Environment, read: ReadText) -> World | None:
         ),
         ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     )
+
+
+def _from_plugin(env: Environment, read: ReadText) -> World | None:
+    """A launcher that an installed plugin knows; it may start its ranks through an mpirun or a scheduler."""
+    world = from_plugins(env)
+    return None if world is None else _checked(world, ("rank", "size", "local_rank", "local_size"))
 
 
 def _from_open_mpi(env: Environment, read: ReadText) -> World | None:

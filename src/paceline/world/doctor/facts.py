@@ -6,13 +6,14 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from paceline.core import plugins
 from paceline.core.provenance import version_of
 from paceline.world.discover.environment import World
 from paceline.world.discover.interfaces import HostIsLoopback, address_of, find_interface, list_interfaces
@@ -71,10 +72,16 @@ class Facts:
     disk_free_mib: int
     packages: Mapping[str, str]
     """Versions of the optional packages that are there."""
+    plugins: tuple[plugins.Plugin, ...] = ()
+    """Plugins of other packages, none of which is imported."""
+    plugin_problems: tuple[str, ...] = ()
+    """What is wrong with them."""
 
 
-def collect(world: World, folder: Path, threads: int) -> Facts:
-    """Return the facts of this rank; `folder` is the folder of runs."""
+def collect(
+    world: World, folder: Path, threads: int, built_in: Mapping[plugins.Group, Collection[str]] | None = None
+) -> Facts:
+    """Return the facts of this rank; `folder` is the folder of runs, `built_in` are names that plugins may not have."""
     interface, problem = _interface(world)
     shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     return Facts(
@@ -101,6 +108,18 @@ def collect(world: World, folder: Path, threads: int) -> Facts:
         shm_free_mib=shm.free // _MIB if shm is not None else None,
         disk_free_mib=shutil.disk_usage(existing(folder)).free // _MIB,
         packages={name: version for name in PACKAGES if (version := version_of(name)) is not None},
+        plugins=plugins.installed().plugins,
+        plugin_problems=_plugin_problems(built_in or {}),
+    )
+
+
+def _plugin_problems(built_in: Mapping[plugins.Group, Collection[str]]) -> tuple[str, ...]:
+    catalog = plugins.installed()
+    launchers = [each for each in catalog.of("launchers") if not all(each.name.partition("."))]
+    return (
+        *(str(clash) for clash in plugins.clashes(built_in)),
+        *(f"{package}: {why}" for package, why in catalog.unreadable),
+        *(f"{each.title}: its entry point must be named NAME.VARIABLE" for each in launchers),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.core.plugins import are_enabled
 from paceline.core.units import counted
 from paceline.world.discover.allocation import Allocation
 from paceline.world.discover.environment import World
@@ -220,6 +221,21 @@ def packages(roll: Sequence[Facts]) -> Finding:
     missing = [f"{name} ({PACKAGES[name]})" for name in PACKAGES if name not in roll[0].packages]
     there = ", ".join(f"{name} {version}" for name, version in roll[0].packages.items()) or "none"
     return Finding("optional packages", "ok", f"{there}; not installed: {', '.join(missing) or 'none'}")
+
+
+def plugins(roll: Sequence[Facts]) -> list[Finding]:
+    """Plugins of other packages, and what is wrong with them; ranks that have others would not do the same."""
+    first = roll[0]
+    names = [f"{each.group.removesuffix('s')} {each.name} ({each.origin})" for each in first.plugins]
+    found = "; ".join(names) or ("none" if are_enabled() else "left out (`--no-plugins`)")
+    others = {facts.host for facts in roll if facts.plugins != first.plugins}
+    wrong = [*first.plugin_problems]
+    if others:
+        wrong.append(f"{fold(sorted(others))} {'has' if len(others) == 1 else 'have'} others than {first.host}")
+    if not wrong:
+        return [Finding("plugins", "ok", found)]
+    todo = "uninstall or update these packages, or leave all plugins out with `--no-plugins`"
+    return [Finding("plugins", "problem", "; ".join([*wrong, f"installed: {found}"]), todo)]
 
 
 def _hosts(roll: Sequence[Facts]) -> dict[str, list[Facts]]:

@@ -1,0 +1,156 @@
+"""The package of examples/plugin, built and installed as a wheel: found, used on 1 and 2 ranks, recorded, resumed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+import torch
+
+from paceline.core import plugins
+from tests.commands import run_command
+from tests.examples.scripts import EXAMPLES
+
+BUILD = "import sys; from setuptools import build_meta as b; b.build_wheel(sys.argv[1])"
+TRAIN = [
+    "train",
+    "rings",
+    "--epochs",
+    "2",
+    "--num-points",
+    "64",
+    "--global-batch",
+    "32",
+    "--grains",
+    "2",
+    "--seed",
+    "3",
+]
+ALL = [*TRAIN, "--optimizer", "lion", "--lr", "0.003", "--schedule", "wsd", "--loggers", "csv"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    copytree(EXAMPLES / "plugin", folder / "source")  # building leaves files behind
+    subprocess.run([sys.executable, "-c", BUILD, str(folder)], cwd=folder / "source", check=True, capture_output=True)
+    [built] = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture
+def site(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What an installer makes of the wheel, on Python's path."""
+    folder = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
+    monkeypatch.delenv(plugins.SWITCH, raising=False)
+    monkeypatch.chdir(tmp_path)
+    plugins._scan.cache_clear()
+    return folder
+
+
+def _weights(run: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    newest = max((run / "checkpoints").glob("step-*"))
+    return {name: value for file in newest.glob("model*.safetensors") for name, value in load_file(file).items()}
+
+
+def test_a_run_uses_records_and_resumes_them(site: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = run_command([*ALL, "--out", str(run)])
+    assert done.code == 0, done.err
+    assert "Lion" in done.out
+    assert "wsd over 4 steps" in done.out
+    start = json.loads((run / "run.json").read_text())["starts"][0]
+    assert [(each["group"], each["name"]) for each in start["plugins"]] == [
+        ("recipes", "rings"),
+        ("optimizers", "lion"),
+        ("schedules", "wsd"),
+        ("loggers", "csv"),
+    ]
+    assert {(each["package"], each["version"]) for each in start["plugins"]} == {("paceline-example", "1.0")}
+    with (run / "numbers.csv").open() as file:
+        names = {name for _, name, _ in csv.reader(file)}
+    assert {"loss", "lr", "val/accuracy"} <= names
+
+    ranks = run_command([*ALL, "--out", str(tmp_path / "two"), "--procs", "2"])
+    assert ranks.code == 0, ranks.err
+    one, two = _weights(run), _weights(tmp_path / "two")
+    assert one
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+    (site / "paceline_example-1.0.dist-info").rename(site / "paceline_example-1.1.dist-info")
+    metadata = site / "paceline_example-1.1.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text().replace("Version: 1.0", "Version: 1.1"))
+    more = ["--epochs", "3", "--allow-change"]
+    again = run_command(
+        [word for word in ALL if word not in ("--epochs", "2")] + [*more, "--out", str(run), "--resume", "auto"]
+    )
+    assert again.code == 0, again.err
+    said = "the optimizer 'lion' is now of paceline-example 1.1; the run was last started with paceline-example 1.0"
+    assert said in again.out
+
+    gone = run_command(["eval", str(run), "--no-plugins"])
+    assert (gone.code, "Traceback" in gone.err) == (2, False)
+    assert "the recipe 'rings' of paceline-example 1.1, which is not there" in gone.err
+
+
+def test_a_broken_part_stops_only_who_uses_it(site: Path, tmp_path: Path) -> None:
+    (site / "paceline_example" / "lion.py").write_text("import no_such_module\n")
+    fine = run_command([*TRAIN, "--out", str(tmp_path / "fine")])
+    assert fine.code == 0, fine.err
+    broken = run_command([*ALL, "--out", str(tmp_path / "broken")])
+    assert broken.code == 2
+    assert "the optimizer 'lion' of paceline-example 1.0 cannot be loaded: ModuleNotFoundError" in broken.err
+    assert "Traceback" not in broken.err
+    assert not (tmp_path / "broken").exists()
+
+
+def test_the_doctor_lists_them(site: Path, tmp_path: Path) -> None:
+    table = run_command(["doctor", "--json"])
+    [entry] = [each for each in json.loads(table.out) if each["what"] == "plugins"]
+    assert entry["verdict"] == "ok"
+    assert "optimizer lion (paceline-example 1.0)" in entry["found"]
+    assert "launcher flux.FLUX_TASK_RANK (paceline-example 1.0)" in entry["found"]
+    without = json.loads(run_command(["doctor", "--json", "--no-plugins"]).out)
+    assert [each["found"] for each in without if each["what"] == "plugins"] == ["left out (`--no-plugins`)"]
+
+
+def test_a_plugin_with_a_name_of_ours_is_refused(site: Path, tmp_path: Path) -> None:
+    entries = site / "paceline_example-1.0.dist-info" / "entry_points.txt"
+    entries.write_text(entries.read_text().replace("lion =", "adamw ="))
+    refused = run_command([*TRAIN, "--out", str(tmp_path / "run")])
+    assert refused.code == 2
+    assert "the optimizer 'adamw' is offered by paceline itself and paceline-example 1.0" in refused.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_lion_is_the_formula(site: Path) -> None:
+    from importlib import import_module
+
+    lion = import_module("paceline_example.lion").Lion
+    try:
+        weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64, device="cpu"))
+        optimizer = lion([weight], lr=0.1, betas=(0.9, 0.99), weight_decay=0.01)
+        expected, moment = [1.0, -2.0, 3.0], [0.0, 0.0, 0.0]
+        for gradient in ([0.5, -1.0, 0.0], [-0.1, 0.3, 2.0]):
+            weight.grad = torch.tensor(gradient, dtype=torch.float64, device="cpu")
+            optimizer.step()
+            for place, value in enumerate(gradient):
+                blend = 0.9 * moment[place] + 0.1 * value
+                expected[place] = expected[place] * (1 - 0.001) - 0.1 * ((blend > 0) - (blend < 0))
+                moment[place] = 0.99 * moment[place] + 0.01 * value
+        torch.testing.assert_close(weight.detach(), torch.tensor(expected, dtype=torch.float64, device="cpu"))
+    finally:
+        for name in [name for name in sys.modules if name.startswith("paceline_example")]:
+            del sys.modules[name]
