@@ -52,6 +52,7 @@ docs: $(VENV)/.test
 	$(BIN)/python docs/options.py
 	$(BIN)/python docs/api.py
 	$(BIN)/python docs/together.py
+	$(BIN)/python docs/arguments.py && $(BIN)/ruff format -q src/paceline/config/arguments.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.bench

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 import textwrap
@@ -24,7 +25,17 @@ HEAD = """\
 <!-- Written by docs/api.py from the docstrings: change those, not this page. -->
 # Python API
 
-All names are imported from `paceline`. How they are used together: [tasks](task.md) and [your own loop](own-loop.md).
+How these names are used together: [tasks](task.md) and [your own loop](own-loop.md).
+
+## What is stable
+
+The names on this page: those of `paceline` below, and those of these modules. They keep their meaning within a minor
+version, and what is to go is said for one minor version before ([versions](versions.md)). Everything else that can be
+imported, such as `paceline.train` or `paceline.config`, is ours to move.
+
+Settings are typed: type checkers and editors know every keyword of `fit`, `Engine` and `Engine.batches`. A task's own
+settings are known, too, where its class names them (`Settings = MySettings`), or as an object: `fit(task,
+MySettings(hidden=64, epochs=3))`.
 """
 GROUPS = {
     "Train": ("fit", "load", "Task", "Stage", "Gathered", "Result", "Engine"),
@@ -34,13 +45,18 @@ GROUPS = {
 }
 """The names in the order of the page; `Watcher` is the earlier name of `Callback`."""
 SYNONYMS = {"Watcher"}
+MODULES = tuple(
+    f"paceline.{name}"
+    for name in ("settings", "datasets", "optimizers", "checkpoints", "records", "plugins", "asr", "continual")
+)
+"""Public modules beside `paceline`."""
 
 
 def page() -> str:
     """Return the whole page."""
     missing = set(paceline.__all__) - SYNONYMS - {name for names in GROUPS.values() for name in names}
     assert not missing, f"add {missing} to a group of docs/api.py"
-    blocks = [HEAD]
+    blocks = [HEAD, *_modules()]
     for group, names in GROUPS.items():
         blocks.append(f"## {group}\n")
         for name in names:
@@ -48,6 +64,17 @@ def page() -> str:
             if name == "Task":
                 blocks += _pieces()
     return "\n".join(blocks)
+
+
+def _modules() -> Iterator[str]:
+    """The public modules beside `paceline` itself."""
+    rows = ["| module | for | names |", "|---|---|---|"]
+    for name in MODULES:
+        module = importlib.import_module(name)
+        rows.append(
+            f"| `{name}` | {_cell(module.__doc__ or '')} | {', '.join(f'`{each}`' for each in module.__all__)} |"
+        )
+    yield "\n".join(rows) + "\n"
 
 
 def _entry(name: str, value: Any) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import importlib.util
@@ -330,6 +331,22 @@ def test_written_page_is_fresh(name: str) -> None:
     assert text == generator.page(), f"`make docs` writes docs/{name}.md anew"
 
 
+@pytest.mark.parametrize("block", [pytest.param(block, id=block.id) for block in PYTHON])
+def test_block_imports_public_names_only(block: Block) -> None:
+    """From `paceline`, or from a module that the API page names."""
+    public = {"paceline", *re.findall(r"^\| `(paceline\.\w+)` \|", (DOCS / "api.md").read_text(encoding="utf-8"), re.M)}
+    assert len(public) > 5
+    private = []
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "paceline":
+            names = importlib.import_module(node.module).__all__ if node.module in public else []
+            private += [f"{node.module}.{each.name}" for each in node.names if each.name not in names]
+        elif isinstance(node, ast.Import):
+            names = [each.name for each in node.names if each.name.split(".")[0] == "paceline"]
+            private += [name for name in names if name not in public]
+    assert private == []
+
+
 def test_page_of_options_has_every_setting() -> None:
     text = (DOCS / "options.md").read_text(encoding="utf-8")
     for name in {**TrainConfig.model_fields, **TrainCommand.model_fields}:
@@ -341,7 +358,7 @@ def test_options_named_in_running_text_exist() -> None:
     known = {name for command in COMMANDS for name in options_of(command)[0].model_fields}
     known |= {*EVERY_TRAIN_OPTION.model_fields, *aliases_of(TrainConfig)}
     known |= {name for recipe in RECIPES for name in aliases_of(find_task(recipe).Settings)}
-    known |= {"config", "help", "version", "hidden", "code_optimization"}
+    known |= {"config", "help", "version", "hidden", "code_optimization", "plugins"}
     unknown = []
     for page in PAGES:
         if page.name.startswith("from-"):

@@ -1,7 +1,10 @@
-"""Use a trained speech recogniser from Python: `paceline.asr.load("runs/a").transcribe(["one.flac", "two.wav"])`."""
+"""Speech recognition from Python: `paceline.asr.load("runs/a").transcribe(["one.flac"])`, and the networks."""
 
 from __future__ import annotations
 
+from paceline.recipes.asr.fast import channels_last, fused
+from paceline.recipes.asr.network.config import read_network
+from paceline.recipes.asr.network.encoder import Encoder
 from paceline.recipes.asr.recognizer import Recognizer, load
 
-__all__ = ["Recognizer", "load"]
+__all__ = ["Encoder", "Recognizer", "channels_last", "fused", "load", "read_network"]

@@ -1,9 +1,9 @@
-"""What packages that extend Paceline import: see docs/plugins.md.
+"""What packages that extend Paceline import, beside `paceline.Task`, `Callback` and `World`: see docs/plugins.md."""
 
-`paceline` itself has the rest: `Task`, `Callback`, `World`.
-"""
+from __future__ import annotations
 
-from paceline.config.settings import OptimSettings as OptimSettings
-from paceline.observe.loggers import PointLogger as PointLogger
-from paceline.optim.schedule import Schedule as Schedule
-from paceline.optim.schedule import Span as Span
+from paceline.observe.callback import RunInfo
+from paceline.observe.loggers import PointLogger
+from paceline.optim.schedule import Schedule, Span
+
+__all__ = ["PointLogger", "RunInfo", "Schedule", "Span"]

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 from pydantic import ValidationError
 
+from paceline import PacelineError
 from paceline.cli.main import main
 from paceline.config.aliases import aliases_of
 from paceline.config.command_line import resolve
@@ -17,18 +18,31 @@ from paceline.config.settings import TrainConfig
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, "set `epochs` or `steps`"),
+        ({}, "set epochs or steps"),
         ({"epochs": 1, "clip_norm": 1.0, "clip_value": 1.0}, "not both"),
-        ({"epochs": 0}, "greater than 0"),
-        ({"epochs": 1, "epoch": 2}, "epoch\n  Extra inputs"),
-        ({"epochs": 1, "ema": 1.0}, "less than 1"),
+        ({"epochs": 0}, "epochs 0: must be above 0"),
+        ({"epochs": 1, "epoch": 2}, "epoch 2: there is no such setting"),
+        ({"epochs": 1, "ema": 1.0}, "ema 1.0: must be below 1"),
         ({"epochs": 1, "level": 5}, "level"),
     ],
 )
 def test_refused(settings: dict[str, object], words: str) -> None:
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(PacelineError) as caught:
         TrainConfig(**settings)  # type: ignore[arg-type]
     assert words in str(caught.value)
+
+
+def test_mistakes_in_settings_made_directly_are_said_as_those_of_fit() -> None:
+    with pytest.raises(PacelineError) as caught:
+        TrainConfig(epoch=3, lr=-1, optimizer="adamm", clip_norm=1.0, clip_value=1.0)  # type: ignore[call-arg]
+    said = str(caught.value)
+    assert "mistakes in the settings of `TrainConfig`" in said
+    for line in ("did you mean epochs?", "lr -1: must be above 0", "did you mean adam?", "not both"):
+        assert line in said
+    assert isinstance(caught.value, ValueError)  # as pydantic's is
+    assert TrainConfig(epochs=1, fsdp="full").shard == "full"  # type: ignore[call-arg]
+    with pytest.raises(ValidationError):  # values from elsewhere are for their readers to explain
+        TrainConfig.model_validate({"epochs": 0})
 
 
 def test_the_levels_that_a_run_could_have() -> None:
@@ -44,7 +58,7 @@ def test_the_levels_that_a_run_could_have() -> None:
         is_taken = True
         try:
             TrainConfig(epochs=1, precision="fp64", level=level)  # type: ignore[arg-type]
-        except ValidationError:
+        except PacelineError:
             is_taken = False
         assert is_taken == (level in exact.possible_levels)
 

@@ -263,7 +263,7 @@ def launch(link: Link, names: tuple[str, ...], packed: str, folder: str, resume:
         patch.setattr(torch, "compile", lambda call, **_: compiler(call, backend="eager"))
         patch.setenv("XDG_CACHE_HOME", f"{folder}-cache")
         try:
-            config = type(made).Settings(**given)
+            config = type(made).Settings.model_validate(given)
         except ValidationError as error:
             lines = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
             return Outcome(error="settings", message=lines)

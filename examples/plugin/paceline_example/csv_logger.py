@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import csv
 
-from paceline.observe.callback import RunInfo
-from paceline.plugins import PointLogger
+from paceline.plugins import PointLogger, RunInfo
 
 
 class CsvLogger(PointLogger):

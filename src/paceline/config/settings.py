@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from paceline.config.named_sets import SetWord
 from paceline.config.plugin_name import PluginName
@@ -65,6 +65,22 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other names of fields that are accepted in files and on the command line."""
+
+    if not TYPE_CHECKING:  # type checkers know the fields as arguments
+
+        def __init__(self, /, **values: Any) -> None:
+            """Make settings in Python; mistakes are raised as `fit` raises them, all at once."""
+            try:
+                super().__init__(**values)
+            except ValidationError:
+                from paceline.config.python_call import settings_of_call
+
+                made = settings_of_call(type(self), values, type(self).__name__)
+                super().__init__(**{name: getattr(made, name) for name in made.model_fields_set})  # it had aliases
+
+        # Else pydantic would call it for values from files and the command line, too.
+        __init__.__pydantic_base_init__ = True
+
     exclusions: ClassVar[tuple[SettingsExclusion, ...]] = ()
     """Settings of this section that cannot go together; a class declares those beside its bases' own."""
 
@@ -495,7 +511,7 @@ class ObserveSettings(Section):
     """A bar on a terminal or in a notebook, plain lines elsewhere and under mpirun."""
     rank_logs: bool = per_rank(True)
     """Each rank's own log file in the run folder, when there are several."""
-    profile: str = Field("no", json_schema_extra={"free": True, "bare": "auto"})
+    profile: str = Field(default="no", json_schema_extra={"free": True, "bare": "auto"})
     """Steps to write a timeline of, as `20:25` (steps 20 to 24); `auto`, or no value, is 5 steps after the first 10."""
     profile_ranks: tuple[Annotated[int, Field(ge=0)], ...] = free(())
     """Ranks whose own torch events are in the timeline, beside the phases of all; the first 8 if not set."""

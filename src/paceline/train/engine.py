@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -45,6 +45,11 @@ from paceline.world.failure.flight_recorder import trail
 from paceline.world.link import Link
 from paceline.world.start import from_settings
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from paceline.config.arguments import DataArguments, EngineArguments
+
 
 class NotPrepared(PacelineError):
     """The engine has no model yet, or has given it back."""
@@ -71,7 +76,7 @@ class Engine:
         *,
         link: Link | None = None,
         clock: Clock | None = None,
-        **settings: Any,
+        **settings: Unpack[EngineArguments],
     ) -> None:
         self.config = config or settings_of_call(EngineConfig, settings, "paceline.Engine", more=("link", "clock"))
         self._owns_link = link is None
@@ -492,7 +497,7 @@ class Engine:
         *,
         epochs: int = 1,
         collate: Callable[[list[Any]], Any] | None = None,
-        **settings: Any,
+        **settings: Unpack[DataArguments],
     ) -> Iterator[Batch]:
         """This rank's part of every global batch, for as many epochs; `settings` are those of `DataSettings`.
 

@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, overload
+
+from typing_extensions import ParamSpec
 
 from paceline.config.python_call import settings_of_call
 from paceline.config.run_path import run_folder
@@ -25,11 +27,34 @@ from paceline.world.link import Link
 from paceline.world.rounds import Rounds
 from paceline.world.start import from_settings
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from paceline.config.arguments import TrainArguments
+
 PREDICTIONS = "predictions.jsonl"
 """File in the run folder with the last predictions of `--mode infer`."""
 
 
-def fit(task: Task, config: TrainConfig | None = None, *, watchers: Sequence[Callback] = (), **settings: Any) -> Result:
+P = ParamSpec("P")
+
+
+class HasSettings(Protocol[P]):
+    """A task whose class names its settings: `Settings = MySettings`."""
+
+    @property
+    def Settings(self) -> Callable[P, TrainConfig]: ...
+
+
+@overload
+def fit(task: Task, config: TrainConfig, *, watchers: Sequence[Callback] = ...) -> Result: ...
+@overload
+def fit(task: Task, *, watchers: Sequence[Callback] = ..., **settings: Unpack[TrainArguments]) -> Result: ...
+@overload
+def fit(task: HasSettings[P], *args: P.args, **settings: P.kwargs) -> Result: ...
+def fit(  # type: ignore[misc]  # `args` of the last one are none: settings have names
+    task: Task, config: TrainConfig | None = None, *, watchers: Sequence[Callback] = (), **settings: Any
+) -> Result:
     """Train `task` with `config`, or with the settings given by name; or validate, predict or measure, as `mode` and
     `benchmark` say.
 

@@ -182,7 +182,7 @@ class Task(Generic[S_co]):
     anything is called: whoever runs a task attaches it first.
     """
 
-    Settings: type[TrainConfig] = TrainConfig
+    Settings = TrainConfig  # without a type, so that checkers know what the constructor of a task's own takes
     """Settings of the task's own: a subclass of `TrainConfig` with more fields, or with other defaults. The one in
     `Task[...]`, if that is how the class is written."""
     Use: type[Section] = Section

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from paceline.cli.main import main
+from paceline.core.errors import PacelineError
 from paceline.recipes.continual.method import Method
 from paceline.recipes.continual.settings import ContinualSettings
 from paceline.recipes.continual.step_replay import ReplayTooThin
@@ -101,7 +101,7 @@ def test_a_method_that_cannot_run_distributed_is_refused(link: Link) -> None:
 
 
 def test_no_level_is_offered_that_is_refused() -> None:
-    with pytest.raises(ValidationError, match="level"):
+    with pytest.raises(PacelineError, match="level"):
         ContinualSettings(**{**MLP, "level": 4})
     assert max(ContinualSettings(**{**MLP, "precision": None}).possible_levels) == 3
 

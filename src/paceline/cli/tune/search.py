@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from paceline.cli.tune.command import TuneCommand
+from paceline.config.python_call import CallInvalid
 from paceline.config.settings import TrainConfig
 from paceline.core.disk import CannotWrite
 from paceline.core.errors import PacelineError
@@ -279,8 +279,8 @@ class _Tuner:
         values: dict[str, Any] = {**self._given, **changes}
         try:
             return type(self._settings)(**values)
-        except ValidationError as error:
-            return "; ".join(str(detail["msg"]) for detail in error.errors(include_url=False))
+        except CallInvalid as error:
+            return "; ".join(map(str, error.problems))
 
     def _spec(self, config: TrainConfig, *, is_paced: bool = False) -> Spec:
         values = config.model_dump(mode="json", exclude_unset=True)

@@ -63,7 +63,7 @@ class SpeechSettings(Section):
     labels: str | None = free(None)
     """Characters that the network writes, as one text (`--labels " abcdefghijklmnopqrstuvwxyzäöüß'"`), instead of those
     of its file; or a text file (.txt) with them."""
-    trim_silence: Trim | None = Field(None, json_schema_extra={"free": True, "bare": "all"})
+    trim_silence: Trim | None = Field(default=None, json_schema_extra={"free": True, "bare": "all"})
     """Cut off the silence at both ends of recordings (60 dB below the loudest part, as NeMo does): of training data
     (`train`) or of all that the model hears (`all`, or no value); as the network's file says if not set. Limits of
     duration and batches by length count recordings as they are in the manifest."""

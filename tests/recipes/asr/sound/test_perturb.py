@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
+from paceline.core.errors import PacelineError
 from paceline.data.manifest.bad_line import BadManifest
 from paceline.data.manifest.read import NotAManifest
 from paceline.recipes.asr.sound.clips import ClipsUnreadable, NoClips, find_clips
@@ -297,5 +297,5 @@ def test_bad_clips_are_all_said_before_training(clips: Path, tmp_path_factory: p
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+    with pytest.raises(PacelineError, match=said):
         PerturbSettings(**settings)

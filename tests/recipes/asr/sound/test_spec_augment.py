@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
+from paceline.core.errors import PacelineError
 from paceline.core.keys import key
 from paceline.recipes.asr.sound.spec_augment import SpecAugment, SpecAugmentSettings
 
@@ -150,5 +150,5 @@ def test_masks_of_a_sample_do_not_depend_on_each_other() -> None:
 
 def test_half_a_frame_is_refused() -> None:
     assert SpecAugmentSettings(time_width=0.05).time_width == 0.05
-    with pytest.raises(ValidationError, match="whole frames, or below 1 a share"):
+    with pytest.raises(PacelineError, match="whole frames, or below 1 a share"):
         SpecAugmentSettings(time_width=1.5)
