@@ -1,4 +1,4 @@
-"""Checkpoints of an own loop: `Checkpointer` writes what `collect` returns, `newest` finds it, `restore` puts it back."""
+"""Checkpoints of an own loop: `Checkpointer` writes what `collect` returns, `newest` finds it, `restore` loads it."""
 
 from __future__ import annotations
 
