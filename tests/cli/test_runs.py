@@ -168,7 +168,7 @@ def test_a_run_that_goes_on_says_how_far_it_is(
     shutil.copytree(runs / "a", tmp_path / "a")
     record = json.loads((tmp_path / "a" / "run.json").read_text())
     (tmp_path / "a" / "run.json").write_text(json.dumps({**record, "status": "running"}))
-    look = {"kind": "progress", "step": 1, "epoch": 1, "epochs": 400, "done": 0.005, "left_s": 7200.0, "time": 1000.0}
+    look = {"kind": "progress", "step": 1, "epoch": 2, "epochs": 400, "done": 0.005, "left_s": 7200.0, "time": 1000.0}
     with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(look) + "\n")
     monkeypatch.setattr(command.time, "time", lambda: 1060.0)

@@ -189,22 +189,22 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
 
 
 JOURNAL = """\
-{"kind": "step", "step": 0, "epoch": 0, "loss": 2.0, "lr": 0.1}
-{"kind": "step", "step": 1, "epoch": 0, "loss": 1.5, "lr": 0.1}
+{"kind": "step", "step": 0, "epoch": 1, "loss": 2.0, "lr": 0.1}
+{"kind": "step", "step": 1, "epoch": 1, "loss": 1.5, "lr": 0.1}
 not a record
 {"kind": "validation", "step": 1, "val/loss": 1.0}
-{"kind": "epoch", "step": 1, "epoch": 0}
+{"kind": "epoch", "step": 1, "epoch": 1}
 {"kind": "epoch", "step": 1}
 {"kind": "of a later version", "step": 1}
 {"kind": "step", "step": 1.5}
-{"kind": "step", "step": 2, "epoch": 1, "lo"""
+{"kind": "step", "step": 2, "epoch": 2, "lo"""
 
 
 def test_reading_a_journal(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(JOURNAL)
     journal = read_journal(tmp_path / "metrics.jsonl")
     assert [step["step"] for step in journal.steps] == [0, 1]
-    assert journal.epochs == [{"kind": "epoch", "step": 1, "epoch": 0}]
+    assert journal.epochs == [{"kind": "epoch", "step": 1, "epoch": 1}]
     assert journal.validations == [{"kind": "validation", "step": 1, "val/loss": 1.0}]
     assert journal.num_unread == 3, "all but the last line, which a run may be writing"
 

@@ -344,3 +344,23 @@ def test_rules_that_cannot_work_are_named() -> None:
     for max_cost in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(BadPlanSetting, match="batch_cost"):
             BatchRule(4, max_cost)
+
+
+@quick
+@given(
+    st.integers(1, 80), st.integers(1, 30), st.integers(1, 5), st.sampled_from(("none", "random")), st.integers(0, 3)
+)
+def test_drop_last_leaves_out_only_a_batch_that_is_not_full(
+    num_samples: int, size: int, grains: int, order: str, epoch: int
+) -> None:
+    named: dict[str, Any] = {"rule": BatchRule(size), "grains": grains, "seed": 7, "order": order, "epoch": epoch}
+    if num_samples < size:
+        with pytest.raises(BadPlanSetting, match="never full"):
+            Plan(num_samples, drop_last=True, **named)
+        return
+    whole, full = Plan(num_samples, **named), Plan(num_samples, drop_last=True, **named)
+    assert full.num_steps == num_samples // size
+    for step in range(full.num_steps):
+        assert full.batch(step).tolist() == whole.batch(step).tolist()
+        assert len(full.batch(step)) == size
+    assert {len(whole.batch(step)) for step in range(full.num_steps, whole.num_steps)} <= {num_samples % size}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from paceline.core.run_folder import read_journal, read_progress
 from paceline.observe.journal import Journal, read
 
 
 def fill(path: Path, first: int, last: int) -> None:
     journal = Journal(path, next_step=first)
-    journal.step([{"kind": "step", "step": step, "epoch": 0, "loss": 1.5, "lr": 0.1} for step in range(first, last)])
-    journal.epoch({"kind": "epoch", "step": last - 1, "epoch": 0, "steps": last - first})
+    journal.step([{"kind": "step", "step": step, "epoch": 1, "loss": 1.5, "lr": 0.1} for step in range(first, last)])
+    journal.epoch({"kind": "epoch", "step": last - 1, "epoch": 1, "steps": last - first})
     journal.end("finished")
 
 
@@ -55,3 +56,31 @@ def test_a_step_line_is_what_json_itself_writes(tmp_path: Path) -> None:
     journal.step([record])
     journal.end("finished")
     assert path.read_text() == json.dumps(record) + "\n"
+
+
+def old_lines() -> list[dict[str, object]]:
+    """Two epochs of two steps as earlier versions counted them: from 0, a validation after an epoch with the next."""
+    return [
+        {"kind": "step", "step": 0, "epoch": 0, "loss": 1.0, "lr": 0.1},
+        {"kind": "validation", "step": 0, "epoch": 0, "dev/loss": 1.0},
+        {"kind": "step", "step": 1, "epoch": 0, "loss": 1.0, "lr": 0.1},
+        {"kind": "epoch", "step": 1, "epoch": 0, "steps": 2},
+        {"kind": "validation", "step": 1, "epoch": 1, "dev/loss": 1.0},
+        {"kind": "step", "step": 2, "epoch": 1, "loss": 1.0, "lr": 0.1},
+        {"kind": "progress", "step": 2, "epoch": 1, "epochs": 2},
+    ]
+
+
+def test_epochs_count_from_one_in_journals_of_before_too(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in old_lines()))
+    counted = [1, 1, 1, 1, 1, 2, 2]
+    journal = read_journal(path)
+    assert [record["epoch"] for record in journal.steps] == [1, 1, 2]
+    assert [record["epoch"] for record in journal.validations] == [1, 1]
+    assert read_progress(path).progress["epoch"] == 2
+    assert [json.loads(line)["epoch"] for line in path.read_text().splitlines()] == [0, 0, 0, 0, 1, 1, 1], "only read"
+    Journal(path, next_step=3, next_validation=3).end("finished")
+    assert [json.loads(line)["epoch"] for line in path.read_text().splitlines()] == counted
+    Journal(path, next_step=3, next_validation=3).end("finished")
+    assert [json.loads(line)["epoch"] for line in path.read_text().splitlines()] == counted, "once"

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from paceline.observe import forgiving as forgiving_module
 from paceline.observe import loggers
-from paceline.observe.callback import RunInfo
+from paceline.observe.callback import Callback, RunInfo
+from paceline.observe.forgiving import FIRST_PAUSE_S, Forgiving, LoggerFailed
 from paceline.observe.loggers import LoggerNotInstalled
 
 READER = """
@@ -35,7 +37,7 @@ def read_tensorboard(folder: Path) -> dict[str, list[list[float]]]:
 
 
 def steps(first: int, last: int) -> list[dict[str, Any]]:
-    return [{"kind": "step", "step": step, "epoch": 0, "loss": step / 2, "lr": 0.25} for step in range(first, last)]
+    return [{"kind": "step", "step": step, "epoch": 1, "loss": step / 2, "lr": 0.25} for step in range(first, last)]
 
 
 def info(folder: Path | None, next_step: int = 0) -> RunInfo:
@@ -46,13 +48,14 @@ def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
     writer = loggers.TensorBoard()
     writer.start(info(tmp_path))
     writer.step(steps(0, 10))
-    writer.step([*steps(10, 19), {"step": 19, "epoch": 0, "loss": float("nan"), "lr": None}])
-    writer.epoch({"kind": "epoch", "step": 19, "epoch": 0, "loss": 4.0, "objects_per_s": 8.0, "padding": None})
-    writer.validation({"kind": "validation", "step": 19, "epoch": 0, "dev/loss": 0.5})
+    writer.step([*steps(10, 19), {"step": 19, "epoch": 1, "loss": float("nan"), "lr": None}])
+    writer.epoch({"kind": "epoch", "step": 19, "epoch": 1, "loss": 4.0, "objects_per_s": 8.0, "padding": None})
+    writer.validation({"kind": "validation", "step": 19, "epoch": 1, "dev/loss": 0.5})
     writer.end("finished")
     assert read_tensorboard(tmp_path / "tensorboard") == {
         "loss": [[9, 4.5]],  # one point per log line; what is no number is left out
         "lr": [[9, 0.25]],
+        "epoch/number": [[9, 1.0], [19, 1.0]],
         "epoch/loss": [[19, 4.0]],
         "epoch/objects_per_s": [[19, 8.0]],
         "dev/loss": [[19, 0.5]],
@@ -65,7 +68,7 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path, resumed_
         writer = loggers.TensorBoard()
         writer.start(info(tmp_path, first))
         for step in range(first, last):
-            writer.step([{"step": step, "epoch": 0, "loss": 100.0 * first + step, "lr": None}])
+            writer.step([{"step": step, "epoch": 1, "loss": 100.0 * first + step, "lr": None}])
         writer.end("failed")
     found = read_tensorboard(tmp_path / "tensorboard")["loss"]
     assert found == [[step, 100.0 * (resumed_at if step >= resumed_at else 0) + step] for step in range(10)]
@@ -100,6 +103,7 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> Calls:
     for name in ("log", "finish"):
         module.record(name)
     module.record("init", SimpleNamespace(id="abc", log=module.log, finish=module.finish))
+    module.__dict__["run"] = None
     monkeypatch.setitem(sys.modules, "wandb", module)
     return module
 
@@ -109,6 +113,7 @@ def fake_mlflow(monkeypatch: pytest.MonkeyPatch) -> Calls:
     for name in ("log_params", "log_metrics", "end_run"):
         module.record(name)
     module.record("start_run", SimpleNamespace(info=SimpleNamespace(run_id="abc")))
+    module.__dict__["active_run"] = lambda: None
     monkeypatch.setitem(sys.modules, "mlflow", module)
     return module
 
@@ -118,7 +123,7 @@ def use(name: str, folder: Path, next_step: int, status: str) -> None:
     assert not missing
     logger.start(info(folder, next_step))
     logger.step(steps(next_step, next_step + 2))
-    logger.validation({"kind": "validation", "step": next_step + 1, "epoch": 0, "dev/loss": 0.5})
+    logger.validation({"kind": "validation", "step": next_step + 1, "epoch": 1, "dev/loss": 0.5})
     logger.end(status)
 
 
@@ -129,11 +134,11 @@ def test_wandb_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     begin = {"name": tmp_path.name, "dir": str(tmp_path), "config": {"lr": 0.25}, "resume": "allow"}
     assert wandb.calls == [
         ("init", (), {**begin, "id": None}),
-        ("log", ({"loss": 0.5, "lr": 0.25},), {"step": 1}),
+        ("log", ({"loss": 0.5, "lr": 0.25, "epoch/number": 1},), {"step": 1}),
         ("log", ({"dev/loss": 0.5},), {"step": 1}),
         ("finish", (), {"exit_code": 1}),
         ("init", (), {**begin, "id": "abc"}),
-        ("log", ({"loss": 1.5, "lr": 0.25},), {"step": 3}),
+        ("log", ({"loss": 1.5, "lr": 0.25, "epoch/number": 1},), {"step": 3}),
         ("log", ({"dev/loss": 0.5},), {"step": 3}),
         ("finish", (), {"exit_code": 0}),
     ]
@@ -145,13 +150,13 @@ def test_mlflow_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     use("mlflow", tmp_path, 2, "early")
     assert mlflow.calls == [
         ("start_run", (), {"run_name": tmp_path.name}),
-        ("log_params", ({"lr": "0.25"},), {}),
-        ("log_metrics", ({"loss": 0.5, "lr": 0.25},), {"step": 1}),
-        ("log_metrics", ({"dev/loss": 0.5},), {"step": 1}),
+        ("log_params", ({"lr": "0.25"},), {"run_id": "abc"}),
+        ("log_metrics", ({"loss": 0.5, "lr": 0.25, "epoch/number": 1},), {"step": 1, "run_id": "abc"}),
+        ("log_metrics", ({"dev/loss": 0.5},), {"step": 1, "run_id": "abc"}),
         ("end_run", (), {"status": "KILLED"}),
         ("start_run", (), {"run_id": "abc"}),
-        ("log_metrics", ({"loss": 1.5, "lr": 0.25},), {"step": 3}),
-        ("log_metrics", ({"dev/loss": 0.5},), {"step": 3}),
+        ("log_metrics", ({"loss": 1.5, "lr": 0.25, "epoch/number": 1},), {"step": 3, "run_id": "abc"}),
+        ("log_metrics", ({"dev/loss": 0.5},), {"step": 3, "run_id": "abc"}),
         ("end_run", (), {"status": "FINISHED"}),
     ]
 
@@ -170,3 +175,77 @@ def test_a_missing_package_is_an_error_only_if_it_was_asked_for(name: str, monke
     with pytest.raises(LoggerNotInstalled, match=f"the package {name} is not installed") as caught:
         loggers.build([name], is_asked=True)
     assert f"pip install {name}" in caught.value.hint
+
+
+class Sulks(Callback):
+    """Fails while it is told to."""
+
+    def __init__(self) -> None:
+        self.is_down, self.got = False, []  # type: ignore[var-annotated]
+
+    def _take(self, value: Any) -> None:
+        if self.is_down:
+            raise ConnectionError("the server is gone\nand more lines")
+        self.got.append(value)
+
+    def start(self, info: RunInfo) -> None:
+        self._take("start")
+
+    def step(self, records: list[Any]) -> None:
+        self._take(records[0]["step"])
+
+    def end(self, status: str) -> None:
+        self._take(status)
+
+
+def test_a_logger_that_fails_gets_what_it_missed_later() -> None:
+    logger, said, now = Sulks(), [], [0.0]  # type: ignore[var-annotated]
+    forgiving = Forgiving(logger, "mlflow", said.append, now=lambda: now[0])
+    forgiving.start(info(None))
+    forgiving.step(steps(0, 1))
+    logger.is_down = True
+    forgiving.step(steps(1, 2))
+    logger.is_down = False
+    now[0] = FIRST_PAUSE_S - 1
+    forgiving.step(steps(2, 3))
+    assert logger.got == ["start", 0], "it is not asked at every step"
+    now[0] = FIRST_PAUSE_S
+    forgiving.step(steps(3, 4))
+    forgiving.end("finished")
+    assert logger.got == ["start", 0, 1, 2, 3, "finished"]
+    assert said == ["the logger mlflow failed: ConnectionError: the server is gone; the run goes on, it is tried again"]
+
+
+def test_a_logger_that_stays_away_costs_few_tries_and_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forgiving_module, "MOST_KEPT", 5)
+    logger, said, now, tries = Sulks(), [], [0.0], []  # type: ignore[var-annotated]
+    forgiving = Forgiving(logger, "mlflow", said.append, now=lambda: now[0])
+    forgiving.start(info(None))
+    logger.is_down = True
+    take = logger._take
+    monkeypatch.setattr(logger, "_take", lambda value: (tries.append(now[0]), take(value)))
+    for second in range(100):
+        now[0] = float(second)
+        forgiving.step(steps(second, second + 1))
+    forgiving.end("finished")
+    assert tries == [0.0, 30.0, 90.0, 99.0, 99.0], "then at the end, and to end"
+    assert said[1:] == [
+        "the logger mlflow did not get 100 records; metrics.jsonl has them all",
+        "the logger mlflow could not end: ConnectionError: the server is gone",
+    ]
+
+
+def test_a_logger_that_does_not_start_ends_a_new_run_and_no_other() -> None:
+    logger, said = Sulks(), []  # type: ignore[var-annotated]
+    logger.is_down = True
+    forgiving = Forgiving(logger, "wandb", said.append, loggers.advice("wandb"))
+    with pytest.raises(LoggerFailed, match="wandb did not start: ConnectionError: the server is gone") as caught:
+        forgiving.start(info(None))
+    assert caught.value.hint.endswith("WANDB_MODE=offline, or take wandb out of `loggers`")
+    resumed = Forgiving(logger, "wandb", said.append)
+    resumed.start(info(None, 7))
+    logger.is_down = False
+    resumed.step(steps(0, 1))
+    resumed.end("finished")
+    assert logger.got == []
+    assert said == ["the logger wandb did not start: ConnectionError: the server is gone; the run goes on without it"]

@@ -211,7 +211,7 @@ def test_losses_of_all_ranks_are_logged_for_every_step(tmp_path: Path, every: in
     out = tmp_path / "run"
     run_ranks(2, fit, {}, {"epochs": 2, "reduce": "param", "sync_step": every, "out": str(out), "log_every": 3})
     records = read(out / "metrics.jsonl")
-    assert [(record["step"], record["epoch"]) for record in records] == [(n, n // EPOCH) for n in range(2 * EPOCH)]
+    assert [(record["step"], record["epoch"]) for record in records] == [(n, n // EPOCH + 1) for n in range(2 * EPOCH)]
     spreads = [record["spread"] for record in records if "spread" in record]
     assert len(spreads) == (2 * EPOCH if every == 1 else 4) - 1
     assert all(0 < spread < 1 for spread in spreads)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections import UserDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,8 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
+from paceline import Gathered, PacelineError
 from paceline.core.keys import key
 from paceline.data.grain import Batch, Grain
 from paceline.train.checkpoint import reader as restore
@@ -286,3 +290,136 @@ def test_a_hand_written_loop_resumes_in_mid_epoch(link: Link, tmp_path: Any) -> 
     parts = resumed_loop(link, str(tmp_path), STEPS + 3)
     for one, other in zip(whole, parts, strict=True):
         assert torch.equal(one, other)
+
+
+def evaluated(link: Link) -> tuple[dict[str, float], float]:
+    engine = Engine(link=link, level=0)
+    model = net()
+    engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def metrics(grain: Grain) -> dict[str, Any]:
+        output = model(grain.x)
+        spread = Gathered(lambda values: float(np.median(values.numpy())), output.sum(1))
+        return {"loss": (F.cross_entropy(output, grain.y, reduction="sum"), len(grain)), "median": spread}
+
+    found = engine.evaluate(metrics, dataset(), eval_batch=7)
+    limited = engine.evaluate(metrics, DataLoader(dataset(), batch_size=3), eval_batch=7, limit_batches=2)
+    assert model.training
+    return found, limited["loss"]
+
+
+def test_evaluate_gives_the_numbers_of_one_process_on_any_ranks() -> None:
+    model, (x, y) = net().eval(), dataset().tensors
+    output = model(x)
+    found, limited = run_ranks(1, evaluated)[0]
+    assert found["median"] == float(np.median(output.detach().sum(1).numpy()))
+    assert found["loss"] == pytest.approx(float(F.cross_entropy(output, y)), rel=1e-6)
+    assert limited == pytest.approx(float(F.cross_entropy(output[:14], y[:14])), rel=1e-6)
+    for size in (2, 3):
+        assert run_ranks(size, evaluated) == [(found, limited)] * size
+
+
+def test_evaluate_explains_mistakes() -> None:
+    engine = Engine(link=alone(), level=0)
+    model = net()
+    engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(PacelineError, match="eval_bach"):
+        engine.evaluate(lambda grain: {}, dataset(), eval_bach=7)
+    with pytest.raises(PacelineError, match="is empty"):
+        engine.evaluate(lambda grain: {}, [])
+    with pytest.raises(PacelineError, match="not a pair"):
+        engine.evaluate(lambda grain: {"loss": 1.0}, dataset())
+
+
+def test_entries_of_a_dictionary_go_to_a_model_by_name() -> None:
+    class Encoding(UserDict[str, Any]):
+        """As tokenizers of Hugging Face return them."""
+
+    grain = Grain(Encoding(x=torch.ones(2, 3), scale=2.0), 0, np.arange(2))
+
+    def model(x: torch.Tensor, scale: float) -> torch.Tensor:
+        return scale * x
+
+    assert torch.equal(model(**grain), torch.full((2, 3), 2.0))
+    assert torch.equal(grain.to(torch.device("cpu")).x, torch.ones(2, 3))
+    assert grain.shapes() == "x: float32[2, 3], scale: float"
+    with pytest.raises(PacelineError, match="has no names|no dictionary"):
+        dict(**Grain((torch.ones(2), 1), 0, np.arange(2)))
+
+
+def turns(link: Link, beside: bool, sums: str, warns: bool) -> list[torch.Tensor]:
+    """A maker with batch norm that also runs, and is not trained, in the loss of a critic."""
+    torch.manual_seed(3)
+    maker, critic = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), nn.Linear(4, 1)
+    makers, critics = (Engine(link=link, level=0, sums=sums) for _ in range(2))
+    makers.prepare(maker, torch.optim.SGD(maker.parameters(), lr=0.1))
+    critics.prepare(critic, torch.optim.SGD(critic.parameters(), lr=0.1), beside=[maker] if beside else [])
+
+    def criticise(grain: Grain) -> tuple[torch.Tensor, int]:
+        return critic(maker(grain.x).detach()).square().sum(), len(grain)
+
+    def make(grain: Grain) -> tuple[torch.Tensor, int]:
+        return critic(maker(grain.x)).sum(), len(grain)
+
+    with capturing_warnings() as warnings:
+        for batch in critics.batches(dataset(), global_batch=BATCH, grains=4):
+            critics.step(criticise, batch)
+            critic.requires_grad_(False)
+            makers.step(make, batch)
+            critic.requires_grad_(True)
+        critics.close()
+        makers.close()
+    assert any("beside=[model]" in warning for warning in warnings) == warns
+    return [tensor.detach().clone() for tensor in maker.state_dict().values()]
+
+
+@contextmanager
+def capturing_warnings() -> Iterator[list[str]]:
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Handler()
+    logging.getLogger("paceline").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("paceline").removeHandler(handler)
+
+
+def test_a_model_in_the_losses_of_two_engines_has_the_same_statistics_on_all_ranks() -> None:
+    (expected,) = run_ranks(1, turns, True, "exact", False)
+    for size in (2, 3):
+        for found in run_ranks(size, turns, True, "exact", False):
+            for ours, alone_ in zip(found, expected, strict=True):
+                assert torch.equal(ours, alone_)
+
+
+def test_a_model_that_two_engines_run_without_saying_so_is_noticed() -> None:
+    first, second = run_ranks(2, turns, False, "exact", True)
+    for ours, theirs in zip(first, second, strict=True):
+        assert torch.equal(ours, theirs)  # the first rank's, at least
+
+
+@ranks(2)
+def test_beside_is_refused_where_statistics_are_shares(link: Link) -> None:
+    with pytest.raises(PacelineError, match="summed in every step"):
+        turns(link, True, "fast", False)
+
+
+@ranks(1, 2)
+def test_a_closed_engine_leaves_whole_statistics(link: Link) -> None:
+    """With `sums` fast each rank kept its share of them: only validation and checkpoints saw the whole."""
+    engine = Engine(link=link, level=0, sums="fast")
+    model = nn.Sequential(nn.BatchNorm1d(6, momentum=None), nn.Linear(6, 3))
+    engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+
+    def loss(grain: Grain) -> tuple[torch.Tensor, int]:
+        return model(grain.x).sum(), len(grain)
+
+    for batch in engine.batches(dataset(), global_batch=BATCH, grains=2):
+        engine.step(loss, batch)
+    engine.close()
+    torch.testing.assert_close(model[0].running_mean, dataset().tensors[0].mean(0))

@@ -28,7 +28,9 @@ def test_a_result_has_model_folder_and_checkpoints(tmp_path: Path) -> None:
     result = paceline.fit(SmallTask(), epochs=3, lr=0.01, out=out, **PLAIN)
     assert result.folder == out
     assert result.checkpoint == out / "checkpoints" / "step-00000009"
-    assert result.best_checkpoint is not None
+    assert result.best is not None
+    assert result.best == result.best_checkpoint  # its name in earlier versions
+    assert result.best_score == result.metrics["dev/loss"]
     assert result.model is not None
     assert not result.model.training
     last = paceline.load(out, checkpoint="last", task=SmallTask())
@@ -36,9 +38,7 @@ def test_a_result_has_model_folder_and_checkpoints(tmp_path: Path) -> None:
     by_path = paceline.load(result.checkpoint, task=SmallTask())
     assert_same(by_path.state_dict(), last.state_dict())
     best = paceline.load(str(out), task=SmallTask())
-    assert_same(
-        best.state_dict(), paceline.load(out, checkpoint=result.best_checkpoint.name, task=SmallTask()).state_dict()
-    )
+    assert_same(best.state_dict(), paceline.load(out, checkpoint=result.best.name, task=SmallTask()).state_dict())
     loss = result.model(torch.ones(2, 4)).sum()
     loss.backward()  # nothing of the run hangs on it any more
     with pytest.raises(paceline.PacelineError, match="is not a run"):
@@ -47,7 +47,7 @@ def test_a_result_has_model_folder_and_checkpoints(tmp_path: Path) -> None:
 
 def test_a_result_without_a_folder() -> None:
     result = paceline.fit(SmallTask(), epochs=1, **PLAIN)
-    assert (result.folder, result.checkpoint, result.best_checkpoint) == (None, None, None)
+    assert (result.folder, result.checkpoint, result.best) == (None, None, None)
     assert isinstance(result.model, nn.Module)
 
 

@@ -84,11 +84,11 @@ def test_watchers_of_the_task_and_of_the_call_are_told_alike(tmp_path: Path) -> 
     assert rest == [
         ("step", [0, 1]),
         ("step", [2]),
-        ("epoch", 0),
+        ("epoch", 1),
         ("validation", 2),
         ("step", [3]),
         ("step", [4, 5]),
-        ("epoch", 1),
+        ("epoch", 2),
         ("validation", 5),
         ("end", "finished"),
     ]
@@ -163,7 +163,7 @@ def test_the_epoch_record_is_of_all_ranks_and_all_time_has_a_name(link: Link, fo
     losses = [record["loss"] for record in read(folder / "run" / "metrics.jsonl")]
     assert [record["step"] for record in records] == [2, 5, 8]
     for epoch, record in enumerate(records):
-        assert (record["epoch"], record["steps"], record["samples"]) == (epoch, STEPS_PER_EPOCH, NUM_SAMPLES)
+        assert (record["epoch"], record["steps"], record["samples"]) == (epoch + 1, STEPS_PER_EPOCH, NUM_SAMPLES)
         assert record["loss"] == pytest.approx(sum(losses[3 * epoch : 3 * epoch + 3]) / 3)
         assert record["padding"] is None, "samples without lengths"
         seconds = record["seconds"]

@@ -67,7 +67,7 @@ def test_values_are_gathered_for_one_function(link: Link) -> None:
     assert result.metrics["dev/auroc"] == roc_auc_score(y, x.squeeze(1))
     assert result.metrics["dev/of_f1"] == f1_score(y, x.squeeze(1) > 0)
     assert result.metrics["dev/positive"] == pytest.approx(float(y.double().mean()), abs=1e-15)
-    assert result.best == result.metrics["dev/auroc"]
+    assert result.best_score == result.metrics["dev/auroc"]
 
 
 class WithTorchmetrics(Scored):

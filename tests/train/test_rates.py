@@ -67,6 +67,7 @@ def test_a_schedule_scales_rates_of_own_groups(capsys: pytest.CaptureFixture[str
     said = " ".join(capsys.readouterr().out.split())
     assert "learning rate: 0.01, 0.2 of the task's own optimizer, which `schedule` and warm-up scale" in said
     assert "`lr` has no effect" in said
+    assert "learning rate 0.5" not in said
     task = OwnTask()
     paceline.fit(task, steps=2, lr=0.5, warmup_steps=3, **PLAIN)
     assert [group["lr"] for group in task.optim.param_groups] == pytest.approx([0.005, 0.1])
@@ -93,6 +94,25 @@ class HandsItOver(OwnTask):
 def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
     """Moves the momentum, too."""
     return lr_scheduler.OneCycleLR(optimizer, [0.05, 0.3], total_steps=12)
+
+
+class Decays(OwnTask):
+    """Takes the optimizer of the settings, and lets torch lower its rate."""
+
+    def optimizer(self, groups: Any, settings: Any, device: torch.device) -> torch.optim.Optimizer:
+        return paceline.Task.optimizer(self, groups, settings, device)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer, num_steps: int | None) -> Any:
+        return lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def test_a_scheduler_that_starts_from_lr_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was called without effect, and the summary spoke of a constant rate."""
+    paceline.fit(Decays(), steps=2, lr=0.25, **{**PLAIN, "progress": "lines"})
+    said = " ".join(capsys.readouterr().out.split())
+    assert "learning rate: set by the task's scheduler (LambdaLR) from `lr` 0.25" in said
+    assert "no effect" not in said.split("LambdaLR")[1].split("train epoch")[0]
+    assert "constant" not in said
 
 
 @pytest.mark.parametrize("kind", [StepsItself, HandsItOver])

@@ -11,10 +11,17 @@ import torch
 from torch import nn
 
 import paceline
+from paceline.config.settings import EngineConfig
 from paceline.observe.journal import read
+from paceline.speed.graphs import Recorder
+from paceline.train.engine import Engine
+from paceline.train.scalars import Scalars
 from paceline.train.trainer import Trainer
+from paceline.world.discover.environment import discover
 from paceline.world.link import Link
-from tests.ranks import ranks
+from paceline.world.start import start
+from tests.ranks import ranks, run_ranks
+from tests.speed.test_graphs import Again
 from tests.train.small import BATCH, SmallTask, fresh_net, points, raw_steps, sgd
 
 PLAIN: dict[str, Any] = {"global_batch": BATCH, "order": "none", "level": 0, "workers": 0, "progress": "none"}
@@ -84,3 +91,51 @@ def test_nothing_is_logged_outside_of_training() -> None:
     paceline.fit(task, epochs=1, watchers=[Tell()], **PLAIN)
     assert values == [pytest.approx(float(points(20, seed=1).tensors[1].double().mean()))]
     assert not math.isnan(values[0])
+
+
+def logged_by_an_engine(link: Link, recorder: Recorder | None) -> dict[str, float]:
+    """Log in a loss that is called, or that is replayed."""
+    engine = Engine(EngineConfig(level=0, seed=5), link=link)
+    net = fresh_net()
+    engine.prepare(net, sgd(net))
+    scalars = Scalars(link, True, lambda: engine.is_counted)
+    if recorder is not None:
+        engine.record(recorder, lambda grain: grain.data, scalars)
+
+    def loss(grain: paceline.Grain) -> Any:
+        output = net(grain.x)
+        scalars.add("mean_y", grain.y.sum(), len(grain))
+        scalars.add("output", output.detach().square().sum(), output.numel())
+        scalars.add("grains", 1.0, 2.0)
+        return (output - grain.y).square().sum(), len(grain)
+
+    for batch in engine.batches(points(40, seed=1), epochs=3, global_batch=8, grains=2, workers=0):
+        engine.step(loss, batch)
+    if recorder is not None:
+        assert engine.recorded is not None
+        assert engine.recorded.graphs.num_replayed > engine.recorded.graphs.num_plain
+        assert not engine.recorded.graphs.failures
+    return scalars.read()
+
+
+def test_what_a_loss_logs_is_the_same_where_graphs_replay_and_on_any_ranks() -> None:
+    """A replay calls no loss, and a recording calls it more than once: numbers were missing, or counted thrice."""
+    (plain,) = run_ranks(1, logged_by_an_engine, None)
+    assert plain["grains"] == 0.5
+    assert run_ranks(1, logged_by_an_engine, Again()) == [plain]
+    for recorder in (None, Again()):
+        assert run_ranks(2, logged_by_an_engine, recorder) == [plain, plain]
+
+
+def test_numbers_that_are_none_are_null() -> None:
+    link = start(discover({}), device="cpu", threads=1)
+    scalars = Scalars(link, True, lambda: True)
+    numbers = {"nan": [math.nan, 1.0], "both": [math.inf, -math.inf], "huge": [1e308, 1e308], "inf": [math.inf]}
+    for name, values in numbers.items():
+        for value in values:
+            scalars.add(name, value, 1.0)
+    scalars.add("nothing", 0.0, 0.0)
+    found = scalars.read()
+    assert found.pop("inf") == math.inf
+    assert all(math.isnan(value) for value in found.values())
+    assert len(found) == 4

@@ -271,7 +271,7 @@ def tell(link: Link, out: Path) -> tuple[list[tuple[int, str]], str, Any, float 
     with redirect_stdout(heard):
         ours = trainer(task, out / str(link.world.size), link, epochs=1, grains=3, precision="fp64", monitor_mode="max")
         result = ours.fit()
-    return task.gathered, heard.getvalue(), ours.validation.samples, result.best, result.metrics["dev/accuracy"]
+    return task.gathered, heard.getvalue(), ours.validation.samples, result.best_score, result.metrics["dev/accuracy"]
 
 
 def test_a_task_gathers_says_shows_and_is_judged_alike_on_all_ranks(tmp_path: Path) -> None:

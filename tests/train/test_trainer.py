@@ -22,8 +22,9 @@ from paceline.train.checkpoint import reader as restore
 from paceline.train.checkpoint import writer
 from paceline.train.checkpoint.format import listed, step_of
 from paceline.train.checkpoint.writer import CheckpointFailed
+from paceline.train.evaluation import NotASet
 from paceline.train.trainer import Trainer
-from paceline.train.validate import NotASet, UnknownMonitor
+from paceline.train.validate import UnknownMonitor
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.train.ragged import Net as RaggedNet
@@ -65,7 +66,7 @@ def test_ends_with_epochs_or_steps_as_a_plain_loop_does(
     records = read(tmp_path / "run" / "metrics.jsonl")
     assert [record["loss"] for record in records] == losses
     assert [record["step"] for record in records] == list(range(expected))
-    assert [record["epoch"] for record in records] == [step // STEPS_PER_EPOCH for step in range(expected)]
+    assert [record["epoch"] for record in records] == [1 + step // STEPS_PER_EPOCH for step in range(expected)]
     assert result.loss == losses[-1]
     assert_same(weights(ours), model.state_dict())
 
@@ -175,7 +176,7 @@ def test_the_last_and_the_best_are_kept(
     found = restore.best(tmp_path / "run" / "checkpoints").checkpoint
     assert found is not None
     assert found.step == best
-    assert result.best == (5.0 if mode == "max" else 1.0)
+    assert result.best_score == (5.0 if mode == "max" else 1.0)
 
 
 def test_the_best_moment_is_saved_and_no_other_weights_pass_for_it(tmp_path: Path) -> None:
@@ -206,7 +207,7 @@ def test_an_unknown_monitor_is_answered_with_the_nearest(monitor: str, nearest: 
 def test_patience_ends_after_so_many_validations_without_a_better_one(settings: Any, steps: int) -> None:
     task = ScoredTask([3.0, 2.0, 2.0, 2.5, 1.0])
     result = trainer(task, None, epochs=10, patience=2, monitor="dev/score", **settings).fit()
-    assert (result.status, result.num_steps, result.best) == ("early", steps, 2.0)
+    assert (result.status, result.num_steps, result.best_score) == ("early", steps, 2.0)
 
 
 # -- looking at the end ------------------------------------------------------------------------------------------------
@@ -220,26 +221,26 @@ def test_a_run_validates_at_its_end(tmp_path: Path, length: dict[str, Any]) -> N
     run = tmp_path / "run"
     ours = trainer(ScoredTask([7.0]), run, **RARELY, **length)
     result = ours.fit()
-    assert (result.metrics["dev/score"], result.best, result.status) == (7.0, 7.0, "finished")
+    assert (result.metrics["dev/score"], result.best_score, result.status) == (7.0, 7.0, "finished")
     assert [record["step"] + 1 for record in read(run / "metrics.jsonl", "validation")] == [result.num_steps]
     found = restore.best(run / "checkpoints").checkpoint
     assert found is not None
     assert (found.step, found.score) == (result.num_steps, 7.0)
     again = trainer(ScoredTask([]), run, resume="auto", **RARELY, **length).fit()
-    assert (again.num_steps, again.best) == (result.num_steps, 7.0)
+    assert (again.num_steps, again.best_score) == (result.num_steps, 7.0)
 
 
 @pytest.mark.parametrize("settings", [{"val_at_end": False}, {"mode": "train"}, {"val_at_end": False, "steps": 4}])
 def test_no_validation_at_the_end_if_told_so(tmp_path: Path, settings: dict[str, Any]) -> None:
     result = trainer(ScoredTask([]), tmp_path / "run", epochs=2, **RARELY, **settings).fit()
-    assert (result.metrics, result.best) == ({}, None)
+    assert (result.metrics, result.best_score) == ({}, None)
     assert not read(tmp_path / "run" / "metrics.jsonl", "validation")
 
 
 def test_the_last_step_is_validated_once(tmp_path: Path) -> None:
     """Due by steps, by epochs and by the end: one look."""
     settings = {"val_every_steps": 3, "val_every_epochs": 1, "monitor": "dev/score"}
-    assert trainer(ScoredTask([3.0, 2.0]), None, epochs=2, **settings).fit().best == 2.0
+    assert trainer(ScoredTask([3.0, 2.0]), None, epochs=2, **settings).fit().best_score == 2.0
 
 
 class StoppedAtItsEnd(ScoredTask):
@@ -260,13 +261,13 @@ def test_a_signal_before_the_validation_at_the_end_is_heeded(tmp_path: Path) -> 
     assert (ours.fit().status, kept_steps(tmp_path / "run")) == ("stopped", [STEPS_PER_EPOCH])
     on = trainer(StoppedAtItsEnd([4.0]), tmp_path / "run", epochs=1, resume="auto", **RARELY)
     result = on.fit()
-    assert (result.status, result.num_steps, result.best) == ("finished", STEPS_PER_EPOCH, 4.0)
+    assert (result.status, result.num_steps, result.best_score) == ("finished", STEPS_PER_EPOCH, 4.0)
 
 
 def look_at_end(link: Link, out: Path, settings: dict[str, Any]) -> tuple[Any, ...]:
     task = RaggedTask()
     result = trainer(task, out, link, epochs=2, grains=2, val_every_epochs=5, **settings).fit()
-    return result.metrics, result.best
+    return result.metrics, result.best_score
 
 
 @pytest.mark.parametrize("settings", [{}, {"reduce": "param", "sync_step": 4}, {"shard": "full"}, {"ema": 0.9}])
@@ -291,7 +292,7 @@ def test_a_validation_that_fails_at_the_end_loses_no_step(tmp_path: Path) -> Non
     with pytest.raises(RuntimeError, match="damaged"):
         trainer(FailsAtItsEnd([]), tmp_path / "run", epochs=2, save_every_epochs=None, **RARELY).fit()
     result = trainer(ScoredTask([4.0]), tmp_path / "run", epochs=2, resume="auto", **RARELY).fit()
-    assert (result.num_steps, result.best) == (6, 4.0)
+    assert (result.num_steps, result.best_score) == (6, 4.0)
 
 
 @pytest.mark.parametrize("more", [{"schedule": "newbob", "decay": 0.5}, {"patience": 2}])
@@ -301,11 +302,11 @@ def test_a_look_at_the_end_changes_nothing_for_a_run_that_is_given_more(tmp_path
     at_once = trainer(ScoredTask([3.0, 2.0, 1.0]), tmp_path / "at once", epochs=6, **settings)
     whole = at_once.fit()
     first = trainer(ScoredTask([3.0, 1.5]), tmp_path / "run", epochs=3, **settings).fit()
-    assert first.best == 1.5
+    assert first.best_score == 1.5
     goes_on = {"resume": "auto", "allow_change": True}  # of the epochs, which a schedule may depend on
     on = trainer(ScoredTask([2.0, 1.0]), tmp_path / "run", epochs=6, **goes_on, **settings)
     result = on.fit()
-    assert (result.status, result.num_steps, result.best) == (whole.status, whole.num_steps, whole.best)
+    assert (result.status, result.num_steps, result.best_score) == (whole.status, whole.num_steps, whole.best_score)
     rates = [[record["lr"] for record in read(tmp_path / name / "metrics.jsonl")] for name in ("run", "at once")]
     assert rates[0] == rates[1]
     assert_same(weights(on), weights(at_once))

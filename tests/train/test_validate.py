@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 from paceline.data.grain import Grain
 from paceline.data.loader import Loader
 from paceline.data.plan import BatchRule
+from paceline.train.evaluation import evaluate, evaluation_plan
 from paceline.train.metrics import MetricContract
-from paceline.train.validate import evaluate, evaluation_plan
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 

@@ -179,7 +179,7 @@ def _standing(status: str, progress: Json, now_s: float) -> _Standing:
     if left_s is not None and look.time is not None:
         left_s = max(0.0, left_s - max(0.0, now_s - look.time))
     done = 1.0 if status == "finished" else look.done  # the last look was before the last step
-    return _Standing(look.epoch + 1, look.epochs, look.stage, done, left_s)
+    return _Standing(look.epoch, look.epochs, look.stage, done, left_s)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

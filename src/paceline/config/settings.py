@@ -175,6 +175,14 @@ class DataSettings(Section):
             "set `batch_per_device` or `batch_cost`, not both",
             lambda s: s.batch_per_device is not None and s.batch_cost is not None,
         ),
+        SettingsExclusion(
+            "`--drop-last`",
+            "`--batch-cost`",
+            "mathematics",
+            "Batches by length have any number of samples: none is one that is not full.",
+            "`drop_last` is about batches of so many samples, and `batch_cost` makes them by length: leave one out",
+            lambda s: s.drop_last and s.batch_cost is not None,
+        ),
     )
 
     global_batch: Positive | None = None
@@ -191,6 +199,8 @@ class DataSettings(Section):
     """Order of the samples in an epoch; the last three need lengths."""
     bins: Positive | None = None
     """Bins of `laplace` (2) or length buckets of `bucket` (16)."""
+    drop_last: bool = False
+    """Leave out the last batch of an epoch if it is not full: other samples in each epoch, unless `order` is none."""
     partition_epoch: Positive = 1
     """Sub-epochs that one pass over the data is cut into."""
     dataset_distribution: Literal["shard", "random_seed_offset"] = "shard"

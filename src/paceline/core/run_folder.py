@@ -17,7 +17,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -198,6 +198,7 @@ class JournalRecords:
 def read_journal(path: Path) -> JournalRecords:
     """Read a journal that may be missing, damaged, or in the middle of a line (a crash, or a run that is running)."""
     journal = JournalRecords()
+    every: list[dict[str, Any]] = []
     kinds = {
         "step": journal.steps,
         "epoch": journal.epochs,
@@ -213,11 +214,29 @@ def read_journal(path: Path) -> JournalRecords:
                     journal.num_unread += line.endswith("\n")
                 elif record["kind"] in kinds:
                     kinds[record["kind"]].append(record)
+                    every.append(record)
     except FileNotFoundError:
         pass
     except OSError as error:
         raise JournalUnreadable(path, error) from error
+    count_epochs_from_one(every)
     return journal
+
+
+def count_epochs_from_one(records: Sequence[dict[str, Any]]) -> bool:
+    """Let the epochs of a journal's lines, in their order, count from 1; True if they did not.
+
+    Earlier versions counted from 0, and gave a validation after an epoch the number of the next.
+    """
+    if not any(_is_count(record.get("epoch")) and record["epoch"] == 0 for record in records):
+        return False
+    epoch = 1
+    for record in records:
+        if record.get("kind") == "validation":
+            record["epoch"] = epoch
+        elif _is_count(record.get("epoch")):
+            epoch = record["epoch"] = record["epoch"] + 1
+    return True
 
 
 @dataclass
@@ -231,7 +250,7 @@ class JournalEnd:
 
 def read_progress(path: Path) -> JournalEnd:
     """Read how far a run is. Fast: the steps before the last one, most of the lines, are not parsed."""
-    last, progress, validations = "", "", []
+    first, last, progress, validations = "", "", "", []
     try:
         with open_text(path) as file:
             for line in iter(lambda: file.readline(_MAX_LINE), ""):
@@ -240,12 +259,14 @@ def read_progress(path: Path) -> JournalEnd:
                 if '"kind": "validation"' in line:
                     validations.append(_parsed(line))
                 elif line.startswith('{"kind": "step", "step": ') and line.endswith("}\n"):
-                    last = line
+                    first, last = first or line, line
                 elif line.startswith('{"kind": "progress", "step": ') and line.endswith("}\n"):
                     progress = line
     except OSError:
         return JournalEnd()
-    return JournalEnd(_parsed(last) or {}, [record for record in validations if record], _parsed(progress) or {})
+    end = JournalEnd(_parsed(last) or {}, [record for record in validations if record], _parsed(progress) or {})
+    count_epochs_from_one([_parsed(first) or {}, end.progress, end.step])
+    return end
 
 
 def _journal_record(line: str) -> dict[str, Any] | None:

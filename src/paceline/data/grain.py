@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, KeysView, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.core.errors import PacelineError
 from paceline.core.sum_tree import Starts
 from paceline.core.tree import map_leaves
 from paceline.world.values import sendable
@@ -20,12 +21,21 @@ def map_tensors(change: Callable[[torch.Tensor], Any], data: Any) -> Any:
     return map_leaves(change, data, torch.Tensor)
 
 
+class NoNames(PacelineError, TypeError):
+    """Entries by name of a grain whose data is no dictionary."""
+
+    shapes: str
+    sentence = "the grain's data ({shapes}) is no dictionary, so its entries have no names"
+    hint = "unpack it, `x, y = grain`, or let the data set (or `collate`) return dictionaries"
+
+
 @sendable
 class Grain:
     """One collated micro-batch, the unit that the model sees.
 
-    `grain.x` and `grain["x"]` read a dictionary's entries; `x, y = grain` unpacks a tuple, whose first two entries are
-    also `grain.x` and `grain.y`. `samples` are the ids of its samples in the data set.
+    `grain.x` and `grain["x"]` read a dictionary's entries, and `model(**grain)` hands them over by name; `x, y = grain`
+    unpacks a tuple, whose first two entries are also `grain.x` and `grain.y`. `samples` are the ids of its samples
+    in the data set.
     """
 
     __slots__ = ("data", "number", "samples")
@@ -44,6 +54,12 @@ class Grain:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.data)
 
+    def keys(self) -> KeysView[str]:
+        """Return the names of a dictionary's entries."""
+        if not isinstance(self.data, Mapping):
+            raise NoNames(_describe(self.data))
+        return self.data.keys()
+
     @property
     def x(self) -> Any:
         return self.data[0] if isinstance(self.data, (tuple, list)) else self.__getattr__("x")
@@ -54,7 +70,7 @@ class Grain:
 
     def __getattr__(self, name: str) -> Any:
         data = object.__getattribute__(self, "data")
-        if isinstance(data, dict) and name in data:
+        if isinstance(data, Mapping) and name in data:
             return data[name]
         if not isinstance(data, dict) and hasattr(data, name):
             return getattr(data, name)
@@ -78,7 +94,7 @@ class Grain:
 def _describe(data: Any) -> str:
     if isinstance(data, torch.Tensor):
         return f"{str(data.dtype).removeprefix('torch.')}{list(data.shape)}"
-    if isinstance(data, dict):
+    if isinstance(data, Mapping):
         return ", ".join(f"{name}: {_describe(value)}" for name, value in data.items())
     if isinstance(data, tuple | list):
         return ", ".join(_describe(value) for value in data)
@@ -90,8 +106,9 @@ class Batch:
     """This rank's part of one global batch."""
 
     epoch: int
+    """Of the stage, from 0: an index, as those of steps and samples. What is logged counts epochs from 1."""
     step: int
-    """Within the epoch."""
+    """Within the epoch, from 0."""
     num_grains: int
     """Over all ranks."""
     num_samples: int

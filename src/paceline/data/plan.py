@@ -132,8 +132,10 @@ class Plan:
         partition_epoch: int = 1,
         stream: int = 0,
         in_blocks: bool = False,
+        drop_last: bool = False,
     ) -> None:
-        """With `in_blocks` every rank has grains that follow each other, as sums with one order need it."""
+        """With `in_blocks` every rank has grains that follow each other, as sums with one order need it. With
+        `drop_last` a batch that is not full is left out."""
         _check_settings(num_samples, grains, order, bins, partition_epoch)
         if lengths is None and order not in ("none", "random"):
             raise LengthsNeeded(f"order: {order}", "`order: random`")
@@ -159,7 +161,7 @@ class Plan:
         self.max_grains: Final[int] = grains
         self._offsets = None if self._lengths is None else _offsets(self._lengths, rule)
         self.num_samples: Final[int] = len(self._order)
-        num_by_samples = -(-self.num_samples // rule.max_samples)
+        num_by_samples = _num_batches(self.num_samples, rule.max_samples, drop_last)
         self.num_steps: Final[int] = num_by_samples if self._offsets is None else len(self._offsets) - 1
         self._batch_order = random.permutation(self.num_steps) if order == "bucket" else None
 
@@ -286,6 +288,14 @@ def _check_settings(num_samples: int, grains: int, order: str, bins: int | None,
     if not 1 <= partition_epoch <= num_samples:
         why = f"there {plural(num_samples, 'is')} {counted(num_samples, 'sample')} to cut into sub-epochs"
         raise BadPlanSetting("partition_epoch", partition_epoch, why, f"set it between 1 and {num_samples}")
+
+
+def _num_batches(num_samples: int, size: int, drop_last: bool) -> int:
+    """Return the number of batches of a size, with or without one that is not full."""
+    if drop_last and num_samples < size:
+        why = f"a batch of {size} is never full, with {counted(num_samples, 'sample')}"
+        raise BadPlanSetting("drop_last", True, why, "leave out `drop_last`, or set a smaller `global_batch`")
+    return num_samples // size if drop_last else -(-num_samples // size)
 
 
 def _checked(name: str, values: ArrayLike, num_samples: int) -> Numbers:

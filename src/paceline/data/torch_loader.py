@@ -86,8 +86,10 @@ def take_out_for_training(data: Any, settings: DataSettings) -> tuple[Source, li
     is_said = any((settings.global_batch, settings.batch_per_device, settings.batch_cost))
     if not is_said and batch_size != settings.max_samples:
         raise LoaderBatch(batch_size, settings.max_samples)
-    line = "the DataLoader's data set and collate_fn are used; batches, order and workers are those of the settings"
-    return source, [line]
+    lines = ["the DataLoader's data set and collate_fn are used; batches, order and workers are those of the settings"]
+    if data.drop_last and not settings.drop_last:
+        lines.append("  its `drop_last` is not: type `--drop-last` to leave out a last batch that is not full")
+    return source, lines
 
 
 def _is_plain_batch(sampler: Any) -> bool:

@@ -41,7 +41,8 @@ class RunInfo:
 class Callback:
     """Subclass it and override what you need. Only the first rank has callbacks.
 
-    Records are plain dictionaries, the lines of `metrics.jsonl`; `step` in them counts from 0 over the whole run.
+    Records are plain dictionaries, the lines of `metrics.jsonl`; `step` in them counts from 0 over the whole run,
+    `epoch` from 1 in its stage.
     `paceline.observe.records` has a class for each kind, with `from_json`.
     """
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from paceline.core.disk import replacing
+from paceline.core.run_folder import count_epochs_from_one
 from paceline.core.tree import map_leaves
 from paceline.observe.callback import Callback, Record
 from paceline.observe.records import STEP_KEYS
@@ -73,13 +74,17 @@ class Journal(Callback):
 
     def _keep(self, is_kept: Callable[[Record], bool]) -> None:
         """Drop the other lines, and one that a crash has cut short. The file is whole at every moment."""
-        lines = []
+        lines, records = [], []
         for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
             try:
-                if line.endswith("\n") and is_kept(json.loads(line)):
+                record = json.loads(line)
+                if line.endswith("\n") and is_kept(record):
                     lines.append(line)
+                    records.append(record)
             except (ValueError, KeyError, TypeError):
                 continue
+        if count_epochs_from_one(records):  # of an earlier version: one file counts in one way
+            lines = [_line(record) for record in records]
         with replacing(self._path) as file:
             file.writelines(lines)
 

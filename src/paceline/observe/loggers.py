@@ -1,7 +1,7 @@
 """Loggers of `--loggers`, as callbacks. Their packages are optional and imported only when asked for.
 
-Each gets one point per log line (`log_every` steps), under the names `loss`, `lr`, `epoch/...` and `set/metric`; every
-single step is in `metrics.jsonl`.
+Each gets one point per log line (`log_every` steps), under the names `loss`, `lr`, `epoch/...` (`epoch/number`
+from 1) and `set/metric`; every single step is in `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -38,13 +39,18 @@ class LoggerNotInstalled(PacelineError):
 class PointLogger(Callback):
     """Logger that takes named numbers at a step."""
 
+    advice = ""
+    """What to do where it does not start."""
+
     def log(self, numbers: dict[str, float], step: int) -> None:
         raise NotImplementedError
 
     def step(self, records: list[Record]) -> None:
         last = records[-1]
         notes = {name: value for record in records for name, value in record.items() if name not in STEP_KEYS}
-        self.log(_finite({"loss": last["loss"], "lr": last["lr"], **notes}), last["step"])
+        self.log(
+            _finite({"loss": last["loss"], "lr": last["lr"], "epoch/number": last["epoch"], **notes}), last["step"]
+        )
 
     def progress(self, record: Record) -> None:
         self.log(_finite({"samples_per_s": record.get("samples_per_s")}), record["step"])
@@ -107,11 +113,19 @@ class TensorBoard(PointLogger):
 class WeightsAndBiases(PointLogger):
     """W&B run, which a resumed run goes on with. W&B itself drops points of steps that it has already.
 
-    The project comes from W&B's own settings.
+    The project comes from W&B's own settings. A run that the process has open already is used, and stays open.
     """
+
+    advice = "log in with `wandb login`, set WANDB_MODE=offline"
 
     def start(self, info: RunInfo) -> None:
         self._wandb = importlib.import_module("wandb")
+        open_run = self._wandb.run
+        self._is_ours = open_run is None
+        if open_run is not None:
+            self._run = open_run
+            self._run.config.update(info.settings, allow_val_change=True)
+            return
         saved_name = _RunName(info, "wandb")
         self._run = self._wandb.init(
             name=None if info.folder is None else info.folder.name,
@@ -126,29 +140,50 @@ class WeightsAndBiases(PointLogger):
         self._run.log(numbers, step=step)
 
     def end(self, status: str) -> None:
-        self._run.finish(exit_code=1 if status in ("failed", "diverged") else 0)
+        if self._is_ours:
+            self._run.finish(exit_code=1 if status in ("failed", "diverged") else 0)
 
 
 class MlFlow(PointLogger):
-    """MLflow run, which a resumed run goes on with. Server and experiment come from MLflow's own variables."""
+    """MLflow run, which a resumed run goes on with. Server and experiment come from MLflow's own variables.
 
+    A run that the process has open already is used, and stays open.
+    """
+
+    advice = "look at MLFLOW_TRACKING_URI (a server, or `sqlite:///mlflow.db`, which needs sqlalchemy and alembic)"
     STATUS = {"failed": "FAILED", "diverged": "FAILED", "stopped": "KILLED"}  # noqa: RUF012
+    MOST_PARAMS = 100
+    """In one request."""
+    MOST_CHARACTERS = 500
+    """Of a parameter's value."""
 
     def start(self, info: RunInfo) -> None:
         self._mlflow = importlib.import_module("mlflow")
         saved_name = _RunName(info, "mlflow")
         before = saved_name.read()
         name = info.task if info.folder is None else info.folder.name
-        run = self._mlflow.start_run(run_id=before) if before else self._mlflow.start_run(run_name=name)
+        run = self._mlflow.active_run()
+        self._is_ours = run is None
+        if run is None:
+            run = self._mlflow.start_run(run_id=before) if before else self._mlflow.start_run(run_name=name)
+        self._id = run.info.run_id
         if not before:  # MLflow refuses to change a parameter
-            self._mlflow.log_params({name: str(value)[:500] for name, value in info.settings.items()})
-        saved_name.write(run.info.run_id)
+            params = [(name, str(value)[: self.MOST_CHARACTERS]) for name, value in info.settings.items()]
+            for first in range(0, len(params), self.MOST_PARAMS):
+                self._mlflow.log_params(dict(params[first : first + self.MOST_PARAMS]), run_id=self._id)
+        saved_name.write(self._id)
 
     def log(self, numbers: dict[str, float], step: int) -> None:
-        self._mlflow.log_metrics(numbers, step=step)
+        named = {_NOT_OF_MLFLOW.sub("_", name): number for name, number in numbers.items()}
+        self._mlflow.log_metrics(named, step=step, run_id=self._id)
 
     def end(self, status: str) -> None:
-        self._mlflow.end_run(status=self.STATUS.get(status, "FINISHED"))
+        if self._is_ours:
+            self._mlflow.end_run(status=self.STATUS.get(status, "FINISHED"))
+
+
+_NOT_OF_MLFLOW = re.compile(r"[^\w\-./ :]")
+"""Characters that MLflow refuses in a name, such as those of `recall@5`."""
 
 
 LOGGERS: dict[str, type[PointLogger]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MlFlow}
@@ -178,6 +213,11 @@ def _make(name: str) -> Callback:
     if not isinstance(made, Callback):
         raise plugins.unfit(plugin, made, "a paceline.Callback")
     return made
+
+
+def advice(name: str) -> str:
+    """Return what to do where a logger does not start."""
+    return LOGGERS[name].advice if name in LOGGERS else ""
 
 
 def _is_installed(package: str) -> bool:

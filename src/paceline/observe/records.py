@@ -224,6 +224,7 @@ class StepRecord(NamedTuple):
     step: int
     """Number over the whole run, from 0."""
     epoch: int = 0
+    """From 1, in its stage; so in all records."""
     loss: float | None = None
     lr: float | None = None
     notes: Mapping[str, Any] = {}

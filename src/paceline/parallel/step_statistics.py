@@ -19,27 +19,41 @@ Layers that are joined over ranks (`sync_batchnorm`) are shared out as `RunningS
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
+from paceline.core.errors import PacelineError
 from paceline.core.torch_private import BatchNorm, foreach_copy_
 from paceline.parallel.joined_norm import JoinedBatchNorm
 from paceline.parallel.statistics import RunningStatistics, SyncBatchNormRefused
 from paceline.world.link import Link
 
 
+class BesideMoved(PacelineError):
+    """A module beside the model that has got other buffers since the model was prepared."""
+
+    sentence = "a module in `beside` was moved or cast after the engine was prepared: its statistics are others now"
+    hint = "call `prepare` of the module's own engine first, then that of the engine whose loss runs it, too"
+
+
 class StepStatistics(RunningStatistics):
     """Running statistics of a model's batch norms, equal on all ranks after every step."""
 
-    def __init__(self, model: torch.nn.Module, link: Link, dtype: torch.dtype) -> None:
-        """`dtype` is that in which contributions are added."""
+    def __init__(
+        self, model: torch.nn.Module, link: Link, dtype: torch.dtype, beside: Sequence[torch.nn.Module] = ()
+    ) -> None:
+        """`dtype` is that in which contributions are added; `beside` are modules that a loss runs beside the model."""
         super().__init__(model, link)
         self._dtype = dtype
-        self._all_layers = [module for module in model.modules() if self._is_ours(module)]
+        modules = [module for each in (model, *beside) for module in each.modules()]
+        self._all_layers = [module for module in dict.fromkeys(modules) if self._is_ours(module)]
+        self._has_beside = bool(beside)
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.SyncBatchNorm) and link.has_group:
                 raise SyncBatchNormRefused(name)
@@ -96,10 +110,31 @@ class StepStatistics(RunningStatistics):
     def _known_buffers(self) -> set[int]:
         return {id(tensor) for tensor in (*self._running, *self._tracked_calls)} | super()._known_buffers()
 
+    def _agree_on_other_buffers(self) -> None:
+        """Take the first rank's statistics, too, where code outside of the steps of this engine has changed them."""
+        super()._agree_on_other_buffers()
+        if not self._running:
+            return
+        flat = torch.cat([tensor.reshape(-1).double() for tensor in self._running])
+        places = torch.arange(1, len(flat) + 1, dtype=torch.float64, device=flat.device)
+        everyone = self._link.gather_objects(torch.stack([flat.sum(), flat @ places]).tolist())
+        if all(theirs == everyone[0] or _is_nan(theirs) for theirs in everyone):
+            return
+        for tensor in (*self._running, *self._tracked_calls):
+            self._link.broadcast(tensor)
+        logging.getLogger("paceline").warning(
+            "batch-norm statistics differ between ranks, rank 0's are used: a loss of another engine runs this model, "
+            "too? name it there, `prepare(..., beside=[model])`"
+        )
+
     def begin_step(self, num_grains: int) -> None:
         """Begin a step; if the last one was left before its end, the statistics are again as they were before it."""
         if self._is_open:
             self._put_back()
+        if self._has_beside and any(
+            layer.running_mean is not mean for layer, mean in zip(self._all_layers, self._running[::2], strict=True)
+        ):
+            raise BesideMoved
         self._num_grains = num_grains
         self._is_open = num_grains != 1 and bool(self._all_layers)
         if not self._all_layers or not (self._is_open or self._is_one_of_several):
@@ -181,6 +216,10 @@ class StepStatistics(RunningStatistics):
             self._is_open, self._number, self._num_grains = before
             self._before.copy_(saved[0])
             self._calls_before.copy_(saved[1])
+
+
+def _is_nan(numbers: list[float]) -> bool:
+    return any(math.isnan(number) for number in numbers)
 
 
 def _views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:

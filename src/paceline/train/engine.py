@@ -24,14 +24,18 @@ from paceline.config.python_call import settings_of_call
 from paceline.config.settings import DataSettings, EngineConfig
 from paceline.core.errors import PacelineError, first_line
 from paceline.core.torch_private import backward, compile_counters, plain_step
+from paceline.data.dataset import DatasetTraits, fingerprint
 from paceline.data.grain import Batch, Grain
-from paceline.data.torch_loader import take_out_for_training
+from paceline.data.loader import Loader
+from paceline.data.plan import BatchRule
+from paceline.data.torch_loader import take_out, take_out_for_training
 from paceline.observe.clock import Clock
 from paceline.optim.clip import ClipNorm
 from paceline.optim.ema import WeightAverage
 from paceline.parallel.step import Average, GrainNumbers, RankNumbers, Step, Tally
 from paceline.speed import loss_scale, precision
 from paceline.speed.graphs import Graphs, Recorder
+from paceline.train.evaluation import Metrics, check_set, evaluate, evaluation_plan
 from paceline.train.feed import Feed, TrainingData
 from paceline.train.grains import Loss, RecordedPass
 from paceline.train.loss import GraphsFailed, NoGradients, NonFiniteLoss, OutOfMemory, SkipCount
@@ -39,6 +43,7 @@ from paceline.train.position import Position, choose_grains
 from paceline.train.prepare import Prepared, prepare, sums_in_tree
 from paceline.train.randomness import GrainRandomness
 from paceline.train.rates import STEPPED, Rates, Schedulers
+from paceline.train.scalars import Scalars
 from paceline.train.scaling import for_ranks
 from paceline.world.consistency import check_same
 from paceline.world.failure.flight_recorder import trail
@@ -68,7 +73,7 @@ class _BatchesCall:
 
 
 class Engine:
-    """Five verbs for a loop of your own: `prepare`, `batches`, `step`, `evaluating`, `close`."""
+    """Verbs for a loop of your own: `prepare`, `batches`, `step`, `evaluate` (or `evaluating`), `close`."""
 
     def __init__(
         self,
@@ -128,12 +133,15 @@ class Engine:
         optimizer: torch.optim.Optimizer,
         schedule: Callable[[int], float] | LRScheduler | None = None,
         *,
+        beside: Sequence[torch.nn.Module] = (),
         is_for_now: bool = False,
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         """Put a model and its optimizer to work here. Both are changed in place and keep their names.
 
         A schedule is a function of the step, or a torch scheduler of this optimizer, which is then stepped with it. It
-        stays the same unless another one is given. With `is_for_now` the model is not cut into shards: it
+        stays the same unless another one is given. `beside` are modules that the loss runs in training mode although
+        another engine trains them, such as the generator for a discriminator: their batch-norm statistics stay equal on
+        all ranks. That engine prepares them first. With `is_for_now` the model is not cut into shards: it
         will be released and prepared again before its first step. All ranks must call it.
         """
         self._prepared = prepare(
@@ -145,6 +153,7 @@ class Engine:
             self.scale,
             clock=self.clock,
             average=self._average,
+            beside=beside,
             is_for_now=is_for_now,
         )
         self._average = self._prepared.average
@@ -185,11 +194,14 @@ class Engine:
         else:
             self._rates.follow(schedule, peak, tell)
 
-    def record(self, recorder: Recorder, tensors: Callable[[Grain], Any]) -> RecordedPass:
-        """Replay CUDA graphs of grains from now on, where their shape has one; `tensors` gives a grain's inputs."""
+    def record(
+        self, recorder: Recorder, tensors: Callable[[Grain], Any], logged: Scalars | None = None
+    ) -> RecordedPass:
+        """Replay CUDA graphs of grains from now on, where their shape has one; `tensors` gives a grain's inputs, and
+        `logged` takes what a loss logs."""
         prepared = self.prepared
         graphs = Graphs(prepared.model, recorder, prepared.strategy.gradient_groups())
-        recorded = RecordedPass(graphs, tensors, prepared.plain, prepared.strategy)
+        recorded = RecordedPass(graphs, tensors, prepared.plain, prepared.strategy, logged)
         self._prepared = replace(prepared, grains=recorded, recorded=recorded)
         return recorded
 
@@ -483,9 +495,11 @@ class Engine:
         return None if self._prepared is None else self._prepared.recorded
 
     def close(self) -> None:
-        """Leave the other ranks, after a last average where they step apart."""
+        """Leave the other ranks, after a last average where they step apart. The model stays as all ranks have it, with
+        complete batch-norm statistics."""
         if self._prepared is not None:
             self.sync()
+            self._prepared.statistics.total()
         if self._owns_link:
             self.link.close()
 
@@ -537,6 +551,41 @@ class Engine:
                     if feed.is_stream and self._is_out_of_data():
                         break
                 position.end_epoch()
+
+    def evaluate(
+        self,
+        metrics: Metrics,
+        dataset: Any,
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
+        **settings: Any,
+    ) -> dict[str, float]:
+        """Return metrics of a data set, the same on any number of ranks; all must call it.
+
+        `metrics(grain)` returns those of one batch by name, as `Task.metrics` does: pairs (sum, weight), `Gathered`, or
+        torchmetrics objects. Batches have `eval_batch` samples (32) and are read by `workers`; no other setting of
+        `DataSettings` but `limit_batches` has an effect. The model is as `evaluating` has it.
+        """
+        more = ("metrics", "dataset", "collate")
+        config = settings_of_call(DataSettings, settings, "engine.evaluate", more=more)
+        data, loaders_collate = take_out(dataset)
+        check_set(data, "the data set")
+        lengths = DatasetTraits(data).lengths
+        check_same(
+            self.link, {"data set to evaluate": fingerprint(data, lengths, None), "eval_batch": config.eval_batch}
+        )
+        rule = BatchRule(max_samples=config.eval_batch or config.max_samples)
+        loader = Loader(
+            data,
+            collate=collate or loaders_collate,
+            seed=self.config.seed,
+            device=self.device,
+            workers=config.workers,
+            local_size=self.link.world.local_size,
+        )
+        plan, limit, seed = evaluation_plan(len(data), rule, lengths), config.limit_batches, self.config.seed
+        with closing(loader), self.evaluating():
+            return evaluate(metrics, loader, plan, self.link, limit_batches=limit, seed=seed)
 
     def _is_out_of_data(self) -> bool:
         """Return True if no rank has more data of unknown length, as the last reduction said.

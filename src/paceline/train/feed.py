@@ -65,9 +65,9 @@ class StreamSetting(PacelineError):
     excludes = (
         Exclusion(
             "data of unknown length",
-            "`--batch-cost`, `--partition-epoch`, `--order` sorted, laplace or bucket",
+            "`--batch-cost`, `--partition-epoch`, `--drop-last`, `--order` sorted, laplace or bucket",
             "mathematics",
-            "They are made from the lengths of all samples, which a stream does not have.",
+            "They are made from the number and lengths of all samples, which a stream does not have.",
         ),
     )
     sentence = "`{setting}` is {value!r}, but the data is an iterable of unknown length"
@@ -216,6 +216,7 @@ class Feed:
                 partition_epoch=config.partition_epoch,
                 stream=stream,
                 in_blocks=self._in_blocks and not self._offset,
+                drop_last=config.drop_last,
             )
         return self._plans[epoch]
 
@@ -358,6 +359,8 @@ def check_ranks(everyone: Sequence[tuple[int, str]]) -> None:
 def _check_stream(config: DataSettings) -> None:
     if config.batch_cost is not None:
         raise StreamSetting("batch_cost", config.batch_cost)
+    if config.drop_last:
+        raise StreamSetting("drop_last", config.drop_last)
     if config.partition_epoch != 1:
         raise StreamSetting("partition_epoch", config.partition_epoch)
     if config.order in ("sorted", "laplace", "bucket"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from paceline.parallel.strategy import Strategy
 from paceline.speed.graphs import Graphs, detached
 from paceline.speed.loss_scale import LossScale
 from paceline.train.loss import unpack
+from paceline.train.scalars import Row, Scalars
 from paceline.world.failure.flight_recorder import Doing
 
 Loss = Callable[[Grain], Any]
@@ -78,10 +79,18 @@ class RecordedPass:
 
     doing: Doing = "training from CUDA graphs"
 
-    def __init__(self, graphs: Graphs, tensors: Callable[[Grain], Any], plain: PlainPass, strategy: Strategy) -> None:
-        """`strategy` is told of replayed backwards, which call no hooks."""
+    def __init__(
+        self,
+        graphs: Graphs,
+        tensors: Callable[[Grain], Any],
+        plain: PlainPass,
+        strategy: Strategy,
+        logged: Scalars | None = None,
+    ) -> None:
+        """`strategy` is told of replayed backwards, which call no hooks; `logged` takes what a loss logs, which is not
+        called in a replay: its numbers are among what the graph computes."""
         self.graphs = graphs
-        self._tensors, self._plain, self._strategy = tensors, plain, strategy
+        self._tensors, self._plain, self._strategy, self._logged = tensors, plain, strategy, logged
         self._backward: Callable[[], None] = lambda: None
 
     def begin_step(self, divisor: float) -> None:
@@ -100,7 +109,10 @@ class RecordedPass:
         if replay is not None:
             recorded = replay.recorded
             self._backward = partial(self._strategy.replayed, recorded.used, recorded.marks)
-            return replay.results
+            total, count, (outputs, rows) = replay.results
+            if self._logged is not None:
+                self._logged.add_all(rows)
+            return total, count, outputs
         total, count, outputs = self._plain.forward(loss, inputs)
         self._backward = partial(self._plain.backward, total)
         # What stays of this run on the usual stream must not be met by a recording on another.
@@ -116,4 +128,10 @@ class RecordedPass:
         return Grain(self._tensors(grain), grain.number, grain.samples)
 
     def _run(self, loss: Loss, grain: Grain, data: Any) -> tuple[Tensor, Any, Any]:
-        return self._plain.forward(loss, Grain(data, grain.number, grain.samples))
+        """Return the same as a loss, with its outputs beside what it has logged."""
+        inputs = Grain(data, grain.number, grain.samples)
+        logged = self._logged
+        collecting: AbstractContextManager[list[Row]] = nullcontext([]) if logged is None else logged.collecting()
+        with collecting as rows:
+            total, count, outputs = self._plain.forward(loss, inputs)
+        return total, count, (outputs, rows)

@@ -131,7 +131,7 @@ class Logbook:
         self._mean.add(losses)
         scalars = self._scalars()  # of all ranks
         if self._watchers:
-            epoch = self._position.epoch
+            epoch = self._epoch
             records = [
                 StepRecord.line(step.number, epoch, loss, rate, _with_norm(step.notes, norm))
                 for (step, rate), loss, norm in zip(ready, losses, norms, strict=True)
@@ -154,7 +154,7 @@ class Logbook:
         done, left_s = (None, None) if self._whole is None else self._whole
         record = ProgressRecord(
             num_steps - 1,
-            self._position.epoch,
+            self._epoch,
             self._outlook.epochs,
             self._outlook.stage,
             None if done is None else round(done, 6),
@@ -174,8 +174,8 @@ class Logbook:
         analysis: Analysis | None = None,
     ) -> None:
         self.flush()
-        step, epoch = self._engine.num_steps - 1, self._position.epoch
-        record = ValidationRecord(step, epoch, round(seconds, 6), metrics, samples, analysis).to_json()
+        step = self._engine.num_steps - 1
+        record = ValidationRecord(step, self._epoch, round(seconds, 6), metrics, samples, analysis).to_json()
         with self._writing():
             for watcher in self._watchers:
                 watcher.validation(record)
@@ -222,7 +222,7 @@ class Logbook:
         record = replace(
             launch,
             step=self._engine.num_steps - 1,
-            epoch=self._position.epoch,
+            epoch=self._epoch,
             stage=self._stage,
             steps=steps or earlier.steps,
             loss=loss,
@@ -327,7 +327,13 @@ class Logbook:
     @property
     def _title(self) -> str:
         stage = "" if self._stage is None else f"stage {self._stage}, "
-        return f"{stage}epoch {self._position.epoch + 1}"
+        return f"{stage}epoch {self._epoch}"
+
+    @property
+    def _epoch(self) -> int:
+        """Epoch of the last step, counted from 1, as everything that a user sees counts them."""
+        position = self._position
+        return max(1, position.epoch + (position.step > 0))
 
     @property
     def _standing(self) -> list[str]:
@@ -336,7 +342,7 @@ class Logbook:
             return []
         epochs = self._outlook.epochs
         return [
-            *([] if epochs is None else [f"{self._position.epoch + 1} of {counted(epochs, 'epoch')}"]),
+            *([] if epochs is None else [f"{self._epoch} of {counted(epochs, 'epoch')}"]),
             self._whole.phrase,
         ]
 

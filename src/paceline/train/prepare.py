@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -70,6 +70,21 @@ class DividesByZero(PacelineError):
     hint = "use `--precision fp16-master`, or `--optimizer lamb`, `novograd` or `sgd`"
 
 
+class BesideInSteps(PacelineError):
+    """Modules beside a model, on ranks that do not sum statistics in every step."""
+
+    excludes = (
+        Exclusion(
+            "`beside` of `Engine.prepare`",
+            "`--sums fast`, `--reduce param` or `--wire` on several ranks",
+            "mathematics",
+            "There each rank keeps a share of a model's batch-norm statistics, of which only one engine can know.",
+        ),
+    )
+    sentence = "`beside` needs batch-norm statistics that are summed in every step, and these settings do not"
+    hint = "leave out `sums`, `reduce` and `wire`, or use modules without batch norm"
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A model and its optimizer at work on this rank."""
@@ -99,6 +114,8 @@ class Prepared:
     """The optimizer itself leaves the weights alone if its `found_inf` says so; the host does not wait."""
     grains: GrainPass
     """Forward and backward of the grains of a step: `plain`, or `recorded`."""
+    beside: Sequence[torch.nn.Module] = ()
+    """Modules that a loss runs beside the model."""
     recorded: RecordedPass | None = None
     """CUDA graphs of grains, where `-O4` has chosen them."""
 
@@ -112,7 +129,7 @@ class Prepared:
     @contextmanager
     def untraced(self) -> Iterator[None]:
         """Grains that are run in here change no buffer of the model; gradients are forgotten by the next step."""
-        buffers = list(self.model.buffers())
+        buffers = [buffer for module in (self.model, *self.beside) for buffer in module.buffers()]
         before = [buffer.clone() for buffer in buffers]
         with self.statistics.untraced():
             try:
@@ -159,13 +176,14 @@ def prepare(
     *,
     clock: Clock | None = None,
     average: WeightAverage | None = None,
+    beside: Sequence[torch.nn.Module] = (),
     is_for_now: bool = False,
 ) -> Prepared:
     """Put a model and its optimizer to work on this rank. Both are changed in place and keep their names.
 
-    `average` is the moving average that goes on, if the model was prepared before. A model that `is_for_now` will be
-    released and prepared again before its first step: it is not cut up, which could not be undone. All ranks must call
-    it.
+    `beside` are modules that a loss runs, too, and that this optimizer does not train. `average` is the moving average
+    that goes on, if the model was prepared before. A model that `is_for_now` will be released and prepared again before
+    its first step: it is not cut up, which could not be undone. All ranks must call it.
     """
     _check_pair(model, optimizer)
     _check_state(optimizer, chosen)
@@ -194,7 +212,7 @@ def prepare(
     # Reduced: last, because a strategy hooks and averages the tensors as they now are.
     if config.ema:
         average = WeightAverage.following(average, named_weights(model, masters, shards), config.ema)
-    statistics = _choose_statistics(model, config, link)
+    statistics = _choose_statistics(model, config, link, beside)
     num_statistics = statistics.num_numbers
     strategy = _choose_strategy(model, optimizer, config, link, masters, shards, average, clock, num_statistics)
     statistics.share()
@@ -212,6 +230,7 @@ def prepare(
         input_cast=input_cast,
         plain=plain,
         grains=plain,
+        beside=beside,
         autocast=autocast,
         updated=[parameter for group in optimizer.param_groups for parameter in group["params"]],
         clip_norm=None if config.clip_norm is None else ClipNorm(config.clip_norm),
@@ -324,10 +343,14 @@ def sums_in_tree(config: EngineConfig) -> bool:
     return config.sums != "fast" and config.reduce == "grad" and config.wire == "full"
 
 
-def _choose_statistics(model: torch.nn.Module, config: EngineConfig, link: Link) -> RunningStatistics:
+def _choose_statistics(
+    model: torch.nn.Module, config: EngineConfig, link: Link, beside: Sequence[torch.nn.Module]
+) -> RunningStatistics:
     if not sums_in_tree(config):
+        if beside and link.has_group:
+            raise BesideInSteps
         return RunningStatistics(model, link, are_shared_out=config.reduce != "param")
-    return StepStatistics(model, link, tally_dtype(list(model.parameters())))
+    return StepStatistics(model, link, tally_dtype(list(model.parameters())), beside)
 
 
 def _choose_strategy(

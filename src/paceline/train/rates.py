@@ -212,7 +212,10 @@ def lines(optimizer: torch.optim.Optimizer, schedulers: Schedulers, config: Opti
     changed = [name for name in _OF_SCHEDULE if getattr(config, name) != type(config).model_fields[name].default]
     if any(SCHEDULED in group for group in groups):
         kinds = ", ".join(schedulers.names) or "a torch scheduler"
-        return [f"learning rate: set by the task's scheduler ({kinds}){_without(changed)}"]
+        is_base = any(float(group.get(SCHEDULED, -1.0)) == config.lr * group.get("lr_scale", 1.0) for group in groups)
+        base = f" from `lr` {shown(config.lr)}" if is_base else ""
+        idle = [name for name in changed if name != "lr" or not is_base]
+        return [f"learning rate: set by the task's scheduler ({kinds}){base}{_without(idle)}"]
     own = [group[OWN_LR] for group in groups if OWN_LR in group]
     if own:
         rates = ", ".join(dict.fromkeys(map(shown, own)))

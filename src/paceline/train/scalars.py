@@ -7,7 +7,8 @@ device before something is logged.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
@@ -37,45 +38,87 @@ class LogUnseen(PacelineError):
     hint = "call `self.log` in a method of the task"
 
 
+Row = tuple[str, Any, Any]
+"""A number as it was logged: name, sum, weight."""
+
+
 class Scalars:
-    """Sums and weights by name since the last log line."""
+    """Sums and weights by name since the last log line.
+
+    Each is kept by itself until then, and all are added at once, correctly rounded: the result is the same on any
+    number of ranks.
+    """
 
     def __init__(self, link: Link, is_used: bool, is_counted: Callable[[], bool]) -> None:
         """`is_used` is the same on all ranks; `is_counted` tells if what is computed now belongs to training."""
         self._link, self._is_used, self._is_counted = link, is_used or not link.has_group, is_counted
-        self._sums: dict[str, tuple[Any, Any]] = {}
+        self._rows: list[Row] = []
+        self._collected: list[Row] | None = None
 
     def add(self, name: str, total: Any, weight: Any) -> None:
         """Add a sum and its weight; numbers, or tensors with one element."""
+        if self._collected is not None:
+            self._collected.append((name, _number(total), _number(weight)))
+            return
         if not self._is_counted():
             return
         if name in STEP_KEYS:
             raise LogName(name)
         if not self._is_used:
             raise LogUnseen(name)
-        before = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = (before[0] + _number(total), before[1] + _number(weight))
+        self._rows.append((name, _number(total), _number(weight)))
+
+    @contextmanager
+    def collecting(self) -> Iterator[list[Row]]:
+        """Numbers that are logged in here go into the list alone: a CUDA graph writes them anew with each replay."""
+        before, self._collected = self._collected, []
+        try:
+            yield self._collected
+        finally:
+            self._collected = before
+
+    def add_all(self, rows: Iterable[Row]) -> None:
+        """Add what was collected."""
+        for row in rows:
+            self.add(*row)
 
     def clear(self) -> None:
         """Forget what was added, as by steps that were only measured."""
-        self._sums = {}
+        self._rows = []
 
     def read(self) -> dict[str, float]:
         """Return the quotients over all ranks, and start anew. All ranks must call it."""
         if not self._is_used:
             return {}
-        own = {name: (float(total), float(weight)) for name, (total, weight) in self._sums.items()}
-        self._sums = {}
-        totals: dict[str, tuple[float, float]] = {}
-        for ranks_sums in self._link.gather_objects(own) if self._link.has_group else [own]:
-            for name, (total, weight) in ranks_sums.items():
-                before = totals.get(name, (0.0, 0.0))
-                totals[name] = (before[0] + total, before[1] + weight)
-        return {name: total / weight if weight else math.nan for name, (total, weight) in totals.items()}
+        names = [name for name, _, _ in self._rows]
+        numbers = iter(_on_host([number for _, *pair in self._rows for number in pair]))
+        self._rows = []
+        own = [(name, next(numbers), next(numbers)) for name in names]
+        rows = self._link.gather_objects(own) if self._link.has_group else [own]
+        by_name: dict[str, list[tuple[float, float]]] = {}
+        for name, total, weight in (row for of_rank in rows for row in of_rank):
+            by_name.setdefault(name, []).append((total, weight))
+        return {name: _quotient(pairs) for name, pairs in by_name.items()}
 
 
 def _number(value: Any) -> Any:
     return value.detach().to(torch.float64).sum() if isinstance(value, Tensor) else float(value)
+
+
+def _on_host(numbers: Sequence[Any]) -> list[float]:
+    """Return numbers of which some are on the device, in one transfer."""
+    waiting = [number for number in numbers if isinstance(number, Tensor)]
+    there = iter(torch.stack([number.to(waiting[0].device) for number in waiting]).tolist() if waiting else ())
+    return [next(there) if isinstance(number, Tensor) else number for number in numbers]
+
+
+def _quotient(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return the sum of sums over that of weights; each is rounded once, so that their order does not matter."""
+    try:
+        total, weight = (math.fsum(numbers) for numbers in zip(*pairs, strict=True))
+    except (OverflowError, ValueError):  # inf and -inf, or beyond all numbers
+        return math.nan
+    return total / weight if weight else math.nan
 
 
 def calls_log(task: type) -> bool:

@@ -18,6 +18,7 @@ from paceline.core.secrets import masked
 from paceline.data.grain import Grain
 from paceline.observe import loggers
 from paceline.observe.callback import Callback, checked
+from paceline.observe.forgiving import Forgiving
 from paceline.optim import build, larc
 from paceline.parallel.step import Step
 from paceline.speed.precision import Precision
@@ -202,4 +203,8 @@ def callbacks(
     for name in missing:
         say(f"{name} is not installed: metrics go to metrics.jsonl alone (`pip install {name}`)")
     of_task = task.watchers() if isinstance(task, HasWatchers) else ()
-    return [*installed, *checked(of_task), *checked(more)]
+    names = [name for name in config.loggers if name not in missing]
+    forgiving = [
+        Forgiving(logger, name, say, loggers.advice(name)) for name, logger in zip(names, installed, strict=True)
+    ]
+    return [*forgiving, *checked(of_task), *checked(more)]

@@ -89,6 +89,8 @@ class Facts:
     """Cores that this rank may run on."""
     task_rows: Sequence[tuple[str, str]] = ()
     """The task's own lines."""
+    has_own_rates: bool = False
+    """True if learning rates are not those of the settings: a line of its own tells of them."""
 
     @property
     def reduces(self) -> bool:
@@ -119,8 +121,9 @@ def rows(facts: Facts) -> Rows:
     lines += [
         ("parameters", _parameters(facts.model)),
         ("optimizer", _optimizer(config, facts.model.optimizer)),
-        ("learning rate", _schedule(config, facts.schedule_steps)),
     ]
+    if not facts.has_own_rates:
+        lines.append(("learning rate", _schedule(config, facts.schedule_steps)))
     return lines + precision.rows(facts.precision, loss_scale.describe(config.loss_scale))
 
 

@@ -83,7 +83,7 @@ class Result:
     """Loss of the last step."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the last validation, as `set/metric`."""
-    best: float | None = None
+    best_score: float | None = None
     """The best score of a validation: see `monitor`."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Time by phase."""
@@ -97,12 +97,17 @@ class Result:
     """The run folder, if there is one."""
     checkpoint: Path | None = None
     """The last checkpoint of the run; of the modes `eval` and `infer` the one that was used."""
-    best_checkpoint: Path | None = None
-    """The one with the best score; None where none has one."""
+    best: Path | None = None
+    """The checkpoint with the best score, for `paceline.load`, `init_from` or `resume`; None where none has one."""
     model: torch.nn.Module | None = field(default=None, repr=False, compare=False)
     """The trained model, in evaluation mode, as the last step left it: on this rank's device and in the dtype that it
     was trained in. `paceline.load(result.folder)` gives the best one in fp32, and its average if the run kept one; with
     `shard` this one is in pieces."""
+
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """Name of `best` in earlier versions, where `best` was `best_score`."""
+        return self.best
 
 
 class Trainer:
@@ -233,7 +238,7 @@ class Trainer:
         num_steps = self.engine.num_steps
         for line in survival.lines(num_steps):
             self.progress.say(line)
-        self.log.ranks(survival.record(num_steps, self.position.epoch))
+        self.log.ranks(survival.record(num_steps, self.position.epoch + 1))
         survival.begin(num_steps)
 
     def _remember(self) -> None:
@@ -629,7 +634,8 @@ class Trainer:
             self._prepare(model)
             if carried is not None:
                 state.restore(engine, *carried)
-        autotuner.record_shapes(engine, self.task, feed, self.progress, self._epochs_ahead(feed))
+        epochs = self._epochs_ahead(feed)
+        autotuner.record_shapes(engine, self.task, feed, self.progress, epochs, self._scalars)
         self.checkpoints.keep_choice(None if self.choice is None else self.choice.record())
         return True
 
@@ -696,6 +702,7 @@ class Trainer:
             has_group=self.link.has_group,
             num_cores=len(os.sched_getaffinity(0)),
             task_rows=tasks.summary_rows_of(self.task),
+            has_own_rates=bool(more),
         )
         self.progress.table(summary.rows(facts))
         arithmetic = [self._arithmetic] if self._arithmetic else []
@@ -735,7 +742,7 @@ class Trainer:
             self.config.mode,
             folder=self.config.out,
             checkpoint=last,
-            best_checkpoint=best,
+            best=best,
         )
 
     def give_model(self) -> torch.nn.Module:

@@ -1,8 +1,6 @@
-"""Validation whose result does not depend on the number of ranks.
+"""Validation sets of a task, evaluated while it is trained: see `evaluation.py`.
 
-A set is cut into fixed whole batches; each runs on exactly one rank, none is padded or repeated. What they give is put
-together in batch order (`metrics.py`), sums in float64, so every world size gives the same number. `judge` then decides
-which result counts and if it is the best so far.
+`judge` decides which result counts and if it is the best so far.
 """
 
 from __future__ import annotations
@@ -10,43 +8,28 @@ from __future__ import annotations
 import difflib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from numpy.typing import NDArray
 
 from paceline.config.settings import TrainConfig
 from paceline.core.errors import PacelineError
-from paceline.core.keys import key
-from paceline.data.dataset import DatasetTraits, fingerprint
-from paceline.data.fetch import seed_everything
+from paceline.data.dataset import fingerprint
 from paceline.data.grain import Grain
 from paceline.data.loader import Loader
 from paceline.data.plan import BatchRule, Plan
 from paceline.data.torch_loader import take_out
 from paceline.observe.records import Analysis, Samples
 from paceline.train.engine import Engine
-from paceline.train.loss import OutOfMemory
-from paceline.train.metrics import Collected
+from paceline.train.evaluation import NotASet, check_set, evaluate, evaluation_plan
 from paceline.train.position import Position
 from paceline.train.task import AnalysesErrors, ShowsSamples, Task, lengths_of, val_data_of
 from paceline.world.consistency import check_same
-from paceline.world.link import Link
 
 NUM_SAMPLES = 5
 """Samples of each validation set that are shown."""
-Metrics = Callable[[Grain], Mapping[str, Any]]
-
-
-class NotASet(PacelineError):
-    """A data set that cannot be cut into fixed batches."""
-
-    what: str
-    why: str
-    sentence = "{what} {why}"
-    hint = "give a data set with __len__ and __getitem__ and at least one sample, or leave it out of `val_data`"
 
 
 class SetsWithoutNames(NotASet):
@@ -94,10 +77,7 @@ def fixed_set(
     messages.
     """
     data, loaders_collate = take_out(data)
-    if not DatasetTraits(data).is_map_style:
-        raise NotASet(what, f"is a {type(data).__name__}, of which nobody knows the length")
-    if len(data) == 0:
-        raise NotASet(what, "is empty")
+    check_set(data, what)
     lengths = lengths_of(task, data)
     cost = (None if lengths is None else task.eval_cost) if config.batch_cost is None else config.batch_cost / grains
     rule = BatchRule(
@@ -113,36 +93,6 @@ def fixed_set(
         local_size=engine.link.world.local_size,
     )
     return FixedSet(data, lengths, loader, evaluation_plan(len(data), rule, lengths, in_order=in_order))
-
-
-def evaluation_plan(num_samples: int, rule: BatchRule, lengths: Any = None, *, in_order: bool = False) -> Plan:
-    """Whole batches in a fixed order: as in the data set, or by length where lengths are known (and not `in_order`)."""
-    order = "none" if lengths is None or in_order else "sorted"
-    return Plan(num_samples, rule=rule, grains=1, seed=0, lengths=lengths, order=order)
-
-
-# -- metrics of one set ------------------------------------------------------------------------------------------------
-
-
-def evaluate(
-    metrics: Metrics, loader: Loader, plan: Plan, link: Link, *, limit_batches: int | None = None, seed: int = 0
-) -> dict[str, float]:
-    """Return each metric over the batches that have it. All ranks must call it."""
-    steps = plan.num_steps if limit_batches is None else min(plan.num_steps, limit_batches)
-    world = link.world
-    collected = Collected()
-    for batch in loader.run(plan, range(world.rank, steps, world.size)):
-        for grain in batch.grains:
-            seed_everything(key(seed, batch.step))
-            collected.add(batch.step, _call(metrics, grain), link.device)
-    return collected.results(link)
-
-
-def _call(metrics: Metrics, grain: Grain) -> Mapping[str, Any]:
-    try:
-        return metrics(grain)
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemory(grain.shapes(), len(grain), None, str(error)) from error
 
 
 # -- all sets of a task ------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def _bars(epochs: Sequence[EpochRecord], is_each: bool) -> list[_Bar]:
     """Return a bar for each epoch, or for each rank of it."""
     bars = []
     for epoch in epochs:
-        number = str(epoch.epoch + 1)
+        number = str(epoch.epoch)
         label = number if epoch.stage is None else f"{epoch.stage}, {number}"
         ranks = with_between(epoch)
         if not is_each:

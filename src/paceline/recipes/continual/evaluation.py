@@ -20,8 +20,8 @@ from paceline.recipes.continual.matrix import Results
 from paceline.recipes.continual.plot import heat_map
 from paceline.recipes.continual.report import RESULTS
 from paceline.recipes.continual.streams import Stream
+from paceline.train.evaluation import evaluate, evaluation_plan
 from paceline.train.task import Sums
-from paceline.train.validate import evaluate, evaluation_plan
 from paceline.world.link import Link
 
 PICTURE = "matrix-{}.svg"

@@ -37,6 +37,7 @@ from paceline.train.autotune.shapes import Padding, Pick, costly_shapes, shapes_
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
 from paceline.train.loss import OutOfMemory
+from paceline.train.scalars import Scalars
 from paceline.train.task import Task, accelerate, recordable_of
 from paceline.world.link import Link
 
@@ -325,12 +326,14 @@ def put_kernels(task: Task, model: torch.nn.Module, chosen: Precision, say: Call
             say(f"without a kernel: {line}")
 
 
-def record_shapes(engine: Engine, task: Task, feed: Feed, progress: Progress, epochs: range) -> None:
+def record_shapes(
+    engine: Engine, task: Task, feed: Feed, progress: Progress, epochs: range, logged: Scalars
+) -> None:
     """Record CUDA graphs of a stage's shapes before its first step, if graphs were chosen and none are recorded yet;
-    `epochs` are those that the stage has still to train."""
+    `epochs` are those that the stage has still to train, `logged` takes what the task's loss logs."""
     if not engine.precision.graphs or engine.recorded is not None:
         return
-    recorded = engine.record(CudaRecorder(engine.device), recordable_of(task))
+    recorded = engine.record(CudaRecorder(engine.device), recordable_of(task), logged)
     if feed.is_stream:
         return
     loss = partial(task.loss, engine.model)
