@@ -95,7 +95,7 @@ def test_loaders_that_decide_more_are_refused(loader: Any, message: str) -> None
 
 def test_a_loader_that_drops_its_last_batch_is_told_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
     task = Sums(DataLoader(numbers(10), batch_size=4, drop_last=True))
-    told = {**PLAIN, "progress": "lines", "global_batch": 4}
+    told = {**PLAIN, "progress": "lines", "global_batch": 4, "epochs": 1}
     assert paceline.fit(task, **told).num_steps == 3
     assert "type `--drop-last`" in capsys.readouterr().out
     assert paceline.fit(task, drop_last=True, **told).num_steps == 2
