@@ -326,9 +326,7 @@ def put_kernels(task: Task, model: torch.nn.Module, chosen: Precision, say: Call
             say(f"without a kernel: {line}")
 
 
-def record_shapes(
-    engine: Engine, task: Task, feed: Feed, progress: Progress, epochs: range, logged: Scalars
-) -> None:
+def record_shapes(engine: Engine, task: Task, feed: Feed, progress: Progress, epochs: range, logged: Scalars) -> None:
     """Record CUDA graphs of a stage's shapes before its first step, if graphs were chosen and none are recorded yet;
     `epochs` are those that the stage has still to train, `logged` takes what the task's loss logs."""
     if not engine.precision.graphs or engine.recorded is not None:
