@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
 import torch
 
+from paceline.config.settings import WorldSettings
 from paceline.world.discover.environment import World
 from paceline.world.link import Link
 from paceline.world.resources import NoCudaDevice
-from paceline.world.start import GroupDiffers, start
+from paceline.world.start import GroupDiffers, from_settings, start
 from tests.ranks import ranks, run_ranks
 
 PLAIN = World(0, 0, 1, 1, 0, 1, "plain", None)
@@ -32,6 +34,21 @@ def test_a_group_that_is_there_already_is_used_and_stays(link: Link) -> None:
         raise ArithmeticError
     assert torch.distributed.group.WORLD is group
     assert link.gather_objects(link.world.rank) == [0, 1]
+
+
+@ranks(2)
+def test_a_group_without_variables_is_noticed(link: Link) -> None:
+    """Each rank trained for itself before: without RANK the environment says that it is alone."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        with from_settings(WorldSettings(device="cpu", threads=1, start_timeout_s=30.0)) as guest:
+            world = guest.world
+            assert (world.rank, world.size, world.launcher) == (link.world.rank, 2, "group")
+            assert (world.local_rank, world.local_size, world.nodes) == (link.world.rank, 2, 1)
+            assert guest.gather_objects(world.rank) == [0, 1]
+    finally:
+        os.environ.update(before)
 
 
 @ranks(2)

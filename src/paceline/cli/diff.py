@@ -8,6 +8,8 @@ from pathlib import Path
 
 from paceline.config.load import load
 from paceline.config.settings import Section
+from paceline.core.cloud.address import Place, shown
+from paceline.core.cloud.run_copy import bring_run
 from paceline.core.run_folder import BrokenRecord, NotARun, RunFolder, RunRecord, read_record
 from paceline.core.secrets import masked_command, masked_values
 from paceline.core.terminal import one_line, tell
@@ -20,10 +22,10 @@ Rows = dict[str, tuple[str, str]]
 class DiffOptions(Section):
     """Show how two runs differ; the exit code is 0 if they do not, 1 if they do."""
 
-    left: Path
-    """Folder of a run."""
-    right: Path
-    """Folder of another run."""
+    left: Place
+    """Folder of a run, or its address."""
+    right: Place
+    """Folder of another run, or its address."""
 
 
 OPTIONS, POSITIONAL = DiffOptions, ("left", "right")
@@ -35,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
     if not changes:
         tell("no difference\n")
         return 0
-    _show(changes, str(options.left), str(options.right))
+    _show(changes, shown(options.left), shown(options.right))
     return 1
 
 
@@ -71,6 +73,7 @@ def _values(record: RunRecord, heading: str) -> dict[str, str]:
 
 
 def _read(folder: Path) -> RunRecord:
+    bring_run(folder)
     if not RunFolder(folder).is_run:
         raise NoRun(folder)
     try:

@@ -17,6 +17,8 @@ from paceline.config.command_line import Typed, read_words
 from paceline.config.load import load
 from paceline.config.plugin_name import RECORDED
 from paceline.config.settings import Positive, Section, TrainConfig
+from paceline.core.cloud.address import Place, local_path, shown
+from paceline.core.cloud.run_copy import bring_run
 from paceline.core.errors import PacelineError
 from paceline.core.plugins import are_enabled
 from paceline.core.run_folder import BrokenRecord, RunRecord, read_record
@@ -35,11 +37,11 @@ with warnings.catch_warnings():
 
         aliases: ClassVar[dict[str, str]] = {"code_optimization": "level"}
 
-        run: Path
-        """Folder of the run."""
+        run: Place
+        """Folder of the run, or its address."""
         manifest: tuple[str, ...] = ()
         """Other manifests or packed files than the run's, with commas between them, for a task that reads manifests."""
-        checkpoint: Literal["best", "last"] | Path = "best"
+        checkpoint: Literal["best", "last"] | Place = "best"
         """The one with the best score (the newest where none has one), the newest, or one by its path or name."""
         device: Literal["auto", "cpu", "cuda"] = "auto"
         """`auto` takes CUDA where there is one."""
@@ -158,10 +160,10 @@ def evaluate(options: EvalOptions) -> int:
         metrics = apply.evaluate_run(task, config, link, options.run, checkpoint, sets)
     if link.is_first and options.json:
         step = reader.load(checkpoint, [], verify=False).step
-        results = {"run": str(options.run), "checkpoint": str(checkpoint), "step": step, "metrics": metrics}
+        results = {"run": shown(options.run), "checkpoint": shown(checkpoint), "step": step, "metrics": metrics}
         emit(json.dumps(outcome.plain(results)) + "\n")
     elif link.is_first:
-        tell(f"{checkpoint}\n{outcome.table(metrics)}")
+        tell(f"{shown(checkpoint)}\n{outcome.table(metrics)}")
     return 0
 
 
@@ -212,8 +214,10 @@ def with_task_options(model: type[Options], typed: Typed, argv: Sequence[str]) -
 
 def _record(run: Path) -> RunRecord | None:
     try:
-        return read_record(run)
-    except (OSError, BrokenRecord):
+        folder = local_path(run)
+        bring_run(folder)
+        return read_record(folder)
+    except (OSError, BrokenRecord, PacelineError):
         return None
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from paceline.config.load import load
 from paceline.config.settings import Section
+from paceline.core.cloud.address import Place, shown
 from paceline.core.terminal import tell
 
 PROG = "paceline export"
@@ -16,11 +16,11 @@ PROG = "paceline export"
 class ExportOptions(Section):
     """Write the weights of a checkpoint of RUN to FOLDER, in a form that other programs read."""
 
-    run: Path
-    """Folder of the run."""
-    folder: Path
+    run: Place
+    """Folder of the run, or its address."""
+    folder: Place
     """Where to; must not be there yet, or hold an export."""
-    checkpoint: Literal["best", "last"] | Path = "best"
+    checkpoint: Literal["best", "last"] | Place = "best"
     """The one with the best score (the newest where none has one), the newest, or one by its path or name."""
     format: Literal["auto", "safetensors", "torch", "dcp", "onnx"] = "auto"
     """`safetensors` or `torch` (one file of weights by name), `dcp` (torch.distributed.checkpoint), `onnx` (the model
@@ -36,6 +36,7 @@ def run(argv: Sequence[str]) -> int:
     options = load(ExportOptions, argv, prog=PROG, positional=POSITIONAL)
     from paceline.cli.eval import settings_of, task_of
     from paceline.cli.load import load as load_model
+    from paceline.core.cloud.file_copy import send
     from paceline.train import apply, exchange
     from paceline.train.task import Exports, export
     from paceline.world.discover.environment import discover
@@ -45,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
     task = task_of(options.run, options.task, record)
     settings = settings_of(task, options.run, record.settings)
     checkpoint = apply.find_checkpoint(options.run, options.checkpoint)
-    about = {"run": str(options.run), "checkpoint": checkpoint.name}
+    about = {"run": shown(options.run), "checkpoint": checkpoint.name}
     with start(discover({}), device="cpu") as link:
         apply.attach(task, settings, link)
         if options.format == "auto" and isinstance(task, Exports):
@@ -58,5 +59,6 @@ def run(argv: Sequence[str]) -> int:
             form: exchange.Format = "safetensors" if options.format == "auto" else options.format
             exchange.write(options.folder, form, apply.read_weights(checkpoint), {**about, "task": str(record.task)})
     files = ", ".join(sorted(path.name for path in options.folder.iterdir()))
-    tell(f"{checkpoint}\n{options.folder}: {files}\n")
+    send(options.folder)
+    tell(f"{shown(checkpoint)}\n{shown(options.folder)}: {files}\n")
     return 0

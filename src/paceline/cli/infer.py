@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from paceline.cli.eval import DataTwice, UseOptions, call_data_function, open_run, run_here_or_on_procs
+from paceline.core.cloud.address import Place, shown
+from paceline.core.cloud.file_copy import send
 from paceline.core.terminal import tell
 
 
@@ -18,7 +19,7 @@ class InferOptions(UseOptions):
     data: str | None = None
     """A function without arguments that returns a data set, as `path/to/file.py:function`; the task's `infer_data` if
     not set, which is its first validation set."""
-    out: Path | None = None
+    out: Place | None = None
     """File for the predictions instead of the console."""
 
 
@@ -53,5 +54,6 @@ def infer(options: InferOptions) -> int:
         line = partial(outcome.json_line if options.json else outcome.text_line, names=DatasetTraits(data).names)
         number = outcome.write_predictions(pairs, link, line, options.out)
     if link.is_first and options.out is not None:
-        tell(f"{number} predictions in {options.out}\n")
+        send(options.out)
+        tell(f"{number} predictions in {shown(options.out)}\n")
     return 0

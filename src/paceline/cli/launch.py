@@ -6,6 +6,7 @@ mpirun, it finds that and the meeting point by itself.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 from pydantic import Field
 
 from paceline.cli.main import COMMANDS
+from paceline.config.command_line import dashed
 from paceline.config.load import load
 from paceline.config.problems import Problem, SettingsInvalid
 from paceline.config.settings import Positive, PositiveFloat, Section
-from paceline.world.discover.environment import MeetingPointUnknown, World, discover
+from paceline.world.discover.environment import MeetingPointUnknown, World, discover, world_of
+from paceline.world.discover.machines import find_machine
 
 if TYPE_CHECKING:
     from paceline.world.launch.agents import Node
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 PROG = "paceline launch"
 RANKED = ("train", "eval", "infer", "doctor")
 # The launcher itself is no rank, whatever started it.
+SERVICES = ("vertex", "sagemaker", "kubeflow")
+"""Launchers that start one process on each machine, and say how many machines there are."""
 ALONE = World(0, 0, 1, 1, 0, 1, "plain", None)
 
 
@@ -56,6 +61,14 @@ class LaunchOptions(Section):
     """With `--on-failure continue`: with fewer ranks than these the run is saved and ends."""
     grace_s: PositiveFloat = 60.0
     """Seconds that the ranks have to leave after SIGTERM or Ctrl-C; those that are saving get longer."""
+    ray: bool = False
+    """On the machines of a Ray cluster, of which `nnodes` are taken; typed once, anywhere in the cluster."""
+    ray_address: str | None = None
+    """Address of the Ray cluster; if not set that of RAY_ADDRESS, or the one that runs here, or one is started here."""
+    gpus_per_node: Annotated[int, Field(ge=0)] = 0
+    """With `--ray`: GPUs to ask for on each machine, one per rank as a rule."""
+    cpus_per_rank: Positive = 1
+    """With `--ray`: CPU cores to ask for, for each rank."""
 
 
 OPTIONS, POSITIONAL = LaunchOptions, ()
@@ -82,7 +95,37 @@ def run(argv: Sequence[str]) -> int:
     options = _load(option_words, command, around)
     from paceline.world.failure.together import fail_together
 
+    if options.ray:
+        return fail_together(ALONE, lambda: _launch_on_ray(options, command))
     return fail_together(ALONE, lambda: _launch(options, [sys.executable, "-m", "paceline", *command], around))
+
+
+def _launch_on_ray(options: LaunchOptions, command: Sequence[str]) -> int:
+    from paceline.core.extras import CommandNeedsPackages
+    from paceline.world.launch.ray_cluster import RayJob, launch_on_ray
+
+    if importlib.util.find_spec("ray") is None:
+        raise CommandNeedsPackages("launch --ray", "ray", "ray")
+    handed_on = ("device", "max_restarts", "on_failure", "min_ranks", "grace_s", "start_timeout_s")
+    words = [
+        word
+        for name in handed_on
+        if name in options.model_fields_set
+        for word in (dashed(name), str(getattr(options, name)))
+    ]
+    procs = options.nproc_per_node if options.nproc_per_node != "auto" else max(1, options.gpus_per_node)
+    job = RayJob(
+        nodes=nodes_of(options)[0],
+        procs_per_node=procs,
+        gpus_per_node=options.gpus_per_node,
+        cpus_per_rank=options.cpus_per_rank,
+        options=tuple(words),
+        command=tuple(command),
+        address=options.ray_address,
+        start_timeout_s=options.start_timeout_s,
+        grace_s=options.grace_s,
+    )
+    return launch_on_ray(job, lambda text: (sys.stdout.write(text), sys.stdout.flush()))
 
 
 def _launch(options: LaunchOptions, command: Sequence[str], around: World) -> int:
@@ -126,6 +169,9 @@ def place(options: LaunchOptions, around: World) -> Node:
 
 def _around(env: Mapping[str, str]) -> World:
     """Return what started this launcher; without a meeting point from it, the options must name one."""
+    machine = find_machine(env)
+    if machine is not None and "LOCAL_RANK" not in env:
+        return world_of(machine, env)
     try:
         return discover(env)
     except MeetingPointUnknown:
@@ -149,6 +195,8 @@ def _load(option_words: list[str], command: list[str], around: World) -> LaunchO
         options = load(LaunchOptions, option_words, prog=PROG)
     except SettingsInvalid as invalid:
         raise SettingsInvalid([*invalid.problems, *wrong], PROG) from None
+    if around.launcher in SERVICES and "nnodes" not in options.model_fields_set:
+        options = options.model_copy(update={"nnodes": around.nodes})  # each machine for itself is what nobody wants
     wrong += _problems(options, around)
     if wrong:
         raise SettingsInvalid(wrong, PROG)
@@ -166,10 +214,24 @@ def failure_problems(options: RulesOfFailure) -> list[Problem]:
     return []
 
 
+def _ray_problems(options: LaunchOptions) -> list[Problem]:
+    given = options.model_fields_set
+    if not options.ray:
+        only = [name for name in ("ray_address", "gpus_per_node", "cpus_per_rank") if name in given]
+        return [Problem(dashed(name), "is for machines of a Ray cluster", "add `--ray`") for name in only]
+    wrong = [name for name in ("node_rank", "master_addr", "master_port") if name in given]
+    problems = [Problem(dashed(name), "is found by itself with `--ray`", "leave it out") for name in wrong]
+    if ":" in str(options.nnodes):
+        problems.append(Problem("--nnodes", "is one number with `--ray`", "", str(options.nnodes)))
+    return problems
+
+
 def _problems(options: LaunchOptions, around: World) -> list[Problem]:
     """Return what is wrong between the options, and between them and the environment."""
     rank, (least, nodes) = options.node_rank, nodes_of(options)
-    wrong = failure_problems(options)
+    wrong = failure_problems(options) + _ray_problems(options)
+    if options.ray and not wrong:
+        return []  # which machine is which, Ray says
     if least > nodes:
         wrong.append(Problem("--nnodes", "the first number is larger than the second", "", str(options.nnodes)))
     elif least < nodes and options.on_failure != "continue":

@@ -20,18 +20,24 @@ def load(
 ) -> torch.nn.Module:
     """Return the model of a run in evaluation mode, with the weights of a checkpoint (their average, if it kept one).
 
-    `run` is a run's folder, or one of its checkpoints. `checkpoint` is the one with the best score (the newest where
-    none has one), the newest (`last`), or one by its path or name. A run that was made with `paceline.fit` in a script
-    needs its `task`; others know where theirs is. Weights are in fp32 (fp64 for a run in fp64).
+    `run` is a run's folder or address (`s3://bucket/run`), or one of its checkpoints. `checkpoint` is the one with the
+    best score (the newest where none has one), the newest (`last`), or one by its path or name. A run that was made
+    with `paceline.fit` in a script needs its `task`; others know where theirs is. Weights are in fp32 (fp64 for a run
+    in fp64).
     """
     from paceline.cli.eval import settings_of, task_of
+    from paceline.core.cloud.address import address_of, local_path
+    from paceline.core.cloud.run_copy import bring_run
+    from paceline.core.run_folder import CHECKPOINTS
     from paceline.train import apply
     from paceline.train.checkpoint.format import DIGESTS
     from paceline.world.discover.environment import discover
     from paceline.world.start import start
 
-    folder = Path(run)
-    which: apply.Which = checkpoint if checkpoint in ("best", "last") else Path(checkpoint)
+    folder = local_path(run)
+    which: apply.Which = checkpoint if checkpoint in ("best", "last") else local_path(checkpoint)
+    if address_of(folder) is not None:
+        bring_run(folder.parent.parent if folder.parent.name == CHECKPOINTS else folder)
     if (folder / DIGESTS).is_file():
         folder, which = folder.resolve().parent.parent, folder.resolve()
     record = apply.read_run(folder)

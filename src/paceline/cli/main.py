@@ -25,7 +25,7 @@ COMMANDS = {
     "pack": "pack data into HDF5 that is read at memory speed",
     "export": "write a trained model as files that other programs can read",
     "launch": "start a command as several ranks, on this machine or on each of several",
-    "submit": "write a batch script for SLURM or Grid Engine, and queue it",
+    "submit": "write a batch script for SLURM, Grid Engine, LSF, PBS or Kubernetes, and queue it",
     "doctor": "check a machine, or all ranks of an allocation, and say what is wrong",
     "runs": "list runs: what was trained, how far, how well",
     "diff": "show how two runs differ",

@@ -14,6 +14,13 @@ _TYPED = {
     "slurm": ("srun", "srun --ntasks-per-node={procs} ..."),
     "torchrun": ("torchrun", "torchrun --nproc-per-node={procs} ..."),
     "procs": ("paceline launch", "paceline launch --nproc-per-node {procs} -- ..."),
+    "jsm": ("jsrun", "jsrun --np {procs} ..."),
+    "pals": ("mpiexec (PALS)", "mpiexec --ppn {procs} ..."),
+    "ray": ("Ray Train", "ScalingConfig(num_workers={procs})"),
+    "azureml": ("AzureML", "process_count_per_instance: {procs}"),
+    "vertex": ("Vertex AI", "paceline launch --nproc-per-node {procs} -- ..."),
+    "sagemaker": ("SageMaker", "paceline launch --nproc-per-node {procs} -- ..."),
+    "kubeflow": ("Kubeflow", "paceline launch --nproc-per-node {procs} -- ..."),
     "environment": ("RANK and WORLD_SIZE in the environment", "WORLD_SIZE={procs} ..."),
 }
 """Launcher -> what people call it, and how it is told the number of ranks."""

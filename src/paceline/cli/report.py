@@ -14,6 +14,9 @@ from pydantic import Field
 from paceline.cli.recipes import REPORTS
 from paceline.config.load import load
 from paceline.config.settings import Section
+from paceline.core.cloud.address import Place
+from paceline.core.cloud.file_copy import send
+from paceline.core.cloud.run_copy import bring_run
 from paceline.core.disk import cannot_write, replacing
 from paceline.core.errors import PacelineError
 from paceline.core.paths import near
@@ -30,9 +33,9 @@ PAGE = "report.html"
 class ReportOptions(Section):
     """Write one HTML page about runs: losses, metrics, time, verdicts, settings and their differences, samples."""
 
-    runs: tuple[Path, ...]
-    """Folders of runs."""
-    out: Path | None = None
+    runs: tuple[Place, ...]
+    """Folders of runs, or their addresses."""
+    out: Place | None = None
     """The page; `report.html` in the run's folder if not set, in the working folder for several runs."""
     watch: bool = False
     """Serve the page on this machine (127.0.0.1) instead, made anew while the runs go on; Ctrl-C ends it."""
@@ -62,6 +65,8 @@ def run(argv: Sequence[str]) -> int:
     options = load(ReportOptions, argv, prog="paceline report", positional=POSITIONAL)
     if not options.runs:
         raise NoRunGiven
+    for folder in options.runs:
+        bring_run(folder)
     if options.watch:
         return watch(options.runs, options.port)
     path = options.out or (options.runs[0] / PAGE if len(options.runs) == 1 else Path(PAGE))
@@ -106,6 +111,7 @@ def write_report(folders: Sequence[Path], path: Path) -> str:
             file.write(text)
     except OSError as error:
         raise cannot_write(path, error, len(text.encode()), "it writes the page") from error
+    send(path)
     unfinished = [run.name for run in runs if run.status not in ("finished", "early", "stopped", "diverged")]
     notes = f" ({', '.join(unfinished)}: not finished, shown as far as it came)" if unfinished else ""
     for run in runs:

@@ -18,6 +18,8 @@ from rich.cells import cell_len, set_cell_size
 
 from paceline.config.load import load
 from paceline.config.settings import Section
+from paceline.core.cloud.address import Place
+from paceline.core.cloud.run_copy import bring_runs
 from paceline.core.errors import PacelineError
 from paceline.core.run_folder import (
     METRICS,
@@ -41,7 +43,7 @@ with warnings.catch_warnings():
     class RunsOptions(Section):
         """List the runs in a folder, newest last."""
 
-        folder: Path = Path("runs")
+        folder: Place = Path("runs")
         """Where to look; the folders in it are looked through too."""
         json: bool = False  # type: ignore[assignment]
         """Print JSON instead of a table."""
@@ -101,6 +103,7 @@ class RunLine:
 
 def run(argv: Sequence[str]) -> int:
     options = load(RunsOptions, argv, prog="paceline runs", positional=POSITIONAL)
+    bring_runs(options.folder)
     if not options.folder.is_dir():
         raise NoSuchFolder(options.folder, is_file=os.path.exists(options.folder))
     lines = sorted(

@@ -1,4 +1,4 @@
-"""`paceline submit slurm|sge -- train ...`: write a batch script, keep it with the run, and queue it."""
+"""`paceline submit slurm|sge|lsf|pbs|k8s -- train ...`: write a batch script, keep it with the run, and queue it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -21,13 +21,20 @@ from paceline.config.load import load
 from paceline.config.problems import Problem, SettingsInvalid
 from paceline.config.run_path import run_folder
 from paceline.config.settings import Positive, Section, TrainConfig
+from paceline.core.cloud.address import address_of, shown
+from paceline.core.cloud.file_copy import exists
+from paceline.core.cloud.run_copy import bring_run
 from paceline.core.disk import CannotWrite, replacing
 from paceline.core.errors import PacelineError
 from paceline.core.run_folder import BATCH, RunFolder
 from paceline.core.terminal import emit, tell
 from paceline.world.launch.batch_script import NAME, BatchJob, mebibytes, seconds
+from paceline.world.launch.kubernetes import Pods, manifest
+from paceline.world.launch.lsf import lsf_script
+from paceline.world.launch.pbs import pbs_script
 from paceline.world.launch.sge import GridEngine, choose_environment, sge_script
 from paceline.world.launch.slurm import slurm_script
+from paceline.world.rendezvous.secret import new_secret
 
 PROG = "paceline submit"
 _QCONF_TIMEOUT_S = 10.0
@@ -37,8 +44,8 @@ _Name = Annotated[str, Field(pattern=f"^{NAME}$")]
 class SubmitOptions(Section):
     """Queue a paceline command: `paceline submit slurm --nodes 4 --gpus-per-node 8 --time 12h -- train TASK ...`."""
 
-    scheduler: Literal["slurm", "sge"]
-    """slurm, or sge for Grid Engine."""
+    scheduler: Literal["slurm", "sge", "lsf", "pbs", "k8s"]
+    """slurm, sge for Grid Engine, lsf, pbs, or k8s for Kubernetes."""
     nodes: Positive = 1
     """Machines."""
     gpus_per_node: Annotated[int, Field(ge=0)] = 0
@@ -54,7 +61,7 @@ class SubmitOptions(Section):
     partition: _Name | None = None
     """Of SLURM."""
     queue: _Name | None = None
-    """Of Grid Engine."""
+    """Of Grid Engine, LSF or PBS."""
     account: _Name | None = None
     """Whom the time is charged to."""
     env: str = Field("", json_schema_extra=VERBATIM)
@@ -72,29 +79,56 @@ class SubmitOptions(Section):
     parallel_environment: _Name | None = None
     """Of Grid Engine: what gives slots (`qconf -spl` lists them). If not set, for one machine one that keeps all slots
     there (`smp`, or as `qconf` knows), for several `mpi`."""
-    mpi: Literal["openmpi", "mpich"] | None = None
-    """Whose `mpirun` starts the ranks in a Grid Engine job; `openmpi` if not set."""
+    mpi: Literal["openmpi", "mpich", "jsrun", "pals"] | None = None
+    """What starts the ranks in a job of Grid Engine, LSF or PBS: `mpirun` of `openmpi` (if not set) or `mpich`, LSF's
+    `jsrun`, or the `mpiexec` of `pals` in PBS."""
     gpu_resource: _Name | None = None
-    """Grid Engine's name for GPUs at your site; `gpu` if not set."""
+    """The name for GPUs at your site; `gpu` in Grid Engine and `nvidia.com/gpu` in Kubernetes if not set."""
     memory_resource: _Name | None = None
     """Grid Engine's name for memory at your site; `mem_free` if not set."""
+    image: _Name | None = None
+    """Of Kubernetes: the container, with paceline and your task in it."""
+    kind: Literal["job", "pytorchjob"] | None = None
+    """Of Kubernetes: `job` (if not set), which every cluster has, or `pytorchjob` of Kubeflow."""
+    namespace: _Name | None = None
+    """Of Kubernetes."""
+    volume: str | None = None
+    """Of Kubernetes: `CLAIM:/path`, a volume that all pods share, for a run folder below that path."""
+    secrets: str | None = None
+    """Of Kubernetes: names of secrets, with commas between, whose keys become variables: credentials of a store."""
+    service_account: _Name | None = None
+    """Of Kubernetes."""
     script: Path | None = None
     """Where to keep the script; `batch/` in the run's folder if not set."""
     dry_run: bool = False
     """Print the script; keep and queue nothing."""
 
 
-_ONLY = {
-    "slurm": {"partition": "Grid Engine's word is --queue"},
-    "sge": {
-        "queue": "SLURM's word is --partition",
-        "parallel_environment": "SLURM needs none",
-        "mpi": "SLURM starts the ranks by srun",
-        "gpu_resource": "SLURM knows GPUs by itself",
-        "memory_resource": "SLURM knows memory by itself",
-    },
+_ONLY: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "partition": (("slurm",), "the word of others is --queue"),
+    "queue": (("sge", "lsf", "pbs"), "SLURM's word is --partition; Kubernetes has namespaces"),
+    "account": (("slurm", "sge", "lsf", "pbs"), "Kubernetes has namespaces"),
+    "parallel_environment": (("sge",), "only Grid Engine has them"),
+    "mpi": (("sge", "lsf", "pbs"), "SLURM starts the ranks by srun, Kubernetes by `paceline launch`"),
+    "gpu_resource": (("sge", "k8s"), "the scheduler knows GPUs by itself"),
+    "memory_resource": (("sge",), "the scheduler knows memory by itself"),
+    "image": (("k8s",), "it is Kubernetes' container"),
+    "kind": (("k8s",), "it is one of Kubernetes' objects"),
+    "namespace": (("k8s",), "it is one of Kubernetes"),
+    "volume": (("k8s",), "it is one of Kubernetes"),
+    "secrets": (("k8s",), "they are Kubernetes'"),
+    "service_account": (("k8s",), "it is one of Kubernetes"),
 }
-"""Options that only one scheduler has, and what to say where it is the other."""
+"""Options that only some schedulers have, and what to say for another."""
+_STARTERS = {"sge": ("openmpi", "mpich"), "lsf": ("openmpi", "mpich", "jsrun"), "pbs": ("openmpi", "mpich", "pals")}
+"""What can start the ranks, by scheduler."""
+_QUEUES = {
+    "slurm": ("sbatch",),
+    "sge": ("qsub",),
+    "lsf": ("bsub",),
+    "pbs": ("qsub",),
+    "k8s": ("kubectl", "apply", "-f"),
+}
 
 
 OPTIONS, POSITIONAL = SubmitOptions, ("scheduler",)
@@ -141,6 +175,14 @@ class ResumesFromFile(PacelineError):
     hint = "add `--no-requeue`, or use `--init-from` for weights to begin with"
 
 
+class LostWithPod(PacelineError):
+    """A run in the file system of a container."""
+
+    folder: Path
+    sentence = "the run folder {folder} would be inside of the pods, and lost with them"
+    hint = "give the run an address (`--out s3://bucket/run`), or a volume (`--volume CLAIM:/runs`, `--out /runs/NAME`)"
+
+
 @dataclass(frozen=True)
 class Command:
     """The command that the ranks will run, and the folder of its batch files."""
@@ -156,8 +198,9 @@ def run(argv: Sequence[str]) -> int:
     options = _load(words[:at], words[at + 1 :])
     command = _prepare(words[at + 1 :], options)
     moment = time.strftime("%Y%m%d-%H%M%S")
-    path = options.script or command.folder / f"{options.scheduler}-{moment}.sh"
-    text = script(options, command, Path.cwd(), logs=path.parent.absolute())
+    ending = "yaml" if options.scheduler == "k8s" else "sh"
+    path = options.script or command.folder / f"{options.scheduler}-{moment}.{ending}"
+    text = script(options, command, Path.cwd(), path)
     if options.dry_run:
         emit(text)
         return 0
@@ -168,18 +211,19 @@ def run(argv: Sequence[str]) -> int:
             file.write(text)
     except OSError as error:
         raise CannotWrite(path, error, "choose another `--script FILE`, or another `--out` for the run") from error
-    answer = _queue(["sbatch"] if options.scheduler == "slurm" else ["qsub"], path)
+    answer = _queue(list(_QUEUES[options.scheduler]), path, from_input=options.scheduler == "lsf")
     tell(f"{answer.strip()}\nscript {path}\n")
     return 0
 
 
-def script(options: SubmitOptions, command: Command, folder: Path, logs: Path) -> str:
-    """Return the batch script."""
+def script(options: SubmitOptions, command: Command, folder: Path, path: Path) -> str:
+    """Return the batch script, which is kept at `path`, or the manifest for Kubernetes."""
     job = BatchJob(
         name=options.job_name or command.name,
-        command=(sys.executable, "-m", "paceline", *command.words),
+        # In a container there is another Python, and `paceline launch` starts the command.
+        command=command.words if options.scheduler == "k8s" else (sys.executable, "-m", "paceline", *command.words),
         folder=folder,
-        logs=logs,
+        logs=path.parent.absolute(),
         nodes=options.nodes,
         procs_per_node=options.procs_per_node or options.gpus_per_node or 1,
         gpus_per_node=options.gpus_per_node,
@@ -194,8 +238,15 @@ def script(options: SubmitOptions, command: Command, folder: Path, logs: Path) -
         requeue=options.requeue,
         directives=tuple(filter(None, map(str.strip, options.directives.split("\n")))),
     )
+    mpi: Any = options.mpi or "openmpi"  # what the scheduler does not know was refused
     if options.scheduler == "slurm":
         return slurm_script(job)
+    if options.scheduler == "lsf":
+        return lsf_script(job, mpi)
+    if options.scheduler == "pbs":
+        return pbs_script(job, path.absolute(), mpi)
+    if options.scheduler == "k8s":
+        return manifest(job, _pods(options), new_secret())
     given = {
         name: getattr(options, name)
         for name in ("mpi", "gpu_resource", "memory_resource")
@@ -203,6 +254,20 @@ def script(options: SubmitOptions, command: Command, folder: Path, logs: Path) -
     }
     environment = choose_environment(options.parallel_environment, _allocation_rules(), job)
     return sge_script(job, GridEngine(environment, **given))
+
+
+def _pods(options: SubmitOptions) -> Pods:
+    assert options.image is not None
+    claim, _, mounted = (options.volume or "").partition(":")
+    return Pods(
+        options.image,
+        options.kind or "job",
+        options.namespace,
+        (claim, mounted) if options.volume is not None else None,
+        tuple(filter(None, map(str.strip, (options.secrets or "").split(",")))),
+        options.gpu_resource or "nvidia.com/gpu",
+        options.service_account,
+    )
 
 
 def _allocation_rules() -> dict[str, str] | None:
@@ -256,13 +321,15 @@ def _with_place(problem: Problem) -> Problem:
 
 def _problems(options: SubmitOptions) -> list[Problem]:
     found = []
-    for scheduler, names in _ONLY.items():
-        if scheduler != options.scheduler:
-            found += [
-                Problem(dashed(name), f"has no meaning for {options.scheduler}", hint)
-                for name, hint in names.items()
-                if getattr(options, name) is not None
-            ]
+    for name, (schedulers, hint) in _ONLY.items():
+        if options.scheduler not in schedulers and getattr(options, name) is not None:
+            found.append(Problem(dashed(name), f"has no meaning for {options.scheduler}", hint))
+    starters = _STARTERS.get(options.scheduler)
+    if options.mpi is not None and starters is not None and options.mpi not in starters:
+        what = f"does not start ranks in jobs of {options.scheduler}"
+        found.append(Problem("--mpi", what, f"there: {', '.join(starters)}", options.mpi))
+    if options.scheduler == "k8s":
+        found += _k8s_problems(options)
     for name, read in (("time", seconds), ("memory", mebibytes)):
         text = getattr(options, name)
         try:
@@ -276,6 +343,17 @@ def _problems(options: SubmitOptions) -> list[Problem]:
         read_env(options.env)
     except ValueError as error:
         found.append(Problem("--env", str(error), "type `--env \"A=1 B='two words'\"`"))
+    return found
+
+
+def _k8s_problems(options: SubmitOptions) -> list[Problem]:
+    found = []
+    if options.image is None:
+        found.append(Problem("--image", "is missing", "name the container, with paceline and your task in it"))
+    if options.volume is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*:/\S+", options.volume):
+        found.append(Problem("--volume", "is not CLAIM:/path", "type `--volume runs-claim:/runs`", options.volume))
+    if options.directives:
+        found.append(Problem("--directives", "has no meaning for k8s", "edit the YAML: `--dry-run > job.yaml`"))
     return found
 
 
@@ -297,17 +375,27 @@ def _prepare(words: list[str], options: SubmitOptions) -> Command:
     settings, task = _read_training(words[1:])
     if settings.benchmark:
         return Command(tuple(words), task, Path())
-    folder = run_folder(settings, task=task, moment=time.strftime("%Y%m%d-%H%M%S"), exists=os.path.exists)
+    folder = run_folder(settings, task=task, moment=time.strftime("%Y%m%d-%H%M%S"), exists=exists)
+    bring_run(folder)
+    if options.scheduler == "k8s":
+        _check_outlives_pod(folder, options)
     if settings.resume == "no" and RunFolder(folder).is_run:
         raise RunIsThere(folder)
     if isinstance(settings.resume, Path) and options.requeue:
         raise ResumesFromFile
-    more = _option("--out", str(folder)) if settings.out is None else []
+    more = _option("--out", shown(folder)) if settings.out is None else []
     if settings.resume == "no":
         more += ["--resume", "auto"]
     if settings.progress == "auto":
         more += ["--progress", "lines"]  # what Open MPI's ranks write to looks like a terminal, but is a log
     return Command((*words, *more), folder.name, folder / BATCH)
+
+
+def _check_outlives_pod(folder: Path, options: SubmitOptions) -> None:
+    """Refuse a run folder inside of a container, which is gone when its pod is."""
+    mounted = (options.volume or "").partition(":")[2]
+    if address_of(folder) is None and not (mounted and Path(mounted) in (folder, *folder.parents)):
+        raise LostWithPod(folder)
 
 
 def _option(name: str, value: str) -> list[str]:
@@ -334,10 +422,13 @@ def _read_training(words: list[str]) -> tuple[TrainConfig, str]:
     return task_settings(options, task_class.Settings), re.sub(r"\W+", "-", name.rpartition(":")[2] or name).strip("-")
 
 
-def _queue(words: list[str], path: Path) -> str:
+def _queue(words: list[str], path: Path, *, from_input: bool = False) -> str:
     try:
         # Absolute: a name may begin with a dash.
-        done = subprocess.run([*words, str(path.absolute())], capture_output=True, text=True, errors="replace")
+        command, text = [*words, str(path.absolute())], None
+        if from_input:
+            command, text = words, path.read_text(encoding="utf-8")
+        done = subprocess.run(command, input=text, capture_output=True, text=True, errors="replace")
     except FileNotFoundError:
         raise SchedulerMissing(words[0]) from None
     if done.returncode != 0:

@@ -21,9 +21,11 @@ from paceline.config.problems import Problem, SettingsInvalid
 from paceline.config.run_path import run_folder
 from paceline.config.settings import Section, TrainConfig
 from paceline.core import plugins
+from paceline.core.cloud.address import local_path, shown
+from paceline.core.cloud.file_copy import exists
 from paceline.core.errors import PacelineError
 from paceline.core.paths import absolute
-from paceline.core.terminal import emit
+from paceline.core.terminal import emit, warn
 from paceline.world.discover.environment import World, discover
 
 if TYPE_CHECKING:
@@ -96,7 +98,12 @@ def _run(world: World, name: str, rest: list[str]) -> int:
         from paceline.core.user_file import code_of
 
         result = fit_surviving(lambda: make_task(task_class, name), settings, rounds, code_of(task_class))
-    return EXIT_DIVERGED if result.status == "diverged" else 0
+    if not result.is_delivered and world.rank == 0:
+        warn(
+            f"error: {result.address} does not have all of this run, {result.folder} has it\n"
+            "  type the same command with `--resume auto` to send it\n"
+        )
+    return EXIT_DIVERGED if result.status == "diverged" else int(not result.is_delivered)
 
 
 def _with_timeline(world: World, settings: TrainConfig, environment: Mapping[str, str]) -> TrainConfig:
@@ -170,9 +177,10 @@ def _agree(world: World, settings: TrainConfig, name: str) -> Path | None:
     # The place of the first attempt, so that restarted ranks find what it decided.
     store = meet(replace(world, attempt=0), settings.start_timeout_s)
     if world.rank == 0 and not store.check(["run folder"]):
-        store.set("run folder", str(settings.out or _folder(settings, name) or ""))
+        # The address, where it is one: copies may lie elsewhere on other machines.
+        store.set("run folder", shown(settings.out or _folder(settings, name) or ""))
     agreed = store.get("run folder").decode()
-    return Path(agreed) if agreed else None
+    return local_path(agreed) if agreed else None
 
 
 def _folder(settings: TrainConfig, name: str) -> Path | None:
@@ -185,4 +193,4 @@ def _folder(settings: TrainConfig, name: str) -> Path | None:
         settings = settings.model_copy(update={"resume": "auto"})  # an existing run is used, none is made
     task = re.sub(r"\W+", "-", name.rpartition(":")[2] or name).strip("-")
     moment = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    return run_folder(settings, task=task, moment=moment, exists=os.path.exists)
+    return run_folder(settings, task=task, moment=moment, exists=exists)

@@ -122,7 +122,8 @@ class TrainArguments(EngineArguments, DataArguments, total=False):
     """Settings of `paceline.fit`."""
 
     out: str | Path | None
-    """Run folder. Made if absent; an existing run is only touched with `resume`."""
+    """Run folder, or an address such as `s3://bucket/run`. Made if absent; an existing run is only touched with
+    `resume`."""
     resume: Literal["no", "auto"] | str | Path
     """`auto`: from the newest sound checkpoint in `out`, or from the start if there is none; or a checkpoint's
     path."""

@@ -141,8 +141,15 @@ def _value_problem(field: _Field, details: list[Any]) -> Problem:
     phrases = [*map(_phrase, others), *(["a plugin's: " + ", ".join(field.plugins)] if field.plugins else [])]
     what = raised[0] if raised else f"must be {', or '.join(dict.fromkeys(phrases))}"
     meant = nearest(wrong, field.choices) if isinstance(wrong, str) and not raised else None
-    other_hint = _PLUGIN_HINTS[plugins.are_enabled()] if len(others) < len(details) else ""
-    return Problem(field.where, entry + what, f"did you mean {meant}?" if meant else other_hint, field.text)
+    advice = next((error.hint for detail in details if isinstance(error := _raised(detail), PacelineError)), "")
+    if not advice and len(others) < len(details):
+        advice = _PLUGIN_HINTS[plugins.are_enabled()]
+    return Problem(field.where, entry + what, f"did you mean {meant}?" if meant else advice, field.text)
+
+
+def _raised(detail: Any) -> object:
+    """Return the error that a validator of the setting raised."""
+    return detail.get("ctx", {}).get("error")
 
 
 def _section_problem(field: _Field, model: type[BaseModel], detail: Any) -> Problem:
@@ -159,7 +166,7 @@ def _section_problem(field: _Field, model: type[BaseModel], detail: Any) -> Prob
     if detail["type"] in ("model_type", "model_attributes_type"):
         keys = ",".join(f"{name}=..." for name in model.model_fields)
         return Problem(where, "cannot be understood", f"write {keys} or a JSON object", text)
-    raised = detail.get("ctx", {}).get("error")
+    raised: Any = _raised(detail)
     if raised is not None:  # by a validator of the setting
         return Problem(where, str(raised), raised.hint if isinstance(raised, PacelineError) else "", text)
     return Problem(where, f"{path} must be {_phrase(detail)}", given=text)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, PlainSerializer
 
+from paceline.core.cloud.address import placed_absolute, shown
 from paceline.core.errors import PacelineError
-from paceline.core.paths import absolute
 
 _BETWEEN_FILES = re.compile(r"(?<=\.json)\+|(?<=\.jsonl)\+|(?<=\.h5)\+|(?<=\.hdf5)\+|(?<=\.hdf)\+")
 """Elsewhere a plus belongs to a name."""
@@ -42,11 +42,11 @@ def name_sets(words: Sequence[str]) -> dict[str, tuple[Path, ...]]:
 def absolute_set(word: str) -> str:
     """The same set, from whatever folder it is read."""
     name, paths = _parse(word)
-    files = "+".join(str(absolute(path)) for path in paths)
+    files = "+".join(str(placed_absolute(path)) for path in paths)
     return files if name is None else f"{name}={files}"
 
 
-SetWord = Annotated[str, AfterValidator(absolute_set)]
+SetWord = Annotated[str, AfterValidator(absolute_set), PlainSerializer(shown, return_type=str, when_used="json")]
 
 
 def _parse(word: str) -> tuple[str | None, tuple[Path, ...]]:

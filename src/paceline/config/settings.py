@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from paceline.config.named_sets import SetWord
 from paceline.config.plugin_name import PluginName
 from paceline.config.step_range import StepRange
+from paceline.core.cloud.address import AbsolutePlace, Place, is_address
 from paceline.core.paths import AbsolutePath
 from paceline.core.together import SettingsExclusion
 
@@ -100,7 +101,11 @@ class Section(BaseModel):
     @classmethod
     def _check_names(cls, value: Any) -> Any:
         """Refuse paths that no file system has, before something else fails because of them."""
+        for path in value if isinstance(value, tuple) else ():
+            cls._check_names(path)
         if isinstance(value, Path):
+            if is_address(value):
+                raise ValueError("is an address, and this must be a path of this machine")
             longest = max((len(os.fsencode(part)) for part in value.parts), default=0)
             if "\0" in str(value):
                 raise ValueError("a path has no zero bytes")
@@ -124,18 +129,19 @@ def exclusions_of(section: type[Section]) -> list[SettingsExclusion]:
 class RunSettings(Section):
     """Where a run lives and how it starts."""
 
-    out: Path | None = free(None)
-    """Run folder. Made if absent; an existing run is only touched with `resume`."""
-    resume: Literal["no", "auto"] | Path = free("no")
+    out: Place | None = free(None)
+    """Run folder, or an address such as `s3://bucket/run`. Made if absent; an existing run is only touched with
+    `resume`."""
+    resume: Literal["no", "auto"] | Place = free("no")
     """`auto`: from the newest sound checkpoint in `out`, or from the start if there is none; or a checkpoint's path."""
     allow_change: bool = free(False)
     """Resume although settings that change numerics differ from the run's."""
-    init_from: Path | None = free(None)
+    init_from: Place | None = free(None)
     """For fine-tuning: weights that are loaded by name before the first step. A checkpoint, a `.safetensors` or `.pt`
     file, a Hugging Face folder, or a torch.distributed.checkpoint."""
     exp_name: str | None = free(None)
     """Name of the run: its folder is `runs_dir/exp_name`, numbered where that name is taken; `out` goes before it."""
-    runs_dir: Path = free(Path("runs"))
+    runs_dir: Place = free(Path("runs"))
     """Where named runs live."""
     log_every: Positive = free(10)
     """Steps between log lines; device counters are read then and only then."""
@@ -209,7 +215,7 @@ class DataSettings(Section):
     """Samples per validation batch; the training grain's size if not set."""
     workers: Annotated[int, Field(ge=0)] | Literal["auto"] = per_rank("auto")
     """Loader processes per rank (threads for packed audio on a GPU); `auto` measures how long a grain takes to read."""
-    train_files: tuple[AbsolutePath, ...] = free(())
+    train_files: tuple[AbsolutePlace, ...] = free(())
     """Packed files (RETURNN's HDF, too) to train on instead of the task's own data: together one data set."""
     val_files: tuple[SetWord, ...] = free(())
     """Packed files to validate on instead of the task's own sets, each a set named by its file or as `name=a.hdf`;

@@ -58,8 +58,8 @@ class PacelineError(Exception):
             raise TypeError(f"{type(self).__name__} takes {self._fields}, not {values} and {named}")
         self.__dict__.update(fields)
         names = _Attributes(self)
-        super().__init__(_WORDS.vformat(self.sentence, (), names))
-        self.hint = _WORDS.vformat(type(self).hint, (), names)
+        super().__init__(_shown(_WORDS.vformat(self.sentence, (), names)))
+        self.hint = _shown(_WORDS.vformat(type(self).hint, (), names))
 
     def __str__(self) -> str:
         """Return the message. It may hold names and lines from files, which must not command a terminal."""
@@ -74,10 +74,19 @@ class _Words(string.Formatter):
     """`str.format` that knows nouns: `{number:#core}`."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        return counted(value, format_spec[1:]) if format_spec.startswith("#") else str(format(value, format_spec))
+        if format_spec.startswith("#"):
+            return counted(value, format_spec[1:])
+        return str(format(value, format_spec))
 
 
 _WORDS = _Words()
+
+
+def _shown(text: str) -> str:
+    """Return a text with paths as the user typed them: addresses, where they are copies of such."""
+    from paceline.core.cloud.address import shown  # which declares errors itself
+
+    return shown(text)
 
 
 class _Attributes(Mapping[str, Any]):

@@ -12,6 +12,9 @@ EXTRAS = {
     **dict.fromkeys(("sklearn", "espeakng_loader"), "demo"),
     "h5py": "pack",
     "plotly": "report",
+    "fsspec": "cloud",
+    "cloudpickle": "notebook",
+    "ray": "ray",
 }
 """Package that a part of Paceline imports -> our extra that installs it."""
 

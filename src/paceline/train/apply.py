@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from paceline.config.settings import TrainConfig
+from paceline.core.cloud.address import address_of, shown
+from paceline.core.cloud.run_copy import bring_run
 from paceline.core.errors import PacelineError
 from paceline.core.keys import key
 from paceline.core.run_folder import NotARun, RunFolder, RunRecord
@@ -110,15 +112,24 @@ class PredictionContract(PacelineError):
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Return the record of a run that has something to use."""
+    """Return the record of a run that has something to use; one at an address is brought first."""
+    bring_run(folder)
     try:
         record = RunFolder(folder).check(may_exist=True)
     except NotARun as error:
         raise NoRun(str(error)) from error
     if record is None:
         why = "there is no such folder" if not folder.exists() else "it is empty"
-        raise NoRun(f"{folder} is not a run: {'it failed at its start' if RunFolder(folder).is_run else why}")
+        raise NoRun(f"{shown(folder)} is not a run: {'it failed at its start' if RunFolder(folder).is_run else why}")
     return record
+
+
+def bring(link: Link, folder: Path) -> None:
+    """Bring the run in `folder` to this machine, if it is the copy of an address: one rank per machine does."""
+    if address_of(folder) is not None:
+        if link.world.local_rank == 0:
+            bring_run(folder)
+        link.barrier()
 
 
 def choose_checkpoint(link: Link, folder: Path, which: Which) -> Path:
@@ -145,7 +156,7 @@ def find_checkpoint(folder: Path, which: Which) -> Path:
             if (path / DIGESTS).exists():
                 return path
         names = ", ".join(path.name for path in listed(checkpoints)) or "none"
-        raise NoCheckpoint(f"{which} is not a checkpoint", f"checkpoints of {folder}: {names}")
+        raise NoCheckpoint(f"{shown(which)} is not a checkpoint", f"checkpoints of {shown(folder)}: {names}")
     found = reader.best(checkpoints) if which == "best" else reader.newest(checkpoints)
     if which == "best" and found.checkpoint is None:
         newest = reader.newest(checkpoints)
@@ -153,7 +164,7 @@ def find_checkpoint(folder: Path, which: Which) -> Path:
         found = reader.Found(newest.checkpoint, list(broken.values()))
         if found.checkpoint is not None:
             name = found.checkpoint.path.name
-            warn(f"no checkpoint of {folder} has a validation score: taking the last one, {name}\n")
+            warn(f"no checkpoint of {shown(folder)} has a validation score: taking the last one, {name}\n")
     for error in found.broken:
         warn(f"skipped a broken checkpoint: {error}\n")
     if found.checkpoint is None:
@@ -170,8 +181,9 @@ def _weights(loaded: reader.Checkpoint) -> dict[str, torch.Tensor]:
     return {**loaded.parts["model"], **loaded.parts.get("ema", {})}
 
 
-def _none_found(folder: Path, has_broken: bool) -> tuple[str, str]:
+def _none_found(folder: Path | str, has_broken: bool) -> tuple[str, str]:
     """Return (what, hint) of the error where no checkpoint can be used."""
+    folder = shown(folder)
     if has_broken:
         return f"{folder} has no sound checkpoint", "train it again: every one that was saved is damaged"
     return f"{folder} has no checkpoint", "let it train until the first one is saved (`--save-every-steps`)"

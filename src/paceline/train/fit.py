@@ -6,13 +6,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 from typing_extensions import ParamSpec
 
 from paceline.config.python_call import settings_of_call
 from paceline.config.run_path import run_folder
 from paceline.config.settings import TrainConfig
+from paceline.core.cloud.file_copy import exists, send
+from paceline.core.cloud.run_copy import bring_run
 from paceline.core.run_folder import RunFolder
 from paceline.core.terminal import tell
 from paceline.observe.callback import Callback
@@ -47,25 +49,50 @@ class HasSettings(Protocol[P]):
 
 
 @overload
-def fit(task: Task, config: TrainConfig, *, watchers: Sequence[Callback] = ...) -> Result: ...
+def fit(
+    task: Task, config: TrainConfig, *, watchers: Sequence[Callback] = ..., procs: int | Literal["auto"] = ...
+) -> Result: ...
 @overload
-def fit(task: Task, *, watchers: Sequence[Callback] = ..., **settings: Unpack[TrainArguments]) -> Result: ...
+def fit(
+    task: Task,
+    *,
+    watchers: Sequence[Callback] = ...,
+    procs: int | Literal["auto"] = ...,
+    **settings: Unpack[TrainArguments],
+) -> Result: ...
 @overload
 def fit(task: HasSettings[P], *args: P.args, **settings: P.kwargs) -> Result: ...
 def fit(  # type: ignore[misc]  # `args` of the last one are none: settings have names
-    task: Task, config: TrainConfig | None = None, *, watchers: Sequence[Callback] = (), **settings: Any
+    task: Task,
+    config: TrainConfig | None = None,
+    *,
+    watchers: Sequence[Callback] = (),
+    procs: int | Literal["auto"] = 1,
+    **settings: Any,
 ) -> Result:
     """Train `task` with `config`, or with the settings given by name; or validate, predict or measure, as `mode` and
     `benchmark` say.
 
     `watchers` follow the run on the first rank, beside those that the settings and the task name.
     Under a launcher (torchrun, mpirun, srun, `paceline train --procs`) every rank calls it alike.
+
+    `procs` starts so many ranks on this machine (`auto`: one per GPU), each with a copy of the task, and returns when
+    they have ended: from a notebook or a script, without a launcher. The task may be defined in the notebook; it and
+    its data are pickled by value (`pip install 'paceline[notebook]'`), so the task here stays as it was.
     """
-    config = config or settings_of_call(task.Settings, settings, "paceline.fit", more=("task", "config", "watchers"))
+    config = config or settings_of_call(
+        task.Settings, settings, "paceline.fit", more=("task", "config", "watchers", "procs")
+    )
+    if procs != 1:
+        from paceline.train.fit_procs import fit_on_procs
+
+        started = fit_on_procs(task, config, watchers, procs)
+        if started is not None:
+            return started
     with from_settings(config) as link:
         if config.out is None and config.exp_name is not None:
             # One rank looks which names are taken.
-            chosen = run_folder(config, task="", moment="", exists=Path.exists) if link.is_first else None
+            chosen = run_folder(config, task="", moment="", exists=exists) if link.is_first else None
             config = config.model_copy(update={"out": link.broadcast_object(chosen)})
         return run_mode(task, config, link, watchers)
 
@@ -98,6 +125,7 @@ def run_mode(task: Task, config: TrainConfig, link: Link, watchers: Sequence[Cal
 def _apply(task: Task, config: TrainConfig, link: Link) -> Result:
     """Restore the newest checkpoint of `out`, or the one that `resume` names, and use it; the run stays as it is."""
     folder, which = _run_to_use(config)
+    apply.bring(link, folder)
     checkpoint = apply.choose_checkpoint(link, folder, which)
     step = reader.load(checkpoint, [], verify=False).step
     if config.mode == "eval":
@@ -109,6 +137,7 @@ def _apply(task: Task, config: TrainConfig, link: Link) -> Result:
     file = folder / PREDICTIONS
     written = outcome.write_predictions(pairs, link, outcome.json_line, file)
     if link.is_first:
+        send(file)
         tell(f"{checkpoint}\n{written} predictions in {file}\n")
     return Result("predicted", step, math.nan, mode="infer", predictions=file, folder=folder, checkpoint=checkpoint)
 
@@ -117,6 +146,7 @@ def _run_to_use(config: TrainConfig) -> tuple[Path, apply.Which]:
     which: apply.Which = config.resume if isinstance(config.resume, Path) else "last"
     folder = config.out
     if isinstance(which, Path) and (folder is None or not RunFolder(folder).is_run):
+        bring_run(which.parent.parent)
         folder = which.resolve().parent.parent
     if folder is None:
         error = apply.NoRun(f"`mode` is {config.mode!r}, but not said of which run")

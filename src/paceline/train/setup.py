@@ -11,9 +11,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.config.settings import BuiltInLogger, BuiltInOptimizer, BuiltInSchedule, TrainConfig
 from paceline.core import plugins
+from paceline.core.cloud.address import shown
+from paceline.core.cloud.file_copy import bring_folder, bring_parts
+from paceline.core.cloud.run_copy import bring_run
 from paceline.core.errors import PacelineError
 from paceline.core.keys import key
-from paceline.core.run_folder import RunFolder
+from paceline.core.run_folder import CHECKPOINTS, RunFolder
 from paceline.core.secrets import masked
 from paceline.data.grain import Grain
 from paceline.observe import loggers
@@ -24,7 +27,7 @@ from paceline.parallel.step import Step
 from paceline.speed.precision import Precision
 from paceline.train import exchange, rates
 from paceline.train.checkpoint import reader
-from paceline.train.checkpoint.format import STATE
+from paceline.train.checkpoint.format import DIGESTS, STATE
 from paceline.train.engine import Engine
 from paceline.train.probe import Probe
 from paceline.train.task import HasScheduler, HasWatchers, ReadsWeights, Task, overrides
@@ -157,7 +160,7 @@ class NoStartWeights(PacelineError):
 
     @property
     def shown(self) -> str:
-        return masked(str(self.path))
+        return masked(shown(self.path))
 
     @property
     def why(self) -> str:
@@ -171,6 +174,7 @@ def load_weights(model: torch.nn.Module, task: Task, path: Path | None, say: Cal
     weights of another program."""
     if path is None:
         return
+    _bring_weights(path)
     weights = task.read_weights(path) if isinstance(task, ReadsWeights) else None
     if weights is None and (path / STATE).is_file():
         weights = reader.load(path, ["model"]).parts["model"]
@@ -179,6 +183,15 @@ def load_weights(model: torch.nn.Module, task: Task, path: Path | None, say: Cal
             raise NoStartWeights(path)
         weights = exchange.fitted(exchange.read(path), set(model.state_dict()))
     say(reader.load_by_name(model, weights).line(path))
+
+
+def _bring_weights(path: Path) -> None:
+    """Bring what `init_from` names, if that is the copy of an address: a file, a folder, or a run's checkpoint."""
+    if path.parent.name == CHECKPOINTS:
+        bring_run(path.parent.parent)
+        bring_parts(path, (STATE, DIGESTS))
+    if not (path / STATE).is_file():
+        bring_folder(path)
 
 
 def after_step(task: Task, probe: Probe | None) -> Callable[[torch.nn.Module, Step, list[Grain]], None] | None:

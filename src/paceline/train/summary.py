@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from paceline.config.settings import TrainConfig
+from paceline.core.cloud.address import shown
 from paceline.core.paths import absolute
 from paceline.core.sum_tree import even_starts, layout
 from paceline.core.units import counted, plural, ranges
@@ -102,7 +103,7 @@ def rows(facts: Facts) -> Rows:
     config = facts.config
     lines: Rows = []
     if facts.folder is not None:
-        lines.append(("run folder", str(facts.folder)))
+        lines.append(("run folder", shown(facts.folder)))
     if facts.resumed is not None:
         lines.append(("resumed", facts.resumed))
     lines += _ranks(facts.world, facts.seats)
@@ -125,6 +126,11 @@ def rows(facts: Facts) -> Rows:
     if not facts.has_own_rates:
         lines.append(("learning rate", _schedule(config, facts.schedule_steps)))
     return lines + precision.rows(facts.precision, loss_scale.describe(config.loss_scale))
+
+
+def room_for_more(world: World) -> list[str]:
+    """Return what there is to say of a process that is alone in an allocation with room for more."""
+    return list(world.why[1:]) if world.launcher == "plain" else []
 
 
 def batch_line(config: TrainConfig, grains: int, size: int) -> str:

@@ -6,6 +6,7 @@ protocols below it: a task implements one by having its methods, and the code th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, cast, get_args, get_or
 import torch
 from numpy.typing import NDArray
 from torch.optim.lr_scheduler import LRScheduler
-from typing_extensions import TypeVar
+from typing_extensions import Self, TypeVar
 
 from paceline.config.compared import shared_settings
 from paceline.config.named_sets import name_sets
@@ -271,6 +272,12 @@ class Task(Generic[S_co]):
     def attach(self, surroundings: Surroundings) -> None:
         """Put the task to work in a run, before anything of it is called. A later call replaces the surroundings."""
         self._surroundings = surroundings
+
+    def detached(self) -> Self:
+        """Return a copy that is in no run, and can be handed to another process."""
+        copied = copy.copy(self)
+        copied._surroundings = None
+        return copied
 
     def _around(self, name: str) -> Surroundings:
         if self._surroundings is None:

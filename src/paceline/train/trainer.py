@@ -94,7 +94,11 @@ class Result:
     predictions: Path | None = None
     """The file that mode `infer` wrote."""
     folder: Path | None = None
-    """The run folder, if there is one."""
+    """The run folder, if there is one; of a run at an address, the copy on this machine."""
+    address: str | None = None
+    """Address of the run, such as `s3://bucket/run`; None where its folder is one of this machine."""
+    is_delivered: bool = True
+    """False if the last upload to the address failed: `folder` has all of the run, and `resume="auto"` sends it."""
     checkpoint: Path | None = None
     """The last checkpoint of the run; of the modes `eval` and `infer` the one that was used."""
     best: Path | None = None
@@ -706,7 +710,12 @@ class Trainer:
         )
         self.progress.table(summary.rows(facts))
         arithmetic = [self._arithmetic] if self._arithmetic else []
-        remarks = [*summary.idle_ranks(facts), *summary.unequal_devices(facts.seats), *summary.idle(facts)]
+        remarks = [
+            *summary.room_for_more(facts.world),
+            *summary.idle_ranks(facts),
+            *summary.unequal_devices(facts.seats),
+            *summary.idle(facts),
+        ]
         if self._survival is not None:
             remarks.append(price(self.config))
         for line in [*arithmetic, *self.engine.precision.notes, *more, *remarks]:
@@ -723,6 +732,8 @@ class Trainer:
         self.timeline.close()
         self.log.close(status)
         self.clock.lap("logging")
+        is_delivered = self.checkpoints.deliver()
+        self.clock.lap("checkpoint")
         for line in autotuner.closing_lines(self.engine) if self._autotuner is not None else []:
             self.progress.say(line)
         if status == "stopped":
@@ -743,6 +754,8 @@ class Trainer:
             folder=self.config.out,
             checkpoint=last,
             best=best,
+            address=self.checkpoints.address,
+            is_delivered=is_delivered,
         )
 
     def give_model(self) -> torch.nn.Module:

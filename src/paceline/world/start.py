@@ -45,7 +45,10 @@ def from_settings(settings: WorldSettings, world: World | None = None, check: Ca
     `check` is called while others are waited for; what it raises ends the wait.
     Raises `RanksDisagree` on all ranks where settings or installations differ.
     """
-    world = discover(os.environ) if world is None else world
+    if world is None:
+        world = discover(os.environ)
+        if world.launcher == "plain" and dist.is_initialized() and dist.get_world_size() > 1:
+            world = _of_group()
     by_environment = threads_by_environment(os.environ, world.launcher, world.local_size)
     link = start(
         world,
@@ -138,6 +141,29 @@ class GroupWithoutCpu(PacelineError):
     backend: str
     sentence = "torch.distributed was initialised with {backend}, which carries no tensors of the CPU"
     hint = "initialise it with `backend='cpu:gloo,cuda:nccl'`, or leave that to paceline"
+
+
+def _of_group() -> World:
+    """Return the place of this process in a group that was initialised without a launcher's variables."""
+    backend = str(dist.get_backend_config())
+    if "cpu:" not in backend:
+        raise GroupWithoutCpu(backend)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    hosts: list[str] = [""] * size
+    dist.all_gather_object(hosts, socket.gethostname())
+    nodes, own = list(dict.fromkeys(hosts)), hosts[rank]
+    return World(
+        rank=rank,
+        local_rank=hosts[:rank].count(own),
+        size=size,
+        local_size=hosts.count(own),
+        node_rank=nodes.index(own),
+        nodes=len(nodes),
+        launcher="group",
+        # The port is chosen when the ranks meet.
+        meeting=f"{'127.0.0.1' if len(nodes) == 1 else hosts[0]}:0",
+        why=(f"rank {rank} of {size} in a process group that exists already; no launcher's variables are set",),
+    )
 
 
 def _beside_group(world: World) -> World:

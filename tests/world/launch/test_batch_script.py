@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.world.launch.batch_script import BatchJob, NotADuration, NotASize, NotForScript, mebibytes, seconds
+from paceline.world.launch.lsf import lsf_script
+from paceline.world.launch.pbs import pbs_script
 from paceline.world.launch.sge import GpusPerSlot, GridEngine, SlotsOnSeveralHosts, choose_environment, sge_script
 from paceline.world.launch.slurm import slurm_script
 
@@ -41,6 +43,12 @@ SCRIPTS = {
         replace(JOB, directives=("-P speech",), cpus_per_rank=None), GridEngine("orte", gpu_resource="ngpus")
     ),
     "sge-smallest": sge_script(SMALLEST, GridEngine(mpi="mpich")),
+    "lsf": lsf_script(replace(JOB, directives=("-x",))),
+    "lsf-jsrun": lsf_script(replace(JOB, directives=()), "jsrun"),
+    "lsf-smallest": lsf_script(SMALLEST, "mpich"),
+    "pbs": pbs_script(replace(JOB, directives=("-m e",)), Path("/home/ada/it's here/pbs.sh")),
+    "pbs-pals": pbs_script(replace(JOB, directives=()), Path("/home/ada/job.sh"), "pals"),
+    "pbs-smallest": pbs_script(SMALLEST, Path("/tmp/job.sh"), "mpich"),
 }
 
 

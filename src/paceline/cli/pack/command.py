@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from paceline.cli.pack.options import PackOptions, PackUsage, skipped_lines, to_bytes
 from paceline.config.load import load
+from paceline.core.cloud.address import local_path
+from paceline.core.cloud.file_copy import send
 from paceline.core.paths import near
 from paceline.core.terminal import tell, warn
 from paceline.core.units import counted, plural, size
@@ -48,16 +49,19 @@ def _pack(options: PackOptions) -> int:
         )
         raise PackUsage(f"{last}: is no name of a packed file" if words else "no file to write is named", hint)
     source = source_of(options, [name for word in words for name in word.split(",") if name])
+    target = local_path(last)
     with SideBar("packing", len(source)) as bar:
         result = pack(
             source,
-            Path(last),
+            target,
             layout=options.layout,
             shard_bytes=to_bytes(options.shard_size),
             processes=options.processes or default_processes(),
             force=options.force,
             progress=bar.show,
         )
+    for file in dict.fromkeys([*result.files, target]):
+        send(file)
     report = skipped_lines(result.skipped)
     if result.num_resumed:
         rows = f"{counted(result.num_resumed, 'row')} {plural(result.num_resumed, 'was')}"

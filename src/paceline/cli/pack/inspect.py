@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.cli.pack.options import PackOptions, PackUsage, refuse_idle, rows_of, skipped_lines
+from paceline.core.cloud.address import local_path
 from paceline.core.errors import PacelineError
 from paceline.core.paths import near
 from paceline.core.terminal import tell, warn
@@ -51,13 +52,13 @@ def _each(paths: tuple[str, ...], action: Callable[[str], int]) -> int:
 
 def _info(path: str) -> int:
 
-    tell("\n".join(_description(open_packed(Path(path)))) + "\n")
+    tell("\n".join(_description(open_packed(local_path(path)))) + "\n")
     return 0
 
 
 def _verify(path: str) -> int:
 
-    packed = open_packed(Path(path))
+    packed = open_packed(local_path(path))
     if not is_verifiable(packed):
         hint = f"`paceline pack {path} OUT.h5` makes a file that has some"
         raise PackUsage(f"{near(path)}: has no digests, as Paceline did not write it", hint)
@@ -76,7 +77,7 @@ def _extract(options: PackOptions) -> int:
 
     if len(options.paths) != 2:
         raise PackUsage("a packed file and a folder must be named", "type `paceline pack --extract train.h5 FOLDER`")
-    packed, folder = open_packed(Path(options.paths[0])), Path(options.paths[1])
+    packed, folder = open_packed(local_path(options.paths[0])), Path(options.paths[1])
     if not is_free(folder) and not options.force:
         raise PackUsage(f"{near(folder)} exists, and is not an empty folder", "name another, or add `--force`")
     rows = rows_of(options, len(packed), options.paths[0])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.pack.options import PackOptions, PackUsage, refuse_idle, rows_of
 from paceline.cli.recipes import recipe_names
 from paceline.config.load import load
+from paceline.core.cloud.address import local_path
 from paceline.core.terminal import tell
 from paceline.core.units import counted, plural
 from paceline.data.packed.errors import is_packed
@@ -185,5 +186,5 @@ def _task_data(options: PackOptions, name: str) -> Any:
 def _is_speech(word: str) -> bool:
     from paceline.data.packed.reader import open_packed
 
-    packed = open_packed(Path(word))
+    packed = open_packed(local_path(word))
     return packed.of_kind("audio") is not None and packed.sample_rate is not None

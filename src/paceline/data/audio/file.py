@@ -17,6 +17,7 @@ import numpy as np
 import soundfile
 from numpy.typing import NDArray
 
+from paceline.core.cloud.file_copy import bring_missing
 from paceline.core.errors import PacelineError
 from paceline.core.paths import near
 
@@ -76,9 +77,15 @@ class _Sound(soundfile.SoundFile):  # type: ignore[misc]
 @contextmanager
 def opened(path: Path) -> Iterator[soundfile.SoundFile]:
     """Open a file for reading; every error of libsndfile becomes `AudioUnreadable`."""
+    # Not blocking: a pipe without a writer would wait forever.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        # Not blocking: a pipe without a writer would wait forever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            descriptor = os.open(path, flags)
+        except FileNotFoundError:
+            if not bring_missing(path):
+                raise
+            descriptor = os.open(path, flags)
     except FileNotFoundError:
         raise AudioUnreadable(path, "there is no such file") from None
     except OSError as error:

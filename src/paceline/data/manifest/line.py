@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
+from paceline.core.cloud.address import local_path
+from paceline.core.cloud.file_copy import bring_missing
+
 BOM = b"\xef\xbb\xbf"
 """Byte order mark of UTF-8, which some editors write at the beginning of a file."""
 AUDIO_KEYS = ("audio_filepath", "audio_filename")
@@ -79,7 +82,7 @@ def audio_of(entry: dict[str, Any]) -> str:
 
 def resolve(folder: Path, written: str) -> Path:
     """Return the file that a path in a manifest of `folder` names."""
-    return folder / os.path.expanduser(written)
+    return local_path(written) if "://" in written else folder / os.path.expanduser(written)
 
 
 def _with_bytes(raw: bytes) -> Any:
@@ -118,7 +121,7 @@ def _text(entry: dict[str, Any], folder: Path) -> str:
         raise LineInvalid(f'"text_filepath" must be a path, not {_kind(written)}')
     path = resolve(folder, written)
     try:
-        if not path.is_file():  # also a device or a pipe, which could be read without end
+        if not path.is_file() and not bring_missing(path):  # also a device or a pipe, which could be read without end
             raise LineInvalid(f'"text_filepath": there is no file {path}')
         return path.read_text(encoding="utf-8-sig").strip()
     except UnicodeDecodeError:

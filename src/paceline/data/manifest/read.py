@@ -18,6 +18,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.cloud.address import local_path
+from paceline.core.cloud.file_copy import bring
 from paceline.core.errors import PacelineError
 from paceline.core.paths import near
 from paceline.core.units import counted, duration
@@ -180,7 +182,9 @@ def read_manifests(
 def manifest_paths(spec: str | Sequence[Path | str]) -> list[Path]:
     """Return the files that a string names, with commas between."""
     names = [name.strip() for name in spec.split(",")] if isinstance(spec, str) else spec
-    paths = [Path(name) for name in names if str(name)]
+    paths = [local_path(name) for name in names if str(name)]
+    for path in paths:
+        bring(path)
     if not paths:
         raise NotAManifest(repr(spec), "names no manifest", "give one file, or several with commas between")
     return paths

@@ -11,6 +11,8 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from paceline.core.cloud.address import local_path
+from paceline.core.cloud.file_copy import send
 from paceline.data.dataset import DatasetTraits
 from paceline.data.packed.from_samples import SampleSource
 from paceline.data.packed.layout import Layout, SampleKind
@@ -32,7 +34,7 @@ class PackedDataset:
 
     def __init__(self, path: Path | str, streams: Sequence[str] | None = None) -> None:
         """`streams`: the wanted ones, all if not set; samples are dictionaries then."""
-        self._packed: Packed = open_packed(Path(path))
+        self._packed: Packed = open_packed(local_path(path))
         structure = self._packed.about.structure
         self._kind: SampleKind = "dict" if streams is not None or structure is None else structure.kind
         packed_names = self._packed.names if structure is None else structure.names
@@ -51,7 +53,8 @@ class PackedDataset:
     ) -> PackedDataset:
         """Pack a map-style data set, as `paceline pack` does, and open it."""
         source = SampleSource(data, range(len(data)), name=type(data).__name__)
-        pack(source, Path(path), layout=layout, processes=processes, force=force)
+        pack(source, local_path(path), layout=layout, processes=processes, force=force)
+        send(local_path(path))
         return cls(path)
 
     def __len__(self) -> int:

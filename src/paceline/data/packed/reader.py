@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.cloud.address import local_path
+from paceline.core.cloud.file_copy import bring
 from paceline.core.errors import first_line
 from paceline.core.json_text import parse_json
 from paceline.core.paths import near
@@ -52,7 +54,12 @@ _MAGIC = b"\x89HDF\r\n\x1a\n"
 
 
 def open_packed(path: Path) -> Packed:
-    """Open a packed file; return the same object as long as its files do not change."""
+    """Open a packed file; return the same object as long as its files do not change.
+
+    One at an address is brought first, if it is not here as it is there.
+    """
+    path = local_path(path)
+    bring(path)
     name = os.path.abspath(path)
     cached = _cache.get(name)
     if cached is None or not _is_fresh(path, *cached):
@@ -181,6 +188,7 @@ class Stream:
 def read_layout(path: Path) -> PackedFile | Shards:
     """Read the index of a file; raise `PackedUnreadable` for one that is cut short, damaged, or something else."""
     h5py = h5py_or_error()
+    bring(path)  # a shard
     _refuse_other_things(path)
     try:
         stamp = stamp_of(path)

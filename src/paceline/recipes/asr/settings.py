@@ -19,7 +19,7 @@ from paceline.config.settings import (
     TrainConfig,
     free,
 )
-from paceline.core.paths import AbsolutePath
+from paceline.core.cloud.address import AbsolutePlace
 from paceline.core.together import SettingsExclusion
 from paceline.recipes.asr.network.config import NetworkSettings, Trim, read_network, read_trim
 from paceline.recipes.asr.sound.perturb import PerturbSettings
@@ -47,7 +47,7 @@ class SpeechSettings(Section):
     file, NeMo's too."""
     spec_augment: bool = True
     """Mask parts of the spectrogram in training, as the network's file says."""
-    train_manifest: tuple[AbsolutePath, ...] = ()
+    train_manifest: tuple[AbsolutePlace, ...] = ()
     """Manifests to train on, or packed files (.h5), with commas between them: together one data set."""
     val_manifest: tuple[SetWord, ...] = ()
     """Manifests or packed files to validate on, each a set of its own, named by its file or as `name=file.json`;

@@ -11,6 +11,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from paceline.config.settings import TrainConfig
+from paceline.core.cloud.run_copy import RunCopy, bring_run
+from paceline.core.cloud.uploader import Uploader
 from paceline.core.disk import CannotWrite
 from paceline.core.errors import PacelineError
 from paceline.core.plugins import Plugin, changes
@@ -63,11 +65,24 @@ class NoSoundCheckpoint(PacelineError):
         return "\n".join(f"  {error}" for error in self.broken)
 
 
+class CopyNotShared(PacelineError):
+    """Ranks on several machines that each write pieces of one checkpoint, into copies of their own."""
+
+    address: str
+    copy: Path
+    sentence = "{address}: every rank writes its pieces of a checkpoint, and the machines have each a copy of their own"
+    hint = (
+        "set PACELINE_COPIES to a folder on a disk that all machines share, or write whole checkpoints with "
+        "`--checkpoint-form whole`"
+    )
+
+
 class CheckpointManager:
     """Keeps a run: its record, its lock and its checkpoints. Without `out` nothing is written.
 
-    In this order: `find` the checkpoint to resume from, `open` the folder, `save` along the way, and `close`, or
-    `mark_failed`. All ranks call all of it; all read, the first one writes.
+    In this order: `find` the checkpoint to resume from, `open` the folder, `save` along the way, and `close` and
+    `deliver`, or `mark_failed`. All ranks call all of it; all read, the first one writes. A run at an address is
+    trained in its copy, which the first rank sends there.
     """
 
     def __init__(
@@ -85,8 +100,11 @@ class CheckpointManager:
         self._asked_for_sums = config.sums is not None
         self._goes_on, self._plugins = goes_on, plugins
         self._run = RunFolder(config.out) if config.out is not None else None
+        self._copy = RunCopy.of(config.out)
+        self._uploader: Uploader | None = None
         self._writer: Checkpointer | None = None
         self._is_open = False
+        self._bring_copy()
         self._saved: dict[str, Any] | None = None
         self._before: RunRecord | None = None  # the run in the folder, when this start began
         stored = self._check()
@@ -129,6 +147,44 @@ class CheckpointManager:
         """How this run adds."""
         return self._config.sums or "exact"
 
+    def _bring_copy(self) -> None:
+        """Bring what is at addresses to every machine: the first rank decides and sends what was left, then the others.
+
+        Ranks of one machine share its copy.
+        """
+        config, link = self._config, self._link
+        runs = [config.out] if config.out is not None else []
+        runs += [config.resume.parent.parent] if isinstance(config.resume, Path) else []
+        if not any(RunCopy.of(run) for run in runs) or (self._goes_on and link.world.nodes == 1):
+            return
+        problem: PacelineError | None = None
+        if link.is_first:
+            try:
+                self._bring_and_catch_up(runs)
+            except PacelineError as error:
+                problem = error
+        problem = link.broadcast_object(problem)
+        if problem is not None:
+            raise problem
+        if link.world.node_rank > 0 and link.world.local_rank == 0:
+            for run in runs:
+                bring_run(run)
+        link.barrier()
+
+    def _bring_and_catch_up(self, runs: list[Path]) -> None:
+        for run in runs:
+            bring_run(run) if self._copy is None or run != self._copy.folder else None
+        if self._copy is not None:
+            for line in self._copy.pull():
+                self._progress.say(line)
+            if self._config.resume != "no" and self._run is not None and self._run.is_run:
+                self._copy.send()  # what an earlier start could not send
+
+    @property
+    def address(self) -> str | None:
+        """Address of the run, if its folder is the copy of one."""
+        return None if self._copy is None else self._copy.address
+
     @property
     def metrics_file(self) -> Path | None:
         return self._run.metrics if self._run is not None and self._link.is_first else None
@@ -151,12 +207,20 @@ class CheckpointManager:
                 self._run.lock()
                 undo.callback(self._unlock)
                 self._run.check_unchanged(self._before, may_exist=self._config.resume != "no")
+                if self._copy is not None and not self._goes_on:
+                    self._copy.check_unchanged()
                 if not self._goes_on or not self._starts:
                     self._starts.append(start_record(self._plugins))
                 self._write("running")
                 undo.callback(self._write_failed)
+                if self._copy is not None:
+                    if not self._goes_on:  # a store that cannot be written to ends a start, but no run
+                        self._copy.send_record()
+                    self._uploader = Uploader(self._copy, self._progress.say)
             if self._is_in_pieces:
                 self._link.barrier()  # the first rank has found the folder as it was: now the others may write there
+                if self._copy is not None and not self._run.is_run:
+                    raise CopyNotShared(self._copy.address, self._copy.folder)
             if self._link.world.rank in self._writers:
                 self._writer = self._checkpointer(self._run)
             undo.pop_all()
@@ -171,7 +235,12 @@ class CheckpointManager:
             rank=self._writers.index(self._link.world.rank),
             num_writers=len(self._writers),
             timeout_s=self._config.timeout_s,
+            on_written=self._ask_to_send,
         )
+
+    def _ask_to_send(self) -> None:
+        if self._uploader is not None:
+            self._uploader.ask()
 
     def keep_choice(self, choice: dict[str, Any] | None) -> None:
         """Record what the autotuner has chosen: a resumed run takes the same. Written at once."""
@@ -284,6 +353,8 @@ class CheckpointManager:
             self._writer.abandon()  # other ranks, which it waits for, may be gone
         elif self._writer is not None:
             self._writer.close()
+        if self._uploader is not None:
+            self._uploader.abandon()  # the next round sends the rest
         self._unlock()
 
     def mark_failed(self, status: str = "failed") -> None:
@@ -300,6 +371,8 @@ class CheckpointManager:
             with suppress(PacelineError):  # what made the run fail matters more
                 self._writer.close()
         self._write_failed(status)
+        if self._uploader is not None:
+            self._uploader.close(is_patient=False)
         self._unlock()
 
     def _write_failed(self, status: str = "failed") -> None:
@@ -313,6 +386,15 @@ class CheckpointManager:
         self._write(status)
         self._unlock()
         self._is_open = False
+
+    def deliver(self) -> bool:
+        """Send what is left to the run's address, when everything is written; return False if that failed.
+
+        All ranks must call it.
+        """
+        if self._copy is None:
+            return True
+        return bool(self._link.broadcast_object(self._uploader.close() if self._uploader is not None else True))
 
     def ends(self) -> tuple[Path | None, Path | None]:
         """Return the newest and the best checkpoint, as they are on disk."""

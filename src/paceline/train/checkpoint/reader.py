@@ -11,9 +11,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from paceline.core.cloud.address import shown
+from paceline.core.cloud.file_copy import bring_parts
 from paceline.core.errors import PacelineError
 from paceline.train.checkpoint import pieces
 from paceline.train.checkpoint.format import (
+    DIGESTS,
     STATE,
     TENSORS,
     CheckpointBroken,
@@ -27,6 +30,8 @@ from paceline.train.checkpoint.format import (
     score_of,
 )
 from paceline.train.checkpoint.snapshot import Digest
+
+HEADS = (STATE, DIGESTS)
 
 
 class PartMissing(PacelineError):
@@ -100,7 +105,7 @@ class LoadedNames:
         """Return the result as a line for the console."""
         new = [*self.missing, *self.mismatched]
         names = ": " + ", ".join(new[:5]) + (", ..." if len(new) > 5 else "") if new else ""
-        return f"{len(self.loaded)} weights from {source}, {len(new)} new{names}"
+        return f"{len(self.loaded)} weights from {shown(source)}, {len(new)} new{names}"
 
 
 def load(path: Path, parts: Sequence[str] | None = None, verify: bool = True) -> Checkpoint:
@@ -108,11 +113,13 @@ def load(path: Path, parts: Sequence[str] | None = None, verify: bool = True) ->
 
     Sizes are always checked. `verify=False` leaves out the digests, for ranks that load what another has verified.
     """
+    bring_parts(path, HEADS)
     digests = read_digests(path)
     check_file(path, STATE, digests[STATE], verify)
     state = read_state(path)
     check_parts(path, digests, state)
     files = _files_of(path, digests, parts)
+    bring_parts(path, [name + TENSORS for name in files])
     for name in files:
         check_file(path, name + TENSORS, digests[name + TENSORS], verify)
     tensors = {name: _read_tensors(path, name + TENSORS) for name in files}

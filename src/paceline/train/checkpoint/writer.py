@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
@@ -103,8 +103,12 @@ class Checkpointer:
         rank: int = 0,
         num_writers: int = 1,
         timeout_s: float = 1800.0,
+        on_written: Callable[[], None] = lambda: None,
     ) -> None:
-        """`timeout_s` is how long the first of several writers waits for the others."""
+        """`timeout_s` is how long the first of several writers waits for the others.
+
+        `on_written` is called, in the thread that writes, when a checkpoint has its name.
+        """
         assert keep_last >= 1, keep_last
         assert mode in ("min", "max"), mode
         self.folder, self.keep_last, self.keep_best, self.mode = folder, keep_last, keep_best, mode
@@ -112,6 +116,7 @@ class Checkpointer:
         """Seconds that callers have been blocked so far."""
         self._background = background
         self._rank, self._num_writers, self._timeout_s = rank, num_writers, timeout_s
+        self._on_written = on_written
         self._snapshots: dict[str, Snapshot] = {}
         self._pending: Future[None] | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint")
@@ -202,6 +207,7 @@ class Checkpointer:
             self._retain(values.step)
         except OSError as error:
             raise CheckpointFailed(self.folder, "older checkpoints cannot be removed", error) from error
+        self._on_written()
 
     def _hand_in(self, aside: Path, entries: Entries) -> None:
         """Tell the first rank that the files are on disk, by one that is whole or not there."""

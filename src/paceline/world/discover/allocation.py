@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,15 +42,22 @@ def read_text(path: str) -> str | None:
 
 
 def find_allocation(env: Mapping[str, str], read: ReadText = read_text) -> Allocation | None:
-    """Return the job of this process, of SLURM or of Grid Engine; None outside of both.
+    """Return the job of this process, of SLURM, LSF, PBS or Grid Engine; None outside of all.
 
-    Grid Engine keeps its list of hosts on the first one: elsewhere only the job's number is known, and no host.
+    Grid Engine and PBS keep their lists of hosts on the first one: elsewhere only the job's number is known.
     """
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if env.get(name):
             tasks = env.get("SLURM_NTASKS", "")
             slots = int(tasks) if tasks.isdecimal() else None
             return Allocation("slurm", env.get("SLURM_JOB_ID", ""), tuple(expand(env[name])), slots)
+    if env.get("LSB_JOBID"):
+        slots_by_host = _of_lsf(env, read)
+        return Allocation("lsf", env["LSB_JOBID"], tuple(slots_by_host), sum(slots_by_host.values()) or None)
+    if env.get("PBS_JOBID"):
+        text = read(env["PBS_NODEFILE"]) if env.get("PBS_NODEFILE") else None
+        slots_by_host = dict(Counter((text or "").split()))
+        return Allocation("pbs", env["PBS_JOBID"], tuple(slots_by_host), sum(slots_by_host.values()) or None)
     # JOB_ID alone is a name that anything may use.
     if not env.get("SGE_TASK_ID") and not env.get("PE_HOSTFILE"):
         return None
@@ -58,6 +66,21 @@ def find_allocation(env: Mapping[str, str], read: ReadText = read_text) -> Alloc
     nslots = env.get("NSLOTS", "")
     slots = int(nslots) if nslots.isdecimal() else sum(hosts.values()) or None
     return Allocation("sge", env.get("JOB_ID", ""), tuple(hosts), slots)
+
+
+def _of_lsf(env: Mapping[str, str], read: ReadText) -> dict[str, int]:
+    """Return LSF's slots by host: `LSB_MCPU_HOSTS=node1 4 node2 4`, else a file with a line per slot.
+
+    Where `jsrun` starts the ranks, the first host is the one that the script runs on, and has none.
+    """
+    words = env.get("LSB_MCPU_HOSTS", "").split()
+    slots = {host: int(number) for host, number in zip(words[::2], words[1::2], strict=False) if number.isdecimal()}
+    for name in ("LSB_DJOB_RANKFILE", "LSB_DJOB_HOSTFILE"):
+        if not slots and env.get(name):
+            slots = dict(Counter((read(env[name]) or "").split()))
+    if "JSM_NAMESPACE_RANK" in env and len(slots) > 1:
+        del slots[next(iter(slots))]
+    return slots
 
 
 def parse_hostfile(text: str) -> dict[str, int]:

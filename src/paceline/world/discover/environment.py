@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from paceline.core.errors import PacelineError
 from paceline.world.discover.allocation import ReadText, find_allocation, read_text
+from paceline.world.discover.machines import Machine, ProcessesWanted, find_machine
 from paceline.world.discover.plugin_launchers import from_plugins
 
 Environment = Mapping[str, str]
@@ -24,6 +25,8 @@ OWN_RUN_ID = "paceline-procs"
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000
 # Step numbers from here on are SLURM's own (batch script, interactive shell, extern), not `srun` steps.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
+_STARTERS = {"slurm": "srun", "lsf": "jsrun or mpirun", "pbs": "mpiexec"}
+"""What starts ranks in an allocation; elsewhere `mpirun`."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,18 @@ class EnvironmentIncomplete(PacelineError):
         return _and(self.missing)
 
 
+class LocalSizeUnknown(EnvironmentIncomplete):
+    """AzureML's variables, which do not say how many processes a machine has."""
+
+    hint = "set LOCAL_WORLD_SIZE to the job's `process_count_per_instance`, under its `environment_variables`"
+
+
+class RankCountUnknown(EnvironmentIncomplete):
+    """Variables of PALS, whose mpiexec does not always say how many ranks there are."""
+
+    hint = "export WORLD_SIZE=<the number behind `mpiexec -n`> in the job's script, before mpiexec"
+
+
 class EnvironmentContradicts(PacelineError):
     """Variables that cannot all be true."""
 
@@ -99,7 +114,17 @@ class MeetingPointUnknown(PacelineError):
 
 def discover(env: Environment, read: ReadText = read_text) -> World:
     """Return the world that the environment describes; a single process if it names no launcher."""
-    for find in (_from_torch, _from_plugin, _from_open_mpi, _from_mpich, _from_slurm):
+    finders = (
+        _from_torch,
+        _from_plugin,
+        _from_jsm,
+        _from_pals,
+        _from_open_mpi,
+        _from_mpich,
+        _from_slurm,
+        _from_machines,
+    )
+    for find in finders:
         world = find(env, read)
         if world is not None:
             # `srun` needs no word here: it gives its tasks pipes, and with `--pty` the user's own terminal.
@@ -110,7 +135,7 @@ def discover(env: Environment, read: ReadText = read_text) -> World:
     why = ["no launcher's variables are set: one process"]
     allocation = find_allocation(env, read)
     if allocation is not None and (allocation.slots or 1) > 1:
-        starter = "srun" if allocation.scheduler == "slurm" else "mpirun"
+        starter = _STARTERS.get(allocation.scheduler, "mpirun")
         why.append(
             f"{allocation.scheduler} job {allocation.job} has room for {allocation.slots}: {starter} starts them"
         )
@@ -121,13 +146,17 @@ def _from_torch(env: Environment, read: ReadText) -> World | None:
     """torchrun, torch.distributed.launch, our own `--procs`, or the same variables set by hand."""
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
+    if "LOCAL_RANK" not in env and "TORCHELASTIC_RUN_ID" not in env and find_machine(env) is not None:
+        return None  # they count machines
     elastic = "TORCHELASTIC_RUN_ID" in env
-    launcher = "environment" if not elastic else "procs" if env["TORCHELASTIC_RUN_ID"] == OWN_RUN_ID else "torchrun"
+    launcher = _named(env) if not elastic else "procs" if env["TORCHELASTIC_RUN_ID"] == OWN_RUN_ID else "torchrun"
     rank, size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
     if size == 1 or ("LOCAL_RANK" not in env and is_loopback(env.get("MASTER_ADDR", ""))):
         local_rank, local_size = _integer(env, "LOCAL_RANK", rank), _integer(env, "LOCAL_WORLD_SIZE", size)
     else:
         missing = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name not in env]
+        if missing == ["LOCAL_WORLD_SIZE"] and "AZUREML_RUN_ID" in env:
+            raise LocalSizeUnknown(["RANK", "WORLD_SIZE", "LOCAL_RANK"], missing)
         if missing:
             raise EnvironmentIncomplete(["RANK", "WORLD_SIZE"], missing)
         local_rank, local_size = _integer(env, "LOCAL_RANK"), _integer(env, "LOCAL_WORLD_SIZE")
@@ -161,6 +190,63 @@ def _from_plugin(env: Environment, read: ReadText) -> World | None:
     """A launcher that an installed plugin knows; it may start its ranks through an mpirun or a scheduler."""
     world = from_plugins(env)
     return None if world is None else _checked(world, ("rank", "size", "local_rank", "local_size"))
+
+
+def _named(env: Environment) -> str:
+    """Return who has set RANK and WORLD_SIZE, where that can be known."""
+    if "RAY_TRAIN_WORKER" in env or "RAY_JOB_ID" in env:
+        return "ray"
+    return "azureml" if "AZUREML_RUN_ID" in env else "environment"
+
+
+def _from_jsm(env: Environment, read: ReadText) -> World | None:
+    """`jsrun`, the job step manager of LSF on IBM's machines. It sets Open MPI's variables, too."""
+    names = ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")
+    if not any(name in env for name in names):
+        return None
+    return _from_mpi(env, read, "jsm", names, ("LSB_JOBID", "PMIX_NAMESPACE", "JSM_JSRUN_ID"))
+
+
+def _from_pals(env: Environment, read: ReadText) -> World | None:
+    """`mpiexec` of PALS, in PBS jobs on Cray's machines. Only PMI_SIZE tells the number of ranks, if it is set."""
+    if "PALS_RANKID" not in env:
+        return None
+    size_name = "PMI_SIZE" if "PMI_SIZE" in env else "WORLD_SIZE"
+    if size_name not in env:
+        raise RankCountUnknown(["PALS_RANKID"], ["PMI_SIZE", "WORLD_SIZE"])
+    names = ("PALS_RANKID", size_name, "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE")
+    world = _from_mpi(env, read, "pals", names, ("PBS_JOBID", "PALS_APID"))
+    return replace(world, node_rank=_integer(env, "PALS_NODEID", world.node_rank))
+
+
+def _from_machines(env: Environment, read: ReadText) -> World | None:
+    """One process per machine, as Vertex, SageMaker and Kubeflow start it."""
+    machine = find_machine(env)
+    if machine is None:
+        return None
+    if (machine.procs or 1) > 1:
+        raise ProcessesWanted("Kubeflow", machine.procs or 1, "PET_NPROC_PER_NODE")
+    return world_of(machine, env)
+
+
+def world_of(machine: Machine, env: Environment) -> World:
+    """Return the world of a job with one process on each machine."""
+    why = [machine.why, "one process on this machine: `paceline launch` starts one per GPU"]
+    world = World(machine.rank, 0, machine.count, 1, machine.rank, machine.count, machine.cluster, machine.meeting)
+    if not 0 <= machine.rank < machine.count:
+        raise EnvironmentContradicts(["RANK", "WORLD_SIZE"], f"machine {machine.rank} of {machine.count}")
+    if machine.cluster in ("vertex", "sagemaker") and "RANK" in env and "WORLD_SIZE" in env:
+        _check_same_place(env, machine)
+    return replace(world, why=tuple(why))
+
+
+def _check_same_place(env: Environment, machine: Machine) -> None:
+    stated = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
+    if stated != (machine.rank, machine.count):
+        raise EnvironmentContradicts(
+            ["RANK", "WORLD_SIZE"],
+            f"rank {stated[0]} of {stated[1]}, and {machine.cluster} says {machine.rank} of {machine.count}",
+        )
 
 
 def _from_open_mpi(env: Environment, read: ReadText) -> World | None:
@@ -284,6 +370,11 @@ def _first_host(env: Environment, read: ReadText, why: list[str]) -> str | None:
     if allocation is not None and allocation.hosts:
         why.append(f"ranks meet at {allocation.hosts[0]}, the first host of the {allocation.scheduler} job")
         return allocation.hosts[0]
+    # AzureML: `10.0.0.4:6105`, or the name alone.
+    master = env.get("AZ_BATCH_MASTER_NODE") or env.get("AZ_BATCHAI_MPI_MASTER_NODE")
+    if master:
+        why.append(f"ranks meet at {master.partition(':')[0]}, the first machine of the AzureML job")
+        return master.partition(":")[0]
     # `4711.0;tcp://10.0.0.1,192.168.1.1:59197;tcp6://...`: all addresses of mpirun's machine.
     match = re.search(r"tcp://([\d.,]+):\d+", env.get("OMPI_MCA_orte_hnp_uri", ""))
     addresses = [address for address in match[1].split(",") if not is_loopback(address)] if match else []

@@ -36,7 +36,8 @@ def ranks(world: World, roll: Sequence[Facts], allocation: Allocation | None) ->
     hosts = list(dict.fromkeys(facts.host for facts in roll))
     found = f"{world.size} on {fold(hosts)}, by {world.launcher} ({'; '.join(world.why)})"
     if allocation is not None and allocation.slots is not None and world.size == 1 < allocation.slots:
-        starter = "srun" if allocation.scheduler == "slurm" else "mpirun -np $NSLOTS"
+        starters = {"slurm": "srun", "lsf": "mpirun", "pbs": "mpiexec"}
+        starter = starters.get(allocation.scheduler, "mpirun -np $NSLOTS")
         yield Finding("ranks", "warning", found, f"check the whole allocation: `{starter} paceline doctor`")
     else:
         yield Finding("ranks", "ok", found)

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from paceline.core.errors import PacelineError
 from paceline.world.rendezvous.secret import VARIABLE
@@ -170,7 +171,7 @@ def beginning(job: BatchJob) -> Iterator[str]:
             raise NotForScript("the variable", variable, "it is no name")
         yield f"export {variable}={quote(value)}"
     for line in job.setup:
-        if re.match(r"\s*#(SBATCH|\$)", line):
+        if re.match(r"\s*#(SBATCH|BSUB|PBS|\$)", line):
             raise NotForScript("the command", line, "it is an option of the scheduler", "give it to `--directives`")
         yield line
     # Another one in every start, in the memory of the job only.
@@ -188,3 +189,21 @@ def ranks_in_background(starter: str, job: BatchJob, pass_on: str) -> Iterator[s
     yield '[ -z "$told" ] || kill -USR1 "$ranks"'
     # A signal ends `wait` early; the ranks are then still there.
     yield 'while wait "$ranks"; code=$?; kill -0 "$ranks" 2>/dev/null; do :; done'
+
+
+def mpirun(job: BatchJob, mpi: Literal["openmpi", "mpich"], *, slot_is_rank: bool = False) -> str:
+    """Return the words that start the ranks; a slot of the scheduler is a core, or one rank with its cores.
+
+    Open MPI gives its ranks on other hosts only the variables that it is told; MPICH gives them all.
+    """
+    if mpi == "mpich":
+        return join(["mpiexec", "-np", str(job.ranks), "-ppn", str(job.procs_per_node)])
+    names = ["MASTER_ADDR", VARIABLE, *(name for name, _ in job.environment if name != VARIABLE)]
+    exported = [word for name in names for word in ("-x", name)]
+    # One slot per core: a rank then takes several. With one slot per rank, its threads are ours to choose: bound to the
+    # core of its slot it could use no other.
+    cores = ["--bind-to", "none"]
+    if job.cpus_per_rank is not None:
+        slots = f"ppr:{job.procs_per_node}:node" if slot_is_rank else "slot"
+        cores = ["--map-by", f"{slots}:PE={job.cpus_per_rank}"]
+    return join(["mpirun", "-np", str(job.ranks), *cores, *exported])

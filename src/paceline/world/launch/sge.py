@@ -12,13 +12,12 @@ from paceline.world.launch.batch_script import (
     beginning,
     directive,
     job_name,
-    join,
     log_file,
+    mpirun,
     name,
     quote,
     ranks_in_background,
 )
-from paceline.world.rendezvous.secret import VARIABLE
 
 REQUEUE_CODE = 99
 """A script that ends with this is put back into the queue by Grid Engine itself."""
@@ -120,7 +119,7 @@ def sge_script(job: BatchJob, site: GridEngine) -> str:
     lines += ['MASTER_ADDR=$(head -n 1 "$PE_HOSTFILE" | cut -d " " -f 1)', "export MASTER_ADDR"]
     if job.nodes == 1:
         lines += list(_one_host(site))
-    lines += ["", "set -m", *ranks_in_background(_mpirun(job, site), job, pass_on="USR1 USR2")]
+    lines += ["", "set -m", *ranks_in_background(mpirun(job, site.mpi), job, pass_on="USR1 USR2")]
     if job.requeue:
         lines += ['if [ -n "$told" ] && [ "$code" -eq 0 ]; then', f'  qsub "$JOB_SCRIPT" || exit {REQUEUE_CODE}', "fi"]
     return "\n".join([*lines, 'exit "$code"', ""])
@@ -157,15 +156,3 @@ def _one_host(site: GridEngine) -> Iterator[str]:
     words = f"error: --nodes 1, but parallel environment {site.parallel_environment} gave slots on several hosts:"
     yield 'hosts=$(cut -d " " -f 1 "$PE_HOSTFILE" | sort -u)'
     yield f'[ "$(wc -l <<< "$hosts")" -eq 1 ] || {{ echo {quote(words)} $hosts >&2; exit 1; }}'
-
-
-def _mpirun(job: BatchJob, site: GridEngine) -> str:
-    """Open MPI gives its ranks on other hosts only the variables that it is told; MPICH gives them all."""
-    if site.mpi == "mpich":
-        return join(["mpiexec", "-np", str(job.ranks), "-ppn", str(job.procs_per_node)])
-    names = ["MASTER_ADDR", VARIABLE, *(name for name, _ in job.environment if name != VARIABLE)]
-    exported = [word for name in names for word in ("-x", name)]
-    # One slot per core: a rank then takes several. With one slot per rank, its threads are ours to choose: bound to the
-    # core of its slot it could use no other.
-    cores = ["--map-by", f"slot:PE={job.cpus_per_rank}"] if job.cpus_per_rank is not None else ["--bind-to", "none"]
-    return join(["mpirun", "-np", str(job.ranks), *cores, *exported])

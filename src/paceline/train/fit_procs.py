@@ -1,0 +1,155 @@
+"""`paceline.fit(..., procs=2)`: ranks in processes of their own, started from a notebook or a script.
+
+The task travels by value (cloudpickle), because processes that are started anew cannot import what was typed into a
+notebook; forked ones could not use a GPU that the notebook has touched, nor threads that it has started. Results come
+back the same way, so classes that were defined in the notebook are the notebook's own again.
+
+    python -m paceline.train.fit_procs FOLDER      one rank
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from paceline.config.settings import TrainConfig
+from paceline.core.errors import PacelineError
+from paceline.core.extras import EXTRAS
+from paceline.observe.callback import Callback
+from paceline.train.task import Task
+from paceline.train.trainer import Result
+from paceline.world.discover.environment import discover
+from paceline.world.launch.launcher import count_procs, launch
+
+PAYLOAD, RESULT, ERROR = "task", "result", "error"
+
+
+class NeedsCloudpickle(PacelineError):
+    """Ranks that cannot be given the task."""
+
+    extra: str
+    sentence = "`procs` hands the task to other processes, and needs the package cloudpickle, which is not installed"
+    hint = "pip install 'paceline[{extra}]', or put the task into a file: `paceline train file.py:Task --procs N`"
+
+
+class TaskNotPortable(PacelineError):
+    """A task, its settings or a watcher that cannot be pickled."""
+
+    why: str
+    sentence = "`procs` hands the task to other processes, and this one cannot be pickled: {why}"
+    hint = "open files, connections and CUDA tensors in `train_data` or `model`, not in `__init__`"
+
+
+class NotInMainThread(PacelineError):
+    """Ranks are started where signals can be passed on to them."""
+
+    sentence = "`procs` starts processes, and this is not the main thread, which alone can pass signals on to them"
+    hint = "call paceline.fit from the main thread"
+
+
+class AlreadyRanks(PacelineError):
+    """`procs` in a process that a launcher started."""
+
+    procs: str
+    launcher: str
+    local_size: int
+    sentence = "`procs` is {procs}, but {launcher} has started {local_size:#rank} on this machine already"
+    hint = "leave out `procs`"
+
+
+class RanksFailed(PacelineError):
+    """Ranks that ended with an error which they could not hand over."""
+
+    procs: str
+    code: int
+    exit_code = 1
+    sentence = "paceline.fit(procs={procs}) failed: its ranks ended with exit code {code}"
+    hint = "the rank that failed first has said why, above"
+
+
+def fit_on_procs(
+    task: Task, config: TrainConfig, watchers: Sequence[Callback], procs: int | Literal["auto"]
+) -> Result | None:
+    """Fit on ranks that are started for it; None where this process is a rank, or is the only one there would be."""
+    world = discover(os.environ)
+    if world.launcher != "plain":
+        if procs not in ("auto", world.local_size):
+            raise AlreadyRanks(str(procs), world.launcher, world.local_size)
+        return None
+    number = count_procs(procs, config.device, torch.cuda.device_count())
+    if number == 1:
+        return None
+    if threading.current_thread() is not threading.main_thread():
+        raise NotInMainThread
+    with tempfile.TemporaryDirectory(prefix="paceline-fit-") as name:
+        folder = Path(name)
+        payload = pickle.dumps((list(sys.path), _dumped((task.detached(), config, tuple(watchers)))))
+        (folder / PAYLOAD).write_bytes(payload)
+        sys.stdout.flush()
+        code = launch(number, [sys.executable, "-m", "paceline.train.fit_procs", str(folder)], device=config.device)
+        for file in sorted(folder.glob(f"{ERROR}-*")):
+            raise pickle.loads(file.read_bytes())
+        if code != 0 or not (folder / RESULT).exists():
+            raise RanksFailed(str(procs), code)
+        result = pickle.loads((folder / RESULT).read_bytes())
+        assert isinstance(result, Result)
+        return result
+
+
+def _dumped(value: Any) -> bytes:
+    try:
+        import cloudpickle
+    except ModuleNotFoundError:
+        raise NeedsCloudpickle(EXTRAS["cloudpickle"]) from None
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception as error:  # whatever an object of the user's raises
+        raise TaskNotPortable(f"{type(error).__name__}: {error}") from error
+
+
+def _work(folder: Path) -> int:
+    """Fit as one rank; the first writes the result, one that fails its error."""
+    from paceline.train.fit import fit
+
+    paths, blob = pickle.loads((folder / PAYLOAD).read_bytes())
+    sys.path[:] = [*sys.path, *(path for path in paths if path not in sys.path)]
+    task, config, watchers = pickle.loads(blob)
+    rank = discover(os.environ).rank
+    try:
+        result = fit(task, config, watchers=watchers)
+    except PacelineError as error:
+        (folder / f"{ERROR}-{rank}").write_bytes(pickle.dumps(error))
+        raise
+    if rank == 0:
+        # The model in pieces means nothing outside of these ranks; the checkpoints have it whole.
+        model = None if result.model is None or config.shard != "none" else result.model.cpu()
+        aside = folder / f".{RESULT}"
+        aside.write_bytes(_dumped(replace(result, model=model)))
+        aside.rename(folder / RESULT)
+    return 0
+
+
+def main() -> int:
+    from paceline.world.failure.together import fail_together
+    from paceline.world.signals import process_ends_with_run
+
+    process_ends_with_run()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    world = discover(os.environ)
+    try:
+        return fail_together(world, lambda: _work(Path(sys.argv[1])))
+    except PacelineError as error:
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

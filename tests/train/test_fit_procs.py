@@ -1,0 +1,110 @@
+"""`fit(..., procs=2)`: from a notebook, with a task that is defined in it, and from a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import warnings
+
+import pytest
+
+import paceline
+from paceline.train.fit import fit
+from paceline.train.fit_procs import AlreadyRanks, NotInMainThread, TaskNotPortable
+from tests.train.small import SmallTask
+
+CELLS = (
+    """
+import json, torch, paceline
+class Line(paceline.Task):
+    class Settings(paceline.TrainConfig):
+        hidden: int = 3
+    def __init__(self, scale=1.0):
+        self.scale = scale
+    def model(self):
+        return Net(self.settings.hidden)
+    def train_data(self):
+        x = torch.arange(32, dtype=torch.float32).reshape(8, 4) / 32
+        return torch.utils.data.TensorDataset(x, x.sum(1))
+    def loss(self, model, grain):
+        return (model(grain.x) - self.scale * grain.y).square().sum(), len(grain)
+class Net(torch.nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.body = torch.nn.Linear(4, hidden)
+        self.head = torch.nn.Linear(hidden, 1)
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x))).squeeze(1)
+given = dict(steps=6, global_batch=4, grains=2, lr=0.1, device="cpu", progress="none", hidden=5, loggers=())
+""",
+    """
+task = Line(scale=2.0)
+both = paceline.fit(task, procs=2, out=FOLDER, **given)
+alone = paceline.fit(task, **given)
+print("RESULT", json.dumps({
+    "status": both.status,
+    "same": all(map(torch.equal, both.model.state_dict().values(), alone.model.state_dict().values())),
+    "own class": type(both.model) is Net,
+    "ranks": len(list((both.folder / "logs").glob("rank-*.log"))),
+}))
+try:
+    paceline.fit(task, procs=2, out=FOLDER, **given)
+except paceline.PacelineError as error:
+    print("ERROR", type(error).__name__, error)
+""",
+)
+
+
+def test_a_task_of_a_notebook_on_two_processes(tmp_path, monkeypatch):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.v4.new_notebook()
+    cells = [cell.replace("FOLDER", repr(str(tmp_path / "run"))) for cell in CELLS]
+    notebook.cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the client, about event loops
+        client = nbclient.NotebookClient(notebook, timeout=180, kernel_name="python3")
+        asyncio.run(client.async_execute())
+    printed = "".join(output.get("text", "") for output in notebook.cells[1]["outputs"])
+    (line,) = [line for line in printed.splitlines() if line.startswith("RESULT")]
+    expected = {"status": "finished", "same": True, "own class": True, "ranks": 2}
+    assert json.loads(line.removeprefix("RESULT ")) == expected
+    assert "ERROR RunExists" in printed  # an error of the ranks is one of the notebook
+    assert "holds a run already" in printed
+
+
+def test_what_cannot_travel_is_said():
+    task = SmallTask()
+    task.lock = threading.Lock()
+    with pytest.raises(TaskNotPortable, match="cannot be pickled: TypeError: .*lock"):
+        fit(task, procs=2, steps=1, device="cpu")
+
+
+def test_another_thread_cannot_start_ranks():
+    raised = []
+
+    def call():
+        try:
+            fit(SmallTask(), procs=2, steps=1, device="cpu")
+        except paceline.PacelineError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert isinstance(raised[0], NotInMainThread)
+
+
+def test_ranks_of_a_launcher_stay_what_they_are(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(AlreadyRanks, match="has started 1 rank on this machine already"):
+        fit(SmallTask(), procs=2, steps=1, device="cpu")
+
+
+def test_one_process_is_this_one():
+    task = SmallTask()
+    assert fit(task, procs="auto", steps=1, device="cpu").num_steps == 1
+    assert task.seen  # no copy
