@@ -100,6 +100,8 @@ class DataArguments(TypedDict, total=False):
     """Order of the samples in an epoch; the last three need lengths."""
     bins: int | None
     """Bins of `laplace` (2) or length buckets of `bucket` (16)."""
+    drop_last: bool
+    """Leave out the last batch of an epoch if it is not full: other samples in each epoch, unless `order` is none."""
     partition_epoch: int
     """Sub-epochs that one pass over the data is cut into."""
     dataset_distribution: Literal["shard", "random_seed_offset"]
