@@ -79,7 +79,8 @@ class Campaign:
         self._marks, self._ranks = folder / "marks", ranks
         self._marks.touch()
         words = [sys.executable, "-m", "paceline", "train", f"{__file__}:Digits", "--procs", str(ranks)]
-        words += ["--max-restarts", str(kills), "--out", str(folder / "run"), "--epochs", "1000000", "--level", "0"]
+        words += ["--on-failure", "restart", "--max-restarts", str(kills), "--out", str(folder / "run")]
+        words += ["--epochs", "1000000", "--level", "0"]
         words += ["--global-batch", "64", "--grains", str(ranks), "--save-every-steps", "10", "--device", "cpu"]
         words += ["--save-every-epochs", "1000000", "--workers", "0", "--lr", "0.001"]
         self.process = subprocess.Popen(

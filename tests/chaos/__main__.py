@@ -29,12 +29,14 @@ def campaigns() -> dict[str, Campaign]:
     from tests.chaos.checkpoints import Checkpoints
     from tests.chaos.inputs import Cases, Inputs
     from tests.chaos.kills import Kills
+    from tests.chaos.marathon import Marathon
     from tests.chaos.network import Network
     from tests.chaos.races import Races
     from tests.chaos.soak import Soak
     from tests.chaos.survivors import Survivors
 
-    made: list[Campaign] = [Kills(), Survivors(), Cases(), Inputs(), Checkpoints(), Network(), Races(), Soak()]
+    made: list[Campaign] = [Kills(), Survivors(), Marathon(), Cases(), Inputs()]
+    made += [Checkpoints(), Network(), Races(), Soak()]
     return {campaign.name: campaign for campaign in made}
 
 

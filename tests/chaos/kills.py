@@ -198,7 +198,9 @@ def start(
     env = {PACKED: str(shared / "packed.hdf"), **(env or {MARKS: str(folder / f"{name}.marks")})}
     words = variant.command(out, "--resume", "auto", *more)
     if plan.by_launcher:
-        return [nursery.start([*words, "--procs", str(plan.ranks)], folder, f"{name}-launcher", env)]
+        return [
+            nursery.start([*words, "--procs", str(plan.ranks), "--on-failure", "stop"], folder, f"{name}-launcher", env)
+        ]
     meeting = {}
     if plan.ranks > 1:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(plan.ranks)}

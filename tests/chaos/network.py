@@ -470,7 +470,7 @@ class Network:
             for number, host in enumerate(job.hosts):
                 options = ["--nnodes", "2", "--node-rank", str(number), "--master-addr", meeting, "--device", "cpu"]
                 options += ["--master-port", str(job.port), "--nproc-per-node", str(job.ranks // 2)]
-                options += ["--start-timeout-s", str(START_TIMEOUT_S)]
+                options += ["--start-timeout-s", str(START_TIMEOUT_S), "--on-failure", "stop"]
                 command = ["launch", *options, "--", *words]
                 job.processes.append(job.nursery.start(command, job.folder, f"node{number}", env, enter(host)))
             return

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,38 @@ def differences(run: RunFacts, expected: RunFacts, tolerance: float) -> list[str
     if tolerance == 0 and run.state != expected.state:
         troubles.append(f"state differs: {_first_difference(run.state, expected.state)}")
     return troubles + tensor_differences(run.parts, expected.parts, tolerance)
+
+
+def line_differences(folder: Path, other: Path) -> list[str]:
+    """Return the first lines on steps, epochs and validations that are not the same; times, rates and ranks aside."""
+    return [
+        f"the {kind} lines of {folder.name} and {other.name} differ: {mine!r} instead of {meant!r}"
+        for kind, names in _LINES.items()
+        for mine, meant in _unequal(_lines(folder, kind, names), _lines(other, kind, names))[:1]
+    ]
+
+
+_LINES: Mapping[str, Sequence[str]] = {
+    "step": (),
+    "validation": (),
+    "epoch": ("step", "epoch", "steps", "loss", "samples"),
+}
+"""Keys that equal runs have equal, by kind of line; where none is named all but times and what one rank cannot have."""
+
+
+def _lines(folder: Path, kind: str, names: Sequence[str]) -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    aside = ("time", "seconds", "spread")
+    return [
+        {name: value for name, value in line.items() if (name in names if names else name not in aside)}
+        for line in lines
+        if line["kind"] == kind
+    ]
+
+
+def _unequal(lines: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
+    pairs = zip_longest(lines, others)
+    return [(mine, meant) for mine, meant in pairs if mine != meant]
 
 
 def tensor_differences(

@@ -153,7 +153,7 @@ class Survivors:
         begun = time.monotonic()
         expected = self.expected(trial, variant, 1 if is_whole else ranks)
         out = trial.folder / "run"
-        words = ["--on-failure", "continue", "--max-restarts", "20", "--procs", str(ranks)]
+        words = ["--max-restarts", "20", "--procs", str(ranks)]
         marks = trial.folder / "marks"
         env = {MARKS: str(marks), PACKED: str(self._shared / "packed.hdf"), STEP_S: "0.004"}
         process = trial.nursery.start(self._words(variant, out, *words), trial.folder, "launcher", env)

@@ -25,6 +25,11 @@ STEP_S = "CHAOS_STEP_S"
 PACKED = "CHAOS_PACKED"
 SAMPLES_FILE = "CHAOS_SAMPLES"
 """Variable with the beginning of the file's name that each rank of a soak writes what it takes to."""
+TIMES = "CHAOS_TIMES"
+"""Variable with the file that gets the moment of every finished step."""
+HOLD = "CHAOS_HOLD"
+"""Variable with a file: while it is there steps take long, until a machine that was lost is back."""
+HOLD_S = 0.15
 SAMPLE_EVERY = 50
 SAMPLES, FEATURES, CLASSES = 88, 6, 3
 
@@ -40,8 +45,11 @@ def mark(rank: int, place: str) -> None:
 
 def pause() -> None:
     """Make a step take as long as who attacks it needs."""
+    if TIMES in os.environ:
+        with open(os.environ[TIMES], "a", encoding="utf-8") as file:
+            file.write(f"{time.time():.4f}\n")
     if MARKS in os.environ:
-        time.sleep(float(os.environ.get(STEP_S, "0.004")))
+        time.sleep(HOLD_S if os.path.exists(os.environ.get(HOLD, "")) else float(os.environ.get(STEP_S, "0.004")))
 
 
 def points(number: int, seed: int) -> TensorDataset:
@@ -73,7 +81,13 @@ class Plain(paceline.Task):
 
     def loss(self, model: nn.Module, grain: paceline.Grain) -> Any:
         x = grain.x.to(next(model.parameters()).dtype)
-        return F.cross_entropy(model(x), grain.y, reduction="sum"), len(grain)
+        total = F.cross_entropy(model(x), grain.y, reduction="sum")
+        if total.requires_grad and TIMES in os.environ:
+            total.register_hook(self._mark_backward)
+        return total, len(grain)
+
+    def _mark_backward(self, gradient: torch.Tensor) -> None:
+        mark(self.world.rank, "backward")
 
     def metrics(self, model: nn.Module, grain: paceline.Grain) -> Mapping[str, Any]:
         mark(self.world.rank, "validation")

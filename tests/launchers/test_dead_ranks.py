@@ -83,7 +83,9 @@ def test_it_is_named_and_all_end_in_time(end: str, tmp_path: Path) -> None:
 def test_ranks_that_a_launcher_ends_at_once_have_left_their_stacks(tmp_path: Path) -> None:
     """Ours ends them as soon as it sees the dead one, as mpirun does: there is no time to look for who is gone."""
     with ExitStack() as stack:
-        launcher = start(command(tmp_path / "run", "--procs", str(RANKS)), stack, END="1 step killed")
+        launcher = start(
+            command(tmp_path / "run", "--procs", str(RANKS), "--on-failure", "stop"), stack, END="1 step killed"
+        )
         text = errors_in_time([launcher], launcher)
     assert launcher.returncode == 1
     assert f"error: rank 1 on {HOST} was ended by SIGKILL" in text
@@ -111,7 +113,7 @@ def test_a_stopped_rank_that_wakes_when_all_are_gone_does_not_blame_them(tmp_pat
 def test_a_stopped_rank_under_our_own_launcher(tmp_path: Path) -> None:
     """The launcher lets it go on, so that it ends like the others, and says where it was."""
     with ExitStack() as stack:
-        words = command(tmp_path / "run", "--procs", str(RANKS))
+        words = command(tmp_path / "run", "--procs", str(RANKS), "--on-failure", "stop")
         launcher = start(words, stack, END="1 step stopped")
         text = errors_in_time([launcher], launcher)
     assert launcher.returncode == 1

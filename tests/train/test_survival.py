@@ -9,7 +9,7 @@ from paceline.config.settings import TrainConfig
 from paceline.observe.journal import Journal, read
 from paceline.observe.records import StepRecord
 from paceline.train.checkpoint.memory import MemoryState
-from paceline.train.survival import Survival, has_copies, needs_all, price
+from paceline.train.survival import CopyKind, Survival, copy_kind, needs_all, price
 from paceline.world.rounds import Lost, Member, Round
 
 MEMBERS = (Member(0, 0, 0, "here"), Member(4, 1, 0, "there"))
@@ -21,19 +21,23 @@ def survival(**changes: Any) -> Survival:
 
 
 @pytest.mark.parametrize(
-    ("settings", "copies", "all_", "words"),
+    ("settings", "kind", "all_", "words"),
     [
-        ({}, True, False, "go on from a copy in memory"),
-        ({"shard": "full"}, False, False, "newest checkpoint: weights are in pieces"),
-        ({"reduce": "param", "sync_step": 4}, False, False, "newest checkpoint: ranks step apart"),
-        ({"reduce": "param", "sync_step": 4, "sync_state": "keep"}, False, True, "wait for its replacement"),
-        ({"dataset_distribution": "random_seed_offset"}, True, True, "wait for its replacement"),
-        ({"sync_batchnorm": "all"}, True, True, "wait for its replacement"),
+        ({}, "whole", False, "go on from a copy in memory"),
+        ({"shard": "full"}, "none", False, "newest checkpoint: weights are in pieces (`--shard`); `--mirror` keeps"),
+        ({"shard": "full", "mirror": True}, "pieces", False, "each rank has its own and another's"),
+        ({"shard": "node", "mirror": True}, "pieces", False, "each rank has its own and another's"),
+        ({"reduce": "param", "sync_step": 4}, "none", False, "newest checkpoint: ranks step apart"),
+        ({"reduce": "param", "sync_step": 4, "mirror": True}, "averages", False, "one of the last averages"),
+        ({"reduce": "param", "sync_step": 4, "mirror": True, "sync_overlap": 1}, "none", False, "`--sync-overlap 0`"),
+        ({"reduce": "param", "sync_step": 4, "sync_state": "keep"}, "none", True, "wait for its replacement"),
+        ({"dataset_distribution": "random_seed_offset"}, "none", True, "wait for its replacement"),
+        ({"sync_batchnorm": "all"}, "none", True, "wait for its replacement"),
     ],
 )
-def test_price_of_a_death(settings: dict[str, Any], copies: bool, all_: bool, words: str) -> None:
+def test_price_of_a_death(settings: dict[str, Any], kind: CopyKind, all_: bool, words: str) -> None:
     config = TrainConfig(epochs=1, **settings)
-    assert (has_copies(config), needs_all(config)) == (copies, all_)
+    assert (copy_kind(config), needs_all(config)) == (kind, all_)
     assert words in price(config)
 
 

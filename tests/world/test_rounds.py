@@ -1,7 +1,19 @@
 from __future__ import annotations
 
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+
+import pytest
+from torch.distributed import HashStore
+
+from paceline.world import group_sockets
+from paceline.world import rounds as rounds_module
 from paceline.world.discover.environment import World
-from paceline.world.rounds import Lost, Member, Round
+from paceline.world.rounds import PREFIX, Lost, Member, Now, Round, Rounds, is_for_good
+from paceline.world.store import PrefixStore
 
 AROUND = World(3, 1, 4, 2, 1, 2, "procs", "host0:29500", attempt=0, launcher_hosts_store=True)
 ROUND = Round(
@@ -32,3 +44,67 @@ def test_world_of_a_rank_keeps_its_device_and_its_meeting_point() -> None:
 
 def test_lost_rank_in_words() -> None:
     assert str(ROUND.lost[0]) == "rank 2 on host1 was lost: ended by SIGKILL"
+
+
+class Follower:
+    is_asked_to_stop = False
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def ask_to_regroup(self) -> None:
+        self.told.append("regroup")
+
+    def ask_to_stop(self) -> None:
+        self.told.append("stop")
+
+
+@pytest.fixture
+def store() -> HashStore:
+    return HashStore()
+
+
+@pytest.fixture
+def inside(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rounds]:
+    """A process in round 5, whose watch looks all the time."""
+    monkeypatch.setattr(rounds_module, "meet_beside", lambda *_: store)
+    monkeypatch.setattr(rounds_module, "_BEAT_S", 0.005)
+    part = PrefixStore(PREFIX, store)
+    part.set("now", json.dumps(asdict(Now(5))))
+    part.set("round/5", ROUND.to_json())
+    with Rounds(AROUND, 7, start_timeout_s=1.0, timeout_s=1.0) as rounds:
+        assert rounds.next(holds=None)[0] == ROUND
+        yield rounds
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_collectives_of_a_round_that_lost_a_member_are_broken_off(inside: Rounds, store: HashStore) -> None:
+    with group_sockets.noted():
+        near, far = socket.socketpair()
+    with near, far:
+        near.settimeout(20.0)
+        PrefixStore(PREFIX, store).set("now", json.dumps(asdict(Now(5, is_over=True))))
+        assert near.recv(1) == b""  # as a collective that waits for a peer which is stopped
+    group_sockets.forget()
+
+
+def test_members_are_asked_to_leave_when_somebody_waits(inside: Rounds, store: HashStore) -> None:
+    follower = Follower()
+    inside.follow(follower)
+    PrefixStore(PREFIX, store).set("now", json.dumps(asdict(Now(5, is_wanted=True))))
+    wait_until(lambda: "regroup" in follower.told)
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "is_gone", "is_asked", "is_over"),
+    [(60.0, True, False, True), (60.0, False, False, False), (60.0, False, True, True), (3.0, True, True, False)],
+)
+def test_launcher_is_gone_not_frozen(silent_s: float, is_gone: bool, is_asked: bool, is_over: bool) -> None:
+    """Ctrl-Z freezes it; a signal of the launcher of this machine says that the other one is out of reach."""
+    assert is_for_good(silent_s, is_gone=is_gone, is_asked=is_asked) is is_over

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 from pydantic import Field
@@ -40,7 +41,7 @@ class LaunchOptions(Section):
     """Ranks on this machine; `auto` is one per GPU, one without."""
     nnodes: Positive | Annotated[str, Field(pattern=r"^[1-9]\d*:[1-9]\d*$")] = 1
     """Machines; the same command is started on each of them. `2:4` begins when two are there, and two more may join
-    later, with `--on-failure continue`."""
+    later."""
     node_rank: Annotated[int, Field(ge=0)] | None = None
     """Which of the machines this one is, from 0; found by itself under srun or mpirun with one process per machine."""
     master_addr: str | None = None
@@ -52,13 +53,14 @@ class LaunchOptions(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What the ranks compute on, as far as `auto` and the check against the number of GPUs need to know."""
     max_restarts: Annotated[int, Field(ge=0)] = 0
-    """How often all ranks are started again when one dies; with `--on-failure continue`, how many are started for dead
-    ones."""
-    on_failure: Literal["restart", "continue", "stop"] = "restart"
-    """When a rank dies: `restart` starts all again, as often as `max_restarts` says; `continue` lets the others go on,
-    and those that are started for the dead join them; `stop` ends all."""
+    """How many processes are started for dead ones, in all; with `--on-failure restart`, and for other commands than
+    `train`, how often all ranks are started again."""
+    on_failure: Literal["continue", "restart", "stop"] = "continue"
+    """When a rank of `train` dies: `continue` lets the others go on, and those that are started for the dead join them;
+    `restart` ends all and starts all again from the newest checkpoint, as often as `max_restarts` says; `stop` ends
+    all. Other commands start again from their beginning."""
     min_ranks: Annotated[int, Field(gt=0)] = 1
-    """With `--on-failure continue`: with fewer ranks than these the run is saved and ends."""
+    """With fewer ranks left than these, and no replacement on its way, the run is saved and ends."""
     grace_s: PositiveFloat = 60.0
     """Seconds that the ranks have to leave after SIGTERM or Ctrl-C; those that are saving get longer."""
     ray: bool = False
@@ -129,11 +131,12 @@ def _launch_on_ray(options: LaunchOptions, command: Sequence[str]) -> int:
 
 
 def _launch(options: LaunchOptions, command: Sequence[str], around: World) -> int:
+    from paceline.world.launch.coordinator import Survival
     from paceline.world.launch.launcher import launch
-    from paceline.world.launch.survivors import Survival, launch_surviving
+    from paceline.world.launch.survivors import launch_surviving
 
     node, procs = place(options, around), options.nproc_per_node
-    if options.on_failure == "continue":
+    if options.on_failure == "continue" and trains(command):
         rules = Survival(options.max_restarts, options.min_ranks, nodes_of(options)[1])
         return launch_surviving(procs, command, rules=rules, device=options.device, grace_s=options.grace_s, node=node)
     return launch(
@@ -144,6 +147,12 @@ def _launch(options: LaunchOptions, command: Sequence[str], around: World) -> in
         grace_s=options.grace_s,
         node=node,
     )
+
+
+def trains(command: Sequence[str]) -> bool:
+    """Return True for a command that trains: nobody can go on with what another rank has evaluated or measured."""
+    modes = {word.partition("=")[2] or after for word, after in pairwise([*command, ""]) if word.startswith("--mode")}
+    return "train" in command and "--benchmark" not in command and not modes & {"eval", "infer"}
 
 
 def nodes_of(options: LaunchOptions) -> tuple[int, int]:
@@ -209,7 +218,7 @@ def failure_problems(options: RulesOfFailure) -> list[Problem]:
         hint = "leave one of them out"
         return [Problem("--max-restarts", "nobody is started again with `--on-failure stop`", hint)]
     if options.on_failure != "continue" and options.min_ranks > 1:
-        hint = "add `--on-failure continue`, or leave it out"
+        hint = f"leave out `--on-failure {options.on_failure}`, or this one"
         return [Problem("--min-ranks", "is for ranks that go on when others die", hint, str(options.min_ranks))]
     return []
 
@@ -235,7 +244,7 @@ def _problems(options: LaunchOptions, around: World) -> list[Problem]:
     if least > nodes:
         wrong.append(Problem("--nnodes", "the first number is larger than the second", "", str(options.nnodes)))
     elif least < nodes and options.on_failure != "continue":
-        hint = "add `--on-failure continue`, or give one number"
+        hint = f"leave out `--on-failure {options.on_failure}`, or give one number"
         wrong.append(Problem("--nnodes", "machines can join only where the others go on", hint, str(options.nnodes)))
     if wrong:
         return wrong

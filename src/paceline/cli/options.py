@@ -21,12 +21,13 @@ class TrainCommand(Section):
     distributed: Literal["no", "dp"] = "no"
     """`dp` splits the batch over all devices of this machine: the same as `--procs auto`."""
     max_restarts: Annotated[int, Field(ge=0)] = 0
-    """How often all ranks are started again when one dies; they go on from the newest checkpoint."""
-    on_failure: Literal["restart", "continue", "stop"] = "restart"
-    """When a rank dies: `restart` starts all again, as often as `max_restarts` says; `continue` lets the others go on,
-    and those that are started for the dead join them; `stop` ends all."""
+    """How many processes are started for dead ones, in all; with `on_failure: restart`, how often all ranks are
+    started again."""
+    on_failure: Literal["continue", "restart", "stop"] = "continue"
+    """When a rank dies: `continue` lets the others go on, and those that are started for the dead join them; `restart`
+    ends all and starts all again from the newest checkpoint, as often as `max_restarts` says; `stop` ends all."""
     min_ranks: Annotated[int, Field(gt=0)] = 1
-    """With `on_failure` continue: with fewer ranks than these the run is saved and ends."""
+    """With fewer ranks left than these, and no replacement on its way, the run is saved and ends."""
     print_config: bool = False
     """Show the settings that all this amounts to, as a file for `--config`, and leave."""
 

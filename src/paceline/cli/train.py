@@ -150,8 +150,10 @@ def _launch(options: TrainCommand, settings: TrainConfig, words: list[str]) -> i
         check_batch(settings, procs)
     _folder(settings, words[0])  # a name that cannot be is said here, once and at once
     command = [sys.executable, "-m", "paceline", "train", *words]
-    if options.on_failure == "continue" and procs > 1:
-        from paceline.world.launch.survivors import Survival, launch_surviving
+    trains = settings.mode not in ("eval", "infer") and not settings.benchmark
+    if options.on_failure == "continue" and procs > 1 and trains:
+        from paceline.world.launch.coordinator import Survival
+        from paceline.world.launch.survivors import launch_surviving
 
         rules = Survival(options.max_restarts, options.min_ranks)
         return launch_surviving(procs, command, rules=rules, device=settings.device)

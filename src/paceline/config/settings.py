@@ -385,6 +385,9 @@ class ReduceSettings(Section):
     (HSDP): pieces for the ranks of a machine, gradients summed across machines."""
     shard_modules: tuple[str, ...] = free(())
     """Name patterns of modules that are gathered one at a time; large children of Sequential, ModuleList if not set."""
+    mirror: bool = free(False)
+    """Where a rank has what no other has (`shard`; `param` between averages): keep what survivors of its death need in
+    memory, every rank's pieces on a second rank, too. Without it they go back to the newest checkpoint."""
     sync_step: Positive | None = None
     """Steps between two averages (`param`); the end of an epoch is always one."""
     sync_seconds: PositiveFloat | None = None

@@ -32,6 +32,7 @@ from paceline.parallel import outer, wire
 from paceline.parallel.flat import FlatAverage, StateAverage, by_kind, reset
 from paceline.parallel.step import Average, RankNumbers, Step, Sums, Tally
 from paceline.parallel.strategy import GlobalBatch, Part, Strategy, StrategyState
+from paceline.world import group_sockets
 from paceline.world.failure.flight_recorder import trail
 from paceline.world.link import Link
 
@@ -63,7 +64,8 @@ class Averaged(Strategy):
         self._size = link.world.size
         self._weights_changed = weights_changed
         # A group of its own: other collectives may run while an average is in flight.
-        self._group: dist.ProcessGroup = dist.new_group(timeout=timeout)
+        with group_sockets.noted():
+            self._group: dist.ProcessGroup = dist.new_group(timeout=timeout)
         weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         format_ = wire.build(settings.wire)
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from paceline.core.errors import PacelineError
 from paceline.core.together import Exclusion
 from paceline.core.torch_private import BatchNorm
+from paceline.world import group_sockets
 from paceline.world.discover.environment import World
 from paceline.world.failure.flight_recorder import trail
 
@@ -174,7 +175,9 @@ class JoinedNorms:
             raise GroupDoesNotDivide(size, world.size)
         self._world = world
         # A group of its own: backward sends buckets of gradients in between.
-        groups = [dist.new_group(range(first, first + size), timeout=timeout) for first in range(0, world.size, size)]
+        firsts = range(0, world.size, size)
+        with group_sockets.noted():
+            groups = [dist.new_group(range(first, first + size), timeout=timeout) for first in firsts]
         self._group = groups[world.rank // size]
         self._is_checked = False
         self.layers = _join(model)

@@ -37,6 +37,7 @@ from paceline.parallel.strategy import GlobalBatch, Strategy
 from paceline.parallel.tree_scatter import TreeReduceScatter, TreeSteps, TreeSumAcross, whole_norms
 from paceline.parallel.tree_sum import TreeSum
 from paceline.parallel.wire import all_gather_flat, goes_by_host, half_of, reduce_scatter_flat
+from paceline.world import group_sockets
 from paceline.world.failure.flight_recorder import trail
 from paceline.world.link import Link
 from paceline.world.machines import machines_of
@@ -108,8 +109,9 @@ def _meshes(link: Link, cut: Cut) -> tuple[DeviceMesh, dist.ProcessGroup | None]
     machines = machines_of(link) if cut.per_machine else [list(range(link.world.size))]
     if len(machines) == 1:
         return init_device_mesh(link.device.type, (link.world.size,)), None
-    inside = {tuple(ranks): dist.new_group(ranks, timeout=cut.timeout) for ranks in machines}
-    across = {ranks: dist.new_group(ranks, timeout=cut.timeout) for ranks in zip(*machines, strict=True)}
+    with group_sockets.noted():
+        inside = {tuple(ranks): dist.new_group(ranks, timeout=cut.timeout) for ranks in machines}
+        across = {ranks: dist.new_group(ranks, timeout=cut.timeout) for ranks in zip(*machines, strict=True)}
     here, there = (
         [group for ranks, group in groups.items() if link.world.rank in ranks] for groups in (inside, across)
     )

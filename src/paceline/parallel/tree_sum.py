@@ -24,6 +24,7 @@ from torch import Tensor
 
 from paceline.core.sum_tree import Layout
 from paceline.parallel.wire import all_gather_flat, goes_by_host
+from paceline.world import group_sockets
 from paceline.world.failure.flight_recorder import trail
 
 
@@ -72,7 +73,8 @@ class TreeSum:
         """Get ready for sums of this layout, before the first of a step. All ranks must call it."""
         if self._second is None and self._stream is None and self.size > 1 and not layout.is_plain:
             ranks = dist.get_process_group_ranks(self._group)
-            self._second = dist.new_group(ranks, timeout=self._timeout, backend="gloo" if self._by_host else None)
+            with group_sockets.noted():
+                self._second = dist.new_group(ranks, timeout=self._timeout, backend="gloo" if self._by_host else None)
 
     def start(self, result: Tensor, partials: Sequence[Tensor], layout: Layout) -> None:
         """Send this rank's partial sums, each of the length of `result`, which becomes the sum of all ranks'."""

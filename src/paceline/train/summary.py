@@ -395,6 +395,11 @@ _NO_EFFECT: list[_Row] = [
         lambda facts: facts.config.order not in ("laplace", "bucket"),
     ),
     (
+        "where every rank has the whole state: survivors go on without it",
+        ("mirror",),
+        lambda facts: facts.config.reduce == "grad" and facts.config.shard == "none",
+    ),
+    (
         "unless `reduce` is param",
         ("sync_step", "sync_seconds", "sync_state", "sync_overlap", "outer", "outer_lr", "outer_momentum"),
         lambda facts: facts.config.reduce != "param",

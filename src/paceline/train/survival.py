@@ -13,17 +13,24 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+from torch.distributed import DistError
 
 from paceline.config.compared import shared_settings
 from paceline.config.settings import TrainConfig
 from paceline.core.run_folder import RunFolder
+from paceline.core.terminal import warn
 from paceline.core.units import counted
 from paceline.observe.records import RanksRecord
-from paceline.train.checkpoint.memory import MemoryState, steps_between
+from paceline.train.checkpoint.memory import Copies, MemoryState, save_alone, steps_between
+from paceline.train.checkpoint.mirror import MirroredState
 from paceline.train.scaling import for_ranks
 from paceline.world.consistency import installation
+from paceline.world.discover.environment import World
+from paceline.world.failure.board import EXIT_CRASH
 from paceline.world.failure.together import is_broken_link
+from paceline.world.failure.watchdog import exit_now
 from paceline.world.rounds import Round, Rounds
 from paceline.world.signals import STOP_SIGNALS, handled
 from paceline.world.start import from_settings, leave_group
@@ -40,9 +47,21 @@ class Regroup(Exception):
     """All ranks leave the round after the same step, because somebody waits to join."""
 
 
-def has_copies(config: TrainConfig) -> bool:
-    """Return True if every rank has the whole state of the run after every step."""
-    return config.reduce == "grad" and config.shard == "none"
+CopyKind = Literal["whole", "pieces", "averages", "none"]
+"""What of the run's state is kept in memory, for survivors to go on from."""
+
+
+def copy_kind(config: TrainConfig) -> CopyKind:
+    """Return what is copied: the whole state on every rank, or where a rank has what no other has, if that is mirrored,
+    its pieces on two ranks; with `reduce: param` the state after an average, when it is the same on all.
+    """
+    if needs_all(config):
+        return "none"
+    if config.shard != "none":
+        return "pieces" if config.mirror else "none"
+    if config.reduce == "param":  # while an average is under way ranks are never the same
+        return "averages" if config.mirror and config.sync_overlap == 0 else "none"
+    return "whole"
 
 
 def needs_all(config: TrainConfig) -> bool:
@@ -58,10 +77,29 @@ def price(config: TrainConfig) -> str:
             "if a rank dies, the others wait for its replacement (`--max-restarts`): these settings depend on the "
             "number of ranks; then all go on from the newest checkpoint"
         )
-    if has_copies(config):
+    kind = copy_kind(config)
+    if kind == "whole":
         return "if a rank dies, the others go on from a copy in memory, which is renewed every few steps"
+    if kind == "pieces":
+        return (
+            "if a rank dies, the others go on from copies in memory, of which each rank has its own and another's; if "
+            "both are gone, from the newest checkpoint"
+        )
+    if kind == "averages":
+        return "if a rank dies, the others go on from a copy in memory, of one of the last averages"
     why = "weights are in pieces (`--shard`)" if config.shard != "none" else "ranks step apart (`--reduce param`)"
-    return f"if a rank dies, the others go back to the newest checkpoint: {why}"
+    how = _how_to_mirror(config)
+    return f"if a rank dies, the others go back to the newest checkpoint: {why}{how}"
+
+
+def _how_to_mirror(config: TrainConfig) -> str:
+    if config.reduce == "param" and config.sync_overlap > 0:
+        return "; `--mirror` needs `--sync-overlap 0`" if config.mirror else ""
+    return "; `--mirror` keeps copies in memory"
+
+
+def _room_for(config: TrainConfig) -> Copies:
+    return MirroredState() if copy_kind(config) == "pieces" else MemoryState()
 
 
 @dataclass
@@ -70,7 +108,7 @@ class Survival:
 
     rounds: Rounds
     round: Round
-    memory: MemoryState
+    memory: Copies
     has_copies: bool
     newest_step: int = 0
     """Steps that this process had done in the round before."""
@@ -78,17 +116,22 @@ class Survival:
     """Number of steps at which the next copy is due."""
     _copied_at: tuple[int, float] = (0, 0.0)
 
+    @property
+    def is_renewed(self) -> bool:
+        """True if copies are taken from time to time: a rank that is alone takes one when somebody waits to join."""
+        return self.has_copies and len(self.round.members) > 1
+
     def begin(self, num_steps: int) -> None:
         """Begin to train after `num_steps` steps."""
-        self.due_at = num_steps + _FIRST_COPY if self.has_copies else -1
+        self.due_at = num_steps + _FIRST_COPY if self.is_renewed else -1
         self._copied_at = (num_steps, time.monotonic())
 
     def is_due(self, num_steps: int) -> bool:
-        return self.has_copies and num_steps >= self.due_at
+        return self.is_renewed and num_steps >= self.due_at
 
     def next_due(self, others: int) -> int:
         """Return the number of steps at which something is due, the copy or what is due otherwise."""
-        return min(others, self.due_at) if self.has_copies else others
+        return min(others, self.due_at) if self.is_renewed else others
 
     def pause(self, num_steps: int, copy_s: float) -> int:
         """Return the steps until the next copy, from the time that this one and the steps before it took."""
@@ -165,20 +208,19 @@ class _Job:
         self, config: TrainConfig, rounds: Rounds, make_trainer: Callable[[TrainConfig, Link, Survival], Trainer]
     ) -> None:
         self._config, self._rounds, self._make_trainer = config, rounds, make_trainer
-        self._memory = MemoryState()
+        self._memory = _room_for(config)
         self._newest_step = 0
         self._is_asked = False
 
     def note_stop(self, number: int, frame: FrameType | None) -> None:
         """Remember a stop signal that comes between rounds."""
-        self._is_asked = True
+        self._is_asked = self._rounds.is_leaving = True
         if number == signal.SIGINT and self._rounds.round is None:
             raise KeyboardInterrupt
 
     def train_round(self) -> Result | None:
         """Train in the next round; return the result, or None if the round ended before the run."""
-        holds = None if needs_all(self._config) else self._memory.step
-        round_, world = self._rounds.next(holds, needs_all=needs_all(self._config))
+        round_, world = self._next()
         link: Link | None = None
         try:
             config = self._of_round(round_)
@@ -197,21 +239,36 @@ class _Job:
             leave_group()
         return None
 
+    def _next(self) -> tuple[Round, World]:
+        """Leave the round and wait for the next one. Without the launcher of node 0 there is none: save, and end."""
+        holds = None if needs_all(self._config) else self._memory.step
+        try:
+            return self._rounds.next(holds, needs_all=needs_all(self._config))
+        except DistError:
+            if self._rounds.round is None:
+                raise  # it has never begun
+            saved = save_alone(self._memory, self._config)
+            if saved is not None:
+                warn(f"the launcher of node 0 is gone: saved after step {saved}; `--resume auto` goes on\n")
+            exit_now(EXIT_CRASH)
+
     def _train(self, config: TrainConfig, round_: Round, link: Link) -> Result:
         memory = self._memory
-        copies = has_copies(config) and not needs_all(config)
+        copies = copy_kind(config) != "none"
         if not (copies and round_.holders):
             memory.forget()
         memory.share(link, round_.holders if copies else ())
         survival = Survival(self._rounds, round_, memory, copies, self._newest_step)
         trainer = self._make_trainer(config, link, survival)
-        self._rounds.follow(trainer.ask_to_regroup, trainer.ask_to_stop)
+        if not survival.is_renewed:
+            memory.forget()
+        self._rounds.follow(trainer)
         if self._is_asked or round_.stops:
             trainer.ask_to_stop()
         try:
             return trainer.fit()
         finally:
-            self._rounds.follow(None, None)
+            self._rounds.follow(None)
             self._is_asked = self._is_asked or trainer.is_asked_to_stop
             self._newest_step = trainer.engine.num_steps
 

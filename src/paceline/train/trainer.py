@@ -262,6 +262,11 @@ class Trainer:
         survival.due_at = num_steps + int(self.link.broadcast_object(pause))
         self.clock.lap("checkpoint")
 
+    def _copies_now(self, survival: Survival) -> bool:
+        """Return True if a copy is due, and the ranks are together."""
+        is_due = self._somebody_joins or survival.is_due(self.position.num_steps)
+        return is_due and self.engine.is_together
+
     def _waits_only_for_joiners(self, step: Step) -> bool:
         """Return True if ranks are asked to stop, as of this step on all, and only because somebody waits to join.
 
@@ -370,7 +375,7 @@ class Trainer:
                 since, wake = position.num_steps, self._next_due(feed)
             if now.leave is not None:
                 return now.leave
-            if survival is not None and (self._somebody_joins or survival.is_due(position.num_steps)):
+            if survival is not None and self._copies_now(survival):
                 self._remember()  # after all that is due: a round that goes on from here does not come to it again
                 wake = self._next_due(feed)
                 if self._somebody_joins:
@@ -495,7 +500,8 @@ class Trainer:
         more = partial(self._place_in_stream, self.position.epoch, self.position.step)
         self.checkpoints.save(self.engine, self.position, self.task, score, self.log.so_far, few_shapes=few, more=more)
         self.clock.lap("checkpoint")
-        self._remember()  # not older than any checkpoint
+        if self._survival is not None and self._survival.is_renewed:
+            self._remember()  # not older than any checkpoint
 
     def _place_in_stream(self, epoch: int, step: int) -> dict[str, dict[str, torch.Tensor]]:
         """Return the part of a checkpoint that says where a stream is, if it knows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from paceline.world import values
+from paceline.world import group_sockets, values
 from paceline.world.discover.environment import World
 from paceline.world.failure.flight_recorder import trail
 from paceline.world.failure.together import is_guarded
@@ -118,6 +119,16 @@ class Link:
         dist.broadcast(data, src=src)
         return value if is_source else values.decode(_to_bytes(data))
 
+    def exchange(self, sent: Sequence[torch.Tensor], to: int, received: Sequence[torch.Tensor], source: int) -> None:
+        """Send tensors of the main memory to one rank while others come from another; sizes must be known there."""
+        if not self.has_group or to == self.world.rank:
+            return
+        trail.note("exchange of tensors")
+        works = [dist.isend(tensor, to) for tensor in sent] + [dist.irecv(tensor, source) for tensor in received]
+        for work in works:
+            assert work is not None
+            work.wait()
+
     def barrier(self) -> None:
         """Wait until every rank has called it."""
         if self.has_group:
@@ -135,6 +146,7 @@ class Link:
             self._watch.stop()
         if self._owns_group:
             dist.destroy_process_group()
+            group_sockets.forget()
         answer_within(self.world, _GOODBYE_S)
         with suppress(dist.DistError):  # who served the store may be gone, or frozen
             store.add("left", 1)
@@ -154,6 +166,7 @@ class Link:
         if self.device.type == "cuda" and dist.group.WORLD is not None:
             dist.group.WORLD.abort()  # NCCL would wait for the others
         dist.destroy_process_group()
+        group_sockets.forget()
 
     def _give_back(self) -> None:
         before, self._before = self._before, None
@@ -170,6 +183,17 @@ class Link:
             self.close()
         elif not is_guarded():
             self.abandon()
+
+
+def break_off() -> None:
+    """Make collectives that the main thread is in fail now: for another thread, which knows that a rank is lost.
+
+    Afterwards the groups are of no use, and are to be abandoned; one that is just being made, too.
+    """
+    group = dist.group.WORLD
+    if group is not None and "nccl" in str(dist.get_backend_config()):
+        group.abort()
+    group_sockets.shut_down()
 
 
 def _to_tensor(data: bytes) -> torch.Tensor:

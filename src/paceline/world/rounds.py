@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from torch.distributed import DistError, DistNetworkError
 
@@ -26,9 +26,13 @@ from paceline.core.errors import PacelineError
 from paceline.world.consistency import differences
 from paceline.world.discover.environment import World
 from paceline.world.failure.board import EXIT_CRASH
+from paceline.world.failure.flight_recorder import SAVING, trail
 from paceline.world.failure.watchdog import exit_now
-from paceline.world.store import PrefixStore, Store, meet_beside
+from paceline.world.link import break_off
+from paceline.world.rendezvous.client import StoreSilent
+from paceline.world.store import PrefixStore, Store, is_refusal, meet_beside
 
+T = TypeVar("T")
 MEMBER = "PACELINE_MEMBER"
 """Environment variable with the number of a process among all that the job has ever had."""
 PREFIX = "paceline/rounds"
@@ -37,6 +41,8 @@ _BEAT_S = 0.5
 _LOOK_S = 0.01
 # A store that is gone for so long is not coming back.
 _GONE_S = 10.0
+# How long the store may take to answer.
+_ANSWER_S = 5.0
 
 
 class RoundOver(DistNetworkError):
@@ -143,19 +149,38 @@ class Ready:
     """True if the run cannot go on with another number of ranks than it began with."""
 
 
+class Follower(Protocol):
+    """What trains in a round, and is told what happens to it, by a thread."""
+
+    @property
+    def is_asked_to_stop(self) -> bool: ...
+
+    def ask_to_regroup(self) -> None:
+        """Somebody waits to join: leave the round after the step."""
+        ...
+
+    def ask_to_stop(self) -> None:
+        """The launcher of node 0 is gone: save and leave."""
+        ...
+
+
 class Rounds:
     """The rounds of this process: `next` leaves one and waits for the following.
 
-    A thread says twice a second that the process runs, and looks whether it is still wanted.
+    A thread says twice a second that the process runs, looks whether it is still wanted, and takes the main thread out
+    of collectives of a round that has lost a member, which it would wait for.
     """
 
     def __init__(self, world: World, number: int, *, start_timeout_s: float, timeout_s: float) -> None:
         self._around, self.number, self._timeout_s = world, number, timeout_s
-        self._store = PrefixStore(PREFIX, meet_beside(world, start_timeout_s, timeout_s))
-        self._watch_store: Store = PrefixStore(PREFIX, meet_beside(world, start_timeout_s, timeout_s))
+        answer_s = min(_ANSWER_S, timeout_s)
+        self._store = PrefixStore(PREFIX, meet_beside(world, start_timeout_s, answer_s))
+        self._watch_store: Store = PrefixStore(PREFIX, meet_beside(world, start_timeout_s, answer_s))
         self.round: Round | None = None
-        self._on_wanted: Callable[[], None] | None = None
-        self._on_gone: Callable[[], None] | None = None
+        self._is_inside = False
+        self._follower: Follower | None = None
+        self.is_leaving = False
+        """The process was asked to stop between two rounds."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="paceline-round-watch", daemon=True)
         self._thread.start()
@@ -168,21 +193,40 @@ class Rounds:
         return cls(world, int(env[MEMBER]), start_timeout_s=start_timeout_s, timeout_s=timeout_s)
 
     def next(self, holds: int | None, *, needs_all: bool = False) -> tuple[Round, World]:
-        """Leave the round, saying which state this process has, and wait for the next one that it is a member of."""
+        """Leave the round, saying which state this process has, and wait for the next one that it is a member of.
+
+        Raises `DistError` where the launcher of node 0, which decides, is gone.
+        """
         after = -1 if self.round is None else self.round.number
-        self.follow(None, None)
+        self.follow(None)
+        self._is_inside = False
         ready = Ready(after, holds, self._timeout_s, needs_all)
+        self._patiently(lambda: self._say_ready(ready))
+        while True:
+            round_ = self._patiently(lambda: self._next_after(after))
+            rank = None if round_ is None else round_.rank_of(self.number)
+            if round_ is not None and rank is not None:
+                self.round, self._is_inside = round_, True
+                return round_, round_.world(rank, self._around)
+            time.sleep(_LOOK_S)
+
+    def _say_ready(self, ready: Ready) -> None:
         self._store.set(f"ready/{self.number}", json.dumps(asdict(ready)))
         self._store.add("events", 1)
+
+    def _next_after(self, number: int) -> Round | None:
+        now = read_now(self._store)
+        return read_round(self._store, now.round) if now.round > number else None
+
+    def _patiently(self, ask: Callable[[], T]) -> T:
+        """Ask again while the store is silent, for the time-out: its launcher may be frozen; not if asked to stop."""
+        deadline = time.monotonic() + self._timeout_s
         while True:
-            now = read_now(self._store)
-            if now.round > after:
-                round_ = read_round(self._store, now.round)
-                rank = round_.rank_of(self.number)
-                if rank is not None:
-                    self.round = round_
-                    return round_, round_.world(rank, self._around)
-            time.sleep(_LOOK_S)
+            try:
+                return ask()
+            except StoreSilent:
+                if self.is_leaving or time.monotonic() > deadline:
+                    raise
 
     def compare(self, facts: Mapping[str, Any]) -> None:
         """Raise `RanksDisagree` unless this process has the facts of the first that has called it.
@@ -201,9 +245,9 @@ class Rounds:
         if self.round is not None and (now.round > self.round.number or now.is_over):
             raise RoundOver(f"round {self.round.number} has lost a member")
 
-    def follow(self, on_wanted: Callable[[], None] | None, on_gone: Callable[[], None] | None) -> None:
-        """Call `on_wanted` when somebody waits to join, `on_gone` when the launcher of node 0 is gone; in a thread."""
-        self._on_wanted, self._on_gone = on_wanted, on_gone
+    def follow(self, follower: Follower | None) -> None:
+        """Tell who trains in this round what happens to it."""
+        self._follower = follower
 
     def close(self) -> None:
         """End the thread."""
@@ -219,25 +263,51 @@ class Rounds:
         self.close()
 
     def _watch(self) -> None:
-        heard = time.monotonic()
+        heard = moved = time.monotonic()
+        place = (trail.number, trail.step)
         while not self._stopped.wait(_BEAT_S):
+            now = time.monotonic()
+            if place != (trail.number, trail.step):
+                place, moved = (trail.number, trail.step), now
             try:
                 self._watch_store.add(f"pulse/{self.number}", 1)
                 self._obey(read_now(self._watch_store))
                 heard = time.monotonic()
-            except DistError:
-                call = self._on_gone
-                if call is not None and time.monotonic() - heard > _GONE_S:
-                    call()
+            except DistError as error:
+                self._go_without_store(now - heard, now - moved, is_gone=is_refusal(error))
 
     def _obey(self, now: Now) -> None:
-        current, call = self.round, self._on_wanted
+        current, follower = self.round, self._follower
         if current is None:
             return
         if now.round > current.number and read_round(self._watch_store, now.round).rank_of(self.number) is None:
             exit_now(EXIT_CRASH)  # taken for dead: what it does could only disturb those that went on
-        if now.is_wanted and now.round == current.number and call is not None:
-            call()
+        if now.round != current.number:
+            return
+        if now.is_over and self._is_inside:
+            break_off()
+        if now.is_wanted and follower is not None:
+            follower.ask_to_regroup()
+
+    def _go_without_store(self, silent_s: float, stuck_s: float, *, is_gone: bool) -> None:
+        """Have the run saved when the launcher of node 0 is gone, or silent and this process was asked to stop."""
+        follower = self._follower
+        is_asked = self.is_leaving if follower is None else follower.is_asked_to_stop
+        if not is_for_good(silent_s, is_gone=is_gone, is_asked=is_asked):
+            return
+        if follower is not None:
+            follower.ask_to_stop()
+        if self._is_inside and stuck_s > _GONE_S and trail.doing != SAVING:
+            break_off()  # it waits for ranks that are gone with that launcher
+
+
+def is_for_good(silent_s: float, *, is_gone: bool, is_asked: bool) -> bool:
+    """Return True if a store that has not answered for so long is not coming back.
+
+    One that is silent, but not gone, may be that of a launcher which Ctrl-Z has frozen; not if this process was asked
+    to stop, which the launcher of its own machine does when it is out of reach for that one, too.
+    """
+    return silent_s > _GONE_S and (is_gone or is_asked)
 
 
 def read_now(store: Store) -> Now:

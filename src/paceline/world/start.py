@@ -18,6 +18,7 @@ from paceline.config.compared import shared_settings
 from paceline.config.settings import WorldSettings
 from paceline.core.errors import PacelineError
 from paceline.core.torch_private import can_set_group_timeout, set_group_timeout
+from paceline.world import group_sockets
 from paceline.world.consistency import check_same, installation
 from paceline.world.discover.environment import World, discover
 from paceline.world.discover.interfaces import GLOO_INTERFACE, gloo_interface
@@ -105,7 +106,7 @@ def start(
     if interface is not None:
         os.environ[GLOO_INTERFACE] = interface
     common = meet(world, start_timeout_s)
-    watch = FailureWatch(world, timeout_s)
+    watch = FailureWatch(world, timeout_s, is_surviving=check is not None)
     meeting = remember_meeting(world, common, watch, timeout_s)
     try:
         _starts[world.meeting, world.attempt] += 1
@@ -196,7 +197,7 @@ def _form_group(
     """Make the process group; with `check`, which ends the wait for a rank that was lost, without dialling it long."""
     # gloo dials a peer that has just died until the time-out is over.
     dials_s = min(timeout_s, _DIAL_S) if check is not None and can_set_group_timeout() else timeout_s
-    with interruptible(world, check):
+    with interruptible(world, check), group_sockets.noted():
         dist.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.size, timeout=patience(dials_s, device)
         )

@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from paceline.train.checkpoint.memory import COST, LONGEST_S, MemoryState, same_on_all, steps_between
+from paceline.config.settings import TrainConfig
+from paceline.core.run_folder import RunFolder, RunRecord, read_record
+from paceline.train.checkpoint import memory as memory_module
+from paceline.train.checkpoint import reader
+from paceline.train.checkpoint.memory import COST, LONGEST_S, MemoryState, same_on_all, save_alone, steps_between
+from paceline.world.discover.environment import World
 from paceline.world.link import Link
 from tests.ranks import ranks
 
+ALONE = Link(World(0, 0, 1, 1, 0, 1, "plain", None), torch.device("cpu"), 1, ("here",))
 PARTS = {
     "model": {"weight": torch.arange(6.0).view(2, 3), "steps": torch.tensor(7), "none": torch.zeros(0, 2)},
     "task": {"seen": torch.tensor([True, False])},
@@ -16,7 +24,7 @@ PARTS = {
 def test_copy_is_one_of_its_moment() -> None:
     memory, weight = MemoryState(), torch.ones(3)
     assert memory.checkpoint() is None
-    memory.take(4, {"model": {"weight": weight}, "task": {"seen": weight}}, {"position": {"scores": [1.0]}})
+    memory.take(ALONE, 4, {"model": {"weight": weight}, "task": {"seen": weight}}, {"position": {"scores": [1.0]}})
     weight.add_(1.0)
     copy = memory.checkpoint()
     assert copy is not None
@@ -42,9 +50,9 @@ def test_copies_cost_their_share_at_most(copy_s: float, step_s: float) -> None:
 def test_all_ranks_get_the_copy_of_those_that_have_it(link: Link) -> None:
     memory = MemoryState()
     if link.world.rank == 1:
-        memory.take(12, PARTS, {"position": {"epoch": 3, "scores": [0.5]}})
+        memory.take(link, 12, PARTS, {"position": {"epoch": 3, "scores": [0.5]}})
     elif link.world.rank == 0:
-        memory.take(3, {"model": {"other": torch.ones(1)}}, {})  # older: not the one that is shared
+        memory.take(link, 3, {"model": {"other": torch.ones(1)}}, {})  # older: not the one that is shared
     memory.share(link, (1,))
     copy = memory.checkpoint()
     assert copy is not None
@@ -60,7 +68,7 @@ def test_all_ranks_get_the_copy_of_those_that_have_it(link: Link) -> None:
 @ranks(2)
 def test_what_all_have_is_not_sent(link: Link) -> None:
     memory = MemoryState()
-    memory.take(link.world.rank, {"model": {"weight": torch.tensor([float(link.world.rank)])}}, {})
+    memory.take(link, link.world.rank, {"model": {"weight": torch.tensor([float(link.world.rank)])}}, {})
     memory.share(link, (0, 1))
     assert memory.step == link.world.rank
 
@@ -71,3 +79,51 @@ def test_state_that_only_the_first_rank_has_comes_to_all(link: Link) -> None:
     got = same_on_all(link, own)
     assert got.keys() == PARTS["model"].keys()
     assert all(torch.equal(got[name], tensor) for name, tensor in PARTS["model"].items())
+
+
+class TestSavedAlone:
+    """A process that has nobody left to ask writes the copy that it has."""
+
+    @staticmethod
+    def run(folder: Path) -> RunFolder:
+        run = RunFolder(folder)
+        run.write(RunRecord({}, "task", "running", grains=4))
+        return run
+
+    @staticmethod
+    def copy(step: int) -> MemoryState:
+        memory = MemoryState()
+        memory.take(ALONE, step, PARTS, {"position": {"epoch": 3}})
+        return memory
+
+    def test_is_a_checkpoint_like_others(self, tmp_path: Path) -> None:
+        run = self.run(tmp_path)
+        assert save_alone(self.copy(12), TrainConfig(epochs=1, out=tmp_path)) == 12
+        found = reader.newest(run.checkpoints).checkpoint
+        assert found is not None
+        assert (found.step, found.state) == (12, {"position": {"epoch": 3}})
+        assert torch.equal(found.parts["model"]["weight"], PARTS["model"]["weight"])
+        assert read_record(tmp_path).status == "stopped"
+        run.lock()  # nobody has it
+        run.unlock()
+
+    def test_is_not_written_where_the_newest_is_as_new(self, tmp_path: Path) -> None:
+        self.run(tmp_path)
+        config = TrainConfig(epochs=1, out=tmp_path)
+        assert [save_alone(self.copy(step), config) for step in (12, 12, 8, 13)] == [12, None, None, 13]
+
+    def test_leaves_the_folder_to_those_that_go_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(memory_module, "_LOCK_S", 0.0)
+        run = self.run(tmp_path)
+        run.lock()
+        try:
+            assert save_alone(self.copy(12), TrainConfig(epochs=1, out=tmp_path)) is None
+        finally:
+            run.unlock()
+        assert reader.newest(run.checkpoints).checkpoint is None
+
+    def test_needs_a_run_and_a_copy(self, tmp_path: Path) -> None:
+        assert save_alone(self.copy(12), TrainConfig(epochs=1)) is None
+        assert save_alone(self.copy(12), TrainConfig(epochs=1, out=tmp_path)) is None
+        self.run(tmp_path)
+        assert save_alone(MemoryState(), TrainConfig(epochs=1, out=tmp_path)) is None

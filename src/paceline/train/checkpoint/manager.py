@@ -24,7 +24,7 @@ from paceline.observe.progress import Progress
 from paceline.parallel.gather import gather_tensors
 from paceline.train.checkpoint import pieces, reader, state
 from paceline.train.checkpoint.format import DIGESTS, STATE, CheckpointBroken, by_score, listed
-from paceline.train.checkpoint.memory import MemoryState, same_on_all
+from paceline.train.checkpoint.memory import Copies, same_on_all
 from paceline.train.checkpoint.writer import Checkpointer
 from paceline.train.engine import Engine
 from paceline.train.position import Position, SettingsChanged, check_batch, choose_grains, settings_changed
@@ -316,7 +316,7 @@ class CheckpointManager:
 
     def remember(
         self,
-        memory: MemoryState,
+        memory: Copies,
         engine: Engine,
         position: Position,
         task: Task,
@@ -325,7 +325,7 @@ class CheckpointManager:
         few_shapes: bool = False,
         more: Callable[[], Mapping[str, Mapping[str, Tensor]]] = dict,
     ) -> None:
-        """Copy everything into the memory of every rank, where each has it whole. All ranks must call it.
+        """Copy everything into the memory of the ranks: of every rank, where each has it whole. All must call it.
 
         What waits for other ranks comes first: a rank that is lost leaves the others the new copy, or the one before.
         """
@@ -333,16 +333,32 @@ class CheckpointManager:
         try:
             sums = so_far()
             task_state = same_on_all(self._link, state_of(task))
-            parts, values = state.collect(engine)
+            own_tensors = state.collect_own(engine)  # of ranks that step apart, and are together now
+            gathered = gather_tensors(self._link, own_tensors) if own_tensors else []
+            numbers = range(self._link.world.size if own_tensors else 0)
+            ranks = [same_on_all(self._link, gathered[number] if gathered else {}) for number in numbers]
+            collected, values = state.collect(engine, in_pieces=memory.in_pieces)
+            parts: dict[str, Mapping[str, Tensor]] = dict(collected)
+            parts |= {f"{state.RANK}{number}": tensors for number, tensors in enumerate(ranks)}
             if task_state:
                 parts["task"] = task_state
             further = more()
             for part in self._link.broadcast_object(list(further)):
                 parts[part] = same_on_all(self._link, further.get(part, {}))
             record = self._record(engine, values, position.state(), sums, few_shapes)
-            memory.take(engine.num_steps, parts, record)
+            record["about"] = task.about() if isinstance(task, Describes) else {}
+            if memory.in_pieces:
+                parts = pieces.share_of_rank(parts, *self._place_of_pieces(), partial(state.is_piece, engine))
+            memory.take(self._link, engine.num_steps, parts, record)
         finally:
             engine.prepared.statistics.share()
+
+    def _place_of_pieces(self) -> tuple[int, int]:
+        """Return which pieces this rank has: its place among the ranks that share a model, and their number."""
+        rank, size = self._link.world.rank, self._link.world.size
+        per_machine = self._config.shard == "node" and self._link.has_group
+        group = next(ranks for ranks in machines_of(self._link) if rank in ranks) if per_machine else list(range(size))
+        return group.index(rank), len(group)
 
     def suspend(self) -> None:
         """Let the folder go, for the first rank of the next round; a checkpoint that is being written is completed."""

@@ -10,21 +10,29 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from paceline.config.settings import TrainConfig
+from paceline.core.run_folder import RunBusy, RunFolder, read_record
+from paceline.train.checkpoint.format import listed, step_of
 from paceline.train.checkpoint.reader import Checkpoint
 from paceline.train.checkpoint.snapshot import Snapshot, refill
+from paceline.train.checkpoint.writer import Checkpointer
 from paceline.world.link import Link
+from paceline.world.store import poll
 
 COST = 0.005
 """Share of the training time that copies may take."""
 LONGEST_S = 30.0
 """Longest time between two copies, however much they cost."""
 TASK = "task"
+# How long a process that saves alone waits for others that do the same.
+_LOCK_S = 5.0
 
 
 def steps_between(copy_s: float, step_s: float) -> int:
@@ -33,15 +41,38 @@ def steps_between(copy_s: float, step_s: float) -> int:
     return max(1, min(steps, math.ceil(LONGEST_S / max(step_s, 1e-6))))
 
 
+class Copies(Protocol):
+    """The state of a run in memory: whole on each rank (`MemoryState`), or in pieces (`MirroredState`)."""
+
+    in_pieces: ClassVar[bool]
+
+    @property
+    def step(self) -> int | None:
+        """Steps that the newest copy has done; None while there is none."""
+        ...
+
+    def take(
+        self, link: Link, step: int, parts: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
+    ) -> None: ...
+
+    def forget(self) -> None: ...
+
+    def share(self, link: Link, holders: tuple[int, ...]) -> None: ...
+
+    def checkpoint(self) -> Checkpoint | None: ...
+
+
 class MemoryState:
     """Copy of a run's state. `step` is None while there is none."""
+
+    in_pieces: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.step: int | None = None
         self._snapshots: dict[str, Snapshot] = {}
         self._state: dict[str, Any] = {}
 
-    def take(self, step: int, parts: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+    def take(self, link: Link, step: int, parts: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
         """Copy everything. Nothing in here waits for another rank, so that it is done, or not begun."""
         self.step = None
         refill(self._snapshots, parts)
@@ -56,10 +87,10 @@ class MemoryState:
             return
         source = holders[0]
         is_source = link.world.rank == source
-        layout = {part: _layout(snapshot.tensors) for part, snapshot in self._snapshots.items()} if is_source else {}
+        layout = {part: layout_of(snapshot.tensors) for part, snapshot in self._snapshots.items()} if is_source else {}
         step, state, layout = link.broadcast_object((self.step, self._state, layout), src=source)
         keeps = link.world.rank in holders
-        snapshots = self._snapshots if keeps else {part: Snapshot(part, _empty(each)) for part, each in layout.items()}
+        snapshots = self._snapshots if keeps else {part: Snapshot(part, empty(each)) for part, each in layout.items()}
         for part in layout:
             link.broadcast(snapshots[part].image, src=source)
         self._snapshots, self._state, self.step = snapshots, state, step
@@ -74,26 +105,66 @@ class MemoryState:
         return Checkpoint(self.step, parts, copy.deepcopy(self._state), None, Path("memory"))
 
 
+def save_alone(memory: Copies, config: TrainConfig) -> int | None:
+    """Write the copy of this process as a checkpoint, where no other rank can be asked; return its number of steps.
+
+    None: there is nothing to save, the newest checkpoint is as new, or others train on in the folder, which is theirs.
+    """
+    if memory.step is None or config.out is None or not RunFolder(config.out).is_run:
+        return None
+    run = RunFolder(config.out)
+    if not poll(lambda: _is_locked(run), _LOCK_S):
+        return None
+    try:
+        newest = max((step_of(path) for path in listed(run.checkpoints)), default=-1)
+        copied = memory.checkpoint()
+        if copied is None or newest >= memory.step:
+            return None
+        kept = {"keep_last": config.keep_last, "keep_best": config.keep_best}
+        writer = Checkpointer(run.checkpoints, **kept, mode=config.monitor_mode, background=False)
+        writer.save(memory.step, copied.parts, copied.state)
+        writer.close()
+        run.write(replace(read_record(run.folder), status="stopped"))
+        return memory.step
+    finally:
+        run.unlock()
+
+
+def _is_locked(run: RunFolder) -> bool:
+    """Lock the folder of a run; return False while another process has it."""
+    try:
+        run.lock()
+    except RunBusy:
+        return False
+    return True
+
+
 @torch.no_grad()
 def same_on_all(link: Link, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the first rank's named tensors, in main memory, on every rank. All ranks must call it."""
     if link.world.size == 1:
         return dict(tensors)
     own = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()} if link.is_first else {}
-    layout = link.broadcast_object(_layout(own))
+    layout = link.broadcast_object(layout_of(own))
     if not link.is_first:
-        own = _empty(layout)
+        own = empty(layout)
     for tensor in own.values():
         if tensor.numel():
             link.broadcast(tensor)
     return own
 
 
-def _layout(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+Layout = Mapping[str, tuple[tuple[int, ...], str]]
+"""Shape and dtype of tensors by name."""
+
+
+def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return what a rank must know to make room for these tensors."""
     return {name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()}
 
 
-def _empty(layout: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, Tensor]:
+def empty(layout: Layout) -> dict[str, Tensor]:
+    """Return tensors of this layout, in main memory."""
     return {
         name: torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="cpu")
         for name, (shape, dtype) in layout.items()

@@ -96,11 +96,20 @@ class FailureWatch:
     and ends the process. And NCCL waits on the device, where no exception reaches the main thread: at its own
     time-out it aborts the process with no word about who did not come. So where this rank has not moved for the
     time-out and others have begun fewer collectives, these are named.
+
+    Where survivors go on (`is_surviving`), both are left to the watch of their rounds (`world/rounds.py`), which takes
+    them out of the round: an error that a rank reports is all that ends the others.
     """
 
     def __init__(
-        self, world: World, timeout_s: float, on_silence: Callable[[FailureWatch, Failure], None] | None = None
+        self,
+        world: World,
+        timeout_s: float,
+        on_silence: Callable[[FailureWatch, Failure], None] | None = None,
+        *,
+        is_surviving: bool = False,
     ) -> None:
+        self._is_surviving = is_surviving
         self._world, self._host = world, socket.gethostname()
         self._timeout_s, self._grace_s = timeout_s, min(timeout_s / 4, _GRACE_S)
         self._answer_s = min(max(timeout_s / 8, 0.5), _LONGEST_ANSWER_S)
@@ -168,6 +177,8 @@ class FailureWatch:
             before, looked = looked, time.monotonic()
             longest_s = 2.0 * (_EVERY_S + self._answer_s)
             self._silent_s = silence_s(self._silent_s, looked - before, longest_s, is_heard)
+            if self._is_surviving:
+                continue
             if self._num_refused >= _MOST_REFUSED:
                 return self._leave_gone()
             if self._silent_s >= SILENT_TIMEOUTS * self._timeout_s:
@@ -199,7 +210,7 @@ class FailureWatch:
 
     def _late(self, board: FailureBoard) -> Failure | None:
         """Return the report that others keep this rank waiting for too long; None if they do not."""
-        if not self._is_on_device or (trail.number, trail.step) != self._place:
+        if not self._is_on_device or self._is_surviving or (trail.number, trail.step) != self._place:
             return None
         if time.monotonic() - self._since < self._timeout_s:
             return None

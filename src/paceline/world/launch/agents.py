@@ -98,7 +98,7 @@ class AgentsDisagree(PacelineError):
 
     what: str
     sentence = "{what}"
-    hint = "give each machine its own --node-rank, and the same --nnodes and --max-restarts to all"
+    hint = "give each machine its own --node-rank, and the same --nnodes, --max-restarts and --on-failure to all"
 
 
 class AgentRendezvous(RendezvousHandler):
@@ -108,7 +108,7 @@ class AgentRendezvous(RendezvousHandler):
     its own; an agent that starts again makes the others do so, and all count the same attempts.
     """
 
-    def __init__(self, node: Node, procs: int, max_restarts: int) -> None:
+    def __init__(self, node: Node, procs: int, max_restarts: int, on_failure: str = "restart") -> None:
         self.node = node
         self.mine = Agent(socket.gethostname(), os.getpid(), node.count, procs, max_restarts)
         self.rounds = 0
@@ -133,6 +133,12 @@ class AgentRendezvous(RendezvousHandler):
         self.meeting = node.meeting if node.meeting is not None else self._served.meeting
         self.store: Store = self._join()
         self._agents = PrefixStore("agents", self.store)
+        first = self._agents.compare_set("on failure", "", on_failure).decode()
+        if first != on_failure:
+            raise AgentsDisagree(
+                f"node {node.rank} on {self.mine.host} was started with --on-failure {on_failure}, another one with "
+                f"{first}"
+            )
 
     @property
     def _served(self) -> StoreServer:

@@ -12,10 +12,10 @@ import pytest
 from torch.distributed import HashStore
 
 from paceline.world.failure.board import Failure, FailureBoard
-from paceline.world.launch import survivors
+from paceline.world.launch import coordinator
 from paceline.world.launch.agents import Node
-from paceline.world.launch.survivors import Coordinator, Survival
-from paceline.world.rounds import PREFIX, Now, Ready, Round, read_now
+from paceline.world.launch.coordinator import Coordinator, Formation, Move, Seat, Survival, can_form, next_move
+from paceline.world.rounds import PREFIX, Member, Now, Ready, Round, read_now
 from paceline.world.store import PrefixStore, attempt_store
 
 TIMEOUT_S = 30.0
@@ -158,7 +158,7 @@ def test_one_that_does_not_leave_its_step_is_killed(monkeypatch: pytest.MonkeyPa
     job.poll()
     assert job.killed == []
     later = time.monotonic() + TIMEOUT_S + 10.0
-    monkeypatch.setattr(survivors.time, "monotonic", lambda: later)
+    monkeypatch.setattr(coordinator.time, "monotonic", lambda: later)
     for member in (1, 2):
         job.store.add(f"pulse/{member}", 1)  # its heart beats: it is stuck, not stopped
     job.poll()
@@ -175,7 +175,7 @@ def test_one_without_heartbeat_is_killed(monkeypatch: pytest.MonkeyPatch) -> Non
         job.store.add(f"pulse/{member}", 1)
     job.poll()
     later = time.monotonic() + TIMEOUT_S + 1.0
-    monkeypatch.setattr(survivors.time, "monotonic", lambda: later)
+    monkeypatch.setattr(coordinator.time, "monotonic", lambda: later)
     job.store.add("pulse/0", 1)
     job.poll()
     assert job.killed == [1]
@@ -218,7 +218,7 @@ def test_run_that_needs_all_ranks_waits_for_the_replacement_or_ends() -> None:
 
 
 def test_reported_failure_ends_all() -> None:
-    job = Job(2, max_restarts=5)
+    job = Job(2)
     board = FailureBoard(attempt_store(job.raw, 0))
     board.post(Failure(0, "host0", "crash", "ValueError: no"))
     job.exit(0, 1)
@@ -320,7 +320,7 @@ def test_silent_machine_is_lost_and_may_come_back(monkeypatch: pytest.MonkeyPatc
     job = Job(1, 2)
     job.poll()
     later = time.monotonic() + 60.0
-    monkeypatch.setattr(survivors.time, "monotonic", lambda: later)
+    monkeypatch.setattr(coordinator.time, "monotonic", lambda: later)
     job.poll()
     job.ready(0, after=0, holds=6)
     job.poll()
@@ -342,3 +342,72 @@ def test_nobody_is_started_again_when_the_user_has_asked_to_stop() -> None:
     job.exit(1, -signal.SIGKILL)
     assert job.poll() == 1
     assert job.num_members == 2
+
+
+def test_error_of_a_rank_starts_all_again_while_that_is_allowed(capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be another kind of death: a device that failed, a file that could not be read."""
+    job = Job(2, max_restarts=1)
+    FailureBoard(attempt_store(job.raw, 0)).post(Failure(0, "host0", "crash", "OSError: no such disk"))
+    job.exit(0, 1)
+    job.ready(1, after=0, holds=3)  # it has lost the other, and waits for a round that does not come
+    job.poll()
+    assert job.killed == [1]
+    assert job.num_members == 4
+    assert "starting all ranks again (0 more restarts allowed)" in capsys.readouterr().err
+    for member in (2, 3):
+        job.ready(member, after=-1)
+    job.poll()
+    assert (job.round.number, job.members, job.round.holders) == (1, [2, 3], ())
+    FailureBoard(attempt_store(job.raw, 1)).post(Failure(0, "host0", "crash", "OSError: no such disk"))
+    for member in (2, 3):
+        job.exit(member, 1)
+    assert job.poll() == 1
+
+
+def test_who_waits_to_join_does_not_keep_a_stopped_run_alive() -> None:
+    job = Job(2, max_restarts=1)
+    job.exit(0, -signal.SIGKILL)
+    job.ready(1, after=0, holds=3)
+    job.poll()
+    job.ready(2, after=-1)
+    job.coordinator.is_stopping = True
+    job.poll()
+    assert job.killed == [2]
+    job.exit(1, 0)
+    assert job.poll() == 0
+
+
+def test_survivors_that_are_stopped_between_rounds_get_one_more_to_save_in() -> None:
+    job = Job(3)
+    job.exit(0, -signal.SIGKILL)
+    job.poll()
+    job.coordinator.is_stopping = True
+    for member in (1, 2):
+        job.ready(member, after=0, holds=3)
+    job.poll()
+    assert (job.round.number, job.members, job.killed) == (1, [1, 2], [])
+
+
+@pytest.mark.parametrize(
+    ("number", "needs_all", "is_coming", "formation"),
+    [
+        (3, False, True, Formation.NOW),
+        (1, False, True, Formation.LATER),
+        (1, False, False, Formation.TO_STOP),
+        (2, True, True, Formation.LATER),
+        (2, True, False, Formation.IMPOSSIBLE),
+        (3, True, False, Formation.NOW),
+        (4, True, True, Formation.IMPOSSIBLE),
+    ],
+)
+def test_whether_ranks_can_be_a_round(number: int, needs_all: bool, is_coming: bool, formation: Formation) -> None:
+    seats = [Seat(Member(each, 0, each, "here"), 0, ready=Ready(0, 5, 1.0, needs_all)) for each in range(number)]
+    assert can_form(seats, first_size=3, min_ranks=2, is_coming=is_coming) is formation
+
+
+def test_next_move() -> None:
+    inside, ready = Seat(Member(0, 0, 0, "here"), 0), Seat(Member(1, 0, 1, "here"), 0, ready=Ready(4, 5, 1.0))
+    assert next_move([inside, ready], [], 4, is_broken=False) is Move.WAIT
+    assert next_move([inside, ready], [ready], 4, is_broken=False) is Move.INVITE
+    assert next_move([inside, ready], [ready], 4, is_broken=True) is Move.HURRY
+    assert next_move([ready], [], 4, is_broken=True) is Move.FORM
