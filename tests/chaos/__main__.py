@@ -34,8 +34,9 @@ def campaigns() -> dict[str, Campaign]:
     from tests.chaos.races import Races
     from tests.chaos.soak import Soak
     from tests.chaos.survivors import Survivors
+    from tests.chaos.two_hosts import TwoHosts
 
-    made: list[Campaign] = [Kills(), Survivors(), Marathon(), Cases(), Inputs()]
+    made: list[Campaign] = [Kills(), Survivors(), Marathon(), TwoHosts(), Cases(), Inputs()]
     made += [Checkpoints(), Network(), Races(), Soak()]
     return {campaign.name: campaign for campaign in made}
 

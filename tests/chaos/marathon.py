@@ -74,7 +74,7 @@ class Course:
 
 _PLAIN = Variant("plain", (*_LOOP, *_SGD, "--ema", "0.9", "--clip-norm", "1.0"))
 COURSES = (
-    Course(replace(_PLAIN, name="short"), 90, 3),
+    Course(replace(_PLAIN, name="short"), 60, 2),
     Course(_PLAIN, 2000, 100),
     Course(replace(_PLAIN, name="accumulated"), 600, 30, grains=8),
     Course(replace(VARIANTS["replay"], words=(*_STREAM, *_REPLAY)), 200, 30, stages=3),
@@ -100,7 +100,7 @@ def draw(rng: random.Random, course: Course) -> list[Loss]:
     every = course.num_steps // (course.losses + 1)
     made = []
     for number in range(course.losses):
-        how = rng.choice(("killed", "killed", "killed", "frozen", "cut off"))
+        how = rng.choice((*6 * ("killed",), "frozen", "frozen", "frozen", "cut off")) if number else "cut off"
         ranks = tuple(rng.sample(range(1, 4) if how == "cut off" else range(4), 2 if rng.random() < 0.15 else 1))
         place = rng.choice(("step", "backward", "backward", "save", "validation", "model"))
         made.append(Loss(how, place, rng.random() ** 2 * 0.02, ranks, every * (number + 1)))
@@ -128,7 +128,6 @@ class Race:
     _since: float | None = None
     _back: dict[int, float] = field(default_factory=dict)
     """Machines without a cable, and when they were cut off."""
-    _asked_at: float = field(default_factory=time.monotonic)
 
     def start(self, rank: int) -> None:
         """Start the launcher of a machine."""
@@ -154,19 +153,17 @@ class Race:
         """Look what is due; called all the time."""
         self._count()
         self._bring_back()
-        if not self.losses:
+        is_whole = self._is_whole()
+        if is_whole or not self.losses:
             self.hold.unlink(missing_ok=True)
+        elif self.done and not self.hold.exists():
+            self.hold.touch()  # the run is not to end before all has happened to it
+        if not self.losses:
             return
         loss, now = self.losses[0], time.monotonic()
-        is_late = self._num_steps() >= loss.step
-        if is_late and not self.hold.exists() and (not self._is_whole() or loss.place in ("save", "validation")):
-            self.hold.touch()  # the run is not to end before all has happened to it
-        if not is_late or (loss.place != "model" and not self._is_whole()):
-            return
-        if loss.place != "model" and self._counts[loss.place] == self._seen[loss.place]:
-            self.hold.unlink(missing_ok=True)
-            return
-        if loss.place == "model" and not self.done:
+        place = "step" if loss.place == "model" and not self.done else loss.place
+        is_time = place == "model" or (is_whole and self._num_steps() >= loss.step)
+        if not is_time or self._counts[place] == self._seen[place]:
             return
         self._since = self._since or now
         if now - self._since >= loss.delay_s:
@@ -187,7 +184,7 @@ class Race:
                 assert pid is not None
                 send(pid, signal.SIGKILL if loss.how == "killed" else signal.SIGSTOP)
         self.done.append({"how": loss.how, "place": loss.place, "ranks": hit, "time": time.time()})
-        self.hold.touch()
+        self.hold.touch()  # who waits because of it goes on: it must leave the round
 
     def _bring_back(self) -> None:
         """Plug the cable of a machine in that the others have given up, and start its launcher anew."""

@@ -11,7 +11,7 @@ import pytest
 
 from tests.chaos.campaign import Row
 
-NAMES = ("kills", "survivors", "marathon", "cases", "inputs", "checkpoints", "network", "races", "soak")
+NAMES = ("kills", "survivors", "marathon", "hosts", "cases", "inputs", "checkpoints", "network", "races", "soak")
 ROOT = Path(__file__).parents[2]
 
 

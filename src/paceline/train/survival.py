@@ -8,6 +8,7 @@ in memory (`checkpoint/memory.py`), or the newest checkpoint where a copy cannot
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ from paceline.world.discover.environment import World
 from paceline.world.failure.board import EXIT_CRASH
 from paceline.world.failure.together import is_broken_link
 from paceline.world.failure.watchdog import exit_now
+from paceline.world.parent_process import is_orphan
 from paceline.world.rounds import Round, Rounds
 from paceline.world.signals import STOP_SIGNALS, handled
 from paceline.world.start import from_settings, leave_group
@@ -160,6 +162,13 @@ class Survival:
             lines.append(f"{counted(ranks, 'rank')} left, fewer than `--min-ranks`: the run is saved and ends")
         return lines
 
+    def is_cut_loose(self) -> bool:
+        """Return True if the launcher of this process is dead, and the run goes on without it: it is not that of node 0.
+
+        All that its death means is that its ranks are lost.
+        """
+        return is_orphan() and self.rounds.node > 0
+
     @property
     def seconds(self) -> float:
         """Seconds from the end of the round before until now."""
@@ -214,6 +223,8 @@ class _Job:
 
     def note_stop(self, number: int, frame: FrameType | None) -> None:
         """Remember a stop signal that comes between rounds."""
+        if is_orphan() and self._rounds.node > 0:
+            os._exit(EXIT_CRASH)  # see `Survival.is_cut_loose`
         self._is_asked = self._rounds.is_leaving = True
         if number == signal.SIGINT and self._rounds.round is None:
             raise KeyboardInterrupt

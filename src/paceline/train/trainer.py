@@ -64,6 +64,7 @@ from paceline.train.survival import Regroup, Survival, price
 from paceline.train.task import Stage, Surroundings, Task, overrides
 from paceline.train.validate import Validation
 from paceline.world.failure import stacks
+from paceline.world.failure.board import EXIT_CRASH
 from paceline.world.failure.flight_recorder import SAVING, trail
 from paceline.world.failure.together import is_broken_link, log_if_lost
 from paceline.world.link import Link
@@ -228,6 +229,8 @@ class Trainer:
 
     def ask_to_stop(self) -> None:
         """Save and leave soon: all ranks learn of it with the reduction of the next step."""
+        if self._survival is not None and self._survival.is_cut_loose():
+            os._exit(EXIT_CRASH)  # a signal of the system, not of the user: the others are not to stop because of it
         self.is_asked_to_stop = True
         self.engine.ask_to_stop()
 

@@ -173,6 +173,8 @@ class Rounds:
 
     def __init__(self, world: World, number: int, *, start_timeout_s: float, timeout_s: float) -> None:
         self._around, self.number, self._timeout_s = world, number, timeout_s
+        self.node = world.node_rank
+        """Number of the machine; the launcher of the first one decides."""
         answer_s = min(_ANSWER_S, timeout_s)
         self._store = PrefixStore(PREFIX, meet_beside(world, start_timeout_s, answer_s))
         self._watch_store: Store = PrefixStore(PREFIX, meet_beside(world, start_timeout_s, answer_s))

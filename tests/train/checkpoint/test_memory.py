@@ -107,10 +107,18 @@ class TestSavedAlone:
         run.lock()  # nobody has it
         run.unlock()
 
-    def test_is_not_written_where_the_newest_is_as_new(self, tmp_path: Path) -> None:
+    def test_one_process_speaks_and_the_newest_copy_wins(self, tmp_path: Path) -> None:
         self.run(tmp_path)
         config = TrainConfig(epochs=1, out=tmp_path)
         assert [save_alone(self.copy(step), config) for step in (12, 12, 8, 13)] == [12, None, None, 13]
+
+    def test_checkpoint_that_is_as_new_stands(self, tmp_path: Path) -> None:
+        run = self.run(tmp_path)
+        config = TrainConfig(epochs=1, out=tmp_path)
+        assert save_alone(self.copy(12), config) == 12
+        run.write(RunRecord({}, "task", "running", grains=4))
+        assert save_alone(MemoryState(), config) == 12  # of shards there is no copy
+        assert read_record(tmp_path).status == "stopped"
 
     def test_leaves_the_folder_to_those_that_go_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(memory_module, "_LOCK_S", 0.0)

@@ -316,6 +316,32 @@ def test_machine_is_refused_where_there_is_no_room() -> None:
     assert job.num_members == 1
 
 
+def test_machine_that_is_back_before_it_was_missed_waits_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(1, 1)
+    job.arrive(1, 1)
+    job.poll()
+    assert (job.refused, job.num_members) == ({}, 2)
+    later = time.monotonic() + 60.0
+    monkeypatch.setattr(coordinator.time, "monotonic", lambda: later)
+    job.poll()
+    assert (job.refused, job.num_members) == ({}, 3)
+    job.ready(0, after=0, holds=6)
+    job.ready(2, after=-1)
+    job.poll()
+    assert (job.members, job.round.joined) == ([0, 2], (1,))
+
+
+def test_second_machine_of_a_number_is_refused_when_the_first_lives() -> None:
+    job = Job(1, 1)
+    job.arrive(1, 1)
+    job.poll()
+    assert job.refused == {}
+    job.store.add("beat/1", 3)
+    job.poll()
+    assert "node 1 on host1 is in it" in job.refused[2]
+    assert job.num_members == 2
+
+
 def test_silent_machine_is_lost_and_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(1, 2)
     job.poll()

@@ -106,26 +106,30 @@ class MemoryState:
 
 
 def save_alone(memory: Copies, config: TrainConfig) -> int | None:
-    """Write the copy of this process as a checkpoint, where no other rank can be asked; return its number of steps.
+    """End a run as stopped where no other rank can be asked: write the copy of this process, if it is newer than the
+    newest checkpoint, and return the number of steps that are saved.
 
-    None: there is nothing to save, the newest checkpoint is as new, or others train on in the folder, which is theirs.
+    None: there is nothing to save, another process has done so, or others train on in the folder, which is theirs.
     """
-    if memory.step is None or config.out is None or not RunFolder(config.out).is_run:
+    if config.out is None or not RunFolder(config.out).is_run:
         return None
     run = RunFolder(config.out)
     if not poll(lambda: _is_locked(run), _LOCK_S):
         return None
     try:
         newest = max((step_of(path) for path in listed(run.checkpoints)), default=-1)
-        copied = memory.checkpoint()
-        if copied is None or newest >= memory.step:
+        copied, record = memory.checkpoint(), read_record(run.folder)
+        is_newer = copied is not None and copied.step > newest
+        if copied is not None and is_newer:
+            kept = {"keep_last": config.keep_last, "keep_best": config.keep_best}
+            writer = Checkpointer(run.checkpoints, **kept, mode=config.monitor_mode, background=False)
+            writer.save(copied.step, copied.parts, copied.state)
+            writer.close()
+            newest = copied.step
+        if newest < 0 or (record.status == "stopped" and not is_newer):
             return None
-        kept = {"keep_last": config.keep_last, "keep_best": config.keep_best}
-        writer = Checkpointer(run.checkpoints, **kept, mode=config.monitor_mode, background=False)
-        writer.save(memory.step, copied.parts, copied.state)
-        writer.close()
-        run.write(replace(read_record(run.folder), status="stopped"))
-        return memory.step
+        run.write(replace(record, status="stopped"))
+        return newest
     finally:
         run.unlock()
 

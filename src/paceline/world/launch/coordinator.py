@@ -10,7 +10,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -30,6 +30,8 @@ LEAVE_S = 20.0
 # Seconds that a rank may take to leave a round that has lost a member, beyond the time-out of a collective, which is
 # broken off: it is only waited for where a rank cannot be interrupted.
 _MARGIN_S = 5.0
+# Beats of a launcher, of two in a second, that show that it lives.
+_ALIVE_BEATS = 2
 _FINAL = (EXIT_USER_ERROR, EXIT_DIVERGED)
 _TIMEOUT_S = 1800.0
 _APART = 1_000_000
@@ -94,6 +96,8 @@ class Coordinator:
         self._nodes: dict[int, dict[str, Any]] = {}
         """Machines by the number of their arrival."""
         self._gone: set[int] = set()
+        self._doubtful: dict[int, tuple[int, int]] = {}
+        """Machines that have come while another launcher says to be the same: its number and its beats by then."""
         self._beats = HeartbeatMonitor()
         self._seats: dict[int, Seat] = {}
         self._orders: dict[int, int] = {}
@@ -156,16 +160,43 @@ class Coordinator:
                 return
             arrival = json.loads(self._store.get(f"nodes/{incarnation}"))
             self._nodes[incarnation] = arrival
-            present = [other for number, other in self._present() if number != incarnation]
-            why = why_refused(arrival, present, self._rules.max_nodes)
-            if why:
-                self._gone.add(incarnation)
-                self._order(incarnation, refuse=why)
-            elif self._first_size:
-                self._start_node(incarnation, arrival)
+            if arrival["rank"] >= self._rules.max_nodes:
+                self._refuse(incarnation, f"it has room for {counted(self._rules.max_nodes, 'machine')}")
+            else:
+                self._take_in(incarnation, arrival)
         self._notice_silent_nodes()
+        for incarnation, (other, before) in list(self._doubtful.items()):
+            arrival = self._nodes[incarnation]
+            if other in self._gone:
+                del self._doubtful[incarnation]
+                self._take_in(incarnation, arrival)
+            elif self._beats_of(other) > before + _ALIVE_BEATS:
+                self._refuse_second(incarnation, other)
         if not self._first_size and not self.missing():
             self._begin()
+
+    def _take_in(self, incarnation: int, arrival: Mapping[str, Any]) -> None:
+        """Start the ranks of a machine, unless there is one of its number: that may be dead, and not noticed yet."""
+        present = [(number, other) for number, other in self._present() if number != incarnation]
+        other = next((number for number, other in present if other["rank"] == arrival["rank"]), None)
+        if other is not None and arrival["rank"] == self._node.rank:
+            self._refuse_second(incarnation, other)
+        elif other is not None:
+            self._doubtful[incarnation] = other, self._beats_of(other)
+        elif self._first_size:
+            self._start_node(incarnation, arrival)
+
+    def _refuse_second(self, incarnation: int, other: int) -> None:
+        before = self._nodes[other]
+        self._refuse(incarnation, f"node {before['rank']} on {before['host']} is in it")
+
+    def _refuse(self, incarnation: int, why: str) -> None:
+        self._doubtful.pop(incarnation, None)
+        self._gone.add(incarnation)
+        self._order(incarnation, refuse=why)
+
+    def _beats_of(self, incarnation: int) -> int:
+        return beats(self._store, [incarnation])[incarnation]
 
     def _begin(self) -> None:
         """Start the ranks of all machines that are here; they are the first round."""
@@ -175,7 +206,8 @@ class Coordinator:
             self._start_node(incarnation, arrival)
 
     def _present(self) -> list[tuple[int, dict[str, Any]]]:
-        return [(number, arrival) for number, arrival in self._nodes.items() if number not in self._gone]
+        aside = self._gone | self._doubtful.keys()
+        return [(number, arrival) for number, arrival in self._nodes.items() if number not in aside]
 
     def _start_node(self, incarnation: int, arrival: Mapping[str, Any]) -> None:
         for slot in range(arrival["procs"]):
@@ -329,7 +361,7 @@ class Coordinator:
         """Wait for all to end, which know that they are to; those that do not are killed."""
         left = [seat for seat in self._seats.values() if not seat.is_gone]
         if not left:
-            return self._end_or_start_all_again()
+            return self._end_or_start_all_again(current)
         if self._ending is not None and self._leaves_until is None:
             self._leaves_until = time.monotonic() + LEAVE_S
         is_overdue = self._leaves_until is not None and time.monotonic() > self._leaves_until
@@ -341,10 +373,11 @@ class Coordinator:
             self._form(members)  # asked to leave while between rounds: one more round, in which they save
         return None
 
-    def _end_or_start_all_again(self) -> int | None:
+    def _end_or_start_all_again(self, current: Round) -> int | None:
         """Everybody has ended: return the exit code, unless it was an error after which all are started again."""
         if self._ending is None:
-            return worst([seat.code or 0 for seat in self._seats.values() if not seat.is_condemned])
+            last = [self._seats[member.number] for member in current.members]
+            return worst([seat.code or 0 for seat in last if not seat.is_condemned])
         left = self._rules.max_restarts - self._restarts
         if self._ending != EXIT_CRASH or not self._may_start_again or self.is_stopping or left <= 0:
             return self._ending
@@ -480,14 +513,6 @@ def waits_in_vain(seat: Seat, current: Round, *, is_over: bool) -> bool:
     Without `is_over` the user has asked it to end: members that have left a round get one more, in which they save.
     """
     return seat.waits_to_join(current) or (is_over and seat.is_ready(current.number))
-
-
-def why_refused(arrival: Mapping[str, Any], present: Collection[Mapping[str, Any]], max_nodes: int) -> str:
-    """Return why a machine that has come cannot take part; nothing if it can."""
-    rank = arrival["rank"]
-    if rank >= max_nodes:
-        return f"it has room for {counted(max_nodes, 'machine')}"
-    return next((f"node {rank} on {other['host']} is in it" for other in present if other["rank"] == rank), "")
 
 
 def holders_of_newest(seats: Sequence[Seat]) -> tuple[int, ...]:
