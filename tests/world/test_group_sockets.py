@@ -44,3 +44,14 @@ def test_forgotten_connections_stay() -> None:
         assert group_sockets.shut_down() == 0
         near.send(b"x")
         assert far.recv(1) == b"x"
+
+
+def test_where_others_connect_stays_open() -> None:
+    """gloo ends the process where its listener is shut down."""
+    with group_sockets.noted():
+        listener = socket.create_server(("127.0.0.1", 0))
+    with listener:
+        assert group_sockets.shut_down() == 0
+        with socket.create_connection(listener.getsockname()):
+            listener.accept()[0].close()
+    group_sockets.forget()

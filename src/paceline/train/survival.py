@@ -36,6 +36,7 @@ from paceline.world.parent_process import is_orphan
 from paceline.world.rounds import Round, Rounds
 from paceline.world.signals import STOP_SIGNALS, handled
 from paceline.world.start import from_settings, leave_group
+from paceline.world.store import is_refusal
 
 if TYPE_CHECKING:
     from paceline.train.trainer import Result, Trainer
@@ -163,7 +164,7 @@ class Survival:
         return lines
 
     def is_cut_loose(self) -> bool:
-        """Return True if the launcher of this process is dead, and the run goes on without it: it is not that of node 0.
+        """Return True if the launcher of this process is dead, and the run goes on: it is not that of node 0.
 
         All that its death means is that its ranks are lost.
         """
@@ -255,10 +256,10 @@ class _Job:
         holds = None if needs_all(self._config) else self._memory.step
         try:
             return self._rounds.next(holds, needs_all=needs_all(self._config))
-        except DistError:
+        except DistError as error:
             if self._rounds.round is None:
                 raise  # it has never begun
-            saved = save_alone(self._memory, self._config)
+            saved = save_alone(self._memory, self._config, is_certain=is_refusal(error))
             if saved is not None:
                 warn(f"the launcher of node 0 is gone: saved after step {saved}; `--resume auto` goes on\n")
             exit_now(EXIT_CRASH)

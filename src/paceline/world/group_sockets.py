@@ -41,8 +41,10 @@ def shut_down() -> int:
     for name, descriptor in _open_sockets().items():
         if name in _of_groups or (before is not None and name not in before):
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
-                number += 1
+                # Where gloo listens it would end the process: a listener that is shut down is an error that it throws.
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    connection.shutdown(socket.SHUT_RDWR)
+                    number += 1
     return number
 
 

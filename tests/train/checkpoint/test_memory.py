@@ -98,7 +98,7 @@ class TestSavedAlone:
 
     def test_is_a_checkpoint_like_others(self, tmp_path: Path) -> None:
         run = self.run(tmp_path)
-        assert save_alone(self.copy(12), TrainConfig(epochs=1, out=tmp_path)) == 12
+        assert save_alone(self.copy(12), TrainConfig(epochs=1, out=tmp_path), is_certain=True) == 12
         found = reader.newest(run.checkpoints).checkpoint
         assert found is not None
         assert (found.step, found.state) == (12, {"position": {"epoch": 3}})
@@ -110,14 +110,19 @@ class TestSavedAlone:
     def test_one_process_speaks_and_the_newest_copy_wins(self, tmp_path: Path) -> None:
         self.run(tmp_path)
         config = TrainConfig(epochs=1, out=tmp_path)
-        assert [save_alone(self.copy(step), config) for step in (12, 12, 8, 13)] == [12, None, None, 13]
+        assert [save_alone(self.copy(step), config, is_certain=True) for step in (12, 12, 8, 13)] == [
+            12,
+            None,
+            None,
+            13,
+        ]
 
     def test_checkpoint_that_is_as_new_stands(self, tmp_path: Path) -> None:
         run = self.run(tmp_path)
         config = TrainConfig(epochs=1, out=tmp_path)
-        assert save_alone(self.copy(12), config) == 12
+        assert save_alone(self.copy(12), config, is_certain=True) == 12
         run.write(RunRecord({}, "task", "running", grains=4))
-        assert save_alone(MemoryState(), config) == 12  # of shards there is no copy
+        assert save_alone(MemoryState(), config, is_certain=True) == 12  # of shards there is no copy
         assert read_record(tmp_path).status == "stopped"
 
     def test_leaves_the_folder_to_those_that_go_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,13 +130,28 @@ class TestSavedAlone:
         run = self.run(tmp_path)
         run.lock()
         try:
-            assert save_alone(self.copy(12), TrainConfig(epochs=1, out=tmp_path)) is None
+            assert save_alone(self.copy(12), TrainConfig(epochs=1, out=tmp_path), is_certain=True) is None
         finally:
             run.unlock()
         assert reader.newest(run.checkpoints).checkpoint is None
 
+    def test_who_is_cut_off_itself_leaves_a_run_that_others_write_to(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(memory_module, "WATCHED_S", 0.05)
+        run = self.run(tmp_path)
+        config = TrainConfig(epochs=1, out=tmp_path)
+        sizes = iter(range(100))
+        with monkeypatch.context() as patch:
+            patch.setattr(memory_module, "_written", lambda folder: next(sizes))
+            assert save_alone(self.copy(12), config, is_certain=False) is None
+        run.lock()
+        assert save_alone(self.copy(12), config, is_certain=False) is None
+        run.unlock()
+        assert save_alone(self.copy(12), config, is_certain=False) == 12
+
     def test_needs_a_run_and_a_copy(self, tmp_path: Path) -> None:
-        assert save_alone(self.copy(12), TrainConfig(epochs=1)) is None
-        assert save_alone(self.copy(12), TrainConfig(epochs=1, out=tmp_path)) is None
+        assert save_alone(self.copy(12), TrainConfig(epochs=1), is_certain=True) is None
+        assert save_alone(self.copy(12), TrainConfig(epochs=1, out=tmp_path), is_certain=True) is None
         self.run(tmp_path)
-        assert save_alone(MemoryState(), TrainConfig(epochs=1, out=tmp_path)) is None
+        assert save_alone(MemoryState(), TrainConfig(epochs=1, out=tmp_path), is_certain=True) is None

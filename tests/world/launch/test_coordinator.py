@@ -182,6 +182,19 @@ def test_one_without_heartbeat_is_killed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert job.now.is_over
 
 
+def test_replacement_that_never_begins_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(2, max_restarts=1)
+    job.exit(0, -signal.SIGKILL)
+    job.ready(1, after=0, holds=3)
+    job.poll()
+    later = time.monotonic() + Node().timeout_s + 1.0
+    monkeypatch.setattr(coordinator.time, "monotonic", lambda: later)
+    job.store.add("pulse/1", 1)
+    job.poll()
+    assert job.killed == [2]
+    assert job.members == [1]
+
+
 def test_fewer_than_min_ranks_save_and_stop() -> None:
     job = Job(3, min_ranks=2)
     for member in (0, 1):

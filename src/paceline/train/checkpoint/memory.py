@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.config.settings import TrainConfig
-from paceline.core.run_folder import RunBusy, RunFolder, read_record
+from paceline.core.run_folder import METRICS, RUNNING, RunBusy, RunFolder, read_record, status_now
 from paceline.train.checkpoint.format import listed, step_of
 from paceline.train.checkpoint.reader import Checkpoint
 from paceline.train.checkpoint.snapshot import Snapshot, refill
@@ -33,6 +34,8 @@ LONGEST_S = 30.0
 TASK = "task"
 # How long a process that saves alone waits for others that do the same.
 _LOCK_S = 5.0
+WATCHED_S = 20.0
+"""Longer than those that go on after a loss are without the lock of their run."""
 
 
 def steps_between(copy_s: float, step_s: float) -> int:
@@ -105,13 +108,17 @@ class MemoryState:
         return Checkpoint(self.step, parts, copy.deepcopy(self._state), None, Path("memory"))
 
 
-def save_alone(memory: Copies, config: TrainConfig) -> int | None:
+def save_alone(memory: Copies, config: TrainConfig, *, is_certain: bool) -> int | None:
     """End a run as stopped where no other rank can be asked: write the copy of this process, if it is newer than the
     newest checkpoint, and return the number of steps that are saved.
 
-    None: there is nothing to save, another process has done so, or others train on in the folder, which is theirs.
+    Without `is_certain` it may be this process that is cut off: then the folder is watched for a while, as others who
+    go on would hold its lock or write to it. None: there is nothing to save, another process has done so, or others
+    train on, whose folder it is.
     """
     if config.out is None or not RunFolder(config.out).is_run:
+        return None
+    if not is_certain and is_in_use(config.out, WATCHED_S):
         return None
     run = RunFolder(config.out)
     if not poll(lambda: _is_locked(run), _LOCK_S):
@@ -132,6 +139,19 @@ def save_alone(memory: Copies, config: TrainConfig) -> int | None:
         return newest
     finally:
         run.unlock()
+
+
+def is_in_use(folder: Path, watched_s: float) -> bool:
+    """Return True if within so many seconds somebody holds the lock of a run, or writes to its journal."""
+    before = _written(folder)
+    return poll(lambda: status_now(folder, RUNNING) == RUNNING or _written(folder) != before, watched_s)
+
+
+def _written(folder: Path) -> int:
+    try:
+        return os.stat(folder / METRICS).st_size
+    except OSError:
+        return 0
 
 
 def _is_locked(run: RunFolder) -> bool:

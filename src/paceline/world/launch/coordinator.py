@@ -266,8 +266,11 @@ class Coordinator:
         beat, now = self._store.add(f"pulse/{seat.member.number}", 0), time.monotonic()
         if beat != seat.beat:
             seat.beat, seat.heard = beat, now
-        elif beat and now - seat.heard > seat.timeout_s:
-            self._condemn(seat, f"no heartbeat for {seat.timeout_s:g} s (stopped?)")
+        elif now - seat.heard > (seat.timeout_s if beat else self._node.timeout_s):
+            what = (
+                f"no heartbeat for {seat.timeout_s:g} s" if beat else f"it did not begin in {self._node.timeout_s:g} s"
+            )
+            self._condemn(seat, f"{what} (stopped?)")
 
     def _condemn(self, seat: Seat, why: str) -> None:
         if not seat.is_condemned:
