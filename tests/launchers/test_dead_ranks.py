@@ -88,7 +88,8 @@ def test_ranks_that_a_launcher_ends_at_once_have_left_their_stacks(tmp_path: Pat
         )
         text = errors_in_time([launcher], launcher)
     assert launcher.returncode == 1
-    assert f"error: rank 1 on {HOST} was ended by SIGKILL" in text
+    # The launcher says it, unless a rank that is left has found out before the launcher looked.
+    assert re.search(rf"rank 1 on {HOST} (was ended by SIGKILL|ended without a word)", text), text
     for rank in (0, 2):
         log = (tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text()
         assert re.search(
