@@ -128,8 +128,13 @@ def save_alone(memory: Copies, config: TrainConfig, *, is_certain: bool) -> int 
         copied, record = memory.checkpoint(), read_record(run.folder)
         is_newer = copied is not None and copied.step > newest
         if copied is not None and is_newer:
-            kept = {"keep_last": config.keep_last, "keep_best": config.keep_best}
-            writer = Checkpointer(run.checkpoints, **kept, mode=config.monitor_mode, background=False)
+            writer = Checkpointer(
+                run.checkpoints,
+                keep_last=config.keep_last,
+                keep_best=config.keep_best,
+                mode=config.monitor_mode,
+                background=False,
+            )
             writer.save(copied.step, copied.parts, copied.state)
             writer.close()
             newest = copied.step
