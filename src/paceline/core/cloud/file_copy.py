@@ -18,7 +18,7 @@ def bring(path: Path) -> None:
     """Bring the file that `path` is the copy of, if it is one and is not here as it is there.
 
     Of several processes one brings it and the others wait. Where the store has no such file, none is made; a copy of
-    one that is gone there is removed.
+    one that was there and is gone is removed, and one that was never sent stays.
     """
     address = address_of(path)
     if address is None:
@@ -27,7 +27,8 @@ def bring(path: Path) -> None:
     with alone(path):
         entry = store.entry()
         if entry is None:
-            path.unlink(missing_ok=True)
+            if _read_note(path) is not None:
+                path.unlink(missing_ok=True)
             return
         if path.is_file() and _read_note(path) == entry:
             return

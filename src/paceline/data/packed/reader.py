@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.cloud.address import local_path
+from paceline.core.cloud.address import address_of, local_path
 from paceline.core.cloud.file_copy import bring
 from paceline.core.errors import first_line
 from paceline.core.json_text import parse_json
@@ -56,15 +56,24 @@ _MAGIC = b"\x89HDF\r\n\x1a\n"
 def open_packed(path: Path) -> Packed:
     """Open a packed file; return the same object as long as its files do not change.
 
-    One at an address is brought first, if it is not here as it is there.
+    One at an address is brought first, if it is not here as it is there; a process looks there once.
     """
     path = local_path(path)
-    bring(path)
     name = os.path.abspath(path)
     cached = _cache.get(name)
+    if cached is None and address_of(path) is not None:
+        _bring_all(path)
     if cached is None or not _is_fresh(path, *cached):
         cached = _cache[name] = (stamp_or_none(path), _open(path))
     return cached[1]
+
+
+def _bring_all(path: Path) -> None:
+    """Bring a packed file, and the shards that it names, to this machine."""
+    bring(path)
+    layout = read_layout(path)
+    for shard in layout.files if isinstance(layout, Shards) else ():
+        bring(shard)
 
 
 class Packed:
@@ -188,7 +197,6 @@ class Stream:
 def read_layout(path: Path) -> PackedFile | Shards:
     """Read the index of a file; raise `PackedUnreadable` for one that is cut short, damaged, or something else."""
     h5py = h5py_or_error()
-    bring(path)  # a shard
     _refuse_other_things(path)
     try:
         stamp = stamp_of(path)

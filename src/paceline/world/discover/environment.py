@@ -144,21 +144,15 @@ def discover(env: Environment, read: ReadText = read_text) -> World:
 
 def _from_torch(env: Environment, read: ReadText) -> World | None:
     """torchrun, torch.distributed.launch, our own `--procs`, or the same variables set by hand."""
-    if "RANK" not in env or "WORLD_SIZE" not in env:
+    if "RANK" not in env or "WORLD_SIZE" not in env or _counts_machines(env):
         return None
-    if "LOCAL_RANK" not in env and "TORCHELASTIC_RUN_ID" not in env and find_machine(env) is not None:
-        return None  # they count machines
     elastic = "TORCHELASTIC_RUN_ID" in env
     launcher = _named(env) if not elastic else "procs" if env["TORCHELASTIC_RUN_ID"] == OWN_RUN_ID else "torchrun"
     rank, size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
     if size == 1 or ("LOCAL_RANK" not in env and is_loopback(env.get("MASTER_ADDR", ""))):
         local_rank, local_size = _integer(env, "LOCAL_RANK", rank), _integer(env, "LOCAL_WORLD_SIZE", size)
     else:
-        missing = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name not in env]
-        if missing == ["LOCAL_WORLD_SIZE"] and "AZUREML_RUN_ID" in env:
-            raise LocalSizeUnknown(["RANK", "WORLD_SIZE", "LOCAL_RANK"], missing)
-        if missing:
-            raise EnvironmentIncomplete(["RANK", "WORLD_SIZE"], missing)
+        _require_local_place(env)
         local_rank, local_size = _integer(env, "LOCAL_RANK"), _integer(env, "LOCAL_WORLD_SIZE")
     nodes = _integer(env, "GROUP_WORLD_SIZE", -(-size // max(local_size, 1)))
     setter = "paceline" if launcher == "procs" else launcher
@@ -192,9 +186,22 @@ def _from_plugin(env: Environment, read: ReadText) -> World | None:
     return None if world is None else _checked(world, ("rank", "size", "local_rank", "local_size"))
 
 
+def _require_local_place(env: Environment) -> None:
+    missing = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name not in env]
+    if missing == ["LOCAL_WORLD_SIZE"] and "AZUREML_RUN_ID" in env:
+        raise LocalSizeUnknown(["RANK", "WORLD_SIZE", "LOCAL_RANK"], missing)
+    if missing:
+        raise EnvironmentIncomplete(["RANK", "WORLD_SIZE"], missing)
+
+
+def _counts_machines(env: Environment) -> bool:
+    """Return True if RANK and WORLD_SIZE, where a service has set them, count machines."""
+    return "LOCAL_RANK" not in env and "TORCHELASTIC_RUN_ID" not in env and find_machine(env) is not None
+
+
 def _named(env: Environment) -> str:
     """Return who has set RANK and WORLD_SIZE, where that can be known."""
-    if "RAY_TRAIN_WORKER" in env or "RAY_JOB_ID" in env:
+    if "RAY_JOB_ID" in env:
         return "ray"
     return "azureml" if "AZUREML_RUN_ID" in env else "environment"
 

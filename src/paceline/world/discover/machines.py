@@ -125,18 +125,16 @@ def _from_kubeflow(env: Environment) -> Machine | None:
 
 
 def _from_torchrun_variables(env: Environment) -> Machine | None:
-    names = ("PET_NNODES", "PET_NODE_RANK")
-    missing = [name for name in names if not env.get(name)]
-    nodes = env.get("PET_NNODES", "").rpartition(":")[2]  # `2:4` is what an elastic job has at most
+    nodes = env.get("PET_NNODES", "1").rpartition(":")[2]  # `2:4` is what an elastic job has at most
     wanted = env.get("PET_NPROC_PER_NODE", "")
     procs = int(wanted) if wanted.isdecimal() else None
-    if nodes == "1" and not missing and (procs or 1) > 1:
-        raise ProcessesWanted("Kubeflow", procs or 1, "PET_NPROC_PER_NODE")
-    if nodes == "1" or (missing and env.get("PET_NNODES", "1") == "1"):
+    if nodes == "1":
+        if (procs or 1) > 1:
+            raise ProcessesWanted("Kubeflow", procs or 1, "PET_NPROC_PER_NODE")
         return None
     host = env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR")
-    if not host:
-        missing.append("PET_MASTER_ADDR")
+    missing = [] if env.get("PET_NODE_RANK") else ["PET_NODE_RANK"]
+    missing += [] if host else ["PET_MASTER_ADDR"]
     if missing:
         what = f"set {', '.join(name for name in env if name.startswith('PET_'))}, but not {', '.join(missing)}"
         advice = "set them as Kubeflow's trainer does, or start with torchrun"
