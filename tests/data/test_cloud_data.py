@@ -10,6 +10,7 @@ import torch
 
 from paceline import PackedDataset
 from paceline.cli.main import main
+from paceline.core.cloud.file_copy import bring
 from paceline.data.audio.read import read_audio
 from paceline.data.manifest.read import read_manifests
 from tests.shelf import Shelf
@@ -45,6 +46,7 @@ def test_packed_samples_at_an_address(shelf, tmp_path, monkeypatch):
     assert all(torch.equal(read[place], sample) for place, sample in enumerate(samples))
     PackedDataset.write("shelf://data/numbers.h5", samples[:2], force=True)
     monkeypatch.setenv("PACELINE_COPIES", str(tmp_path / "copies"))
+    bring(tmp_path / "copies/shelf/data/numbers.h5")  # as a process that starts does
     assert len(PackedDataset("shelf://data/numbers.h5")) == 2  # not the copy of before
 
 
