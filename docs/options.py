@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from paceline.cli.completion import options_of
 from paceline.cli.main import COMMANDS
 from paceline.cli.recipes import RECIPES
+from paceline.cli.sweep.command import SweepCommand
 from paceline.cli.tasks import find_task
 from paceline.cli.tune.command import TuneCommand
 from paceline.config.aliases import SHORT, aliases_of
@@ -44,6 +45,7 @@ LIMITS = {"gt": "> {}", "ge": ">= {}", "lt": "< {}", "le": "<= {}"}
 SHARED = {
     "demo": "All options of `paceline train`; what is not set has values that suit the demo.",
     "tune": "All options of `paceline train` that say what is trained and how, and:",
+    "sweep": "All options of `paceline train`, which all trials share, and:",
 }
 """Take the options of `train`."""
 
@@ -56,7 +58,8 @@ def page() -> str:
         blocks.append(f"## paceline {command}\n\n{COMMANDS[command].capitalize()}.\n")
         if command in SHARED:
             blocks.append(f"{SHARED[command]}\n")
-            blocks += _command(TuneCommand, positional) if command == "tune" else []
+            own: dict[str, type[BaseModel]] = {"tune": TuneCommand, "sweep": SweepCommand}
+            blocks += _command(own[command], positional) if command in own else []
             continue
         blocks += _command(model, positional)
         if command == "train":

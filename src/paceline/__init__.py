@@ -12,6 +12,7 @@ from paceline.core.version import VERSION
 
 if TYPE_CHECKING:
     from paceline.cli.load import load as load
+    from paceline.cli.sweep.api import sweep as sweep
     from paceline.config.settings import TrainConfig as TrainConfig
     from paceline.core.errors import PacelineError as PacelineError
     from paceline.data.collate import pad_collate as pad_collate
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from paceline.train.engine import Engine as Engine
     from paceline.train.fit import fit as fit
     from paceline.train.metrics import Gathered as Gathered
+    from paceline.train.sweep.outcome import SweepResult as SweepResult
     from paceline.train.task import Stage as Stage
     from paceline.train.task import Task as Task
     from paceline.train.trainer import Result as Result
@@ -32,6 +34,8 @@ __version__ = VERSION
 
 _HOMES = {
     "load": "paceline.cli.load",
+    "sweep": "paceline.cli.sweep.api",
+    "SweepResult": "paceline.train.sweep.outcome",
     "PacelineError": "paceline.core.errors",
     "TrainConfig": "paceline.config.settings",
     "pad_collate": "paceline.data.collate",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "train": "train a task on this machine or under any launcher",
     "tune": "measure which settings train a task fastest here, or find a learning rate",
+    "sweep": "search settings that train a task best, by many trials",
     "eval": "measure a trained run on its validation sets or on others",
     "infer": "predict with a trained run",
     "manifest": "make, check and split manifests of speech data",
@@ -34,7 +35,7 @@ COMMANDS = {
     "completion": "print a script that completes commands and options in your shell",
 }
 
-_FOLDERS = ("pack", "tune")
+_FOLDERS = ("pack", "sweep", "tune")
 """Commands that have a folder; the others have a file of their name."""
 
 

@@ -245,6 +245,9 @@ class TrainArguments(EngineArguments, DataArguments, total=False):
     """Epochs between checkpoints; one is always saved at the end."""
     mode: Literal["train", "eval", "train_eval", "infer"]
     """`train` without validation, `train_eval` with it, `eval` only validates, `infer` only predicts."""
+    split_on_oom: bool
+    """Where a grain does not fit the memory: cut the batch into twice as many grains and go on, from the newest
+    checkpoint or anew. Results are those of that many `grains`. For one rank."""
     benchmark: bool
     """Measure speed instead of training: `bench_steps` steps, timed from `bench_start` on, nothing saved."""
     bench_steps: int

@@ -15,6 +15,7 @@ EXTRAS = {
     "fsspec": "cloud",
     "cloudpickle": "notebook",
     "ray": "ray",
+    "optuna": "sweep",
 }
 """Package that a part of Paceline imports -> our extra that installs it."""
 

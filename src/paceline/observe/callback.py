@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ class RunInfo:
     next_step: int = 0
     """First step that this process will do: above 0 when a run is resumed."""
     world_size: int = 1
+    stop: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+    """Call it to end the run soon: all ranks finish their step, save and leave, and its status is `stopped`."""
 
 
 class Callback:

@@ -22,6 +22,7 @@ from paceline.train import apply
 from paceline.train import predictions as outcome
 from paceline.train.benchmark import benchmark
 from paceline.train.checkpoint import reader
+from paceline.train.splitting import train_splitting
 from paceline.train.survival import Survival, train_in_rounds
 from paceline.train.task import Task
 from paceline.train.trainer import Result, Trainer
@@ -117,6 +118,8 @@ def run_mode(task: Task, config: TrainConfig, link: Link, watchers: Sequence[Cal
         return benchmark(task, config, link)
     if config.mode in ("eval", "infer"):
         return _apply(task, config, link)
+    if config.split_on_oom:
+        return train_splitting(task, config, link, watchers)
     trainer = Trainer(task, config, link, watchers)
     result = trainer.fit()
     return replace(result, model=trainer.give_model())

@@ -68,8 +68,8 @@ class OutOfMemory(PacelineError):
         if self.num_grains is None:
             return f"validate with smaller batches: `--eval-batch {max(1, self.num_samples // 2)}`"
         return (
-            f"cut the batch finer with `--grains {2 * self.num_grains}` (changes numerics, so in a new run), recompute"
-            " with `--checkpoint-activations`, or use a lower precision (`-O2`)"
+            f"cut the batch finer with `--grains {2 * self.num_grains}` (changes numerics, so in a new run), let"
+            " `--split-on-oom` do so, recompute with `--checkpoint-activations`, or use a lower precision (`-O2`)"
         )
 
 

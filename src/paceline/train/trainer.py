@@ -684,7 +684,14 @@ class Trainer:
 
     def _info(self) -> RunInfo:
         settings = masked_values(self.config.model_dump(mode="json"))
-        return RunInfo(type(self.task).__name__, self.config.out, settings, self.engine.num_steps, self.link.world.size)
+        return RunInfo(
+            type(self.task).__name__,
+            self.config.out,
+            settings,
+            self.engine.num_steps,
+            self.link.world.size,
+            self.ask_to_stop,
+        )
 
     @property
     def _stage_name(self) -> str | None:

@@ -43,10 +43,17 @@ class LivePage:
 
 def page(runs: Sequence[ReportedRun], *, moment: str | None = None, live: LivePage | None = None) -> str:
     """Return the report of these runs as HTML; one that is `live` asks the server it came from for newer ones."""
-    parts = [part for part in sections(runs) if not part.is_empty]
-    figures = [figure.as_json() for part in parts for figure in part.figures]
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     what = f"task {runs[0].task}, {runs[0].standing}" if len(runs) == 1 else ", ".join(run.name for run in runs)
+    return document(title, what, sections(runs), moment=moment, live=live)
+
+
+def document(
+    title: str, what: str, content: Sequence[Section], *, moment: str | None = None, live: LivePage | None = None
+) -> str:
+    """Return a page of these sections as HTML; empty ones are left out."""
+    parts = [part for part in content if not part.is_empty]
+    figures = [figure.as_json() for part in parts for figure in part.figures]
     links = "".join(f'<a href="#{part.name}">{texts.escape(part.title)}</a>' for part in parts)
     return Template(_file("page.html")).substitute(
         title=texts.escape(title),

@@ -1,0 +1,112 @@
+"""Training that finds how much fits into memory: where a grain does not, the batch is cut finer and the run goes on.
+
+Grains are the unit of numerics, so a cut is a new number of them, and results are those of that number: of a run that
+began with it where nothing was saved yet, else of one that was resumed with it (`--regrain`) from the same checkpoint.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from paceline.config.settings import TrainConfig
+from paceline.core.errors import PacelineError
+from paceline.core.terminal import tell
+from paceline.core.together import Exclusion
+from paceline.core.units import counted
+from paceline.observe.callback import Callback
+from paceline.train.loss import OutOfMemory
+from paceline.train.task import Task
+from paceline.train.trainer import Result, Trainer
+from paceline.train.tune.process import kind_of
+from paceline.world.link import Link
+
+
+class SplitNeedsOneRank(PacelineError):
+    """A rank that runs out of memory in the middle of a step leaves the others waiting in it."""
+
+    ranks: int
+    excludes = (
+        Exclusion(
+            "`--split-on-oom`",
+            "several ranks",
+            "hardware",
+            "A rank that runs out of memory leaves the others waiting in the middle of a step.",
+        ),
+    )
+    sentence = "`split_on_oom` cuts the batch of one rank, and there are {ranks}"
+    hint = "find the number of grains with `paceline tune TASK --procs {ranks} --knobs grains`, and set `--grains`"
+
+
+def next_cut(grains: int, num_samples: int) -> int | None:
+    """Return the number of grains to try after one of `num_samples` did not fit; None if it cannot be cut."""
+    return 2 * grains if num_samples > 1 else None
+
+
+def train_splitting(task: Task, config: TrainConfig, link: Link, watchers: Sequence[Callback]) -> Result:
+    """Train, with more grains each time that one does not fit."""
+    if link.world.size > 1:
+        raise SplitNeedsOneRank(link.world.size)
+    untouched = copy.deepcopy(vars(task))
+    while True:
+        outcome = _attempt(task, config, link, watchers)
+        if isinstance(outcome, Result):
+            return outcome
+        # Only here, where no frame of the failed attempt is alive, can its memory be given back.
+        vars(task).clear()
+        vars(task).update(copy.deepcopy(untouched))
+        gc.collect()
+        if link.device.type == "cuda":
+            torch.cuda.empty_cache()
+        tell(outcome.line)
+        config = config.model_copy(update={"grains": outcome.grains, "regrain": True, **_resumed(config)})
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """An attempt that ran out of memory, and how to go on."""
+
+    grains: int
+    line: str
+
+
+def _attempt(task: Task, config: TrainConfig, link: Link, watchers: Sequence[Callback]) -> Result | _Cut:
+    trainer = Trainer(task, config, link, watchers)
+    try:
+        result = trainer.fit()
+    except OutOfMemory as error:
+        if error.num_grains is None:  # in validation, whose batches have a setting of their own
+            raise
+        return _cut(trainer, error, error.num_samples)
+    except (RuntimeError, MemoryError) as error:  # a CPU has no error of its own for it
+        if kind_of(error) != "memory":
+            raise
+        samples = trainer.config.max_samples // trainer.checkpoints.grains
+        return _cut(trainer, error, samples)
+    return replace(result, model=trainer.give_model())
+
+
+def _cut(trainer: Trainer, error: BaseException, num_samples: int) -> _Cut:
+    """Return how to go on; raises the error if there is no way."""
+    before = trainer.checkpoints.grains
+    after = next_cut(before, num_samples)
+    if after is None:
+        raise error
+    saved, _ = trainer.checkpoints.ends()
+    where = "from the beginning" if saved is None else f"from {saved.name}"
+    meaning = "" if saved is None else " from there on"
+    return _Cut(
+        after,
+        f"out of memory on a grain of {counted(num_samples, 'sample')}: going on {where} with {after} grains per step "
+        f"instead of {before}; results are those of `--grains {after}`{meaning}\n",
+    )
+
+
+def _resumed(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings that let a run go on from what it has saved."""
+    return {} if config.out is None else {"resume": "auto"}
