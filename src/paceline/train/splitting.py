@@ -10,7 +10,6 @@ import copy
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -43,9 +42,12 @@ class SplitNeedsOneRank(PacelineError):
     hint = "find the number of grains with `paceline tune TASK --procs {ranks} --knobs grains`, and set `--grains`"
 
 
-def next_cut(grains: int, num_samples: int) -> int | None:
-    """Return the number of grains to try after one of `num_samples` did not fit; None if it cannot be cut."""
-    return 2 * grains if num_samples > 1 else None
+def next_cut(grains: int, num_samples: int, before: int | None) -> int | None:
+    """Return the number of grains to try after one of `num_samples` did not fit; None if no smaller one is to be had.
+
+    `before` is the size of the grain that did not fit the last time: a cut that left it as it was is the last.
+    """
+    return 2 * grains if num_samples > 1 and (before is None or num_samples < before) else None
 
 
 def train_splitting(task: Task, config: TrainConfig, link: Link, watchers: Sequence[Callback]) -> Result:
@@ -53,8 +55,9 @@ def train_splitting(task: Task, config: TrainConfig, link: Link, watchers: Seque
     if link.world.size > 1:
         raise SplitNeedsOneRank(link.world.size)
     untouched = copy.deepcopy(vars(task))
+    too_large: int | None = None
     while True:
-        outcome = _attempt(task, config, link, watchers)
+        outcome = _attempt(task, config, link, watchers, too_large)
         if isinstance(outcome, Result):
             return outcome
         # Only here, where no frame of the failed attempt is alive, can its memory be given back.
@@ -64,7 +67,9 @@ def train_splitting(task: Task, config: TrainConfig, link: Link, watchers: Seque
         if link.device.type == "cuda":
             torch.cuda.empty_cache()
         tell(outcome.line)
-        config = config.model_copy(update={"grains": outcome.grains, "regrain": True, **_resumed(config)})
+        too_large = outcome.num_samples
+        resumed = {"regrain": True, "resume": "auto"} if outcome.is_saved else {}
+        config = config.model_copy(update={"grains": outcome.grains, **resumed})
 
 
 @dataclass(frozen=True)
@@ -72,29 +77,35 @@ class _Cut:
     """An attempt that ran out of memory, and how to go on."""
 
     grains: int
+    num_samples: int
+    """Of the grain that did not fit."""
+    is_saved: bool
+    """There is a checkpoint to go on from."""
     line: str
 
 
-def _attempt(task: Task, config: TrainConfig, link: Link, watchers: Sequence[Callback]) -> Result | _Cut:
+def _attempt(
+    task: Task, config: TrainConfig, link: Link, watchers: Sequence[Callback], too_large: int | None
+) -> Result | _Cut:
     trainer = Trainer(task, config, link, watchers)
     try:
         result = trainer.fit()
     except OutOfMemory as error:
         if error.num_grains is None:  # in validation, whose batches have a setting of their own
             raise
-        return _cut(trainer, error, error.num_samples)
+        return _cut(trainer, error, error.num_samples, too_large)
     except (RuntimeError, MemoryError) as error:  # a CPU has no error of its own for it
         if kind_of(error) != "memory":
             raise
         samples = trainer.config.max_samples // trainer.checkpoints.grains
-        return _cut(trainer, error, samples)
+        return _cut(trainer, error, samples, too_large)
     return replace(result, model=trainer.give_model())
 
 
-def _cut(trainer: Trainer, error: BaseException, num_samples: int) -> _Cut:
+def _cut(trainer: Trainer, error: BaseException, num_samples: int, too_large: int | None) -> _Cut:
     """Return how to go on; raises the error if there is no way."""
     before = trainer.checkpoints.grains
-    after = next_cut(before, num_samples)
+    after = next_cut(before, num_samples, too_large)
     if after is None:
         raise error
     saved, _ = trainer.checkpoints.ends()
@@ -102,11 +113,8 @@ def _cut(trainer: Trainer, error: BaseException, num_samples: int) -> _Cut:
     meaning = "" if saved is None else " from there on"
     return _Cut(
         after,
+        num_samples,
+        saved is not None,
         f"out of memory on a grain of {counted(num_samples, 'sample')}: going on {where} with {after} grains per step "
         f"instead of {before}; results are those of `--grains {after}`{meaning}\n",
     )
-
-
-def _resumed(config: TrainConfig) -> dict[str, Any]:
-    """Return the settings that let a run go on from what it has saved."""
-    return {} if config.out is None else {"resume": "auto"}
