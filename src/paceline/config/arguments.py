@@ -37,6 +37,9 @@ class EngineArguments(TypedDict, total=False):
     shard_modules: Sequence[str]
     """Name patterns of modules that are gathered one at a time; large children of Sequential, ModuleList if not
     set."""
+    mirror: bool
+    """Where a rank has what no other has (`shard`; `param` between averages): keep what survivors of its death need in
+    memory, every rank's pieces on a second rank, too. Without it they go back to the newest checkpoint."""
     sync_step: int | None
     """Steps between two averages (`param`); the end of an epoch is always one."""
     sync_seconds: float | None

@@ -22,7 +22,7 @@ from paceline.train import apply
 from paceline.train import predictions as outcome
 from paceline.train.benchmark import benchmark
 from paceline.train.checkpoint import reader
-from paceline.train.splitting import train_splitting
+from paceline.train.splitting import SplitNeedsOneRank, train_splitting
 from paceline.train.survival import Survival, train_in_rounds
 from paceline.train.task import Task
 from paceline.train.trainer import Result, Trainer
@@ -107,6 +107,8 @@ def fit_surviving(
     """
 
     def make_trainer(config: TrainConfig, link: Link, survival: Survival) -> Trainer:
+        if config.split_on_oom:
+            raise SplitNeedsOneRank(link.world.size)
         return Trainer(make_task(), config, link, survival=survival)
 
     return train_in_rounds(config, rounds, make_trainer, code)
