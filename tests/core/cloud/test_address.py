@@ -41,6 +41,7 @@ def test_copies_lie_where_the_user_says(monkeypatch, tmp_path):
     [
         ("nosuch://bucket/run", "there is no scheme 'nosuch'", "fsspec knows s3"),
         ("memory://a/../b", "is not an address", "scheme://bucket"),
+        ("s3://", "names no bucket", "scheme://bucket"),
         ("zip://x::memory://a", "is not an address", "scheme://bucket"),
         ("ssh://me:hunter22@host/run", "a password in an address", "credentials come from"),
     ],

@@ -19,6 +19,7 @@ from paceline.core.errors import PacelineError
 EXTRA = "cloud"
 """Our extra that installs fsspec."""
 _ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/{1,3}(?P<rest>[^/].*)", re.DOTALL)
+_NO_BUCKET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/*")
 _LOCAL = ("file", "local")
 
 
@@ -47,12 +48,14 @@ def _root(chosen: str | None, cache: str | None, home: str | None) -> Path:
 
 def is_address(path: str | Path) -> bool:
     """Return True for an address, also for one that has become a path, which has one slash where it had two."""
-    return _ADDRESS.fullmatch(str(path)) is not None
+    return _ADDRESS.fullmatch(str(path)) is not None or _NO_BUCKET.fullmatch(str(path)) is not None
 
 
 def local_path(path: str | Path) -> Path:
     """Return the path of the copy of an address; a path of this machine as it is. Raises `NotAnAddress`."""
     match = _ADDRESS.fullmatch(str(path))
+    if match is None and is_address(path):
+        raise NotAnAddress(str(path), f"{path} names no bucket or folder", "write it as scheme://bucket/folder/name")
     if match is None:
         return Path(path)
     scheme, rest = match["scheme"].lower(), match["rest"].rstrip("/")
