@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -88,3 +89,35 @@ def test_two_ranks_on_a_real_ray(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "finished after" in done.stdout
     assert len(list((tmp_path / "run/logs").glob("rank-*.log"))) == 2
+
+
+IN_RAY_TRAIN = """
+import json, ray
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+def loop():
+    import sys
+    sys.path.insert(0, FOLDER)
+    import paceline, torch.distributed
+    from line import Line
+    result = paceline.fit(Line(), steps=6, global_batch=4, device="cpu", progress="none", out=FOLDER + "/run")
+    rank = torch.distributed.get_rank()  # the group is still there
+    weights = [value.tolist() for value in result.model.state_dict().values()]
+    with open(FOLDER + f"/result{rank}", "w") as file:
+        json.dump([result.status, result.num_steps, weights], file)
+
+ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
+TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=2), run_config=RunConfig(storage_path=FOLDER)).fit()
+"""
+
+
+def test_workers_of_a_real_ray_train(tmp_path: Path):
+    pytest.importorskip("ray.train.torch", reason="ray[train] is not installed")
+    (tmp_path / "line.py").write_text(TASK)
+    (tmp_path / "main.py").write_text(IN_RAY_TRAIN.replace("FOLDER", repr(str(tmp_path))))
+    done = subprocess.run([sys.executable, "main.py"], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = (json.loads((tmp_path / f"result{rank}").read_text()) for rank in (0, 1))
+    assert first == second
+    assert first[:2] == ["finished", 6]
