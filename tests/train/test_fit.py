@@ -8,6 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
+import paceline
+from paceline.observe.callback import RunInfo
+from paceline.world.link import Link
+from tests.ranks import run_ranks
+from tests.train.small import SmallTask
+
 AGAIN = """
 import threading
 import torch.distributed as dist
@@ -52,3 +60,24 @@ def test_a_failed_fit_on_several_ranks_can_be_followed_by_another(tmp_path: Path
     results = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], results
     assert [output.splitlines()[-1] for output, _ in results] == ["finished", "finished"]
+
+
+def in_a_group_without_variables(link: Link) -> tuple[float, int, bool]:
+    """What `mp.spawn` with an address does: the group is there (the pool's), and no variable tells of it."""
+    assert "RANK" not in os.environ
+    seen: list[int] = []
+
+    class Told(paceline.Callback):
+        def start(self, info: RunInfo) -> None:
+            seen.append(info.world_size)
+
+    settings = {"global_batch": 8, "grains": 2, "steps": 3, "device": "cpu", "threads": 1, "level": 0, "workers": 0}
+    result = paceline.fit(SmallTask(), watchers=[Told()], progress="none", **settings)
+    return result.loss, sum(seen), torch.distributed.is_initialized()
+
+
+def test_a_process_group_without_variables_is_one_run() -> None:
+    """On ce01e4b each process trained a run of its own, without a word."""
+    ((loss, size, has_group),) = run_ranks(1, in_a_group_without_variables)
+    assert (size, has_group) == (1, False)
+    assert run_ranks(2, in_a_group_without_variables) == [(loss, 2, True), (loss, 0, True)]

@@ -15,7 +15,7 @@ from paceline.core import plugins
 if TYPE_CHECKING:
     from paceline.world.discover.environment import World
 
-BUILT_IN = ("plain", "procs", "torchrun", "environment", "openmpi", "mpich", "slurm", "ray", "jsm", "pals")
+BUILT_IN = ("plain", "procs", "torchrun", "environment", "openmpi", "mpich", "slurm", "ray", "jsm", "pals", "group")
 """Names that a plugin's launcher may not have."""
 
 
