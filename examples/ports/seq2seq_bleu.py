@@ -79,7 +79,7 @@ def bleu(written, references):
 
 class Translation(paceline.Task):
     def __init__(self, train, val):
-        self.train, self.val = sentences(train, 600), sentences(val, 100)
+        self.train, self.val = sentences(train, 400), sentences(val, 50)
         self.source, self.target = (Vocabulary(lines) for lines in zip(*self.train, strict=True))
 
     def collate(self, pairs):

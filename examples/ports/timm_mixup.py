@@ -25,7 +25,7 @@ class Digits(paceline.Task):
     def data(self, is_train):
         digits = load_digits()
         x, y = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(digits.target)
-        return TensorDataset(x[:1400], y[:1400]) if is_train else TensorDataset(x[1400:], y[1400:])
+        return TensorDataset(x[:1100], y[:1100]) if is_train else TensorDataset(x[1100:], y[1100:])
 
     def train_data(self):
         return self.data(True)
@@ -46,6 +46,6 @@ class Digits(paceline.Task):
 
 
 if __name__ == "__main__":
-    settings = {"global_batch": 64, "grains": 2, "drop_last": True, "epochs": 2, "lr": 5e-3, "schedule": "cosine"}
+    settings = {"global_batch": 64, "grains": 2, "drop_last": True, "epochs": 1, "lr": 5e-3, "schedule": "cosine"}
     result = paceline.fit(Digits(), monitor="val/accuracy", monitor_mode="max", **settings)
     print(result.metrics)

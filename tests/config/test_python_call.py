@@ -1,4 +1,7 @@
-"""Mistakes in calls from Python: all at once, with nearest names, as one of our own exceptions."""
+"""Mistakes in calls from Python: all at once, with nearest names, as one of our own exceptions.
+
+On ce01e4b `fit(epoch=1)` and `Engine(level=7)` raised pydantic's own ValidationError.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Data from elsewhere: torch's DataLoader, Hugging Face's shards, streams that know where they are."""
+"""Data from elsewhere: torch's DataLoader, Hugging Face's shards, streams that know where they are.
+
+On ce01e4b a DataLoader of 8 batches of 2 was trained on in 4 steps (two batches were the two samples of a step), and
+an `IterableDataset` of Hugging Face raised ZeroDivisionError and IndexError on two ranks.
+"""
 
 from __future__ import annotations
 

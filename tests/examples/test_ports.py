@@ -69,9 +69,9 @@ def test_one_and_two_ranks_come_to_the_same_bits(name: str, answers: Answers) ->
 @pytest.mark.parametrize(
     ("name", "number", "worst", "best"),
     [
-        ("timm_mixup", "val/accuracy", 0.5, 1.0),
+        ("timm_mixup", "val/accuracy", 0.2, 1.0),
         ("gpt2_collator", "val/loss", 0.0, 5.9),  # ln 400 = 5.99 without training
-        ("seq2seq_bleu", "val/loss", 0.0, 2.3),  # ln 13 = 2.56
+        ("seq2seq_bleu", "val/loss", 0.0, 2.4),  # ln 13 = 2.56
         ("own_loop", "val_auroc", 0.95, 1.0),
     ],
 )

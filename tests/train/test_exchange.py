@@ -1,4 +1,8 @@
-"""What a run leaves for others, and takes from them: model, folder, checkpoints; weights in other programs' files."""
+"""What a run leaves for others, and takes from them: model, folder, checkpoints; weights in other programs' files.
+
+On ce01e4b a result had no model and no folder, `best` was a score, there was no `paceline.load`, and a `.pt` file as
+`init_from` was a broken checkpoint.
+"""
 
 from __future__ import annotations
 

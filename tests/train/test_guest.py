@@ -1,7 +1,12 @@
-"""A run gives the process back as it was, and what torch and other libraries read of it meanwhile can be read."""
+"""A run gives the process back as it was, and what torch and other libraries read of it meanwhile can be read.
+
+On ce01e4b `torch.export.export`, `cudnn.flags()` and `cudnn.allow_tf32` raised RuntimeError after `Engine()`, and a run
+left threads and random numbers as it had set them.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from collections.abc import Callable
@@ -122,3 +127,18 @@ def test_other_libraries_can_read_and_set_precisions_while_an_engine_works(mode:
         torch.export.export(nn.Linear(2, 2), (torch.zeros(1, 2),))
     finally:
         engine.close()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to tell the difference")
+def test_threads_that_the_environment_asks_for_are_respected() -> None:
+    """On ce01e4b an engine took all cores, whatever OMP_NUM_THREADS said."""
+    assert os.environ["OMP_NUM_THREADS"] == "1"  # conftest.py
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        engine = paceline.Engine(level=0, device="cpu")
+        assert torch.get_num_threads() == 1
+        engine.close()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -1,4 +1,7 @@
-"""Metrics that are no mean over samples: exact on any number of ranks, compared with one look at all data."""
+"""Metrics that are no mean over samples: exact on any number of ranks, compared with one look at all data.
+
+On ce01e4b F1 as a pair was 0.25 where the set's is 0.62, without a word, and there was no other form.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Learning rates that are not the settings': an own optimizer's groups, torch's schedulers, changes by hand."""
+"""Learning rates that are not the settings': an own optimizer's groups, torch's schedulers, changes by hand.
+
+On ce01e4b a rate of 0.7 of an own optimizer was 0.001 after the first step, and with a StepLR that the task stepped
+four times 0.0005 instead of 0.04375.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Numbers of a task's own, the norm of gradients and the learning rate in the journal."""
+"""Numbers of a task's own, the norm of gradients and the learning rate in the journal.
+
+On ce01e4b a task had no `log`, and a validation after epoch 1 had another number in the journal than that epoch.
+"""
 
 from __future__ import annotations
 

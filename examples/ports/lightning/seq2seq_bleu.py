@@ -72,7 +72,7 @@ class Translator(nn.Module):
 class Sentences(L.LightningDataModule):
     def __init__(self, train, val):
         super().__init__()
-        self.train, self.val = sentences(train, 600), sentences(val, 100)
+        self.train, self.val = sentences(train, 400), sentences(val, 50)
         self.source, self.target = (Vocabulary(lines) for lines in zip(*self.train, strict=True))
 
     def collate(self, pairs):

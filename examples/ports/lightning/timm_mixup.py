@@ -40,7 +40,7 @@ class DigitsData(L.LightningDataModule):
     def data(self, is_train):
         digits = load_digits()
         x, y = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(digits.target)
-        return TensorDataset(x[:1400], y[:1400]) if is_train else TensorDataset(x[1400:], y[1400:])
+        return TensorDataset(x[:1100], y[:1100]) if is_train else TensorDataset(x[1100:], y[1100:])
 
     def train_dataloader(self):
         return DataLoader(self.data(True), batch_size=64 // self.trainer.world_size, shuffle=True, drop_last=True)
@@ -52,6 +52,6 @@ class DigitsData(L.LightningDataModule):
 if __name__ == "__main__":
     L.seed_everything(0)
     best = ModelCheckpoint(monitor="val/accuracy", mode="max")
-    trainer = L.Trainer(max_epochs=2, callbacks=[best])
+    trainer = L.Trainer(max_epochs=1, callbacks=[best])
     trainer.fit(Digits(), DigitsData())
     print(trainer.callback_metrics)
