@@ -31,6 +31,24 @@ class Steep(SmallTask):
         return 1000.0 * out.sum() + 0.0 * grain.y.sum(), len(grain)
 
 
+class Mixes(Steep):
+    """Changes its grain in place, as Mixup does."""
+
+    def loss(self, model: nn.Module, grain: Grain) -> Any:
+        grain.x.mul_(0.5).add_(grain.x.flip(0).mul(0.5))
+        return super().loss(model, grain)
+
+
+def test_a_loss_that_changes_its_grain_is_tried_on_copies() -> None:
+    """The search ran the first batch several times, and Mixup mixed it as often."""
+    settings = {"precision": "fp16", "level": "auto", "lr": 1e-6, "steps": 2}
+    found = trainer(Mixes(), None, None, **settings)
+    found.fit()
+    constant = trainer(Mixes(), None, None, loss_scale=found.engine.scale.current(), **settings)
+    constant.fit()
+    assert_same(weights(found), weights(constant))
+
+
 def skipped(run: Trainer) -> int:
     return run.engine.skips.state()[0]
 

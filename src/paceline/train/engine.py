@@ -25,7 +25,7 @@ from paceline.config.settings import DataSettings, EngineConfig
 from paceline.core.errors import PacelineError, first_line
 from paceline.core.torch_private import backward, compile_counters, plain_step
 from paceline.data.dataset import DatasetTraits, fingerprint
-from paceline.data.grain import Batch, Grain
+from paceline.data.grain import Batch, Grain, map_tensors
 from paceline.data.loader import Loader
 from paceline.data.plan import BatchRule
 from paceline.data.torch_loader import take_out, take_out_for_training
@@ -247,7 +247,7 @@ class Engine:
         trail.doing, trail.step = prepared.grains.doing, number
         self.rate = self._rates.set(prepared.optimizer, number)
         if not self.scale.is_found and strategy.updates(batch):
-            self.scale.find(lambda: self._overflows(prepared, loss, batch))
+            self.scale.find(lambda: self._overflows(prepared, loss, _copied(batch)))
         tally, outputs = self._gradients(prepared, loss, batch)
         gradient_norm = None
         if strategy.updates(batch):
@@ -597,6 +597,13 @@ class Engine:
             return False
         self.last_step = None  # the next epoch has data again
         return True
+
+
+def _copied(batch: Batch) -> Batch:
+    """Return a batch with tensors of its own, for a loss that changes them in place (Mixup) and is tried before it
+    counts."""
+    grains = [Grain(map_tensors(torch.clone, grain.data), grain.number, grain.samples) for grain in batch.grains]
+    return replace(batch, grains=grains)
 
 
 def _run_makeup(prepared: Prepared, loss: Loss, grains: list[Grain]) -> None:
