@@ -55,12 +55,25 @@ os._exit(0) if rank else None
 
 READ_WANDB = """
 import json, sys
+from pathlib import Path
 from wandb.proto import wandb_internal_pb2
-from wandb.sdk.internal.datastore import DataStore
-store = DataStore()
-store.open_for_scan(sys.argv[1])
+
+def records(data):  # LevelDB's log: a header of 7 bytes, blocks of 32 kB, records in pieces (checksum, length, kind)
+    place, record = 7, b""
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        record += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield record
+            record = b""
+
 found = {"history": [], "config": {}, "id": None}
-while (data := store.scan_data()) is not None:
+for data in records(Path(sys.argv[1]).read_bytes()):
     record = wandb_internal_pb2.Record()
     record.ParseFromString(data)
     kind = record.WhichOneof("record_type")
