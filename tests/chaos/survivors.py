@@ -31,8 +31,8 @@ WHOLE = ("plain", "ema", "newbob", "packed", "replay")
 """Variants whose state every rank has whole."""
 SHORT = ("plain", "replay", "ema")
 """Variants of the first cases, which are all that CI runs."""
-PARTLY = ("shards", "gathered", "average")
-"""Variants that go back to the newest checkpoint."""
+PARTLY = ("shards", "gathered", "average", "mirrored")
+"""Variants of which a rank has only pieces: they go back to the newest checkpoint, or have a mirror."""
 
 
 @dataclass(frozen=True)

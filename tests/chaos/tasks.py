@@ -227,6 +227,7 @@ VARIANTS = {
         ),
         Variant("shards", (*_LOOP, *_SGD, "--shard", "full", "--checkpoint-form", "sharded"), ranks=(2, 3, 4)),
         Variant("gathered", (*_LOOP, *_SGD, "--shard", "full", "--ema", "0.8"), ranks=(2, 4)),
+        Variant("mirrored", (*_LOOP, *_SGD, "--shard", "full", "--mirror", "--ema", "0.8"), ranks=(2, 3, 4)),
         Variant("packed", (*_LOOP, *_SGD), task="FromPacked"),
         Variant("workers", (*_LOOP, *_SGD[:-1], "2"), ranks=(1, 2)),
         Variant(
