@@ -258,7 +258,8 @@ class _Job:
             return self._rounds.next(holds, needs_all=needs_all(self._config))
         except DistError as error:
             if self._rounds.round is None:
-                raise  # it has never begun
+                warn("the launcher of node 0 is gone, before this process had joined\n")
+                exit_now(EXIT_CRASH)
             saved = save_alone(self._memory, self._config, is_certain=is_refusal(error))
             if saved is not None:
                 warn(f"the launcher of node 0 is gone: saved after step {saved}; `--resume auto` goes on\n")

@@ -182,10 +182,13 @@ def test_one_without_heartbeat_is_killed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert job.now.is_over
 
 
-def test_replacement_that_never_begins_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_beats", [0, 1])
+def test_replacement_that_never_begins_is_killed(num_beats: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped while it imports, or before it has said that it is ready."""
     job = Job(2, max_restarts=1)
     job.exit(0, -signal.SIGKILL)
     job.ready(1, after=0, holds=3)
+    job.store.add("pulse/2", num_beats)
     job.poll()
     later = time.monotonic() + Node().timeout_s + 1.0
     monkeypatch.setattr(coordinator.time, "monotonic", lambda: later)

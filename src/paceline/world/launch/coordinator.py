@@ -266,11 +266,11 @@ class Coordinator:
         beat, now = self._store.add(f"pulse/{seat.member.number}", 0), time.monotonic()
         if beat != seat.beat:
             seat.beat, seat.heard = beat, now
-        elif now - seat.heard > (seat.timeout_s if beat else self._node.timeout_s):
-            what = (
-                f"no heartbeat for {seat.timeout_s:g} s" if beat else f"it did not begin in {self._node.timeout_s:g} s"
-            )
-            self._condemn(seat, f"{what} (stopped?)")
+            return
+        limit_s = self._node.timeout_s if seat.ready is None else seat.ready.timeout_s
+        if now - seat.heard > limit_s:
+            what = "it did not begin in" if seat.ready is None else "no heartbeat for"
+            self._condemn(seat, f"{what} {limit_s:g} s (stopped?)")
 
     def _condemn(self, seat: Seat, why: str) -> None:
         if not seat.is_condemned:
