@@ -266,7 +266,8 @@ class Coordinator:
         beat, now = self._store.add(f"pulse/{seat.member.number}", 0), time.monotonic()
         if beat != seat.beat:
             seat.beat, seat.heard = beat, now
-            return
+        if beat == 0 and seat.ready is not None:
+            return  # its first one is on the way
         limit_s = self._node.timeout_s if seat.ready is None else seat.ready.timeout_s
         if now - seat.heard > limit_s:
             what = "it did not begin in" if seat.ready is None else "no heartbeat for"
