@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from paceline.core.paths import near
@@ -84,21 +85,23 @@ def _learning(result: SweepResult) -> list[Figure]:
 
 
 def _by_setting(result: SweepResult) -> list[Figure]:
-    names = list(dict.fromkeys(name for trial in result.trials for name in trial.settings))
     scored = [trial for trial in result.trials if trial.score is not None]
-    figures = []
-    for place, name in enumerate(names):
-        values = [trial.settings.get(name) for trial in scored]
-        is_number = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-        x = values if is_number else [shown(value) for value in values]
-        positive = is_number and values and min(v for v in values if isinstance(v, int | float)) > 0
-        spread = positive and max(values) > 20 * min(values)  # type: ignore[type-var, operator]
-        layout = {"xaxis": axis(name, type="log" if spread else "-"), "yaxis": axis(result.monitor)}
-        figures.append(Figure(f"setting-{place}", name, [_dots(x, scored, name, color(0))], layout, size="small"))
-    return figures if scored else []
+    names = list(dict.fromkeys(name for trial in scored for name in trial.settings))
+    return [_over(name, place, scored, result.monitor) for place, name in enumerate(names)]
 
 
-def _dots(x: list[Any], trials: list[SweepTrial], name: str, tint: str) -> dict[str, Any]:
+def _over(name: str, place: int, scored: list[SweepTrial], monitor: str) -> Figure:
+    """Scores over the values of one setting; numbers that span more than a decade on a logarithmic axis."""
+    values = [trial.settings.get(name) for trial in scored]
+    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    is_number = len(numbers) == len(values)
+    is_wide = is_number and min(numbers) > 0 and max(numbers) > 20 * min(numbers)
+    x = numbers if is_number else [shown(value) for value in values]
+    layout = {"xaxis": axis(name, type="log" if is_wide else "-"), "yaxis": axis(monitor)}
+    return Figure(f"setting-{place}", name, [_dots(x, scored, name, color(0))], layout, size="small")
+
+
+def _dots(x: Sequence[Any], trials: list[SweepTrial], name: str, tint: str) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "markers",
