@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from table import Row, parser, show
 
 from paceline.speed.kernels import depthwise, norm, reference
+from paceline.speed.kernels import product as products
 from paceline.speed.kernels.tiles import padded_frames
 from paceline.speed.kernels.ways import Ways, using
 
@@ -42,6 +43,7 @@ class Data:
         row = padded_frames(FRAMES)
         self.lengths = (FRAMES * (0.7 + 0.3 * torch.rand(batch, device="cuda", generator=dice))).int()
         held = reference.held(self.lengths, row)
+        self.tiles = products.list_tiles(self.lengths, row)
         self.y, self.h, self.g = ((draw(channels, batch, row) * held).bfloat16() for _ in range(3))
         self.affine, self.moments, self.sums = draw(2, channels), draw(3, channels), draw(2, channels)
         self.filters, self.matrix = draw(channels, 1, kernel), draw(channels, channels).bfloat16()
@@ -81,6 +83,20 @@ def kernels(data: Data) -> dict[str, tuple[Callable[[Data], object], float, floa
             2,
             product,
         ),
+        "pointwise forward and statistics": (
+            lambda d: norm.statistics(
+                torch.mm(d.matrix, d.y.flatten(1)).view_as(d.y), d.lengths, FRAMES, ones, ones, 1e-3
+            ),
+            3,
+            product,
+        ),
+        "pointwise forward, listed": (
+            lambda d: products.forward(d.matrix, d.y, d.tiles, FRAMES, ones, ones, 1e-3),
+            2,
+            product,
+        ),
+        "pointwise data gradient, listed": (lambda d: products.data_gradient(d.matrix, d.g, d.tiles), 2, product),
+        "pointwise weight gradient, listed": (lambda d: products.weight_gradient(d.g, d.y, d.tiles), 2, product),
         "batch statistics": (lambda d: norm.statistics(d.y, d.lengths, FRAMES, ones, ones, 1e-3), 1, 0),
         "batch statistics, not flat": (
             with_ways(Ways(), lambda d: norm.statistics(d.y, d.lengths, FRAMES, ones, ones, 1e-3)),

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-SPILLED = {"backward 75": 16, "backward 75, cut": 48}
+SPILLED = {"backward 75": 16, "backward 75, cut": 48, "product": 16}
 """Bytes of a thread's registers that lie in memory for want of room, where the kernel was measured with them."""
 
 
@@ -30,7 +30,7 @@ def test_compile_for_an_h200() -> None:
         is_stream = name != "pieces"
         assert (multiplies > 0) == is_stream, f"{name}: products on the warpgroups' tensor cores"
         assert (fetches > 0) == is_stream, f"{name}: fetched by the accelerator"
-    assert len(found) == 5
+    assert len(found) == 6
 
 
 def compile_all() -> dict[str, tuple[int, int, int, int]]:
@@ -65,7 +65,31 @@ def compile_all() -> dict[str, tuple[int, int, int, int]]:
     for name, is_cut in (("backward 75", False), ("backward 75, cut", True)):
         found[name] = build(stream_backward._backward, {**backward, "IS_CUT": is_cut}, boxes, options)
     found["pieces"] = build(norm._piece_moments, {"PIECE": norm.PIECE, "GROUPS": 32}, {}, {"num_warps": 8})
+    found["product"] = build_product()
     return found
+
+
+def build_product() -> tuple[int, int, int, int]:
+    """Of 512 channels, forward."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compile as compile_kernel
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from paceline.speed.kernels import product
+
+    deep = f"tensordesc<bf16[1,64,128],{product._DEEP!r}>"
+    pointers = {"w_tiles": f"tensordesc<bf16[64,64],{product._FLAT!r}>", "x_tiles": deep, "out_tiles": deep}
+    pointers |= {"parts": "*fp32", "tiles": "*i32"}
+    constants = {"DEPTHS": 8, "STAGES": product.STAGES, "ROWS": 1, "DEPTH": product.DEPTH, "WIDTH": product.WIDTH}
+    constants |= {"LAYOUT": product._FLAT, "HAS_SUMS": True, "IS_TURNED": False}
+    names = product._product.arg_names
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+    aligned = [place for place, name in enumerate(names) if signature[name].startswith("*") or name == "filters"]
+    attributes = {(place,): [["tt.divisibility", 16]] for place in aligned}
+    source = GluonASTSource(product._product, signature, constants, attributes)
+    built = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    ptx = built.asm["ptx"]
+    return stack_bytes(ptx), built.metadata.shared, ptx.count("wgmma.mma_async"), ptx.count("cp.async.bulk.tensor")
 
 
 def build(kernel: Any, constants: dict[str, Any], boxes: dict[str, int], options: dict[str, int]) -> Any:

@@ -278,7 +278,7 @@ def test_operators_keep_their_word() -> None:
         ops.separable.overload,
         (
             *(case.x, None, None, case.lengths_in, case.lengths_out, case.weight, weight, norm_weight, norm_weight),
-            *(None, None, None, weight.detach().squeeze(2).bfloat16(), None, 50, 1, 1, 1e-3),
+            *(None, None, None, weight.detach().squeeze(2).bfloat16(), None, None, 50, 1, 1, 1e-3),
         ),
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -16,10 +16,34 @@ import torch
 from torch import Tensor
 
 from paceline.speed.kernels import reference, ways
-from paceline.speed.kernels.tiles import padded_frames, weight_parts
+from paceline.speed.kernels.tiles import num_listed, padded_frames, weight_parts
 from paceline.speed.operators import operator
 
 # ruff: noqa: UP045 (the schema of an operator is read off these signatures, in which torch wants Optional)
+
+
+@operator("listed_tiles")
+def listed_tiles(lengths: Tensor, row: int) -> Tensor:
+    """As `product.list_tiles`."""
+    from paceline.speed.kernels import product
+
+    return product.list_tiles(lengths, row)
+
+
+@listed_tiles.register_fake
+def _(lengths: Tensor, row: int) -> Tensor:
+    return lengths.new_empty(num_listed(len(lengths), row))
+
+
+def listed(x: Tensor, lengths: Tensor, frames: int) -> Tensor | None:
+    """Return the tiles of products over channels, for activations like `x`; None where these go another way."""
+    if not (ways.in_use().listed and x.is_cuda and x.dtype is torch.bfloat16):
+        return None
+    properties = torch.cuda.get_device_properties(x.device)  # which the compiler takes for a constant
+    if (properties.major, properties.minor) != (9, 0):
+        return None
+    tiles: Tensor = listed_tiles(lengths, padded_frames(frames))
+    return tiles
 
 
 @operator("separable")
@@ -38,6 +62,7 @@ def separable(
     shortcut_bias: Optional[Tensor],
     matrix: Tensor,
     shortcut_matrix: Optional[Tensor],
+    tiles: Optional[Tensor],
     frames: int,
     stride: int,
     dilation: int,
@@ -48,7 +73,7 @@ def separable(
     `frames` are those of the output; its row is padded. `lengths` of inputs and outputs are int32. `matrix` is what
     `pointwise` is in a product: (filter, channel), in the dtype of `x`; its gradient is that of `pointwise`. With a
     `shortcut`, the residual that starts at `x` (then without `affine`): its `y`, `affine` and `moments` as well, else
-    three empty tensors.
+    three empty tensors. `tiles`, if given, are those of `product.list_tiles` for the outputs' lengths.
     """
     row = padded_frames(frames)
     if x.is_cuda:
@@ -57,12 +82,14 @@ def separable(
         between = kernels.forward(x, affine, lengths, lengths_out, depthwise, row, stride, dilation)
     else:
         between = reference.depthwise_forward(x, affine, lengths, lengths_out, depthwise, row, stride, dilation)
-    y = _product(matrix, between)
-    affine_out, moments_out = _statistics(y, lengths_out, frames, weight, bias, eps)
+    y, affine_out, moments_out = _normed(matrix, between, tiles, lengths_out, frames, weight, bias, eps)
     if shortcut_matrix is None:
         return y, affine_out, moments_out, between, x.new_empty(0), weight.new_empty(0), weight.new_empty(0)
-    other = _product(shortcut_matrix, x)
-    other_affine, other_moments = _statistics(other, lengths_out, frames, shortcut_weight, shortcut_bias, eps)
+    assert shortcut_weight is not None
+    assert shortcut_bias is not None
+    other, other_affine, other_moments = _normed(
+        shortcut_matrix, x, tiles, lengths_out, frames, shortcut_weight, shortcut_bias, eps
+    )
     return y, affine_out, moments_out, between, other, other_affine, other_moments
 
 
@@ -82,6 +109,7 @@ def _(
     shortcut_bias: Optional[Tensor],
     matrix: Tensor,
     shortcut_matrix: Optional[Tensor],
+    tiles: Optional[Tensor],
     frames: int,
     stride: int,
     dilation: int,
@@ -118,6 +146,7 @@ def separable_backward(
     depthwise: Tensor,
     matrix: Tensor,
     shortcut_matrix: Optional[Tensor],
+    tiles: Optional[Tensor],
     frames: int,
     stride: int,
     dilation: int,
@@ -132,11 +161,11 @@ def separable_backward(
     if shortcut_matrix is not None:
         assert other_h is not None
         g, *of_norm = _norm_backward(other_h, other_sums, other, other_affine, other_moments, lengths_out, frames)
-        of_shortcut = [_weight_gradient(g, x).unsqueeze(2), *of_norm]
-        added = _product(shortcut_matrix.t(), g)
+        of_shortcut = [_weight_gradient(g, x, tiles).unsqueeze(2), *of_norm]
+        added = _data_gradient(shortcut_matrix, g, tiles)
     g, weight_gradient, bias_gradient = _norm_backward(h, sums, y, affine_out, moments_out, lengths_out, frames)
-    pointwise_gradient = _weight_gradient(g, between).unsqueeze(2)
-    g = _product(matrix.t(), g)
+    pointwise_gradient = _weight_gradient(g, between, tiles).unsqueeze(2)
+    g = _data_gradient(matrix, g, tiles)
     data, depthwise_parts, sum_parts = _depthwise_backward(x)(
         g, x, affine, moments, added, lengths, lengths_out, depthwise, stride, dilation, needs_data=needs_data
     )
@@ -166,6 +195,7 @@ def _(
     depthwise: Tensor,
     matrix: Tensor,
     shortcut_matrix: Optional[Tensor],
+    tiles: Optional[Tensor],
     frames: int,
     stride: int,
     dilation: int,
@@ -180,8 +210,8 @@ def _(
 
 
 def _save_separable(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*output, *inputs[:6], *inputs[12:14])
-    ctx.frames, ctx.stride, ctx.dilation = inputs[14:17]
+    ctx.save_for_backward(*output, *inputs[:6], *inputs[12:15])
+    ctx.frames, ctx.stride, ctx.dilation = inputs[15:18]
     ctx.set_materialize_grads(False)  # the gradients of what is only kept for backward would be filled with zeros
 
 
@@ -199,7 +229,7 @@ def _separable_gradients(
         sums_in if needs_data and affine is not None else None,
         *(None, None, None),
         *weight_gradients,
-        *(None for _ in range(13 - len(weight_gradients))),
+        *(None for _ in range(14 - len(weight_gradients))),
     )
 
 
@@ -214,12 +244,12 @@ def pointwise(
     weight: Tensor,
     bias: Tensor,
     matrix: Tensor,
+    tiles: Optional[Tensor],
     frames: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A sub-block without a convolution over time, and a residual: activations -> `y`, `affine`, `moments`."""
-    y = _product(matrix, x)
-    return (y, *_statistics(y, lengths, frames, weight, bias, eps))
+    return _normed(matrix, x, tiles, lengths, frames, weight, bias, eps)
 
 
 @pointwise.register_fake
@@ -230,6 +260,7 @@ def _(
     weight: Tensor,
     bias: Tensor,
     matrix: Tensor,
+    tiles: Optional[Tensor],
     frames: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -247,12 +278,13 @@ def pointwise_backward(
     x: Tensor,
     lengths: Tensor,
     matrix: Tensor,
+    tiles: Optional[Tensor],
     frames: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, filters, weight, bias."""
     g, weight_gradient, bias_gradient = _norm_backward(h, sums, y, affine, moments, lengths, frames)
-    data = _product(matrix.t(), g)
-    return data, _weight_gradient(g, x).unsqueeze(2), weight_gradient, bias_gradient
+    data = _data_gradient(matrix, g, tiles)
+    return data, _weight_gradient(g, x, tiles).unsqueeze(2), weight_gradient, bias_gradient
 
 
 @pointwise_backward.register_fake
@@ -265,6 +297,7 @@ def _(
     x: Tensor,
     lengths: Tensor,
     matrix: Tensor,
+    tiles: Optional[Tensor],
     frames: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     width = matrix.shape[0]
@@ -272,14 +305,14 @@ def _(
 
 
 def _save_pointwise(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*output, *inputs[:2], inputs[5])
-    ctx.frames = inputs[6]
+    ctx.save_for_backward(*output, *inputs[:2], *inputs[5:7])
+    ctx.frames = inputs[7]
     ctx.set_materialize_grads(False)
 
 
 def _pointwise_gradients(ctx: Any, h: Tensor, sums: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     data, filters, weight, bias = pointwise_backward(h.contiguous(), sums, *ctx.saved_tensors, ctx.frames)
-    return (data, None, filters, weight, bias, None, None, None)
+    return (data, None, filters, weight, bias, None, None, None, None)
 
 
 pointwise.register_autograd(_pointwise_gradients, setup_context=_save_pointwise)
@@ -309,6 +342,36 @@ def _norm_backward(h: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return reference.apply_backward(h, *rest)
 
 
+def _normed(
+    matrix: Tensor,
+    x: Tensor,
+    tiles: Tensor | None,
+    lengths: Tensor,
+    frames: int,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A product over channels and its statistics."""
+    if tiles is not None:
+        from paceline.speed.kernels import product
+
+        if product.fits(*matrix.shape):
+            y, statistics = product.forward(matrix, x, tiles, frames, weight, bias, eps)
+            return y, statistics.affine, statistics.moments
+    y = _product(matrix, x)
+    return (y, *_statistics(y, lengths, frames, weight, bias, eps))
+
+
+def _data_gradient(matrix: Tensor, g: Tensor, tiles: Tensor | None) -> Tensor:
+    if tiles is not None:
+        from paceline.speed.kernels import product
+
+        if product.gains_backward(*matrix.shape, *g.shape[1:]):
+            return product.data_gradient(matrix, g, tiles)
+    return _product(matrix.t(), g)
+
+
 def _total(parts: Tensor) -> Tensor:
     """The sum of all parts; of a single one, which most batches have, without a kernel that copies it."""
     return parts[0] if parts.shape[0] == 1 else parts.sum(0)
@@ -320,8 +383,13 @@ def _product(matrix: Tensor, x: Tensor) -> Tensor:
         return torch.mm(matrix, x.flatten(1)).view(matrix.shape[0], *x.shape[1:])
 
 
-def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
+def _weight_gradient(g: Tensor, x: Tensor, tiles: Tensor | None) -> Tensor:
     """(out, in), summed and kept in float32 or wider."""
+    if tiles is not None and ways.in_use().listed_weights:
+        from paceline.speed.kernels import product
+
+        if product.gains_weights(g.shape[0], *x.shape):
+            return product.weight_gradient(g, x, tiles)
     with torch.autocast(x.device.type, enabled=False):
         if x.is_cuda:
             parts = weight_parts(g.shape[0], *x.shape) if ways.in_use().batched else 1

@@ -17,6 +17,8 @@ ALIGNMENT = 16
 """Rows of activations are padded to a multiple of so many frames: the alignment that Triton recognises by itself."""
 STREAM_ROWS = 64
 """Utterances that a stream multiplies at a time."""
+PRODUCT_WIDTH = 128
+"""Frames of a tile of a product over channels."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,11 @@ def balanced(tiling: Tiling, rows: int) -> Tiling:
     blocks = -(-rows // tiling.rows)
     programs = -(-blocks // tiling.products)
     return replace(tiling, products=-(-blocks // programs))
+
+
+def num_listed(batch: int, row: int) -> int:
+    """Return the length of `product.list_tiles`."""
+    return 2 + batch * (-(-row // PRODUCT_WIDTH) + -(-row // (PRODUCT_WIDTH // 2)))
 
 
 def product_dtype() -> Any:

@@ -2,8 +2,8 @@
 
 Tests compile a new kernel for the device that it is meant for, on any machine, and compare it with its reference in
 Triton's interpreter. That it is faster, and right on the device, only the device can tell: until then it is not chosen.
-`benchmarks/gpu/kernels.py` times both beside each other, `benchmarks/gpu/quartznet.py --ways batched no-turned` trains
-with others than those in use, and `pytest -m gpu` holds all of them to float64.
+`benchmarks/gpu/kernels.py` times both beside each other, `benchmarks/gpu/quartznet.py --ways listed_weights no-turned`
+trains with others than those in use, and `pytest -m gpu` holds all of them to float64.
 """
 
 from __future__ import annotations
@@ -29,10 +29,15 @@ class Ways:
     """Utterances of a batch lie by their length, if there are several groups of them."""
     batched: bool = False
     """The weight gradient of a product over channels as products of groups of utterances, added up."""
+    listed: bool = False
+    """Products over channels on Hopper by `product`, of tiles with speech alone, with batch norm's statistics."""
+    listed_weights: bool = False
+    """With `listed`, weight gradients of large batches by `product` as well; not yet measured in whole steps."""
 
 
-MEASURED = Ways(fetched=True, flat=True, turned=True, cut=True, sorted=True)
-"""On an H200, 2026-11-16: see "QuartzNet 15x5 with further kernels" in benchmarks/RESULTS.md."""
+MEASURED = Ways(fetched=True, flat=True, turned=True, cut=True, sorted=True, listed=True)
+"""On an H200, 2026-11-16: see "QuartzNet 15x5 with further kernels" and "with products of our own" in
+benchmarks/RESULTS.md."""
 _in_use = [MEASURED]
 
 

@@ -156,6 +156,7 @@ def test_operators_keep_their_word() -> None:
             *shortcut,
             matrix,
             None if shortcut[0] is None else matrix,
+            None,
             50,
             1,
             1,
@@ -166,9 +167,48 @@ def test_operators_keep_their_word() -> None:
         )
     torch.library.opcheck(
         ops.pointwise.overload,
-        (x, case.lengths_in, weight, ones, ones, matrix, 50, 1e-3),
+        (x, case.lengths_in, weight, ones, ones, matrix, None, 50, 1e-3),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+def test_listed_products_take_the_place_of_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles reach every product that they are for, forward and backward; here plain PyTorch computes these."""
+    product = pytest.importorskip("paceline.speed.kernels.product", reason="the kernels need Triton")
+    calls: list[str] = []
+
+    def listed(x: Tensor, lengths: Tensor, frames: int) -> Tensor:
+        calls.append(f"list {frames}")
+        return lengths.clone()
+
+    def forward(matrix: Tensor, x: Tensor, tiles_: Tensor, frames: int, *affine: Any) -> Any:
+        calls.append("forward")
+        y = ops._product(matrix, x)
+        return y, product.Statistics(*ops._statistics(y, tiles_, frames, *affine))
+
+    def data_gradient(matrix: Tensor, g: Tensor, tiles_: Tensor) -> Tensor:
+        calls.append("data")
+        return ops._product(matrix.t(), g)
+
+    def weight_gradient(g: Tensor, x: Tensor, tiles_: Tensor) -> Tensor:
+        calls.append("weight")
+        return g.flatten(1) @ x.flatten(1).t()
+
+    for function in (forward, data_gradient, weight_gradient):
+        monkeypatch.setattr(product, function.__name__, function)
+    for name in ("fits", "gains_backward", "gains_weights"):
+        monkeypatch.setattr(product, name, lambda *shape: True)
+    monkeypatch.setattr(ops, "listed", listed)
+    plain = make_encoder().double()
+    with ways.using(ways.Ways(listed=True, listed_weights=True)):
+        assert_same(plain, copy.deepcopy(plain), fused.encode)
+    products = sum(module.kernel_size == (1,) for module in plain.modules() if isinstance(module, torch.nn.Conv1d))
+    assert {name: calls.count(name) for name in set(calls)} == {
+        "list 31": 1,
+        "forward": products,
+        "data": products,
+        "weight": products,
+    }
 
 
 def test_compiles_in_one_graph() -> None:

@@ -86,6 +86,8 @@ class Signal(NamedTuple):
     lengths: Tensor
     """(batch,) int32."""
     frames: int
+    tiles: Tensor | None
+    """Those that utterances reach, for products over channels: see `ops.listed`."""
 
     def activated(self) -> Signal:
         """Return the signal with activations in full."""
@@ -123,7 +125,7 @@ def encode(encoder: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor,
     values = features.detach().masked_fill(beyond, 0.0).transpose(0, 1)
     values = F.pad(values, (0, padded_frames(frames) - frames))
     check_size(max(encoder.settings.channels), len(lengths), padded_frames(frames))
-    signal = Signal(values.contiguous(), None, None, valid.to(torch.int32), frames)
+    signal = Signal(values.contiguous(), None, None, valid.to(torch.int32), frames, None)
     seen: Seen = []
     matrices = _matrices(encoder, features.dtype)
     for block in encoder.blocks:
@@ -185,16 +187,18 @@ def _through(block: Block, signal: Signal, matrices: Matrices, seen: Seen) -> Si
         None,
         None,
     )
-    return Signal(joined, None, None, signal.lengths, signal.frames)
+    return signal._replace(values=joined, affine=None, moments=None)
 
 
 def _separable(
     signal: Signal, layer: SeparableConv, shortcut: Residual | None, matrices: Matrices, seen: Seen
 ) -> tuple[Signal, Signal | None]:
     stride, dilation = layer.depthwise.stride[0], layer.depthwise.dilation[0]
-    frames, lengths = signal.frames, signal.lengths
+    frames, lengths, tiles = signal.frames, signal.lengths, signal.tiles
     if stride > 1:
-        frames, lengths = strided_length(frames, stride), strided_length(lengths, stride)
+        frames, lengths, tiles = strided_length(frames, stride), strided_length(lengths, stride), None
+    if tiles is None:
+        tiles = ops.listed(signal.values, lengths, frames)
     of_shortcut: tuple[Tensor | None, ...] = (None, None, None)
     if shortcut is not None:
         signal = signal.activated()
@@ -212,6 +216,7 @@ def _separable(
         *of_shortcut,
         matrices[layer.pointwise],
         None if shortcut is None else matrices[shortcut.conv],
+        tiles,
         frames,
         stride,
         dilation,
@@ -219,15 +224,26 @@ def _separable(
     )
     seen.append((layer.norm, moments))
     if shortcut is None:
-        return Signal(y, affine, moments, lengths, frames), None
+        return Signal(y, affine, moments, lengths, frames, tiles), None
     seen.append((shortcut.norm, other_moments))
-    return Signal(y, affine, moments, lengths, frames), Signal(other, other_affine, other_moments, lengths, frames)
+    return (
+        Signal(y, affine, moments, lengths, frames, tiles),
+        Signal(other, other_affine, other_moments, lengths, frames, tiles),
+    )
 
 
 def _across(signal: Signal, conv: nn.Conv1d, norm: nn.BatchNorm1d, matrices: Matrices, seen: Seen) -> Signal:
     """A product over channels and its batch norm."""
     y, affine, moments = ops.pointwise(
-        signal.values, signal.lengths, conv.weight, norm.weight, norm.bias, matrices[conv], signal.frames, norm.eps
+        signal.values,
+        signal.lengths,
+        conv.weight,
+        norm.weight,
+        norm.bias,
+        matrices[conv],
+        signal.tiles,
+        signal.frames,
+        norm.eps,
     )
     seen.append((norm, moments))
     return signal._replace(values=y, affine=affine, moments=moments)
