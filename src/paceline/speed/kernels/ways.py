@@ -2,7 +2,7 @@
 
 Tests compile a new kernel for the device that it is meant for, on any machine, and compare it with its reference in
 Triton's interpreter. That it is faster, and right on the device, only the device can tell: until then it is not chosen.
-`benchmarks/gpu/kernels.py` times both beside each other, `benchmarks/gpu/quartznet.py --ways listed_weights no-turned`
+`benchmarks/gpu/kernels.py` times both beside each other, `benchmarks/gpu/quartznet.py --ways batched no-turned`
 trains with others than those in use, and `pytest -m gpu` holds all of them to float64.
 """
 
@@ -32,10 +32,10 @@ class Ways:
     listed: bool = False
     """Products over channels on Hopper by `product`, of tiles with speech alone, with batch norm's statistics."""
     listed_weights: bool = False
-    """With `listed`, weight gradients of large batches by `product` as well; not yet measured in whole steps."""
+    """With `listed`, weight gradients of large batches by `product` as well."""
 
 
-MEASURED = Ways(fetched=True, flat=True, turned=True, cut=True, sorted=True, listed=True)
+MEASURED = Ways(fetched=True, flat=True, turned=True, cut=True, sorted=True, listed=True, listed_weights=True)
 """On an H200, 2026-11-16: see "QuartzNet 15x5 with further kernels" and "with products of our own" in
 benchmarks/RESULTS.md."""
 _in_use = [MEASURED]
