@@ -293,8 +293,8 @@ def test_what_is_called_ours_exists(word: str) -> None:
             _understand(words if words[0] != "train" else [*words, "--epochs", "1", "--mode", "eval"], Path())
     else:
         owner, _, name = word.rpartition(".")
-        homes = {"paceline": paceline, "Task": paceline.Task, "Engine": paceline.Engine, "Stage": paceline.Stage}
-        members = {name for kind in (homes[owner], *_PIECES[owner]) for name in (*dir(kind), *_annotations(kind))}
+        home = getattr(paceline, owner) if owner != "paceline" else paceline
+        members = {name for kind in (home, *_PIECES[owner]) for name in (*dir(kind), *_annotations(kind))}
         assert name in members
 
 
