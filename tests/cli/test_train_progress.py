@@ -32,7 +32,7 @@ def test_epochs_share_and_time_left(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "4 of 5 epochs, 80.0% of the run, 0:00:0" in line
     assert "of the run" not in next(line for line in lines if line.startswith("train epoch 5, "))
     looks = read(tmp_path / "a" / "metrics.jsonl", "progress")
-    assert (looks[0]["epoch"], looks[0]["epochs"], looks[0]["done"]) == (0, 5, 0.025)
+    assert (looks[0]["epoch"], looks[0]["epochs"], looks[0]["done"]) == (1, 5, 0.025)
     assert looks[0]["samples_per_s"] > 0
     steps = read(tmp_path / "a" / "metrics.jsonl")
     assert all("gradient_norm" in record for record in steps)  # without clipping, too

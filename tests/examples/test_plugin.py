@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -15,7 +16,7 @@ import torch
 
 from paceline.core import plugins
 from paceline.core.torch_private import defer_compiler
-from tests.commands import run_command
+from tests.commands import Ended, run_command
 from tests.examples.scripts import EXAMPLES
 
 BUILD = "import sys; from setuptools import build_meta as b; b.build_wheel(sys.argv[1])"
@@ -46,6 +47,10 @@ def site(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def _run(words: list[str]) -> Ended:
+    return run_command(words, PYTHONPATH=os.environ["PYTHONPATH"])
+
+
 def _weights(run: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
@@ -55,7 +60,7 @@ def _weights(run: Path) -> dict[str, torch.Tensor]:
 
 def test_a_run_uses_records_and_resumes_them(site: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    done = run_command([*ALL, "--out", str(run)])
+    done = _run([*ALL, "--out", str(run)])
     assert done.code == 0, done.err
     assert "Lion" in done.out
     assert "wsd over 4 steps" in done.out
@@ -71,7 +76,7 @@ def test_a_run_uses_records_and_resumes_them(site: Path, tmp_path: Path) -> None
         names = {name for _, name, _ in csv.reader(file)}
     assert {"loss", "lr", "val/accuracy"} <= names
 
-    ranks = run_command([*ALL, "--out", str(tmp_path / "two"), "--procs", "2"])
+    ranks = _run([*ALL, "--out", str(tmp_path / "two"), "--procs", "2"])
     assert ranks.code == 0, ranks.err
     one, two = _weights(run), _weights(tmp_path / "two")
     assert one
@@ -80,21 +85,21 @@ def test_a_run_uses_records_and_resumes_them(site: Path, tmp_path: Path) -> None
     (site / "paceline_example-1.0.dist-info").rename(site / "paceline_example-1.1.dist-info")
     metadata = site / "paceline_example-1.1.dist-info" / "METADATA"
     metadata.write_text(metadata.read_text().replace("Version: 1.0", "Version: 1.1"))
-    again = run_command([*ALL, "--out", str(run), "--resume", "auto"])
+    again = _run([*ALL, "--out", str(run), "--resume", "auto"])
     assert again.code == 0, again.err
     said = "the optimizer 'lion' is now of paceline-example 1.1; the run was last started with paceline-example 1.0"
     assert said in again.out
 
-    gone = run_command(["eval", str(run), "--no-plugins"])
+    gone = _run(["eval", str(run), "--no-plugins"])
     assert (gone.code, "Traceback" in gone.err) == (2, False)
     assert "the recipe 'rings' of paceline-example 1.1, which is not there" in gone.err
 
 
 def test_a_broken_part_stops_only_who_uses_it(site: Path, tmp_path: Path) -> None:
     (site / "paceline_example" / "lion.py").write_text("import no_such_module\n")
-    fine = run_command([*TRAIN, "--out", str(tmp_path / "fine")])
+    fine = _run([*TRAIN, "--out", str(tmp_path / "fine")])
     assert fine.code == 0, fine.err
-    broken = run_command([*ALL, "--out", str(tmp_path / "broken")])
+    broken = _run([*ALL, "--out", str(tmp_path / "broken")])
     assert broken.code == 2
     assert "the optimizer 'lion' of paceline-example 1.0 cannot be loaded: ModuleNotFoundError" in broken.err
     assert "Traceback" not in broken.err
@@ -102,19 +107,19 @@ def test_a_broken_part_stops_only_who_uses_it(site: Path, tmp_path: Path) -> Non
 
 
 def test_the_doctor_lists_them(site: Path, tmp_path: Path) -> None:
-    table = run_command(["doctor", "--json"])
+    table = _run(["doctor", "--json"])
     [entry] = [each for each in json.loads(table.out) if each["what"] == "plugins"]
     assert entry["verdict"] == "ok"
     assert "optimizer lion (paceline-example 1.0)" in entry["found"]
     assert "launcher flux.FLUX_TASK_RANK (paceline-example 1.0)" in entry["found"]
-    without = json.loads(run_command(["doctor", "--json", "--no-plugins"]).out)
+    without = json.loads(_run(["doctor", "--json", "--no-plugins"]).out)
     assert [each["found"] for each in without if each["what"] == "plugins"] == ["left out (`--no-plugins`)"]
 
 
 def test_a_plugin_with_a_name_of_ours_is_refused(site: Path, tmp_path: Path) -> None:
     entries = site / "paceline_example-1.0.dist-info" / "entry_points.txt"
     entries.write_text(entries.read_text().replace("lion =", "adamw ="))
-    refused = run_command([*TRAIN, "--out", str(tmp_path / "run")])
+    refused = _run([*TRAIN, "--out", str(tmp_path / "run")])
     assert refused.code == 2
     assert "the optimizer 'adamw' is offered by paceline itself and paceline-example 1.0" in refused.err
     assert not (tmp_path / "run").exists()

@@ -175,7 +175,8 @@ def test_a_store_that_cannot_be_written_to_ends_a_run_before_its_first_step(clou
     assert train(4).status == "finished"  # nothing is left that would be in the way
 
 
-def killed(link, steps: int) -> None:
+def killed(link, steps: int, env: dict[str, str]) -> None:
+    os.environ.update(env)
     Shelf.kills_at = 2
     run_mode(SmallTask(), _config(steps), link)
 
@@ -185,7 +186,8 @@ def _config(steps: int, **more):
 
 
 def test_a_kill_in_the_middle_of_an_upload_loses_nothing(cloud, undisturbed, capsys):
-    assert run_until_death(1, killed, 12) == [KILLED]
+    env = {name: os.environ[name] for name in ("SHELF", "PACELINE_COPIES")}
+    assert run_until_death(1, killed, 12, env) == [KILLED]
     (sent,) = cloud.checkpoints()
     assert {name.split("/")[1] for name in cloud.files() if "/step-" in name} > {sent}  # one is there in part
     shutil.copytree(cloud.folder / "shelf", cloud.folder / "shelf of before")

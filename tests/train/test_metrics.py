@@ -18,6 +18,7 @@ import paceline
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import ranks
+from tests.vision import define_operators_of_vision
 
 NUM_SAMPLES = 37
 PLAIN: dict[str, Any] = {"epochs": 1, "global_batch": 8, "grains": 4, "level": 0, "workers": 0, "progress": "none"}
@@ -96,6 +97,7 @@ class WithTorchmetrics(Scored):
 
 @ranks(1, 2, 3)
 def test_torchmetrics_see_all_batches(link: Link) -> None:
+    define_operators_of_vision()
     pytest.importorskip("torchmetrics", reason="comes with the extra `bench`")
     x, y = scored()
     scores = x.squeeze(1)
@@ -110,6 +112,7 @@ def test_torchmetrics_see_all_batches(link: Link) -> None:
 
 
 def test_a_second_validation_starts_anew() -> None:
+    define_operators_of_vision()
     pytest.importorskip("torchmetrics", reason="comes with the extra `bench`")
     x, y = scored()
     task = WithTorchmetrics()

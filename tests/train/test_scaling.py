@@ -46,12 +46,12 @@ def test_words() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batch_per_device": 8, "global_batch": 16}, "set `batch_per_device` or `global_batch`, not both"),
-        ({"batch_per_device": 8, "batch_cost": 16}, "set `batch_per_device` or `batch_cost`, not both"),
-        ({"scale_lr": "linear"}, "`scale_lr` needs `batch_per_device`"),
-        ({"reduce": "param"}, "set `sync_step` .* or `sync_seconds`"),
+        ({"batch_per_device": 8, "global_batch": 16}, "set batch_per_device or global_batch, not both"),
+        ({"batch_per_device": 8, "batch_cost": 16}, "set batch_per_device or batch_cost, not both"),
+        ({"scale_lr": "linear"}, "scale_lr needs batch_per_device"),
+        ({"reduce": "param"}, "set sync_step .* or sync_seconds"),
         ({"reduce": "param", "sync_step": 3, "sync_seconds": 3}, "not both"),
-        ({"wire": "int8"}, "`wire` int8 is for `reduce` param"),
+        ({"wire": "int8"}, "wire int8 is for reduce param"),
     ],
 )
 def test_what_cannot_be(settings: dict[str, Any], message: str) -> None:

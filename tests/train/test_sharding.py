@@ -344,8 +344,8 @@ def test_a_checkpoint_goes_on_in_any_form(tmp_path: Path, before: Candidate, aft
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"shard": "full"}, "`shard` full needs `reduce` grad"),
-        ({"shard": "node"}, "`shard` node needs `reduce` grad"),
+        ({"shard": "full"}, "shard full needs reduce grad"),
+        ({"shard": "node"}, "shard node needs reduce grad"),
     ],
     ids=str,
 )
