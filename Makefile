@@ -24,17 +24,14 @@ $(VENV)/.bench: pyproject.toml constraints.txt
 demo: $(VENV)/.demo
 	$(BIN)/paceline demo
 
-# Many tests wait much of their time: for launchers, campaigns of kills, ranks that fail, processes that start. So they run as
-# three rows beside each other; the accounts of two of them come last.
-LAUNCHED = tests/launchers tests/chaos tests/world tests/cli
-TRAINED  = tests/train
+# Tests of real launchers, of campaigns of kills, of ranks that fail and of commands wait much of their time: they run beside
+# the others, and their account comes last.
+BESIDE = tests/launchers tests/chaos tests/world tests/cli
 test: $(VENV)/.test
-	@$(BIN)/python -m pytest $(LAUNCHED) > $(VENV)/launched.log 2>&1 & launched=$$!; \
-	$(BIN)/python -m pytest $(TRAINED) > $(VENV)/trained.log 2>&1 & trained=$$!; \
-	$(BIN)/python -m pytest $(LAUNCHED:%=--ignore %) $(TRAINED:%=--ignore %); others=$$?; \
-	wait $$trained; second=$$?; echo "$(TRAINED):"; cat $(VENV)/trained.log; \
-	wait $$launched; third=$$?; echo "$(LAUNCHED):"; cat $(VENV)/launched.log; \
-	test $$others -eq 0 -a $$second -eq 0 -a $$third -eq 0
+	@$(BIN)/python -m pytest $(BESIDE) > $(VENV)/beside.log 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest $(BESIDE:%=--ignore %); others=$$?; \
+	wait $$beside; found=$$?; echo "$(BESIDE):"; cat $(VENV)/beside.log; \
+	test $$others -eq 0 -a $$found -eq 0
 
 # Everything: the checks, all tests with all cases of those that run a sample otherwise (pairs of features, campaigns,
 # properties), and those that need a GPU where there is one. Hours on a small machine.
