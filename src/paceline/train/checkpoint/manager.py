@@ -119,22 +119,35 @@ class CheckpointManager:
             check_batch(config, link.world.size)
         self.grains = choose_grains(config.grains, before, link.world.size, may_regrain)
         self._check_ranks(stored)
-        for line in changes([] if stored is None else stored.plugins, plugins):
-            progress.say(line)
         self._settle_sums(None if stored is None else stored.settings)
         self._is_in_pieces = link.has_group and config.shard != "none" and config.checkpoint_form == "sharded"
-        # One machine has all pieces; each of its ranks writes those that it has.
-        machines = machines_of(link) if self._is_in_pieces and config.shard == "node" else [range(link.world.size)]
-        self._writers = list(machines[0]) if self._is_in_pieces else [0]
+        self._writers = self._choose_writers()
         """Ranks that write a checkpoint."""
-        if stored is not None and stored.status == "diverged":
-            progress.say(
+        self._say_what_differs(stored)
+        self._may_resume = stored is not None
+
+    def _choose_writers(self) -> list[int]:
+        """Return the first rank; of shards, those of one machine, which has all pieces: each writes what it has."""
+        if not self._is_in_pieces:
+            return [0]
+        world = range(self._link.world.size)
+        return list(machines_of(self._link)[0] if self._config.shard == "node" else world)
+
+    def _say_what_differs(self, stored: RunRecord | None) -> None:
+        """Say what is not as it was when the run in the folder was begun, or ended."""
+        for line in changes([] if stored is None else stored.plugins, self._plugins):
+            self._progress.say(line)
+        if stored is None:
+            return
+        if stored.status == "diverged":
+            self._progress.say(
                 "this run had diverged: it goes on from what it saved before, if anything; the same settings diverge "
                 "again, others need `--allow-change`"
             )
-        if before not in (None, self.grains):
-            progress.say(f"{counted(self.grains, 'grain')} instead of {before}: numerics change from here on")
-        self._may_resume = stored is not None
+        if stored.grains not in (None, self.grains):
+            self._progress.say(
+                f"{counted(self.grains, 'grain')} instead of {stored.grains}: numerics change from here on"
+            )
 
     def _settle_sums(self, before: Mapping[str, Any] | None) -> None:
         """Decide how sums are added: as asked, else as the run began (fast before there was a choice), else exact."""
