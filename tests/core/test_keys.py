@@ -7,15 +7,15 @@ import sys
 
 import numpy as np
 
-from paceline.core.keys import bits, bits_from, finalise, key, uniform
+from paceline.core.keys import bits, bits_from, finalise, key, keys, uniform
 
 
 def test_keys_differ_by_every_number_and_its_place() -> None:
-    keys = {key(seed, step, grain) for seed in range(20) for step in range(50) for grain in range(20)}
-    assert len(keys) == 20 * 50 * 20
-    assert all(0 <= value < 2**63 for value in keys)
+    drawn = {key(seed, step, grain) for seed in range(20) for step in range(50) for grain in range(20)}
+    assert len(drawn) == 20 * 50 * 20
+    assert all(0 <= value < 2**63 for value in drawn)
     assert key(1, 2) != key(2, 1) != key(1, 2, 0)
-    bits = [sum(value >> bit & 1 for value in keys) / len(keys) for bit in range(63)]
+    bits = [sum(value >> bit & 1 for value in drawn) / len(drawn) for bit in range(63)]
     assert all(0.47 < share < 0.53 for share in bits)  # standard error 0.0035
 
 
@@ -25,6 +25,12 @@ def test_keys_stay_what_they_were() -> None:
     assert key(1, 2, 3) == 3851293329796251419
     assert key(-1, 2**64 - 1) == 2930421862203734649
     assert key(20240229, 7) == 7312029541851930643
+
+
+def test_many_keys_at_once_are_those_of_one_at_a_time() -> None:
+    last = np.array([0, 1, 7, -1, 2**62], np.int64)
+    for numbers in ((), (5,), (2**64 - 1, -3)):
+        assert keys(numbers, last) == [key(*numbers, each) for each in last.tolist()]
 
 
 def test_bits_of_arrays_stay_what_they_were() -> None:

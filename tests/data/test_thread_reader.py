@@ -132,9 +132,41 @@ def test_threads_change_nothing(threads: int) -> None:
 
 
 def test_threads_read_on_into_the_next_epoch() -> None:
-    row = BatchRow(epochs(), ThreadReader(Fetch(Rows(), None, seed=1), 2).read)
+    reader = ThreadReader(Fetch(Rows(), None, seed=1), 2)
+    row = BatchRow(epochs(), reader.read)
     list(row.next_epoch())
-    assert row.position == (1, 0)  # is being read already
+    while row.position is None:  # a thread asks the plan for it
+        time.sleep(0.001)
+    assert row.position == (1, 0)
+    reader.close()
+
+
+def test_the_plan_is_asked_by_the_threads() -> None:
+    """The training process has other things to do, such as keeping a GPU busy."""
+    asked = set()
+
+    def noted() -> Iterator[Request]:
+        for number in range(20):
+            asked.add(threading.current_thread().name.rpartition("_")[0])
+            yield Request(0, number, np.arange(3))
+
+    reader = ThreadReader(Fetch(Rows(), None, seed=1), 3)
+    assert [grain.number for grain in reader.read(noted())] == list(range(20))
+    assert asked == {"paceline-reader"}
+    reader.close()
+
+
+def test_a_plan_that_fails_fails_after_the_grains_before_it() -> None:
+    def failing() -> Iterator[Request]:
+        yield from (Request(0, number, np.arange(3)) for number in range(7))
+        raise Unreadable(7)
+
+    reader = ThreadReader(Fetch(Rows(), None, seed=1), 3)
+    read = reader.read(failing())
+    assert [next(read).number for _ in range(7)] == list(range(7))
+    with pytest.raises(Unreadable):
+        next(read)
+    assert not any(thread.name.startswith("paceline-reader") for thread in threading.enumerate())
 
 
 def test_another_row_may_begin_anywhere() -> None:

@@ -28,7 +28,6 @@ ALONE = World(0, 0, 1, 1, 0, 1, "plain", None)
 ALL, FIRST_EPOCH = 12, 3
 WAYS: dict[str, tuple[dict[str, Any], float, int]] = {
     "-O0": ({"level": 0}, 1e-4, ALL),
-    "-O3, fp32": ({"level": 3, "precision": "fp32"}, 1e-2, ALL),
     "-O3": ({"level": 3}, 0.05, FIRST_EPOCH),
     "-O4": ({"level": 4}, 0.05, FIRST_EPOCH),
     "bf16 on the wire": ({"level": 0, "wire": "bf16"}, 0.05, ALL),
@@ -39,7 +38,7 @@ WAYS: dict[str, tuple[dict[str, Any], float, int]] = {
 """Settings, how far their losses may be from those of a whole model, and for how many steps.
 
 A block that is compiled alone rounds to 16 bits elsewhere than a whole model does, and batch norm over the two samples
-of a grain makes much of that within an epoch: whether the way is right over many steps is seen in fp32.
+of a grain makes much of that within an epoch: whether blocks are right over many steps is seen at `-O0`.
 """
 
 

@@ -2,7 +2,8 @@
 
 The same (seed, step, grain) or (seed, epoch, sample) gives the same numbers on any rank, in any worker and after any
 resume, so there is no state to save and nothing to send. The function is the finaliser of splitmix64, in three forms:
-`key` for Python integers, `bits` and `uniform` for numpy arrays, and `keys_torch.keyed` for tensors on any device.
+`key` for Python integers (`keys` for many at once), `bits` and `uniform` for numpy arrays, and `keys_torch.keyed` for
+tensors on any device.
 """
 
 from __future__ import annotations
@@ -21,13 +22,24 @@ Words = NDArray[np.uint64]
 
 def key(*numbers: int) -> int:
     """Mix integers into one 63-bit seed (a chain of splitmix64 finalisers)."""
+    return _mixed(numbers) >> 1
+
+
+def keys(numbers: tuple[int, ...], last: NDArray[np.int64]) -> list[int]:
+    """Return `key(*numbers, each)` for each of the last numbers."""
+    start = np.array([(_mixed(numbers) + INCREMENT) & _MASK], np.uint64)
+    seeds: list[int] = (finalise(last.astype(np.uint64) + start) >> np.uint64(1)).tolist()
+    return seeds
+
+
+def _mixed(numbers: tuple[int, ...]) -> int:
     mixed = 0
     for number in numbers:
         mixed = (mixed + number + INCREMENT) & _MASK
         mixed = ((mixed ^ (mixed >> 30)) * FIRST_FACTOR) & _MASK
         mixed = ((mixed ^ (mixed >> 27)) * SECOND_FACTOR) & _MASK
         mixed ^= mixed >> 31
-    return mixed >> 1
+    return mixed
 
 
 def bits(numbers: tuple[int, ...], counters: NDArray[np.int64]) -> Words:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
 from paceline.core.errors import PacelineError
-from paceline.core.keys import key
+from paceline.core.keys import key, keys
 from paceline.data.collate import stack_collate
 from paceline.data.dataset import Collate, DatasetTraits, Room
 from paceline.data.grain import Grain
@@ -89,8 +89,9 @@ class Fetch:
         """Read a grain, with its large arrays in `room`; only where `reads_in_threads`."""
         assert self._thread_reader is not None
         samples = request.samples
-        seeds = [key(self._seed, request.epoch, sample) for sample in samples.tolist()]
-        data = self._thread_reader.read_grain_into(samples, seeds, self._collate, room)
+        data = self._thread_reader.read_grain_into(
+            samples, keys((self._seed, request.epoch), samples), self._collate, room
+        )
         return Grain(data, request.number, samples)
 
     def __call__(self, request: Request) -> Grain:
@@ -101,7 +102,7 @@ class Fetch:
             return self._gather(self._columns, request.samples)
         samples = request.samples.tolist()
         if self._grain_reader is not None:
-            seeds = [key(self._seed, request.epoch, sample) for sample in samples]
+            seeds = keys((self._seed, request.epoch), request.samples)
             data = self._grain_reader.read_grain(request.samples, seeds, self._collate)
             if data is not None:
                 return data

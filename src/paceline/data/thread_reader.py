@@ -4,17 +4,19 @@ Copying releases Python's lock, so threads read while the training process goes 
 between processes. For a GPU each grain is copied into a slot of page-locked memory, which is filled anew once its
 upload is done: the memory is bounded by the number of slots.
 
-    requests --next free slot--> thread: wait for the slot's upload, copy rows into it --in order--> upload --> finish
+    thread: take the next request, wait for its slot's upload, copy rows into it --in order--> upload --> finish
 
-What a data set leaves to the device (`FinishesGrains`) is started right behind the upload, on the same stream.
+The plan, too, is asked by the threads: the training process finds a grain ready and goes on. What a data set leaves to
+the device (`FinishesGrains`) is started right behind the upload, on the same stream.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -115,6 +117,48 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
+class _Taken(NamedTuple):
+    """A request that a thread has taken: the grain comes, in this slot."""
+
+    request: Request
+    grain: Future[Grain]
+    slot: Slot
+
+
+class _Row:
+    """The requests of one `read`: threads take them one after the other."""
+
+    def __init__(self, requests: Iterator[Request]) -> None:
+        self._requests, self._lock, self._is_over = requests, threading.Lock(), False
+        self.taken: SimpleQueue[_Taken | Exception | None] = SimpleQueue()
+        """In the order of the requests; at the end None, or what was raised instead of a request."""
+
+    def take(self, slot: Slot) -> _Taken | None:
+        """Return the next request, to be read into `slot`; None at the end."""
+        with self._lock:
+            if self._is_over:
+                return None
+            try:
+                taken = _Taken(next(self._requests), Future(), slot)
+            except StopIteration:
+                self._end(None)
+                return None
+            except Exception as error:  # of the plan, or of data that cannot be planned
+                self._end(error)
+                return None
+            self.taken.put(taken)
+            return taken
+
+    def stop(self) -> None:
+        """Let threads take nothing more."""
+        with self._lock:
+            self._is_over = True
+
+    def _end(self, error: Exception | None) -> None:
+        self._is_over = True
+        self.taken.put(error)
+
+
 class ThreadReader:
     """Reads in threads, which are started by the first read and kept for all that follow."""
 
@@ -125,34 +169,39 @@ class ThreadReader:
         largest = Largest()
         self._slots = [Slot(allocate, largest) for _ in range(threads + SPARE_SLOTS)]
         self._executor: ThreadPoolExecutor | None = None
-        self._reading: deque[tuple[Future[Grain], Slot]] = deque()
-        self._turn = 0
+        self._row: _Row | None = None
+        self._jobs: dict[Slot, Future[None]] = {}
 
     def read(self, requests: Iterator[Request], /) -> Iterator[Grain]:
+        """Yield a grain per request; `requests` is asked by the threads, one at a time, and ahead."""
         self._forget()
-        turn = self._turn
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(self._threads, "paceline-reader")
-        free = deque(self._slots)
-        while turn == self._turn:
-            while free and (request := next(requests, None)) is not None:
-                slot = free.popleft()
-                self._reading.append((self._executor.submit(self._fill, slot, request), slot))
-            if not self._reading:
+        row = self._row = _Row(requests)
+        executor = self._executor = self._executor or ThreadPoolExecutor(self._threads, "paceline-reader")
+
+        def fill(slot: Slot) -> None:
+            self._jobs[slot] = executor.submit(self._fill_next, row, slot)
+
+        for slot in self._slots:
+            fill(slot)
+        while row is self._row:
+            taken = row.taken.get()
+            if taken is None:
                 return
-            future, slot = self._reading.popleft()
             try:
-                grain = future.result()
+                if isinstance(taken, Exception):
+                    raise taken
+                grain = taken.grain.result()
             except BaseException:
                 self.close()
                 raise
             if self._uploads is not None:
                 self._clock.lap("data")
                 grain = self._uploads.start(grain)
-                slot.upload = self._uploads.mark()
+                taken.slot.upload = self._uploads.mark()
                 grain = self._uploads.finish(grain)
+            fill(taken.slot)
+            if self._uploads is not None:
                 self._clock.lap("transfer")
-            free.append(slot)
             yield grain
 
     def close(self) -> None:
@@ -166,11 +215,21 @@ class ThreadReader:
 
     def _forget(self) -> None:
         """Drop what an earlier read has asked for; it ends."""
-        self._turn += 1
-        for future, _ in self._reading:
-            future.cancel()
-        wait([future for future, _ in self._reading])
-        self._reading.clear()
+        row, self._row = self._row, None
+        if row is not None:
+            row.stop()
+        wait(self._jobs.values())
+        self._jobs.clear()
+
+    def _fill_next(self, row: _Row, slot: Slot) -> None:
+        """Read the next grain of a row, where there is one."""
+        taken = row.take(slot)
+        if taken is None:
+            return
+        try:
+            taken.grain.set_result(self._fill(slot, taken.request))
+        except BaseException as error:
+            taken.grain.set_exception(error)
 
     def _fill(self, slot: Slot, request: Request) -> Grain:
         slot.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -143,6 +144,7 @@ class Feed:
         self._in_blocks = in_blocks
         self._offset = config.dataset_distribution == "random_seed_offset"
         self._plans: dict[int, Plan] = {}
+        self._planning = threading.Lock()
         self._row: BatchRow | None = None
         self.end_epoch: int | None = None
         """No epoch from this one on is wanted: workers do not read on into it."""
@@ -195,30 +197,37 @@ class Feed:
         return digest
 
     def plan(self, epoch: int) -> Plan:
-        """Return the order of one epoch; those of two are kept, since workers may be an epoch ahead."""
-        if epoch not in self._plans:
-            world, config = self._link.world, self._config
-            kind, ranks, stream = (RankPlan, world.size, world.rank + 1) if self._offset else (Plan, 1, 0)
-            self._plans = {number: plan for number, plan in self._plans.items() if abs(number - epoch) == 1}
-            self._plans[epoch] = kind(
-                len(self.data),
-                rule=BatchRule(
-                    max_samples=max(1, config.max_samples // ranks),
-                    max_cost=None if config.batch_cost is None else config.batch_cost / ranks,
-                ),
-                grains=max(1, self._grains // ranks),
-                seed=self._seed,
-                epoch=epoch,
-                lengths=self.lengths,
-                counts=self._counts,
-                order=config.order,
-                bins=config.bins,
-                partition_epoch=config.partition_epoch,
-                stream=stream,
-                in_blocks=self._in_blocks and not self._offset,
-                drop_last=config.drop_last,
-            )
-        return self._plans[epoch]
+        """Return the order of one epoch; those of two are kept, since workers may be an epoch ahead.
+
+        Threads that read ahead ask for it, too.
+        """
+        with self._planning:
+            if epoch not in self._plans:
+                self._plans = {number: plan for number, plan in self._plans.items() if abs(number - epoch) == 1}
+                self._plans[epoch] = self._made_plan(epoch)
+            return self._plans[epoch]
+
+    def _made_plan(self, epoch: int) -> Plan:
+        world, config = self._link.world, self._config
+        kind, ranks, stream = (RankPlan, world.size, world.rank + 1) if self._offset else (Plan, 1, 0)
+        return kind(
+            len(self.data),
+            rule=BatchRule(
+                max_samples=max(1, config.max_samples // ranks),
+                max_cost=None if config.batch_cost is None else config.batch_cost / ranks,
+            ),
+            grains=max(1, self._grains // ranks),
+            seed=self._seed,
+            epoch=epoch,
+            lengths=self.lengths,
+            counts=self._counts,
+            order=config.order,
+            bins=config.bins,
+            partition_epoch=config.partition_epoch,
+            stream=stream,
+            in_blocks=self._in_blocks and not self._offset,
+            drop_last=config.drop_last,
+        )
 
     @property
     def is_cut(self) -> bool:
