@@ -7,6 +7,7 @@ On ce01e4b a result had no model and no folder, `best` was a score, there was no
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint import save as save_dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import paceline
+from paceline.train import exchange
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.commands import run_command
@@ -73,6 +75,8 @@ def write(kind: str, folder: Path, weights: dict[str, torch.Tensor]) -> Path:
             save_file(weights, path)
         case "plain.pt":
             torch.save(weights, path)
+        case "old.pt":
+            torch.save(weights, path, _use_new_zipfile_serialization=False)
         case "lightning.ckpt":
             named = {f"model.{name}": tensor for name, tensor in weights.items()}
             torch.save({"state_dict": named, "epoch": 3, "loops": {}}, path)
@@ -91,12 +95,14 @@ def write(kind: str, folder: Path, weights: dict[str, torch.Tensor]) -> Path:
             (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
         case "dcp":
             with pytest.warns(UserWarning, match="single process"):
-                save_dcp({"model": weights}, checkpoint_id=path, no_dist=True)
+                save_dcp(
+                    {"model": weights, "optim": {"state": {0: weights}, "lr": 0.1}}, checkpoint_id=path, no_dist=True
+                )
     return path
 
 
 @pytest.mark.parametrize(
-    "kind", ["plain.safetensors", "plain.pt", "lightning.ckpt", "ddp.pth", "hf", "hf-parts", "dcp"]
+    "kind", ["plain.safetensors", "plain.pt", "old.pt", "lightning.ckpt", "ddp.pth", "hf", "hf-parts", "dcp"]
 )
 def test_a_run_starts_from_weights_of_other_programs(kind: str, tmp_path: Path) -> None:
     weights = {name: tensor + 1.0 for name, tensor in fresh_net(3).state_dict().items()}
@@ -119,6 +125,50 @@ def test_files_that_are_no_weights_are_named(tmp_path: Path) -> None:
     assert "it holds more than tensors, and reading it could run code" in said["whole.pt"]
     assert "it holds a list, not tensors by name" in said["list.pt"]
     assert "there is no such file or folder" in said["absent.pt"]
+
+
+class Evil:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.trace,))
+
+
+@pytest.mark.parametrize("kind", ["a.pt", "metadata", "bytes"])
+def test_reading_weights_runs_no_code(kind: str, tmp_path: Path) -> None:
+    """Before, torch's reader of distributed checkpoints unpickled whatever was there."""
+    path, trace = tmp_path / kind, tmp_path / "trace"
+    weights = fresh_net(3).state_dict()
+    if kind == "a.pt":
+        torch.save({**weights, "more": Evil(trace)}, path)
+    else:
+        with pytest.warns(UserWarning, match="single process"):
+            save_dcp({**weights, "more": Evil(trace)}, checkpoint_id=path, no_dist=True)
+    if kind == "metadata":
+        (path / ".metadata").write_bytes(pickle.dumps(Evil(trace)))
+    if kind == "bytes":  # what is no tensor is not read
+        assert_same(dict(exchange.read(path)), weights)
+    else:
+        with pytest.raises(paceline.PacelineError, match="it holds more than tensors, and reading it could run code"):
+            exchange.read(path)
+    assert not trace.exists()
+
+
+def test_folders_that_are_not_whole_are_named(tmp_path: Path) -> None:
+    write("hf-parts", tmp_path, fresh_net().state_dict())
+    index = tmp_path / "hf-parts" / "model.safetensors.index.json"
+    for text in ("[1]", '{"weight_map": ["a.safetensors"]}', '{"weight_map": {"a": 7}}'):
+        index.write_text(text)
+        with pytest.raises(paceline.PacelineError, match="its index has no `weight_map`"):
+            exchange.read(tmp_path / "hf-parts")
+    path = write("dcp", tmp_path, fresh_net().state_dict())
+    (part,) = path.glob("*.distcp")
+    part.unlink()
+    with pytest.raises(paceline.PacelineError, match=r"it cannot be read .*No such file"):
+        exchange.read(path)
 
 
 @pytest.fixture(scope="module")

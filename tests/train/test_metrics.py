@@ -60,14 +60,16 @@ class WithGathered(Scored):
 def both(y: torch.Tensor, scores: torch.Tensor, words: list[str]) -> dict[str, Any]:
     x, _ = scored()
     assert words == [f"{score:.1f}" for score in x.squeeze(1).tolist()]  # in the order of the data
-    return {"f1": f1_score(y, scores > 0), "num_words": len(set(words))}
+    return {"f1": f1_score(y, scores > 0), "num_words": len(set(words)), "by_class": torch.bincount(y)}
 
 
 @ranks(1, 2, 3)
 def test_values_are_gathered_for_one_function(link: Link) -> None:
     x, y = scored()
     result = Trainer(WithGathered(), paceline.TrainConfig(monitor="dev/auroc", monitor_mode="max", **PLAIN), link).fit()
-    assert list(result.metrics) == ["dev/auroc", "dev/positive", "dev/of_f1", "dev/of_num_words"]
+    by_class = ["dev/of_by_class_0", "dev/of_by_class_1"]  # before, the last number of several was all of them
+    assert list(result.metrics) == ["dev/auroc", "dev/positive", "dev/of_f1", "dev/of_num_words", *by_class]
+    assert [result.metrics[name] for name in by_class] == [float((y == 0).sum()), float((y == 1).sum())]
     assert result.metrics["dev/auroc"] == roc_auc_score(y, x.squeeze(1))
     assert result.metrics["dev/of_f1"] == f1_score(y, x.squeeze(1) > 0)
     assert result.metrics["dev/positive"] == pytest.approx(float(y.double().mean()), abs=1e-15)
@@ -83,6 +85,12 @@ class WithTorchmetrics(Scored):
         self.pearson = tm.regression.PearsonCorrCoef()  # a state that is reduced by the metric itself
         self.mean, self.largest = tm.MeanMetric(), tm.MaxMetric()
         self.many = tm.MetricCollection(kinds)
+        accuracy = tm.classification.BinaryAccuracy
+        self.wrapped = {  # whose states are those of others
+            "sum": accuracy() + 1.0,
+            "spread": tm.MinMaxMetric(accuracy()),
+            "tasks": tm.MultitaskWrapper({"a": accuracy(), "b": tm.MetricCollection(dict(kinds))}),
+        }
 
     def metrics(self, model: nn.Module, grain: paceline.Grain) -> Mapping[str, Any]:
         scores = grain.x.squeeze(1)
@@ -91,8 +99,12 @@ class WithTorchmetrics(Scored):
         self.mean.update(scores)
         self.largest.update(scores)
         self.many.update(scores.sigmoid(), grain.y)
+        self.wrapped["sum"].update(scores.sigmoid(), grain.y)
+        self.wrapped["spread"].update(scores.sigmoid(), grain.y)
+        each = dict.fromkeys("ab", scores.sigmoid()), dict.fromkeys("ab", grain.y)
+        self.wrapped["tasks"].update(*each)
         metrics = {"auroc": self.auroc, "pearson": self.pearson, "mean": self.mean, "largest": self.largest}
-        return {**metrics, "of": self.many}
+        return {**metrics, **self.wrapped, "of": self.many}
 
 
 @ranks(1, 2, 3)
@@ -107,8 +119,25 @@ def test_torchmetrics_see_all_batches(link: Link) -> None:
     assert metrics["dev/mean"] == pytest.approx(float(scores.mean()), abs=1e-6)
     assert metrics["dev/largest"] == float(scores.max())
     assert metrics["dev/of_f1"] == pytest.approx(f1_score(y, scores > 0), abs=1e-6)
+    accuracy = pytest.approx(float(((scores > 0) == y).double().mean()), abs=1e-6)
+    assert metrics["dev/sum"] - 1.0 == accuracy  # before, the states of what a metric is made of were lost
+    assert metrics["dev/spread_raw"] == accuracy
+    assert metrics["dev/tasks_a"] == accuracy
+    assert metrics["dev/tasks_b_f1"] == metrics["dev/of_f1"]
     everyone = link.gather_objects(metrics)
     assert all(each == metrics for each in everyone)
+
+
+def test_a_metric_of_the_last_batches_is_refused() -> None:
+    define_operators_of_vision()
+    tm = pytest.importorskip("torchmetrics", reason="comes with the extra `bench`")
+
+    class OfWindow(Scored):
+        def metrics(self, model: nn.Module, grain: paceline.Grain) -> Mapping[str, Any]:
+            return {"mean": tm.RunningMean(window=2)}
+
+    with pytest.raises(paceline.PacelineError, match="metric 'mean' is a RunningMean, which is of the last batches"):
+        paceline.fit(OfWindow(), **PLAIN)
 
 
 def test_a_second_validation_starts_anew() -> None:

@@ -1,7 +1,7 @@
 """Weights in the forms of other programs: read for `init_from`, written by `paceline export`.
 
-safetensors, torch's own files (weights only: reading runs no code), folders as Hugging Face writes them, and
-torch.distributed.checkpoint (DCP).
+safetensors, torch's own files (weights only), folders as Hugging Face writes them, and torch.distributed.checkpoint
+(DCP). Reading runs no code of what is read.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pickle
 import shutil
 import tempfile
 import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -110,7 +111,8 @@ def fitted(weights: Mapping[str, Tensor], names: set[str]) -> Mapping[str, Tenso
 def _read_file(path: Path) -> Mapping[str, Any]:
     if path.suffix == SAFETENSORS:
         return load_file(path)
-    loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    # Files of before torch 1.6 are no archives, and cannot be mapped.
+    loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     if not isinstance(loaded, Mapping):
         raise UnreadableWeights(path, f"it holds a {type(loaded).__name__}, not tensors by name")
     return loaded
@@ -121,20 +123,91 @@ def _read_folder(path: Path) -> Mapping[str, Any]:
         return _read_dcp(path)
     for index in INDICES:
         if (path / index).is_file():
-            files = sorted(set(json.loads((path / index).read_text(encoding="utf-8"))["weight_map"].values()))
+            files = _files_of(json.loads((path / index).read_text(encoding="utf-8")))
             return {name: value for file in files for name, value in _read_file(path / file).items()}
     return _read_file(next(path / name for name in SINGLE if (path / name).is_file()))
 
 
-def _read_dcp(path: Path) -> Mapping[str, Any]:
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+def _files_of(index: Any) -> list[str]:
+    """Return the files that a Hugging Face index names."""
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise ValueError("its index has no `weight_map` from weights to files")
+    return sorted(set(names.values()))
 
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "weights.pt"
-        dcp_to_torch_save(path, file)
-        loaded = torch.load(file, map_location="cpu", weights_only=True)
-    assert isinstance(loaded, Mapping)
-    return loaded
+
+def _read_dcp(path: Path) -> Mapping[str, Any]:
+    """Return the tensors of a torch.distributed.checkpoint; everything else in it is pickled, and left alone."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    with (path / DCP_METADATA).open("rb") as file:
+        metadata = _MetadataUnpickler(file).load()
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"its {DCP_METADATA} holds a {type(metadata).__name__}")
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+            return metadata  # torch's own would unpickle whatever is there
+
+    tensors: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():  # that there is one process is meant
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        try:
+            load(tensors, storage_reader=Reader(path), no_dist=True)
+        except CheckpointException as error:  # of all ranks, of which there is one
+            raise ValueError(first_line(error.failures[0][0])) from error
+    places = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    nested: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        *above, last = map(str, places.get(name) or (name,))
+        parent = nested
+        for step in above:
+            parent = parent.setdefault(step, {})
+        parent[last] = tensor
+    return nested
+
+
+_OF_METADATA = frozenset(
+    [
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
+        ("collections", "OrderedDict"),
+        *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
+    ]
+)
+"""All that the description of a torch.distributed.checkpoint is made of, besides dtypes."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads the description of a torch.distributed.checkpoint, and nothing that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        if (module, name) not in _OF_METADATA:
+            raise pickle.UnpicklingError(f"{module}.{name} is not part of it")
+        return super().find_class(module, name)
 
 
 def _unwrapped(values: Mapping[str, Any]) -> Mapping[str, Any]:

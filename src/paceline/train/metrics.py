@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -67,6 +68,19 @@ class GatheredValue(PacelineError):
         return type(self.value).__name__
 
 
+class MetricOfWindow(PacelineError):
+    """A torchmetrics object whose value depends on which updates came last."""
+
+    name: str
+    metric: Any
+    sentence = "metric {name!r} is a {kind}, which is of the last batches alone: ranks have batches of their own"
+    hint = "return the metric that it is made of: it is of the whole set"
+
+    @property
+    def kind(self) -> str:
+        return type(self.metric).__name__
+
+
 class Gathered:
     """A metric that one function computes of all values at once: corpus BLEU, AUROC, F1.
 
@@ -122,6 +136,8 @@ class Collected:
                 self._functions.setdefault(name, value.function)
                 self._rows.append(_Row(step, place, name, "values", value.values))
             elif isinstance(value, TorchMetric):
+                if any(kind.__name__ == "Running" for kind in type(value).__mro__):
+                    raise MetricOfWindow(name, value)
                 self._metrics[name] = value
                 self._rows.append(_Row(step, place, name, "state", _state(value)))
             elif isinstance(value, tuple) and len(value) == 2:
@@ -132,6 +148,8 @@ class Collected:
         for metric in metrics.values():
             if isinstance(metric, TorchMetric) or _is_collection(metric):
                 metric.reset()  # each batch by itself
+                for member in _members(metric).values():
+                    member.reset()
 
     def results(self, link: Link) -> dict[str, float]:
         """Return each metric over all batches that have it. All ranks must call it."""
@@ -203,9 +221,25 @@ def _is_collection(value: Any) -> bool:
     return isinstance(value, torch.nn.ModuleDict) and all(isinstance(each, TorchMetric) for each in value.values())
 
 
-def _state(metric: TorchMetric) -> dict[str, Any]:
-    """Return the state of one batch, which `reset` does not change any more."""
-    return {name: list(value) if isinstance(value, list) else value for name, value in metric.metric_state.items()}
+def _members(metric: Any) -> dict[str, TorchMetric]:
+    """Return a metric and those that it is made of (wrappers, `a + b`), by name: each has a state of its own."""
+    if not isinstance(metric, torch.nn.Module):
+        return {"": metric}
+    members: dict[str, TorchMetric] = {}
+    for name, module in metric.named_modules():
+        if _is_collection(module):
+            dict(module.items())  # those that share a state have it from now on
+        elif isinstance(module, TorchMetric):
+            members[name] = module
+    return members
+
+
+def _state(metric: TorchMetric) -> dict[str, dict[str, Any]]:
+    """Return the state of one batch by member, which `reset` does not change any more."""
+    return {
+        member: {name: list(value) if isinstance(value, list) else value for name, value in each.metric_state.items()}
+        for member, each in _members(metric).items()
+    }
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -226,8 +260,20 @@ def _joined(column: Sequence[Any]) -> Any:
     return [value for values in column for value in values]
 
 
-def _compute_joined(metric: TorchMetric, states: list[dict[str, Any]]) -> Any:
+def _compute_joined(metric: TorchMetric, states: list[dict[str, dict[str, Any]]]) -> Any:
     """Return the metric of all batches: their states are put together as torchmetrics does it with those of ranks."""
+    with ExitStack() as undo:
+        undo.callback(metric.reset)
+        for name, member in _members(metric).items():
+            undo.enter_context(_with_states(member, [state[name] for state in states]))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*``compute`` method of metric", category=UserWarning)
+            return metric.compute()
+
+
+@contextmanager
+def _with_states(metric: TorchMetric, states: list[dict[str, Any]]) -> Iterator[None]:
+    """Give one metric the states of all batches meanwhile."""
     live: Any = metric
     before = {name: getattr(live, name) for name in live.metric_state}
     is_distributed = live.distributed_available_fn
@@ -239,9 +285,7 @@ def _compute_joined(metric: TorchMetric, states: list[dict[str, Any]]) -> Any:
         setattr(live, name, joined if reduce is None or is_empty else reduce(joined))
     live.distributed_available_fn = lambda: False  # the states are those of all ranks already
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*``compute`` method of metric", category=UserWarning)
-            return live.compute()
+        yield
     finally:
         live.distributed_available_fn = is_distributed
         for name, value in before.items():
@@ -262,7 +306,7 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
     if isinstance(value, list):  # by class
         value = dict(enumerate(value))
     if isinstance(value, Mapping):
-        return {f"{name}_{key}": number for key, each in value.items() for number in _numbers(name, each).values()}
+        return {full: number for key, each in value.items() for full, number in _numbers(f"{name}_{key}", each).items()}
     if isinstance(value, bool | int | float):
         return {name: float(value)}
     raise GatheredValue(name, value)
