@@ -19,6 +19,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
+    RandomSampler,
     SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -88,8 +89,14 @@ def test_a_loader_without_a_batch_in_the_settings_is_asked_about() -> None:
             "Own chooses",
         ),
         (DataLoader(numbers(4), batch_size=None), "batch_size=None"),
+        (DataLoader(numbers(4), sampler=SequentialSampler(range(2))), "SequentialSampler chooses"),
+        (DataLoader(numbers(4), sampler=RandomSampler(range(2))), "RandomSampler chooses"),
+        (
+            DataLoader(numbers(4), batch_sampler=BatchSampler(WeightedRandomSampler([1.0] * 4, 4), 2, False)),
+            "WeightedRandomSampler chooses",
+        ),
     ],
-    ids=["sampler", "batch-sampler", "no-batches"],
+    ids=["sampler", "batch-sampler", "no-batches", "part", "random part", "sampler of batches"],
 )
 def test_loaders_that_decide_more_are_refused(loader: Any, message: str) -> None:
     with pytest.raises(paceline.PacelineError, match=message) as error:
@@ -155,13 +162,28 @@ class Numbers(IterableDataset[Any]):
             yield {"x": torch.tensor(float(row[number] + 100 * self.epoch))}
 
 
-def test_a_stream_goes_on_where_it_was(tmp_path: Path) -> None:
+class LiveNumbers(Numbers):
+    """A stream that returns the state which it goes on writing to."""
+
+    def state_dict(self) -> dict[str, int]:
+        return self._where
+
+    def __iter__(self) -> Iterator[Any]:
+        where = self._where
+        for sample in super().__iter__():
+            where.update(self._where)
+            self._where = where
+            yield sample
+
+
+@pytest.mark.parametrize("kind", [Numbers, LiveNumbers])
+def test_a_stream_goes_on_where_it_was(kind: type[Numbers], tmp_path: Path) -> None:
     settings = {"epochs": 2, "global_batch": 4, "out": tmp_path / "run", **PLAIN}
-    undisturbed = Sums(Numbers([range(20)]))
+    undisturbed = Sums(kind([range(20)]))
     paceline.fit(undisturbed, epochs=2, global_batch=4, **PLAIN)
     assert undisturbed.seen[5][0] == 100.0  # the second epoch is told of
-    paceline.fit(Sums(Numbers([range(20)]), stop_after=3), **settings)
-    stream = Numbers([range(20)])
+    paceline.fit(Sums(kind([range(20)]), stop_after=3), **settings)
+    stream = kind([range(20)])
     resumed = Sums(stream)
     paceline.fit(resumed, resume="auto", **settings)
     assert resumed.seen == undisturbed.seen[3:]

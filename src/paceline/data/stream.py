@@ -8,6 +8,7 @@ reading again what was trained on.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from itertools import count, islice
 from typing import Any
@@ -32,6 +33,14 @@ def _has_buffer(dataset: Any) -> bool:
     while link is not None and "BufferShuffled" not in type(link).__name__:
         link = vars(link).get("ex_iterable")
     return link is not None
+
+
+def _as_it_is_now(state: Any) -> Any:
+    """Return a copy of a state: a stream may go on writing to the one that it has returned."""
+    try:
+        return copy.deepcopy(state)
+    except Exception:  # what cannot be copied cannot be saved either, which is said when a checkpoint asks for it
+        return state
 
 
 _NUM_STATES = 8
@@ -109,7 +118,7 @@ class Stream:
             if not samples:
                 return
             if stateful is not None:
-                self._states[epoch, step + 1] = stateful.state_dict()
+                self._states[epoch, step + 1] = _as_it_is_now(stateful.state_dict())
                 if len(self._states) > _NUM_STATES:
                     del self._states[next(iter(self._states))]
             if step >= start:

@@ -70,9 +70,13 @@ def take_out(data: Any) -> Source:
         return Source(data, None)
     if data.batch_sampler is None:
         raise LoaderOfBatches
-    for sampler, is_plain in ((data.batch_sampler, _is_plain_batch), (data.sampler, _gives_each_once)):
-        if not is_plain(sampler):
-            raise LoaderSampler(sampler)
+    if not _is_plain_batch(data.batch_sampler):
+        raise LoaderSampler(data.batch_sampler)
+    # A batch sampler that was made by hand has the sampler, not the loader.
+    assert isinstance(data.batch_sampler, BatchSampler)
+    sampler = data.batch_sampler.sampler
+    if not _gives_each_once(sampler, data.dataset):
+        raise LoaderSampler(sampler)
     return Source(data.dataset, None if data.collate_fn is default_collate else data.collate_fn)
 
 
@@ -96,11 +100,16 @@ def _is_plain_batch(sampler: Any) -> bool:
     return isinstance(sampler, BatchSampler) and type(sampler).__name__ == "BatchSampler" and _is_of_torch(sampler)
 
 
-def _gives_each_once(sampler: Any) -> bool:
-    if not _is_of_torch(sampler) or type(sampler).__name__ not in _EACH_ONCE:
+def _gives_each_once(sampler: Any, dataset: Any) -> bool:
+    kind = type(sampler).__name__
+    if not _is_of_torch(sampler) or kind not in _EACH_ONCE:
         return False
-    is_random = type(sampler).__name__ == "RandomSampler"
-    return not is_random or (not sampler.replacement and sampler.num_samples == len(sampler.data_source))
+    if kind == "_InfiniteConstantSampler":
+        return True
+    indexed = sampler.data_source if kind in ("SequentialSampler", "RandomSampler") else sampler.dataset
+    if len(indexed) != len(dataset):  # made for a part of the data, or for other data
+        return False
+    return kind != "RandomSampler" or (not sampler.replacement and sampler.num_samples == len(indexed))
 
 
 def _is_of_torch(sampler: Any) -> bool:
