@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -45,6 +46,10 @@ class Cloud:
         monkeypatch.setattr("time.sleep", lambda seconds: None)
         Shelf.faults, Shelf.log, Shelf.kills_at = [], [], 0
         self.move_to("first machine")
+
+    def sleeps(self, sleep: Callable[[float], None]) -> None:
+        """Do this instead of waiting."""
+        self._monkeypatch.setattr("time.sleep", sleep)
 
     def move_to(self, machine: str) -> None:
         self._monkeypatch.setenv("PACELINE_COPIES", str(self.folder / machine))
@@ -269,8 +274,69 @@ def test_two_machines_cannot_begin_at_once(cloud):
     copy.pull()
     cloud.move_to("second machine")
     train(4, resume="auto")
-    with pytest.raises(RunChanged):
-        copy.check_unchanged()
+    with pytest.raises(RunChanged), copy.starting():
+        pass
+    assert not [name for name in cloud.files() if "starting" in name]
+
+
+@pytest.mark.parametrize("out", ["memory://bucket/run", "shelf://run"])
+def test_of_two_starts_in_the_same_second_one_goes_on(cloud, out):
+    """Before, both did, and each overwrote what the other sent."""
+    first = RunCopy.of(SmallTask.Settings(**SETTINGS, steps=1, out=out).out)
+    first.pull()
+    with first.starting():  # its record is not there yet
+        cloud.move_to("second machine")
+        second = RunCopy.of(SmallTask.Settings(**SETTINGS, steps=1, out=out).out)
+        second.pull()
+        tried = []
+
+        def write_record_of_first(seconds: float) -> None:
+            tried.append(seconds)
+            with fsspec.open(f"{out}/run.json", "wb") as file:
+                file.write(b"{}")
+
+        cloud.sleeps(write_record_of_first)
+        with pytest.raises(RunChanged), second.starting():
+            pass
+    assert len(tried) == 1
+    files = fsspec.core.url_to_fs(out)[0]
+    assert not [name for name in files.find(out) if "starting" in name]
+    files.rm(out, recursive=True)
+
+
+def test_a_start_that_was_killed_is_waited_for_once(cloud):
+    lost = RunCopy.of(SmallTask.Settings(**SETTINGS, steps=1, out="shelf://run").out)
+    assert lost.store.create(".starting", b"a machine that is gone")
+    assert not lost.store.create(".starting", b"another")
+    assert train(2).status == "finished"
+    assert same_as_copy(cloud, train(4, resume="auto"))
+
+
+def test_a_run_that_another_machine_goes_on_with_is_left_to_it(cloud, undisturbed, capsys):
+    """Before, the first one went on sending: it renamed the checkpoints of the other and overwrote its record."""
+
+    class MovesOn(SmallTask):
+        is_alone = True
+
+        def after_step(self, model, step, grains) -> None:
+            if len(self.seen) == 5 and self.is_alone:
+                self.is_alone = False
+                while "step-00000004" not in cloud.checkpoints():
+                    pass
+                cloud.move_to("second machine")
+                others.append(train(12, resume="auto"))
+                there.update(cloud.files())
+                cloud.move_to("first machine")
+
+    others, there = [], {}
+    late = fit(MovesOn(), **{**SETTINGS, "steps": 12, "out": "shelf://run"})
+    said = capsys.readouterr().out
+    assert (late.status, late.is_delivered) == ("finished", False)
+    assert said.count("shelf://run is trained by another start since") == 1
+    assert "nothing more of this one is sent there" in said
+    assert cloud.files() == there
+    assert same(others[0], undisturbed)
+    assert same(train(12, resume="auto"), undisturbed)  # the copy gives way
 
 
 def two_ranks(link, folder: str) -> None:

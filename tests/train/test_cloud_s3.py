@@ -11,6 +11,7 @@ import torch
 
 import paceline
 from paceline.cli.main import main
+from paceline.core.cloud.store import Store
 from paceline.train.fit import fit, run_mode
 from tests.crash import KILLED, run_until_death
 from tests.train.small import SmallTask
@@ -87,6 +88,17 @@ def test_a_run_in_s3_survives_a_kill_in_the_middle_of_an_upload(bucket, tmp_path
 
 def _texts(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.suffix in (".json", ".jsonl", ".log", ".html")]
+
+
+def test_of_two_that_create_a_file_in_s3_one_has_it(bucket):
+    _, out = bucket
+    one, other = Store(out), Store(out)
+    assert one.create(".starting", b"one")
+    assert not other.create(".starting", b"other")
+    assert one.create(".starting", b"one")  # its answer was lost
+    one.remove([".starting"])
+    assert other.create(".starting", b"other")
+    other.remove([".starting"])
 
 
 def test_a_bucket_that_is_not_there_is_said_before_the_first_step(bucket):

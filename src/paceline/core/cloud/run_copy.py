@@ -12,16 +12,20 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from paceline.core.cloud.address import address_of, copies_root
 from paceline.core.cloud.file_copy import alone
-from paceline.core.cloud.store import Entry, Store
+from paceline.core.cloud.store import Entry, Store, StoreFailed
 from paceline.core.disk import is_aside, replacing
+from paceline.core.errors import PacelineError
 from paceline.core.json_text import parse_json
 from paceline.core.run_folder import (
     CHECKPOINTS,
@@ -36,12 +40,26 @@ from paceline.core.run_folder import (
     read_record,
 )
 
+STARTING = ".starting"
+"""Made in the store by a start before it writes the record, and removed after: of several at once, one goes on."""
+_START_TRIES, _START_PAUSE_S = 20, 1.0
+"""How long another start is waited for that has begun to write the record: if it does not, it is gone."""
 SENT, SENDING, HEADS = ".sent.json", ".sending", ("state.json", "digests.json")
 """Files of the copy itself; of a checkpoint, those that say what it is. The last of them is sent last."""
 _DIGESTS = HEADS[-1]
 _STEP = re.compile(rf"{CHECKPOINTS}/step-(\d{{8,}})/(.+)")
-_MAY_PRECEDE = ("batch/", "logs/", CHECKPOINTS + "/")
+_MAY_PRECEDE = ("batch/", "logs/", CHECKPOINTS + "/", STARTING)
 Starts = list[dict[str, Any]]
+
+
+class RunTakenOver(PacelineError):
+    """Another start goes on with the run: what this one would send belongs to a past that the run no longer has."""
+
+    address: str
+    folder: Path
+    by: str
+    sentence = "{address} is trained by another start since {by}: nothing more of this one is sent there"
+    hint = "what this one writes is in {folder} only; end one of the two"
 
 
 @dataclass(frozen=True)
@@ -114,7 +132,7 @@ class RunCopy:
             self._found = there.get(RECORD)
             if RECORD not in there and any(not name.startswith(_MAY_PRECEDE) and name != LOCK for name in there):
                 raise NotARun(self.folder, f"it has files but no {RECORD}")
-            how = relation(self._starts_here(), self._starts_there())
+            how = relation(self._starts_here(), self._starts_there(self._found))
             lines = []
             if how == "apart" or (how == "behind" and self._unsent(there)):
                 has_checkpoints = bool(self._checkpoints())
@@ -132,6 +150,46 @@ class RunCopy:
         if now != self._found:
             raise RunChanged(self.folder)
 
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Keep other starts out while this one writes the record; raises `RunChanged` if one was faster.
+
+        A start that was killed in here is waited for once, then passed over.
+        """
+        content = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4()}".encode()
+        passed: dict[str, bytes | None] = {}
+        name = STARTING
+        while not self._claim(name, content):
+            passed[name] = self.store.read(name)
+            name = f"{STARTING}-{len(passed)}"
+        try:
+            self.check_unchanged()
+            yield
+        finally:
+            with suppress(StoreFailed):  # one that stays is waited for by the next start
+                others = [other for other, theirs in passed.items() if theirs and self.store.read(other) == theirs]
+                self.store.remove([*others, name])
+
+    def _claim(self, name: str, content: bytes) -> bool:
+        """Return True once a name is ours; False if it stays another's while nothing happens to the record."""
+        for _ in range(_START_TRIES):
+            if self.store.create(name, content):
+                return True
+            self.check_unchanged()
+            time.sleep(_START_PAUSE_S)
+        return False
+
+    def _check_ours(self, there: Mapping[str, Entry]) -> None:
+        """Raise `RunTakenOver` if the store has a record with starts that this copy does not know."""
+        now = there.get(RECORD)
+        if now is None or now == self._found:
+            return
+        starts = self._starts_there(now)
+        if relation(self._starts_here(), starts) in ("behind", "apart") and starts:
+            last = starts[-1]
+            raise RunTakenOver(self.address, self.folder, f"{last.get('time', '?')} on {last.get('host', '?')}")
+        self._found = now
+
     def _starts_here(self) -> Starts | None:
         try:
             return read_record(self.folder).starts
@@ -140,8 +198,8 @@ class RunCopy:
         except BrokenRecord:
             return []
 
-    def _starts_there(self) -> Starts | None:
-        content = self.store.read(RECORD) if self._found is not None else None
+    def _starts_there(self, record: Entry | None) -> Starts | None:
+        content = self.store.read(RECORD) if record is not None else None
         if content is None:
             return None
         try:
@@ -176,6 +234,7 @@ class RunCopy:
                 continue
             if name == LOCK:
                 self._bring_lock()
+            if name == LOCK or name.startswith(STARTING):
                 continue
             known = sent.get(name)
             is_current = path.exists() and known is not None and known.version == entry.version
@@ -227,6 +286,7 @@ class RunCopy:
         """Send what the store has not, and remove there what is no longer kept here; stops early if told so."""
         with alone(self.folder):
             there, sent = self.store.files(), self._read_sent()
+            self._check_ours(there)
             names = self._checkpoints()  # newest first
             unsent = [name for name in names if not self._is_there(name, there, sent) and not self._missing(name)]
             staged: dict[str, Path] = {}
@@ -275,12 +335,21 @@ class RunCopy:
         return target
 
     def _send_others(self, there: Mapping[str, Entry], sent: dict[str, SentFile]) -> None:
-        for path in sorted(self.folder.rglob("*")):
-            name = path.relative_to(self.folder).as_posix()
-            is_ours = name.startswith((SENDING, CHECKPOINTS + "/")) or name in (SENT, RECORD)
-            if not is_ours and path.is_file() and not is_aside(path.name) and (name == LOCK or path.name[0] != "."):
-                with suppress(FileNotFoundError):
-                    self._send_file(name, sent, there)
+        for name in self._others():
+            with suppress(FileNotFoundError):
+                self._send_file(name, sent, there)
+
+    def _others(self) -> list[str]:
+        """Return the files of the run besides checkpoints and the record, without those that are being written."""
+        names = []
+        for folder, folders, files in os.walk(self.folder):  # passes over folders that vanish meanwhile
+            if Path(folder) == self.folder:
+                folders[:] = [each for each in folders if each not in (SENDING, CHECKPOINTS)]
+            below = Path(folder).relative_to(self.folder)
+            names += [
+                (below / file).as_posix() for file in files if not is_aside(file) and (file[0] != "." or file == LOCK)
+            ]
+        return sorted(name for name in names if name != RECORD)
 
     def _send_file(self, name: str, sent: dict[str, SentFile], there: Mapping[str, Entry] | None = None) -> None:
         """Send a file that may grow meanwhile: as it is now."""

@@ -137,6 +137,28 @@ class Store:
         entry: Entry = self._again(f"writing {name or 'it'}", lambda: self._put_once(source, name, wanted))
         return entry
 
+    def create(self, name: str, content: bytes) -> bool:
+        """Make a small file, unless there is one; return True if it has this content, which nobody else may have.
+
+        Of several that ask at once, one gets it where the store writes on a condition (S3, Google, Azure, ssh, memory);
+        elsewhere the last one does.
+        """
+        with self._doing(f"writing {name}"):
+            fs, root = self._open()
+            place = _join(root, name)
+            if self._scheme not in _OBJECTS:
+                fs.makedirs(str(PurePosixPath(place).parent), exist_ok=True)
+            try:
+                if self._scheme in _OBJECTS:
+                    fs.pipe_file(place, content, mode="create")
+                else:
+                    with fs.open(place, "xb") as file:
+                        file.write(content)
+            except Exception:  # it is there, or the store knows no conditions: each library has its own words
+                if not fs.exists(place):
+                    fs.pipe_file(place, content)
+        return self.read(name) == content
+
     def remove(self, names: Iterable[str]) -> None:
         """Remove files; one that is gone already is no failure."""
         with self._doing("removing files"):

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from paceline.core.cloud.run_copy import RunCopy
+from paceline.core.cloud.run_copy import RunCopy, RunTakenOver
 from paceline.core.cloud.store import StoreFailed, without_secrets
 from paceline.core.errors import PacelineError, first_line
 
@@ -21,7 +21,7 @@ class Uploader:
     def __init__(self, copy: RunCopy, say: Callable[[str], None], sleep: Callable[[float], None] | None = None) -> None:
         self._copy, self._say, self._sleep = copy, say, sleep or time.sleep
         self._is_wanted, self._ends = threading.Event(), False
-        self._has_failed = False
+        self._has_failed = self._is_taken_over = False
         self._thread: threading.Thread | None = None
 
     def ask(self) -> None:
@@ -38,8 +38,8 @@ class Uploader:
             self._thread.join()
         self._ends = False
         for pause_s in _LAST_PAUSES_S if is_patient else ():
-            if self._send():
-                return True
+            if self._send() or self._is_taken_over:
+                return not self._is_taken_over
             self._sleep(pause_s)
         return self._send()
 
@@ -58,8 +58,14 @@ class Uploader:
 
     def _send(self) -> bool:
         copy = self._copy
+        if self._is_taken_over:
+            return False
         try:
             copy.send(lambda: not self._ends)
+        except RunTakenOver as error:
+            self._is_taken_over = True
+            self._say(f"{error}; {error.hint}")
+            return False
         except Exception as error:  # a thread that dies would say nothing
             why = error.reason if isinstance(error, StoreFailed) else without_secrets(first_line(error), os.environ)
             if not self._has_failed or not isinstance(error, PacelineError):

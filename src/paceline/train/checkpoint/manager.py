@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -220,15 +220,16 @@ class CheckpointManager:
                 self._run.lock()
                 undo.callback(self._unlock)
                 self._run.check_unchanged(self._before, may_exist=self._config.resume != "no")
-                if self._copy is not None and not self._goes_on:
-                    self._copy.check_unchanged()
-                if not self._goes_on or not self._starts:
-                    self._starts.append(start_record(self._plugins))
-                self._write("running")
-                undo.callback(self._write_failed)
-                if self._copy is not None:
-                    if not self._goes_on:  # a store that cannot be written to ends a start, but no run
+                # A store that cannot be written to ends a start, but no run.
+                begins = self._copy is not None and not self._goes_on
+                with self._copy.starting() if self._copy is not None and begins else nullcontext():
+                    if not self._goes_on or not self._starts:
+                        self._starts.append(start_record(self._plugins))
+                    self._write("running")
+                    undo.callback(self._write_failed)
+                    if self._copy is not None and begins:
                         self._copy.send_record()
+                if self._copy is not None:
                     self._uploader = Uploader(self._copy, self._progress.say)
             if self._is_in_pieces:
                 self._link.barrier()  # the first rank has found the folder as it was: now the others may write there
