@@ -21,6 +21,8 @@ KEY = "hf_abcdefghijklmnopqrstuvwxyz012345"
         ("AKIAIOSFODNN7EXAMPLE", MASK),
         ("sk-proj-abcdefghij0123456789", MASK),
         ("s3://me:pass@host/bucket", f"s3://me:{MASK}@host/bucket"),
+        ("s3://me:pa/ss@host/bucket", f"s3://me:{MASK}@host/bucket"),
+        ("ssh://host:22/a@b", "ssh://host:22/a@b"),
         ("WANDB_API_KEY=abc train", f"WANDB_API_KEY={MASK} train"),
         ("https://x/y?X-Amz-Signature=0123456789abcdef01&a=1", f"https://x/y?X-Amz-Signature={MASK}&a=1"),
         ("Authorization: Bearer abcdefgh12345678", f"Authorization: Bearer {MASK}"),

@@ -28,7 +28,8 @@ _FORMS = re.compile(
     )""",
     re.VERBOSE,
 )
-_IN_URL = re.compile(r"(?<=:/)(/?[^\s/:@]*):([^\s/@]+)(?=@)")  # a path made of an address has one slash
+# A path made of an address has one slash. Passwords may have slashes; `host:22/a@b` has a port and no password.
+_IN_URL = re.compile(r"(?<=:/)(/?[^\s/:@]*):(?!\d+/)([^\s@]{1,256})(?=@)")
 _ASSIGNED = re.compile(
     # Only from the beginning of a name: a word of a megabyte would be searched from each of its letters.
     rf"(?<![\w.-])(?P<name>[\w.-]*(?:{_CERTAIN}|{_LIKELY}|signature))(?P<sign>=|:\s*)(?P<value>[^\s&'\",;]+)",

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config.python_call import CallInvalid, settings_of_call
@@ -12,6 +12,7 @@ from paceline.core.run_folder import RunExists
 PART = st.text("abcXYZ019._-", min_size=1, max_size=8).filter(lambda part: part not in (".", "..") and part != "..")
 
 
+@settings(deadline=None)  # the first call imports fsspec
 @given(st.sampled_from(["memory", "file"]), st.lists(PART, min_size=1, max_size=4))
 def test_address_and_copy_give_each_other(scheme, parts):
     address = f"{scheme}://{'/'.join(parts)}"
@@ -23,6 +24,10 @@ def test_address_and_copy_give_each_other(scheme, parts):
     assert local_path(Path(address)) == path  # which has lost a slash
     assert local_path(address) / "checkpoints" == local_path(f"{address}/checkpoints")
     assert shown(f"found in {path}/run.json, and more") == f"found in {address}/run.json, and more"
+
+
+def test_a_port_is_no_password():
+    assert address_of(local_path("memory://host:22/a@b")) == "memory://host:22/a@b"
 
 
 def test_paths_of_this_machine_stay():
@@ -44,6 +49,9 @@ def test_copies_lie_where_the_user_says(monkeypatch, tmp_path):
         ("s3://", "names no bucket", "scheme://bucket"),
         ("zip://x::memory://a", "is not an address", "scheme://bucket"),
         ("ssh://me:hunter22@host/run", "a password in an address", "credentials come from"),
+        ("s3://AKIA:abc/hunter22+@bucket/run", "a password in an address", "credentials come from"),  # AWS has slashes
+        ("s3://bucket/run?X-Amz-Signature=hunter22hunter22hunter22", "s3://bucket/run?... is not", "scheme://bucket"),
+        ("simplecache::memory://bucket/run", "is a chain of file systems", "name the last one alone"),
     ],
 )
 def test_what_cannot_be_used_is_refused(address, why, hint):

@@ -19,6 +19,7 @@ from paceline.core.errors import PacelineError
 EXTRA = "cloud"
 """Our extra that installs fsspec."""
 _ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/{1,3}(?P<rest>[^/].*)", re.DOTALL)
+_CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+::.*:/", re.DOTALL)
 _NO_BUCKET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/*")
 _LOCAL = ("file", "local")
 
@@ -48,12 +49,19 @@ def _root(chosen: str | None, cache: str | None, home: str | None) -> Path:
 
 def is_address(path: str | Path) -> bool:
     """Return True for an address, also for one that has become a path, which has one slash where it had two."""
-    return _ADDRESS.fullmatch(str(path)) is not None or _NO_BUCKET.fullmatch(str(path)) is not None
+    text = str(path)
+    return any(form.match(text) for form in (_ADDRESS, _CHAIN)) or _NO_BUCKET.fullmatch(text) is not None
 
 
 def local_path(path: str | Path) -> Path:
     """Return the path of the copy of an address; a path of this machine as it is. Raises `NotAnAddress`."""
     match = _ADDRESS.fullmatch(str(path))
+    if match is None and _CHAIN.match(str(path)):
+        raise NotAnAddress(
+            str(path).partition("://")[0],
+            f"{str(path).partition('://')[0]}://... is a chain of file systems",
+            "name the last one alone, as scheme://bucket/folder/name: it has a copy on this machine anyway",
+        )
     if match is None and is_address(path):
         raise NotAnAddress(str(path), f"{path} names no bucket or folder", "write it as scheme://bucket/folder/name")
     if match is None:
@@ -62,19 +70,29 @@ def local_path(path: str | Path) -> Path:
     if scheme in _LOCAL:
         return Path("/", rest)
     parts = rest.split("/")
-    user, has_user, _ = parts[0].rpartition("@")
-    if has_user and ":" in user:
+    if _has_password(rest):
         raise NotAnAddress(
             f"{scheme}://...",
             f"a password in an address ({scheme}://USER:********@...) would be written down with the run",
             "leave it out: credentials come from the environment or from fsspec's configuration (docs/cloud.md)",
         )
     if any(part in ("", ".", "..") for part in parts) or "::" in rest or "?" in rest:
+        plain = rest.partition("?")[0] + ("?..." if "?" in rest else "")  # behind it there may be a signature
         raise NotAnAddress(
-            str(path), f"{path} is not an address of a folder or file", "write it as scheme://bucket/folder/name"
+            f"{scheme}://{plain}",
+            f"{scheme}://{plain} is not an address of a folder or file",
+            "write it as scheme://bucket/folder/name",
         )
     check_scheme(scheme)
     return copies_root().joinpath(scheme, *parts)
+
+
+def _has_password(rest: str) -> bool:
+    """Return True for `user:password@...`; a password may have slashes in it, and `host:22/a@b` has none."""
+    user, has_user, _ = rest.rpartition("@")
+    _, has_colon, password = user.partition("/")[0].partition(":")
+    is_port = password.isdecimal() and "/" in user
+    return bool(has_user and has_colon) and not is_port
 
 
 def address_of(path: Path) -> str | None:
