@@ -144,9 +144,10 @@ def _read_dcp(path: Path) -> Mapping[str, Any]:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     with (path / DCP_METADATA).open("rb") as file:
-        metadata = _MetadataUnpickler(file).load()
-    if not isinstance(metadata, Metadata):
-        raise ValueError(f"its {DCP_METADATA} holds a {type(metadata).__name__}")
+        found = _MetadataUnpickler(file).load()
+    if not isinstance(found, Metadata):
+        raise ValueError(f"its {DCP_METADATA} holds a {type(found).__name__}")
+    metadata: Metadata = found
 
     class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
