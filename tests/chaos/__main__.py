@@ -16,7 +16,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -49,11 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warm_up()
     if options.replay:
         return replay(options.replay, folder)
-    rows = []
-    for name in options.campaigns or known:
-        rows.append(_run(known[name], options, folder))
-        for bad in rows[-1].bad:
-            print(f"BAD {name}: {bad.reason}\n    {bad.repeat}\n    evidence: {bad.evidence}", flush=True)
+    rows = _run_all([known[name] for name in options.campaigns or known], options, folder)
     print(f"\nseed {options.seed}, {options.jobs} job{'s' * (options.jobs > 1)}\n{table(rows)}", end="", flush=True)
     if options.keep:
         keep(rows)
@@ -102,6 +98,7 @@ def _parse(argv: Sequence[str] | None, names: list[str]) -> argparse.Namespace:
     parser.add_argument("--long", action="store_true", help="each campaign's number of cases for a long run")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="at most, per campaign")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the cases")
+    parser.add_argument("--beside", action="store_true", help="campaigns that mostly wait run beside the others")
     parser.add_argument("--only", type=int, help="run the case of this number alone, and keep its folder")
     parser.add_argument("--replay", nargs="+", type=Path, metavar="CASE", help="run these cases of `inputs` again")
     parser.add_argument("--keep", action="store_true", help="keep bad cases of `inputs` as regression cases")
@@ -148,6 +145,26 @@ def warm_up() -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "an import has started a thread"
 
 
+def _run_all(campaigns: Sequence[Campaign], options: argparse.Namespace, folder: Path) -> list[Row]:
+    """Run campaigns one after the other; with `--beside` those that mostly wait in a process of their own."""
+    lanes = [[each for each in campaigns if each.mostly_waits is waits] for waits in (True, False)]
+    if not (options.beside and all(lanes)):
+        return _run_lane(campaigns, options, folder)
+
+    made = _fork([partial(_run_lane, lane, options, folder) for lane in lanes], folder, "lanes", Nursery())
+    rows = {row.campaign: row for row in made}
+    return [rows[campaign.name] for campaign in campaigns]
+
+
+def _run_lane(campaigns: Sequence[Campaign], options: argparse.Namespace, folder: Path) -> list[Row]:
+    rows = []
+    for campaign in campaigns:
+        rows.append(_run(campaign, options, folder))
+        for bad in rows[-1].bad:
+            print(f"BAD {campaign.name}: {bad.reason}\n    {bad.repeat}\n    evidence: {bad.evidence}", flush=True)
+    return rows
+
+
 def _run(campaign: Campaign, options: argparse.Namespace, folder: Path) -> Row:
     reason = campaign.why_not()
     if reason is not None:
@@ -174,23 +191,34 @@ def _share_out(campaign: Campaign, options: argparse.Namespace, folder: Path, nu
     jobs = max(1, min(options.jobs, count))
     shares = [count // jobs + (number < count % jobs) for number in range(jobs)]
 
-    def job(number: int) -> int:
+    def job(number: int) -> list[Row]:
         # A fork may not share its parent's nursery: it looks after its own children.
-        row = work(campaign, options.seed, itertools.count(number, jobs), shares[number], until, folder, Nursery())
-        (folder / f"rows-{campaign.name}-{number}").write_text(row.to_json(), encoding="utf-8")
-        return 0
+        return [work(campaign, options.seed, itertools.count(number, jobs), shares[number], until, folder, Nursery())]
 
     if jobs == 1:
         return [work(campaign, options.seed, itertools.count(), count, until, folder, nursery)]
-    logs = folder / f"jobs-{campaign.name}"
+    return _fork([partial(job, number) for number in range(jobs)], folder, f"jobs-{campaign.name}", nursery)
+
+
+def _fork(jobs: Sequence[Callable[[], list[Row]]], folder: Path, name: str, nursery: Nursery) -> list[Row]:
+    """Run functions as processes, at the same time, and return all their rows."""
+    logs = folder / name
     logs.mkdir(exist_ok=True)
-    running = [nursery.call(partial(job, number), logs, str(number)) for number in range(jobs)]
+
+    def run(number: int) -> int:
+        text = "\n".join(row.to_json() for row in jobs[number]())
+        (logs / f"{number}.rows").write_text(text, encoding="utf-8")
+        return 0
+
+    running = [nursery.call(partial(run, number), logs, str(number)) for number in range(len(jobs))]
     nursery.wait(running, float("inf"))
     for process in running:
+        sys.stdout.write(process.out)
         if process.code:
-            sys.stderr.write(process.err)
-            raise SystemExit(f"job {process.name} of {campaign.name} ended with {process.code}")
-    return [Row.from_json((folder / f"rows-{campaign.name}-{number}").read_text()) for number in range(jobs)]
+            sys.stderr.write(f"{process.err}\n{process.name} of {name} ended with {process.code}\n")
+            raise SystemExit(1)
+    texts = [(logs / f"{number}.rows").read_text(encoding="utf-8") for number in range(len(jobs))]
+    return [Row.from_json(line) for text in texts for line in text.splitlines()]
 
 
 if __name__ == "__main__":

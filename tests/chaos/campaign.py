@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -68,13 +69,15 @@ class Campaign(Protocol):
     name: str
     counts: tuple[int, int]
     """Cases of a run in CI and of a long run."""
+    mostly_waits: bool
+    """Its cases are waits for time-outs more than work: it may run beside another campaign."""
 
     def why_not(self) -> str | None:
         """Return why the campaign cannot run on this machine, None where it can."""
         ...
 
     def prepare(self, folder: Path, nursery: Nursery) -> None:
-        """Make what all cases share, such as undisturbed runs; called once, before work is split."""
+        """Make what all cases share; called once, before work is split. What only some need is `made_once`."""
         ...
 
     def run(self, trial: Trial) -> Outcome:
@@ -105,6 +108,21 @@ class Row:
     def from_json(cls, text: str) -> Row:
         values = json.loads(text)
         return cls(**{**values, "bad": [Bad(**bad) for bad in values["bad"]]})
+
+
+def made_once(path: Path, make: Callable[[Path], None]) -> Path:
+    """Return a file or folder that several cases share, made by the first that asks for it, of whatever job.
+
+    `make` gets the name to make it under; jobs that make it at the same time use the one that was ready first.
+    """
+    if not path.exists():
+        aside = path.with_name(f"{path.name}-{os.getpid()}")
+        make(aside)
+        try:
+            aside.rename(path)
+        except OSError:
+            assert path.exists()
+    return path
 
 
 def join(rows: Iterable[Row]) -> Row:

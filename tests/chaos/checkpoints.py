@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.campaign import Outcome, Trial
-from tests.chaos.kills import Round, start
+from tests.chaos.campaign import Outcome, Trial, made_once
+from tests.chaos.kills import Round, start, undisturbed
 from tests.chaos.processes import Nursery
 from tests.chaos.runs import RunFacts, differences, leftovers, read_run
 from tests.chaos.tasks import VARIANTS, pack
@@ -303,34 +303,25 @@ class Checkpoints:
     """See the module."""
 
     name = "checkpoints"
-    counts = (16, 1000)
+    counts = (10, 1000)
+    mostly_waits = False
 
     def why_not(self) -> str | None:
         return None
 
     def prepare(self, folder: Path, nursery: Nursery) -> None:
-        """Train each source, and cut a copy of it back to its middle, as a kill would: its checkpoints are damaged."""
         self._shared = folder
         self._expected: dict[tuple[str, int], RunFacts] = {}
         pack(folder / "packed.hdf")
-        for name, ranks in SOURCES:
-            whole, cut = (folder / f"{part}-{name}-{ranks}" for part in ("whole", "cut"))
-            if cut.exists():
-                continue
-            logs = folder / f"logs-{name}-{ranks}"
-            logs.mkdir(exist_ok=True)
-            keep = ("--keep-last", "99", "--keep-best", "0")
-            processes = start(nursery, VARIANTS[name], Round(ranks, False, ()), logs, "train", whole, folder, *keep)
-            nursery.wait(processes, DEADLINE_S)
-            if any(process.code != 0 for process in processes):
-                raise RuntimeError(f"{name} on {ranks} ranks: {[process.err for process in processes]}")
-            cut_back(whole, cut)
 
     def run(self, trial: Trial) -> Outcome:
         rng = trial.random
         name, ranks = rng.choice(SOURCES)
         variant, out = VARIANTS[name], trial.folder / "run"
-        shutil.copytree(self._shared / f"cut-{name}-{ranks}", out)
+        keep = ("--keep-last", "99", "--keep-best", "0")
+        whole = undisturbed(trial.nursery, variant, ranks, self._shared, *keep)
+        # Back to its middle, as a kill would leave it: its checkpoints are damaged.
+        shutil.copytree(made_once(self._shared / f"cut-{name}-{ranks}", lambda cut: cut_back(whole, cut)), out)
         damages = [rng.choice(DAMAGES) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
         lines = []
         for damage in damages:
@@ -339,7 +330,7 @@ class Checkpoints:
             except (OSError, IndexError, ValueError) as error:  # an earlier damage has left nothing to do this to
                 lines.append(f"{damage.__name__} not possible: {error}")
         (trial.folder / "damage.txt").write_text("\n".join([f"{name} on {ranks} ranks", *lines]))
-        expected = self._expected.setdefault((name, ranks), read_run(self._shared / f"whole-{name}-{ranks}"))
+        expected = self._expected.setdefault((name, ranks), read_run(whole))
         begun = time.monotonic()
         plan = Round(ranks, False, ())
         processes = start(trial.nursery, variant, plan, trial.folder, "resume", out, self._shared)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.campaign import Outcome, Trial
+from tests.chaos.campaign import Outcome, Trial, made_once
 from tests.chaos.processes import Nursery, Running, descendants, send
 from tests.chaos.runs import RunFacts, differences, is_locked, leftovers, read_run, status_of
 from tests.chaos.tasks import MARKS, PACKED, VARIANTS, Variant, pack
@@ -270,11 +270,26 @@ def _is_reported_crash(facts: RoundFacts) -> bool:
     return any(shot.target == "worker" for shot in facts.fired) or (killed and told)
 
 
+def undisturbed(nursery: Nursery, variant: Variant, ranks: int, shared: Path, *more: str) -> Path:
+    """Return a run that nobody disturbs; it is trained when first asked for."""
+
+    def train(out: Path) -> None:
+        logs = out.with_name(f"{out.name}-logs")
+        logs.mkdir(exist_ok=True)
+        processes = start(nursery, variant, Round(ranks, False, ()), logs, "train", out, shared, *more)
+        ended, codes = nursery.wait(processes, ROUND_S), [process.code for process in processes]
+        if not ended or any(codes):
+            raise RuntimeError(f"{variant.name} on {ranks}: {codes}: {[process.err for process in processes]}")
+
+    return made_once(shared / f"undisturbed-{variant.name}-{ranks}", train)
+
+
 class Kills:
     """See the module."""
 
     name = "kills"
-    counts = (10, 1000)
+    counts = (6, 1000)
+    mostly_waits = False
 
     def why_not(self) -> str | None:
         return None
@@ -285,23 +300,7 @@ class Kills:
 
     def expected(self, trial: Trial, variant: Variant, ranks: int) -> RunFacts:
         """Return what the undisturbed run leaves; it is trained when first asked for, by one of the jobs."""
-        out = self._shared / f"undisturbed-{variant.name}-{ranks}"
-        if not out.exists():
-            aside = out.with_name(f"{out.name}-{os.getpid()}")
-            folder = aside.with_name(f"{aside.name}-logs")
-            folder.mkdir(exist_ok=True)
-            processes = start(
-                trial.nursery, variant, Round(ranks, False, ()), folder, "undisturbed", aside, self._shared
-            )
-            ended = trial.nursery.wait(processes, ROUND_S)
-            codes = [process.code for process in processes]
-            if not ended or any(codes):
-                raise RuntimeError(f"undisturbed run failed {codes}: {[each.err for each in processes]}")
-            try:
-                aside.rename(out)
-            except OSError:
-                assert out.exists()
-        return read_run(out)
+        return read_run(undisturbed(trial.nursery, variant, ranks, self._shared))
 
     def run(self, trial: Trial) -> Outcome:
         rng = trial.random

@@ -31,7 +31,7 @@ from tests.chaos.kills import PATIENCE_S, _children
 from tests.chaos.network import _ip, enter
 from tests.chaos.processes import Nursery, Running, send
 from tests.chaos.runs import differences, leftovers, line_differences, read_run
-from tests.chaos.tasks import HOLD, MARKS, PACKED, STEP_S, TIMES, VARIANTS, Variant
+from tests.chaos.tasks import HOLD, HOLD_S, MARKS, PACKED, STEP_S, TIMES, VARIANTS, Variant
 from tests.launchers.hosts import Host, machines, why_not
 
 TIMEOUT_S = 3.0
@@ -135,7 +135,7 @@ class Race:
         options = ["--nnodes", "4", "--node-rank", str(rank), "--master-addr", self.hosts[0].address, "--device", "cpu"]
         options += ["--master-port", str(self.port), "--nproc-per-node", "1", "--max-restarts", "1000"]
         env = {MARKS: str(self.marks), TIMES: str(self.folder / "times"), STEP_S: "0.01"}
-        env |= {HOLD: str(self.hold), PACKED: str(self.folder / "none")}
+        env |= {HOLD: str(self.hold), HOLD_S: "0.5", PACKED: str(self.folder / "none")}
         words = ["launch", *options, "--start-timeout-s", "40", "--", *self.words]
         self.launchers[rank] = self.nursery.start(
             words, self.folder, f"node{rank}-{number}", env, enter(self.hosts[rank])
@@ -287,6 +287,7 @@ class Marathon:
 
     name = "marathon"
     counts = (1, len(COURSES))
+    mostly_waits = True
 
     def why_not(self) -> str | None:
         return why_not()

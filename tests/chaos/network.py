@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.campaign import Outcome, Trial
-from tests.chaos.kills import Round, start
+from tests.chaos.kills import Round, start, undisturbed
 from tests.chaos.processes import Nursery, Running, descendants, send
 from tests.chaos.runs import RunFacts, differences, is_locked, leftovers, read_run
 from tests.chaos.tasks import MARKS, VARIANTS, Variant
@@ -382,22 +382,16 @@ class Network:
 
     name = "network"
     counts = (6, 300)
+    mostly_waits = True
 
     def why_not(self) -> str | None:
         return why_not()
 
     def prepare(self, folder: Path, nursery: Nursery) -> None:
         self._shared = folder
-        self._expected: dict[int, RunFacts] = {}
-        for ranks in (2, 3, 4):
-            out, logs = folder / f"undisturbed-{ranks}", folder / f"logs-{ranks}"
-            if not out.exists():
-                logs.mkdir()
-                processes = start(nursery, PLAIN, Round(ranks, False, ()), logs, "train", out, folder)
-                nursery.wait(processes, 60.0)
-                if any(process.code != 0 for process in processes):
-                    raise RuntimeError([process.err for process in processes])
-            self._expected[ranks] = read_run(out)
+
+    def _expected(self, trial: Trial, ranks: int) -> RunFacts:
+        return read_run(undisturbed(trial.nursery, PLAIN, ranks, self._shared))
 
     def run(self, trial: Trial) -> Outcome:
         rng = trial.random
@@ -412,7 +406,7 @@ class Network:
             trial.nursery.clear()
         out = trial.folder / "run"
         if went_on:
-            troubles += [*differences(read_run(out), self._expected[ranks], 0.0), *leftovers(out)]
+            troubles += [*differences(read_run(out), self._expected(trial, ranks), 0.0), *leftovers(out)]
         elif out.exists() and is_locked(out):
             troubles.append("the folder's lock is held")
         elif not troubles and (out / "run.json").exists() and rng.random() < 0.3:
@@ -428,7 +422,7 @@ class Network:
         codes = [process.code for process in processes]
         if any(codes):
             return [f"resumed after it: exit codes {codes}: {processes[0].err[-300:]}"]
-        return differences(read_run(out), self._expected[ranks], 0.0)
+        return differences(read_run(out), self._expected(trial, ranks), 0.0)
 
     def _play(self, trial: Trial, job: Job, fault: Fault, at: int, rng: random.Random) -> NetworkFacts:
         nursery = trial.nursery

@@ -39,6 +39,7 @@ class Races:
 
     name = "races"
     counts = (6, 20)
+    mostly_waits = False
 
     def why_not(self) -> str | None:
         return None

@@ -20,7 +20,7 @@ from tests.chaos.runs import leftovers, status_of
 from tests.chaos.tasks import SAMPLES_FILE, Variant, pack
 
 DEADLINE_S = 900.0
-SHORT, LONG, NUM_SHORT = 2500, 15_000, 6
+SHORT, LONG, NUM_SHORT = 1200, 15_000, 6
 """Steps of the first cases, and of those after them."""
 _LOOP = (
     *("--epochs", "1000000", "--save-every-steps", "250", "--save-every-epochs", "100", "--val-every-steps", "400"),
@@ -88,6 +88,7 @@ class Soak:
 
     name = "soak"
     counts = (SHORT, 115_200)
+    mostly_waits = False
 
     def why_not(self) -> str | None:
         return None

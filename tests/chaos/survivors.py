@@ -9,7 +9,6 @@ the task's own state are those of an undisturbed run.
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import time
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.campaign import Outcome, Trial
+from tests.chaos.campaign import Outcome, Trial, made_once
 from tests.chaos.kills import PATIENCE_S, _children
 from tests.chaos.processes import Nursery, Running, send
 from tests.chaos.runs import RunFacts, differences, leftovers, read_run
@@ -134,6 +133,7 @@ class Survivors:
 
     name = "survivors"
     counts = (len(SHORT), 300)
+    mostly_waits = False
 
     def why_not(self) -> str | None:
         return None
@@ -191,18 +191,14 @@ class Survivors:
 
     def expected(self, trial: Trial, variant: Variant, ranks: int) -> RunFacts:
         """Return what the undisturbed run leaves; it is trained when first asked for, by one of the jobs."""
-        out = self._shared / f"undisturbed-{variant.name}-{ranks}"
-        if not out.exists():
-            aside = out.with_name(f"{out.name}-{os.getpid()}")
-            folder = aside.with_name(f"{aside.name}-logs")
-            folder.mkdir(exist_ok=True)
+
+        def train(out: Path) -> None:
+            logs = out.with_name(f"{out.name}-logs")
+            logs.mkdir(exist_ok=True)
             env = {PACKED: str(self._shared / "packed.hdf")}
             several = ["--procs", str(ranks)] if ranks > 1 else []
-            process = trial.nursery.start(self._words(variant, aside, *several), folder, "undisturbed", env)
+            process = trial.nursery.start(self._words(variant, out, *several), logs, "undisturbed", env)
             if not trial.nursery.wait([process], RUN_S) or process.code:
                 raise RuntimeError(f"undisturbed run failed {process.code}: {process.err}")
-            try:
-                aside.rename(out)
-            except OSError:
-                assert out.exists()
-        return read_run(out)
+
+        return read_run(made_once(self._shared / f"undisturbed-{variant.name}-{ranks}", train))

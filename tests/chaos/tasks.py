@@ -29,7 +29,8 @@ TIMES = "CHAOS_TIMES"
 """Variable with the file that gets the moment of every finished step."""
 HOLD = "CHAOS_HOLD"
 """Variable with a file: while it is there steps take long, until a rank that was lost is back, or it is touched."""
-HOLD_S = 2.0
+HOLD_S = "CHAOS_HOLD_S"
+"""Variable with the seconds that such a step takes, 2 if not set."""
 SAMPLE_EVERY = 50
 SAMPLES, FEATURES, CLASSES = 88, 6, 3
 
@@ -50,7 +51,7 @@ def pause() -> None:
             file.write(f"{time.time():.4f}\n")
     if MARKS in os.environ:
         time.sleep(float(os.environ.get(STEP_S, "0.004")))
-    hold, deadline = _touched(os.environ.get(HOLD, "")), time.monotonic() + HOLD_S
+    hold, deadline = _touched(os.environ.get(HOLD, "")), time.monotonic() + float(os.environ.get(HOLD_S, "2"))
     while hold and _touched(os.environ[HOLD]) == hold and time.monotonic() < deadline:
         time.sleep(0.01)
 

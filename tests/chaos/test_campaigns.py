@@ -20,7 +20,11 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """All campaigns in one process, which forks what it attacks."""
     folder = tmp_path_factory.mktemp("chaos")
     is_long = request.config.getoption("--long")
-    amount = ["--long", "--jobs", str(len(os.sched_getaffinity(0)))] if is_long else ["--jobs", "2", "--minutes", "3"]
+    amount = (
+        ["--long", "--jobs", str(len(os.sched_getaffinity(0)))]
+        if is_long
+        else ["--jobs", "2", "--minutes", "3", "--beside"]
+    )
     command = [sys.executable, "-m", "tests.chaos", "--seed", "15", *amount]
     command += ["--folder", str(folder / "evidence"), "--json", str(folder / "rows")]
     env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}

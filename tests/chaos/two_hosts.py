@@ -112,6 +112,7 @@ class TwoHosts:
 
     name = "hosts"
     counts = (1, len(CASES))
+    mostly_waits = True
 
     def why_not(self) -> str | None:
         return why_not()

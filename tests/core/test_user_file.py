@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from paceline.core.user_file import NoSuchClass, UserFileFails, class_from_file, import_file
+from paceline.core.user_file import NoSuchClass, UserFileFails, class_from_file, code_of, import_file
 
 
 class Base:
@@ -35,3 +36,27 @@ def test_an_error_of_the_file_is_shown_from_there_on(tmp_path: Path) -> None:
     assert "importlib" not in shown
     assert "paceline/" not in shown
     assert import_file(tmp_path / "none.py", "thing") is None
+
+
+def test_code_of_a_class_is_that_of_its_file_and_of_what_lies_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the folder, or a file in it, is a link; what is installed, or lies elsewhere, is none of it."""
+    real, link = tmp_path / "real", tmp_path / "link"
+    (real / "below").mkdir(parents=True)
+    link.symlink_to(real)
+    (real / "beside_it.py").write_text("x = 1\n")
+    (real / "below" / "further_down.py").write_text("y = 2\n")
+    (tmp_path / "kept_elsewhere.py").write_text("z = 3\n")
+    (real / "linked_file.py").symlink_to(tmp_path / "kept_elsewhere.py")
+    lines = ["import beside_it, linked_file, torch", "from below import further_down", "class Mine: pass"]
+    (real / "mine.py").write_text("\n".join(lines))
+    for name in ("beside_it", "linked_file", "below", "below.further_down"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    module = import_file(link / "mine.py", "thing")
+    assert module is not None
+    first = code_of(module.Mine)
+    assert sorted(first) == ["below/further_down.py", "beside_it.py", "mine.py"]
+    (real / "beside_it.py").write_text("x = 2\n")
+    changed = code_of(module.Mine)
+    assert [name for name in first if first[name] != changed[name]] == ["beside_it.py"]

@@ -1,18 +1,19 @@
 from __future__ import annotations
 
-import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import replace
 
 import pytest
-from torch.distributed import HashStore
 
 from paceline.world import group_sockets
 from paceline.world import rounds as rounds_module
 from paceline.world.discover.environment import World
-from paceline.world.rounds import PREFIX, Lost, Member, Now, Round, Rounds, is_for_good
+from paceline.world.rendezvous.client import StoreClient
+from paceline.world.rendezvous.server import StoreServer
+from paceline.world.rounds import PREFIX, Lost, Member, Now, Round, Rounds, is_for_good, tell_now
 from paceline.world.store import PrefixStore
 
 AROUND = World(3, 1, 4, 2, 1, 2, "procs", "host0:29500", attempt=0, launcher_hosts_store=True)
@@ -60,20 +61,27 @@ class Follower:
 
 
 @pytest.fixture
-def store() -> HashStore:
-    return HashStore()
+def server() -> Iterator[StoreServer]:
+    server = StoreServer("127.0.0.1", 0, b"secret")
+    yield server
+    server.close()
 
 
 @pytest.fixture
-def inside(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rounds]:
-    """A process in round 5, whose watch looks all the time."""
-    monkeypatch.setattr(rounds_module, "meet_beside", lambda *_: store)
-    monkeypatch.setattr(rounds_module, "_BEAT_S", 0.005)
-    part = PrefixStore(PREFIX, store)
-    part.set("now", json.dumps(asdict(Now(5))))
-    part.set("round/5", ROUND.to_json())
+def store(server: StoreServer) -> PrefixStore:
+    return PrefixStore(PREFIX, StoreClient(*server.near, b"secret", 20.0))
+
+
+@pytest.fixture
+def inside(server: StoreServer, store: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rounds]:
+    """A process in round 5, with minutes between two beats: what happens meanwhile must wake it."""
+    monkeypatch.setattr(rounds_module, "meet_beside", lambda *_: StoreClient(*server.near, b"secret", 20.0))
+    monkeypatch.setattr(rounds_module, "_BEAT_S", 300.0)
+    tell_now(store, Now(5), before=None)
+    store.set("round/5", ROUND.to_json())
     with Rounds(AROUND, 7, start_timeout_s=1.0, timeout_s=1.0) as rounds:
         assert rounds.next(holds=None)[0] == ROUND
+        wait_until(lambda: store.add("pulse/7", 0) > 0)
         yield rounds
 
 
@@ -84,21 +92,33 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def test_collectives_of_a_round_that_lost_a_member_are_broken_off(inside: Rounds, store: HashStore) -> None:
+def test_collectives_of_a_round_that_lost_a_member_are_broken_off(inside: Rounds, store: PrefixStore) -> None:
     with group_sockets.noted():
         near, far = socket.socketpair()
     with near, far:
         near.settimeout(20.0)
-        PrefixStore(PREFIX, store).set("now", json.dumps(asdict(Now(5, is_over=True))))
+        tell_now(store, Now(5, is_over=True), before=Now(5))
         assert near.recv(1) == b""  # as a collective that waits for a peer which is stopped
     group_sockets.forget()
 
 
-def test_members_are_asked_to_leave_when_somebody_waits(inside: Rounds, store: HashStore) -> None:
+def test_members_are_asked_to_leave_when_somebody_waits(inside: Rounds, store: PrefixStore) -> None:
     follower = Follower()
     inside.follow(follower)
-    PrefixStore(PREFIX, store).set("now", json.dumps(asdict(Now(5, is_wanted=True))))
+    tell_now(store, Now(5, is_wanted=True), before=Now(5))
     wait_until(lambda: "regroup" in follower.told)
+
+
+def test_who_waits_for_the_next_round_is_woken_by_it(inside: Rounds, store: PrefixStore) -> None:
+    found: list[Round] = []
+    waits = threading.Thread(target=lambda: found.append(inside.next(holds=12)[0]), daemon=True)
+    waits.start()
+    wait_until(lambda: store.check(["ready/7"]))
+    later = replace(ROUND, number=6)
+    store.set("round/6", later.to_json())
+    tell_now(store, Now(6), before=Now(5))
+    waits.join(20.0)
+    assert found == [later]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -91,18 +93,38 @@ def code_of(kind: type) -> dict[str, str]:
     loaded modules that lie beside or below them. Installed packages are none of it."""
     named = [_file_of(sys.modules.get(base.__module__)) for base in kind.__mro__]
     folders = {file.parent for file in named if file is not None and not _is_installed(file)}
-    files = {file for module in list(sys.modules.values()) if (file := _file_of(module)) is not None}
+    prefixes = tuple(os.path.join(folder, "") for folder in folders)
+    # Thousands of modules are loaded, and a round of survivors waits for this: only files of the folders become paths.
+    names = {name for module in list(sys.modules.values()) if (name := _name_of(module)) is not None}
+    files = sorted(Path(real) for name in names if (real := _real(name)).startswith(prefixes))
     return {
         str(file.relative_to(folder)): code_digest([file], folder)
         for folder in folders
-        for file in sorted(files)
+        for file in files
         if file.is_relative_to(folder) and not _is_installed(file)
     }
 
 
-def _file_of(module: object) -> Path | None:
+def _name_of(module: object) -> str | None:
     name = vars(module).get("__file__") if isinstance(module, ModuleType) else None
-    return Path(name).resolve() if isinstance(name, str) and name.endswith(".py") else None
+    return name if isinstance(name, str) and name.endswith(".py") else None
+
+
+def _file_of(module: object) -> Path | None:
+    name = _name_of(module)
+    return None if name is None else Path(_real(name))
+
+
+@functools.cache
+def _real(name: str) -> str:
+    """Return the address of a file without links."""
+    folder, file = os.path.split(name)
+    return os.path.realpath(name) if os.path.islink(name) else os.path.join(_real_folder(folder), file)
+
+
+@functools.cache
+def _real_folder(folder: str) -> str:
+    return os.path.realpath(folder)
 
 
 def _is_installed(file: Path) -> bool:

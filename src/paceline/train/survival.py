@@ -203,6 +203,7 @@ def train_in_rounds(
     facts = shared_settings(config.model_copy(update={"resume": "auto"})) | installation()
     rounds.compare(facts | {f"code of {name}": digest for name, digest in code.items()})
     job = _Job(config, rounds, make_trainer)
+    gc.freeze()  # modules, which are many: the collections between rounds need not look at them
     with rounds, handled(STOP_SIGNALS, job.note_stop):
         while True:
             result = job.train_round()

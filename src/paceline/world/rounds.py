@@ -16,11 +16,14 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-from torch.distributed import DistError, DistNetworkError
+from torch.distributed import DistError, DistNetworkError, DistStoreError
 
 from paceline.core.errors import PacelineError
 from paceline.world.consistency import differences
@@ -37,8 +40,6 @@ MEMBER = "PACELINE_MEMBER"
 """Environment variable with the number of a process among all that the job has ever had."""
 PREFIX = "paceline/rounds"
 _BEAT_S = 0.5
-# Pause between two looks for the next round.
-_LOOK_S = 0.01
 # A store that is gone for so long is not coming back.
 _GONE_S = 10.0
 # How long the store may take to answer.
@@ -177,7 +178,8 @@ class Rounds:
         """Number of the machine; the launcher of the first one decides."""
         answer_s = min(_ANSWER_S, timeout_s)
         self._store = PrefixStore(PREFIX, meet_beside(world, start_timeout_s, answer_s))
-        self._watch_store: Store = PrefixStore(PREFIX, meet_beside(world, start_timeout_s, answer_s))
+        self._watch_client = meet_beside(world, start_timeout_s, answer_s)
+        self._watch_store: Store = PrefixStore(PREFIX, self._watch_client)
         self.round: Round | None = None
         self._is_inside = False
         self._follower: Follower | None = None
@@ -205,20 +207,21 @@ class Rounds:
         ready = Ready(after, holds, self._timeout_s, needs_all)
         self._patiently(lambda: self._say_ready(ready))
         while True:
-            round_ = self._patiently(lambda: self._next_after(after))
+            now, round_ = self._patiently(lambda: self._look(after))
             rank = None if round_ is None else round_.rank_of(self.number)
             if round_ is not None and rank is not None:
                 self.round, self._is_inside = round_, True
                 return round_, round_.world(rank, self._around)
-            time.sleep(_LOOK_S)
+            self._patiently(partial(wait_for_change, self._store, now, _BEAT_S))
 
     def _say_ready(self, ready: Ready) -> None:
         self._store.set(f"ready/{self.number}", json.dumps(asdict(ready)))
         self._store.add("events", 1)
 
-    def _next_after(self, number: int) -> Round | None:
+    def _look(self, after: int) -> tuple[Now, Round | None]:
+        """Return the state of the job, and its round if that is a later one than `after`."""
         now = read_now(self._store)
-        return read_round(self._store, now.round) if now.round > number else None
+        return now, read_round(self._store, now.round) if now.round > after else None
 
     def _patiently(self, ask: Callable[[], T]) -> T:
         """Ask again while the store is silent, for the time-out: its launcher may be frozen; not if asked to stop."""
@@ -254,6 +257,7 @@ class Rounds:
     def close(self) -> None:
         """End the thread."""
         self._stopped.set()
+        self._watch_client.break_off()
         self._thread.join()
 
     def __enter__(self) -> Rounds:
@@ -267,16 +271,20 @@ class Rounds:
     def _watch(self) -> None:
         heard = moved = time.monotonic()
         place = (trail.number, trail.step)
-        while not self._stopped.wait(_BEAT_S):
+        while not self._stopped.is_set():
             now = time.monotonic()
             if place != (trail.number, trail.step):
                 place, moved = (trail.number, trail.step), now
             try:
                 self._watch_store.add(f"pulse/{self.number}", 1)
-                self._obey(read_now(self._watch_store))
+                state = read_now(self._watch_store)
+                self._obey(state)
                 heard = time.monotonic()
+                wait_for_change(self._watch_store, state, _BEAT_S)
             except DistError as error:
-                self._go_without_store(now - heard, now - moved, is_gone=is_refusal(error))
+                if not self._stopped.is_set():
+                    self._go_without_store(now - heard, now - moved, is_gone=is_refusal(error))
+                self._stopped.wait(_BEAT_S)
 
     def _obey(self, now: Now) -> None:
         current, follower = self.round, self._follower
@@ -315,6 +323,23 @@ def is_for_good(silent_s: float, *, is_gone: bool, is_asked: bool) -> bool:
 def read_now(store: Store) -> Now:
     """Return the state of the job, which the launcher has written before any process."""
     return Now(**json.loads(store.get("now")))
+
+
+def tell_now(store: Store, now: Now, before: Now | None) -> None:
+    """Write the state of the job, and wake who waits for the one before to be over."""
+    store.set("now", json.dumps(asdict(now)))
+    if before is not None:
+        store.set(_past(before), "")
+
+
+def wait_for_change(store: Store, now: Now, seconds: float) -> None:
+    """Return when the job is in another state than `now`, or after so many seconds."""
+    with suppress(DistStoreError):  # nobody has written it in that time
+        store.wait([_past(now)], timedelta(seconds=seconds))
+
+
+def _past(now: Now) -> str:
+    return f"past/{now.round}/{int(now.is_over)}{int(now.is_wanted)}"
 
 
 def read_round(store: Store, number: int) -> Round:

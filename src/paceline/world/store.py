@@ -186,7 +186,7 @@ def meet_apart(world: World, timeout_s: float, answer_s: float) -> Store:
     return _of_attempt(world, _connect(world, timeout_s, answer_s))
 
 
-def meet_beside(world: World, timeout_s: float, answer_s: float) -> Store:
+def meet_beside(world: World, timeout_s: float, answer_s: float) -> BoundedStore:
     """Return the whole store of this job, of all attempts, through a connection of its own."""
     return _connect(world, timeout_s, answer_s)
 
@@ -308,13 +308,16 @@ def _retry(dial: Callable[[], T], timeout_s: float, on_wait: Callable[[str], Non
 
 
 def poll(done: Callable[[], bool], timeout_s: float) -> bool:
-    """Call `done` until it is True or the time is over, every 5 ms at first, 0.25 s later. Return its last value."""
-    deadline, pause_s = time.monotonic() + timeout_s, 0.005
+    """Call `done` until it is True or the time is over. Return its last value.
+
+    The pause is 5 ms at first and grows to 0.25 s, an eighth of the time that has passed.
+    """
+    began = time.monotonic()
     while not done():
-        if time.monotonic() >= deadline:
+        passed_s = time.monotonic() - began
+        if passed_s >= timeout_s:
             return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.25)
+        time.sleep(min(max(0.005, passed_s / 8), 0.25))
     return True
 
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -20,7 +20,7 @@ from paceline.world.failure.board import EXIT_CRASH, EXIT_DIVERGED, EXIT_USER_ER
 from paceline.world.launch.agents import Node
 from paceline.world.launch.heartbeat import HeartbeatMonitor, beats
 from paceline.world.launch.launcher import causes
-from paceline.world.rounds import PREFIX, Lost, Member, Now, Ready, Round, ready_of
+from paceline.world.rounds import PREFIX, Lost, Member, Now, Ready, Round, ready_of, tell_now
 from paceline.world.store import PrefixStore, Store, attempt_store
 
 # How often everything is looked at although nobody has said that something has happened: heartbeats, time-outs.
@@ -120,7 +120,7 @@ class Coordinator:
         self._leaves_until: float | None = None
         self.is_stopping = False
         """The user has asked the ranks to leave: nobody is started again."""
-        self._tell_now(self._now)
+        tell_now(self._store, self._now, before=None)
 
     # -- what has happened ---------------------------------------------------------------------------------------------
 
@@ -463,8 +463,8 @@ class Coordinator:
         self._tell_now(Now(number))
 
     def _tell_now(self, now: Now) -> None:
+        tell_now(self._store, now, before=self._now)
         self._now = now
-        self._store.set("now", json.dumps(asdict(now)))
 
 
 def _say(line: str) -> None:

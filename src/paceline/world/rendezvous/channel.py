@@ -88,6 +88,11 @@ class Channel:
             raise StrangerAnswers("a frame that was changed on its way")
         return payload
 
+    def shut_down(self) -> None:
+        """End calls that another thread is in, with an error."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         hang_up(self._socket)
 

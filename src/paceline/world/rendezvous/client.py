@@ -27,6 +27,8 @@ else:
 T = TypeVar("T")
 S = TypeVar("S", bound=Store)
 _CONNECT_S = 5.0
+# How long a wait for keys takes at a time where something may interrupt it.
+_INTERRUPTIBLE_S = 0.1
 
 
 class StoreSilent(DistNetworkError):
@@ -69,6 +71,9 @@ class BoundedStore(Store):
         """Set how long the store may take to answer, from the next call on."""
         self.answer_s = seconds
 
+    def break_off(self) -> None:
+        """Let the call that another thread is in fail now; nothing where it cannot be reached."""
+
 
 class StoreClient(BoundedStore):
     """Connection to a `StoreServer`. A thread that must not wait for another thread's calls has one of its own."""
@@ -107,6 +112,11 @@ class StoreClient(BoundedStore):
                 is_gone = isinstance(error, (ConnectionError, EOFError))
                 kind = StoreGone if is_gone else StoreSilent
                 raise kind(f"the store at {host}:{port} does not answer ({error or type(error).__name__})") from error
+
+    def break_off(self) -> None:
+        channel = self._channel
+        if channel is not None:
+            channel.shut_down()
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", {key: pack(_bytes(value))})
@@ -156,7 +166,8 @@ class StoreClient(BoundedStore):
         limit = self.limit if timeout is None else timeout
         deadline = time.monotonic() + limit.total_seconds()
         while True:
-            wait_s = min(max(deadline - time.monotonic(), 0.0), LONGEST_WAIT_S)
+            longest_s = LONGEST_WAIT_S if self.interrupt is None else _INTERRUPTIBLE_S
+            wait_s = min(max(deadline - time.monotonic(), 0.0), longest_s)
             answer = self._ask(what, list(keys), wait_s, wait_s=wait_s)
             if answer not in (None, False):
                 return answer
