@@ -63,6 +63,11 @@ class Forked:
         code: int | None = self._process.exitcode
         return code
 
+    def wait(self, timeout: float) -> int | None:
+        """Return the exit code, when it has ended; None if it has not in time."""
+        self._process.join(timeout)
+        return self.returncode
+
     def send_signal(self, number: int) -> None:
         os.kill(self._process.pid, number)
 

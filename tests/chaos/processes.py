@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
 import itertools
 import json
 import os
@@ -261,7 +262,7 @@ def _paceline(words: Sequence[str]) -> int:
     from paceline.cli.main import main
 
     if "--procs" in words or words[:1] == ["launch"]:
-        _fork_ranks()
+        fork_ranks()
     sys.argv = ["paceline", *words]
     return main()  # without words: as the program itself, which ends afterwards
 
@@ -276,8 +277,9 @@ def limit_memory(more_bytes: int) -> None:
 # -- ranks of our own launcher -----------------------------------------------------------------------------------------
 
 
-def _fork_ranks() -> None:
-    """Let the launcher in this process fork its ranks instead of starting an interpreter for each."""
+def fork_ranks() -> None:
+    """Let the launcher in this process, which has no threads yet, fork its ranks instead of starting an interpreter
+    for each. They are to be programs like `python -m MODULE WORDS`, and those are calls of the module's `main()`."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     from paceline.world.launch import survivors
@@ -340,7 +342,7 @@ def _fork_as_sibling() -> int:
 
 
 def _become_rank(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
-    """Do what `python -c BIND parent signal python -m paceline WORDS` does, in this process."""
+    """Do what `python -c BIND parent signal python -m MODULE WORDS` does, in this process."""
     try:
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -349,8 +351,7 @@ def _become_rank(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
         _reopen_streams()
         os.environ.clear()
         os.environ.update(env)
-        at = list(command).index("paceline")
-        assert command[at - 1] == "-m", command
+        module, *words = command[list(command).index("-m") + 1 :]
         parent, number = next(
             (int(word), int(other)) for word, other in itertools.pairwise(command) if word.isdigit() and other.isdigit()
         )
@@ -358,7 +359,13 @@ def _become_rank(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         os._exit(99)
-    _run_and_exit(lambda: _paceline(command[at + 1 :]))
+    _run_and_exit(lambda: _paceline(words) if module == "paceline" else _main_of(module, words))
+
+
+def _main_of(module: str, words: Sequence[str]) -> int:
+    sys.argv = [module, *words]
+    code: int = importlib.import_module(module).main()
+    return code
 
 
 def _end_with(parent: int, number: signal.Signals) -> None:

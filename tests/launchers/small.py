@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 import paceline
 
 RANKS = 4
+"""On two machines; also the number of grains."""
 STEPS = 5
 WARNED_AT = 15
 
@@ -153,10 +154,10 @@ def hosts(out: Path) -> list[str]:
     return list(dict.fromkeys(note[-1] for note in notes))
 
 
-def assert_placed(out: Path, launcher: str, on: Sequence[str] | None = None) -> None:
+def assert_placed(out: Path, launcher: str, on: Sequence[str] | None = None, ranks: int = RANKS) -> None:
     """Each rank was once, under this launcher, on these machines (this one if not said)."""
     names = on or [socket.gethostname()]
-    local_size = RANKS // len(names)
-    for rank in range(RANKS):
+    local_size = ranks // len(names)
+    for rank in range(ranks):
         place = json.loads((places_of(out) / str(rank)).read_text())
-        assert place == [launcher, rank, rank % local_size, RANKS, len(names), names[rank // local_size]]
+        assert place == [launcher, rank, rank % local_size, ranks, len(names), names[rank // local_size]]

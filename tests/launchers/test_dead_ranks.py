@@ -10,13 +10,13 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tests.forked import Forked
 from tests.launchers import small
 from tests.world.failure.test_together import free_port
 
@@ -25,24 +25,22 @@ RANKS = 3
 HOST = socket.gethostname()
 
 
-def start(words: list[str], stack: ExitStack, **env: str) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(words, env={**os.environ, **env}, stdout=pipe, stderr=pipe, text=True)
-    stack.enter_context(process)
+def start(words: list[str], stack: ExitStack, **env: str) -> Forked:
+    """Start `paceline WORDS`, in a process that need not import torch again; the ranks of a launcher do."""
+    process = stack.enter_context(Forked("paceline.cli.main", words, {**os.environ, **env}))
     stack.callback(process.kill)
     return process
 
 
-def errors_in_time(processes: list[subprocess.Popen[str]], speaker: subprocess.Popen[str]) -> str:
+def errors_in_time(processes: list[Forked], speaker: Forked) -> str:
     """What all have said on stderr. Who has not ended within twice the time-out of the bad moment fails the test."""
-    assert speaker.stdout is not None
     assert any(line == "now\n" for line in speaker.stdout)
     deadline = time.monotonic() + 2 * COLLECTIVE_S
     return "".join(process.communicate(timeout=max(deadline - time.monotonic(), 0.1))[1] for process in processes)
 
 
 def command(folder: Path, *more: str) -> list[str]:
-    return small.command(folder, "--timeout-s", str(COLLECTIVE_S), *more, steps=10, task="Ends")
+    return small.words(folder, "--timeout-s", str(COLLECTIVE_S), *more, steps=10, task="Ends")
 
 
 # Where the others find themselves when they notice.

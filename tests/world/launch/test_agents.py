@@ -13,6 +13,7 @@ from paceline.core.errors import PacelineError
 from paceline.world.launch.agents import AgentRendezvous, LauncherUnreached, Node, NodesMissing
 from paceline.world.launch.heartbeat import HeartbeatMonitor
 from paceline.world.launch.launcher import launch
+from tests.chaos.processes import fork_ranks
 from tests.forked import Forked
 from tests.world.failure.test_together import TIMEOUT_S, free_port
 
@@ -84,6 +85,7 @@ def test_the_same_number_twice() -> None:
 
 def main() -> int:
     """The launcher of a machine, a program of its own; two ranks on the first, one on the second."""
+    fork_ranks()
     rank, port, restarts, job = sys.argv[1:]
     place, command = node(int(rank), int(port), timeout_s=60.0), [sys.executable, "-m", "tests.world.jobs", job]
     return launch(2 - int(rank), command, device="cpu", max_restarts=int(restarts), node=place)

@@ -10,19 +10,24 @@ from pathlib import Path
 import pytest
 
 from paceline.world.launch.launcher import launch
+from tests.chaos.processes import fork_ranks
 from tests.forked import Forked
 
 TIMEOUT_S = 60
 
 
 def main() -> int:
-    """The launcher of two ranks, a program of its own; its words: restarts, job, arguments of the job."""
-    command = [sys.executable, "-m", "tests.world.jobs", *sys.argv[2:]]
-    return launch(2, command, device="cpu", max_restarts=int(sys.argv[1]), grace_s=20.0)
+    """The launcher of two ranks, a program of its own; its words: how to start them, restarts, job, its arguments."""
+    how, restarts, *job = sys.argv[1:]
+    if how == "forked":
+        fork_ranks()
+    command = [sys.executable, "-m", "tests.world.jobs", *job]
+    return launch(2, command, device="cpu", max_restarts=int(restarts), grace_s=20.0)
 
 
-def begin(job: str, *arguments: str, max_restarts: int = 0) -> Forked:
-    return Forked(__name__, [str(max_restarts), job, *arguments])
+def begin(job: str, *arguments: str, max_restarts: int = 0, how: str = "forked") -> Forked:
+    """Start a launcher; `how` its ranks begin: `forked` from it, or `started` as users have them."""
+    return Forked(__name__, [how, str(max_restarts), job, *arguments])
 
 
 def finish(process: Forked) -> tuple[int | None, str, str]:
@@ -33,17 +38,17 @@ def finish(process: Forked) -> tuple[int | None, str, str]:
     return process.returncode, out, err
 
 
-def run(job: str, *arguments: str, max_restarts: int = 0) -> tuple[int | None, str, str]:
-    return finish(begin(job, *arguments, max_restarts=max_restarts))
+def run(job: str, *arguments: str, max_restarts: int = 0, how: str = "forked") -> tuple[int | None, str, str]:
+    return finish(begin(job, *arguments, max_restarts=max_restarts, how=how))
 
 
 def test_two_procs_add_up_and_nothing_else_is_said() -> None:
-    assert run("add_up") == (0, "sum 1 of 2 by procs, attempt 0\n", "")
+    assert run("add_up", how="started") == (0, "sum 1 of 2 by procs, attempt 0\n", "")
 
 
 def test_arguments_arrive_unchanged(tmp_path: Path) -> None:
     arguments = ["$HOME", "${local_rank}", "$$", "a b"]
-    code, _, err = run("show_arguments", str(tmp_path), *arguments)
+    code, _, err = run("show_arguments", str(tmp_path), *arguments, how="started")
     assert (code, err) == (0, "")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys("01", " ".join(arguments))
 
@@ -108,7 +113,7 @@ def test_a_signal_before_ranks_can_handle_it_is_no_crash() -> None:
 
 
 def test_ranks_do_not_outlive_a_killed_launcher() -> None:
-    process = begin("compute_forever")
+    process = begin("compute_forever", how="started")
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     process.kill()
     # The ranks hold the other ends of these pipes: they close when the last rank has ended. Linux sends them SIGTERM,
