@@ -23,7 +23,7 @@ from tests.chaos.processes import Nursery, limit_memory
 
 CASES = Path(__file__).with_name("cases")
 FIRST_CHUNK, CHUNK = 10, 40
-"""Cases of the first draw of each kind, which are all that CI has, and of those after it: hypothesis draws its first
+"""Cases of the first two draws of each kind, which are all that CI has, and of those after it: hypothesis draws its first
 example as simple as it can, and varies from there."""
 DEADLINE_S = 45.0
 MEMORY = 2 * 2**30
@@ -93,7 +93,7 @@ class Inputs:
 
         @hypothesis.seed(trial.random.getrandbits(60))
         @hypothesis.settings(
-            max_examples=FIRST_CHUNK if trial.index < len(KINDS) else CHUNK,
+            max_examples=FIRST_CHUNK if trial.index < 2 * len(KINDS) else CHUNK,
             database=None,
             deadline=None,
             phases=[Phase.generate],
