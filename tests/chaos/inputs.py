@@ -23,8 +23,8 @@ from tests.chaos.processes import Nursery, limit_memory
 
 CASES = Path(__file__).with_name("cases")
 FIRST_CHUNK, CHUNK = 10, 40
-"""Cases of the first two draws of each kind, which are all that CI has, and of those after it: hypothesis draws its first
-example as simple as it can, and varies from there."""
+"""Cases of the first two draws of each kind, which are all that CI has, and of those after them: hypothesis draws its
+first example as simple as it can, and varies from there."""
 DEADLINE_S = 45.0
 MEMORY = 2 * 2**30
 """Bytes that a command may have on top of what importing everything takes."""
