@@ -63,6 +63,9 @@ class LaunchOptions(Section):
     """With fewer ranks left than these, and no replacement on its way, the run is saved and ends."""
     grace_s: PositiveFloat = 60.0
     """Seconds that the ranks have to leave after SIGTERM or Ctrl-C; those that are saving get longer."""
+    stopped_code: Annotated[int, Field(ge=0, le=255)] = 0
+    """Exit code where a run was asked to stop before its end, and has saved. A scheduler that takes 0 for done, such as
+    Kubernetes, starts it again for another."""
     ray: bool = False
     """On the machines of a Ray cluster, of which `nnodes` are taken; typed once, anywhere in the cluster."""
     ray_address: str | None = None
@@ -108,7 +111,7 @@ def _launch_on_ray(options: LaunchOptions, command: Sequence[str]) -> int:
 
     if importlib.util.find_spec("ray") is None:
         raise CommandNeedsPackages("launch --ray", "ray", "ray")
-    handed_on = ("device", "max_restarts", "on_failure", "min_ranks", "grace_s", "start_timeout_s")
+    handed_on = ("device", "max_restarts", "on_failure", "min_ranks", "grace_s", "stopped_code", "start_timeout_s")
     words = [
         word
         for name in handed_on
@@ -138,7 +141,15 @@ def _launch(options: LaunchOptions, command: Sequence[str], around: World) -> in
     node, procs = place(options, around), options.nproc_per_node
     if options.on_failure == "continue" and trains(command):
         rules = Survival(options.max_restarts, options.min_ranks, nodes_of(options)[1])
-        return launch_surviving(procs, command, rules=rules, device=options.device, grace_s=options.grace_s, node=node)
+        return launch_surviving(
+            procs,
+            command,
+            rules=rules,
+            device=options.device,
+            grace_s=options.grace_s,
+            stopped_code=options.stopped_code,
+            node=node,
+        )
     return launch(
         procs,
         command,
@@ -207,6 +218,9 @@ def _load(option_words: list[str], command: list[str], around: World) -> LaunchO
     if around.launcher in SERVICES and "nnodes" not in options.model_fields_set:
         options = options.model_copy(update={"nnodes": around.nodes})  # each machine for itself is what nobody wants
     wrong += _problems(options, around)
+    if options.stopped_code and command and not (options.on_failure == "continue" and trains(command)):
+        what = "is for `train` with `--on-failure continue`, whose ranks say that they were stopped"
+        wrong.append(Problem("--stopped-code", what, "leave it out", str(options.stopped_code)))
     if wrong:
         raise SettingsInvalid(wrong, PROG)
     return options

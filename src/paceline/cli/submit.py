@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from paceline.cli.launch import RANKED
+from paceline.cli.launch import RANKED, trains
 from paceline.config.command_line import VERBATIM, asks_for_help, dashed, resolve
 from paceline.config.load import load
 from paceline.config.problems import Problem, SettingsInvalid
@@ -38,6 +38,7 @@ from paceline.world.rendezvous.secret import new_secret
 
 PROG = "paceline submit"
 _QCONF_TIMEOUT_S = 10.0
+_STOPPED_CODE = 75  # of `sysexits.h`: try again later
 _Name = Annotated[str, Field(pattern=f"^{NAME}$")]
 
 
@@ -246,7 +247,7 @@ def script(options: SubmitOptions, command: Command, folder: Path, path: Path) -
     if options.scheduler == "pbs":
         return pbs_script(job, path.absolute(), mpi)
     if options.scheduler == "k8s":
-        return manifest(job, _pods(options), new_secret())
+        return manifest(job, _pods(options, command), new_secret())
     given = {
         name: getattr(options, name)
         for name in ("mpi", "gpu_resource", "memory_resource")
@@ -256,7 +257,7 @@ def script(options: SubmitOptions, command: Command, folder: Path, path: Path) -
     return sge_script(job, GridEngine(environment, **given))
 
 
-def _pods(options: SubmitOptions) -> Pods:
+def _pods(options: SubmitOptions, command: Command) -> Pods:
     assert options.image is not None
     claim, _, mounted = (options.volume or "").partition(":")
     return Pods(
@@ -267,6 +268,7 @@ def _pods(options: SubmitOptions) -> Pods:
         tuple(filter(None, map(str.strip, (options.secrets or "").split(",")))),
         options.gpu_resource or "nvidia.com/gpu",
         options.service_account,
+        _STOPPED_CODE if trains(command.words) else 0,
     )
 
 

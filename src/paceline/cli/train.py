@@ -86,7 +86,7 @@ def _run(world: World, name: str, rest: list[str]) -> int:
     check_procs(world, procs, PROG)
     settings = _with_timeline(world, _with_folder(world, settings, name), os.environ)
     from paceline.train.fit import fit, fit_surviving
-    from paceline.world.failure.board import EXIT_DIVERGED
+    from paceline.world.failure.board import EXIT_DIVERGED, EXIT_STOPPED
     from paceline.world.rounds import Rounds
 
     trains = settings.mode not in ("eval", "infer") and not settings.benchmark
@@ -103,6 +103,8 @@ def _run(world: World, name: str, rest: list[str]) -> int:
             f"error: {result.address} does not have all of this run, {result.folder} has it\n"
             "  type the same command with `--resume auto` to send it\n"
         )
+    if result.status == "stopped" and rounds is not None and result.is_delivered:
+        return EXIT_STOPPED  # for the launcher, which alone knows what the user wants to see
     return EXIT_DIVERGED if result.status == "diverged" else int(not result.is_delivered)
 
 

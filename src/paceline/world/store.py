@@ -24,7 +24,7 @@ from paceline.world.discover.interfaces import GLOO_INTERFACE, list_interfaces
 from paceline.world.rendezvous.channel import SecretRefused, StrangerAnswers
 from paceline.world.rendezvous.client import BoundedStore, StoreClient, StoreGone, StoreSilent, TorchStoreClient
 from paceline.world.rendezvous.secret import Secret, find_secret
-from paceline.world.rendezvous.server import EVERYWHERE, StoreServer
+from paceline.world.rendezvous.server import EVERYWHERE, LISTEN, StoreServer
 
 if TYPE_CHECKING:
     # torch.distributed has these classes, but its types are only declared here.
@@ -41,8 +41,6 @@ T = TypeVar("T")
 Unreached = Literal["unknown", "refused", "silent"]
 """Why nobody was reached: the name has no address, nobody listens there, or no answer came."""
 
-LISTEN = "PACELINE_LISTEN"
-"""Environment variable with the address at which the store listens, where it is not the one that the name means."""
 # A rank that waits for longer says what for.
 _PATIENT_S = 10.0
 _PROBE_S = 5.0
@@ -323,18 +321,13 @@ def poll(done: Callable[[], bool], timeout_s: float) -> bool:
 
 def serve(meeting: str, secret: Secret, is_one_machine: bool) -> StoreServer:
     """Serve a store at `host:port`, which must be this machine, to those who know the secret."""
-    host, port = _split(meeting)
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise MeetingPointUnknownHere(meeting, _why(error)) from None
-    addresses = [str(address[0]) for _, _, _, _, address in sorted(found)]  # IPv4 first
     interfaces = list_interfaces()
-    address = listen_address(
-        addresses, is_one_machine, os.environ.get(LISTEN), interfaces.get(os.environ.get(GLOO_INTERFACE, ""))
+    # Where the address is given, the name need not be known yet: that of a pod is a while later than the pod.
+    address = os.environ.get(LISTEN) or listen_address(
+        _addresses(meeting), is_one_machine, interfaces.get(os.environ.get(GLOO_INTERFACE, ""))
     )
     try:
-        return StoreServer(address, port, secret.value)
+        return StoreServer(address, _split(meeting)[1], secret.value)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             names = ", ".join(f"{place} on {name}" for name, place in interfaces.items() if not is_loopback(place))
@@ -342,14 +335,21 @@ def serve(meeting: str, secret: Secret, is_one_machine: bool) -> StoreServer:
         raise MeetingPointTaken(meeting, _why(error)) from None
 
 
-def listen_address(addresses: list[str], is_one_machine: bool, asked: str | None, gloo_address: str | None) -> str:
+def _addresses(meeting: str) -> list[str]:
+    """Return the addresses that the name of a meeting point has on this machine, IPv4 first."""
+    try:
+        found = socket.getaddrinfo(*_split(meeting), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise MeetingPointUnknownHere(meeting, _why(error)) from None
+    return [str(address[0]) for _, _, _, _, address in sorted(found)]
+
+
+def listen_address(addresses: list[str], is_one_machine: bool, gloo_address: str | None) -> str:
     """Return the address at which to listen, of those that the name of the meeting point has on this machine.
 
     Debian lets the name of a machine mean 127.0.1.1, where no other machine arrives: then it is the address of the
     interface that gloo was told to use, and without one every address of this machine.
     """
-    if asked:
-        return asked
     if is_one_machine or not is_loopback(addresses[0]):
         return addresses[0]
     return gloo_address or EVERYWHERE

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from paceline.world.failure.board import Failure, FailureBoard
+from paceline.world.failure.board import EXIT_STOPPED, Failure, FailureBoard
 from paceline.world.launch import coordinator
 from paceline.world.launch.agents import Node
 from paceline.world.launch.coordinator import Coordinator, Formation, Move, Seat, Survival, can_form, next_move
@@ -259,6 +259,18 @@ def test_finished_run_is_over() -> None:
     assert job.poll() is None
     job.exit(1, 0)
     assert job.poll() == 0
+
+
+@pytest.mark.parametrize("is_told_here", [True, False])
+def test_stopped_run_is_told_from_a_finished_one(is_told_here: bool) -> None:
+    """Also where another machine was told, as when one pod of several is evicted: the ranks have agreed on it."""
+    job = Job(1, 1, max_restarts=5)
+    job.coordinator.is_stopping = is_told_here
+    job.exit(0, EXIT_STOPPED)
+    assert job.poll() is None
+    job.exit(1, EXIT_STOPPED)
+    assert job.poll() == EXIT_STOPPED
+    assert (job.ends, job.num_members) == ([EXIT_STOPPED] * 2, 2)
 
 
 def test_death_after_others_have_finished_is_no_failure() -> None:

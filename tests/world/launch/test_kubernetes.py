@@ -33,13 +33,19 @@ LABELS = {"type": "object", "additionalProperties": LABEL}
 META = exactly({"name": HOST, "labels": LABELS}, namespace=HOST)
 AMOUNTS = {"type": "object", "additionalProperties": {"type": "string", "pattern": r"^[0-9]+(Mi)?$"}}
 SECRET_KEY = exactly({"secretKeyRef": exactly({"name": HOST, "key": TEXT})})
+OWN_FIELD = exactly({"fieldRef": exactly({"fieldPath": {"enum": ["status.podIP"]}})})
 CONTAINER = exactly(
     {
         "name": HOST,
         "image": TEXT,
         "command": several(TEXT),
         "env": several(
-            {"oneOf": [exactly({"name": TEXT, "value": TEXT}), exactly({"name": TEXT, "valueFrom": SECRET_KEY})]}
+            {
+                "oneOf": [
+                    exactly({"name": TEXT, "value": TEXT}),
+                    exactly({"name": TEXT, "valueFrom": {"oneOf": [SECRET_KEY, OWN_FIELD]}}),
+                ]
+            }
         ),
         "volumeMounts": several(exactly({"name": HOST, "mountPath": TEXT})),
     },
@@ -122,7 +128,7 @@ SCHEMAS = {
     ),
 }
 COMMAND = ("train", "asr", "--out", "s3://bucket/quartz net", "--resume", "auto")
-PODS = Pods("registry/me/paceline:1", "job", "speech", ("runs", "/runs"), ("aws", "wandb"), service_account="trainer")
+PODS = Pods("registry/me/paceline:1", "job", "speech", ("runs", "/runs"), ("aws", "wandb"), "nvidia.com/gpu", "trainer", 75)
 
 
 def objects(kind: Kind, job: Any = JOB, pods: Pods = PODS) -> dict[str, dict[str, Any]]:
@@ -160,10 +166,11 @@ def test_pods_of_a_job_find_each_other():
     assert setup == ["module load cuda"]
     assert line == (
         'exec paceline launch --nproc-per-node 8 --nnodes 4 --node-rank "$JOB_COMPLETION_INDEX" '
-        "--master-addr quartznet-0.quartznet --master-port 29500 --grace-s 120 -- "
+        "--master-addr quartznet-0.quartznet --master-port 29500 --grace-s 120 --stopped-code 75 -- "
         "train asr --out 's3://bucket/quartz net' --resume auto"
     )
     assert container["resources"]["limits"] == {"cpu": "48", "memory": "65536Mi", "nvidia.com/gpu": "8"}
+    assert {"name": "PACELINE_LISTEN", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}} in container["env"]
     assert made["Secret"]["stringData"] == {"PACELINE_SECRET": "secret" * 8}
 
 
@@ -179,6 +186,9 @@ def test_pods_of_a_pytorchjob_are_told_by_its_operator():
         "WORLD_SIZE": "4",
         "MASTER_ADDR": "m",
         "MASTER_PORT": "1",
+        "PET_NODE_RANK": "3",
+        "PET_NPROC_PER_NODE": "auto",
+        "PET_NNODES": "4",
     }
     options = _load(words, ["train", "digits"], _around(pod))
     assert (options.nnodes, options.nproc_per_node) == (4, 8)

@@ -19,7 +19,9 @@ import torch.distributed as dist
 
 from paceline.world.rendezvous.channel import SecretRefused, StrangerAnswers, answer, call
 from paceline.world.rendezvous.client import StoreClient, StoreGone, StoreSilent, TorchStoreClient
+from paceline.world.rendezvous.secret import Secret
 from paceline.world.rendezvous.server import StoreServer
+from paceline.world.store import MeetingPointUnknownHere, listen_address, serve
 
 SECRET = b"a secret of the tests"
 
@@ -234,3 +236,21 @@ def test_forked_children_do_not_keep_the_port(server: StoreServer) -> None:
         os.waitpid(child, 0)
         for end in (*ready, *go):
             os.close(end)
+
+
+def test_an_address_that_is_given_needs_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name server of a cluster learns a pod's name after the pod has begun: that was the end of the job."""
+    secret = Secret(SECRET, "the tests")
+    with pytest.raises(MeetingPointUnknownHere, match="job-0.job.invalid:0: the name has no address"):
+        serve("job-0.job.invalid:0", secret, is_one_machine=False)
+    monkeypatch.setenv("PACELINE_LISTEN", "127.0.0.1")
+    server = serve("job-0.job.invalid:0", secret, is_one_machine=False)
+    assert server.host == "127.0.0.1"
+    server.close()
+
+
+def test_a_name_that_means_loopback_is_not_where_other_machines_arrive() -> None:
+    assert listen_address(["10.0.0.4"], False, None) == "10.0.0.4"
+    assert listen_address(["127.0.1.1"], True, None) == "127.0.1.1"
+    assert listen_address(["127.0.1.1"], False, "10.0.0.4") == "10.0.0.4"
+    assert listen_address(["127.0.1.1"], False, None) == "0.0.0.0"

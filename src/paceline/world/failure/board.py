@@ -14,6 +14,8 @@ from paceline.world.store import PrefixStore, Store
 EXIT_USER_ERROR = 2
 EXIT_CRASH = 1
 EXIT_DIVERGED = 3
+EXIT_STOPPED = 75
+"""What a rank tells its launcher with: it was asked to stop, has saved and left. The user sees `--stopped-code`."""
 EXIT_INTERRUPT = 130
 
 Kind = Literal["user", "crash", "lost", "interrupt"]

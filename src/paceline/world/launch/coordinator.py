@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any
 
 from paceline.core.units import counted
-from paceline.world.failure.board import EXIT_CRASH, EXIT_DIVERGED, EXIT_USER_ERROR, FailureBoard
+from paceline.world.failure.board import EXIT_CRASH, EXIT_DIVERGED, EXIT_STOPPED, EXIT_USER_ERROR, FailureBoard
 from paceline.world.launch.agents import Node
 from paceline.world.launch.heartbeat import HeartbeatMonitor, beats
 from paceline.world.launch.launcher import causes
@@ -33,6 +33,8 @@ _MARGIN_S = 5.0
 # Beats of a launcher, of two in a second, that show that it lives.
 _ALIVE_BEATS = 2
 _FINAL = (EXIT_USER_ERROR, EXIT_DIVERGED)
+_GOOD = (0, EXIT_STOPPED)
+"""Exit codes of ranks that have done what they were asked for."""
 _TIMEOUT_S = 1800.0
 _APART = 1_000_000
 """Number of the first attempt that is no round."""
@@ -71,7 +73,7 @@ class Seat:
 
     @property
     def has_finished(self) -> bool:
-        return self.code == 0
+        return self.code in _GOOD
 
     @property
     def timeout_s(self) -> float:
@@ -281,7 +283,7 @@ class Coordinator:
     def _lose(self, seat: Seat, code: int, why: str) -> None:
         seat.code = code
         rank = None if self.round is None else self.round.rank_of(seat.member.number)
-        if code == 0 or self.is_stopping or self._ending is not None:
+        if code in _GOOD or self.is_stopping or self._ending is not None:
             return
         if rank is None and self.round is not None:
             if code not in _FINAL:  # else it has said why it cannot join
@@ -397,7 +399,7 @@ class Coordinator:
         assert self.round is not None
         others = [seat for seat in self._seats.values() if not seat.is_gone]
         if any(seat.has_finished for seat in members):
-            self._ending = 0
+            self._ending = worst([seat.code or 0 for seat in members if seat.has_finished])
             return self._see_out(self.round)
         if not others and self._is_settled():
             return EXIT_CRASH
@@ -528,8 +530,8 @@ def holders_of_newest(seats: Sequence[Seat]) -> tuple[int, ...]:
 
 def worst(codes: Sequence[int]) -> int:
     """Return the exit code for the user, of those of all ranks."""
-    if all(code == 0 for code in codes):
-        return 0
+    if all(code in _GOOD for code in codes):
+        return max(codes, default=0)
     return next((code for code in _FINAL if code in codes), EXIT_CRASH)
 
 

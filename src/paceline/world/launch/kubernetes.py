@@ -16,6 +16,7 @@ import yaml
 from paceline.core.errors import PacelineError
 from paceline.world.launch.batch_script import BatchJob, join
 from paceline.world.rendezvous.secret import VARIABLE
+from paceline.world.rendezvous.server import LISTEN
 
 Kind = Literal["job", "pytorchjob"]
 PORT = 29500
@@ -36,6 +37,9 @@ class Pods:
     """Secrets of the cluster whose keys become variables: credentials of a store."""
     gpu_resource: str = "nvidia.com/gpu"
     service_account: str | None = None
+    stopped_code: int = 0
+    """Exit code of pods whose run was told to stop, and has saved. Kubernetes takes 0 for done, and a pod that is done
+    is not started again."""
 
 
 class NotAPodName(PacelineError):
@@ -90,7 +94,7 @@ def _service(name: str) -> dict[str, Any]:
 def _job(name: str, job: BatchJob, pods: Pods) -> dict[str, Any]:
     launch = ["paceline", "launch", "--nproc-per-node", str(job.procs_per_node), "--nnodes", str(job.nodes)]
     line = f'exec {join(launch)} --node-rank "$JOB_COMPLETION_INDEX" --master-addr {name}-0.{name}'
-    line += f" --master-port {PORT} --grace-s {job.signal_s} -- {join(job.command)}"
+    line += f" --master-port {PORT} {join(_leaving(job, pods))} -- {join(job.command)}"
     spec: dict[str, Any] = {
         "completions": job.nodes,
         "parallelism": job.nodes,
@@ -110,8 +114,14 @@ def _job(name: str, job: BatchJob, pods: Pods) -> dict[str, Any]:
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _meta(name), "spec": spec}
 
 
+def _leaving(job: BatchJob, pods: Pods) -> list[str]:
+    """Return the options that say how the ranks of a pod end which is told to leave."""
+    code = ["--stopped-code", str(pods.stopped_code)] if pods.stopped_code else []
+    return ["--grace-s", str(job.signal_s), *code]
+
+
 def _pytorchjob(name: str, job: BatchJob, pods: Pods) -> dict[str, Any]:
-    launch = ["paceline", "launch", "--nproc-per-node", str(job.procs_per_node), "--grace-s", str(job.signal_s)]
+    launch = ["paceline", "launch", "--nproc-per-node", str(job.procs_per_node), *_leaving(job, pods)]
     line = f"exec {join([*launch, '--', *job.command])}"
 
     def replicas(number: int) -> dict[str, Any]:
@@ -138,6 +148,8 @@ def _pod(name: str, container: str, line: str, job: BatchJob, pods: Pods) -> dic
     shell = "\n".join([*job.setup, line])
     variables: list[Mapping[str, Any]] = [{"name": key, "value": value} for key, value in job.environment]
     variables.append({"name": VARIABLE, "valueFrom": {"secretKeyRef": {"name": name, "key": VARIABLE}}})
+    # The first launcher serves at its own address: its name is known to the cluster's name server only a while later.
+    variables.append({"name": LISTEN, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
     amounts: dict[str, Any] = {}
     if job.cpus_per_rank is not None:
         amounts["cpu"] = str(job.cpus_per_rank * job.procs_per_node)

@@ -33,7 +33,7 @@ from torch.distributed import DistError
 
 from paceline.core.errors import PacelineError
 from paceline.world.discover.environment import OWN_RUN_ID
-from paceline.world.failure.board import EXIT_INTERRUPT
+from paceline.world.failure.board import EXIT_INTERRUPT, EXIT_STOPPED
 from paceline.world.launch.agents import AgentRendezvous, Node, NodesMissing
 from paceline.world.launch.coordinator import LEAVE_S, Coordinator, Survival
 from paceline.world.launch.heartbeat import Heartbeat
@@ -178,7 +178,7 @@ class _Signals:
     def before_start(self, coordinator: Coordinator) -> signal.Signals | None:
         """Return the stop signal that ended all ranks before they could handle it; None if that is not why they ended.
 
-        Ranks that have begun save and leave with 0.
+        Ranks that have begun save and leave.
         """
         return next((number for number in self._received if coordinator.ended_by(number)), None)
 
@@ -210,9 +210,13 @@ def launch_surviving(
     rules: Survival,
     device: DeviceChoice = "auto",
     grace_s: float = 60.0,
+    stopped_code: int = 0,
     node: Node = ALONE,
 ) -> int:
-    """Run `command` as so many ranks on this machine, as `launch` does; those that are left when one dies go on."""
+    """Run `command` as so many ranks on this machine, as `launch` does; those that are left when one dies go on.
+
+    `stopped_code` is returned by the launchers of all machines when the run was asked to stop before its end.
+    """
     num_procs = count_procs(procs, device, torch.cuda.device_count())
     meeting = AgentRendezvous(node, num_procs, rules.max_restarts, on_failure="continue")
     host, _, port = meeting.meeting.rpartition(":")
@@ -246,7 +250,7 @@ def launch_surviving(
     if ended_by is not None:
         sys.stderr.write(f"{ended_by.name}: asked to stop before the ranks had begun, so nothing was done\n")
         return 128 + ended_by
-    return code
+    return stopped_code if code == EXIT_STOPPED else code
 
 
 def _watch_over(agent: NodeAgent, coordinator: Coordinator | None, signals: _Signals, node: Node) -> int:

@@ -20,6 +20,8 @@ from paceline.world.rendezvous.channel import Channel, StrangerAnswers, answer, 
 
 LONGEST_WAIT_S = 1.0
 """A request waits for keys for at most so long; the client asks again, and so notices a server that is frozen."""
+LISTEN = "PACELINE_LISTEN"
+"""Variable with the address at which to listen, where the name of the meeting point does not say it."""
 EVERYWHERE = "0.0.0.0"
 """The address that means all addresses of a machine."""
 _HANDSHAKE_S = 10.0
