@@ -101,7 +101,20 @@ def test_a_storm_on_launcher_and_ranks_loses_nothing(tmp_path: Path) -> None:
     """
     chance, run = random.Random(7), tmp_path / "run"
     words = [sys.executable, "-m", "paceline", "launch", "--nproc-per-node", "2", "--grace-s", "2", "--device", "cpu"]
-    words += ["--stopped-code", "75", "--", "train", TASK, *SETTINGS, "--shard", "full", "--checkpoint-form", "sharded", "--out", str(run)]
+    words += [
+        "--stopped-code",
+        "75",
+        "--",
+        "train",
+        TASK,
+        *SETTINGS,
+        "--shard",
+        "full",
+        "--checkpoint-form",
+        "sharded",
+        "--out",
+        str(run),
+    ]
     with (tmp_path / "stderr").open("wb") as file:
         process = subprocess.Popen(
             words, stderr=file, stdout=subprocess.DEVNULL, start_new_session=True, env={**os.environ, "SYNC_S": "0.4"}

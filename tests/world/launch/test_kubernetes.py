@@ -128,7 +128,9 @@ SCHEMAS = {
     ),
 }
 COMMAND = ("train", "asr", "--out", "s3://bucket/quartz net", "--resume", "auto")
-PODS = Pods("registry/me/paceline:1", "job", "speech", ("runs", "/runs"), ("aws", "wandb"), "nvidia.com/gpu", "trainer", 75)
+PODS = Pods(
+    "registry/me/paceline:1", "job", "speech", ("runs", "/runs"), ("aws", "wandb"), "nvidia.com/gpu", "trainer", 75
+)
 
 
 def objects(kind: Kind, job: Any = JOB, pods: Pods = PODS) -> dict[str, dict[str, Any]]:
