@@ -146,6 +146,20 @@ def test_compiling_is_hardly_tried_beside_kernels_that_leave_nothing() -> None:
     assert "-O3 + graphs" in asked
 
 
+def test_fp32_is_not_tried_where_tf32_is_hopeless() -> None:
+    """It takes a large network a minute on a GPU; beside plain ways, which a busy machine may slow down, it is."""
+    asked: list[str] = []
+    seconds = {way.name: 3.0 for way in ALL}
+    choice = choose(ALL, *clocks(seconds | {"-O2 + kernels": 1.0}, asked=asked))
+    assert "-O1" in asked
+    assert "-O0" not in asked
+    assert "-O0 was not tried: -O1 is 3.0 times slower than the best" in choice.notes
+    for others in ({"-O2 + graphs": 1.6}, {"-O2": 1.0}):
+        asked.clear()
+        choose(ALL, *clocks(seconds | others, asked=asked))
+        assert "-O0" in asked
+
+
 def test_compiled_with_graphs_is_not_compiled_again_without() -> None:
     asked: list[str] = []
     seconds = {way.name: 1.0 for way in ALL}

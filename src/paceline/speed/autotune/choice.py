@@ -25,6 +25,10 @@ MOST_BESIDE_KERNELS = 1.4
 """The same where the best has kernels that leave nothing as it was: they have fused what a compiler would. (What it won
 on an H200 without them: QuartzNet 15x5 1.13 times, Jasper 10x5dr 1.19 times.)"""
 
+MOST_BY_FP32 = 2.0
+"""-O0 takes what -O1 does and multiplies fp32 whole, which costs a large network a minute to time on a GPU: it is not
+tried beside kernels or graphs where -O1 is this many times slower than the best."""
+
 
 class CannotRun(Exception):
     """A candidate that does not work here, and why."""
@@ -91,6 +95,7 @@ def choose(
         best = min(seconds.values(), default=float("inf"))
         most = _most_by_compiling(candidates, seconds)
         why = _not_worth_compiling(candidate, seconds, best, most) if candidate.is_compiled else None
+        why = why or _not_worth_fp32(candidate, seconds, best)
         if why is not None:
             notes.append(f"{candidate.name} was not tried: {why}")
             continue
@@ -132,6 +137,18 @@ def _not_worth_compiling(
         return f"{recorded.name} runs the same kernels without gaps between them"
     slower = seconds.get(plain, best) / best
     return f"{plain.name} is {slower:.1f} times slower than the best" if slower > most else None
+
+
+def _not_worth_fp32(candidate: Candidate, seconds: Mapping[Candidate, float], best: float) -> str | None:
+    """Return why plain fp32 cannot win here, or None."""
+    rounded = Candidate(1)
+    if candidate != Candidate(0) or rounded not in seconds:
+        return None
+    leader = min(seconds, key=lambda each: seconds[each])
+    slower = seconds[rounded] / best
+    if not (leader.kernels or leader.graphs) or slower <= MOST_BY_FP32:
+        return None
+    return f"{rounded.name} is {slower:.1f} times slower than the best"
 
 
 def finalists(seconds: Mapping[Candidate, float]) -> list[Candidate]:
