@@ -181,6 +181,63 @@ def run_of_small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+SCRIPT = """
+import torch
+import paceline
+from tests.train.small import SmallTask
+
+
+class Named(SmallTask):
+    def train_data(self):
+        return [{"image": x, "label": y} for x, y in SmallTask.train_data(self)]
+
+    def val_data(self):
+        return {"dev": self.train_data()}
+
+    def loss(self, model, grain):
+        return (model(grain.image) - grain.label).square().sum(), len(grain)
+
+    def metrics(self, model, grain):
+        return {"loss": self.loss(model, grain)}
+
+
+class Folded(Named):
+    def __init__(self, fold):
+        super().__init__()
+
+
+def train(out, **settings):
+    return paceline.fit(Named(), epochs=1, out=out, **settings)
+"""
+
+
+def test_a_run_of_a_script_knows_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`paceline.load(result.folder)`, `eval` and `export` after `fit` in a script said: there is no recipe 'Named'."""
+    (tmp_path / "script_of_mine.py").write_text(SCRIPT)
+    monkeypatch.syspath_prepend(tmp_path)
+    import script_of_mine
+
+    result = script_of_mine.train(tmp_path / "run", **PLAIN)
+    assert_same(paceline.load(result.folder).state_dict(), result.model.state_dict())
+    answer = run_command(["eval", str(result.folder), "--json"])
+    assert (answer.code, json.loads(answer.out)["metrics"]) == (0, result.metrics)
+    answer = run_command(["export", str(result.folder), str(tmp_path / "onnx"), "--format", "onnx"])
+    assert answer.code == 2
+    assert "its grains have no `x`, but `image`, `label`" in answer.err
+    assert "`(grain.image,)`" in answer.err
+
+    class Inner(script_of_mine.Named):
+        pass
+
+    for task in (Inner(), script_of_mine.Folded(fold=3)):
+        name = type(task).__name__
+        paceline.fit(task, epochs=1, out=tmp_path / name, **PLAIN)
+        with pytest.raises(paceline.PacelineError, match=f"made by paceline.fit with the task {name}") as refused:
+            paceline.load(tmp_path / name)
+        assert f"task={name}(...)" in refused.value.hint
+        paceline.load(tmp_path / name, task=task)
+
+
 def test_export_in_every_form(run_of_small: Path, tmp_path: Path) -> None:
     weights = paceline.load(run_of_small).state_dict()
     for form, name in (("safetensors", "model.safetensors"), ("torch", "model.pt"), ("dcp", ".metadata"), ("auto", "")):

@@ -12,6 +12,7 @@ import pytest
 import paceline
 from paceline.train.fit import fit
 from paceline.train.fit_procs import AlreadyRanks, NotInMainThread, TaskNotPortable
+from tests.commands import run_command
 from tests.train.small import SmallTask
 
 CELLS = (
@@ -108,3 +109,14 @@ def test_one_process_is_this_one():
     task = SmallTask()
     assert fit(task, procs="auto", steps=1, device="cpu").num_steps == 1
     assert task.seen  # no copy
+
+
+def test_memory_of_a_rank_is_no_place_for_a_run() -> None:
+    """The run was `finished` and delivered, and gone with the process of its first rank."""
+    pytest.importorskip("fsspec")
+    with pytest.raises(paceline.PacelineError, match="memory://bucket/run is memory of one process") as refused:
+        fit(SmallTask(), epochs=1, procs=2, out="memory://bucket/run")
+    assert "without `procs`" in refused.value.hint
+    words = ["train", "digits", "--epochs", "1", "--procs", "2", "--out", "memory://bucket/run"]
+    answer = run_command(words)
+    assert (answer.code, "is memory of one process" in answer.err) == (2, True)

@@ -343,6 +343,7 @@ paceline.Engine(levle=2)  # wrong
 paceline.Engine(level=7)  # wrong
 paceline.Engine(epochs=7)  # wrong
 engine.batches([1, 2], globl_batch=2)  # wrong
+engine.evaluate(lambda grain: {}, [1, 2], evalbatch=2)  # wrong
 Mine().settings.hiden  # wrong
 """
 

@@ -274,3 +274,13 @@ def test_devices_of_several_models_are_told() -> None:
 )
 def test_a_name_beside_out_is_told(settings: dict[str, Any], told: str | None) -> None:
     assert idle(facts(settings)) == ([] if told is None else [told])
+
+
+def test_streams_that_are_cut_by_ranks_promise_nothing() -> None:
+    two = World(0, 0, 2, 2, 0, 1, "procs", None)
+    whole = dict(rows(facts(world=two, data=DataFacts(None, None))))
+    assert whole["data"] == "samples of unknown number"
+    assert whole["sums"].startswith("in one order: the same bits on any number of ranks")
+    cut_up = dict(rows(facts(world=two, data=DataFacts(None, None, is_cut=True))))
+    assert cut_up["data"].endswith("each rank reads a part of its own: another number of ranks gives other results")
+    assert cut_up["sums"].partition(";")[0] == "in one order"

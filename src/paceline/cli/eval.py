@@ -111,6 +111,18 @@ class TaskGone(PacelineError):
     hint = "put it back, or say where it is now with `--task path/to/file.py:ClassName`"
 
 
+class TaskUnplaced(PacelineError):
+    """A run of `paceline.fit` whose task cannot be found again by itself."""
+
+    run: Path
+    name: str
+    sentence = (
+        "{run} was made by paceline.fit with the task {name}, and does not know where that is: it was defined in a "
+        "notebook or a function, takes arguments, or the run is of an earlier version"
+    )
+    hint = "say it: `--task path/to/file.py:{name}`, or in Python paceline.load(run, task={name}(...))"
+
+
 class PluginGone(PacelineError):
     """The plugin whose recipe a run was made with is not installed, or plugins are left out."""
 
@@ -261,6 +273,8 @@ def task_of(run: Path, spec_now: str | None, record: RunRecord) -> Task:
         plugin = next((each for each in record.plugins if each.get("group") == "recipes"), None)
         if plugin is not None:
             raise PluginGone(run, spec, plugin.get("package", ""), plugin.get("version", "")) from error
+        if ":" not in spec:
+            raise TaskUnplaced(run, spec) from None
         raise TaskGone(run, spec, error) from error
 
 

@@ -21,9 +21,9 @@ def load(
     """Return the model of a run in evaluation mode, with the weights of a checkpoint (their average, if it kept one).
 
     `run` is a run's folder or address (`s3://bucket/run`), or one of its checkpoints. `checkpoint` is the one with the
-    best score (the newest where none has one), the newest (`last`), or one by its path or name. A run that was made
-    with `paceline.fit` in a script needs its `task`; others know where theirs is. Weights are in fp32 (fp64 for a run
-    in fp64).
+    best score (the newest where none has one), the newest (`last`), or one by its path or name. A run knows the file of
+    its task; one whose task was defined in a notebook or a function, or is made with arguments, needs its `task`.
+    Weights are in fp32 (fp64 for a run in fp64).
     """
     from paceline.cli.eval import settings_of, task_of
     from paceline.core.cloud.address import address_of, local_path

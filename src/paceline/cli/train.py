@@ -21,7 +21,7 @@ from paceline.config.problems import Problem, SettingsInvalid
 from paceline.config.run_path import run_folder
 from paceline.config.settings import Section, TrainConfig
 from paceline.core import plugins
-from paceline.core.cloud.address import local_path, shown
+from paceline.core.cloud.address import local_path, refuse_memory, shown
 from paceline.core.cloud.file_copy import exists
 from paceline.core.errors import PacelineError
 from paceline.core.paths import absolute
@@ -150,6 +150,7 @@ def _launch(options: TrainCommand, settings: TrainConfig, words: list[str]) -> i
         raise RestartsNeedFolder
     if settings.resume == "no" and not settings.benchmark:
         check_batch(settings, procs)
+    refuse_memory(settings.out or settings.runs_dir)
     _folder(settings, words[0])  # a name that cannot be is said here, once and at once
     command = [sys.executable, "-m", "paceline", "train", *words]
     trains = settings.mode not in ("eval", "infer") and not settings.benchmark

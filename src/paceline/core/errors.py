@@ -33,7 +33,8 @@ from paceline.core.units import counted
 class PacelineError(Exception):
     """A mistake the user can mend: `str(error)` says what and why, `hint` says what to type next.
 
-    The command line prints both without a traceback and exits with `exit_code`.
+    The command line prints both without a traceback and exits with `exit_code`. A traceback that nobody caught has the
+    hint below the message, as a note (from Python 3.11 on).
     """
 
     exit_code: ClassVar[int] = 2
@@ -64,6 +65,14 @@ class PacelineError(Exception):
     def __str__(self) -> str:
         """Return the message. It may hold names and lines from files, which must not command a terminal."""
         return visible(super().__str__())
+
+    @property
+    def __notes__(self) -> list[str]:
+        """The hint, and what `add_note` was given: lines that Python prints below the message of a traceback."""
+        return [*([f"  {visible(self.hint)}"] if self.hint else []), *self.__dict__.get("_notes", ())]
+
+    def add_note(self, note: str, /) -> None:
+        self.__dict__.setdefault("_notes", []).append(note)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the message and the fields as they are; `__init__` is not called again."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TypeVar
@@ -53,8 +55,27 @@ class UserFileFails(PacelineError):
         return "".join(lines).rstrip()
 
 
+class TrainsOnImport(PacelineError):
+    """A file that is read for what it defines, and trains by itself."""
+
+    path: Path
+    call: str
+    sentence = "{path} calls {call} while it is imported"
+    hint = 'put the call below `if __name__ == "__main__":`, so that the file can be read for what it defines'
+
+
+_being_imported: list[Path] = []
+"""Files of the user that are being imported, the innermost last."""
+
+
 def import_file(path: Path, kind: str) -> ModuleType | None:
-    """Run a user's file as a module, `kind` being part of its name; return None if it is no Python file."""
+    """Run a user's file as a module, `kind` being part of its name; return None if it is no Python file.
+
+    The file that is this very program is not run a second time.
+    """
+    program = sys.modules["__main__"]
+    if path.is_file() and _file_of(program) == path.resolve():
+        return program
     name = f"paceline_{kind}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
     if spec is None or spec.loader is None:
@@ -63,8 +84,38 @@ def import_file(path: Path, kind: str) -> ModuleType | None:
     sys.modules[name] = module  # loader workers that are started afresh import it by this name
     sys.path.insert(0, str(path.parent.resolve()))
     loader = spec.loader
-    guarded(path, "it is imported", lambda: loader.exec_module(module))
+    with _importing(path):
+        guarded(path, "it is imported", lambda: loader.exec_module(module))
     return module
+
+
+@contextmanager
+def _importing(path: Path) -> Iterator[None]:
+    _being_imported.append(path)
+    try:
+        yield
+    finally:
+        _being_imported.pop()
+
+
+def refuse_on_import(call: str) -> None:
+    """Raise `TrainsOnImport` if a file of the user is being imported: `call` would train before it is asked to."""
+    if _being_imported:
+        raise TrainsOnImport(_being_imported[-1], call)
+
+
+def spec_of(kind: type) -> str:
+    """Return the `path/to/file.py:Name` by which a class of the user is found again; empty where there is none.
+
+    A class that takes arguments has none, since nobody would know them; nor has one of a notebook, of a function, of
+    an installed package, or of a package whose modules import each other relatively.
+    """
+    module = sys.modules.get(kind.__module__)
+    file = _file_of(module)
+    if module is None or file is None or _is_installed(file) or vars(module).get("__package__"):
+        return ""
+    is_found = vars(module).get(kind.__name__) is kind
+    return f"{file}:{kind.__name__}" if is_found and not inspect.signature(kind).parameters else ""
 
 
 def subclasses_in(module: ModuleType, base: type[T]) -> dict[str, type[T]]:

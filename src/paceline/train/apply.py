@@ -5,7 +5,7 @@ Nothing of the run is changed, and nothing of a training step is needed: no trai
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -90,6 +90,27 @@ class CannotPredict(PacelineError):
     @property
     def name(self) -> str:
         return type(self.task).__name__
+
+
+class InputsUnknown(PacelineError):
+    """A model of which nobody knows with what it is called, since the grain has no `x`."""
+
+    task: Task
+    entries: Sequence[str]
+    sentence = "what the model of {name} is called with is not known: its grains have no `x`, but {listed_entries}"
+    hint = "give the task `def example_inputs(self, grain)` that returns a tuple, such as `(grain.{first},)`"
+
+    @property
+    def name(self) -> str:
+        return type(self.task).__name__
+
+    @property
+    def listed_entries(self) -> str:
+        return ", ".join(f"`{entry}`" for entry in self.entries) or "nothing"
+
+    @property
+    def first(self) -> str:
+        return self.entries[0] if self.entries else "x"
 
 
 class PredictionContract(PacelineError):
@@ -237,6 +258,8 @@ def example_inputs(task: Task, config: TrainConfig, link: Link) -> tuple[Any, ..
     grain = Grain(collate([data.dataset[int(number)] for number in samples]), 0, samples).to(link.device)
     if isinstance(task, tasks.HasExampleInputs):
         return tuple(task.example_inputs(grain))
+    if isinstance(grain.data, Mapping) and "x" not in grain.data:
+        raise InputsUnknown(task, tuple(map(str, grain.data)))
     return (grain.data if isinstance(grain.data, torch.Tensor) else grain.x,)
 
 

@@ -558,7 +558,7 @@ class Engine:
         dataset: Any,
         *,
         collate: Callable[[list[Any]], Any] | None = None,
-        **settings: Any,
+        **settings: Unpack[DataArguments],
     ) -> dict[str, float]:
         """Return metrics of a data set, the same on any number of ranks; all must call it.
 

@@ -17,6 +17,7 @@ from paceline.core.cloud.file_copy import exists, send
 from paceline.core.cloud.run_copy import bring_run
 from paceline.core.run_folder import RunFolder
 from paceline.core.terminal import tell
+from paceline.core.user_file import refuse_on_import, spec_of
 from paceline.observe.callback import Callback
 from paceline.train import apply
 from paceline.train import predictions as outcome
@@ -81,6 +82,8 @@ def fit(  # type: ignore[misc]  # `args` of the last one are none: settings have
     they have ended: from a notebook or a script, without a launcher. The task may be defined in the notebook; it and
     its data are pickled by value (`pip install 'paceline[notebook]'`), so the task here stays as it was.
     """
+    refuse_on_import("paceline.fit")
+    task.spec = task.spec or spec_of(type(task))
     config = config or settings_of_call(
         task.Settings, settings, "paceline.fit", more=("task", "config", "watchers", "procs")
     )

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 
 from paceline.config.settings import TrainConfig
+from paceline.core.cloud.address import refuse_memory
 from paceline.core.errors import PacelineError
 from paceline.core.extras import EXTRAS
 from paceline.observe.callback import Callback
@@ -90,6 +91,7 @@ def fit_on_procs(
         return None
     if threading.current_thread() is not threading.main_thread():
         raise NotInMainThread
+    refuse_memory(config.out or config.runs_dir)
     with tempfile.TemporaryDirectory(prefix="paceline-fit-") as name:
         folder = Path(name)
         payload = pickle.dumps((list(sys.path), _dumped((task.detached(), config, tuple(watchers)))))

@@ -51,6 +51,8 @@ class DataFacts:
     total_length: float | None = None
     length_unit: str = ""
     padding: float | None = None
+    is_cut: bool = False
+    """True if each rank reads a part of its own of data of unknown length."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def rows(facts: Facts) -> Rows:
     ]
     if facts.reduces:
         lines.append(("reduction", _reduction(config, facts.world.size)))
-        lines += _order_of_sums(config, facts.grains, facts.world.size)
+        lines += _order_of_sums(config, facts.grains, facts.world.size, is_cut=facts.data.is_cut)
     if facts.validation:
         sets = ", ".join(f"{name} {_samples(size)}" for name, size in facts.validation.items())
         lines.append(("validation", sets))
@@ -195,6 +197,8 @@ def data_line(data: DataFacts) -> str:
         parts.append(f"{counted(data.num_steps, 'step')} per epoch")
     if data.padding is not None:
         parts.append(f"{100 * data.padding:.1f}% padding")
+    if data.is_cut:
+        parts.append("each rank reads a part of its own: another number of ranks gives other results")
     return ", ".join(parts)
 
 
@@ -224,14 +228,14 @@ def _ranks(world: World, seats: list[Seat]) -> Rows:
     return lines
 
 
-def _order_of_sums(config: TrainConfig, grains: int, ranks: int) -> Rows:
+def _order_of_sums(config: TrainConfig, grains: int, ranks: int, *, is_cut: bool) -> Rows:
     """Return how sums are added, and what it costs where ranks hold no whole nodes of the tree."""
     if config.reduce != "grad":
         return []
     if not sums_in_tree(config):
         return [("sums", "in any order (`sums` fast): another number of ranks gives other last digits")]
     words = "in one order: the same bits on any number of ranks"
-    if config.dataset_distribution != "shard":
+    if is_cut or config.dataset_distribution != "shard":
         words = "in one order"
     num_sent = sum(layout(even_starts(grains, ranks)).rows)
     if num_sent > ranks:
@@ -333,7 +337,7 @@ def data_facts(feed: Feed, epoch: int, length_unit: str = "") -> DataFacts:
     """Collect facts of a stage's data. All ranks must call it."""
     num_steps = feed.num_steps(epoch)
     if feed.is_stream:
-        return DataFacts(None, num_steps)
+        return DataFacts(None, num_steps, is_cut=feed.is_cut)
     plan, lengths = feed.plan(epoch), feed.lengths
     if lengths is None:
         return DataFacts(len(feed.data), num_steps)

@@ -24,6 +24,7 @@ from paceline.core.disk import replacing
 from paceline.core.errors import PacelineError
 from paceline.core.paths import absolute
 from paceline.core.terminal import tell
+from paceline.core.user_file import refuse_on_import
 from paceline.observe.report.page import PlotlyMissing
 from paceline.train.fit import fit
 from paceline.train.sweep import report as sweep_report
@@ -79,6 +80,7 @@ def sweep(
     """
     if os.environ.get(INSIDE):
         raise SweepInsideTrial
+    refuse_on_import("paceline.sweep")
     check_counts(trials, jobs, procs)
     make: Callable[[], Task]
     if isinstance(task, str):
