@@ -291,8 +291,8 @@ class Feed:
         if len(places) > 1 or self._stream.is_sharded:
             if places[0]["size"] != world.size or len(places) != world.size:
                 return (
-                    f"each rank reads a part of its own of the data, and ranks are not {places[0]['size']} any more: in "
-                    "this epoch some samples are trained on again and others are left out"
+                    f"each rank reads a part of its own of the data, and ranks are not {places[0]['size']} any more: "
+                    "in this epoch some samples are trained on again and others are left out"
                 )
             place = places[world.rank]
         else:
