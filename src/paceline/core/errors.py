@@ -67,7 +67,7 @@ class PacelineError(Exception):
         return visible(super().__str__())
 
     @property
-    def __notes__(self) -> list[str]:
+    def __notes__(self) -> list[str]:  # type: ignore[override]  # what is added goes through `add_note`
         """The hint, and what `add_note` was given: lines that Python prints below the message of a traceback."""
         return [*([f"  {visible(self.hint)}"] if self.hint else []), *self.__dict__.get("_notes", ())]
 
