@@ -250,17 +250,31 @@ class Cost:
 def costs(done: Sequence[dict[str, Any]], rounds: Sequence[dict[str, Any]], steps: Sequence[float]) -> list[Cost]:
     """Return the cost of each loss, from the journal's lines on ranks and the moments of finished steps.
 
-    A loss that comes while others recover from the one before is counted from its own moment.
+    A loss that comes while others recover from the one before is counted from its own moment. Nobody goes on before the
+    last of those that came before the next finished step could be known. A process that had not joined yet costs the
+    others nothing, and has no line.
     """
+    matched = []
+    for number, loss in enumerate(done):
+        again = next((later["time"] for later in done[number + 1 :] if set(later["ranks"]) & set(loss["ranks"])), None)
+        line = next((line for line in rounds if line["time"] > loss["time"] and _names(line, loss)), None)
+        if line is not None and (again is None or line["time"] < again + DETECTION_S[loss["how"]]):
+            matched.append((loss, line))
     found = []
-    for loss in done:
-        line = next((line for line in rounds if line["lost"] and line["time"] > loss["time"]), None)
-        finished = None if line is None else next((moment for moment in steps if moment > line["time"]), None)
-        if line is not None and finished is not None:
-            seconds = finished - loss["time"]
-            beyond_s = max(0.0, seconds - DETECTION_S[loss["how"]])
-            found.append(Cost(loss["how"], loss["place"], seconds, beyond_s, line["repeated"]))
+    for loss, line in matched:
+        finished = next((moment for moment in steps if moment > line["time"]), None)
+        if finished is None:
+            continue
+        others = [other for other, its in matched if line["time"] <= its["time"] < finished]
+        known = max(other["time"] + DETECTION_S[other["how"]] for other in others)
+        seconds, beyond_s = finished - loss["time"], max(0.0, finished - known)
+        found.append(Cost(loss["how"], loss["place"], seconds, beyond_s, line["repeated"]))
     return found
+
+
+def _names(line: dict[str, Any], loss: dict[str, Any]) -> bool:
+    """Return True if a line on ranks says that one of these was lost; machines have numbers from 1."""
+    return not {f"plh{rank + 1}" for rank in loss["ranks"]}.isdisjoint(lost["host"] for lost in line["lost"])
 
 
 def table(costs: Sequence[Cost]) -> str:

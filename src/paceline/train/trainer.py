@@ -145,7 +145,7 @@ class Trainer:
         name = task.spec or type(task).__name__
         used = setup.plugins_of(task, config, link.world.launcher)
         self.checkpoints = CheckpointManager(config, link, self.progress, name, goes_on=goes_on, plugins=used)
-        checkpoint = (None if survival is None else survival.memory.checkpoint()) or self.checkpoints.find()
+        checkpoint = self.checkpoints.find_newest(None if survival is None else survival.memory.checkpoint())
         if self.checkpoints.sums == "fast":  # asked for, or a run that began so
             self.config = config = config.model_copy(update={"sums": "fast"})
         stacks.send_to(self.checkpoints.rank_log_file)

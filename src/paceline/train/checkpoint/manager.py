@@ -23,7 +23,7 @@ from paceline.core.units import counted
 from paceline.observe.progress import Progress
 from paceline.parallel.gather import gather_tensors
 from paceline.train.checkpoint import pieces, reader, state
-from paceline.train.checkpoint.format import DIGESTS, STATE, CheckpointBroken, by_score, listed
+from paceline.train.checkpoint.format import DIGESTS, STATE, CheckpointBroken, by_score, listed, step_of
 from paceline.train.checkpoint.memory import Copies, same_on_all
 from paceline.train.checkpoint.writer import Checkpointer
 from paceline.train.engine import Engine
@@ -469,6 +469,21 @@ class CheckpointManager:
         before = checkpoint.state.get("precision")
         if before not in (None, precision) and not self._config.allow_change:
             raise SettingsChanged({"precision on this device": (before, precision)})
+
+    def find_newest(self, copied: reader.Checkpoint | None) -> reader.Checkpoint | None:
+        """Return what to go on from: the copy in memory, or a checkpoint that is newer. All ranks must call it.
+
+        A rank may be lost after a checkpoint was written and before that moment was copied. To go back behind a
+        checkpoint would drop lines of the journal that it counts on, if all ranks are lost before they are there again.
+        """
+        if copied is None:
+            return self.find()
+        paths = [] if self._run is None or not self._link.is_first else listed(self._run.checkpoints)
+        has_newer = any(step_of(path) > copied.step for path in paths)
+        if not self._link.broadcast_object(has_newer):
+            return copied
+        found = self.find()
+        return found if found is not None and found.step > copied.step else copied
 
     def find(self) -> reader.Checkpoint | None:
         """Return the checkpoint to resume from, None for a new run. All ranks must call it."""
