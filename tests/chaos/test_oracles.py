@@ -13,6 +13,7 @@ import torch
 from tests.chaos.campaign import Bad, Row, join, table
 from tests.chaos.checkpoints import ResumeFacts, judge_resume
 from tests.chaos.kills import RoundFacts, Shot, draw_rounds, judge_round
+from tests.chaos.marathon import costs
 from tests.chaos.runs import RunFacts, differences
 from tests.chaos.tasks import VARIANTS
 
@@ -108,3 +109,25 @@ def test_rows_of_jobs_join_and_survive_json() -> None:
     line = table([joined, Row("network", skipped="needs root")]).splitlines()
     assert line[1].split() == ["kills", "9", "8", "1", "3.0", "s", "10", "s"]
     assert line[2] == "network     skipped: needs root"
+
+
+def test_costs_of_losses() -> None:
+    """Beyond the time until the last of those lost together could be known; who had not joined yet costs nothing."""
+
+    def loss(moment: float, how: str, *ranks: int) -> dict[str, Any]:
+        return {"how": how, "place": "step", "ranks": list(ranks), "time": moment}
+
+    def line(moment: float, *lost: int, joined: int = 0) -> dict[str, Any]:
+        return {"time": moment, "lost": [{"host": f"plh{rank + 1}"} for rank in lost], "repeated": joined}
+
+    rounds = [line(10.3, 1), line(12.0), line(23.5, 2, 3), line(33.2, 0), line(36.4, 2)]
+    steps = [9.9, 10.5, 12.1, 23.75, 36.75, 60.0]
+    done = [loss(10.0, "killed", 1), loss(20.0, "killed", 2), loss(20.25, "frozen", 3), loss(25.0, "frozen", 3)]
+    found = costs([*done, loss(33.0, "killed", 0), loss(33.25, "frozen", 2)], rounds, steps)
+    assert [(cost.how, cost.seconds, cost.beyond_s) for cost in found] == [
+        ("killed", 0.5, 0.5),
+        ("killed", 3.75, 0.5),  # went on when the frozen one was known, too
+        ("frozen", 3.5, 0.5),
+        ("killed", 3.75, 0.5),  # another was frozen before the next step
+        ("frozen", 3.5, 0.5),
+    ]
