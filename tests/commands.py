@@ -1,4 +1,7 @@
-"""Commands in processes of their own, forked from one that has imported torch: a start takes milliseconds."""
+"""Commands in processes of their own, forked from one that has imported torch: a start takes milliseconds.
+
+So are the ranks that a command starts. How they start for a user is what tests/launchers is about.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.chaos.processes import fork_ranks
 from tests.crash import TIMEOUT_S, _context
 
 
@@ -70,6 +74,8 @@ def _work(words: list[str], env: dict[str, str], out: str, err: str, folder: str
     sys.argv = ["paceline", *words]
     from paceline.cli.main import main
 
+    if "--procs" in words or words[:1] == ["launch"]:
+        fork_ranks()
     code = main(words)
     sys.stdout.flush()
     sys.stderr.flush()

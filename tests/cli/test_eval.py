@@ -13,6 +13,7 @@ import torch
 
 from paceline.cli.main import main
 from paceline.observe.journal import read
+from tests.commands import run_command
 
 TASK = '''
 """A task as a user would write it, with a setting of its own."""
@@ -174,7 +175,9 @@ def test_eval_gives_what_training_logged(file: Path, shown: Type) -> None:
 def test_on_two_processes(file: Path, shown: Type) -> None:
     run = file.parent / "run"
     shown(*train(file, "--out", run, "--epochs", 2, "--lr", 0.05))
-    found = json.loads(shown("eval", run, "--checkpoint", "last", "--json", "--device", "cpu", "--procs", 2))
+    both = run_command(["eval", str(run), "--checkpoint", "last", "--json", "--device", "cpu", "--procs", "2"])
+    assert (both.code, both.err) == (0, "")
+    found = json.loads(both.out)
     assert found["metrics"] == metrics(logged(run)[-1])
 
 

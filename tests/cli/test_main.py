@@ -13,6 +13,7 @@ import pytest
 
 from paceline.cli.main import COMMANDS, main
 from paceline.observe.journal import read
+from tests.commands import run_command
 
 FILE = Path(__file__).parent / "tasks_for_tests.py"
 TIMEOUT_S = 90
@@ -88,22 +89,16 @@ def test_launched_ranks_agree_on_a_folder(tmp_path: Path) -> None:
     assert record["starts"][0]["command"] == " ".join(["paceline", *train, "--threads", "1"])
 
 
-def test_restarted_ranks_go_on_in_the_same_run(tmp_path: Path) -> None:
+def test_restarted_ranks_go_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `--on-failure restart`; that those that are left go on is in tests/chaos/survivors.py."""
     words = ["train", f"{FILE.parent / 'dies_once.py'}:DiesOnce", "--device", "cpu", "--threads", "1"]
     words += ["--global-batch", "16", "--epochs", "3", "--save-every-steps", "1", "--procs", "2", "--max-restarts", "1"]
     words += ["--on-failure", "restart"]
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline", *words],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(FILE.parents[2])},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "starting all ranks again" in done.stderr
-    assert "resumed after step" in done.stdout
+    monkeypatch.chdir(tmp_path)
+    done = run_command(words)
+    assert done.code == 0, done.err
+    assert "starting all ranks again" in done.err
+    assert "resumed after step" in done.out
     (run,) = (tmp_path / "runs").iterdir()
     record = json.loads((run / "run.json").read_text())
     assert (record["status"], len(record["starts"])) == ("finished", 2)

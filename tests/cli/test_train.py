@@ -6,8 +6,6 @@ Cases of one process call `main` here; cases of several start real ones, which c
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +18,7 @@ from paceline.cli.main import main
 from paceline.core.paths import near
 from paceline.core.run_folder import RunFolder
 from paceline.observe.journal import read
+from tests.commands import run_command
 from tests.train.checkpoint.test_writer import small_disk
 
 FILE = Path(__file__).parent / "tasks_for_tests.py"
@@ -34,15 +33,9 @@ def arguments(task: str, *words: object) -> list[str]:
     return ["train", name, *(word for pair in usual.items() if pair[0] not in typed for word in pair), *typed]
 
 
-def start(task: str, *words: object, **env: str) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline", *arguments(task, *words)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        env={**os.environ, **env},
-    )
-    return done.returncode, done.stdout, done.stderr
+def start(task: str, *words: object) -> tuple[int | None, str, str]:
+    done = run_command(arguments(task, *words))
+    return done.code, done.out, done.err
 
 
 @pytest.fixture

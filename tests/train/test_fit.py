@@ -4,62 +4,41 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 import paceline
 from paceline.observe.callback import RunInfo
+from paceline.train.validate import UnknownMonitor
 from paceline.world.link import Link
+from tests.crash import _context
 from tests.ranks import run_ranks
 from tests.train.small import SmallTask
 
-AGAIN = """
-import threading
-import torch.distributed as dist
-import paceline
-from paceline.train.validate import UnknownMonitor
-from tests.train.small import SmallTask
 
-settings = {"global_batch": 8, "steps": 2, "device": "cpu", "threads": 1, "level": 0, "workers": 0, "progress": "none"}
-try:
-    paceline.fit(SmallTask(), monitor="tets/loss", **settings)
-except UnknownMonitor:
-    assert not dist.is_initialized(), "the process group was left behind"
-print(paceline.fit(SmallTask(), **settings).status)
-"""
+def fail_and_fit_again(rank: int, port: int) -> None:
+    """What a rank of torchrun does."""
+    torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in torchrun.items()}, MASTER_ADDR="127.0.0.1")
+    settings: dict[str, Any] = {"global_batch": 8, "steps": 2, "device": "cpu", "threads": 1, "level": 0, "workers": 0}
+    with pytest.raises(UnknownMonitor):
+        paceline.fit(SmallTask(), monitor="tets/loss", progress="none", **settings)
+    assert not torch.distributed.is_initialized(), "the process group was left behind"
+    assert paceline.fit(SmallTask(), progress="none", **settings).status == "finished"
 
 
-def free_port() -> int:
+def test_a_failed_fit_on_several_ranks_can_be_followed_by_another() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def test_a_failed_fit_on_several_ranks_can_be_followed_by_another(tmp_path: Path) -> None:
-    port = free_port()
-    root = Path(__file__).parents[2]
-    processes = []
-    for rank in range(2):
-        torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-        env = {**os.environ, **{name: str(value) for name, value in torchrun.items()}, "MASTER_ADDR": "127.0.0.1"}
-        env["PYTHONPATH"] = os.pathsep.join([str(root), env.get("PYTHONPATH", "")])
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", AGAIN],
-                cwd=tmp_path,
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    results = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], results
-    assert [output.splitlines()[-1] for output, _ in results] == ["finished", "finished"]
+        port = listener.getsockname()[1]
+    both = [_context().Process(target=fail_and_fit_again, args=(rank, port)) for rank in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(120)
+    assert [process.exitcode for process in both] == [0, 0]
 
 
 def in_a_group_without_variables(link: Link) -> tuple[float, int, bool]:

@@ -10,9 +10,12 @@ import warnings
 import pytest
 
 import paceline
+from paceline.core.run_folder import RunExists
 from paceline.train.fit import fit
 from paceline.train.fit_procs import AlreadyRanks, NotInMainThread, TaskNotPortable
+from tests.chaos.processes import fork_ranks
 from tests.commands import run_command
+from tests.crash import _context
 from tests.train.small import SmallTask
 
 CELLS = (
@@ -49,10 +52,6 @@ print("RESULT", json.dumps({
     "own class": type(both.model) is Net,
     "ranks": len(list((both.folder / "logs").glob("rank-*.log"))),
 }))
-try:
-    paceline.fit(task, procs=2, out=FOLDER, **given)
-except paceline.PacelineError as error:
-    print("ERROR", type(error).__name__, error)
 """,
 )
 
@@ -72,8 +71,21 @@ def test_a_task_of_a_notebook_on_two_processes(tmp_path, monkeypatch):
     (line,) = [line for line in printed.splitlines() if line.startswith("RESULT")]
     expected = {"status": "finished", "same": True, "own class": True, "ranks": 2}
     assert json.loads(line.removeprefix("RESULT ")) == expected
-    assert "ERROR RunExists" in printed  # an error of the ranks is one of the notebook
-    assert "holds a run already" in printed
+
+
+def fit_into(folder: str) -> None:
+    """A script whose ranks are forked."""
+    fork_ranks()
+    with pytest.raises(RunExists, match="holds a run already"):
+        fit(SmallTask(), procs=2, steps=1, device="cpu", out=folder, progress="none")
+
+
+def test_an_error_of_the_ranks_is_one_of_the_caller(tmp_path):
+    fit(SmallTask(), steps=1, device="cpu", out=tmp_path / "run", progress="none")
+    process = _context().Process(target=fit_into, args=(str(tmp_path / "run"),))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def test_what_cannot_travel_is_said():

@@ -87,13 +87,13 @@ def test_mistakes_in_the_call(tmp_path: Path) -> None:
 
 def test_trials_in_processes_of_their_own(tmp_path: Path) -> None:
     out = tmp_path / "sweep"
-    words = ["sweep", TASK, "--search", "at=1,2,3", "--sampler", "grid", "--jobs", "2", "--out", str(out), *WORDS]
+    words = ["sweep", TASK, "--search", "at=1,3", "--sampler", "grid", "--jobs", "2", "--out", str(out), *WORDS]
     done = run_command(words)
     assert done.code == 0, done.err + done.out
     assert "at" in done.out
     assert "best: trial" in done.out
     ends = [json.loads(file.read_text()) for file in sorted((out / "trials").glob("*.end.json"))]
-    assert sorted(end["score"] for end in ends) == [0.0, 1.0, 4.0]
+    assert sorted(end["score"] for end in ends) == [0.0, 4.0]
     assert (out / "report.html").exists()
     again = run_command([*words, "--resume", "auto"])
     assert again.code == 0, again.err

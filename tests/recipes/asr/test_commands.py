@@ -6,8 +6,6 @@ import importlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,8 @@ from paceline.observe.journal import read
 from paceline.recipes.asr.settings import AsrSettings
 from paceline.recipes.asr.text.decode import beam_batch
 from paceline.train.checkpoint import reader as restore
+from tests.commands import run_command
+from tests.forked import Forked
 from tests.recipes.asr import tiny
 
 Type = Callable[..., str]
@@ -312,11 +312,6 @@ def test_a_run_without_validation_sets_says_what_to_name(folder: Path, shown: Ty
 # -- bad data ----------------------------------------------------------------------------------------------------------
 
 
-def launched(*words: object) -> Any:
-    command = [sys.executable, "-m", "paceline", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-
-
 def test_bad_data_stops_all_ranks_with_one_message(folder: Path, mistake: Type, tmp_path: Path) -> None:
     lines = tiny.lines_of(folder / "train.json")
     for line in lines:
@@ -332,29 +327,22 @@ def test_bad_data_stops_all_ranks_with_one_message(folder: Path, mistake: Type, 
     assert f"{bad}:69: " not in said
     assert "... and 11 more" in said
     assert "--bad-data skip" in said
-    two = launched(*words, "--procs", 2)
-    assert two.returncode == 2
-    assert "Traceback" not in two.stderr
-    assert two.stderr.count("31 bad lines in") == 1
-    assert two.stderr[two.stderr.index("error: ") :].strip().startswith(said.strip())
+    two = run_command([*map(str, words), "--procs", "2"])
+    assert two.code == 2
+    assert "Traceback" not in two.err
+    assert two.err.count("31 bad lines in") == 1
+    assert two.err[two.err.index("error: ") :].strip().startswith(said.strip())
     assert not (tmp_path / "run").exists()
 
 
 # -- packages ----------------------------------------------------------------------------------------------------------
 
 
-WITHOUT = """
-import sys
-from paceline.cli.main import main
-sys.modules["soundfile"] = None  # what `import` takes for a package that is not there
-sys.exit(main(["train", "asr", "--train-manifest", "a.json", "--epochs", "1"]))
-"""
-
-
 def test_a_missing_package_is_named_with_what_installs_it() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 2
-    assert done.stderr == (
+    with Forked("tests.recipes.asr.without_soundfile", []) as process:
+        _, error = process.communicate(timeout=60.0)
+    assert process.returncode == 2
+    assert error == (
         "error: the recipe 'asr' needs the package soundfile, which is not installed\n  pip install 'paceline[asr]'\n"
     )
 

@@ -187,28 +187,31 @@ def free_port() -> str:
         return str(found.getsockname()[1])
 
 
-def test_both_launchers_of_torch_train_the_same(folder: Path) -> None:
+@pytest.mark.parametrize("names", [("torchrun",), pytest.param(("torchrun", "launch"), marks=pytest.mark.long)])
+def test_launchers_of_torch_train_the_same(folder: Path, names: tuple[str, ...]) -> None:
+    """That both start our ranks is seen in tests/launchers/test_one_machine.py, too."""
+    runs = folder / "-".join(names)
     flags = shlex.split(
         "--batch_size=2 --num_gpus=2 --num_epochs=2 --lr=0.015 --warmup_steps=2 --weight_decay=0.001 --device cpu"
         f" --train_manifest={folder}/train.json --val_manifest1={folder}/clean.json --val_manifest2={folder}/other.json"
-        f" --val_manifest3={folder}/noisy.json --model_config={folder}/network.yaml --work_dir={folder}/runs"
+        f" --val_manifest3={folder}/noisy.json --model_config={folder}/network.yaml --work_dir={runs}"
         " --amp_opt_level=O1 --workers 0 --log-every 1 --threads 1 --val-every-epochs 2"
     )
-    for name, launcher in LAUNCHERS.items():
-        command = [sys.executable, "-m", *launcher, free_port(), str(SCRIPT), *flags, f"--exp_name={name}"]
+    for name in names:
+        command = [sys.executable, "-m", *LAUNCHERS[name], free_port(), str(SCRIPT), *flags, f"--exp_name={name}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr
         assert done.stdout.count("--amp_opt_level O1: no GPU here, training in fp32") == 1
-    torchrun, launch = (folder / "runs" / name for name in LAUNCHERS)
-    losses = tiny.losses_of(torchrun)
+    losses = tiny.losses_of(runs / names[0])
     assert len(losses) == 4
-    assert tiny.losses_of(launch) == losses
-    (validation,) = tiny.validations_of(torchrun)
+    (validation,) = tiny.validations_of(runs / names[0])
+    for name in names:
+        assert tiny.losses_of(runs / name) == losses
+        assert tiny.validations_of(runs / name) == [validation]
     assert list(validation) == [
         f"{name}/{each}" for name in ("clean", "other", "noisy") for each in ("wer", "cer", "loss")
     ]
-    assert tiny.validations_of(launch) == [validation]
 
 
 def test_it_shows_what_it_would_type(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from pathlib import Path
@@ -42,15 +43,32 @@ def assert_same(ours: dict[str, Any], whole: dict[str, Any], what: str) -> None:
             assert torch.equal(tensor, whole["buffer"][name]), f"{what}: {name}"
 
 
+@functools.cache
+def on_one_rank(method: str) -> dict[str, Any]:
+    return train(alone(), settings_of(method))
+
+
+def settings_of(method: str) -> dict[str, Any]:
+    return {"method": method, "num_tasks": 3, **SHORT.get(method, {})}
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_is_the_same_on_any_number_of_ranks(method: str) -> None:
-    settings = {"method": method, "num_tasks": 3, **SHORT.get(method, {})}
-    whole = train(alone(), settings)
+@pytest.mark.parametrize(
+    ("size", "mode"),
+    [
+        (2, "replicated"),
+        (4, "sharded"),
+        pytest.param(2, "sharded", marks=pytest.mark.long),
+        pytest.param(4, "replicated", marks=pytest.mark.long),
+    ],
+)
+def test_every_method_is_the_same_on_any_number_of_ranks(method: str, size: int, mode: str) -> None:
+    whole = on_one_rank(method)
     assert len(whole["losses"]) >= 9
-    for size in (2, 4):
-        for mode in ("replicated", "sharded") if whole["buffer"] else ("replicated",):
-            for ours in run_ranks(size, train, {**settings, "buffer_mode": mode}):
-                assert_same(ours, whole, f"{method}, {size} ranks, {mode}")
+    if not whole["buffer"]:
+        mode = "replicated"
+    for ours in run_ranks(size, train, {**settings_of(method), "buffer_mode": mode}):
+        assert_same(ours, whole, f"{method}, {size} ranks, {mode}")
 
 
 @pytest.mark.parametrize("strategy", ["class-balanced", "loss-aware", "herding"])
