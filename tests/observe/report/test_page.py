@@ -125,7 +125,7 @@ def test_data_in_a_script_comes_out_as_it_went_in() -> None:
 
 def test_a_long_run_stays_small(tmp_path: Path) -> None:
     lines = "".join(
-        f'{{"kind": "step", "step": {n}, "epoch": 0, "loss": {1 / (n + 1)}, "lr": 0.1}}\n' for n in range(200_000)
+        f'{{"kind": "step", "step": {n}, "epoch": 0, "loss": {1 / (n + 1)}, "lr": 0.1}}\n' for n in range(80_000)
     )
     folder = write_run(tmp_path / "long", [])
     (folder / "metrics.jsonl").write_text(lines)
