@@ -6,6 +6,8 @@ left threads and random numbers as it had set them.
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import random
 import warnings
@@ -69,6 +71,13 @@ class Fails(WeightedTask):
         raise RuntimeError("a bug")
 
 
+class FailsInThird(WeightedTask):
+    def loss(self, model: nn.Module, grain: Any) -> Any:
+        if model.training and len(self.seen) > 64:
+            raise RuntimeError("a bug")
+        return super().loss(model, grain)
+
+
 def whole_run(folder: Path, task: paceline.Task | None = None) -> None:
     paceline.fit(task or WeightedTask(has_norm=True), epochs=1, level=0, device="cpu", threads=1, out=folder)
 
@@ -90,6 +99,42 @@ def test_the_process_is_given_back(tmp_path: Path, way: str, capsys: pytest.Capt
         assert seen() == before
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_engines_either_may_be_closed_first(first: int) -> None:
+    """Before, the second to close gave back what the first had set."""
+    before = seen()
+    engines = [paceline.Engine(level=0, device="cpu", threads=1), paceline.Engine(level=0, device="cpu", threads=2)]
+    engines[first].close()
+    engines[1 - first].close()
+    engines[first].close()  # once more does nothing
+    assert seen() == before
+    with pytest.raises(paceline.PacelineError, match="cuda"):
+        paceline.Engine(device="cuda")
+    paceline.Engine(level=0, device="cpu", threads=1).close()
+    assert seen() == before
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_worker_stays(fails: bool) -> None:
+    """Before, those of validation sets stayed, more with every run."""
+    before = set(multiprocessing.active_children())
+    settings: dict[str, Any] = {"level": 0, "device": "cpu", "workers": 1, "val_every_steps": 1, "progress": "none"}
+    with pytest.raises(RuntimeError, match="a bug") if fails else contextlib.nullcontext():
+        paceline.fit(FailsInThird() if fails else WeightedTask(), epochs=1, **settings)
+    assert set(multiprocessing.active_children()) <= before
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_modes_of_the_caller_stay_outside(mode: Callable[[], Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Before, a run inside of another's validation had no gradients, and one under autocast was in bf16."""
+    settings: dict[str, Any] = {"epochs": 1, "level": 0, "device": "cpu", "progress": "none"}
+    alone = paceline.fit(WeightedTask(), **settings)
+    with mode():
+        inside = paceline.fit(WeightedTask(), **settings)
+        assert not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+    assert alone.loss == inside.loss
 
 
 def test_torch_is_not_heard_to_warn_of_its_older_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ Nothing of the run is changed, and nothing of a training step is needed: no trai
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -295,7 +296,8 @@ def evaluate_run(
     validation = Validation(task, engine, config, grains, tasks.val_data_of(task) if sets is None else sets)
     if validation.is_empty:
         raise NothingToValidate(task)
-    metrics = validation.run()
+    with closing(validation):
+        metrics = validation.run()
     tasks.report(task)
     return metrics
 
@@ -327,25 +329,25 @@ def _predict(task: Task, engine: Engine, each: FixedSet, limit_batches: int | No
     """Predict in rounds of some batches per rank. A round covers consecutive samples, so sorted rounds are in order."""
     link, world = engine.link, engine.link.world
     steps = each.plan.num_steps if limit_batches is None else min(each.plan.num_steps, limit_batches)
-    batches = each.loader.run(each.plan, range(world.rank, steps, world.size))
-    for _ in range(0, steps, ROUND * world.size):
-        # Entered once a round, by ranks without a batch too: around a `yield` it would turn gradients off for whoever
-        # iterates.
-        with engine.evaluating():
-            parts = [
-                _predict_grain(task, engine, grain, batch.step)
-                for batch in islice(batches, ROUND)
-                for grain in batch.grains
+    with closing(each.loader):
+        batches = each.loader.run(each.plan, range(world.rank, steps, world.size))
+        for _ in range(0, steps, ROUND * world.size):
+            # Entered once a round, by ranks without a batch too: around a `yield` it would turn gradients off for
+            # whoever iterates.
+            with engine.evaluating():
+                parts = [
+                    _predict_grain(task, engine, grain, batch.step)
+                    for batch in islice(batches, ROUND)
+                    for grain in batch.grains
+                ]
+            pairs = [
+                pair
+                for rank_parts in link.gather_objects(parts)
+                for samples, prediction in rank_parts
+                for pair in zip(samples, prediction, strict=True)
             ]
-        pairs = [
-            pair
-            for rank_parts in link.gather_objects(parts)
-            for samples, prediction in rank_parts
-            for pair in zip(samples, prediction, strict=True)
-        ]
-        if link.is_first:
-            yield from sorted(pairs, key=lambda pair: int(pair[0]))
-    each.loader.close()
+            if link.is_first:
+                yield from sorted(pairs, key=lambda pair: int(pair[0]))
     tasks.report(task)
 
 

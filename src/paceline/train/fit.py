@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
+import torch
 from typing_extensions import ParamSpec
 
 from paceline.config.python_call import settings_of_call
@@ -93,12 +95,22 @@ def fit(  # type: ignore[misc]  # `args` of the last one are none: settings have
         started = fit_on_procs(task, config, watchers, procs)
         if started is not None:
             return started
-    with from_settings(config) as link:
+    with _as_settings_say(), from_settings(config) as link:
         if config.out is None and config.exp_name is not None:
             # One rank looks which names are taken.
             chosen = run_folder(config, task="", moment="", exists=exists) if link.is_first else None
             config = config.model_copy(update={"out": link.broadcast_object(chosen)})
         return run_mode(task, config, link, watchers)
+
+
+@contextmanager
+def _as_settings_say() -> Iterator[None]:
+    """Leave modes of the caller outside: `no_grad` (a run inside of another's validation), autocast."""
+    with torch.inference_mode(False), torch.enable_grad(), ExitStack() as modes:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                modes.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def fit_surviving(

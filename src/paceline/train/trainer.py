@@ -225,6 +225,7 @@ class Trainer:
                 self.timeline.abandon()
                 raise
             finally:
+                self.validation.close()
                 self.log.end()  # whatever happens, the terminal is given back
 
     def ask_to_stop(self) -> None:

@@ -151,6 +151,11 @@ class Validation:
         self.seconds = time.perf_counter() - began
         return self.metrics
 
+    def close(self) -> None:
+        """Stop the workers that read the sets; another `run` starts them anew."""
+        for each in self._sets.values():
+            each.loader.close()
+
     def judge(self, position: Position, *, is_due: bool = True) -> None:
         """Enter the monitored score into the position. Every rank has the same number, so all decide alike.
 

@@ -1,7 +1,9 @@
 """State of the process that this library is called from, as it was before.
 
 A link takes note when it starts and gives everything back when it is closed, so that a program that trains for a while
-goes on as if it had not: threads, precision of the backends, random numbers, the current GPU.
+goes on as if it had not: threads, precision of the backends, random numbers, the current GPU. Of several links at once
+(two engines, a run inside of another's validation) each may be closed first: the last one gives back what was there
+before all of them.
 """
 
 from __future__ import annotations
@@ -74,6 +76,30 @@ class Before:
         torch.set_rng_state(of_torch)
         if of_gpu is not None:
             torch.cuda.set_rng_state(of_gpu)
+
+
+_guests: list[Guest] = []
+"""Those that have not left, in the order in which they came."""
+
+
+class Guest:
+    """A link in somebody's process, from its start to its end."""
+
+    def __init__(self, variables: tuple[str, ...] = ()) -> None:
+        """`variables` are those of the environment that may change."""
+        self._before = Before.now(variables)
+        _guests.append(self)
+
+    def leave(self) -> None:
+        """Make the process what it was; where one that came later is still there, leave that to it. Once is enough."""
+        if self not in _guests:
+            return
+        place = _guests.index(self)
+        _guests.remove(self)
+        if place == len(_guests):
+            self._before.give_back()
+        else:  # what the later one found was ours
+            _guests[place]._before = self._before
 
 
 def set_precisions(precisions: dict[str, str], cudnn_tf32: bool | None, matmul: str | None) -> None:

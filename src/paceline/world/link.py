@@ -15,7 +15,7 @@ from paceline.world.discover.environment import World
 from paceline.world.failure.flight_recorder import trail
 from paceline.world.failure.together import is_guarded
 from paceline.world.failure.watchdog import FailureWatch
-from paceline.world.guest import Before
+from paceline.world.guest import Guest
 from paceline.world.store import Store, answer_within, poll
 
 Reduction = Literal["sum", "max", "min"]
@@ -41,7 +41,7 @@ class Link:
         hosts: tuple[str, ...],
         store: Store | None = None,
         watch: FailureWatch | None = None,
-        before: Before | None = None,
+        guest: Guest | None = None,
         threads_by: str = "",
         *,
         owns_group: bool = True,
@@ -57,7 +57,7 @@ class Link:
         self.store = store
         """Keys shared by all ranks, before and beside the process group; None where there is no group."""
         self._watch = watch
-        self._before = before  # the process as the user had it
+        self._guest = guest  # knows the process as the user had it
         self._owns_group = owns_group
         self.has_group = store is not None
         """True if there is a process group: always with several ranks, with one if it was asked for."""
@@ -169,9 +169,8 @@ class Link:
         group_sockets.forget()
 
     def _give_back(self) -> None:
-        before, self._before = self._before, None
-        if before is not None:
-            before.give_back()
+        if self._guest is not None:
+            self._guest.leave()
 
     def __enter__(self) -> Link:
         return self

@@ -27,7 +27,7 @@ from paceline.world.failure.board import FailureBoard, Seen
 from paceline.world.failure.flight_recorder import trail
 from paceline.world.failure.together import remember_meeting
 from paceline.world.failure.watchdog import FailureWatch
-from paceline.world.guest import Before
+from paceline.world.guest import Guest
 from paceline.world.link import Link
 from paceline.world.parent_process import end_with_parent
 from paceline.world.resources import OMP, DeviceChoice, backend_of, device_name, threads_by_environment, threads_of
@@ -88,27 +88,30 @@ def start(
     a single process the group, and so the code and the collectives, that several have: to try NCCL on one GPU.
     `check` is called while others are waited for: where ranks may be lost, it raises when one of them was.
     """
-    before = Before.now((GLOO_INTERFACE,))
-    trail.reset()
-    stacks.send_to(None)
-    if world.launcher == "procs":
-        end_with_parent(signal.SIGTERM)  # the ranks then save and leave, too
-    chosen = _choose_device(world, device, share_devices)
-    mine = _introduce(world, chosen)
-    if world.size == 1:
-        alone = _join_alone(backend_of([mine], share_devices), timeout_s) if group_of_one else None
-        num_threads = _set_threads(mine, [mine], threads)
-        return Link(world, chosen, num_threads, (mine.host,), alone, before=before, threads_by=threads_by)
-    has_group = dist.is_initialized()  # of Ray Train, or of the user's own script
-    if has_group:
-        world = _beside_group(world)
-    interface = gloo_interface(world, os.environ)
-    if interface is not None:
-        os.environ[GLOO_INTERFACE] = interface
-    common = meet(world, start_timeout_s)
-    watch = FailureWatch(world, timeout_s, is_surviving=check is not None)
-    meeting = remember_meeting(world, common, watch, timeout_s)
-    try:
+    with ExitStack() as undo:
+        guest = Guest((GLOO_INTERFACE,))
+        undo.callback(guest.leave)
+        trail.reset()
+        stacks.send_to(None)
+        if world.launcher == "procs":
+            end_with_parent(signal.SIGTERM)  # the ranks then save and leave, too
+        chosen = _choose_device(world, device, share_devices)
+        mine = _introduce(world, chosen)
+        if world.size == 1:
+            alone = _join_alone(backend_of([mine], share_devices), timeout_s) if group_of_one else None
+            num_threads = _set_threads(mine, [mine], threads)
+            undo.pop_all()
+            return Link(world, chosen, num_threads, (mine.host,), alone, guest=guest, threads_by=threads_by)
+        has_group = dist.is_initialized()  # of Ray Train, or of the user's own script
+        if has_group:
+            world = _beside_group(world)
+        interface = gloo_interface(world, os.environ)
+        if interface is not None:
+            os.environ[GLOO_INTERFACE] = interface
+        common = meet(world, start_timeout_s)
+        watch = FailureWatch(world, timeout_s, is_surviving=check is not None)
+        undo.callback(watch.stop)
+        meeting = remember_meeting(world, common, watch, timeout_s)
         _starts[world.meeting, world.attempt] += 1
         store = PrefixStore(f"start{_starts[world.meeting, world.attempt]}", common)
         FailureBoard(common).tell_place(world.rank, Seen(mine.host, 0, 0, str(trail)))
@@ -120,11 +123,8 @@ def start(
             _form_group(world, backend, PrefixStore("group", store), chosen, timeout_s, check)
         answer_within(world, timeout_s)
         watch.follow_group(meeting.hosts, is_on_device="cuda" in backend)
-    except BaseException:
-        watch.stop()
-        before.give_back()
-        raise
-    return Link(world, chosen, num_threads, meeting.hosts, store, watch, before, threads_by, owns_group=not has_group)
+        undo.pop_all()
+    return Link(world, chosen, num_threads, meeting.hosts, store, watch, guest, threads_by, owns_group=not has_group)
 
 
 class GroupDiffers(PacelineError):
