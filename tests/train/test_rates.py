@@ -255,3 +255,55 @@ def test_an_engine_steps_a_torch_scheduler(link: Link) -> None:
         torch.testing.assert_close(tensor, expected[name])
     assert scheduler.last_epoch == 6
     assert shown[0] == pytest.approx(0.05 / 25)
+
+
+class Scheduled(OwnTask):
+    """A task with a scheduler that is given to it."""
+
+    def __init__(self, make: Callable[[torch.optim.Optimizer], Any]) -> None:
+        super().__init__()
+        self._make = make
+
+    def scheduler(self, optimizer: torch.optim.Optimizer, num_steps: int | None) -> Any:
+        return self._make(optimizer)
+
+
+class Squared(lr_scheduler.LRScheduler):
+    """A scheduler that fails at its fourth step."""
+
+    def get_lr(self) -> list[float]:
+        if self.last_epoch == 4:
+            raise ValueError("no more steps")
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda each: lr_scheduler.OneCycleLR(each, 0.2, total_steps=5),
+            "OneCycleLR ends after 5 steps, but the run has 6",
+        ),
+        (Squared, "the Squared failed when it was stepped: ValueError: no more steps"),
+        (lambda each: 5, "`scheduler` of task Scheduled returned int, not a torch scheduler"),
+    ],
+)
+def test_schedulers_that_cannot_be_stepped_are_named(make: Any, message: str) -> None:
+    with pytest.raises(paceline.PacelineError, match=message):
+        paceline.fit(Scheduled(make), epochs=2, **PLAIN)
+
+
+def test_a_scheduler_that_waits_for_validations_is_told_that_there_are_none(capsys: Any) -> None:
+    settings = {**PLAIN, "progress": "lines"}
+    paceline.fit(Scheduled(lr_scheduler.ReduceLROnPlateau), epochs=1, **settings)
+    assert "ReduceLROnPlateau moves it after validations, and there are none" in capsys.readouterr().out
+    paceline.fit(Scheduled(lambda optimizer: None), epochs=1, **settings)  # the settings' schedule after all
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    class Newton(OwnTask):
+        def optimizer(self, groups: Any, settings: Any, device: torch.device) -> torch.optim.Optimizer:
+            return torch.optim.LBFGS(self.net.parameters())
+
+    with pytest.raises(paceline.PacelineError, match="`LBFGS.step` needs a closure"):
+        paceline.fit(Newton(), epochs=1, **PLAIN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -50,6 +51,18 @@ class ForeignParameters(PacelineError):
     number: int
     sentence = "the optimizer updates {number:#parameter} that the model does not have"
     hint = "make them part of the model (a criterion's parameters too), so that ranks and checkpoints know them"
+
+
+class NeedsClosure(PacelineError):
+    """An optimizer that wants to evaluate the model itself, as LBFGS does."""
+
+    optimizer: Any
+    sentence = "`{kind}.step` needs a closure that evaluates the model again, and a step here evaluates it once"
+    hint = "use an optimizer whose `step()` needs none, such as `--optimizer adamw`"
+
+    @property
+    def kind(self) -> str:
+        return type(self.optimizer).__name__
 
 
 class DividesByZero(PacelineError):
@@ -294,6 +307,10 @@ def _check_pair(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
     num_foreign = sum(id(parameter) not in parameters for parameter in updated)
     if num_foreign:
         raise ForeignParameters(num_foreign)
+    # Of the class: schedulers put a function of their own into the object.
+    _, *wanted = inspect.signature(type(optimizer).step).parameters.values()
+    if any(each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in wanted):
+        raise NeedsClosure(optimizer)
     if not any(parameter.requires_grad for parameter in updated):
         raise NoGradients
 

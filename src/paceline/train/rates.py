@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.config.settings import OptimSettings
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, first_line
 from paceline.optim.state import OWN_LR
 from paceline.world.values import decode, encode
 
@@ -39,6 +39,40 @@ class ForeignScheduler(PacelineError):
     @property
     def kind(self) -> str:
         return type(self.scheduler).__name__
+
+
+class SchedulerEnds(PacelineError):
+    """A torch scheduler that was made for fewer steps than there are."""
+
+    scheduler: Any
+    total: int
+    num_steps: int
+    sentence = "the {kind} ends after {total:#step}, but the run has {num_steps}"
+    hint = (
+        "make it with `num_steps` of `def scheduler(self, optimizer, num_steps):`; a resumed run goes on with the "
+        "scheduler that it was saved with"
+    )
+
+    @property
+    def kind(self) -> str:
+        return type(self.scheduler).__name__
+
+
+class SchedulerFails(PacelineError):
+    """A torch scheduler that raised when it was stepped."""
+
+    scheduler: Any
+    error: BaseException
+    sentence = "the {kind} failed when it was stepped: {why}"
+    hint = "make it for all steps of the run: `def scheduler(self, optimizer, num_steps):`"
+
+    @property
+    def kind(self) -> str:
+        return type(self.scheduler).__name__
+
+    @property
+    def why(self) -> str:
+        return first_line(self.error)
 
 
 def mark_own(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -140,6 +174,12 @@ class Schedulers:
         scheduler = self._by_name.get(STEPPED)
         if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
             return
+        try:
+            self._step(scheduler)
+        except ValueError as error:
+            raise SchedulerFails(scheduler, error) from error
+
+    def _step(self, scheduler: LRScheduler) -> None:
         if not self._is_first:
             scheduler.step()
             return
@@ -147,6 +187,18 @@ class Schedulers:
         with warnings.catch_warnings():  # torch warns where the first update was skipped for an overflow
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
             scheduler.step()
+
+    def check_length(self, num_steps: int | None) -> None:
+        """Raise `SchedulerEnds` if a scheduler that knows its end (`OneCycleLR`) has fewer steps than the run."""
+        scheduler = self.stepped
+        total = None if scheduler is None else vars(scheduler).get("total_steps")
+        if isinstance(total, int) and num_steps is not None and total < num_steps:
+            raise SchedulerEnds(scheduler, total, num_steps)
+
+    @property
+    def waits_for_scores(self) -> bool:
+        """True if the scheduler that is stepped here moves after validations."""
+        return isinstance(self.stepped, ReduceLROnPlateau)
 
     def validated(self, score: float) -> None:
         """Tell a scheduler that waits for it (`ReduceLROnPlateau`) the monitored score."""

@@ -94,6 +94,23 @@ class NotOneOptimizer(PacelineError):
         return "return a torch.optim.Optimizer"
 
 
+class NotAScheduler(PacelineError):
+    """A task's `scheduler` that returned something else than a torch scheduler."""
+
+    task: Task
+    value: Any
+    sentence = "`scheduler` of task {task_name} returned {kind}, not a torch scheduler"
+    hint = "return one of `torch.optim.lr_scheduler`, or None for the settings' `schedule`"
+
+    @property
+    def task_name(self) -> str:
+        return type(self.task).__name__
+
+    @property
+    def kind(self) -> str:
+        return type(self.value).__name__
+
+
 def _flat(entries: Iterable[Any]) -> Iterator[Any]:
     for entry in entries:
         if isinstance(entry, list | tuple):
@@ -121,7 +138,12 @@ def follow(
     engine.follow(schedule, peak=config.lr, tell=say)
     # A task may also keep a scheduler of its own under that name.
     if isinstance(task, HasScheduler) and callable(task.scheduler) and engine.schedulers.stepped is None:
-        engine.follow(task.scheduler(engine.optimizer, num_steps))
+        scheduler: Any = task.scheduler(engine.optimizer, num_steps)
+        if scheduler is not None:  # None: the settings' schedule after all
+            if not isinstance(scheduler, LRScheduler):
+                raise NotAScheduler(task, scheduler)
+            engine.follow(scheduler)
+    engine.schedulers.check_length(num_steps)
     return rates.lines(engine.optimizer, engine.schedulers, config)
 
 

@@ -668,9 +668,18 @@ class Trainer:
         """Let the engine follow the learning rates; return what there is to tell of them."""
         rate = self._schedule(feed)
         if self._probe is None or self._probe.schedule is None:
-            return setup.follow(self.engine, self.task, rate, self.config, self._schedule_steps, self.progress.say)
+            say = self.progress.say
+            remarks = setup.follow(self.engine, self.task, rate, self.config, self._schedule_steps, say)
+            if self.engine.schedulers.waits_for_scores and not self._validates:
+                remarks.append("learning rate: ReduceLROnPlateau moves it after validations, and there are none")
+            return remarks
         self.engine.follow(rate)
         return []
+
+    @property
+    def _validates(self) -> bool:
+        """True if there are validations while training goes on."""
+        return not self.validation.is_empty and bool(self.config.val_every_steps or self.config.val_every_epochs)
 
     def _schedule(self, feed: Feed) -> Callable[[int], float]:
         """Return the learning rate by step."""
@@ -678,8 +687,8 @@ class Trainer:
             self._schedule_steps = self.config.steps
             return self._probe.schedule
         self._schedule_steps = schedule_steps(self.config, self.stages, self._began_stage, feed, self._feed)
-        validates = not self.validation.is_empty and (self.config.val_every_steps or self.config.val_every_epochs)
-        rate = schedule.build(self.config, self._schedule_steps, self.position.scores if validates else None)
+        scores = self.position.scores if self._validates else None
+        rate = schedule.build(self.config, self._schedule_steps, scores)
         began = self.position.schedule_began
         return lambda step: rate(step - began)
 
