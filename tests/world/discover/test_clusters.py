@@ -182,6 +182,7 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
         (without(PALS, "PMI_SIZE"), RankCountUnknown, "export WORLD_SIZE"),
         (without(PALS, "PALS_LOCAL_SIZE"), EnvironmentIncomplete, "set PALS_LOCAL_SIZE too"),
         (without(RAY, "LOCAL_WORLD_SIZE"), EnvironmentIncomplete, "set LOCAL_WORLD_SIZE too"),
+        ({"TF_CONFIG": '{"cluster": {"chief": ["a:1"], "worker": ["b:1"]}}'}, ClusterIncomplete, "unset TF_CONFIG"),
     ],
 )
 def test_nothing_becomes_one_silent_rank(env, error, hint):
@@ -229,3 +230,9 @@ def test_one_machine_of_a_service_is_one_process():
         assert discover(env).launcher == "plain"
     one = json.dumps({"cluster": {"workerpool0": ["a:1"]}, "task": {"type": "workerpool0", "index": 0}})
     assert discover({"CLUSTER_SPEC": one}).launcher == "plain"
+
+
+@pytest.mark.parametrize("text", ["", "{broken", "5", '{"cluster": [1]}', '{"cluster": {"worker": ["a:1"]}}'])
+def test_tensorflow_on_one_machine_is_not_ours(text):
+    assert discover({"TF_CONFIG": text}).launcher == "plain"
+    assert discover(AZUREML | {"LOCAL_WORLD_SIZE": "4", "TF_CONFIG": text}).rank == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 
 from paceline.cli.launch import _around, _load
 from paceline.world.discover.environment import discover
+from paceline.world.launch.batch_script import join
 from paceline.world.launch.kubernetes import Kind, Pods, manifest, object_name
 from tests.world.launch.test_batch_script import JOB, SMALLEST
 
@@ -203,3 +205,26 @@ def test_pods_of_a_pytorchjob_are_told_by_its_operator():
 )
 def test_names_that_kubernetes_takes(text, name):
     assert object_name(text) == name
+
+
+def expanded(text: str, variables: dict[str, str]) -> str:
+    """What Kubernetes makes of a command or a value: `$(NAME)` is a variable if there is one, `$$` is `$`."""
+    return re.sub(
+        r"\$(\$|\((.*?)\))", lambda match: "$" if match[1] == "$" else variables.get(match[2], match[0]), text
+    )
+
+
+@pytest.mark.parametrize("kind", ["job", "pytorchjob"])
+def test_kubernetes_leaves_words_and_values_as_they_are(kind):
+    """Before, `a$$b` arrived as `a$b`, and `$(HOME)` as a folder, also inside of quotes."""
+    texts = ["$$", "$(HOME)", "$$(HOME)", "$HOME", "a$$$b", "x$", "$(od -An)", "'$$'\n: {evil}", "#$ -q x"]
+    job = replace(JOB, setup=tuple(texts), environment=tuple((f"V{number}", text) for number, text in enumerate(texts)))
+    text = manifest(replace(job, command=("train", *texts)), replace(PODS, kind=kind), "secret" * 8)
+    *_, last = yaml.safe_load_all(text)
+    pod = last["spec"]["template"] if kind == "job" else last["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
+    (container,) = pod["spec"]["containers"]
+    known = {"HOME": "/root"}
+    assert [expanded(each["value"], known) for each in container["env"] if "value" in each] == texts
+    shell = expanded(container["command"][-1], known)
+    assert shell.startswith("\n".join(texts))
+    assert f" -- train {join(texts)}" in shell

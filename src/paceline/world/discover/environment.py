@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from paceline.core.errors import PacelineError
 from paceline.world.discover.allocation import ReadText, find_allocation, read_text
-from paceline.world.discover.machines import Machine, ProcessesWanted, find_machine
+from paceline.world.discover.machines import Machine, ProcessesWanted, check_tensorflow, find_machine
 from paceline.world.discover.plugin_launchers import from_plugins
 
 Environment = Mapping[str, str]
@@ -132,6 +132,7 @@ def discover(env: Environment, read: ReadText = read_text) -> World:
     halves = [name for name in ("RANK", "WORLD_SIZE") if name in env]
     if halves:
         raise EnvironmentIncomplete(halves, [name for name in ("RANK", "WORLD_SIZE") if name not in env])
+    check_tensorflow(env)
     why = ["no launcher's variables are set: one process"]
     allocation = find_allocation(env, read)
     if allocation is not None and (allocation.slots or 1) > 1:

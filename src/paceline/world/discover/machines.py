@@ -157,6 +157,19 @@ def _from_azureml(env: Environment) -> Machine | None:
     return None
 
 
+def check_tensorflow(env: Environment) -> None:
+    """Refuse a job of several machines that only TensorFlow's variable tells of: each would train for itself."""
+    try:
+        spec = json.loads(env.get("TF_CONFIG", "{}"))
+        hosts = [host for kind in ("chief", "master", "worker") for host in spec.get("cluster", {}).get(kind, [])]
+    except (ValueError, TypeError, AttributeError):  # not ours to judge
+        return
+    if len(hosts) > 1:
+        what = f"started {len(hosts)} machines by TF_CONFIG, and RANK is not set"
+        advice = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, use `paceline launch --nnodes`, or unset TF_CONFIG"
+        raise ClusterIncomplete("The cluster", what, advice)
+
+
 def _meeting(env: Environment, host: str) -> str:
     return f"{env.get('MASTER_ADDR') or host}:{env.get('MASTER_PORT') or PORT}"
 

@@ -57,6 +57,11 @@ def object_name(text: str) -> str:
     return plain if plain[0].isalpha() else f"p-{plain}"[:_MAX_NAME]
 
 
+def literal(text: str) -> str:
+    """Return a text that Kubernetes leaves as it is: it puts values in place of `$(NAME)`, and `$` in place of `$$`."""
+    return re.sub(r"\$(?=[$(])", "$$", text)
+
+
 def manifest(job: BatchJob, pods: Pods, secret: str) -> str:
     """Return the YAML for `kubectl apply`. `secret` is what ranks know each other by: a new one for every job."""
     name = object_name(job.name)
@@ -145,8 +150,8 @@ def _pytorchjob(name: str, job: BatchJob, pods: Pods) -> dict[str, Any]:
 
 
 def _pod(name: str, container: str, line: str, job: BatchJob, pods: Pods) -> dict[str, Any]:
-    shell = "\n".join([*job.setup, line])
-    variables: list[Mapping[str, Any]] = [{"name": key, "value": value} for key, value in job.environment]
+    shell = literal("\n".join([*job.setup, line]))
+    variables: list[Mapping[str, Any]] = [{"name": key, "value": literal(value)} for key, value in job.environment]
     variables.append({"name": VARIABLE, "valueFrom": {"secretKeyRef": {"name": name, "key": VARIABLE}}})
     # The first launcher serves at its own address: its name is known to the cluster's name server only a while later.
     variables.append({"name": LISTEN, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
