@@ -193,7 +193,8 @@ def _around(env: Mapping[str, str]) -> World:
     if machine is not None and "LOCAL_RANK" not in env:
         return world_of(machine, env)
     try:
-        return discover(env)
+        # The options say how many machines there are; TensorFlow's variable alone is none of a launcher of ours.
+        return discover({name: value for name, value in env.items() if name != "TF_CONFIG"})
     except MeetingPointUnknown:
         return ALONE
 

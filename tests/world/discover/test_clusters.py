@@ -235,4 +235,5 @@ def test_one_machine_of_a_service_is_one_process():
 @pytest.mark.parametrize("text", ["", "{broken", "5", '{"cluster": [1]}', '{"cluster": {"worker": ["a:1"]}}'])
 def test_tensorflow_on_one_machine_is_not_ours(text):
     assert discover({"TF_CONFIG": text}).launcher == "plain"
+    assert _around({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}}'}).launcher == "plain"
     assert discover(AZUREML | {"LOCAL_WORLD_SIZE": "4", "TF_CONFIG": text}).rank == 5
