@@ -131,7 +131,8 @@ def encode(encoder: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor,
     for block in encoder.blocks:
         assert isinstance(block, Block)
         signal = _through(block, signal, matrices, seen)
-        lengths = strided_length(lengths, block.stride)
+        if block.stride > 1:  # else three kernels that change nothing
+            lengths = strided_length(lengths, block.stride)
     track(seen)
     return signal.unpacked(order), lengths
 
