@@ -68,8 +68,6 @@ def _looks_like_task(word: str) -> bool:
 
 
 def _run(world: World, name: str, rest: list[str]) -> int:
-    from paceline.cli.tasks import make_task
-
     task_class = _find(name, rest)
     options = load(train_options(task_class.Settings), [name, *rest], prog=PROG, positional=POSITIONAL)
     settings = task_settings(options, task_class.Settings)
@@ -84,14 +82,18 @@ def _run(world: World, name: str, rest: list[str]) -> int:
     if world.launcher == "plain" and (procs != 1 or options.max_restarts):
         return _launch(options, settings, [name, *rest])
     check_procs(world, procs, PROG)
-    settings = _with_timeline(world, _with_folder(world, settings, name), os.environ)
+    return _train(world, task_class, name, _with_timeline(world, _with_folder(world, settings, name), os.environ))
+
+
+def _train(world: World, task_class: type[Task], name: str, settings: TrainConfig) -> int:
+    """Train as one rank; return the exit code."""
+    from paceline.cli.tasks import make_task
     from paceline.train.fit import fit, fit_surviving
     from paceline.world.failure.board import EXIT_DIVERGED, EXIT_STOPPED
     from paceline.world.rounds import Rounds
 
-    trains = settings.mode not in ("eval", "infer") and not settings.benchmark
     waits = {"start_timeout_s": settings.start_timeout_s, "timeout_s": settings.timeout_s}
-    rounds = Rounds.around(os.environ, world, **waits) if trains else None
+    rounds = Rounds.around(os.environ, world, **waits) if _trains(settings) else None
     if rounds is None:
         result = fit(make_task(task_class, name), settings)
     else:
@@ -106,6 +108,10 @@ def _run(world: World, name: str, rest: list[str]) -> int:
     if result.status == "stopped" and rounds is not None and result.is_delivered:
         return EXIT_STOPPED  # for the launcher, which alone knows what the user wants to see
     return EXIT_DIVERGED if result.status == "diverged" else int(not result.is_delivered)
+
+
+def _trains(settings: TrainConfig) -> bool:
+    return settings.mode not in ("eval", "infer") and not settings.benchmark
 
 
 def _with_timeline(world: World, settings: TrainConfig, environment: Mapping[str, str]) -> TrainConfig:
@@ -153,8 +159,7 @@ def _launch(options: TrainCommand, settings: TrainConfig, words: list[str]) -> i
     refuse_memory(settings.out or settings.runs_dir)
     _folder(settings, words[0])  # a name that cannot be is said here, once and at once
     command = [sys.executable, "-m", "paceline", "train", *words]
-    trains = settings.mode not in ("eval", "infer") and not settings.benchmark
-    if options.on_failure == "continue" and procs > 1 and trains:
+    if options.on_failure == "continue" and procs > 1 and _trains(settings):
         from paceline.world.launch.coordinator import Survival
         from paceline.world.launch.survivors import launch_surviving
 

@@ -9,7 +9,7 @@ reading again what was trained on.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count, islice
 from typing import Any
 
@@ -140,6 +140,22 @@ class Stream:
             source.load_state_dict(state)
         return source, source, 0 if state is None else start
 
+    def _cut(
+        self, samples: list[Any], step: int, sizes: Mapping[int, int], own_numbers: range
+    ) -> tuple[list[Grain], int]:
+        """Return the grains of this rank, and how many of all are not empty."""
+        grains = []
+        offset = num_filled = 0
+        for number, wanted in sizes.items():
+            piece = samples[offset : offset + wanted]
+            num_filled += bool(piece)
+            if piece and number in own_numbers:
+                first = (step * self._global_batch) + offset
+                ids = np.arange(first, first + len(piece), dtype=np.int64)
+                grains.append(Grain(self._collate(piece), number, ids))
+            offset += wanted
+        return grains, num_filled
+
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         own_numbers, starts = range(self._rank, self._num_grains, self._size), None
         if self._in_blocks:
@@ -153,16 +169,7 @@ class Stream:
         samples = next(source, [])
         while samples:
             following = next(source, [])
-            grains = []
-            offset = num_filled = 0
-            for number, wanted in step_sizes.items():
-                piece = samples[offset : offset + wanted]
-                num_filled += bool(piece)
-                if piece and number in own_numbers:
-                    first = (step * self._global_batch) + offset
-                    ids = np.arange(first, first + len(piece), dtype=np.int64)
-                    grains.append(Grain(self._collate(piece), number, ids))
-                offset += wanted
+            grains, num_filled = self._cut(samples, step, step_sizes, own_numbers)
             # Of a last batch that does not fill all grains, the last ones are empty.
             filled = None if starts is None else tuple(min(start, num_filled) for start in starts)
             num_samples = self._global_batch if self.is_sharded else len(samples)

@@ -153,23 +153,11 @@ class Collected:
 
     def results(self, link: Link) -> dict[str, float]:
         """Return each metric over all batches that have it. All ranks must call it."""
-        sums = iter(torch.stack(self._sums).view(-1, 2).tolist() if self._sums else [])  # one transfer from the device
-        rows = [
-            row._replace(content=next(sums) if row.kind == "sums" else map_tensors(_to_host, row.content))
-            for row in self._rows
-        ]
-        everyone = link.gather_objects([tuple(row) for row in rows])
-        ordered = sorted(
-            (_Row(*row) for of_rank in everyone for row in of_rank), key=lambda row: (row.step, row.place, row.name)
-        )
-        by_name: dict[str, list[_Row]] = {}
-        for row in ordered:
-            by_name.setdefault(row.name, []).append(row)
-        for name, each in by_name.items():
-            if len({row.kind for row in each}) > 1:
-                raise MetricChanged(name)
+        gathered = link.gather_objects([tuple(row) for row in self._on_host()])
+        everyone = [[_Row(*row) for row in of_rank] for of_rank in gathered]
+        by_name = _in_order(everyone)
         owners = {
-            name: min(rank for rank, of_rank in enumerate(everyone) if any(row[2] == name for row in of_rank))
+            name: next(rank for rank, of_rank in enumerate(everyone) if any(row.name == name for row in of_rank))
             for name, each in by_name.items()
             if each[0].kind != "sums"
         }
@@ -179,6 +167,14 @@ class Collected:
             for name, each in by_name.items()
             for key, number in (computed[name] if name in owners else {name: _quotient(each)}).items()
         }
+
+    def _on_host(self) -> list[_Row]:
+        """Return this rank's rows, with one transfer from the device for all sums."""
+        sums = iter(torch.stack(self._sums).view(-1, 2).tolist() if self._sums else [])
+        return [
+            row._replace(content=next(sums) if row.kind == "sums" else map_tensors(_to_host, row.content))
+            for row in self._rows
+        ]
 
     def _compute(
         self, link: Link, by_name: Mapping[str, list[_Row]], owners: Mapping[str, int]
@@ -205,6 +201,18 @@ class Collected:
         if name in self._functions:
             return self._functions[name](*(_joined(column) for column in zip(*contents, strict=True)))
         return _compute_joined(self._metrics[name], contents)
+
+
+def _in_order(everyone: Sequence[Sequence[_Row]]) -> dict[str, list[_Row]]:
+    """Return the rows of all ranks by metric, in the order of the data."""
+    rows = sorted((row for of_rank in everyone for row in of_rank), key=lambda row: (row.step, row.place, row.name))
+    by_name: dict[str, list[_Row]] = {}
+    for row in rows:
+        by_name.setdefault(row.name, []).append(row)
+    for name, each in by_name.items():
+        if len({row.kind for row in each}) > 1:
+            raise MetricChanged(name)
+    return by_name
 
 
 def _flat(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -263,18 +263,10 @@ def lines(optimizer: torch.optim.Optimizer, schedulers: Schedulers, config: Opti
     groups = optimizer.param_groups
     changed = [name for name in _OF_SCHEDULE if getattr(config, name) != type(config).model_fields[name].default]
     if any(SCHEDULED in group for group in groups):
-        kinds = ", ".join(schedulers.names) or "a torch scheduler"
-        is_base = any(float(group.get(SCHEDULED, -1.0)) == config.lr * group.get("lr_scale", 1.0) for group in groups)
-        base = f" from `lr` {shown(config.lr)}" if is_base else ""
-        idle = [name for name in changed if name != "lr" or not is_base]
-        return [f"learning rate: set by the task's scheduler ({kinds}){base}{_without(idle)}"]
+        return [f"learning rate: {_of_scheduler(groups, schedulers, config, changed)}"]
     own = [group[OWN_LR] for group in groups if OWN_LR in group]
     if own:
-        rates = ", ".join(dict.fromkeys(map(shown, own)))
-        idle = [name for name in changed if name in ("lr", "scale_lr", "min_lr")]
-        scaled = config.schedule != "constant" or config.warmup_steps or config.warmup_ratio
-        how = ", which `schedule` and warm-up scale" if scaled else ""
-        return [f"learning rate: {rates} of the task's own optimizer{how}{_without(idle)}"]
+        return [f"learning rate: {_of_own_optimizer(own, config, changed)}"]
     made = optimizer.defaults.get("lr")
     if made is not None and not any(float(group["lr"]) == float(made) for group in groups) and "lr" in changed:
         return [
@@ -282,6 +274,24 @@ def lines(optimizer: torch.optim.Optimizer, schedulers: Schedulers, config: Opti
             "the task makes it with"
         ]
     return []
+
+
+def _of_scheduler(
+    groups: Sequence[Mapping[str, Any]], schedulers: Schedulers, config: OptimSettings, changed: Sequence[str]
+) -> str:
+    kinds = ", ".join(schedulers.names) or "a torch scheduler"
+    is_base = any(float(group.get(SCHEDULED, -1.0)) == config.lr * group.get("lr_scale", 1.0) for group in groups)
+    base = f" from `lr` {shown(config.lr)}" if is_base else ""
+    idle = [name for name in changed if name != "lr" or not is_base]
+    return f"set by the task's scheduler ({kinds}){base}{_without(idle)}"
+
+
+def _of_own_optimizer(own: Sequence[Any], config: OptimSettings, changed: Sequence[str]) -> str:
+    rates = ", ".join(dict.fromkeys(map(shown, own)))
+    idle = [name for name in changed if name in ("lr", "scale_lr", "min_lr")]
+    is_scaled = config.schedule != "constant" or config.warmup_steps or config.warmup_ratio
+    how = ", which `schedule` and warm-up scale" if is_scaled else ""
+    return f"{rates} of the task's own optimizer{how}{_without(idle)}"
 
 
 def _without(idle: list[str]) -> str:

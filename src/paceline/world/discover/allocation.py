@@ -51,21 +51,26 @@ def find_allocation(env: Mapping[str, str], read: ReadText = read_text) -> Alloc
             tasks = env.get("SLURM_NTASKS", "")
             slots = int(tasks) if tasks.isdecimal() else None
             return Allocation("slurm", env.get("SLURM_JOB_ID", ""), tuple(expand(env[name])), slots)
-    if env.get("LSB_JOBID"):
-        slots_by_host = _of_lsf(env, read)
-        return Allocation("lsf", env["LSB_JOBID"], tuple(slots_by_host), sum(slots_by_host.values()) or None)
-    if env.get("PBS_JOBID"):
-        text = read(env["PBS_NODEFILE"]) if env.get("PBS_NODEFILE") else None
-        slots_by_host = dict(Counter((text or "").split()))
-        return Allocation("pbs", env["PBS_JOBID"], tuple(slots_by_host), sum(slots_by_host.values()) or None)
+    for scheduler, job, find_slots in (("lsf", "LSB_JOBID", _of_lsf), ("pbs", "PBS_JOBID", _of_pbs)):
+        if env.get(job):
+            slots_by_host = find_slots(env, read)
+            return Allocation(scheduler, env[job], tuple(slots_by_host), sum(slots_by_host.values()) or None)
     # JOB_ID alone is a name that anything may use.
-    if not env.get("SGE_TASK_ID") and not env.get("PE_HOSTFILE"):
-        return None
+    return _of_sge(env, read) if env.get("SGE_TASK_ID") or env.get("PE_HOSTFILE") else None
+
+
+def _of_sge(env: Mapping[str, str], read: ReadText) -> Allocation:
     text = read(env["PE_HOSTFILE"]) if env.get("PE_HOSTFILE") else None
     hosts = parse_hostfile(text) if text is not None else {}
     nslots = env.get("NSLOTS", "")
     slots = int(nslots) if nslots.isdecimal() else sum(hosts.values()) or None
     return Allocation("sge", env.get("JOB_ID", ""), tuple(hosts), slots)
+
+
+def _of_pbs(env: Mapping[str, str], read: ReadText) -> dict[str, int]:
+    """Return PBS' slots by host: a file with a line per slot."""
+    text = read(env["PBS_NODEFILE"]) if env.get("PBS_NODEFILE") else None
+    return dict(Counter((text or "").split()))
 
 
 def _of_lsf(env: Mapping[str, str], read: ReadText) -> dict[str, int]:
