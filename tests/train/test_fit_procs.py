@@ -6,13 +6,16 @@ import asyncio
 import json
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 
 import paceline
 from paceline.core.run_folder import RunExists
+from paceline.train import fit_procs
 from paceline.train.fit import fit
-from paceline.train.fit_procs import AlreadyRanks, NotInMainThread, TaskNotPortable
+from paceline.train.fit_procs import AlreadyRanks, NotInMainThread, RanksFailed, TaskNotPortable
+from paceline.train.loss import LossContract
 from tests.chaos.processes import fork_ranks
 from tests.commands import run_command
 from tests.crash import _context
@@ -43,14 +46,22 @@ class Net(torch.nn.Module):
 given = dict(steps=6, global_batch=4, grains=2, lr=0.1, device="cpu", progress="none", hidden=5, loggers=())
 """,
     """
-task = Line(scale=2.0)
-both = paceline.fit(task, procs=2, out=FOLDER, **given)
+class Seen(paceline.Callback):
+    def __init__(self):
+        self.losses = []
+    def start(self, info):
+        self.info, self.file = info, open("/dev/null", "w")
+    def step(self, records):
+        self.losses += [record["loss"] for record in records]
+task, seen = Line(scale=2.0), Seen()
+both = paceline.fit(task, procs=2, out=FOLDER, watchers=[seen], **given)
 alone = paceline.fit(task, **given)
 print("RESULT", json.dumps({
     "status": both.status,
     "same": all(map(torch.equal, both.model.state_dict().values(), alone.model.state_dict().values())),
     "own class": type(both.model) is Net,
     "ranks": len(list((both.folder / "logs").glob("rank-*.log"))),
+    "seen": len(seen.losses), "last": seen.losses[-1:] == [both.loss], "open": "file" in vars(seen),
 }))
 """,
 )
@@ -70,6 +81,7 @@ def test_a_task_of_a_notebook_on_two_processes(tmp_path, monkeypatch):
     printed = "".join(output.get("text", "") for output in notebook.cells[1]["outputs"])
     (line,) = [line for line in printed.splitlines() if line.startswith("RESULT")]
     expected = {"status": "finished", "same": True, "own class": True, "ranks": 2}
+    expected |= {"seen": 6, "last": True, "open": False}  # what watchers saw comes back, their open files do not
     assert json.loads(line.removeprefix("RESULT ")) == expected
 
 
@@ -132,3 +144,32 @@ def test_memory_of_a_rank_is_no_place_for_a_run() -> None:
     words = ["train", "digits", "--epochs", "1", "--procs", "2", "--out", "memory://bucket/run"]
     answer = run_command(words)
     assert (answer.code, "is memory of one process" in answer.err) == (2, True)
+
+
+class Buggy(SmallTask):
+    def loss(self, model, grain):
+        raise ValueError("a bug of mine")
+
+
+class Misread(SmallTask):
+    def loss(self, model, grain):
+        return model(grain.x).mean()
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "words"),
+    [(Buggy(), RanksFailed, r"\(procs=2\) failed: ValueError: a bug of mine"), (Misread(), LossContract, "a mean")],
+)
+def test_an_error_of_a_rank_says_what_it_is(task, kind, words, monkeypatch):
+    """An error of the task's was `its ranks ended with exit code 1`."""
+
+    def one_rank(number, command, *, device):
+        with pytest.raises((ValueError, LossContract)):
+            fit_procs.work(Path(command[-1]))
+        with pytest.raises((ValueError, LossContract)):  # another rank's, later
+            fit_procs.work(Path(command[-1]))
+        return 1
+
+    monkeypatch.setattr(fit_procs, "launch", one_rank)
+    with pytest.raises(kind, match=words):
+        fit(task, procs=2, steps=1, device="cpu", progress="none")

@@ -252,6 +252,8 @@ def test_8_mistakes_are_ours() -> None:
         paceline.Engine(level=7)
     for name in ("bf16", "bf16-mixed", "16-mixed", "32"):
         paceline.TrainConfig(epochs=1, precision=name)
+    with pytest.raises(paceline.PacelineError, match="precision 'bf17': must be one of .* or bf16, tf32 or 32"):
+        paceline.TrainConfig(epochs=1, precision="bf17")
 
 
 class TwoOptimizers(Line):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import paceline
 from paceline import PacelineError
 from paceline.observe.journal import read
 from paceline.train.loss import OutOfMemory
-from paceline.train.splitting import next_cut
+from paceline.train.splitting import TaskNotCopied, next_cut
 
 
 class Small(paceline.Task):
@@ -110,3 +111,11 @@ def test_several_ranks_are_refused() -> None:
     error = SplitNeedsOneRank(2)
     assert isinstance(error, PacelineError)
     assert "paceline tune TASK --procs 2 --knobs grains" in error.hint
+
+
+def test_a_task_that_cannot_be_put_back_is_refused() -> None:
+    """It was a traceback of `copy`, before the first step."""
+    task = Small()
+    task.guard = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(TaskNotCopied, match="its attribute `guard` cannot be copied: TypeError: "):
+        paceline.fit(task, split_on_oom=True, **SETTINGS)

@@ -240,6 +240,7 @@ _PRECISIONS = {
     **dict.fromkeys(("64", "float64", "double", "fp64"), "fp64"),
 }
 """Words of other toolkits for our precisions."""
+_OWN_PRECISIONS = ("fp16", "fp16-master", "fp16-pure", "fp64")
 
 
 class StepSettings(Section):
@@ -301,6 +302,9 @@ class StepSettings(Section):
         word = str(value).lower().removesuffix("-mixed").removesuffix("-true")
         if word in _BY_LEVEL:
             raise ValueError(f"contradicts the level: {word} is level {_BY_LEVEL[word][0]}; leave one of them out")
+        if value not in (*_OWN_PRECISIONS, None):
+            own = ", ".join(_OWN_PRECISIONS)
+            raise ValueError(f"must be one of {own}, or bf16, tf32 or 32, which stand for the level that brings them")
         return value
 
     compile_mode: Literal["default", "max-autotune"] = "default"

@@ -82,7 +82,8 @@ def fit(  # type: ignore[misc]  # `args` of the last one are none: settings have
 
     `procs` starts so many ranks on this machine (`auto`: one per GPU), each with a copy of the task, and returns when
     they have ended: from a notebook or a script, without a launcher. The task may be defined in the notebook; it and
-    its data are pickled by value (`pip install 'paceline[notebook]'`), so the task here stays as it was.
+    its data are pickled by value (`pip install 'paceline[notebook]'`), so the task here stays as it was. Attributes of
+    `watchers` come back.
     """
     refuse_on_import("paceline.fit")
     task.spec = task.spec or spec_of(type(task))

@@ -2,7 +2,8 @@
 
 The task travels by value (cloudpickle), because processes that are started anew cannot import what was typed into a
 notebook; forked ones could not use a GPU that the notebook has touched, nor threads that it has started. Results come
-back the same way, so classes that were defined in the notebook are the notebook's own again.
+back the same way, so classes that were defined in the notebook are the notebook's own again; so does what watchers have
+seen, into the watchers that were handed over.
 
     python -m paceline.train.fit_procs FOLDER      one rank
 """
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,9 +25,9 @@ import torch
 
 from paceline.config.settings import TrainConfig
 from paceline.core.cloud.address import refuse_memory
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, first_line
 from paceline.core.extras import EXTRAS
-from paceline.observe.callback import Callback
+from paceline.observe.callback import Callback, RunInfo
 from paceline.train.task import Task
 from paceline.train.trainer import Result
 from paceline.world.discover.environment import discover
@@ -68,13 +70,13 @@ class AlreadyRanks(PacelineError):
 
 
 class RanksFailed(PacelineError):
-    """Ranks that ended with an error which they could not hand over."""
+    """Ranks that ended with an error of the task's, or one that they could not hand over."""
 
     procs: str
-    code: int
+    why: str
     exit_code = 1
-    sentence = "paceline.fit(procs={procs}) failed: its ranks ended with exit code {code}"
-    hint = "the rank that failed first has said why, above"
+    sentence = "paceline.fit(procs={procs}) failed: {why}"
+    hint = "the rank that failed first has printed its traceback"
 
 
 def fit_on_procs(
@@ -98,12 +100,15 @@ def fit_on_procs(
         (folder / PAYLOAD).write_bytes(payload)
         sys.stdout.flush()
         code = launch(number, [sys.executable, "-m", "paceline.train.fit_procs", str(folder)], device=config.device)
-        for file in sorted(folder.glob(f"{ERROR}-*")):
-            raise pickle.loads(file.read_bytes())
+        if (folder / ERROR).exists():
+            error = pickle.loads((folder / ERROR).read_bytes())
+            raise error if isinstance(error, PacelineError) else RanksFailed(str(procs), error)
         if code != 0 or not (folder / RESULT).exists():
-            raise RanksFailed(str(procs), code)
-        result = pickle.loads((folder / RESULT).read_bytes())
+            raise RanksFailed(str(procs), f"its ranks ended with exit code {code}")
+        result, states = pickle.loads((folder / RESULT).read_bytes())
         assert isinstance(result, Result)
+        for watcher, state in zip(watchers, states, strict=True):
+            vars(watcher).update({name: pickle.loads(value) for name, value in state.items()})
         return result
 
 
@@ -118,9 +123,10 @@ def _dumped(value: Any) -> bytes:
         raise TaskNotPortable(f"{type(error).__name__}: {error}") from error
 
 
-def _work(folder: Path) -> int:
-    """Fit as one rank; the first writes the result, one that fails its error."""
+def work(folder: Path) -> int:
+    """Fit as one rank; the first writes the result and what its watchers have seen, one that fails its error."""
     from paceline.train.fit import fit
+    from paceline.world.failure.together import is_broken_link
 
     paths, blob = pickle.loads((folder / PAYLOAD).read_bytes())
     sys.path[:] = [*sys.path, *(path for path in paths if path not in sys.path)]
@@ -128,16 +134,34 @@ def _work(folder: Path) -> int:
     rank = discover(os.environ).rank
     try:
         result = fit(task, config, watchers=watchers)
-    except PacelineError as error:
-        (folder / f"{ERROR}-{rank}").write_bytes(pickle.dumps(error))
+    except Exception as error:
+        if not is_broken_link(error):  # the first word is of the rank that broke it
+            _leave(folder / ERROR, pickle.dumps(error if isinstance(error, PacelineError) else first_line(error)))
         raise
     if rank == 0:
         # The model in pieces means nothing outside of these ranks; the checkpoints have it whole.
         model = None if result.model is None or config.shard != "none" else result.model.cpu()
-        aside = folder / f".{RESULT}"
-        aside.write_bytes(_dumped(replace(result, model=model)))
-        aside.rename(folder / RESULT)
+        _leave(folder / RESULT, _dumped((replace(result, model=model), [_state_of(each) for each in watchers])))
     return 0
+
+
+def _leave(file: Path, data: bytes) -> None:
+    """Write a file whole, unless another rank was first."""
+    aside = file.with_name(f".{file.name}-{os.getpid()}")
+    aside.write_bytes(data)
+    with suppress(FileExistsError):
+        os.link(aside, file)
+
+
+def _state_of(watcher: Callback) -> dict[str, bytes]:
+    """Return the attributes of a watcher, pickled. What cannot be (an open file), or means nothing outside of this
+    process (the run), stays as the caller has it."""
+    state = {}
+    for name, value in vars(watcher).items():
+        if not isinstance(value, RunInfo):
+            with suppress(TaskNotPortable):
+                state[name] = _dumped(value)
+    return state
 
 
 def main() -> int:
@@ -148,7 +172,7 @@ def main() -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     world = discover(os.environ)
     try:
-        return fail_together(world, lambda: _work(Path(sys.argv[1])))
+        return fail_together(world, lambda: work(Path(sys.argv[1])))
     except PacelineError as error:
         return error.exit_code
 

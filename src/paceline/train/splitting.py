@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from paceline.config.settings import TrainConfig
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, first_line
 from paceline.core.terminal import tell
 from paceline.core.together import Exclusion
 from paceline.core.units import counted
@@ -42,6 +43,15 @@ class SplitNeedsOneRank(PacelineError):
     hint = "find the number of grains with `paceline tune TASK --procs {ranks} --knobs grains`, and set `--grains`"
 
 
+class TaskNotCopied(PacelineError):
+    """A task that cannot be put back to what it was before an attempt."""
+
+    name: str
+    why: str
+    sentence = "`split_on_oom` begins again with the task as it was, and its attribute `{name}` cannot be copied: {why}"
+    hint = "make locks, open files and connections in `train_data` or `model`, not in `__init__`; or set `--grains`"
+
+
 def next_cut(grains: int, num_samples: int, before: int | None) -> int | None:
     """Return the number of grains to try after one of `num_samples` did not fit; None if no smaller one is to be had.
 
@@ -54,7 +64,7 @@ def train_splitting(task: Task, config: TrainConfig, link: Link, watchers: Seque
     """Train, with more grains each time that one does not fit."""
     if link.world.size > 1:
         raise SplitNeedsOneRank(link.world.size)
-    untouched = copy.deepcopy(vars(task))
+    untouched = _copied(vars(task))
     too_large: int | None = None
     while True:
         outcome = _attempt(task, config, link, watchers, too_large)
@@ -62,7 +72,7 @@ def train_splitting(task: Task, config: TrainConfig, link: Link, watchers: Seque
             return outcome
         # Only here, where no frame of the failed attempt is alive, can its memory be given back.
         vars(task).clear()
-        vars(task).update(copy.deepcopy(untouched))
+        vars(task).update(_copied(untouched))
         gc.collect()
         if link.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -70,6 +80,17 @@ def train_splitting(task: Task, config: TrainConfig, link: Link, watchers: Seque
         too_large = outcome.num_samples
         resumed = {"regrain": True, "resume": "auto"} if outcome.is_saved else {}
         config = config.model_copy(update={"grains": outcome.grains, **resumed})
+
+
+def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    memo: dict[int, Any] = {}  # attributes may be parts of each other
+    copies = {}
+    for name, value in attributes.items():
+        try:
+            copies[name] = copy.deepcopy(value, memo)
+        except Exception as error:  # whatever an object of the user's raises
+            raise TaskNotCopied(name, first_line(error)) from error
+    return copies
 
 
 @dataclass(frozen=True)
