@@ -10,16 +10,15 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
 
 from paceline.core.units import counted
 from paceline.world.failure.board import EXIT_CRASH, EXIT_DIVERGED, EXIT_STOPPED, EXIT_USER_ERROR, FailureBoard
 from paceline.world.launch.agents import Node
-from paceline.world.launch.heartbeat import HeartbeatMonitor, beats
 from paceline.world.launch.launcher import causes
+from paceline.world.launch.machines import Machines
 from paceline.world.rounds import PREFIX, Lost, Member, Now, Ready, Round, ready_of, tell_now
 from paceline.world.store import PrefixStore, Store, attempt_store
 
@@ -30,8 +29,6 @@ LEAVE_S = 20.0
 # Seconds that a rank may take to leave a round that has lost a member, beyond the time-out of a collective, which is
 # broken off: it is only waited for where a rank cannot be interrupted.
 _MARGIN_S = 5.0
-# Beats of a launcher, of two in a second, that show that it lives.
-_ALIVE_BEATS = 2
 _FINAL = (EXIT_USER_ERROR, EXIT_DIVERGED)
 _GOOD = (0, EXIT_STOPPED)
 """Exit codes of ranks that have done what they were asked for."""
@@ -95,14 +92,8 @@ class Coordinator:
     def __init__(self, store: Store, node: Node, rules: Survival) -> None:
         self._raw, self._store = store, PrefixStore(PREFIX, store)
         self._node, self._rules = node, rules
-        self._nodes: dict[int, dict[str, Any]] = {}
-        """Machines by the number of their arrival."""
-        self._gone: set[int] = set()
-        self._doubtful: dict[int, tuple[int, int]] = {}
-        """Machines that have come while another launcher says to be the same: its number and its beats by then."""
-        self._beats = HeartbeatMonitor()
+        self._machines = Machines(self._store, node, rules.max_nodes)
         self._seats: dict[int, Seat] = {}
-        self._orders: dict[int, int] = {}
         self._slots: dict[tuple[int, int], int] = {}
         """Rank that each (node, slot) had first, which its replacements are started with."""
         self._num_started: dict[int, int] = {}
@@ -132,88 +123,49 @@ class Coordinator:
         if num_events == self._num_events and now - self._looked < _LOOK_S:
             return None
         self._num_events, self._looked = num_events, now
-        self._meet_nodes()
+        self._meet_machines()
         if not self._first_size:
             return None
         self._meet_members()
         self._look_at_members()
         code = self._decide()
         if code is not None:
-            for incarnation in self._nodes:
-                self._order(incarnation, end=code)
+            self._machines.order_all(end=code)
         return code
 
     def missing(self) -> list[int]:
         """Return the machines that the job waits for to begin."""
-        here = {arrival["rank"] for arrival in self._nodes.values()}
-        return [] if self._first_size else [rank for rank in range(self._node.count) if rank not in here]
+        return [] if self._first_size else self._machines.missing()
 
     def hosts(self) -> list[str]:
-        return [str(arrival["host"]) for arrival in self._nodes.values()]
+        return self._machines.hosts()
 
     def ended_by(self, number: int) -> bool:
         """Return True if all processes were ended by this signal."""
         return bool(self._seats) and all(seat.code == -number for seat in self._seats.values())
 
-    def _meet_nodes(self) -> None:
-        arrived = self._store.add("nodes", 0)
-        for incarnation in range(len(self._nodes), arrived):
-            if not self._store.check([f"nodes/{incarnation}"]):
-                return
-            arrival = json.loads(self._store.get(f"nodes/{incarnation}"))
-            self._nodes[incarnation] = arrival
-            if arrival["rank"] >= self._rules.max_nodes:
-                self._refuse(incarnation, f"it has room for {counted(self._rules.max_nodes, 'machine')}")
-            else:
-                self._take_in(incarnation, arrival)
-        self._notice_silent_nodes()
-        for incarnation, (other, before) in list(self._doubtful.items()):
-            arrival = self._nodes[incarnation]
-            if other in self._gone:
-                del self._doubtful[incarnation]
-                self._take_in(incarnation, arrival)
-            elif self._beats_of(other) > before + _ALIVE_BEATS:
-                self._refuse_second(incarnation, other)
-        if not self._first_size and not self.missing():
-            self._begin()
+    def _meet_machines(self) -> None:
+        """Start the ranks of machines that have come; the first ones begin together."""
+        came = self._machines.meet()
+        for incarnation in self._machines.fall_silent():
+            self._lose_machine(incarnation)
+        came += self._machines.settle_doubts()
+        if not self._first_size and not self._machines.missing():
+            came = sorted(self._machines.present(), key=lambda number: self._machines[number].rank)
+            self._first_size = sum(self._machines[number].procs for number in came)
+        for incarnation in came if self._first_size else []:
+            self._start_machine(incarnation)
 
-    def _take_in(self, incarnation: int, arrival: Mapping[str, Any]) -> None:
-        """Start the ranks of a machine, unless there is one of its number: that may be dead, and not noticed yet."""
-        present = [(number, other) for number, other in self._present() if number != incarnation]
-        other = next((number for number, other in present if other["rank"] == arrival["rank"]), None)
-        if other is not None and arrival["rank"] == self._node.rank:
-            self._refuse_second(incarnation, other)
-        elif other is not None:
-            self._doubtful[incarnation] = other, self._beats_of(other)
-        elif self._first_size:
-            self._start_node(incarnation, arrival)
+    def _start_machine(self, incarnation: int) -> None:
+        machine = self._machines[incarnation]
+        for slot in range(machine.procs):
+            self._start(incarnation, machine.rank, slot)
 
-    def _refuse_second(self, incarnation: int, other: int) -> None:
-        before = self._nodes[other]
-        self._refuse(incarnation, f"node {before['rank']} on {before['host']} is in it")
-
-    def _refuse(self, incarnation: int, why: str) -> None:
-        self._doubtful.pop(incarnation, None)
-        self._gone.add(incarnation)
-        self._order(incarnation, refuse=why)
-
-    def _beats_of(self, incarnation: int) -> int:
-        return beats(self._store, [incarnation])[incarnation]
-
-    def _begin(self) -> None:
-        """Start the ranks of all machines that are here; they are the first round."""
-        arrivals = sorted(self._present(), key=lambda item: item[1]["rank"])
-        self._first_size = sum(arrival["procs"] for _, arrival in arrivals)
-        for incarnation, arrival in arrivals:
-            self._start_node(incarnation, arrival)
-
-    def _present(self) -> list[tuple[int, dict[str, Any]]]:
-        aside = self._gone | self._doubtful.keys()
-        return [(number, arrival) for number, arrival in self._nodes.items() if number not in aside]
-
-    def _start_node(self, incarnation: int, arrival: Mapping[str, Any]) -> None:
-        for slot in range(arrival["procs"]):
-            self._start(incarnation, arrival["rank"], slot)
+    def _lose_machine(self, incarnation: int) -> None:
+        _say(f"the machine {self._machines[incarnation].host} is gone: no word from its launcher")
+        for seat in self._seats.values():
+            if seat.incarnation == incarnation and not seat.is_gone:
+                self._lose(seat, -signal.SIGKILL, "its machine is gone")
 
     def _start(self, incarnation: int, node: int, slot: int) -> None:
         rank = self._slots.setdefault((node, slot), len(self._slots))
@@ -222,23 +174,9 @@ class Coordinator:
         size = max(self._first_size, rank + 1)
         nodes = max(self._rules.max_nodes, self._node.count)
         self._num_started[incarnation] = self._num_started.get(incarnation, 0) + 1
-        self._order(incarnation, start={"slot": slot, "rank": rank, "size": size, "nodes": nodes, "attempt": attempt})
-
-    def _order(self, incarnation: int, **order: Any) -> None:
-        number = self._orders.get(incarnation, 0)
-        self._orders[incarnation] = number + 1
-        self._store.set(f"orders/{incarnation}/{number}", json.dumps(order))
-
-    def _notice_silent_nodes(self) -> None:
-        if self._node.count == 1 and self._rules.max_nodes == 1:
-            return
-        others = [number for number, arrival in self._present() if arrival["rank"] != self._node.rank]
-        for incarnation in self._beats.silent(beats(self._store, others)):
-            self._gone.add(incarnation)
-            sys.stderr.write(f"the machine {self._nodes[incarnation]['host']} is gone: no word from its launcher\n")
-            for seat in self._seats.values():
-                if seat.incarnation == incarnation and not seat.is_gone:
-                    self._lose(seat, -signal.SIGKILL, "its machine is gone")
+        self._machines.order(
+            incarnation, start={"slot": slot, "rank": rank, "size": size, "nodes": nodes, "attempt": attempt}
+        )
 
     def _meet_members(self) -> None:
         for number in range(len(self._seats), self._store.add("members", 0)):
@@ -278,7 +216,7 @@ class Coordinator:
     def _condemn(self, seat: Seat, why: str) -> None:
         if not seat.is_condemned:
             seat.is_condemned, seat.why = True, why
-            self._order(seat.incarnation, kill=seat.member.number)
+            self._machines.order(seat.incarnation, kill=seat.member.number)
 
     def _lose(self, seat: Seat, code: int, why: str) -> None:
         seat.code = code
@@ -289,7 +227,7 @@ class Coordinator:
             if code not in _FINAL:  # else it has said why it cannot join
                 self._replace(seat)
             return
-        if self._has_report() or code in _FINAL:
+        if self._board().read() is not None or code in _FINAL:
             # A rank has said why it fails: the others learn of it by themselves, and would fail in the same way.
             self._ending = next((each for each in _FINAL if each == code), EXIT_CRASH)
             return
@@ -302,13 +240,10 @@ class Coordinator:
         self._replace(seat)
 
     def _replace(self, seat: Seat) -> None:
-        if seat.incarnation in self._gone or self._restarts >= self._rules.max_restarts:
+        if self._machines.is_gone(seat.incarnation) or self._restarts >= self._rules.max_restarts:
             return
         self._restarts += 1
         self._start(seat.incarnation, seat.member.node, seat.member.slot)
-
-    def _has_report(self) -> bool:
-        return self._board().read() is not None
 
     def _board(self) -> FailureBoard:
         number = 0 if self.round is None else self.round.number
@@ -390,8 +325,8 @@ class Coordinator:
         self._restarts += 1
         self._ending = self._leaves_until = None
         _say(f"a rank failed: starting all ranks again ({counted(left - 1, 'more restart')} allowed)")
-        for incarnation, arrival in self._present():
-            self._start_node(incarnation, arrival)
+        for incarnation in self._machines.present():
+            self._start_machine(incarnation)
         return None
 
     def _end_or_start_anew(self, members: Sequence[Seat]) -> int | None:
@@ -412,7 +347,7 @@ class Coordinator:
         """Return True if every process that was ordered has been seen, but those of machines that are gone."""
         for incarnation, number in self._num_started.items():
             seen = sum(seat.incarnation == incarnation for seat in self._seats.values())
-            if seen < number and incarnation not in self._gone:
+            if seen < number and not self._machines.is_gone(incarnation):
                 return False
         return True
 
