@@ -12,6 +12,7 @@ import json
 import random
 import signal
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from tests.chaos.campaign import Outcome, Trial, made_once
 from tests.chaos.kills import PATIENCE_S, _children
 from tests.chaos.processes import Nursery, Running, send
-from tests.chaos.runs import RunFacts, differences, leftovers, read_run
+from tests.chaos.runs import RunFacts, differences, leftovers, read_run, tensor_differences
 from tests.chaos.tasks import MARKS, PACKED, STEP_S, VARIANTS, Variant, pack
 
 RUN_S = 120.0
@@ -30,8 +31,10 @@ WHOLE = ("plain", "ema", "newbob", "packed", "replay")
 """Variants whose state every rank has whole."""
 SHORT = ("plain", "replay", "ema")
 """Variants of the first cases, which are all that CI runs."""
-PARTLY = ("shards", "gathered", "average", "mirrored")
+PARTLY = ("shards", "gathered", "average", "mirrored", "node", "averages")
 """Variants of which a rank has only pieces: they go back to the newest checkpoint, or have a mirror."""
+AVERAGES = "averages"
+"""Variant whose result depends on the ranks: it is that of a run which is resumed with them, round by round."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +125,31 @@ def judge(out: Path, expected: RunFacts, tolerance: float) -> list[str]:
         return [f"the run cannot be read: {error!r}"]
 
 
+def rounds_in(out: Path) -> list[dict[str, Any]]:
+    """Return the journal's lines on ranks."""
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == "ranks"]
+
+
 def recoveries(out: Path) -> list[dict[str, Any]]:
     """Return the journal's lines on lost ranks."""
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["kind"] == "ranks" and line["lost"]]
+    return [line for line in rounds_in(out) if line["lost"]]
+
+
+def rounds_of(lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, int | None]]:
+    """Return the ranks of each round whose steps count, and the number of steps at its end; None for the last one.
+
+    A line has the last step that was done when its round began. A round whose steps were all repeated does not count.
+    Ranks that average have no copy of the first step, so that 0 is the beginning.
+    """
+    begun: list[tuple[int, int]] = []
+    for line in lines:
+        step = line["step"] + 1 if line["step"] else 0
+        while begun and begun[-1][1] >= step:
+            begun.pop()
+        begun.append((line["ranks"], step))
+    ends: list[int | None] = [step for _, step in begun[1:]]
+    return [(ranks, end) for (ranks, _), end in zip(begun, [*ends, None], strict=True)]
 
 
 class Survivors:
@@ -151,7 +175,7 @@ class Survivors:
             variant, ranks = VARIANTS[SHORT[trial.index]], 3
         shots = draw_shots(rng, ranks, rng.randint(1, 5))
         begun = time.monotonic()
-        expected = self.expected(trial, variant, 1 if is_whole else ranks)
+        expected = None if variant.name == AVERAGES else self.expected(trial, variant, 1 if is_whole else ranks)
         out = trial.folder / "run"
         words = ["--max-restarts", "20", "--procs", str(ranks)]
         marks = trial.folder / "marks"
@@ -165,11 +189,28 @@ class Survivors:
         if process.code != 0:
             troubles.append(f"exit code {process.code}: {process.err[-300:]}")
         tolerance = 0.0 if variant.name == "average" else ROUNDING
-        troubles += judge(out, expected, tolerance) if not troubles else []
+        if not troubles and expected is None:
+            troubles += self._judge_averages(trial, variant, out)
+        elif not troubles and expected is not None:
+            troubles += judge(out, expected, tolerance)
         history = [variant.name, f"{ranks} ranks", *attack.fired, f"{took_s:.1f} s", process.err]
         (trial.folder / "history.txt").write_text("\n".join(history))
         self._keep_times(variant, ranks, out, history)
         return trial.judged([f"{variant.name}, {ranks} ranks: {each}" for each in troubles], 1, took_s)
+
+    def _judge_averages(self, trial: Trial, variant: Variant, out: Path) -> list[str]:
+        """Return how a run differs from one that was resumed with the ranks that each of its rounds had."""
+        again = trial.folder / "again"
+        for ranks, end in rounds_of(rounds_in(out)):
+            limit = [] if end is None else ["--steps", str(end)]
+            words = ["--procs", str(ranks), "--on-failure", "stop", "--resume", "auto", *limit]
+            process = trial.nursery.start(self._words(variant, again, *words), trial.folder, f"again-{end}")
+            if not trial.nursery.wait([process], RUN_S) or process.code:
+                return [f"resumed with {ranks} ranks: {process.code}: {process.err[-300:]}"]
+        run, meant = read_run(out), read_run(again)
+        losses, wanted = ([(step["step"], step["loss"]) for step in each.steps] for each in (run, meant))
+        troubles = [] if losses == wanted else ["its steps are not those of a run with the same ranks"]
+        return troubles + tensor_differences(run.parts, meant.parts, 0.0)
 
     def _keep_times(self, variant: Variant, ranks: int, out: Path, history: list[str]) -> None:
         """Add what each recovery took to a file beside the cases."""

@@ -229,6 +229,13 @@ VARIANTS = {
         Variant("shards", (*_LOOP, *_SGD, "--shard", "full", "--checkpoint-form", "sharded"), ranks=(2, 3, 4)),
         Variant("gathered", (*_LOOP, *_SGD, "--shard", "full", "--ema", "0.8"), ranks=(2, 4)),
         Variant("mirrored", (*_LOOP, *_SGD, "--shard", "full", "--mirror", "--ema", "0.8"), ranks=(2, 3, 4)),
+        Variant("node", (*_LOOP, *_SGD, "--shard", "node", "--mirror"), ranks=(2, 3, 4)),
+        Variant(
+            "averages",
+            (*_LOOP, *_SGD, "--reduce", "param", "--sync-step", "3", "--mirror"),
+            ranks=(2, 3, 4),
+            may_change_ranks=False,
+        ),
         Variant("packed", (*_LOOP, *_SGD), task="FromPacked"),
         Variant("workers", (*_LOOP, *_SGD[:-1], "2"), ranks=(1, 2)),
         Variant(

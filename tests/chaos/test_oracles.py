@@ -15,6 +15,7 @@ from tests.chaos.checkpoints import ResumeFacts, judge_resume
 from tests.chaos.kills import RoundFacts, Shot, draw_rounds, judge_round
 from tests.chaos.marathon import costs
 from tests.chaos.runs import RunFacts, differences
+from tests.chaos.survivors import rounds_of
 from tests.chaos.tasks import VARIANTS
 
 SHOT = Shot("step", 3, 0.0, "0", signal.SIGTERM)
@@ -131,3 +132,13 @@ def test_costs_of_losses() -> None:
         ("killed", 3.75, 0.5),  # another was frozen before the next step
         ("frozen", 3.5, 0.5),
     ]
+
+
+def test_rounds_whose_steps_count() -> None:
+    def line(step: int, ranks: int) -> dict[str, int]:
+        return {"step": step, "ranks": ranks}
+
+    assert rounds_of([line(0, 3)]) == [(3, None)]
+    assert rounds_of([line(0, 3), line(23, 2), line(29, 3)]) == [(3, 24), (2, 30), (3, None)]
+    assert rounds_of([line(0, 3), line(23, 2), line(29, 3), line(23, 1)]) == [(3, 24), (1, None)]
+    assert rounds_of([line(0, 3), line(0, 2)]) == [(2, None)]
