@@ -39,7 +39,7 @@ def share(link: Link, step: int) -> dict[str, dict[str, torch.Tensor]]:
     return {shard_name("model", rank, size): {"weight": rows}, **first}
 
 
-@ranks(2, 3)
+@ranks(1, 2, 3)
 def test_what_one_rank_has_forgotten_others_have(link: Link) -> None:
     mirrored = MirroredState()
     for step in (1, 2, 3):

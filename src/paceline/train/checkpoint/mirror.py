@@ -91,6 +91,9 @@ class MirroredState:
         spare = self._copies.pop() if len(self._copies) > 1 and self._copies[-1].size == size else _Copy(0, size, {})
         own, before = spare.owners.get(rank, {}), (rank - shift) % size
         refill(own, parts)
+        if size == 1:  # somebody waits to join
+            self._copies = [_Copy(step, size, copy.deepcopy(dict(state)), {rank: own})]
+            return
         layouts = link.gather_objects({part: layout_of(snapshot.tensors) for part, snapshot in own.items()})
         others = _fitting(spare.owners.get(before, {}), layouts[before])
         sent = [own[part].image for part in sorted(own)]
