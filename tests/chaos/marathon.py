@@ -52,6 +52,8 @@ _STREAM = (
     "0",
     "--save-every-steps",
     "25",
+    "--epochs",
+    "5",
 )
 _REPLAY = ("--method", "derpp", "--buffer-size", "31")
 
@@ -363,12 +365,15 @@ class Marathon:
             "steps": course.num_steps,
             "seconds": round(took_s),
             "losses": len(race.done),
+            "before they had joined": len(race.done) - len(found),
         }
         with (self._shared / "losses.jsonl").open("a") as file:
             file.write(json.dumps({**facts, "costs": [vars(cost) for cost in found]}) + "\n")
         heading = f"{facts}\n{table(found)}"
-        (self._shared / f"{course.variant.name}.txt").write_text(heading)
-        (trial.folder / "history.txt").write_text(f"{heading}\n{json.dumps(race.done, indent=1)}\n{text}")
+        changes = "\n".join(map(json.dumps, rounds))
+        history = f"{heading}\n{json.dumps(race.done, indent=1)}\n{changes}\n{text}"
+        (self._shared / f"{course.variant.name}.txt").write_text(history)
+        (trial.folder / "history.txt").write_text(history)
 
     @staticmethod
     def _words(course: Course, out: Path, more: Sequence[str]) -> list[str]:

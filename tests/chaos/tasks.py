@@ -163,9 +163,27 @@ class SoakedPacked(Soaked, FromPacked):
 class Replayed(Continual):
     """The continual recipe, with marks."""
 
+    def model(self) -> nn.Module:
+        mark(self.world.rank, "model")
+        return super().model()
+
     def before_stage(self, model: nn.Module, stage: int) -> None:
         mark(self.world.rank, "stage")
         super().before_stage(model, stage)
+
+    def loss(self, model: nn.Module, grain: paceline.Grain) -> Any:
+        total, count = super().loss(model, grain)
+        if total.requires_grad and TIMES in os.environ:
+            total.register_hook(lambda gradient: mark(self.world.rank, "backward"))
+        return total, count
+
+    def metrics(self, model: nn.Module, grain: paceline.Grain) -> Any:
+        mark(self.world.rank, "validation")
+        return super().metrics(model, grain)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        mark(self.world.rank, "save")
+        return super().state()
 
     def after_step(self, model: nn.Module, step: Any, grains: list[paceline.Grain]) -> None:
         super().after_step(model, step, grains)
