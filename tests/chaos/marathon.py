@@ -172,20 +172,19 @@ class Race:
             self._attack(loss)
 
     def _attack(self, loss: Loss) -> None:
-        hit = [rank for rank in loss.ranks if self._rank_pid(rank) is not None and rank not in self._back]
+        found = {rank: self._rank_pid(rank) for rank in loss.ranks if rank not in self._back}
+        hit = {rank: pid for rank, pid in found.items() if pid is not None}
         if len(hit) < len(loss.ranks):
             return
         self.losses.pop(0)
         self._since, self._seen = None, Counter(self._counts)
-        for rank in hit:
+        for rank, pid in hit.items():
             if loss.how == "cut off":
                 _ip("link", "set", self.hosts[rank].cable, "down")
                 self._back[rank] = time.monotonic()
             else:
-                pid = self._rank_pid(rank)
-                assert pid is not None
                 send(pid, signal.SIGKILL if loss.how == "killed" else signal.SIGSTOP)
-        self.done.append({"how": loss.how, "place": loss.place, "ranks": hit, "time": time.time()})
+        self.done.append({"how": loss.how, "place": loss.place, "ranks": list(hit), "time": time.time()})
         self.hold.touch()  # who waits because of it goes on: it must leave the round
 
     def _bring_back(self) -> None:
