@@ -238,6 +238,14 @@ def test_a_run_of_a_script_knows_its_task(tmp_path: Path, monkeypatch: pytest.Mo
         paceline.load(tmp_path / name, task=task)
 
 
+def test_a_run_instead_of_a_checkpoint_names_one(run_of_small: Path) -> None:
+    with pytest.raises(paceline.PacelineError, match="it is a run, not one of its checkpoints") as error:
+        paceline.fit(SmallTask(), epochs=1, init_from=run_of_small, **PLAIN)
+    named = error.value.hint.partition("--init-from ")[2].rstrip("`")
+    assert Path(named).parent == run_of_small / "checkpoints"
+    paceline.fit(SmallTask(), steps=1, init_from=named, **PLAIN)
+
+
 def test_export_in_every_form(run_of_small: Path, tmp_path: Path) -> None:
     weights = paceline.load(run_of_small).state_dict()
     for form, name in (("safetensors", "model.safetensors"), ("torch", "model.pt"), ("dcp", ".metadata"), ("auto", "")):

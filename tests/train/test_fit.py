@@ -23,6 +23,7 @@ def fail_and_fit_again(rank: int, port: int) -> None:
     torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in torchrun.items()}, MASTER_ADDR="127.0.0.1")
     settings: dict[str, Any] = {"global_batch": 8, "steps": 2, "device": "cpu", "threads": 1, "level": 0, "workers": 0}
+    assert str(UnknownMonitor("f1", [f"dev/f1_{label}" for label in range(100)])).endswith("dev/f1_11 and 88 more")
     with pytest.raises(UnknownMonitor):
         paceline.fit(SmallTask(), monitor="tets/loss", progress="none", **settings)
     assert not torch.distributed.is_initialized(), "the process group was left behind"

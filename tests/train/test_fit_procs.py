@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -157,19 +158,23 @@ class Misread(SmallTask):
 
 
 @pytest.mark.parametrize(
-    ("task", "kind", "words"),
+    ("task", "kind", "message"),
     [(Buggy(), RanksFailed, r"\(procs=2\) failed: ValueError: a bug of mine"), (Misread(), LossContract, "a mean")],
 )
-def test_an_error_of_a_rank_says_what_it_is(task, kind, words, monkeypatch):
+def test_an_error_of_a_rank_says_what_it_is(task, kind, message, monkeypatch):
     """An error of the task's was `its ranks ended with exit code 1`."""
 
+    words = list(sys.argv)
+
     def one_rank(number, command, *, device):
+        monkeypatch.setattr(sys, "argv", ["fit_procs.py", command[-1]])
         with pytest.raises((ValueError, LossContract)):
             fit_procs.work(Path(command[-1]))
         with pytest.raises((ValueError, LossContract)):  # another rank's, later
             fit_procs.work(Path(command[-1]))
+        assert sys.argv == words  # of the script, which its tasks may read, and which the run records
         return 1
 
     monkeypatch.setattr(fit_procs, "launch", one_rank)
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind, match=message):
         fit(task, procs=2, steps=1, device="cpu", progress="none")

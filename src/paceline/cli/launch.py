@@ -211,7 +211,10 @@ def _load(option_words: list[str], command: list[str], around: World) -> LaunchO
         ]
     elif command[0] not in RANKED:
         what = "does not run on ranks" if command[0] in COMMANDS else "is no command"
-        wrong = [Problem(command[0], what, f"commands that do: {', '.join(RANKED)}")]
+        advice = f"commands that do: {', '.join(RANKED)}"
+        if command[0] not in COMMANDS:
+            advice += "; a script of your own that calls paceline: `torchrun --nproc-per-node 2 script.py`"
+        wrong = [Problem(command[0], what, advice)]
     try:
         options = load(LaunchOptions, option_words, prog=PROG)
     except SettingsInvalid as invalid:

@@ -96,7 +96,7 @@ def fit_on_procs(
     refuse_memory(config.out or config.runs_dir)
     with tempfile.TemporaryDirectory(prefix="paceline-fit-") as name:
         folder = Path(name)
-        payload = pickle.dumps((list(sys.path), _dumped((task.detached(), config, tuple(watchers)))))
+        payload = pickle.dumps((list(sys.path), list(sys.argv), _dumped((task.detached(), config, tuple(watchers)))))
         (folder / PAYLOAD).write_bytes(payload)
         sys.stdout.flush()
         code = launch(number, [sys.executable, "-m", "paceline.train.fit_procs", str(folder)], device=config.device)
@@ -128,7 +128,8 @@ def work(folder: Path) -> int:
     from paceline.train.fit import fit
     from paceline.world.failure.together import is_broken_link
 
-    paths, blob = pickle.loads((folder / PAYLOAD).read_bytes())
+    paths, words, blob = pickle.loads((folder / PAYLOAD).read_bytes())
+    sys.argv = words  # what the user typed, for the task and for the run's record
     sys.path[:] = [*sys.path, *(path for path in paths if path not in sys.path)]
     task, config, watchers = pickle.loads(blob)
     rank = discover(os.environ).rank

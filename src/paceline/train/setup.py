@@ -27,7 +27,7 @@ from paceline.parallel.step import Step
 from paceline.speed.precision import Precision
 from paceline.train import exchange, rates
 from paceline.train.checkpoint import reader
-from paceline.train.checkpoint.format import DIGESTS, STATE
+from paceline.train.checkpoint.format import DIGESTS, STATE, listed
 from paceline.train.engine import Engine
 from paceline.train.probe import Probe
 from paceline.train.task import HasScheduler, HasWatchers, ReadsWeights, Task, overrides
@@ -175,10 +175,19 @@ class NoStartWeights(PacelineError):
 
     path: Path
     sentence = "--init-from {shown}: {why}"
-    hint = (
-        "name a checkpoint, which is a folder like RUN/checkpoints/step-00000120, a .safetensors or .pt file, a "
-        "Hugging Face folder, or a torch.distributed.checkpoint"
-    )
+    hint = "{advice}"
+
+    @property
+    def advice(self) -> str:
+        if RunFolder(self.path).is_run:
+            newest = next(iter(listed(self.path / CHECKPOINTS)), None)
+            if newest is not None:
+                return f"name one of them, such as the last: `--init-from {masked(shown(newest))}`"
+            return "it has no checkpoint yet"
+        return (
+            "name a checkpoint, which is a folder like RUN/checkpoints/step-00000120, a .safetensors or .pt file, a "
+            "Hugging Face folder, or a torch.distributed.checkpoint"
+        )
 
     @property
     def shown(self) -> str:

@@ -38,6 +38,10 @@ class SetsWithoutNames(NotASet):
     hint = 'a data set gets a name, which its metrics have, too: `return {{"dev": data}}`'
 
 
+_MOST_NAMES = 12
+"""Metrics that a message names; one per class may be hundreds."""
+
+
 class UnknownMonitor(PacelineError):
     """A metric to monitor that validation does not give."""
 
@@ -48,7 +52,8 @@ class UnknownMonitor(PacelineError):
 
     @property
     def names(self) -> str:
-        return ", ".join(self.known)
+        more = len(self.known) - _MOST_NAMES
+        return ", ".join(self.known[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
     @property
     def nearest(self) -> str:
