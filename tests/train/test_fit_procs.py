@@ -86,11 +86,24 @@ def test_a_task_of_a_notebook_on_two_processes(tmp_path, monkeypatch):
     assert json.loads(line.removeprefix("RESULT ")) == expected
 
 
+class LockedTask(SmallTask):
+    """Its model cannot be pickled."""
+
+    def model(self):
+        model = super().model()
+        model.lock = threading.Lock()
+        return model
+
+
 def fit_into(folder: str) -> None:
     """A script whose ranks are forked."""
     fork_ranks()
     with pytest.raises(RunExists, match="holds a run already"):
         fit(SmallTask(), procs=2, steps=1, device="cpu", out=folder, progress="none")
+    # What was trained is not lost because the model cannot be handed over.
+    result = fit(LockedTask(), procs=2, steps=1, device="cpu", out=f"{folder}-2", progress="none")
+    assert (result.status, result.model) == ("finished", None)
+    assert result.checkpoint is not None
 
 
 def test_an_error_of_the_ranks_is_one_of_the_caller(tmp_path):
@@ -106,6 +119,12 @@ def test_what_cannot_travel_is_said():
     task.lock = threading.Lock()
     with pytest.raises(TaskNotPortable, match="cannot be pickled: TypeError: .*lock"):
         fit(task, procs=2, steps=1, device="cpu")
+
+
+@pytest.mark.parametrize("procs", [0, -1, "two", 1.5])
+def test_a_number_of_ranks_that_is_none_is_refused(procs):
+    with pytest.raises(paceline.PacelineError, match="not a number of ranks"):
+        fit(SmallTask(), procs=procs, steps=1, device="cpu")
 
 
 def test_another_thread_cannot_start_ranks():

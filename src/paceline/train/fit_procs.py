@@ -27,6 +27,7 @@ from paceline.config.settings import TrainConfig
 from paceline.core.cloud.address import refuse_memory
 from paceline.core.errors import PacelineError, first_line
 from paceline.core.extras import EXTRAS
+from paceline.core.terminal import warn
 from paceline.observe.callback import Callback, RunInfo
 from paceline.train.task import Task
 from paceline.train.trainer import Result
@@ -50,6 +51,14 @@ class TaskNotPortable(PacelineError):
     why: str
     sentence = "`procs` hands the task to other processes, and this one cannot be pickled: {why}"
     hint = "open files, connections and CUDA tensors in `train_data` or `model`, not in `__init__`"
+
+
+class NotProcs(PacelineError):
+    """A number of ranks that is none."""
+
+    procs: Any
+    sentence = "`procs` is {procs!r}, not a number of ranks"
+    hint = "give 1 or more, or `'auto'` for one per GPU"
 
 
 class NotInMainThread(PacelineError):
@@ -83,6 +92,8 @@ def fit_on_procs(
     task: Task, config: TrainConfig, watchers: Sequence[Callback], procs: int | Literal["auto"]
 ) -> Result | None:
     """Fit on ranks that are started for it; None where this process is a rank, or is the only one there would be."""
+    if procs != "auto" and (not isinstance(procs, int) or isinstance(procs, bool) or procs < 1):
+        raise NotProcs(procs)
     world = discover(os.environ)
     if world.launcher != "plain":
         if procs not in ("auto", world.local_size):
@@ -123,6 +134,17 @@ def _dumped(value: Any) -> bytes:
         raise TaskNotPortable(f"{type(error).__name__}: {error}") from error
 
 
+def _dumped_outcome(result: Result, states: list[Any]) -> bytes:
+    """Return a result and what watchers have seen as bytes; without a model that cannot be pickled: what was trained is
+    not lost with it."""
+    try:
+        return _dumped((result, states))
+    except TaskNotPortable as error:
+        kept = "no folder was asked for (`out`)" if result.folder is None else f"its checkpoints are in {result.folder}"
+        warn(f"the trained model cannot be handed back, `result.model` is None ({error.why}); {kept}\n")
+        return _dumped((replace(result, model=None), states))
+
+
 def work(folder: Path) -> int:
     """Fit as one rank; the first writes the result and what its watchers have seen, one that fails its error."""
     from paceline.train.fit import fit
@@ -142,7 +164,7 @@ def work(folder: Path) -> int:
     if rank == 0:
         # The model in pieces means nothing outside of these ranks; the checkpoints have it whole.
         model = None if result.model is None or config.shard != "none" else result.model.cpu()
-        _leave(folder / RESULT, _dumped((replace(result, model=model), [_state_of(each) for each in watchers])))
+        _leave(folder / RESULT, _dumped_outcome(replace(result, model=model), [_state_of(each) for each in watchers]))
     return 0
 
 
