@@ -76,6 +76,42 @@ def test_a_trial_that_fails_is_one_of_many(tmp_path: Path) -> None:
         paceline.sweep(Bowl, {"at": [1.0, 2.0]}, fails=True, trials=5, out=tmp_path / "none", **COMMON)  # type: ignore[call-arg]
 
 
+class Buggy(Bowl):
+    """Fails with an error of its own, or has no number, where `at` is below 0."""
+
+    def metrics(self, model: Any, grain: paceline.Grain) -> dict[str, tuple[float, int]]:
+        if self.settings.at < -5:
+            raise ValueError("a bug")
+        return super().metrics(model, grain) if self.settings.at > 0 else {"distance": (float("nan"), 1)}
+
+
+def test_an_error_or_a_nan_in_a_trial_is_one_of_many(tmp_path: Path) -> None:
+    """Before, an error of the task's ended the sweep, and of a nan it was said that there is no score."""
+    search = {"at": [-9.0, -1.0, 1.0]}
+    result = paceline.sweep(Buggy, search, sampler="grid", out=tmp_path / "sweep", **COMMON)
+    assert [trial.status for trial in result.trials] == ["failed", "failed", "finished"]
+    assert [trial.why for trial in result.trials[:2]] == ["ValueError: a bug", "its score was never a finite number"]
+
+
+def test_two_sweeps_cannot_share_a_folder(tmp_path: Path) -> None:
+    """Before, the second took the running trial of the first for its own, and marked it as failed."""
+    said: list[str] = []
+    search = {"at": [1.0, 2.0]}
+
+    class Second(Bowl):
+        def after_stage(self, model: Any, stage: int) -> None:
+            try:
+                paceline.sweep(
+                    Bowl, {"at": [1.0, 2.0]}, sampler="grid", resume="auto", out=tmp_path / "sweep", **COMMON
+                )
+            except PacelineError as error:
+                said.append(str(error))
+
+    result = paceline.sweep(Second, search, sampler="grid", out=tmp_path / "sweep", **COMMON)
+    assert [trial.status for trial in result.trials] == ["finished", "finished"]
+    assert said == [f"a sweep is under way in {tmp_path / 'sweep'} already"] * 2
+
+
 def test_mistakes_in_the_call(tmp_path: Path) -> None:
     with pytest.raises(PacelineError, match="`sampler` grid tries all values, and at is a range"):
         paceline.sweep(Bowl, {"at": "0:1"}, sampler="grid", out=tmp_path / "a", **COMMON)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from paceline.cli.sweep.plan import WITHOUT, Plan, check_room, headline, open_folder, result_of
+from paceline.cli.sweep.plan import WITHOUT, Plan, check_room, headline, only_sweep, open_folder, result_of
 from paceline.cli.sweep.runner import INSIDE, Train, run_here, run_in_processes
 from paceline.config.problems import Problem
 from paceline.config.python_call import CallInvalid, settings_of_call
@@ -166,18 +166,19 @@ def run_sweep(plan: Plan, make: Callable[[], Task] | None, *, may_resume: bool) 
     gpus = _gpus(plan)
     check_room(plan.jobs, plan.procs, cores=len(os.sched_getaffinity(0)), gpus=gpus)
     require_optuna()
-    open_folder(plan, may_resume=may_resume)
-    study = Study(plan.folder, plan.space, mode=plan.mode, pruner=plan.pruner, sampler=plan.sampler, seed=plan.seed)
-    tell(headline(plan))
-    try:
-        if make is None:
-            result = run_in_processes(plan, study, tell, gpus)
-        else:
-            result = run_here(plan, study, _trainer(make), tell)
-    except (KeyboardInterrupt, PacelineError):
-        show(result_of(plan, study), plan, is_typed=make is None)
-        raise
-    return show(result, plan, is_typed=make is None)
+    with only_sweep(plan.folder):
+        open_folder(plan, may_resume=may_resume)
+        study = Study(plan.folder, plan.space, mode=plan.mode, pruner=plan.pruner, sampler=plan.sampler, seed=plan.seed)
+        tell(headline(plan))
+        try:
+            if make is None:
+                result = run_in_processes(plan, study, tell, gpus)
+            else:
+                result = run_here(plan, study, _trainer(make), tell)
+        except (KeyboardInterrupt, PacelineError):
+            show(result_of(plan, study), plan, is_typed=make is None)
+            raise
+        return show(result, plan, is_typed=make is None)
 
 
 def show(result: SweepResult, plan: Plan, *, is_typed: bool) -> SweepResult:

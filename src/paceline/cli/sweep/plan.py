@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -115,6 +118,33 @@ class Plan:
     def trial_settings(self, number: int, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return all settings of a trial's run."""
         return {**self.settings, **params, "out": str(self.run_folder(number)), "resume": "auto"}
+
+
+class SweepBusy(PacelineError):
+    """Another process sweeps in the folder."""
+
+    folder: Path
+    sentence = "a sweep is under way in {folder} already"
+    hint = "wait until it has ended, or choose another `--out`; `--jobs N` tries several at once"
+
+
+@contextmanager
+def only_sweep(folder: Path) -> Iterator[None]:
+    """Keep other processes from sweeping in a folder: each would take the other's running trials for its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SweepBusy(folder) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(number, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open, too
+        os.close(number)
 
 
 def open_folder(plan: Plan, *, may_resume: bool) -> None:

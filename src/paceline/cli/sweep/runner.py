@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,14 +55,15 @@ def run_here(plan: Plan, study: Study, train: Train, say: Say) -> SweepResult:
 
 
 def train_trial(plan: Plan, trial: StudyTrial, report: Report, train: Train) -> TrialEnd:
-    """Train one trial, and return how it ended; a mistake of the user in it is no reason to end the sweep."""
+    """Train one trial, and return how it ended; an error in it is no reason to end the sweep."""
     began = time.monotonic()
     pruning = Pruning(report, plan.monitor, plan.task_monitor)
     try:
         result = train(plan.trial_settings(trial.number, trial.params), pruning)
     except PacelineError as error:
         return TrialEnd("failed", None, 0, time.monotonic() - began, str(error))
-    except (RuntimeError, MemoryError) as error:  # of torch, for values that do not fit the model or the memory
+    except Exception as error:  # values that do not fit the model or the memory, or a bug of the task's
+        traceback.print_exc()
         return TrialEnd("failed", None, 0, time.monotonic() - began, first_line(error))
     return end_of(result, pruning, time.monotonic() - began)
 
@@ -74,6 +76,8 @@ def end_of(result: Result, pruning: Pruning, seconds: float) -> TrialEnd:
         return TrialEnd("stopped", None, result.num_steps, seconds)
     if result.status == "diverged":
         return TrialEnd("failed", None, result.num_steps, seconds, "the loss diverged")
+    if result.best_score is None and pruning.has_monitored(result.metrics):
+        return TrialEnd("failed", None, result.num_steps, seconds, "its score was never a finite number")
     if result.best_score is None:
         why = f"no validation gave a score to compare: set `--monitor` to one of {', '.join(result.metrics) or 'none'}"
         return TrialEnd("failed", None, result.num_steps, seconds, why)

@@ -13,10 +13,16 @@ Report = Callable[[float, int], bool]
 """Takes the score of a validation and its number; returns True if the trial should end."""
 
 
+def monitored(metrics: Mapping[str, Any], monitor: str | None, task_monitor: str) -> str | None:
+    """Return the name of the metric that trials are compared by, None if it is not there."""
+    names = [monitor] if monitor else [name for name in metrics if name.endswith(f"/{task_monitor}")]
+    return names[0] if names and names[0] in metrics else None
+
+
 def score_of(metrics: Mapping[str, Any], monitor: str | None, task_monitor: str) -> float | None:
     """Return the monitored score of a validation: that of `monitor`, else the task's metric of the first set."""
-    names = [monitor] if monitor else [name for name in metrics if name.endswith(f"/{task_monitor}")]
-    value = metrics.get(names[0]) if names else None
+    name = monitored(metrics, monitor, task_monitor)
+    value = None if name is None else metrics[name]
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
@@ -29,6 +35,10 @@ class Pruning(Callback):
         self.is_pruned = False
         self.num_scores = 0
         """Validations that had a score."""
+
+    def has_monitored(self, metrics: Mapping[str, Any]) -> bool:
+        """Return True if the metric that trials are compared by is among these, whatever it is."""
+        return monitored(metrics, self._monitor, self._task_monitor) is not None
 
     def start(self, info: RunInfo) -> None:
         self._stop = info.stop
