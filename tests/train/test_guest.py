@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import random
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -135,6 +136,33 @@ def test_modes_of_the_caller_stay_outside(mode: Callable[[], Any], capsys: pytes
         inside = paceline.fit(WeightedTask(), **settings)
         assert not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
     assert alone.loss == inside.loss
+
+
+def test_two_threads_cannot_train_at_once() -> None:
+    """Before, they drew from one row of random numbers: neither result was that of its seed."""
+    settings: dict[str, Any] = {"epochs": 1, "level": 0, "device": "cpu", "progress": "none"}
+    said: list[str] = []
+
+    def other() -> None:
+        try:
+            paceline.fit(WeightedTask(), **settings)
+        except paceline.PacelineError as error:
+            said.append(str(error))
+
+    class Waits(WeightedTask):
+        def after_stage(self, model: nn.Module, stage: int) -> None:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            other()  # one inside of another is fine
+
+    paceline.fit(Waits(), **settings)
+    assert len(said) == 1
+    assert "another thread of this process is inside of paceline.fit" in said[0]
+    thread = threading.Thread(target=other)  # after the other is fine
+    thread.start()
+    thread.join()
+    assert len(said) == 1
 
 
 def test_torch_is_not_heard_to_warn_of_its_older_names(monkeypatch: pytest.MonkeyPatch) -> None:

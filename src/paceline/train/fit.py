@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -17,6 +19,7 @@ from paceline.config.run_path import run_folder
 from paceline.config.settings import TrainConfig
 from paceline.core.cloud.file_copy import exists, send
 from paceline.core.cloud.run_copy import bring_run
+from paceline.core.errors import PacelineError
 from paceline.core.run_folder import RunFolder
 from paceline.core.terminal import tell
 from paceline.core.user_file import refuse_on_import, spec_of
@@ -96,12 +99,36 @@ def fit(  # type: ignore[misc]  # `args` of the last one are none: settings have
         started = fit_on_procs(task, config, watchers, procs)
         if started is not None:
             return started
-    with _as_settings_say(), from_settings(config) as link:
+    with _only_thread(), _as_settings_say(), from_settings(config) as link:
         if config.out is None and config.exp_name is not None:
             # One rank looks which names are taken.
             chosen = run_folder(config, task="", moment="", exists=exists) if link.is_first else None
             config = config.model_copy(update={"out": link.broadcast_object(chosen)})
         return run_mode(task, config, link, watchers)
+
+
+class AnotherThread(PacelineError):
+    """Two threads of one process that train at once: torch has one state of random numbers, threads and precisions."""
+
+    sentence = "another thread of this process is inside of paceline.fit, and both would draw from one row of numbers"
+    hint = "call it in one thread after the other, or in processes of their own"
+
+
+_inside: list[tuple[int, int]] = []
+"""Process and thread of each `fit` that has not returned."""
+
+
+@contextmanager
+def _only_thread() -> Iterator[None]:
+    """Refuse a second thread; one call inside of another, in a hook, is fine."""
+    place = os.getpid(), threading.get_ident()
+    if any(pid == place[0] and thread != place[1] for pid, thread in list(_inside)):
+        raise AnotherThread
+    _inside.append(place)
+    try:
+        yield
+    finally:
+        _inside.remove(place)
 
 
 @contextmanager
