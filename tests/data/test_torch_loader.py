@@ -71,6 +71,17 @@ def test_a_loader_is_its_data_set_and_its_collate() -> None:
     assert task.seen[1] == [8.0, 10.0, 12.0, 14.0]
 
 
+def test_an_engine_says_once_what_it_leaves_of_a_loader(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing was said: 10 samples in batches of 4 were 3 steps, although the loader drops the last."""
+    engine = paceline.Engine(level=0)
+    loader = DataLoader(numbers(10), batch_size=4, drop_last=True)
+    assert [len(list(engine.batches(loader, global_batch=4))) for _ in range(2)] == [3, 3]
+    engine.close()
+    said = capsys.readouterr().err
+    assert said.count("batches, order and workers are those of the settings") == 1
+    assert said.count("its `drop_last` is not: set `drop_last`") == 1
+
+
 def test_a_loader_without_a_batch_in_the_settings_is_asked_about() -> None:
     with pytest.raises(paceline.PacelineError, match="batches of 4, but a step of this run has 32") as error:
         paceline.fit(Sums(DataLoader(numbers(16), batch_size=4)), epochs=1, **PLAIN)
@@ -108,9 +119,9 @@ def test_a_loader_that_drops_its_last_batch_is_told_what_to_type(capsys: pytest.
     task = Sums(DataLoader(numbers(10), batch_size=4, drop_last=True))
     told = {**PLAIN, "progress": "lines", "global_batch": 4, "epochs": 1}
     assert paceline.fit(task, **told).num_steps == 3
-    assert "type `--drop-last`" in capsys.readouterr().out
+    assert "set `drop_last` (`--drop-last`)" in capsys.readouterr().out
     assert paceline.fit(task, drop_last=True, **told).num_steps == 2
-    assert "type `--drop-last`" not in capsys.readouterr().out
+    assert "set `drop_last`" not in capsys.readouterr().out
 
 
 def test_loaders_validate_and_feed_an_engine() -> None:

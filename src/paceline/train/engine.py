@@ -23,6 +23,7 @@ from paceline.config.compared import shared_settings
 from paceline.config.python_call import settings_of_call
 from paceline.config.settings import DataSettings, EngineConfig
 from paceline.core.errors import PacelineError, first_line
+from paceline.core.terminal import warn
 from paceline.core.torch_private import backward, compile_counters, plain_step
 from paceline.data.dataset import DatasetTraits, fingerprint
 from paceline.data.grain import Batch, Grain, map_tensors
@@ -98,6 +99,7 @@ class Engine:
         self._batches_call = _BatchesCall()
         self._feed: Feed | None = None
         self._stream_saved: Mapping[str, Tensor] = {}
+        self._said: set[str] = set()
         self._rates = Rates()
         self.schedulers = Schedulers()
         """torch schedulers of the optimizer."""
@@ -526,7 +528,7 @@ class Engine:
         self, dataset: Any, epochs: int, collate: Callable[[list[Any]], Any] | None, settings: DataSettings
     ) -> Iterator[Batch]:
         config, _ = for_ranks(settings, self.link.world.size)
-        source, _ = take_out_for_training(dataset, config)
+        source, lines = take_out_for_training(dataset, config)
         check_same(self.link, shared_settings(settings) | {"epochs": epochs})
         feed = Feed(
             TrainingData.of(source.dataset, collate or source.collate),
@@ -536,7 +538,7 @@ class Engine:
             seed=self.config.seed,
             in_blocks=sums_in_tree(self.config),
         )
-        feed.resume_stream(self._stream_saved)
+        self._say_once([*lines, feed.resume_stream(self._stream_saved)])
         self._feed, self._stream_saved = feed, {}
         position, call = self.position, self._batches_call
         if not call.is_resumed:
@@ -551,6 +553,13 @@ class Engine:
                     if feed.is_stream and self._is_out_of_data():
                         break
                 position.end_epoch()
+
+    def _say_once(self, lines: Sequence[str | None]) -> None:
+        """Tell of the data what is not as one may think, on one rank; `batches` may be called for every epoch."""
+        new = [line for line in lines if line is not None and line not in self._said]
+        self._said.update(new)
+        if self.link.is_first:
+            warn("".join(f"{line}\n" for line in new))
 
     def evaluate(
         self,
