@@ -92,7 +92,9 @@ def take_out_for_training(data: Any, settings: DataSettings) -> tuple[Source, li
         raise LoaderBatch(batch_size, settings.max_samples)
     lines = ["the DataLoader's data set and collate_fn are used; batches, order and workers are those of the settings"]
     if data.drop_last and not settings.drop_last:
-        lines.append("  its `drop_last` is not: set `drop_last` (`--drop-last`) to leave out a last batch that is not full")
+        lines.append(
+            "  its `drop_last` is not: set `drop_last` (`--drop-last`) to leave out a last batch that is not full"
+        )
     return source, lines
 
 
