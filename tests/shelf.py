@@ -25,6 +25,10 @@ class Shelf(LocalFileSystem):  # type: ignore[misc]
     log: ClassVar[list[str]] = []
     """Names of files that were written, in their order."""
 
+    def __init__(self) -> None:
+        """Takes no options: what ssh is given goes to the connection, which knows none of fsspec's."""
+        super().__init__()
+
     @classmethod
     def _strip_protocol(cls, path: Any) -> str:
         text = str(path)

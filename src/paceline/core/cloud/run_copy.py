@@ -42,6 +42,8 @@ from paceline.core.run_folder import (
 
 STARTING = ".starting"
 """Made in the store by a start before it writes the record, and removed after: of several at once, one goes on."""
+_MOST_PASSED = 8
+"""Starts that were killed and left a name behind; more are a store that does not keep what is written."""
 _START_TRIES, _START_PAUSE_S = 20, 1.0
 """How long another start is waited for that has begun to write the record: if it does not, it is gone."""
 SENT, SENDING, HEADS = ".sent.json", ".sending", ("state.json", "digests.json")
@@ -161,6 +163,8 @@ class RunCopy:
         name = STARTING
         while not self._claim(name, content):
             passed[name] = self.store.read(name)
+            if len(passed) == _MOST_PASSED:
+                raise StoreFailed(self.address, f"writing {STARTING}", OSError("it is never as it was written"))
             name = f"{STARTING}-{len(passed)}"
         try:
             self.check_unchanged()

@@ -152,7 +152,9 @@ class Store:
                 if self._scheme in _OBJECTS:
                     fs.pipe_file(place, content, mode="create")
                 else:
-                    with fs.open(place, "xb") as file:
+                    # paramiko's own files are not writable with `x` alone.
+                    is_paramiko = type(fs).__module__ == "fsspec.implementations.sftp"
+                    with fs.open(place, "wxb" if is_paramiko else "xb") as file:
                         file.write(content)
             except Exception:  # it is there, or the store knows no conditions: each library has its own words
                 if not fs.exists(place):
@@ -219,7 +221,9 @@ class Store:
         import fsspec
 
         # Made anew in a process that was forked, otherwise the same: fsspec keeps one per scheme and process.
-        fs, root = fsspec.core.url_to_fs(self.address, use_listings_cache=False)
+        # Stores of objects remember listings; what others are given goes to their connection, which knows no such word.
+        options = {"use_listings_cache": False} if self._scheme in _OBJECTS else {}
+        fs, root = fsspec.core.url_to_fs(self.address, **options)
         fs.invalidate_cache()
         return fs, str(root)
 
