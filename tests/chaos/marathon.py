@@ -54,6 +54,8 @@ _STREAM = (
     "25",
     "--epochs",
     "5",
+    "--val-every-steps",
+    "20",
 )
 _REPLAY = ("--method", "derpp", "--buffer-size", "31")
 

@@ -12,7 +12,9 @@ from paceline.config.settings import WorldSettings
 from paceline.world.discover.environment import World
 from paceline.world.link import Link
 from paceline.world.resources import NoCudaDevice
+from paceline.world.rounds import RoundOver
 from paceline.world.start import GroupDiffers, from_settings, start
+from tests.crash import run_until_death
 from tests.ranks import ranks, run_ranks
 
 PLAIN = World(0, 0, 1, 1, 0, 1, "plain", None)
@@ -79,3 +81,25 @@ def test_cuda_is_chosen_and_needs_no_group_alone() -> None:
         tensor = torch.ones(2, device=link.device)
         link.all_reduce(tensor)
         assert tensor.tolist() == [1.0, 1.0]
+
+
+def one_makes_a_group(link: Link) -> None:
+    """Rank 1 never comes to make it, as one that is frozen in the first step of a round."""
+    link.abandon()
+    is_over = False
+
+    def check() -> None:
+        if is_over:
+            raise RoundOver("round 0 has lost a member")
+
+    world = replace(link.world, attempt=link.world.attempt + 1)
+    with start(world, device="cpu", threads=1, start_timeout_s=60, timeout_s=60, check=check):
+        if world.rank == 0:
+            is_over = True
+            with pytest.raises(RoundOver):
+                torch.distributed.new_group([0, 1])
+
+
+def test_who_waits_for_a_lost_rank_to_make_a_group_is_told() -> None:
+    """It waited for the time-out, and was then taken for stuck and killed."""
+    assert run_until_death(2, one_makes_a_group) == [0, 0]

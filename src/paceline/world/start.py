@@ -32,7 +32,7 @@ from paceline.world.link import Link
 from paceline.world.parent_process import end_with_parent
 from paceline.world.resources import OMP, DeviceChoice, backend_of, device_name, threads_by_environment, threads_of
 from paceline.world.roll_call import Present, roll_call
-from paceline.world.store import HashStore, PrefixStore, Store, answer_within, interruptible, meet
+from paceline.world.store import HashStore, PrefixStore, Store, answer_within, interrupt_waits, meet
 
 # How long a rank of a later round dials the others.
 _DIAL_S = 20.0
@@ -109,6 +109,7 @@ def start(
         if interface is not None:
             os.environ[GLOO_INTERFACE] = interface
         common = meet(world, start_timeout_s)
+        interrupt_waits(world, check)
         watch = FailureWatch(world, timeout_s, is_surviving=check is not None)
         undo.callback(watch.stop)
         meeting = remember_meeting(world, common, watch, timeout_s)
@@ -197,7 +198,7 @@ def _form_group(
     """Make the process group; with `check`, which ends the wait for a rank that was lost, without dialling it long."""
     # gloo dials a peer that has just died until the time-out is over.
     dials_s = min(timeout_s, _DIAL_S) if check is not None and can_set_group_timeout() else timeout_s
-    with interruptible(world, check), group_sockets.noted():
+    with group_sockets.noted():
         dist.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.size, timeout=patience(dials_s, device)
         )

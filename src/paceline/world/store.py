@@ -11,8 +11,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -165,18 +164,11 @@ def answer_within(world: World, answer_s: float) -> None:
         _stores[world.meeting].answer_within(answer_s)
 
 
-@contextmanager
-def interruptible(world: World, check: Callable[[], None] | None) -> Iterator[None]:
-    """Let `check` end waits for keys of this job's store meanwhile, by what it raises."""
-    store = _stores.get(str(world.meeting))
-    if store is None or check is None:
-        yield
-        return
-    store.interrupt = check
-    try:
-        yield
-    finally:
-        store.interrupt = None
+def interrupt_waits(world: World, check: Callable[[], None] | None) -> None:
+    """Let `check` end waits for keys of this job's store from now on, by what it raises: also those of groups that are
+    made later, which wait for the addresses of ranks that may be lost."""
+    if world.meeting in _stores:
+        _stores[world.meeting].interrupt = check
 
 
 def meet_apart(world: World, timeout_s: float, answer_s: float) -> Store:
