@@ -111,8 +111,8 @@ def test_of_two_engines_either_may_be_closed_first(first: int) -> None:
     engines[1 - first].close()
     engines[first].close()  # once more does nothing
     assert seen() == before
-    with pytest.raises(paceline.PacelineError, match="cuda"):
-        paceline.Engine(device="cuda")
+    with pytest.raises(paceline.PacelineError, match="raises it"):
+        paceline.Engine(level=3, precision="fp64", device="cpu", threads=1)
     paceline.Engine(level=0, device="cpu", threads=1).close()
     assert seen() == before
 
@@ -136,6 +136,17 @@ def test_modes_of_the_caller_stay_outside(mode: Callable[[], Any], capsys: pytes
         inside = paceline.fit(WeightedTask(), **settings)
         assert not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
     assert alone.loss == inside.loss
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_is_closed_by_with(fails: bool) -> None:
+    before = seen()
+    with contextlib.suppress(KeyboardInterrupt), paceline.Engine(level=0, device="cpu", threads=1) as engine:
+        assert engine.device.type == "cpu"
+        torch.manual_seed(9)
+        if fails:
+            raise KeyboardInterrupt
+    assert seen() == before
 
 
 def test_two_threads_cannot_train_at_once() -> None:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +53,7 @@ from paceline.world.link import Link
 from paceline.world.start import from_settings
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
     from paceline.config.arguments import DataArguments, EngineArguments
 
@@ -504,6 +505,18 @@ class Engine:
             self._prepared.statistics.total()
         if self._owns_link:
             self.link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; after an error without waiting for other ranks, which may never come."""
+        if error is None:
+            self.close()
+        elif self._owns_link:
+            self.link.__exit__(kind, error, trace)
 
     # -- data for one's own loop ---------------------------------------------------------------------------------
 
