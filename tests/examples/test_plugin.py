@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from shutil import copytree
 import pytest
 import torch
 
+import paceline
 from paceline.core import plugins
 from paceline.core.torch_private import defer_compiler
 from tests.commands import Ended, run_command
@@ -93,6 +95,18 @@ def test_a_run_uses_records_and_resumes_them(site: Path, tmp_path: Path) -> None
     gone = _run(["eval", str(run), "--no-plugins"])
     assert (gone.code, "Traceback" in gone.err) == (2, False)
     assert "the recipe 'rings' of paceline-example 1.1, which is not there" in gone.err
+
+
+def test_a_recipe_that_python_trained_is_found_again(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was said to be not installed: the run had its class's name, not the recipe's."""
+    for name in ("paceline_example", "paceline_example.rings"):
+        monkeypatch.setitem(sys.modules, name, None)  # put back afterwards
+        del sys.modules[name]
+    rings = importlib.import_module("paceline_example.rings").Rings
+    result = paceline.fit(rings(), epochs=1, num_points=64, out=tmp_path / "run", progress="none", device="cpu")
+    assert isinstance(paceline.load(tmp_path / "run"), type(result.model))
 
 
 def test_a_broken_part_stops_only_who_uses_it(site: Path, tmp_path: Path) -> None:

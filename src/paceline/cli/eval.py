@@ -21,6 +21,7 @@ from paceline.core.cloud.address import Place, local_path, shown
 from paceline.core.cloud.run_copy import bring_run
 from paceline.core.errors import PacelineError
 from paceline.core.plugins import are_enabled
+from paceline.core.plugins import names as plugin_names
 from paceline.core.run_folder import BrokenRecord, RunRecord, read_record
 from paceline.core.terminal import emit, tell
 
@@ -272,7 +273,10 @@ def task_of(run: Path, spec_now: str | None, record: RunRecord) -> Task:
     except UnknownTask as error:
         plugin = next((each for each in record.plugins if each.get("group") == "recipes"), None)
         if plugin is not None:
-            raise PluginGone(run, spec, plugin.get("package", ""), plugin.get("version", "")) from error
+            recipe = plugin.get("name", spec)
+            if recipe in plugin_names("recipes"):  # `paceline.fit` recorded its class
+                return load_task(recipe)
+            raise PluginGone(run, recipe, plugin.get("package", ""), plugin.get("version", "")) from error
         if ":" not in spec:
             raise TaskUnplaced(run, spec) from None
         raise TaskGone(run, spec, error) from error

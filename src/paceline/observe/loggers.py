@@ -161,7 +161,7 @@ class MlFlow(PointLogger):
         self._mlflow = importlib.import_module("mlflow")
         saved_name = _RunName(info, "mlflow")
         before = saved_name.read()
-        name = info.task if info.folder is None else info.folder.name
+        name = info.task.rpartition("/")[2] if info.folder is None else info.folder.name
         run = self._mlflow.active_run()
         self._is_ours = run is None
         if run is None:
