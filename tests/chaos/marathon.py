@@ -53,7 +53,7 @@ _STREAM = (
     "--save-every-steps",
     "25",
     "--epochs",
-    "5",
+    "6",
     "--val-every-steps",
     "20",
 )
