@@ -8,8 +8,9 @@ import pytest
 from paceline.config.settings import TrainConfig
 from paceline.observe.journal import Journal, read
 from paceline.observe.records import StepRecord
+from paceline.train import survival as survival_module
 from paceline.train.checkpoint.memory import MemoryState
-from paceline.train.survival import CopyKind, Survival, copy_kind, needs_all, price
+from paceline.train.survival import CopyKind, Survival, copy_kind, is_cut_loose, needs_all, price
 from paceline.world.rounds import Lost, Member, Round
 
 MEMBERS = (Member(0, 0, 0, "here"), Member(4, 1, 0, "there"))
@@ -76,3 +77,15 @@ def test_journal_keeps_the_lines_on_ranks(tmp_path: Path) -> None:
     (line,) = read(file, "ranks")
     assert (line["ranks"], line["step"], line["repeated"]) == (2, 9, 2)
     assert line["lost"] == [{"rank": 1, "host": "there", "why": "ended by SIGKILL"}]
+
+
+def test_launcher_that_is_ending_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal comes with the end of its first thread, before the process has another parent: ranks of a machine
+    whose launcher was killed asked all others to stop."""
+    answers = iter([False, False, True])
+    monkeypatch.setattr(survival_module, "is_orphan", lambda: next(answers))
+    assert is_cut_loose(1)
+    monkeypatch.setattr(survival_module, "is_orphan", lambda: False)
+    assert not is_cut_loose(1)
+    monkeypatch.setattr(survival_module, "is_orphan", lambda: True)
+    assert not is_cut_loose(0)

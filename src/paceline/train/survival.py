@@ -36,12 +36,14 @@ from paceline.world.parent_process import is_orphan
 from paceline.world.rounds import Round, Rounds
 from paceline.world.signals import STOP_SIGNALS, handled
 from paceline.world.start import from_settings, leave_group
-from paceline.world.store import is_refusal
+from paceline.world.store import is_refusal, poll
 
 if TYPE_CHECKING:
     from paceline.train.trainer import Result, Trainer
     from paceline.world.link import Link
 
+# How long a process that was asked to stop looks whether it is an orphan.
+_ORPHAN_S = 0.2
 _FIRST_COPY = 1
 """Steps before the first copy, which measures what one costs."""
 
@@ -103,6 +105,14 @@ def _how_to_mirror(config: TrainConfig) -> str:
 
 def _room_for(config: TrainConfig) -> Copies:
     return MirroredState() if copy_kind(config) == "pieces" else MemoryState()
+
+
+def is_cut_loose(node: int) -> bool:
+    """Return True if the launcher of this process is dead, and is not that of node 0.
+
+    The system's signal comes when the launcher's first thread has ended; its process is gone when the others have, too.
+    """
+    return node > 0 and poll(is_orphan, _ORPHAN_S)
 
 
 @dataclass
@@ -168,7 +178,7 @@ class Survival:
 
         All that its death means is that its ranks are lost.
         """
-        return is_orphan() and self.rounds.node > 0
+        return is_cut_loose(self.rounds.node)
 
     @property
     def seconds(self) -> float:
@@ -225,7 +235,7 @@ class _Job:
 
     def note_stop(self, number: int, frame: FrameType | None) -> None:
         """Remember a stop signal that comes between rounds."""
-        if is_orphan() and self._rounds.node > 0:
+        if is_cut_loose(self._rounds.node):
             os._exit(EXIT_CRASH)  # see `Survival.is_cut_loose`
         self._is_asked = self._rounds.is_leaving = True
         if number == signal.SIGINT and self._rounds.round is None:
