@@ -145,6 +145,12 @@ def test_a_line_break_becomes_neither_a_command_nor_an_option(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_name_is_told_what_it_may_have(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = submit(capsys, "slurm", "--dry-run", "--account", "a;b", "--", "train", TASK, "--epochs", "1")
+    assert code == 2
+    assert "--account a;b: must be text of the form ^[A-Za-z0-9_@*]" in err  # not in small letters
+
+
 def test_the_scheduler_s_own_words_may_begin_with_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     """The help's own example, which ce01e4b refused."""
     train = ["--dry-run", "--", "train", TASK, "--epochs", "1"]

@@ -188,6 +188,8 @@ def _phrase(detail: Any) -> str:
     if kind == "literal_error":
         options = re.sub(r"'", "", str(context["expected"]))
         return f"one of {options}" if ", " in options else options
+    if kind == "string_pattern_mismatch":
+        return f"text of the form {context['pattern']}"
     for pattern, phrase in _KINDS:
         if re.match(pattern, kind):
             return phrase
