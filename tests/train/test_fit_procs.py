@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 import threading
 import warnings
@@ -86,13 +88,17 @@ def test_a_task_of_a_notebook_on_two_processes(tmp_path, monkeypatch):
     assert json.loads(line.removeprefix("RESULT ")) == expected
 
 
-class LockedTask(SmallTask):
-    """Its model cannot be pickled."""
+class InterruptedTask(SmallTask):
+    """Its model cannot be pickled; and the process that started the ranks gets a Ctrl-C."""
 
     def model(self):
         model = super().model()
         model.lock = threading.Lock()
         return model
+
+    def after_step(self, model, step, grains):
+        if self.world.rank == 0 and step.number == 2:
+            os.kill(os.getppid(), signal.SIGINT)
 
 
 def fit_into(folder: str) -> None:
@@ -100,9 +106,9 @@ def fit_into(folder: str) -> None:
     fork_ranks()
     with pytest.raises(RunExists, match="holds a run already"):
         fit(SmallTask(), procs=2, steps=1, device="cpu", out=folder, progress="none")
-    # What was trained is not lost because the model cannot be handed over.
-    result = fit(LockedTask(), procs=2, steps=1, device="cpu", out=f"{folder}-2", progress="none")
-    assert (result.status, result.model) == ("finished", None)
+    # Ctrl-C saves and returns, as in one process; and what was trained is not lost because the model cannot travel.
+    result = fit(InterruptedTask(), procs=2, epochs=1000, device="cpu", out=f"{folder}-2", progress="none")
+    assert (result.status, result.model) == ("stopped", None)
     assert result.checkpoint is not None
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import threading
@@ -34,6 +35,7 @@ from paceline.train.trainer import Result
 from paceline.world.discover.environment import discover
 from paceline.world.launch.launcher import count_procs, launch
 
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 PAYLOAD, RESULT, ERROR = "task", "result", "error"
 
 
@@ -114,9 +116,13 @@ def fit_on_procs(
         if (folder / ERROR).exists():
             error = pickle.loads((folder / ERROR).read_bytes())
             raise error if isinstance(error, PacelineError) else RanksFailed(str(procs), error)
-        if code != 0 or not (folder / RESULT).exists():
+        ended = pickle.loads((folder / RESULT).read_bytes()) if (folder / RESULT).exists() else None
+        if ended is None and code == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt
+        # Ranks that were asked to stop have saved, as one in this process would have.
+        if ended is None or (code != 0 and ended[0].status != "stopped"):
             raise RanksFailed(str(procs), f"its ranks ended with exit code {code}")
-        result, states = pickle.loads((folder / RESULT).read_bytes())
+        result, states = ended
         assert isinstance(result, Result)
         for watcher, state in zip(watchers, states, strict=True):
             vars(watcher).update({name: pickle.loads(value) for name, value in state.items()})
