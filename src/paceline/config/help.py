@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
-from pydantic import BaseModel, create_model
+from pydantic import BaseModel, ConfigDict, create_model
 
 from paceline.config.aliases import SHORT
 from paceline.config.parse import is_flag, item, length, section, sequence, variants
 from paceline.config.plugin_name import all_choices, group_of
 from paceline.config.sections import Option, Part, parts
+
+_ANY_NAME = ConfigDict(protected_namespaces=())  # such as `model_size`, of which older versions of pydantic warn
 
 _CONFIG = Option(
     "config", Path | None, None, False, "YAML file with settings; may be given several times, later ones win."
@@ -50,7 +52,7 @@ def _screen(model: type[BaseModel], positional: Sequence[str]) -> type[BaseModel
         chosen: dict[str, Any] = {option.name: _field(option, option.name in positional) for option in part.options}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Field name", category=UserWarning)  # `json`
-            group = create_model(part.name, __doc__=part.about, **chosen)
+            group = create_model(part.name, __doc__=part.about, __config__=_ANY_NAME, **chosen)
         fields[f"{part.name}_"] = (Annotated[group, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=part.name)], ...)
     screen: type[BaseModel] = create_model(model.__name__, **fields)
     return screen

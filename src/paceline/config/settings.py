@@ -63,7 +63,8 @@ def per_rank(default: Any, **extra: Any) -> Any:
 class Section(BaseModel):
     """Settings of one concern."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    # Older versions of pydantic warn of names that begin with `model_`, which tasks may well have.
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other names of fields that are accepted in files and on the command line."""
 
