@@ -113,20 +113,25 @@ def fit_on_procs(
         (folder / PAYLOAD).write_bytes(payload)
         sys.stdout.flush()
         code = launch(number, [sys.executable, "-m", "paceline.train.fit_procs", str(folder)], device=config.device)
-        if (folder / ERROR).exists():
-            error = pickle.loads((folder / ERROR).read_bytes())
-            raise error if isinstance(error, PacelineError) else RanksFailed(str(procs), error)
-        ended = pickle.loads((folder / RESULT).read_bytes()) if (folder / RESULT).exists() else None
-        if ended is None and code == EXIT_INTERRUPTED:
-            raise KeyboardInterrupt
-        # Ranks that were asked to stop have saved, as one in this process would have.
-        if ended is None or (code != 0 and ended[0].status != "stopped"):
-            raise RanksFailed(str(procs), f"its ranks ended with exit code {code}")
-        result, states = ended
-        assert isinstance(result, Result)
-        for watcher, state in zip(watchers, states, strict=True):
-            vars(watcher).update({name: pickle.loads(value) for name, value in state.items()})
-        return result
+        return _outcome(folder, procs, code, watchers)
+
+
+def _outcome(folder: Path, procs: int | Literal["auto"], code: int, watchers: Sequence[Callback]) -> Result:
+    """Return what the ranks have left, and let watchers have seen what their copies saw; raise what failed."""
+    if (folder / ERROR).exists():
+        error = pickle.loads((folder / ERROR).read_bytes())
+        raise error if isinstance(error, PacelineError) else RanksFailed(str(procs), error)
+    ended = pickle.loads((folder / RESULT).read_bytes()) if (folder / RESULT).exists() else None
+    if ended is None and code == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
+    # Ranks that were asked to stop have saved, as one in this process would have.
+    if ended is None or (code != 0 and ended[0].status != "stopped"):
+        raise RanksFailed(str(procs), f"its ranks ended with exit code {code}")
+    result, states = ended
+    assert isinstance(result, Result)
+    for watcher, state in zip(watchers, states, strict=True):
+        vars(watcher).update({name: pickle.loads(value) for name, value in state.items()})
+    return result
 
 
 def _dumped(value: Any) -> bytes:
