@@ -100,8 +100,11 @@ class Loss:
 
 
 def draw(rng: random.Random, course: Course) -> list[Loss]:
-    """Draw the losses of a run, spread over its steps. Machine 0 has the store: it is not cut off."""
-    every = course.num_steps // (course.losses + 1)
+    """Draw the losses of a run, spread over two thirds of its steps: each waits for its moment, while the others go on.
+
+    Machine 0 has the store: it is not cut off.
+    """
+    every = 2 * course.num_steps // (3 * (course.losses + 1))
     made = []
     for number in range(course.losses):
         how = rng.choice((*6 * ("killed",), "frozen", "frozen", "frozen", "cut off")) if number else "cut off"
