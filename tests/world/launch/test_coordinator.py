@@ -182,6 +182,24 @@ def test_one_without_heartbeat_is_killed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert job.now.is_over
 
 
+def test_who_was_silent_while_the_launcher_was_stopped_is_heard_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-Z stops the store, too: no heart could be heard."""
+    job = Job(2)
+    for member in (0, 1):
+        job.ready(member, after=-1)
+        job.store.add(f"pulse/{member}", 1)
+    job.poll()
+    later = time.monotonic() + TIMEOUT_S + 1.0
+    monkeypatch.setattr(coordinator.time, "monotonic", lambda: later)
+    job.coordinator.listen_anew()
+    job.poll()
+    assert job.killed == []
+    later += TIMEOUT_S + 1.0
+    job.store.add("pulse/0", 1)
+    job.poll()
+    assert job.killed == [1]
+
+
 @pytest.mark.parametrize("num_beats", [0, 1])
 def test_replacement_that_never_begins_is_killed(num_beats: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped while it imports, or before it has said that it is ready."""

@@ -115,6 +115,12 @@ class Coordinator:
         """The user has asked the ranks to leave: nobody is started again."""
         tell_now(self._store, self._now, before=None)
 
+    def listen_anew(self) -> None:
+        """Count silence from now on: this launcher was stopped, so nobody could be heard, and it serves the store."""
+        for seat in self._seats.values():
+            seat.heard = time.monotonic()
+        self._machines.listen_anew()
+
     # -- what has happened ---------------------------------------------------------------------------------------------
 
     def poll(self) -> int | None:

@@ -78,6 +78,10 @@ class Machines:
         self._gone.update(silent)
         return silent
 
+    def listen_anew(self) -> None:
+        """Count the silence of launchers from now on."""
+        self._beats = HeartbeatMonitor()
+
     def settle_doubts(self) -> list[int]:
         """Return doubtful machines that are in the job since the one that said to be the same is gone."""
         came = []

@@ -47,6 +47,8 @@ from paceline.world.store import PrefixStore, Store, poll
 _EVERY_S = 0.02
 # How long ranks that are saving are left alone at a time, after their grace.
 _SAVING_S = 5.0
+# A launcher that has not looked for so long was stopped (Ctrl-Z), and could not hear anybody.
+_ASLEEP_S = 1.0
 
 
 class NodeRefused(PacelineError):
@@ -255,13 +257,16 @@ def launch_surviving(
 
 def _watch_over(agent: NodeAgent, coordinator: Coordinator | None, signals: _Signals, node: Node) -> int:
     """Poll until the job is over; return its exit code."""
-    began = time.monotonic()
+    began = looked = time.monotonic()
     while True:
         agent.poll()
         if agent.refusal:
             raise NodeRefused(node, agent.refusal)
         code = agent.ended_with
+        was_asleep, looked = time.monotonic() - looked > _ASLEEP_S, time.monotonic()
         if coordinator is not None:
+            if was_asleep:
+                coordinator.listen_anew()
             coordinator.is_stopping = coordinator.is_stopping or signals.are_told_to_leave
             code = coordinator.poll()
             missing = coordinator.missing()
