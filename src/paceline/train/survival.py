@@ -214,7 +214,8 @@ def train_in_rounds(
     rounds.compare(facts | {f"code of {name}": digest for name, digest in code.items()})
     job = _Job(config, rounds, make_trainer)
     gc.freeze()  # modules, which are many: the collections between rounds need not look at them
-    with rounds, handled(STOP_SIGNALS, job.note_stop):
+    result: Result | None = None
+    with rounds, handled(STOP_SIGNALS, job.note_stop, lambda: result is not None and result.status == "stopped"):
         while True:
             result = job.train_round()
             if result is not None:

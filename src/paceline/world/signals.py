@@ -49,8 +49,15 @@ def hand_back(before: Mapping[signal.Signals, Handler], *, was_asked: bool) -> N
 
 
 @contextmanager
-def handled(numbers: Iterable[int], handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Send signals to `handle` meanwhile; outside the main thread Python delivers none and nothing is changed."""
+def handled(
+    numbers: Iterable[signal.Signals],
+    handle: Callable[[int, FrameType | None], None],
+    was_asked: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
+    """Send signals to `handle` meanwhile; outside the main thread Python delivers none and nothing is changed.
+
+    `was_asked` tells at the end if this process was asked to stop, and does: see `hand_back`.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -58,8 +65,7 @@ def handled(numbers: Iterable[int], handle: Callable[[int, FrameType | None], No
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        hand_back(before, was_asked=was_asked())
 
 
 class StopSignals:

@@ -27,7 +27,7 @@ _LOOK_S = 0.25
 LEAVE_S = 20.0
 """How long those that end by themselves may take, before they are killed."""
 # Seconds that a rank may take to leave a round that has lost a member, beyond the time-out of a collective, which is
-# broken off: it is only waited for where a rank cannot be interrupted.
+# broken off: it is only waited for where a rank cannot be interrupted. Also to be heard again after a launcher's sleep.
 _MARGIN_S = 5.0
 _FINAL = (EXIT_USER_ERROR, EXIT_DIVERGED)
 _GOOD = (0, EXIT_STOPPED)
@@ -116,9 +116,12 @@ class Coordinator:
         tell_now(self._store, self._now, before=None)
 
     def listen_anew(self) -> None:
-        """Count silence from now on: this launcher was stopped, so nobody could be heard, and it serves the store."""
+        """Count silence anew: this launcher was stopped, so nobody could be heard, and it serves the store.
+
+        Who had given up on the store finds it again within the margin.
+        """
         for seat in self._seats.values():
-            seat.heard = time.monotonic()
+            seat.heard = time.monotonic() + _MARGIN_S
         self._machines.listen_anew()
 
     # -- what has happened ---------------------------------------------------------------------------------------------
