@@ -1,0 +1,1 @@
+"""Prediction of speed on other numbers of ranks and other links: `paceline predict`."""
