@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from time import perf_counter_ns
+from typing import Generic, TypeVar
 
 PHASES = (
     "setup",
@@ -22,9 +23,14 @@ waiting for other ranks; `other` is what no phase has claimed: everything in a r
 
 MOST_WAITS = 1024
 """Waits of an epoch that are kept."""
+MOST_STEPS = 128
+"""Steps of an epoch whose phases are kept."""
+STEP_COLUMNS = ("data", "transfer", "compute", "communication", "optimizer", "other", "logging")
+"""Phases of a step that is kept; the last two are one number. What happens between steps is none of them."""
+T = TypeVar("T")
 
 
-class Thinned:
+class Thinned(Generic[T]):
     """Some of many numbers, evenly spread. Ranks that add equally many keep those of the same places."""
 
     def __init__(self, most: int = MOST_WAITS) -> None:
@@ -33,10 +39,10 @@ class Thinned:
         self.clear()
 
     def clear(self) -> None:
-        self.numbers: list[float] = []
+        self.numbers: list[T] = []
         self._num_added, self._stride = 0, 1
 
-    def add(self, number: float) -> None:
+    def add(self, number: T) -> None:
         if self._num_added % self._stride == 0:
             self.numbers.append(number)
             if len(self.numbers) == self._most:
@@ -51,8 +57,13 @@ class Clock:
         self._ns = dict.fromkeys(PHASES, 0)
         self._last = perf_counter_ns()
         self._met_ns = 0
-        self.waits = Thinned()
+        self.waits: Thinned[float] = Thinned()
         """Seconds that this rank has waited at each of its meetings with the others, since `begin_epoch`."""
+        self.steps: Thinned[tuple[float, ...]] = Thinned(MOST_STEPS)
+        """Number in the epoch and seconds by phase of steps since `begin_epoch`: data, transfer, compute,
+        communication, optimizer, others. `data` is the wait for the next step's."""
+        self._num_begun = 0
+        self._step_ns: list[int] = []
         self.follower: Callable[[str, int, int], None] | None = None
         """Called with every lap: phase, begin and end in ns of `time.perf_counter_ns`."""
 
@@ -66,11 +77,23 @@ class Clock:
     def begin_epoch(self) -> None:
         """Forget the waits of the last epoch."""
         self.waits.clear()
+        self.steps.clear()
+        self._num_begun, self._step_ns = 0, []
         self._met_ns = self._ns["communication"]
 
     def begin_step(self) -> None:
         """Book the wait for the data of a step, which has come."""
         self.lap("data")
+        self._keep_step()
+        self._num_begun += 1
+
+    def _keep_step(self) -> None:
+        """Keep the phases of the step before, if it is one of those that are kept."""
+        now = [self._ns[phase] for phase in STEP_COLUMNS]
+        if self._step_ns:
+            seconds = [1e-9 * (ended - began) for began, ended in zip(self._step_ns, now, strict=True)]
+            self.steps.add((self._num_begun - 1, *seconds[:5], seconds[5] + seconds[6]))
+        self._step_ns = now
 
     def meet(self) -> None:
         """Book a meeting of the ranks: this one has waited for it since the last lap."""

@@ -51,7 +51,7 @@ class DeviceClock(Clock):
         super().__init__()
         self._make_event, self._every = make_event, every
         self._marks: list[tuple[str, Event]] | None = None
-        self._taken: list[tuple[list[tuple[str, Event]], bool]] = []
+        self._taken: list[tuple[list[tuple[str, Event]], bool, int]] = []
         self._is_caught_up = False
         self._num_steps = 0
         self._began_ns = 0
@@ -70,7 +70,7 @@ class DeviceClock(Clock):
     def begin_step(self) -> None:
         super().begin_step()
         if self._marks is not None:
-            self._taken.append((self._marks, self._is_caught_up))
+            self._taken.append((self._marks, self._is_caught_up, self._num_steps - 1))
             self._marks = None
         if self._num_steps == 0:
             self.device.entry_s = (self._ns["data"] - self._began_ns) * 1e-9
@@ -79,6 +79,9 @@ class DeviceClock(Clock):
             self._marks, self._is_caught_up = [], False
             self._mark("")
         self._num_steps += 1
+
+    def _keep_step(self) -> None:
+        """The host does not know the phases of a step: sampled ones are kept instead, by `collect`."""
 
     def lap(self, phase: str) -> None:
         super().lap(phase)
@@ -96,13 +99,14 @@ class DeviceClock(Clock):
 
     def collect(self) -> None:
         while self._taken and self._taken[0][0][-1][1].query():
-            marks, is_caught_up = self._taken.pop(0)
+            marks, is_caught_up, number = self._taken.pop(0)
             sampled = dict.fromkeys(self.device.seconds, 0.0)
             for (_, began), (phase, ended) in itertools.pairwise(marks):
                 if phase in sampled:
                     sampled[phase] += float(began.elapsed_time(ended)) * 1e-3
             for phase, seconds in sampled.items():
                 self.device.seconds[phase] += seconds
+            self.steps.add((number, *(sampled.get(phase, 0.0) for phase in STEP_PHASES), 0.0))
             self.device.num_steps += 1
             self.device.num_caught_up += is_caught_up
             if not self.meets_on_host:

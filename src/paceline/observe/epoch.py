@@ -104,6 +104,8 @@ class RankEpoch:
     device_bytes: int | None = None
     waits: Sequence[float] = field(default_factory=list)
     """Seconds at its meetings with the other ranks."""
+    steps: Sequence[Sequence[float]] = ()
+    """Steps that its clock has kept: see `Clock.steps`."""
     device: DeviceTime | None = None
     recompiles: int | None = None
     """None where nothing is compiled."""

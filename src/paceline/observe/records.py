@@ -208,6 +208,41 @@ class Way(Part):
 
 
 @dataclass(frozen=True)
+class Profile(Part):
+    """Sampled steps, and sizes of the model: what `paceline predict` is calibrated on."""
+
+    device: str = "cpu"
+    """Type of the ranks' devices."""
+    steps: Sequence[Sequence[Sequence[float]]] = ()
+    """By rank, of some steps: number in the epoch, and seconds of data (the next step's), transfer, compute,
+    communication, optimizer, and all else."""
+    costs: Sequence[Sequence[float]] = ()
+    """Of these steps: costs of all grains of the global batch (samples x longest, or samples); they do not depend on
+    the number of ranks. Empty for data of unknown length."""
+    has_lengths: bool = False
+    in_blocks: bool = False
+    """Ranks have grains that follow each other."""
+    backward_s: float | None = None
+    """Last backward of a step, in which gradients are sent, median of some; None where it was not measured."""
+    ready_s: Sequence[float] = ()
+    """Seconds into it at which the gradients of each bucket were complete."""
+    buckets: Sequence[int] = ()
+    """Bytes of the buckets in which gradients are sent, in their order."""
+    blocks: Sequence[int] = ()
+    """Bytes of the blocks that `--shard full` cuts the model into; the last one is of what is in no block."""
+    tensors: int = 0
+    """Number of trained parameters."""
+    weights: int = 0
+    """Numbers in them; `moving`, `buffers` and `state` are those of their moving average, of buffers, of the
+    optimizer's state."""
+    moving: int = 0
+    buffers: int = 0
+    state: int = 0
+    itemsize: int = 4
+    """Bytes of a weight as the optimizer has it."""
+
+
+@dataclass(frozen=True)
 class Launch(Part):
     """The last launch of an epoch within which the run was resumed."""
 
@@ -418,6 +453,8 @@ class EpochRecord:
     core_shares: Sequence[CoreShare] | None = None
     """None in older records."""
     way: Way | None = None
+    profile: Profile | None = None
+    """Of the first epochs of a launch."""
     launch: Launch | None = None
     """Where the run was resumed within this epoch: steps and seconds since. Findings, and fields that are not
     `is_whole`, are of these; all else is of the whole epoch, without steps that were lost and done again."""
@@ -483,6 +520,7 @@ _PARTS: dict[str, type[Part]] = {
     "device": DeviceSteps,
     "compile": Compilation,
     "way": Way,
+    "profile": Profile,
     "core_shares": CoreShare,
     "launch": Launch,
     "findings": Finding,

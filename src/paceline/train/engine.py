@@ -47,6 +47,7 @@ from paceline.train.randomness import GrainRandomness
 from paceline.train.rates import STEPPED, Rates, Schedulers
 from paceline.train.scalars import Scalars
 from paceline.train.scaling import for_ranks
+from paceline.train.step_profile import BackwardWatch
 from paceline.world.consistency import check_same
 from paceline.world.failure.flight_recorder import trail
 from paceline.world.link import Link
@@ -109,6 +110,8 @@ class Engine:
         """False while grains are run that are no part of a training step's result: validation, trials."""
         self.norm_every: int | None = None
         """Steps between those whose gradient norm is measured, where clipping does not need it anyway."""
+        self.watch: BackwardWatch | None = None
+        """Watch over the last backward of a step, while some are measured."""
         self._measure = ClipNorm(math.inf)
         self._listeners: list[Callable[[Average], None]] = []
         self._randomness = GrainRandomness(self.config.seed, self.device)
@@ -313,7 +316,11 @@ class Engine:
                 outputs.append(grain_outputs)
                 if grain is last:
                     strategy.last_backward()
+                    if self.watch is not None:
+                        self.watch.begin()
                 grains.backward(total)
+                if grain is last and self.watch is not None:
+                    self.watch.end()
                 numbers.append(GrainNumbers(total.detach(), grain_count, statistics.after_grain()))
                 strategy.end_grain()
             if makeup:

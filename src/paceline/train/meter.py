@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,15 @@ from paceline.data.grain import Batch
 from paceline.observe.clock import Clock, elapsed
 from paceline.observe.device_clock import DeviceClock
 from paceline.observe.epoch import EpochSums, RankEpoch, core_shares, epoch_record, join_launches, whole_record
-from paceline.observe.records import EpochRecord, Way
+from paceline.observe.records import EpochRecord, Profile, Way
 from paceline.observe.throughput import Units, peak_flops
 from paceline.speed import precision
 from paceline.speed.compile import Compiled, compiled_so_far
+from paceline.train import step_profile
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
+from paceline.train.prepare import sums_in_tree
+from paceline.train.step_profile import BackwardWatch
 from paceline.train.task import CountsFlops, Task
 
 
@@ -34,6 +37,10 @@ def make_clock(device: torch.device) -> Clock:
     if device.type == "cpu":
         return Clock()
     return DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
+
+
+_WATCH_CHANGES = (step_profile.FIRST_WATCHED, step_profile.FIRST_WATCHED + step_profile.NUM_WATCHED)
+"""Steps of a launch after which the watch over backwards begins and ends."""
 
 
 class Meter:
@@ -52,6 +59,8 @@ class Meter:
         self.units = Units()
         self._core_wait_s: float | None = None
         self._lengths: NDArray[Any] | None = None
+        self._num_noted, self._num_profiles = 0, 0
+        self._backward: list[float] = []
 
     def begin_epoch(self, feed: Feed, is_resumed: bool = False) -> None:
         """Start the measurements of an epoch; `is_resumed` if steps of it were done by an earlier launch."""
@@ -62,6 +71,7 @@ class Meter:
             clock.meets_on_host = self._engine.prepared.strategy.meets_on_host
         clock.begin_epoch()
         self._order_s = self._engine.prepared.strategy.order_s
+        self._began_at = self._engine.position.epoch, self._engine.position.step
         self._before, self._core_wait_s = clock.read(), core_wait_s()
         self._between = elapsed(self._ended, self._before)
         self._num_samples, self._count, self._length, self._work, self._grains = 0, 0.0, 0.0, 0.0, 0
@@ -81,11 +91,29 @@ class Meter:
     def note(self, batch: Batch) -> None:
         """Count a batch that a step was done with."""
         self._count += batch.own_count
+        self._num_noted += 1
+        if self._num_noted in _WATCH_CHANGES:
+            self._watch_backward()
         self._grains = max(self._grains, len(batch.grains))
         for grain in batch.grains:
             self._num_samples += len(grain.samples)
             if self._lengths is not None:
                 self._unread.append(grain.samples)
+
+    def _watch_backward(self) -> None:
+        """Watch some backwards of the launch, where the host knows when they are done."""
+        engine, prepared = self._engine, self._engine.prepared
+        if self._num_noted == step_profile.FIRST_WATCHED:
+            if engine.device.type == "cpu" and not engine.precision.compile and prepared.shards is None:
+                engine.watch = BackwardWatch(prepared.strategy.parameters)
+        else:
+            self._end_watch()
+
+    def _end_watch(self) -> None:
+        if self._engine.watch is not None:
+            self._backward = self._engine.watch.medians()
+            self._engine.watch.close()
+            self._engine.watch = None
 
     def settle(self) -> None:
         """Read what the device has counted, and do what was put off. Called when the device was waited for anyway."""
@@ -100,6 +128,7 @@ class Meter:
     def end_epoch(self) -> tuple[EpochRecord, EpochRecord]:
         """Return the measurements of all ranks since this launch began the epoch, with what its verdict depends on, and
         those numbers that can be had of the whole epoch. All ranks must call it."""
+        self._end_watch()
         now, compiled = self.clock.read(), compiled_so_far()
         ranks = self._engine.link.gather_objects(self._measured(now, compiled))
         self.clock.lap("communication")
@@ -109,8 +138,28 @@ class Meter:
         launch = epoch_record(ranks, self.units, device=name, peak_flops=peak)
         hosts = list(self._engine.link.hosts)
         shares = core_shares(hosts, [rank.cores for rank in ranks])
-        launch = replace(launch, hosts=hosts, core_shares=shares, way=self._way())
+        launch = replace(launch, hosts=hosts, core_shares=shares, way=self._way(), profile=self._profile(ranks))
         return launch, whole_record(join_launches(self.earlier.ranks, ranks), self.units)
+
+    def _profile(self, ranks: Sequence[RankEpoch]) -> Profile | None:
+        """Return the profile of the epoch for its record, in the first epochs of a launch."""
+        feed = self._feed
+        if feed is None or not self._engine.link.is_first or self._num_profiles == step_profile.NUM_EPOCHS:
+            return None
+        self._num_profiles += 1
+        steps = step_profile.thinned([rank.steps for rank in ranks])
+        epoch, first = self._began_at
+        plan = None if feed.is_stream else feed.plan(epoch)
+        return replace(
+            step_profile.sizes(self._engine.prepared),
+            device=self._engine.device.type,
+            steps=steps,
+            costs=[] if plan is None else step_profile.costs(plan, [first + int(row[0]) for row in steps[0]]),
+            has_lengths=self._lengths is not None,
+            in_blocks=sums_in_tree(self._config),
+            backward_s=self._backward[0] if self._backward else None,
+            ready_s=self._backward[1:],
+        )
 
     def recall(self) -> EpochRecord:
         """Return the measurements of an epoch of which earlier launches did all steps."""
@@ -138,6 +187,7 @@ class Meter:
             host_bytes=_host_bytes(),
             device_bytes=None if self._device is None else torch.cuda.max_memory_allocated(self._engine.device),
             waits=self.clock.waits.numbers,
+            steps=self.clock.steps.numbers,
             device=self.clock.device if isinstance(self.clock, DeviceClock) else None,
             recompiles=lately.recompiles if compiles else None,
             compile_s=lately.seconds,
