@@ -1,4 +1,4 @@
-"""What NovoGrad and LAMB share: skipped steps, dtypes, layouts, state that survives a checkpoint, no waiting."""
+"""What NovoGrad, LAMB and Muon share: skipped steps, dtypes, layouts, state that survives a checkpoint, no waiting."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from paceline.core.errors import PacelineError
 from paceline.optim import state
 from paceline.optim.lamb import Lamb
 from paceline.optim.layerwise import OutOfRange, SparseGradient
+from paceline.optim.muon import Muon
 from paceline.optim.novograd import NovoGrad
 from tests.optim.reference import SHAPES, give, gradients, in_two_groups, snapshot, weights
 
@@ -23,8 +24,24 @@ CASES: dict[str, Any] = {
     "novograd-amsgrad": lambda groups: NovoGrad(groups, lr=0.1, amsgrad=True, grad_averaging=True),
     "novograd-luc": lambda groups: NovoGrad(groups, lr=0.1, luc=True, weight_decay=0.01),
     "lamb": lambda groups: Lamb(groups, lr=0.1, weight_decay=0.01),
+    "muon": lambda groups: Muon(routed(groups), lr=0.1, weight_decay=0.01),
+    "muon-bf16": lambda groups: Muon(routed(groups), lr=0.1, nesterov=False, ns_dtype="bf16", scale="original"),
     "lamb-clamped": lambda groups: Lamb(groups, lr=0.1, trust_range=(0.1, 2.0), adapt_undecayed=False),
 }
+
+
+def routed(groups: Any) -> list[dict[str, Any]]:
+    """Groups, or tensors, with matrices to Muon and vectors to AdamW."""
+    given = list(groups)
+    given = given if given and isinstance(given[0], dict) else [{"params": given}]
+    parts = []
+    for group in given:
+        for rule, is_matrix in (("muon", True), ("adamw", False)):
+            parameters = [each for each in group["params"] if (each.ndim > 1) == is_matrix]
+            parts += [{**group, "params": parameters, "rule": rule}] if parameters else []
+    return parts
+
+
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 every_case = pytest.mark.parametrize("case", CASES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -165,8 +182,7 @@ def test_a_copy_goes_on_alone(case: str) -> None:
     parameters = weights(torch.float32)
     optimizer = CASES[case](parameters)
     train(optimizer, parameters, range(2))
-    copied = copy.deepcopy(optimizer)
-    own = copied.param_groups[0]["params"]
+    copied, own = copy.deepcopy((optimizer, parameters))
     train(optimizer, parameters, range(2, 4))
     assert snapshot(copied, own) != snapshot(optimizer, parameters)
     train(copied, own, range(2, 4))
@@ -250,7 +266,7 @@ def test_sparse_gradients_are_refused(case: str) -> None:
     assert "sparse=False" in caught.value.hint
 
 
-@pytest.mark.parametrize("kind", [NovoGrad, Lamb])
+@pytest.mark.parametrize("kind", [NovoGrad, Lamb, Muon])
 @pytest.mark.parametrize(
     ("setting", "named"),
     [

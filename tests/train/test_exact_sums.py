@@ -32,11 +32,16 @@ CASES = {
     "lstm, fp64": Case("lstm", {"precision": "fp64"}, {"optimizer": "novograd"}),
     "transformer": Case("transformer", {"level": 0, "ema": 0.9}, {"optimizer": "sgd", "larc": "clip"}),
     "transformer, bf16": Case("transformer", {"level": 0, "clip_norm": 0.5}, {"optimizer": "lamb"}, bf16=True),
+    "transformer, muon": Case(
+        "transformer", {"level": 0, "clip_norm": 0.5, "ema": 0.9}, {"optimizer": "muon", "weight_decay": 0.1}
+    ),
+    "lstm, muon": Case("lstm", {"level": 0}, {"optimizer": "muon", "muon_dtype": "bf16", "adamw_lr": 0.001}),
     "transformer, fp64": Case("transformer", {"precision": "fp64", "ema": 0.9}, {"optimizer": "adamw"}),
 }
 SAMPLE = [("conv", 1), ("conv", 2), ("conv", 3), ("conv, 7 grains", 4), ("lstm", 4), ("lstm, fp64", 2)]
-SAMPLE += [("transformer", 3), ("transformer, bf16", 2)]
+SAMPLE += [("transformer", 3), ("transformer, bf16", 2), ("transformer, muon", 2)]
 SHARDED = [("conv", "full", 2), ("lstm", "full", 4), ("transformer", "full", 3), ("conv, 7 grains", "node", 4)]
+SHARDED += [("transformer, muon", "full", 3), ("lstm, muon", "full", 4)]
 SMALL_PIECES = [("conv, fp64", "full", 4), ("transformer, bf16", "full", 4)]
 """Biases of 8 and 16 numbers in four pieces, each less than a vector of a CPU: see docs/concepts.md."""
 LONG_STEPS = 50

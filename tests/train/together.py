@@ -83,6 +83,7 @@ FEATURES: dict[str, Feature] = {
     "sgd": Feature({"optimizer": "sgd"}, "other"),
     "novograd": Feature({"optimizer": "novograd"}, "other"),
     "lamb": Feature({"optimizer": "lamb"}, "other"),
+    "muon": Feature({"optimizer": "muon"}, "other"),
     "lars": Feature({"optimizer": "lars"}, "other"),
     "cosine": Feature({"schedule": "cosine", "warmup_ratio": 0.3}, "other"),
     "newbob": Feature({"schedule": "newbob", "warmup_steps": 2, "val_every_steps": 2}, "other"),

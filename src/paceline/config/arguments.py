@@ -143,7 +143,7 @@ class TrainArguments(EngineArguments, DataArguments, total=False):
     """Where named runs live."""
     log_every: int
     """Steps between log lines; device counters are read then and only then."""
-    optimizer: Literal["sgd", "adam", "adamw", "novograd", "lamb", "lars"] | str
+    optimizer: Literal["sgd", "adam", "adamw", "novograd", "lamb", "lars", "muon"] | str
     """Rule of the update; a plugin may bring more."""
     lr: float
     """Learning rate at the top of the schedule."""
@@ -167,6 +167,21 @@ class TrainArguments(EngineArguments, DataArguments, total=False):
     """Of SGD and LARS."""
     betas: Sequence[float] | None
     """Decay of the moments; each optimizer's own default if not set (NovoGrad 0.95, 0.25; the others 0.9, 0.999)."""
+    muon_match: Sequence[str]
+    """Patterns of the parameters that Muon updates, as far as they are matrices, such as `encoder.*`; all hidden
+    matrices if not set. AdamW updates the rest."""
+    muon_convolutions: bool
+    """Kernels of convolutions are matrices for Muon, too: output channels by all else."""
+    muon_scale: Literal["match-rms-adamw", "original"]
+    """Length of Muon's steps: as AdamW's, so that its `lr` fits, or as first published (an `lr` of 0.02, say)."""
+    muon_momentum: float
+    """Of Muon, after Nesterov."""
+    muon_steps: int
+    """Newton-Schulz steps of Muon."""
+    muon_dtype: Literal["auto", "bf16", "fp32"]
+    """What Muon multiplies matrices in; `auto` is bf16 on a GPU, as published, and fp32 on a CPU."""
+    adamw_lr: float | None
+    """Top of the learning rate of what AdamW updates beside Muon; `lr` if not set."""
     weight_decay: float
     """Pull of the weights towards 0."""
     groups: Sequence[GroupSettings | Mapping[str, object]]

@@ -27,7 +27,7 @@ Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Order = Literal["none", "random", "sorted", "laplace", "bucket"]
-BuiltInOptimizer = Literal["sgd", "adam", "adamw", "novograd", "lamb", "lars"]
+BuiltInOptimizer = Literal["sgd", "adam", "adamw", "novograd", "lamb", "lars", "muon"]
 OptimizerName = BuiltInOptimizer | Annotated[str, PluginName("optimizers")]
 BuiltInLogger = Literal["tensorboard", "wandb", "mlflow"]
 LoggerName = BuiltInLogger | Annotated[str, PluginName("loggers")]
@@ -492,6 +492,21 @@ class OptimSettings(Section):
     """Of SGD and LARS."""
     betas: tuple[Fraction, Fraction] | None = None
     """Decay of the moments; each optimizer's own default if not set (NovoGrad 0.95, 0.25; the others 0.9, 0.999)."""
+    muon_match: tuple[str, ...] = ()
+    """Patterns of the parameters that Muon updates, as far as they are matrices, such as `encoder.*`; all hidden
+    matrices if not set. AdamW updates the rest."""
+    muon_convolutions: bool = False
+    """Kernels of convolutions are matrices for Muon, too: output channels by all else."""
+    muon_scale: Literal["match-rms-adamw", "original"] = "match-rms-adamw"
+    """Length of Muon's steps: as AdamW's, so that its `lr` fits, or as first published (an `lr` of 0.02, say)."""
+    muon_momentum: Fraction = 0.95
+    """Of Muon, after Nesterov."""
+    muon_steps: Annotated[int, Field(gt=0, lt=100)] = 5
+    """Newton-Schulz steps of Muon."""
+    muon_dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """What Muon multiplies matrices in; `auto` is bf16 on a GPU, as published, and fp32 on a CPU."""
+    adamw_lr: PositiveFloat | None = None
+    """Top of the learning rate of what AdamW updates beside Muon; `lr` if not set."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Pull of the weights towards 0."""
     groups: tuple[GroupSettings, ...] = ()

@@ -19,6 +19,7 @@ from paceline.core import plugins
 from paceline.core.errors import PacelineError
 from paceline.core.torch_private import defer_compiler
 from paceline.optim.lamb import Lamb
+from paceline.optim.muon import Muon, NothingForMuon, Rule, hidden_matrices, is_matrix
 from paceline.optim.novograd import NovoGrad
 
 ADAM_BETAS = (0.9, 0.999)
@@ -70,13 +71,13 @@ def groups(model: nn.Module, settings: OptimSettings) -> list[dict[str, Any]]:
         _require_match("groups", group.match, names)
     rules = [*settings.groups, GroupSettings(match="*")]
     members: list[list[nn.Parameter]] = [[] for _ in rules]
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            first = next(index for index, rule in enumerate(rules) if fnmatchcase(name, rule.match))
-            members[first].append(parameter)
-    if not any(members):
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, parameter in trained.items():
+        first = next(index for index, rule in enumerate(rules) if fnmatchcase(name, rule.match))
+        members[first].append(parameter)
+    if not trained:
         raise NothingToTrain
-    return [
+    made = [
         {
             "params": parameters,
             "lr": settings.lr * rule.lr_scale,
@@ -86,6 +87,37 @@ def groups(model: nn.Module, settings: OptimSettings) -> list[dict[str, Any]]:
         for rule, parameters in zip(rules, members, strict=True)
         if parameters
     ]
+    return _routed(made, model, settings) if settings.optimizer == "muon" else made
+
+
+def _routed(groups: list[dict[str, Any]], model: nn.Module, settings: OptimSettings) -> list[dict[str, Any]]:
+    """Cut each group into what Muon updates and what AdamW does."""
+    matrices = {id(model.get_parameter(name)) for name in _muon_names(model, settings)}
+    scales: dict[Rule, float] = {"muon": 1.0, "adamw": (settings.adamw_lr or settings.lr) / settings.lr}
+    parts = []
+    for group in groups:
+        for rule, factor in scales.items():
+            parameters = [each for each in group["params"] if (id(each) in matrices) == (rule == "muon")]
+            rates = {"lr": group["lr"] * factor, "lr_scale": group["lr_scale"] * factor}
+            parts += [{**group, "params": parameters, "rule": rule, **rates}] if parameters else []
+    return parts
+
+
+def _muon_names(model: nn.Module, settings: OptimSettings) -> list[str]:
+    """Return the names of what Muon updates: the trained matrices that the settings name, or all hidden ones."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in settings.muon_match:
+        _require_match("muon_match", pattern, names)
+    if settings.muon_match:
+        named = [name for name in names if any(fnmatchcase(name, pattern) for pattern in settings.muon_match)]
+        chosen = [name for name in named if is_matrix(model.get_parameter(name), settings.muon_convolutions)]
+    else:
+        chosen = hidden_matrices(model, convolutions=settings.muon_convolutions)
+    chosen = [name for name in chosen if model.get_parameter(name).requires_grad]
+    if not chosen:
+        convolutions = [each for each in model.parameters() if each.requires_grad and each.ndim > 2]
+        raise NothingForMuon(0 if settings.muon_convolutions else len(convolutions))
+    return chosen
 
 
 def optimizer(settings: OptimSettings, groups: list[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
@@ -109,6 +141,16 @@ def optimizer(settings: OptimSettings, groups: list[dict[str, Any]], device: tor
             return NovoGrad(groups, lr=settings.lr, betas=betas)
         case "lamb":
             return Lamb(groups, lr=settings.lr, betas=betas)
+        case "muon":
+            return Muon(
+                groups,
+                lr=settings.lr,
+                momentum=settings.muon_momentum,
+                scale=settings.muon_scale,
+                ns_steps=settings.muon_steps,
+                ns_dtype=settings.muon_dtype,
+                betas=betas,
+            )
         case _:
             return _of_plugin(settings, groups, device)
 

@@ -56,6 +56,7 @@ class OutOfRange(PacelineError):
 class Bucket:
     """Parameters of one group, device and dtype that have a gradient, those of equal size side by side."""
 
+    parameters: list[Tensor]
     weights: list[Tensor]
     """Tensors that are computed on: the parameters themselves, or fp32 and contiguous copies."""
     state: dict[str, list[Tensor]]
@@ -198,7 +199,7 @@ class Layerwise(TakesAmpScaling, torch.optim.Optimizer):
         else:
             skip = (found_inf.reshape(()) > 0).to(device, torch.float32)
         flat = self._room(sum(weight.numel() for weight in weights), dtype, device)
-        return Bucket(weights, state, skip, flat, unflatten(flat, weights))
+        return Bucket(parameters, weights, state, skip, flat, unflatten(flat, weights))
 
     def _state_of(self, group: dict[str, Any], parameters: list[Tensor]) -> dict[str, list[Tensor]]:
         """By name of the entry, in the order of the parameters; begun where there is none."""

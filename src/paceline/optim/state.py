@@ -25,9 +25,20 @@ _NUMBERS = (
     "alpha",
     "rho",
 )
-_CHOICES = ("nesterov", "centered", "amsgrad", "maximize", "decoupled_weight_decay", "grad_averaging", "luc")
+_CHOICES = (
+    "nesterov",
+    "centered",
+    "amsgrad",
+    "maximize",
+    "decoupled_weight_decay",
+    "grad_averaging",
+    "luc",
+    "rule",
+    "scale",
+)
 _WAYS = ("foreach", "capturable", "differentiable", "fused", "luc_trust", "luc_eps", "adapt_undecayed", "trust_range")
-SETTINGS = frozenset((*_NUMBERS, *_CHOICES, *_WAYS))
+_MUON = ("ns_steps", "ns_coefficients", "ns_dtype")
+SETTINGS = frozenset((*_NUMBERS, *_CHOICES, *_WAYS, *_MUON))
 """Entries of a parameter group that the user sets; everything else there is an optimizer's own state."""
 SEPARATOR = "/"
 """Between a parameter's name and the name of a state tensor; parameter names never contain it."""

@@ -5,8 +5,9 @@ each machine: weights are gathered inside of a machine, and only the sums of gra
 
 `fully_shard` cuts every parameter along its first axis, one piece per rank, and brings the parameters of a block
 together while the block computes. What is kept (weights, gradients, optimizer state, their average) is this rank's
-pieces. The optimizer holds them as plain tensors: a rule that looks at each element alone is exact on pieces, and
-one that needs the norms of whole tensors is given them (`join_norms`).
+pieces. The optimizer holds them as plain tensors: a rule that looks at each element alone is exact on pieces, one that
+needs the norms of whole tensors is given them (`join_norms`), and one that needs whole tensors gets each of them on one
+rank (`join_matrices`).
 
 Collectives happen inside the model's forward and backward, so all ranks must call it equally often: a rank with fewer
 grains than another runs one again, and one without any borrows another's, with a loss that counts for nothing.
@@ -36,6 +37,7 @@ from paceline.parallel.step import RankNumbers, Sums, Tally
 from paceline.parallel.strategy import GlobalBatch, Strategy
 from paceline.parallel.tree_scatter import TreeReduceScatter, TreeSteps, TreeSumAcross, whole_norms
 from paceline.parallel.tree_sum import TreeSum
+from paceline.parallel.whole_tensors import WholeTensors
 from paceline.parallel.wire import all_gather_flat, goes_by_host, half_of, reduce_scatter_flat
 from paceline.world import group_sockets
 from paceline.world.failure.flight_recorder import trail
@@ -200,6 +202,8 @@ def _join_norms(optimizer: torch.optim.Optimizer, shards: Shards) -> None:
     for owner in (optimizer, *hooks):
         if hasattr(type(owner), "join_norms"):
             owner.join_norms = _NormJoin(shards)  # type: ignore[union-attr]
+        if hasattr(type(owner), "join_matrices"):
+            owner.join_matrices = shards.whole_tensors()  # type: ignore[union-attr]
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
@@ -276,6 +280,11 @@ class Shards:
         if self.steps is None:
             return self.whole_norm(torch.stack(foreach_norm(list(tensors), 2, dtype)))
         return whole_norms(tensors, dtype, self._mesh.get_group())
+
+    def whole_tensors(self) -> WholeTensors:
+        """Return the exchange of pieces for an optimizer that needs whole tensors."""
+        shapes = {id(self.tensors[name]): parameter.shape for name, parameter in self._parameters.items()}
+        return WholeTensors(self._mesh.get_group(), shapes)
 
     @torch.no_grad()
     def whole(self, tensors: Mapping[str, Tensor], name_of: Callable[[str], str] = str) -> dict[str, Tensor]:

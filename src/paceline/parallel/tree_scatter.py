@@ -145,7 +145,7 @@ def whole_norms(tensors: Sequence[Tensor], dtype: torch.dtype | None, group: dis
     trail.note("gather of sizes")
     dist.all_gather(everyone, lengths, group=group)
     table = torch.stack(everyone)  # (ranks, tensors)
-    owners = _owners(table.sum(0).tolist(), size)
+    owners = owners_of(table.sum(0).tolist(), size)
     owned = [[number for number, owner in enumerate(owners) if owner == each] for each in range(size)]
     order = [number for numbers in owned for number in numbers]
     sent = torch.cat([tensors[number].detach().reshape(-1) for number in order]).to(road)
@@ -167,7 +167,7 @@ def whole_norms(tensors: Sequence[Tensor], dtype: torch.dtype | None, group: dis
     return norms
 
 
-def _owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
+def owners_of(sizes: Sequence[int], num_ranks: int) -> list[int]:
     """Return a rank for each tensor, the largest first, each to the rank that has least."""
     loads, owners = [0] * num_ranks, [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):

@@ -383,6 +383,19 @@ _NO_EFFECT: list[_Row] = [
     ("unless the optimizer is sgd or lars", ("momentum",), lambda facts: "momentum" in build.unused(facts.config)),
     ("with optimizer {optimizer}", ("betas",), lambda facts: "betas" in build.unused(facts.config)),
     (
+        "unless the optimizer is muon",
+        (
+            "muon_match",
+            "muon_convolutions",
+            "muon_scale",
+            "muon_momentum",
+            "muon_steps",
+            "muon_dtype",
+            "adamw_lr",
+        ),
+        lambda facts: facts.config.optimizer != "muon",
+    ),
+    (
         "without `larc` or optimizer lars",
         ("larc_eta", "larc_exclude"),
         lambda facts: facts.config.larc is None and facts.config.optimizer != "lars",
