@@ -42,8 +42,7 @@ SAMPLE = [("conv", 1), ("conv", 2), ("conv", 3), ("conv, 7 grains", 4), ("lstm",
 SAMPLE += [("transformer", 3), ("transformer, bf16", 2), ("transformer, muon", 2)]
 SHARDED = [("conv", "full", 2), ("lstm", "full", 4), ("transformer", "full", 3), ("conv, 7 grains", "node", 4)]
 SHARDED += [("transformer, muon", "full", 3), ("lstm, muon", "full", 4)]
-SMALL_PIECES = [("conv, fp64", "full", 4), ("transformer, bf16", "full", 4)]
-"""Biases of 8 and 16 numbers in four pieces, each less than a vector of a CPU: see docs/concepts.md."""
+SHARDED += [("conv, fp64", "full", 4)]  # LAMB on biases of 8 numbers, two on each rank
 LONG_STEPS = 50
 
 
@@ -98,8 +97,6 @@ def test_same_bits_of_shards(name: str, kind: str, size: int, request: pytest.Fi
     is_long = request.config.getoption("--long")
     if not is_long and (name, kind, size) not in SHARDED:
         pytest.skip("with --long")
-    if CASES[name].optim["optimizer"] in ("lamb", "novograd") and (size == 3 or (name, kind, size) in SMALL_PIECES):
-        pytest.skip("torch's fused Adam on a CPU rounds the last numbers of a tensor otherwise than those before")
     steps = LONG_STEPS if is_long else CASES[name].steps
     check(name, size, steps, {"shard": kind}, machines=2 if kind == "node" else 1)
 

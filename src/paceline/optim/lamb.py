@@ -53,23 +53,26 @@ class Lamb(Layerwise):
         weights, updates, weight_decay = bucket.weights, bucket.views, group["weight_decay"]
         bucket.count_step()
         bucket.flat.zero_()
-        fused_adam_(
-            updates,
-            [gradient.to(bucket.flat.dtype).contiguous() for gradient in gradients],
-            bucket.state["exp_avg"],
-            bucket.state["exp_avg_sq"],
-            [],
-            bucket.state["step"],
-            lr=-1.0,  # from 0 with this rate, what Adam arrives at is its update
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=0.0,
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=bucket.skip,
-        )
+        gradients = [gradient.to(bucket.flat.dtype).contiguous() for gradient in gradients]
+        means, squares, steps = (bucket.state[name] for name in ("exp_avg", "exp_avg_sq", "step"))
+
+        def update(columns: list[list[Tensor]], positions: list[int]) -> None:
+            fused_adam_(
+                *columns,
+                [],
+                [steps[position] for position in positions],
+                lr=-1.0,  # from 0 with this rate, what Adam arrives at is its update
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=0.0,
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+                grad_scale=getattr(self, "grad_scale", None),
+                found_inf=bucket.skip,
+            )
+
+        bucket.update([updates, gradients, means, squares], update)
         if weight_decay:
             foreach_add_(updates, weights, alpha=weight_decay)
         if weight_decay or group["adapt_undecayed"]:

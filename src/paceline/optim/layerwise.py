@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.core.errors import PacelineError
 from paceline.core.torch_private import TakesAmpScaling, foreach_add_, foreach_copy_, foreach_norm, fused_sgd_
 from paceline.optim.kernels.pointers import Table, Tables, fit, has_kernels
+from paceline.optim.whole_vectors import cuts_matter, update_by_vectors
 
 
 class JoinNorms(Protocol):
@@ -66,6 +67,8 @@ class Bucket:
     """Room for one number per weight, to work in."""
     views: list[Tensor]
     """`flat`, cut into the shapes of the weights."""
+    whole_vectors: bool
+    """Fused updates compute all numbers of a tensor alike (`whole_vectors.py`)."""
 
     def scale(self, factors: Tensor) -> None:
         """Multiply each of the views by its own factor."""
@@ -88,19 +91,30 @@ class Bucket:
 
         torch's fused SGD: the one kernel that leaves everything bitwise alone when the device says so.
         """
-        fused_sgd_(
-            self.weights,
-            self.views,
-            list(momenta),
-            weight_decay=weight_decay,
-            momentum=momentum,
-            lr=lr,
-            dampening=dampening,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,  # momenta start at 0 here
-            found_inf=self.skip,
-        )
+
+        def update(columns: list[list[Tensor]], _: list[int]) -> None:
+            fused_sgd_(
+                columns[0],
+                columns[1],
+                columns[2] if momenta else [],
+                weight_decay=weight_decay,
+                momentum=momentum,
+                lr=lr,
+                dampening=dampening,
+                nesterov=False,
+                maximize=False,
+                is_first_step=False,  # momenta start at 0 here
+                found_inf=self.skip,
+            )
+
+        self.update([self.weights, self.views, *([list(momenta)] if momenta else [])], update)
+
+    def update(self, columns: list[list[Tensor]], update: Callable[[list[list[Tensor]], list[int]], None]) -> None:
+        """Call a fused update with these columns, one tensor per weight each, and the positions of the weights."""
+        if self.whole_vectors:
+            update_by_vectors(update, columns)
+        else:
+            update(columns, list(range(len(self.weights))))
 
 
 class Layerwise(TakesAmpScaling, torch.optim.Optimizer):
@@ -115,6 +129,8 @@ class Layerwise(TakesAmpScaling, torch.optim.Optimizer):
     _has_kernels = False
     join_norms: JoinNorms | None = None
     """Set where parameters are pieces of tensors (`shard: full`): from the pieces' norms to those of the whole."""
+    whole_vectors = True
+    """A piece of a tensor gets the bits that the whole tensor would; False as in runs whose sums are `fast`."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], fused: bool | None = None) -> None:
         super().__init__(params, defaults)
@@ -199,7 +215,8 @@ class Layerwise(TakesAmpScaling, torch.optim.Optimizer):
         else:
             skip = (found_inf.reshape(()) > 0).to(device, torch.float32)
         flat = self._room(sum(weight.numel() for weight in weights), dtype, device)
-        return Bucket(parameters, weights, state, skip, flat, unflatten(flat, weights))
+        views = unflatten(flat, weights)
+        return Bucket(parameters, weights, state, skip, flat, views, self.whole_vectors and cuts_matter(device))
 
     def _state_of(self, group: dict[str, Any], parameters: list[Tensor]) -> dict[str, list[Tensor]]:
         """By name of the entry, in the order of the parameters; begun where there is none."""

@@ -22,6 +22,7 @@ from paceline.observe.clock import Clock
 from paceline.optim.build import zero_first_momentum
 from paceline.optim.clip import ClipNorm
 from paceline.optim.ema import WeightAverage
+from paceline.optim.layerwise import Layerwise
 from paceline.parallel.averaged import Averaged
 from paceline.parallel.cut import Cut, is_sharded
 from paceline.parallel.in_tree import AloneInTree, SummedInTree, tally_dtype
@@ -222,6 +223,8 @@ def prepare(
     shards = None if cut is None else _shard(model, optimizer, link, cut)
     if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults.get("fused"):
         zero_first_momentum(optimizer)  # the only place: also for an optimizer that the user has made
+    if isinstance(optimizer, Layerwise):
+        optimizer.whole_vectors = sums_in_tree(config)
     # Reduced: last, because a strategy hooks and averages the tensors as they now are.
     if config.ema:
         average = WeightAverage.following(average, named_weights(model, masters, shards), config.ema)
