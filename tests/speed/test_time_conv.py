@@ -60,4 +60,6 @@ def test_nothing_is_dilated_or_copied_that_need_not_be(dilation: int, time: int)
     of_weights = [shape for shape in copies if shape in ([6, 5, 4], [6, 4, 5])]
     assert of_weights == [[6, 5, 4], [6, 4, 5]]
     if time % dilation == 0:
-        assert len(copies) == len(of_weights), "activations stay where they are"
+        # A convolution of the library may copy its weights, with a dimension of one, for itself: some CPUs need that.
+        of_activations = [shape for shape in copies if [size for size in shape if size > 1] not in of_weights]
+        assert of_activations == [], "activations stay where they are"

@@ -52,7 +52,7 @@ def storm(send: Callable[[int], None], is_over: Callable[[], bool], chance: rand
 
 
 def wait_until_ready(run: Path, is_over: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not ready_file(run).exists():
         assert not is_over()
         assert time.monotonic() < deadline
