@@ -364,3 +364,95 @@ def test_drop_last_leaves_out_only_a_batch_that_is_not_full(
         assert full.batch(step).tolist() == whole.batch(step).tolist()
         assert len(full.batch(step)) == size
     assert {len(whole.batch(step)) for step in range(full.num_steps, whole.num_steps)} <= {num_samples % size}
+
+
+# -- rules that follow each other --------------------------------------------------------------------------------------
+
+
+def by_hand(order: list[int], lengths: Any, rules: list[tuple[int, BatchRule]]) -> list[list[int]]:
+    """Batches of an order, sample by sample: each step takes what fits its rule, and longer samples stay in line."""
+    line, batches = list(order), []
+    while line:
+        rule = [rule for first, rule in rules if first <= len(batches)][-1]
+        batch: list[int] = []
+        for sample in list(line):
+            if rule.max_length is not None and lengths[sample] > rule.max_length:
+                continue
+            longest = max(lengths[each] for each in (*batch, sample))
+            is_full = len(batch) == rule.max_samples
+            if is_full or (rule.max_cost is not None and batch and longest * (len(batch) + 1) > rule.max_cost):
+                break
+            batch.append(sample)
+            line.remove(sample)
+        if not batch:
+            break
+        batches.append(batch)
+    return batches
+
+
+changing_rules = st.lists(
+    st.tuples(
+        st.integers(1, 6),
+        st.builds(BatchRule, st.integers(1, 12), st.none() | st.integers(20, 400), st.none() | st.integers(5, 60)),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@quick
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=60),
+    changing_rules,
+    st.sampled_from(("none", "random", "sorted", "laplace")),
+    st.integers(0, 3),
+)
+def test_rules_that_follow_are_as_by_hand(lengths: list[int], drawn: Any, order: str, epoch: int) -> None:
+    firsts = list(itertools.accumulate(step for step, _ in drawn))
+    rules = [(0, drawn[0][1]), *((first, rule) for first, (_, rule) in zip(firsts, drawn[1:], strict=False))]
+    named: dict[str, Any] = {"grains": 2, "seed": 3, "lengths": lengths, "order": order, "epoch": epoch}
+    whole = samples(Plan(len(lengths), rule=BatchRule(1), **named))
+    expected = by_hand(whole, lengths, rules)
+    if not expected:
+        with pytest.raises(BadPlanSetting, match="length_schedule"):
+            Plan(len(lengths), rule=rules[0][1], changes=rules[1:], **named)
+        return
+    plan = Plan(len(lengths), rule=rules[0][1], changes=rules[1:], **named)
+    assert [plan.batch(step).tolist() for step in range(plan.num_steps)] == expected
+    assert plan.num_left_out == len(lengths) - sum(map(len, expected))
+    assert [plan.count(step) for step in range(plan.num_steps)] == [len(batch) for batch in expected]
+    for step in range(plan.num_steps):
+        shares = [plan.share(step, rank, 2) for rank in range(2)]
+        assert sorted(int(each) for share in shares for grain in share.grains for each in grain) == sorted(
+            expected[step]
+        )
+
+
+@quick
+@given(st.lists(st.integers(1, 60), min_size=8, max_size=60), st.integers(0, 3))
+def test_buckets_under_rules_that_follow(lengths: list[int], epoch: int) -> None:
+    """Every sample once where the last rule takes all, batches of one bucket, and each rule's own size."""
+    rules = [(0, BatchRule(2, max_length=30)), (2, BatchRule(3))]
+    if min(lengths) > 30:
+        return
+    named: dict[str, Any] = {"grains": 1, "seed": 5, "lengths": lengths, "order": "bucket", "bins": 3, "epoch": epoch}
+    plan = Plan(len(lengths), rule=rules[0][1], changes=rules[1:], **named)
+    batches = [plan.batch(step).tolist() for step in range(plan.num_steps)]
+    assert all(lengths[each] <= 30 for batch in batches[:2] for each in batch)
+    assert all(len(batch) <= 2 for batch in batches[:2])
+    num_short = sum(length <= 30 for length in lengths)
+    if -(-num_short // 2) >= 2:
+        assert sorted(each for batch in batches for each in batch) == list(range(len(lengths)))
+        assert sum(len(batch) < 3 for batch in batches[2:]) <= 1
+
+
+def test_one_rule_is_the_plan_of_before() -> None:
+    """A change that is never reached leaves every batch as it was."""
+    lengths = np.random.default_rng(1).integers(1, 50, 90)
+    for order in ORDERS:
+        named: dict[str, Any] = {"grains": 3, "seed": 2, "lengths": lengths, "order": order}
+        plain = Plan(90, rule=BatchRule(8), **named)
+        changed = Plan(90, rule=BatchRule(8), changes=[(1000, BatchRule(2))], **named)
+        assert [each.tolist() for each in map(plain.batch, range(plain.num_steps))] == [
+            each.tolist() for each in map(changed.batch, range(changed.num_steps))
+        ]

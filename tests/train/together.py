@@ -97,6 +97,8 @@ FEATURES: dict[str, Feature] = {
     "replay": Feature({}, "other", task="replay"),
     "buckets": Feature({"order": "bucket", "bins": 3}, "other"),
     "batch by cost": Feature({"batch_cost": 60.0, "global_batch": None}, "other"),
+    "batch schedule": Feature({"batch_schedule": ("8@2", "24@4")}, "other"),
+    "length schedule": Feature({"length_schedule": ("5@0", "none@3")}, "other"),
     "sub-epochs": Feature({"partition_epoch": 2}, "other"),
     "own orders": Feature({"dataset_distribution": "random_seed_offset"}, "by ranks"),
     "batch per rank": Feature({"batch_per_device": 8, "global_batch": None, "scale_lr": "linear"}, "by ranks"),

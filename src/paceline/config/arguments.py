@@ -95,6 +95,12 @@ class DataArguments(TypedDict, total=False):
     """Samples per step and rank, instead of `global_batch`: more ranks then make a larger batch, see `scale_lr`."""
     batch_cost: float | None
     """Total length (seconds, tokens: the unit of the lengths) per step over all ranks, padding counted."""
+    batch_schedule: Sequence[str]
+    """Sizes of the batch that follow: `64@1000` from step 1000 of the stage on, `64@e3` from epoch 3; of `batch_cost`
+    where that is set, else of samples. Grains grow with it."""
+    length_schedule: Sequence[str]
+    """Length of the longest samples that are trained on: `100@0 200@1000 none@5000`; longer ones wait, and are left
+    out of an epoch that ends before."""
     grains: int | None
     """Micro-batches per step, the unit of numerics; one per rank of the first launch if not set."""
     regrain: bool

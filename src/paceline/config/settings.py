@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from paceline.config.change_points import ChangePoint, parse_all
 from paceline.config.named_sets import SetWord
 from paceline.config.plugin_name import PluginName
 from paceline.config.step_range import StepRange
@@ -190,6 +191,15 @@ class DataSettings(Section):
             "`drop_last` is about batches of so many samples, and `batch_cost` makes them by length: leave one out",
             lambda s: s.drop_last and s.batch_cost is not None,
         ),
+        SettingsExclusion(
+            "`--batch-schedule`, `--length-schedule`",
+            "`--dataset-distribution random_seed_offset`",
+            "mathematics",
+            "A rank then knows its own order only, and not how many steps an epoch of the others has.",
+            "a schedule of batches or lengths needs `dataset_distribution` shard: with an order of its own, a rank does "
+            "not know the steps of the others",
+            lambda s: bool(s.batch_schedule or s.length_schedule) and s.dataset_distribution != "shard",
+        ),
     )
 
     global_batch: Positive | None = None
@@ -198,6 +208,12 @@ class DataSettings(Section):
     """Samples per step and rank, instead of `global_batch`: more ranks then make a larger batch, see `scale_lr`."""
     batch_cost: PositiveFloat | None = None
     """Total length (seconds, tokens: the unit of the lengths) per step over all ranks, padding counted."""
+    batch_schedule: tuple[str, ...] = ()
+    """Sizes of the batch that follow: `64@1000` from step 1000 of the stage on, `64@e3` from epoch 3; of `batch_cost`
+    where that is set, else of samples. Grains grow with it."""
+    length_schedule: tuple[str, ...] = ()
+    """Length of the longest samples that are trained on: `100@0 200@1000 none@5000`; longer ones wait, and are left out
+    of an epoch that ends before."""
     grains: Positive | None = None
     """Micro-batches per step, the unit of numerics; one per rank of the first launch if not set."""
     regrain: bool = free(False)
@@ -223,6 +239,30 @@ class DataSettings(Section):
     several files of one set are `name=a.hdf+b.hdf`."""
     limit_batches: Positive | None = None
     """Steps per epoch and batches per validation set at most, for a quick try."""
+
+    @field_validator("batch_schedule", "length_schedule", mode="after")
+    @classmethod
+    def _check_points(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        parse_all(value)
+        return value
+
+    @property
+    def batch_points(self) -> list[ChangePoint]:
+        """`batch_schedule`, parsed."""
+        return parse_all(self.batch_schedule)
+
+    @property
+    def length_points(self) -> list[ChangePoint]:
+        """`length_schedule`, parsed."""
+        return parse_all(self.length_schedule)
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        for text, point in zip(self.batch_schedule, self.batch_points, strict=True):
+            if point.value is None:
+                yield f"`batch_schedule` {text}: a batch has a size"
+            elif self.batch_cost is None and point.value != int(point.value):
+                yield f"`batch_schedule` {text}: samples are whole numbers; sizes by length need `batch_cost`"
 
     @property
     def max_samples(self) -> int:

@@ -40,7 +40,7 @@ class LengthsNeeded(PacelineError):
     instead: str
     excludes = (
         Exclusion(
-            "`--order` sorted, laplace or bucket, `--batch-cost`",
+            "`--order` sorted, laplace or bucket, `--batch-cost`, `--length-schedule`",
             "data without lengths",
             "mathematics",
             "They are about the lengths of samples.",
@@ -75,11 +75,12 @@ class BadPlanSetting(PacelineError):
 class BatchRule:
     """Size of one global batch: a cap on samples and, if set, on padded cost (samples x longest length).
 
-    A single sample above `max_cost` is a batch of its own.
+    A single sample above `max_cost` is a batch of its own. Samples longer than `max_length` wait for another rule.
     """
 
     max_samples: int
     max_cost: float | None = None
+    max_length: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_samples < 1:
@@ -133,14 +134,18 @@ class Plan:
         stream: int = 0,
         in_blocks: bool = False,
         drop_last: bool = False,
+        changes: Sequence[tuple[int, BatchRule]] = (),
     ) -> None:
         """With `in_blocks` every rank has grains that follow each other, as sums with one order need it. With
-        `drop_last` a batch that is not full is left out."""
+        `drop_last` a batch that is not full is left out. `changes` are rules that take over at a step of the epoch."""
         _check_settings(num_samples, grains, order, bins, partition_epoch)
         if lengths is None and order not in ("none", "random"):
             raise LengthsNeeded(f"order: {order}", "`order: random`")
-        if lengths is None and rule.max_cost is not None:
+        rules = [(0, rule), *changes]
+        if lengths is None and any(each.max_cost is not None for _, each in rules):
             raise LengthsNeeded("batch_cost", "`global_batch` alone")
+        if lengths is None and any(each.max_length is not None for _, each in rules):
+            raise LengthsNeeded("length_schedule", "`batch_schedule` alone")
         sample_lengths = None if lengths is None else _checked("lengths", lengths, num_samples)
         sample_counts = None if counts is None else _checked("counts", counts, num_samples)
 
@@ -149,6 +154,12 @@ class Plan:
         epoch_part = _part(num_samples, partition_epoch, part)
         bins = bins or DEFAULT_BINS.get(order, 1)
         self._order = _arrange(order, num_samples, sample_lengths, bins, epoch_part, random)
+        num_arranged, offsets = len(self._order), None
+        if changes or rule.max_length is not None:
+            drawn = random if order == "bucket" else None
+            self._order, offsets = _by_rules(self._order, sample_lengths, rules, drawn, drop_last)
+        self.num_left_out: Final[int] = num_arranged - len(self._order)
+        """Samples that are too long for the rules of this epoch, or that `drop_last` leaves out of such rules."""
         # Kept in the order of the plan: a step reads one contiguous slice, and the caller's arrays may change.
         self._lengths = None if sample_lengths is None else sample_lengths[self._order]
         self._counts = None if sample_counts is None else sample_counts[self._order]
@@ -159,11 +170,14 @@ class Plan:
         self._max_samples = rule.max_samples
         self._in_blocks = in_blocks
         self.max_grains: Final[int] = grains
-        self._offsets = None if self._lengths is None else _offsets(self._lengths, rule)
         self.num_samples: Final[int] = len(self._order)
-        num_by_samples = _num_batches(self.num_samples, rule.max_samples, drop_last)
-        self.num_steps: Final[int] = num_by_samples if self._offsets is None else len(self._offsets) - 1
-        self._batch_order = random.permutation(self.num_steps) if order == "bucket" else None
+        is_by_rules = offsets is not None
+        if offsets is None and self._lengths is not None:
+            offsets = _offsets(self._lengths, rule)
+        self._offsets = offsets
+        num_by_samples = 0 if is_by_rules else _num_batches(self.num_samples, rule.max_samples, drop_last)
+        self.num_steps: Final[int] = num_by_samples if offsets is None else len(offsets) - 1
+        self._batch_order = random.permutation(self.num_steps) if order == "bucket" and not is_by_rules else None
 
     def batch(self, step: int) -> Ids:
         """Return the ids of the samples of the global batch."""
@@ -368,6 +382,63 @@ def _offsets(lengths: Numbers, rule: BatchRule) -> Ids | None:
                 num_held, limit = 1, allowed
     offsets.append(len(lengths))
     return np.frombuffer(offsets, dtype=np.int64)
+
+
+def _by_rules(
+    order: NDArray[Any],
+    lengths: Numbers | None,
+    rules: Sequence[tuple[int, BatchRule]],
+    random: np.random.Generator | None,
+    drop_last: bool,
+) -> tuple[NDArray[Any], Ids]:
+    """Return (ids in the order of the batches, start of each batch and the end) where rules follow each other.
+
+    Each rule makes batches of what is left and short enough, up to the step of the next one; with `random` it takes
+    them in a drawn order (buckets). The epoch ends where a rule has no batch left.
+    """
+    batches: list[NDArray[Any]] = []
+    left = order
+    for number, (_, rule) in enumerate(rules):
+        short = np.ones(len(left), dtype=bool)
+        if lengths is not None and rule.max_length is not None:
+            short = lengths[left] <= rule.max_length
+        places = np.flatnonzero(short)
+        starts = _starts(None if lengths is None else lengths[left[places]], len(places), rule, drop_last)
+        num_batches = len(starts) - 1
+        drawn = np.arange(num_batches) if random is None else random.permutation(num_batches)
+        is_last = number == len(rules) - 1
+        wanted = num_batches if is_last else rules[number + 1][0] - len(batches)
+        taken = [places[starts[each] : starts[each + 1]] for each in drawn[:wanted]]
+        batches += [left[each] for each in taken]
+        if is_last or num_batches < wanted:
+            break
+        keep = np.ones(len(left), dtype=bool)
+        for each in taken:
+            keep[each] = False
+        left = left[keep]
+    if not batches:
+        raise _no_batch(lengths, order, rules[0][1])
+    ends = np.concatenate(([0], np.cumsum([len(batch) for batch in batches], dtype=np.int64)))
+    return np.concatenate(batches), ends
+
+
+def _starts(lengths: Numbers | None, num_samples: int, rule: BatchRule, drop_last: bool) -> Ids:
+    """Return the start of each batch, and the end, of samples that one rule cuts."""
+    by_cost = None if lengths is None or not num_samples else _offsets(lengths, rule)
+    if by_cost is not None:
+        return by_cost
+    num_full, rest = divmod(num_samples, rule.max_samples)
+    starts = np.arange(num_full + 1, dtype=np.int64) * rule.max_samples
+    return starts if drop_last or not rest else np.append(starts, num_samples)
+
+
+def _no_batch(lengths: Numbers | None, order: NDArray[Any], rule: BatchRule) -> BadPlanSetting:
+    if lengths is not None and rule.max_length is not None and not (lengths[order] <= rule.max_length).any():
+        shortest = float(lengths[order].min())
+        why = f"the shortest sample has length {shortest:g}, so nothing is left to train on"
+        return BadPlanSetting("length_schedule", rule.max_length, why, f"let it begin with {shortest:g} or more")
+    why = f"a batch of {rule.max_samples} is never full"
+    return BadPlanSetting("drop_last", True, why, "leave out `drop_last`, or set a smaller `global_batch`")
 
 
 def _allowed(lengths: Numbers, max_samples: int, max_cost: float) -> list[int]:

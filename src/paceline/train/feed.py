@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.config.change_points import value_at
 from paceline.config.settings import DataSettings
 from paceline.core.errors import PacelineError
 from paceline.core.together import Exclusion
@@ -66,7 +67,8 @@ class StreamSetting(PacelineError):
     excludes = (
         Exclusion(
             "data of unknown length",
-            "`--batch-cost`, `--partition-epoch`, `--drop-last`, `--order` sorted, laplace or bucket",
+            "`--batch-cost`, `--batch-schedule`, `--length-schedule`, `--partition-epoch`, `--drop-last`, `--order` sorted, "
+            "laplace or bucket",
             "mathematics",
             "They are made from the number and lengths of all samples, which a stream does not have.",
         ),
@@ -144,6 +146,12 @@ class Feed:
         self._in_blocks = in_blocks
         self._offset = config.dataset_distribution == "random_seed_offset"
         self._plans: dict[int, Plan] = {}
+        self._batch_points, self._length_points = config.batch_points, config.length_points
+        steps = [point.step for point in (*self._batch_points, *self._length_points)]
+        self._change_steps = sorted({step for step in steps if step})
+        """Steps of the stage at which a schedule of batches or lengths changes."""
+        self._begins = [0]
+        """Steps of the stage before each of the first epochs; as many as were asked for."""
         self._planning = threading.Lock()
         self._row: BatchRow | None = None
         self.end_epoch: int | None = None
@@ -210,12 +218,15 @@ class Feed:
     def _made_plan(self, epoch: int) -> Plan:
         world, config = self._link.world, self._config
         kind, ranks, stream = (RankPlan, world.size, world.rank + 1) if self._offset else (Plan, 1, 0)
+        began = self._began(epoch)
+        rule, *changes = [
+            (step - began, self._rule(epoch, step, ranks))
+            for step in (began, *(step for step in self._change_steps if step > began))
+        ]
         return kind(
             len(self.data),
-            rule=BatchRule(
-                max_samples=max(1, config.max_samples // ranks),
-                max_cost=None if config.batch_cost is None else config.batch_cost / ranks,
-            ),
+            rule=rule[1],
+            changes=changes,
             grains=max(1, self._grains // ranks),
             seed=self._seed,
             epoch=epoch,
@@ -228,6 +239,52 @@ class Feed:
             in_blocks=self._in_blocks and not self._offset,
             drop_last=config.drop_last,
         )
+
+    def _rule(self, epoch: int, step: int, ranks: int) -> BatchRule:
+        """Return the size of a batch at a step of the stage."""
+        config = self._config
+        is_by_cost = config.batch_cost is not None
+        size = value_at(self._batch_points, config.batch_cost or config.max_samples, epoch, step)
+        assert size is not None, "the settings were checked"
+        samples = config.max_samples if is_by_cost else int(size)
+        return BatchRule(
+            max_samples=max(1, samples // ranks),
+            max_cost=size / ranks if is_by_cost else None,
+            max_length=value_at(self._length_points, None, epoch, step),
+        )
+
+    def _began(self, epoch: int) -> int:
+        """Return the steps of the stage before an epoch, as far as a schedule has to know them: all later ones are the
+        same to it. Epochs before are planned for that."""
+        last = self._change_steps[-1] if self._change_steps else 0
+        while len(self._begins) <= epoch and self._begins[-1] < last:
+            before = len(self._begins) - 1
+            plan = self._plans.get(before) or self._made_plan(before)
+            self._begins.append(self._begins[-1] + self._limited(plan.num_steps))
+        return self._begins[min(epoch, len(self._begins) - 1)]
+
+    def _limited(self, steps: int) -> int:
+        limit = self._config.limit_batches
+        return steps if limit is None else min(steps, limit)
+
+    def total_steps(self, epochs: int) -> int | None:
+        """Return the number of steps of so many epochs; None if unknown. With `random_seed_offset` all ranks must ask.
+
+        Where epochs differ in length (batches by cost), the first one stands for all; with a schedule of batches or
+        lengths, the first one after its last change for those that follow.
+        """
+        if not (self._batch_points or self._length_points):
+            each = self.num_steps(0)
+            return None if each is None else each * epochs
+        last_epoch = max((point.epoch for point in (*self._batch_points, *self._length_points)), default=0)
+        last_step = self._change_steps[-1] if self._change_steps else 0
+        total = 0
+        for epoch in range(epochs):
+            steps = self._num_planned_steps(epoch)
+            if epoch >= last_epoch and total >= last_step:
+                return total + steps * (epochs - epoch)
+            total += steps
+        return total
 
     @property
     def is_cut(self) -> bool:
@@ -250,7 +307,7 @@ class Feed:
         steps = self.plan(epoch).num_steps
         if self._offset:  # every rank has its own order and so its own number of batches
             steps = max(self._link.gather_objects(steps))
-        return steps if self._config.limit_batches is None else min(steps, self._config.limit_batches)
+        return self._limited(steps)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield this rank's batches of an epoch from a step on. All ranks must ask."""
@@ -371,6 +428,9 @@ def _check_stream(config: DataSettings) -> None:
         raise StreamSetting("batch_cost", config.batch_cost)
     if config.drop_last:
         raise StreamSetting("drop_last", config.drop_last)
+    for name in ("batch_schedule", "length_schedule"):
+        if getattr(config, name):
+            raise StreamSetting(name, " ".join(getattr(config, name)))
     if config.partition_epoch != 1:
         raise StreamSetting("partition_epoch", config.partition_epoch)
     if config.order in ("sorted", "laplace", "bucket"):

@@ -166,8 +166,9 @@ def choose_grains(asked: int | None, stored: int | None, ranks: int, regrain: bo
 def check_batch(config: DataSettings, ranks: int) -> None:
     """Raise `FewerSamplesThanRanks` for a batch of fewer samples than ranks, where ranks share one."""
     is_shared = config.dataset_distribution == "shard" and config.batch_per_device is None
-    if is_shared and config.batch_cost is None and config.max_samples < ranks:
-        raise FewerSamplesThanRanks(ranks, config.max_samples)
+    smallest = min([config.max_samples, *(int(point.value or 0) for point in config.batch_points)])
+    if is_shared and config.batch_cost is None and smallest < ranks:
+        raise FewerSamplesThanRanks(ranks, smallest)
 
 
 def settings_changed(before: dict[str, Any], now: TrainConfig) -> dict[str, tuple[Any, Any]]:

@@ -20,12 +20,19 @@ def for_ranks(config: S, ranks: int) -> tuple[S, str]:
     if each is None:
         return config, ""
     changes: dict[str, Any] = {"batch_per_device": None, "global_batch": each * ranks}
+    changes["batch_schedule"] = tuple(_times(text, ranks) for text in config.batch_schedule)
     words = f"batch: {each} per device x {counted(ranks, 'rank')} = {each * ranks}"
     if isinstance(config, OptimSettings):
         factor = {"none": 1.0, "linear": float(ranks), "sqrt": math.sqrt(ranks)}[config.scale_lr]
         changes |= {"scale_lr": "none", "lr": config.lr * factor}
         words += "; learning rate: " + _rate(config, factor, ranks)
     return config.model_copy(update=changes), words
+
+
+def _times(text: str, ranks: int) -> str:
+    """Return a point of a schedule of batches per device as one of the global batch."""
+    value, _, place = text.partition("@")
+    return f"{float(value) * ranks:.15g}@{place}"
 
 
 def _rate(config: OptimSettings, factor: float, ranks: int) -> str:

@@ -53,6 +53,8 @@ class DataFacts:
     padding: float | None = None
     is_cut: bool = False
     """True if each rank reads a part of its own of data of unknown length."""
+    num_left_out: int = 0
+    """Samples that are too long for the coming epoch, by `length_schedule`."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ def rows(facts: Facts) -> Rows:
     lines += _shared_cores(facts.world, facts.num_cores)
     lines += [
         ("batch", batch_line(config, facts.grains, facts.world.size)),
+        *_schedules(config),
         ("data" if facts.stage is None else f"data of {facts.stage}", data_line(facts.data)),
         *facts.task_rows,
     ]
@@ -144,6 +147,18 @@ def batch_line(config: TrainConfig, grains: int, size: int) -> str:
     num_grains = most_grains(whole, grains)
     each = f"{counted(num_grains, 'grain')} of {_even(whole, num_grains)}"
     return f"global batch {whole} = {each} = {_shares(num_grains, size)}"
+
+
+def _schedules(config: TrainConfig) -> Rows:
+    """Return how batches and lengths change."""
+    named = {"batch schedule": config.batch_schedule, "longest samples": config.length_schedule}
+    return [(name, ", ".join(_change(text) for text in texts)) for name, texts in named.items() if texts]
+
+
+def _change(text: str) -> str:
+    value, _, place = text.partition("@")
+    where = f"epoch {place[1:]}" if place.startswith("e") else f"step {place}"
+    return f"{'any' if value == 'none' else value} from {where} on"
 
 
 def _shares(num_grains: int, ranks: int) -> str:
@@ -197,6 +212,8 @@ def data_line(data: DataFacts) -> str:
         parts.append(f"{counted(data.num_steps, 'step')} per epoch")
     if data.padding is not None:
         parts.append(f"{100 * data.padding:.1f}% padding")
+    if data.num_left_out:
+        parts.append(f"{_samples(data.num_left_out)} left out of this epoch, too long for it")
     if data.is_cut:
         parts.append("each rank reads a part of its own: another number of ranks gives other results")
     return ", ".join(parts)
@@ -340,11 +357,12 @@ def data_facts(feed: Feed, epoch: int, length_unit: str = "") -> DataFacts:
         return DataFacts(None, num_steps, is_cut=feed.is_cut)
     plan, lengths = feed.plan(epoch), feed.lengths
     if lengths is None:
-        return DataFacts(len(feed.data), num_steps)
+        return DataFacts(len(feed.data), num_steps, num_left_out=plan.num_left_out)
     # Lengths are what batches are made by; of data that may become longer on its way, only it knows how long it is.
     total = feed.traits.total_length
     total = float(lengths.sum(dtype=float)) if total is None else total
-    return DataFacts(len(feed.data), num_steps, total, length_unit, plan.padding())
+    left_out = plan.num_left_out
+    return DataFacts(len(feed.data), num_steps, total, length_unit, plan.padding(), num_left_out=left_out)
 
 
 def model_facts(engine: Engine) -> ModelFacts:

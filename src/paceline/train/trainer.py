@@ -799,11 +799,10 @@ def _is_out_of_data(feed: Feed, step: Step) -> bool:
 def stage_steps(config: TrainConfig, stage: Stage, feed: Feed) -> int | None:
     """Return the number of steps of a stage, None if unknown.
 
-    Where epochs differ in length (batches by cost), the first one stands for all.
+    Where epochs differ in length (batches by cost), it is an estimate: see `Feed.total_steps`.
     """
     epochs = stage.epochs or config.epochs
-    per_epoch = None if epochs is None else feed.num_steps(0)
-    ends = [config.steps, per_epoch and epochs and per_epoch * epochs]
+    ends = [config.steps, None if epochs is None else feed.total_steps(epochs)]
     return min((end for end in ends if end is not None), default=None)
 
 
