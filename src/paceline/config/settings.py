@@ -196,8 +196,8 @@ class DataSettings(Section):
             "`--dataset-distribution random_seed_offset`",
             "mathematics",
             "A rank then knows its own order only, and not how many steps an epoch of the others has.",
-            "a schedule of batches or lengths needs `dataset_distribution` shard: with an order of its own, a rank does "
-            "not know the steps of the others",
+            "a schedule of batches or lengths needs `dataset_distribution` shard: with orders of their own, ranks do not "
+            "know each other's steps",
             lambda s: bool(s.batch_schedule or s.length_schedule) and s.dataset_distribution != "shard",
         ),
     )

@@ -67,8 +67,8 @@ class StreamSetting(PacelineError):
     excludes = (
         Exclusion(
             "data of unknown length",
-            "`--batch-cost`, `--batch-schedule`, `--length-schedule`, `--partition-epoch`, `--drop-last`, `--order` sorted, "
-            "laplace or bucket",
+            "`--batch-cost`, `--batch-schedule`, `--length-schedule`, `--partition-epoch`, `--drop-last`, `--order` "
+            "sorted, laplace or bucket",
             "mathematics",
             "They are made from the number and lengths of all samples, which a stream does not have.",
         ),
