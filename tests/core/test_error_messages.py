@@ -39,6 +39,7 @@ UNSAMPLED = {
         "DefaultFails",
         "DuplicateRank",
         "FirstRankUnreached",
+        "GatheredShapes",
         "LabelsLackLetters",
         "LauncherGone",
     ),

@@ -15,7 +15,7 @@ def test_what_is_no_callback_is_refused() -> None:
         checked([lambda step: None])
     with pytest.raises(NotAWatcher, match="the class Callback is no watcher") as refused:
         checked([Callback])
-    assert "Watcher" in refused.value.hint
+    assert "paceline.Callback" in refused.value.hint
 
 
 def test_a_watcher_is_a_callback() -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint import save as save_dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import Metadata
 
 import paceline
 from paceline.train import exchange
@@ -125,6 +126,28 @@ def test_files_that_are_no_weights_are_named(tmp_path: Path) -> None:
     assert "it holds more than tensors, and reading it could run code" in said["whole.pt"]
     assert "it holds a list, not tensors by name" in said["list.pt"]
     assert "there is no such file or folder" in said["absent.pt"]
+
+
+def test_files_of_strangers_are_named(tmp_path: Path) -> None:
+    """Each was a traceback: a dictionary inside of itself, a description with other types, an index that leads away."""
+    cycle: dict[str, Any] = {}
+    cycle["model"] = cycle
+    torch.save(cycle, tmp_path / "cycle.pt")
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Metadata({"a": None, "b": 3}, planner_data=7)))
+    (tmp_path / "dcp-without").mkdir()
+    (tmp_path / "dcp-without" / ".metadata").write_bytes(pickle.dumps(Metadata(None)))  # type: ignore[arg-type]
+    (tmp_path / "hf").mkdir()
+    index = {"weight_map": {"weight": str(write("plain.pt", tmp_path, fresh_net().state_dict()))}}
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name, why in {
+        "cycle.pt": "it cannot be read \\(RecursionError",
+        "dcp": "it cannot be read",
+        "dcp-without": "it cannot be read \\(AttributeError",
+        "hf": "plain.pt', which is not a file of this folder",
+    }.items():
+        with pytest.raises(paceline.PacelineError, match=why):
+            exchange.read(tmp_path / name)
 
 
 class Evil:

@@ -182,9 +182,20 @@ class Misread(SmallTask):
         return model(grain.x).mean()
 
 
+class Crowded(SmallTask):
+    """Its error holds a generator, which cannot be pickled."""
+
+    def optimizer(self, groups, settings, device):
+        return (group for group in groups)
+
+
 @pytest.mark.parametrize(
     ("task", "kind", "message"),
-    [(Buggy(), RanksFailed, r"\(procs=2\) failed: ValueError: a bug of mine"), (Misread(), LossContract, "a mean")],
+    [
+        (Buggy(), RanksFailed, r"\(procs=2\) failed: ValueError: a bug of mine"),
+        (Misread(), LossContract, "a mean"),
+        (Crowded(), paceline.PacelineError, "`optimizer` of task Crowded returned generator"),
+    ],
 )
 def test_an_error_of_a_rank_says_what_it_is(task, kind, message, monkeypatch):
     """An error of the task's was `its ranks ended with exit code 1`."""
@@ -193,9 +204,9 @@ def test_an_error_of_a_rank_says_what_it_is(task, kind, message, monkeypatch):
 
     def one_rank(number, command, *, device):
         monkeypatch.setattr(sys, "argv", ["fit_procs.py", command[-1]])
-        with pytest.raises((ValueError, LossContract)):
+        with pytest.raises((ValueError, paceline.PacelineError)):
             fit_procs.work(Path(command[-1]))
-        with pytest.raises((ValueError, LossContract)):  # another rank's, later
+        with pytest.raises((ValueError, paceline.PacelineError)):  # another rank's, later
             fit_procs.work(Path(command[-1]))
         assert sys.argv == words  # of the script, which its tasks may read, and which the run records
         return 1

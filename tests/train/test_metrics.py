@@ -171,8 +171,9 @@ def test_a_function_that_fails_ends_all_ranks(link: Link) -> None:
     [
         (1.0, "metric 'bad' is float, not a pair"),
         (paceline.Gathered(str, [1]), "the function of metric 'bad' returned str, not a number"),
+        (paceline.Gathered(len, torch.tensor(1.0)), r"values of metric 'bad' cannot be joined .* shapes are \(\)"),
     ],
-    ids=["number", "text"],
+    ids=["number", "text", "no sample"],
 )
 def test_what_is_no_metric_is_refused(value: Any, message: str) -> None:
     class Bad(Scored):

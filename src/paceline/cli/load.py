@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -34,6 +35,8 @@ def load(
     from paceline.world.discover.environment import discover
     from paceline.world.start import start
 
+    if not isinstance(run, str | os.PathLike):
+        raise apply.NoRun(f"{run!r} is no path of a run")
     folder = local_path(run)
     which: apply.Which = checkpoint if checkpoint in ("best", "last") else local_path(checkpoint)
     if address_of(folder) is not None:

@@ -12,6 +12,7 @@ from paceline.config.aliases import aliases_of
 from paceline.config.parse import Given
 from paceline.config.problems import NOWHERE, Problem, SettingsInvalid, nearest
 from paceline.config.settings import Section
+from paceline.core.errors import PacelineError
 
 S = TypeVar("S", bound=Section)
 
@@ -23,6 +24,53 @@ class CallInvalid(SettingsInvalid, ValueError):
     def advice(self) -> str:
         only = self.problems[0].hint if len(self.problems) == 1 else ""
         return only or "docs/options.md lists all settings"
+
+
+class NotSettings(PacelineError, TypeError):
+    """Something else where an object with settings belongs."""
+
+    call: str
+    value: Any
+    wanted: str
+    sentence = "`config` of {call} is {what}, not {wanted}"
+    hint = "give the settings by name, `epochs=3, lr=0.1` (of a dictionary: `**settings`), or make a {wanted} of them"
+
+    @property
+    def what(self) -> str:
+        return kind_of(self.value)
+
+
+class SettingsTwice(PacelineError, TypeError):
+    """Settings by name beside an object that has all of them."""
+
+    call: str
+    names: list[str]
+    sentence = "{call} was given `config` and also {listed}, which would have no effect"
+    hint = "put them into `config`, or leave it out"
+
+    @property
+    def listed(self) -> str:
+        return ", ".join(f"`{name}`" for name in self.names)
+
+
+def kind_of(value: object) -> str:
+    """Return what a value is, for a message: `None`, `the class Small`, `a Linear`, `'digits'`."""
+    if value is None or isinstance(value, str):
+        return repr(value)
+    return f"the class {value.__name__}" if isinstance(value, type) else f"of the type {type(value).__name__}"
+
+
+def settings_or_config(
+    model: type[S], config: S | None, values: Mapping[str, Any], call: str, *, more: tuple[str, ...] = ()
+) -> S:
+    """Return `config`, or the settings that a call names where it has none; refuse both at once."""
+    if config is None:
+        return settings_of_call(model, values, call, more=("config", *more))
+    if not isinstance(config, model):
+        raise NotSettings(call, config, model.__name__)
+    if values:
+        raise SettingsTwice(call, list(values))
+    return config
 
 
 def settings_of_call(model: type[S], values: Mapping[str, Any], call: str, *, more: tuple[str, ...] = ()) -> S:

@@ -25,7 +25,7 @@ from paceline.core.together import SettingsExclusion
 _MAX_NAME, _MAX_PATH = 255, 4095
 """Bytes, on all usual file systems of Linux."""
 Positive = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Order = Literal["none", "random", "sorted", "laplace", "bucket"]
 BuiltInOptimizer = Literal["sgd", "adam", "adamw", "novograd", "lamb", "lars", "muon"]
@@ -154,6 +154,13 @@ class WorldSettings(Section):
 
     device: Literal["auto", "cpu", "cuda"] = per_rank("auto")
     """`auto` takes CUDA where there is one."""
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _name_device(cls, value: Any) -> Any:
+        """Take a `torch.device` by its name."""
+        return str(value) if type(value).__name__ == "device" else value
+
     threads: Positive | None = per_rank(None)
     """CPU threads per rank; if not set, the environment's `OMP_NUM_THREADS`, else the cores shared evenly."""
     start_timeout_s: PositiveFloat = per_rank(300.0)
@@ -316,13 +323,20 @@ class StepSettings(Section):
     """fp16 autocast, fp16 weights with fp32 masters, all fp16, or all fp64, instead of the level's dtype. `bf16`,
     `tf32` and `32` (also as `bf16-mixed`, `32-true`) stand for the level that brings them."""
 
+    @field_validator("seed")
+    @classmethod
+    def _check_seed(cls, value: int) -> int:
+        if not -(2**63) <= value < 2**63:
+            raise ValueError("must fit into 64 bits")
+        return value
+
     @model_validator(mode="before")
     @classmethod
     def _understand_precision(cls, values: Any) -> Any:
         """Take words of other toolkits (`16-mixed`, `64-true`), and types that a level brings (`bf16`, `32`) as it."""
         if not isinstance(values, dict) or values.get("precision") is None:
             return values
-        typed = str(values["precision"]).lower()
+        typed = str(values["precision"]).lower().removeprefix("torch.")  # a dtype
         word, level = typed.removesuffix("-mixed").removesuffix("-true"), values.get("level", "auto")
         if word in _BY_LEVEL:
             levels = _BY_LEVEL[word]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,23 @@ class NotAWatcher(PacelineError):
 
     value: Any
     sentence = "{what} is no watcher"
-    hint = "subclass `paceline.observe.callback.Watcher`, override what you need, and give an object of it"
+    hint = "subclass `paceline.Callback`, override what you need, and give an object of it"
 
     @property
     def what(self) -> str:
         return f"the class {self.value.__name__}" if isinstance(self.value, type) else type(self.value).__name__
+
+
+class WatchersNotListed(PacelineError, TypeError):
+    """One callback, or none, where a list of them belongs."""
+
+    value: Any
+    sentence = "watchers are {what}, not a list of callbacks"
+    hint = "write them as a list: `[]`, or `[MyCallback()]`"
+
+    @property
+    def what(self) -> str:
+        return "None" if self.value is None else f"of the type {type(self.value).__name__}"
 
 
 @dataclass(frozen=True)
@@ -75,9 +87,12 @@ Watcher = Callback
 """Name of `Callback` in earlier versions."""
 
 
-def checked(callbacks: Sequence[Any]) -> list[Callback]:
+def checked(callbacks: Iterable[Any]) -> list[Callback]:
     """Return the callbacks, if that is what they are."""
+    if not isinstance(callbacks, Iterable):
+        raise WatchersNotListed(callbacks)
+    callbacks = list(callbacks)
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise NotAWatcher(callback)
-    return list(callbacks)
+    return callbacks

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.config.compared import shared_settings
-from paceline.config.python_call import settings_of_call
+from paceline.config.python_call import kind_of, settings_of_call, settings_or_config
 from paceline.config.settings import DataSettings, EngineConfig
 from paceline.core.errors import PacelineError, first_line
 from paceline.core.terminal import warn
@@ -66,6 +66,30 @@ class NotPrepared(PacelineError):
     hint = "call `engine.prepare(model, optimizer)` first"
 
 
+class NotALink(PacelineError, TypeError):
+    """Something else where the ranks of another engine belong."""
+
+    value: Any
+    sentence = "`link` of paceline.Engine is {what}, not a link of ranks"
+    hint = "share the ranks of another engine with `link=other.link`, or leave it out"
+
+    @property
+    def what(self) -> str:
+        return kind_of(self.value)
+
+
+class NotABatch(PacelineError, TypeError):
+    """Samples from elsewhere where a batch of `engine.batches` belongs."""
+
+    value: Any
+    sentence = "engine.step got a batch {what}, which says nothing of grains and ranks"
+    hint = "take batches from `engine.batches(data, global_batch=64)`, where `data` may also be a DataLoader"
+
+    @property
+    def what(self) -> str:
+        return kind_of(self.value)
+
+
 @dataclass
 class _BatchesCall:
     """A call of `Engine.batches`."""
@@ -86,7 +110,9 @@ class Engine:
         clock: Clock | None = None,
         **settings: Unpack[EngineArguments],
     ) -> None:
-        self.config = config or settings_of_call(EngineConfig, settings, "paceline.Engine", more=("link", "clock"))
+        self.config = settings_or_config(EngineConfig, config, settings, "paceline.Engine", more=("link", "clock"))
+        if link is not None and not isinstance(link, Link):
+            raise NotALink(link)
         self._owns_link = link is None
         self.link = link or from_settings(self.config)
         self.device = self.link.device
@@ -249,6 +275,8 @@ class Engine:
         With `reduce: param` the update is this rank's own, and ranks are averaged every so many steps.
         """
         prepared, number = self.prepared, self.position.num_steps
+        if not isinstance(batch, Batch):
+            raise NotABatch(batch)
         strategy = prepared.strategy
         trail.doing, trail.step = prepared.grains.doing, number
         self.rate = self._rates.set(prepared.optimizer, number)

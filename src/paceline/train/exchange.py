@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -87,12 +86,14 @@ def is_foreign(path: Path) -> bool:
 def read(path: Path) -> dict[str, Tensor]:
     """Return the weights of a file or folder by name."""
     try:
-        values = _read_folder(path) if path.is_dir() else _read_file(path)
+        values = _unwrapped(_read_folder(path) if path.is_dir() else _read_file(path))
+    except PacelineError:
+        raise
     except pickle.UnpicklingError as error:
         raise UnreadableWeights(path, "it holds more than tensors, and reading it could run code") from error
-    except (OSError, SafetensorError, RuntimeError, ValueError, KeyError, EOFError) as error:
+    except Exception as error:  # a file of strangers may be broken in any way
         raise UnreadableWeights(path, f"it cannot be read ({first_line(error)})") from error
-    weights = {name: value for name, value in _unwrapped(values).items() if isinstance(value, Tensor)}
+    weights = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     if not weights:
         raise UnreadableWeights(path, "it has no tensors by name")
     return weights
@@ -133,6 +134,9 @@ def _files_of(index: Any) -> list[str]:
     names = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise ValueError("its index has no `weight_map` from weights to files")
+    outside = next((file for file in names.values() if Path(file).name != file), None)
+    if outside is not None:
+        raise ValueError(f"its index names {outside!r}, which is not a file of this folder")
     return sorted(set(names.values()))
 
 

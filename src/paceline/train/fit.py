@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 import torch
 from typing_extensions import ParamSpec
 
-from paceline.config.python_call import settings_of_call
+from paceline.config.python_call import kind_of, settings_or_config
 from paceline.config.run_path import run_folder
 from paceline.config.settings import TrainConfig
 from paceline.core.cloud.file_copy import exists, send
@@ -23,7 +23,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.run_folder import RunFolder
 from paceline.core.terminal import tell
 from paceline.core.user_file import refuse_on_import, spec_of
-from paceline.observe.callback import Callback
+from paceline.observe.callback import Callback, checked
 from paceline.train import apply
 from paceline.train import predictions as outcome
 from paceline.train.benchmark import benchmark
@@ -89,10 +89,11 @@ def fit(  # type: ignore[misc]  # `args` of the last one are none: settings have
     `watchers` come back.
     """
     refuse_on_import("paceline.fit")
+    if not isinstance(task, Task):
+        raise NotATask(task)
+    watchers = checked(watchers)
     task.spec = task.spec or spec_of(type(task))
-    config = config or settings_of_call(
-        task.Settings, settings, "paceline.fit", more=("task", "config", "watchers", "procs")
-    )
+    config = settings_or_config(task.Settings, config, settings, "paceline.fit", more=("task", "watchers", "procs"))
     if procs != 1:
         from paceline.train.fit_procs import fit_on_procs
 
@@ -105,6 +106,26 @@ def fit(  # type: ignore[misc]  # `args` of the last one are none: settings have
             chosen = run_folder(config, task="", moment="", exists=exists) if link.is_first else None
             config = config.model_copy(update={"out": link.broadcast_object(chosen)})
         return run_mode(task, config, link, watchers)
+
+
+class NotATask(PacelineError, TypeError):
+    """Something else where a task belongs."""
+
+    value: Any
+    sentence = "`task` of paceline.fit is {what}, not a task"
+    hint = "{advice}"
+
+    @property
+    def what(self) -> str:
+        return kind_of(self.value)
+
+    @property
+    def advice(self) -> str:
+        if isinstance(self.value, type) and issubclass(self.value, Task):
+            return f"make one: `paceline.fit({self.value.__name__}(), ...)`"
+        if isinstance(self.value, str):
+            return f"a task by its name is for `paceline train {self.value}`; here give an object of its class"
+        return "subclass `paceline.Task` and give it the model, the data and the loss: docs/task.md"
 
 
 class AnotherThread(PacelineError):

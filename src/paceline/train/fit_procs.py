@@ -156,6 +156,16 @@ def _dumped_outcome(result: Result, states: list[Any]) -> bytes:
         return _dumped((replace(result, model=None), states))
 
 
+def _dumped_error(error: PacelineError) -> bytes:
+    """Return an error as bytes; one that holds what cannot be pickled, by its words."""
+    try:
+        return _dumped(error)
+    except TaskNotPortable:
+        words = PacelineError(str(error))
+        words.hint = error.hint
+        return _dumped(words)
+
+
 def work(folder: Path) -> int:
     """Fit as one rank; the first writes the result and what its watchers have seen, one that fails its error."""
     from paceline.train.fit import fit
@@ -170,7 +180,9 @@ def work(folder: Path) -> int:
         result = fit(task, config, watchers=watchers)
     except Exception as error:
         if not is_broken_link(error):  # the first word is of the rank that broke it
-            _leave(folder / ERROR, pickle.dumps(error if isinstance(error, PacelineError) else first_line(error)))
+            _leave(
+                folder / ERROR, _dumped_error(error) if isinstance(error, PacelineError) else _dumped(first_line(error))
+            )
         raise
     if rank == 0:
         # The model in pieces means nothing outside of these ranks; the checkpoints have it whole.

@@ -81,6 +81,21 @@ class MetricOfWindow(PacelineError):
         return type(self.metric).__name__
 
 
+class GatheredShapes(PacelineError):
+    """Tensors of batches that cannot be concatenated, such as padded sequences."""
+
+    name: str
+    shapes: list[tuple[int, ...]]
+    sentence = "values of metric {name!r} cannot be joined over batches: their shapes are {listed}"
+    hint = "give values per sample: a list (`list(tensor)`, or of what is not padding), or tensors that differ in the "
+    hint += "first dimension alone"
+
+    @property
+    def listed(self) -> str:
+        different = list(dict.fromkeys(map(str, self.shapes)))
+        return " and ".join(different[:2]) + (" and others" if len(different) > 2 else "")
+
+
 class Gathered:
     """A metric that one function computes of all values at once: corpus BLEU, AUROC, F1.
 
@@ -199,7 +214,7 @@ class Collected:
 
     def _call(self, name: str, contents: list[Any]) -> Any:
         if name in self._functions:
-            return self._functions[name](*(_joined(column) for column in zip(*contents, strict=True)))
+            return self._functions[name](*(_joined(name, column) for column in zip(*contents, strict=True)))
         return _compute_joined(self._metrics[name], contents)
 
 
@@ -262,8 +277,11 @@ def _quotient(rows: list[_Row]) -> float:
     return total / weight if weight else math.nan
 
 
-def _joined(column: Sequence[Any]) -> Any:
+def _joined(name: str, column: Sequence[Any]) -> Any:
     if isinstance(column[0], Tensor):
+        shapes = [tuple(each.shape) for each in column]
+        if any(not shape or shape[1:] != shapes[0][1:] for shape in shapes):
+            raise GatheredShapes(name, shapes)
         return torch.cat(list(column))
     return [value for values in column for value in values]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from paceline.config.compared import shared_settings
+from paceline.config.python_call import kind_of
 from paceline.config.settings import EngineConfig
 from paceline.core.errors import PacelineError
 from paceline.core.together import Exclusion
@@ -97,6 +98,24 @@ class BesideInSteps(PacelineError):
     )
     sentence = "`beside` needs batch-norm statistics that are summed in every step, and these settings do not"
     hint = "leave out `sums`, `reduce` and `wire`, or use modules without batch norm"
+
+
+class NotAPair(PacelineError, TypeError):
+    """Something else than a model and its optimizer."""
+
+    model: Any
+    optimizer: Any
+    sentence = "engine.prepare wants a model and its optimizer, and got {what}"
+    hint = (
+        "write `engine.prepare(model, torch.optim.AdamW(model.parameters()))`; models that take turns (a GAN) are "
+        "two engines: docs/own-loop.md"
+    )
+
+    @property
+    def what(self) -> str:
+        if not isinstance(self.model, torch.nn.Module):
+            return f"a model {kind_of(self.model)}"
+        return f"an optimizer {kind_of(self.optimizer)}"
 
 
 @dataclass(frozen=True)
@@ -305,6 +324,8 @@ def named_weights(model: torch.nn.Module, masters: master.Masters | None, shards
 
 def _check_pair(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Check that the optimizer updates what the ranks keep equal: trainable parameters of this model."""
+    if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        raise NotAPair(model, optimizer)
     parameters = {id(parameter) for parameter in model.parameters()}
     updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     num_foreign = sum(id(parameter) not in parameters for parameter in updated)

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import yaml
 from paceline.cli.sweep.plan import WITHOUT, Plan, check_room, headline, only_sweep, open_folder, result_of
 from paceline.cli.sweep.runner import INSIDE, Train, run_here, run_in_processes
 from paceline.config.problems import Problem
-from paceline.config.python_call import CallInvalid, settings_of_call
+from paceline.config.python_call import CallInvalid, kind_of, settings_of_call
 from paceline.config.run_path import run_folder
 from paceline.config.settings import TrainConfig
 from paceline.core.disk import replacing
@@ -52,6 +52,18 @@ class SweepInsideTrial(PacelineError):
     hint = 'write `if __name__ == "__main__":` above that call'
 
 
+class NotATaskClass(PacelineError, TypeError):
+    """Something else where a task's class belongs, of which each trial makes its own."""
+
+    value: Any
+    sentence = "`task` of paceline.sweep is {what}, and every trial must make a task of its own"
+    hint = "give the class itself, not an object of it, or a name as `paceline train` takes it"
+
+    @property
+    def what(self) -> str:
+        return kind_of(self.value)
+
+
 class TaskNotNamed(PacelineError):
     """Several trials at once, or ranks, of a task that other processes cannot import."""
 
@@ -82,11 +94,15 @@ def sweep(
         raise SweepInsideTrial
     refuse_on_import("paceline.sweep")
     check_counts(trials, jobs, procs)
+    if not isinstance(search, Mapping):
+        raise CallInvalid([Problem("search", "must be a mapping", 'write {"lr": "1e-4:1e-1:log"}', repr(search))], CALL)
     make: Callable[[], Task]
     if isinstance(task, str):
         from paceline.cli.tasks import load_task
 
         name, make = task, partial(load_task, task)
+    elif not callable(task):
+        raise NotATaskClass(task)
     else:
         name, make = getattr(task, "__name__", type(task).__name__), task
         if jobs > 1 or procs > 1:
@@ -103,9 +119,13 @@ def sweep(
 
 def check_counts(trials: int, jobs: int, procs: int) -> None:
     """Refuse counts below 1."""
-    for name, value in (("trials", trials), ("jobs", jobs), ("procs", procs)):
-        if value < 1:
-            raise CallInvalid([Problem(name, "must be above 0", given=str(value))], CALL)
+    problems = [
+        Problem(name, "must be above 0" if isinstance(value, int) else "must be a whole number", given=repr(value))
+        for name, value in (("trials", trials), ("jobs", jobs), ("procs", procs))
+        if not isinstance(value, int) or value < 1
+    ]
+    if problems:
+        raise CallInvalid(problems, CALL)
 
 
 def _of_task(make: Callable[[], Task]) -> tuple[type[TrainConfig], str]:
