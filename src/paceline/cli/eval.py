@@ -44,6 +44,8 @@ with warnings.catch_warnings():
         """Other manifests or packed files than the run's, with commas between them, for a task that reads manifests."""
         checkpoint: Literal["best", "last"] | Place = "best"
         """The one with the best score (the newest where none has one), the newest, or one by its path or name."""
+        average: Positive = 1
+        """Use the mean of the weights of so many checkpoints: that one and those before it (`--keep-last`)."""
         device: Literal["auto", "cpu", "cuda"] = "auto"
         """`auto` takes CUDA where there is one."""
         level: Literal["auto", 0, 1, 2, 3] | None = None
@@ -170,7 +172,7 @@ def evaluate(options: EvalOptions) -> int:
             raise DataTwice(options.data, options.manifest)
         sets = None if options.data is None else _sets(options.data)
         checkpoint = apply.choose_checkpoint(link, options.run, options.checkpoint)
-        metrics = apply.evaluate_run(task, config, link, options.run, checkpoint, sets)
+        metrics = apply.evaluate_run(task, config, link, options.run, checkpoint, sets, average=options.average)
     if link.is_first and options.json:
         step = reader.load(checkpoint, [], verify=False).step
         results = {"run": shown(options.run), "checkpoint": shown(checkpoint), "step": step, "metrics": metrics}

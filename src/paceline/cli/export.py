@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from paceline.config.load import load
-from paceline.config.settings import Section
+from paceline.config.settings import Positive, Section
 from paceline.core.cloud.address import Place, shown
 from paceline.core.terminal import tell
 
@@ -22,6 +22,8 @@ class ExportOptions(Section):
     """Where to; must not be there yet, or hold an export."""
     checkpoint: Literal["best", "last"] | Place = "best"
     """The one with the best score (the newest where none has one), the newest, or one by its path or name."""
+    average: Positive = 1
+    """Write the mean of the weights of so many checkpoints: that one and those before it (`--keep-last`)."""
     format: Literal["auto", "safetensors", "torch", "dcp", "onnx"] = "auto"
     """`safetensors` or `torch` (one file of weights by name), `dcp` (torch.distributed.checkpoint), `onnx` (the model
     itself); `auto` is the task's own form (a recipe's safetensors and YAML file), safetensors where it has none."""
@@ -46,18 +48,20 @@ def run(argv: Sequence[str]) -> int:
     task = task_of(options.run, options.task, record)
     settings = settings_of(task, options.run, record.settings)
     checkpoint = apply.find_checkpoint(options.run, options.checkpoint)
-    about = {"run": shown(options.run), "checkpoint": checkpoint.name}
+    about: dict[str, str | int] = {"run": shown(options.run), "checkpoint": checkpoint.name}
+    about |= {"average": options.average} if options.average > 1 else {}
     with start(discover({}), device="cpu") as link:
         apply.attach(task, settings, link)
         if options.format == "auto" and isinstance(task, Exports):
-            export(task, options.folder, apply.read_weights(checkpoint), about)
+            export(task, options.folder, apply.read_weights(checkpoint, options.average), about)
         elif options.format == "onnx":
             inputs = apply.example_inputs(task, settings, link)
-            model = load_model(options.run, checkpoint=checkpoint, task=task)
+            model = load_model(options.run, checkpoint=checkpoint, task=task, average=options.average)
             exchange.write_onnx(options.folder, model, inputs, str(record.task), about)
         else:
             form: exchange.Format = "safetensors" if options.format == "auto" else options.format
-            exchange.write(options.folder, form, apply.read_weights(checkpoint), {**about, "task": str(record.task)})
+            weights = apply.read_weights(checkpoint, options.average)
+            exchange.write(options.folder, form, weights, {**about, "task": str(record.task)})
     files = ", ".join(sorted(path.name for path in options.folder.iterdir()))
     send(options.folder)
     tell(f"{shown(checkpoint)}\n{shown(options.folder)}: {files}\n")

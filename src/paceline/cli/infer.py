@@ -50,8 +50,10 @@ def infer(options: InferOptions) -> int:
         elif data is None:
             apply.attach(task, config, link)
             data = tasks.infer_data_of(task)  # here, for the names that it may have
-        pairs = apply.predict_run(task, config, link, options.run, options.checkpoint, data)
-        line = partial(outcome.json_line if options.json else outcome.text_line, names=DatasetTraits(data).names)
+        pairs = apply.predict_run(task, config, link, options.run, options.checkpoint, data, average=options.average)
+        traits = DatasetTraits(data)
+        text_line = outcome.bare_line if traits.are_lines else outcome.text_line
+        line = partial(outcome.json_line if options.json else text_line, names=traits.names)
         number = outcome.write_predictions(pairs, link, line, options.out)
     if link.is_first and options.out is not None:
         send(options.out)

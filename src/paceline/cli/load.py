@@ -18,13 +18,15 @@ def load(
     checkpoint: Literal["best", "last"] | str | Path = "best",
     task: Task | None = None,
     device: Literal["auto", "cpu", "cuda"] = "cpu",
+    average: int = 1,
 ) -> torch.nn.Module:
     """Return the model of a run in evaluation mode, with the weights of a checkpoint (their average, if it kept one).
 
     `run` is a run's folder or address (`s3://bucket/run`), or one of its checkpoints. `checkpoint` is the one with the
     best score (the newest where none has one), the newest (`last`), or one by its path or name. A run knows the file of
     its task; one whose task was defined in a notebook or a function, or is made with arguments, needs its `task`.
-    Weights are in fp32 (fp64 for a run in fp64).
+    Weights are in fp32 (fp64 for a run in fp64); with `average` they are the mean of so many checkpoints, that one and
+    those before it.
     """
     from paceline.cli.eval import settings_of, task_of
     from paceline.core.cloud.address import address_of, local_path
@@ -49,7 +51,7 @@ def load(
     precision = settings.precision if settings.precision == "fp64" else None
     plain = settings.model_copy(update={"level": 0, "precision": precision, "cuda_graphs": False})
     with start(discover({}), device=device) as link:
-        engine = apply.restore_for_use(task, plain, link, apply.find_checkpoint(folder, which))
+        engine = apply.restore_for_use(task, plain, link, apply.find_checkpoint(folder, which), average)
         model = engine.model
         engine.release()
     return model.eval()

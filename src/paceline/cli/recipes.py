@@ -8,8 +8,13 @@ RECIPES = {
     "asr": "paceline.recipes.asr.task:Asr",
     "continual": "paceline.recipes.continual.task:Continual",
     "digits": "paceline.recipes.digits:Digits",
+    "translation": "paceline.recipes.translation.task:Translation",
 }
-REPORTS = ("paceline.recipes.asr.report:AsrReport", "paceline.recipes.continual.report:ContinualReport")
+REPORTS = (
+    "paceline.recipes.asr.report:AsrReport",
+    "paceline.recipes.continual.report:ContinualReport",
+    "paceline.recipes.translation.report:TranslationReport",
+)
 """Sections that recipes add to `paceline report`; these modules do not import torch."""
 
 

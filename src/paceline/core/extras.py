@@ -10,6 +10,7 @@ from paceline.core.errors import PacelineError
 EXTRAS = {
     **dict.fromkeys(("soundfile", "soxr", "rapidfuzz"), "asr"),
     **dict.fromkeys(("sklearn", "espeakng_loader"), "demo"),
+    **dict.fromkeys(("tokenizers", "sacrebleu"), "translation"),
     "h5py": "pack",
     "plotly": "report",
     "fsspec": "cloud",

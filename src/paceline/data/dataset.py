@@ -70,6 +70,13 @@ class HasNames(Protocol):
     def names(self) -> Sequence[str]: ...
 
 
+class HasLines(Protocol):
+    """True for lines of text: `paceline infer` writes their predictions as lines, without numbers or names."""
+
+    @property
+    def are_lines(self) -> bool: ...
+
+
 class HasTags(Protocol):
     """Name of each sample in a packed file."""
 
@@ -215,6 +222,10 @@ class DatasetTraits:
     @property
     def names(self) -> Sequence[str] | None:
         return cast("Sequence[str] | None", getattr(self.dataset, "names", None))
+
+    @property
+    def are_lines(self) -> bool:
+        return bool(getattr(self.dataset, "are_lines", False))
 
     @property
     def tags(self) -> Sequence[str] | None:

@@ -194,9 +194,51 @@ def find_checkpoint(folder: Path, which: Which) -> Path:
     return found.checkpoint.path
 
 
-def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint by name: their average, if the run kept one."""
-    return _weights(_load(checkpoint, verify=True))
+class TooFewToAverage(PacelineError):
+    """Fewer checkpoints than are to be averaged."""
+
+    checkpoint: Path
+    number: int
+    names: Sequence[str]
+    """Of those that are there."""
+    sentence = "{number:#checkpoint} up to {checkpoint.name} cannot be averaged: there {are} {listed_names}"
+    hint = "average fewer, or train with `--keep-last {number}`, which keeps so many"
+
+    @property
+    def are(self) -> str:
+        return "is only" if len(self.names) == 1 else "are only"
+
+    @property
+    def listed_names(self) -> str:
+        return ", ".join(self.names)
+
+
+def read_weights(checkpoint: Path, average: int = 1) -> dict[str, torch.Tensor]:
+    """Return the weights of a checkpoint by name (their moving average, if the run kept one), or the mean of so many:
+    of it and of those before it."""
+    if average == 1:
+        return _weights(_load(checkpoint, verify=True))
+    return mean_weights([_weights(_load(each, verify=True)) for each in last_checkpoints(checkpoint, average)])
+
+
+def last_checkpoints(checkpoint: Path, number: int) -> list[Path]:
+    """Return a checkpoint and those before it, so many together, the newest first."""
+    older = [path for path in listed(checkpoint.parent) if path.name <= checkpoint.name]
+    if len(older) < number:
+        raise TooFewToAverage(checkpoint, number, [path.name for path in older])
+    return older[:number]
+
+
+def mean_weights(each: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the mean of weights by name, added in float64; whole numbers are the newest's, which is the first."""
+    mean = dict(each[0])
+    for name, tensor in each[0].items():
+        if tensor.is_floating_point():
+            total = torch.zeros_like(tensor, dtype=torch.float64)
+            for weights in each:
+                total += weights[name]
+            mean[name] = (total / len(each)).to(tensor.dtype)
+    return mean
 
 
 def _weights(loaded: reader.Checkpoint) -> dict[str, torch.Tensor]:
@@ -211,8 +253,9 @@ def _none_found(folder: Path | str, has_broken: bool) -> tuple[str, str]:
     return f"{folder} has no checkpoint", "let it train until the first one is saved (`--save-every-steps`)"
 
 
-def restore_for_use(task: Task, config: TrainConfig, link: Link, checkpoint: Path) -> Engine:
-    """Return an engine whose model has a checkpoint's weights (their average, if the run kept one); not for training.
+def restore_for_use(task: Task, config: TrainConfig, link: Link, checkpoint: Path, average: int = 1) -> Engine:
+    """Return an engine whose model has a checkpoint's weights (their average, if the run kept one), or the mean of so
+    many checkpoints; not for training.
 
     The weights are in the precision of the settings; call the model inside `engine.evaluating()`, which autocasts.
     """
@@ -234,7 +277,7 @@ def restore_for_use(task: Task, config: TrainConfig, link: Link, checkpoint: Pat
     engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     engine.prepared.strategy.detach()
     engine.resume_at(loaded.step)
-    state.restore_weights(engine, _weights(loaded))
+    state.restore_weights(engine, _weights(loaded) if average == 1 else read_weights(checkpoint, average))
     tasks.load_state(task, dict(loaded.parts.get("task", {})))
     return engine
 
@@ -286,13 +329,15 @@ def evaluate_run(
     folder: Path,
     which: Which = "best",
     sets: Mapping[str, Any] | None = None,
+    *,
+    average: int = 1,
 ) -> dict[str, float]:
     """Return metrics, as `set/metric`, of the task's validation sets or of `sets`.
 
     The same numbers on every rank and at any world size, and the same as training gave for this checkpoint.
     """
     grains = _grains(folder, config)
-    engine = restore_for_use(task, config, link, choose_checkpoint(link, folder, which))
+    engine = restore_for_use(task, config, link, choose_checkpoint(link, folder, which), average)
     validation = Validation(task, engine, config, grains, tasks.val_data_of(task) if sets is None else sets)
     if validation.is_empty:
         raise NothingToValidate(task)
@@ -303,7 +348,14 @@ def evaluate_run(
 
 
 def predict_run(
-    task: Task, config: TrainConfig, link: Link, folder: Path, which: Which = "best", data: Any = None
+    task: Task,
+    config: TrainConfig,
+    link: Link,
+    folder: Path,
+    which: Which = "best",
+    data: Any = None,
+    *,
+    average: int = 1,
 ) -> Iterator[tuple[int, Any]]:
     """Yield (index, prediction) of every sample, in the order of `data`; the task's `infer_data` if it is None.
 
@@ -312,7 +364,7 @@ def predict_run(
     if not overrides(task, "predict"):
         raise CannotPredict(task)
     grains = _grains(folder, config)
-    engine = restore_for_use(task, config, link, choose_checkpoint(link, folder, which))
+    engine = restore_for_use(task, config, link, choose_checkpoint(link, folder, which), average)
     data = tasks.infer_data_of(task) if data is None else data
     if data is None:
         raise NothingToPredict(task)

@@ -230,8 +230,15 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def write(folder: Path, form: Format, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """Write weights into a folder, whole or not at all; `about` names their run and checkpoint."""
+def write(
+    folder: Path,
+    form: Format,
+    weights: Mapping[str, Tensor],
+    about: Mapping[str, Any],
+    texts: Mapping[str, str] | None = None,
+) -> None:
+    """Write weights into a folder, whole or not at all; `about` names their run and checkpoint, `texts` are further
+    files by name."""
     _check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -243,6 +250,8 @@ def write(folder: Path, form: Format, weights: Mapping[str, Tensor], about: Mapp
             torch.save(tensors, aside / NAMES[form])
         else:
             _write_dcp(aside, tensors)
+        for name, text in (texts or {}).items():
+            (aside / name).write_text(text, encoding="utf-8")
         _finish(aside, folder, form, about)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -77,6 +77,11 @@ def text_line(index: int, prediction: Any, names: Sequence[str] | None = None) -
     return f"{index if names is None else names[index]}\t{shown}\n"
 
 
+def bare_line(index: int, prediction: Any, names: Sequence[str] | None = None) -> str:
+    """Return the text of one sample alone, as one line: what was read as lines is written as lines."""
+    return f"{' '.join(str(prediction).splitlines())}\n"
+
+
 def plain(value: Any) -> Any:
     """Return a value as JSON has it: tensors as lists, NaN and infinity as null."""
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):

@@ -480,7 +480,7 @@ def _is_named_by_out(config: TrainConfig) -> bool:
 
 def idle(facts: Facts) -> list[str]:
     """Return a line per reason why settings that were changed have no effect in this run, each for its first reason."""
-    config, fields = facts.config, TrainConfig.model_fields
+    config, fields = facts.config, type(facts.config).model_fields
     lines, reported = [], set[str]()
     for reason, names, applies in _NO_EFFECT:
         changed = [name for name in names if getattr(config, name) != fields[name].default and name not in reported]

@@ -476,6 +476,14 @@ class ReadsInputs(Protocol):
 
 
 @runtime_checkable
+class PacksData(Protocol):
+    """Data in another form than it is trained on, for `paceline pack`."""
+
+    def pack_data(self) -> Mapping[str, Any]:
+        """Return map-style data sets by name, of tensors, arrays, numbers and texts."""
+
+
+@runtime_checkable
 class HasInferData(Protocol):
     """Data to predict if no other is named, where that is not the first validation set."""
 

@@ -49,7 +49,31 @@ def source_of(options: PackOptions, words: Sequence[str]) -> Source:
 
         refuse_idle(options, "on packed data that is not speech", {*_OF_SPEECH, *_OF_TASKS, *_OF_RANDOM})
         return _samples(options, PackedDataset(words[0]), words[0])
+    if _are_texts(words):
+        return _parallel(options, words)
     return _speech(options, words)
+
+
+def _are_texts(words: Sequence[str]) -> bool:
+    """Return True for files of pairs (.tsv), or for two text files, one the translation of the other."""
+    names = [Path(word).name.lower().removesuffix(".gz") for word in words]
+    if any(name.endswith((".json", ".jsonl", ".nemo")) or is_packed(Path(name)) for name in names):
+        return False
+    return all(name.endswith(".tsv") for name in names) or len(names) == 2
+
+
+def _parallel(options: PackOptions, words: Sequence[str]) -> Source:
+    """Return parallel text, for the recipe `translation`."""
+    from paceline.recipes.translation.text.parallel import TextFiles, read_parallel
+
+    refuse_idle(options, "on parallel text", {*_OF_SPEECH, *_OF_TASKS, *_OF_RANDOM})
+    paths = tuple(local_path(word) for word in words)
+    is_pairs = words[0].lower().removesuffix(".gz").endswith(".tsv")
+    files = TextFiles("pack", pairs=paths) if is_pairs else TextFiles("pack", paths[:1], paths[1:])
+    text = read_parallel(files, skip_bad=options.bad_data == "skip")
+    for bad in text.bad:
+        tell(f"skipped {bad}\n")
+    return _samples(options, text, ", ".join(words), text.fingerprint)
 
 
 def _speech(options: PackOptions, words: Sequence[str]) -> Source:
@@ -164,7 +188,7 @@ def _code(options: PackOptions, name: str) -> str:
 def _task_data(options: PackOptions, name: str) -> Any:
     """Return the data of a task, made as training would make it."""
     from paceline.cli.tasks import load_task
-    from paceline.train.task import Surroundings, stages_of
+    from paceline.train.task import PacksData, Surroundings, stages_of
     from paceline.world.discover.environment import discover
     from paceline.world.start import start
 
@@ -175,6 +199,12 @@ def _task_data(options: PackOptions, name: str) -> Any:
     config = ["--epochs", "1"] if options.task_config is None else ["--config", str(options.task_config)]
     settings = load(task.Settings, config, prog="paceline pack")
     task.attach(Surroundings(settings, start(discover({}), device="cpu"), print))
+    if isinstance(task, PacksData):
+        packed = task.pack_data()
+        part = options.part or next(iter(packed))
+        if part not in packed:
+            raise PackUsage(f"{name} has no data {part!r}", f"there are: {', '.join(packed)}")
+        return packed[part]
     stages = {stage.name: stage.data for stage in stages_of(task)}
     part = options.part or next(iter(stages))
     sets = stages if part in stages else task.val_data()

@@ -1,0 +1,186 @@
+"""Translation, and any other task that writes a sequence for a sequence: `paceline train translation`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.core.disk import replacing
+from paceline.core.errors import PacelineError
+from paceline.core.run_folder import RunFolder
+from paceline.data.grain import Grain
+from paceline.recipes.translation.data.corpus import Corpus, as_lines
+from paceline.recipes.translation.data.pairs import Collate, Lines, Pairs, ladder
+from paceline.recipes.translation.exchange import write_export
+from paceline.recipes.translation.network.build import build_network
+from paceline.recipes.translation.network.flops import training_flops
+from paceline.recipes.translation.search.decoder import Writer, beam_search, greedy, most_tokens
+from paceline.recipes.translation.settings import TranslationSettings, UseSettings
+from paceline.recipes.translation.text.parallel import STANDARD_INPUT, ParallelText, read_lines
+from paceline.recipes.translation.text.scores import Bleu, Chrf
+from paceline.recipes.translation.text.vocabulary import END, FILE, PAD, Vocabulary
+from paceline.train.metrics import Gathered
+from paceline.train.task import Metric, Task
+
+
+class NothingNamed(PacelineError):
+    """A run without validation sets is to be validated, or to predict them."""
+
+    mode: Literal["eval", "infer"]
+    sentence = "the run has no validation sets, and no others are named"
+    hint = "{advice}"
+
+    @property
+    def advice(self) -> str:
+        if self.mode == "eval":
+            return "name some: `paceline eval RUN --val-source test.en --val-target test.de`"
+        return "say what to translate: `paceline infer RUN lines.txt`, or `-` for standard input"
+
+
+class UnitsGone(PacelineError):
+    """A run whose file of subword units was removed: nobody knows what its numbers mean."""
+
+    run: Path
+    sentence = "{run} has lost its tokenizer.json: without it, no text can be read or written"
+    hint = "bring it back: a copy or an export of the run has it, too"
+
+
+class Translation(Task):
+    """A Transformer or an LSTM with attention, from parallel text."""
+
+    Settings = TranslationSettings
+    Use = UseSettings
+    settings: TranslationSettings
+    collate = Collate()
+    length_unit = "tokens"
+    sample_unit = "pairs"
+    eval_cost = 8192.0
+    monitor = "bleu"
+
+    def __init__(self) -> None:
+        self._vocabulary: Vocabulary | None = None
+        self._corpus: Corpus | None = None
+
+    def model(self) -> nn.Module:
+        return build_network(self.settings.shape, len(self.vocabulary))
+
+    def train_data(self) -> Pairs:
+        self._store_vocabulary()
+        return self._texts.train(self.vocabulary)
+
+    def val_data(self) -> Mapping[str, Pairs]:
+        settings = self.settings
+        if not (settings.val_source or settings.val_pairs) and settings.mode in ("eval", "infer"):
+            raise NothingNamed(settings.mode)
+        return self._texts.val(self.vocabulary)
+
+    def train_collate(self, data: Any) -> Callable[[list[Any]], Any]:
+        return ladder(data, self.settings.pad_multiple) if self.few_shapes else self.collate
+
+    def recordable(self, grain: Grain) -> dict[str, Tensor]:
+        return {name: grain[name] for name in ("source", "target", "truth")}
+
+    def loss(self, model: nn.Module, grain: Grain) -> tuple[Tensor, Tensor]:
+        """Return the cross-entropy with smoothed labels, summed over target tokens, and their number."""
+        logits, truth = model(grain["source"], grain["target"]), grain["truth"]
+        return smoothed_loss(logits, truth, self.settings.label_smoothing), (truth != PAD).sum()
+
+    def metrics(self, model: nn.Module, grain: Grain) -> Mapping[str, Metric]:
+        settings, truth = self.settings, grain["truth"]
+        logits, count = model(grain["source"], grain["target"]), (truth != PAD).sum()
+        smoothed = smoothed_loss(logits, truth, settings.label_smoothing)
+        plain = smoothed_loss(logits, truth, 0.0)
+        hypotheses, references = self.predict(model, grain), grain["reference"]
+        bleu = Bleu(settings.bleu_tokenize, settings.bleu_lowercase)
+        return {
+            "bleu": Gathered(bleu, hypotheses, references),
+            "chrf": Gathered(Chrf(settings.bleu_lowercase), hypotheses, references),
+            "loss": (smoothed, count),
+            "nll": (plain, count),
+        }
+
+    def predict(self, model: nn.Module, grain: Grain) -> list[str]:
+        settings, source = self.settings, grain["source"]
+        writer = cast(Writer[Any], model)
+        longest = most_tokens(source, settings.output_ratio)
+        if settings.beam == 1:
+            rows = greedy(writer, source, longest)
+        else:
+            found = beam_search(writer, source, longest, settings.beam, settings.length_penalty)
+            rows = [tokens for tokens, _ in found]
+        is_empty = (source[:, 0] == END).tolist()  # nothing is translated as nothing
+        return self.vocabulary.decode([[] if empty else row for row, empty in zip(rows, is_empty, strict=True)])
+
+    def samples(self, model: nn.Module, grain: Grain) -> Sequence[Mapping[str, str]]:
+        texts = zip(grain["text"], grain["reference"], self.predict(model, grain), strict=True)
+        return [{"source": source, "reference": reference, "hypothesis": text} for source, reference, text in texts]
+
+    def read_inputs(self, words: Sequence[str]) -> Lines:
+        here = sys.stdin.buffer.read() if STANDARD_INPUT in words and self.world.rank == 0 else b""
+        lines = read_lines([Path(word) for word in words], self.gather(here)[0])
+        return as_lines(self.vocabulary, lines)
+
+    def pack_data(self) -> Mapping[str, ParallelText]:
+        """Return texts as they were read: packed files know nothing of units, and any run may learn its own of them."""
+        return self._texts.texts()
+
+    def flops(self, model: nn.Module) -> float:
+        return training_flops(self.settings.shape, len(self.vocabulary))
+
+    def about(self) -> dict[str, Any]:
+        return {"vocabulary": len(self.vocabulary)}
+
+    def export(self, folder: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+        write_export(folder, self.settings.shape, self.vocabulary, weights, about)
+
+    # -- what these are made of ----------------------------------------------------------------------------------
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Units of this run: its own file, those that it was told to take, or new ones. All ranks must ask for them."""
+        if self._vocabulary is None:
+            text = self._find_vocabulary() if self.world.rank == 0 else None
+            self._vocabulary = Vocabulary(next(each for each in self.gather(text) if each is not None))
+        return self._vocabulary
+
+    @property
+    def _texts(self) -> Corpus:
+        if self._corpus is None:
+            self._corpus = Corpus(self.settings, self.say)
+        return self._corpus
+
+    def _find_vocabulary(self) -> str:
+        settings = self.settings
+        homes = [] if settings.out is None else [settings.out]
+        if isinstance(settings.resume, Path):  # a checkpoint of another run
+            homes.append(settings.resume.parent.parent)
+        for home in homes:
+            if (home / FILE).is_file():
+                return Vocabulary.read(home).json
+        if settings.mode in ("eval", "infer") and homes:
+            raise UnitsGone(homes[0])
+        if settings.tokenizer is not None:
+            return Vocabulary.read(settings.tokenizer).json
+        lines = self._texts.train_text().lines()
+        made = Vocabulary.train(lines, settings.vocabulary, tokens=settings.tokens, lowercase=settings.lowercase)
+        return made.json
+
+    def _store_vocabulary(self) -> None:
+        """Write the units into the run's folder, which is there when training asks for data."""
+        out = self.settings.out
+        if self.world.rank != 0 or out is None or not RunFolder(out).is_run or (out / FILE).exists():
+            return
+        with replacing(out / FILE) as file:
+            file.write(self.vocabulary.json)
+
+
+def smoothed_loss(logits: Tensor, truth: Tensor, smoothing: float) -> Tensor:
+    """Return the cross-entropy with labels of which a share is spread over all units, summed over tokens."""
+    return F.cross_entropy(
+        logits.flatten(0, 1), truth.flatten(), ignore_index=PAD, reduction="sum", label_smoothing=smoothing
+    )

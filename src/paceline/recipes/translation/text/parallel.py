@@ -1,0 +1,335 @@
+"""Parallel text: two files with a sentence per line, or one file of pairs (TSV, JSONL, packed); gzip where it ends so.
+
+Lines are read as bytes, so that what is wrong is named by file and line.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from paceline.core.cloud.file_copy import bring
+from paceline.core.errors import PacelineError
+from paceline.core.paths import near
+from paceline.core.units import counted
+from paceline.data.packed.errors import is_packed
+from paceline.data.strings import Strings
+
+MOST_SHOWN = 20
+"""Bad lines that are shown."""
+_MOST_CHARACTERS = 80
+BOM = b"\xef\xbb\xbf"
+STANDARD_INPUT = "-"
+
+
+class NoText(PacelineError):
+    """A file that cannot be read."""
+
+    path: Path
+    why: str
+    sentence = "{place}: {why}"
+    hint = "give text files with one sentence per line, .tsv, .jsonl or packed files (.h5); each may be .gz"
+
+    @property
+    def place(self) -> str:
+        return near(self.path)
+
+
+class LinesDiffer(PacelineError):
+    """Two files that are not each other's translation, line by line."""
+
+    source: Path
+    target: Path
+    num_source: int
+    num_target: int
+    sentence = "{of_source} has {num_source:#line}, {of_target} has {num_target:,}: they do not pair up"
+    hint = "line N of one must be the translation of line N of the other; look where they part, with `paste` or `diff`"
+
+    @property
+    def of_source(self) -> str:
+        return near(self.source)
+
+    @property
+    def of_target(self) -> str:
+        return near(self.target)
+
+
+class FilesDiffer(PacelineError):
+    """Another number of files on one side than on the other."""
+
+    name: str
+    num_source: int
+    num_target: int
+    sentence = "`{name}_source` names {num_source:#file}, `{name}_target` {num_target}"
+    hint = "name a file of translations for each file of sources, in the same order"
+
+
+@dataclass(frozen=True)
+class BadPair:
+    """A line that cannot be used, and why."""
+
+    path: Path
+    line: int
+    """Counted from 1."""
+    what: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        shown = f"\n    {self.text}" if self.text else ""
+        return f"{near(self.path)}:{self.line}: {self.what}{shown}"
+
+
+class BadText(PacelineError):
+    """Lines that cannot be used, where none may be left out."""
+
+    bad: Sequence[BadPair]
+    total: int
+    is_all: bool = False
+    can_skip: bool = True
+    sentence = "{total:#bad line}{lines}"
+    hint = "{advice}"
+
+    @property
+    def lines(self) -> str:
+        more = [f"  ... and {self.total - MOST_SHOWN:,} more"] if self.total > MOST_SHOWN else []
+        return "".join(f"\n{line}" for line in [*(f"  {bad}" for bad in self.bad[:MOST_SHOWN]), *more])
+
+    @property
+    def advice(self) -> str:
+        these = "it" if self.total == 1 else "them"
+        if self.is_all:
+            return f"mend {these}: without {these} nothing is left"
+        if not self.can_skip:
+            return f"mend {these}: `iconv -f latin1 -t utf8 FILE`, say"
+        return f"mend {these}, or go on without {these} with `--bad-data skip`"
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """Files of one data set."""
+
+    name: str
+    sources: tuple[Path, ...] = ()
+    targets: tuple[Path, ...] = ()
+    pairs: tuple[Path, ...] = ()
+    languages: tuple[str, str] = ("source", "target")
+    """Keys of JSONL, beside `source` and `target`."""
+    is_reversed: bool = False
+    """Files of pairs have the target first."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return (*self.sources, *self.targets, *self.pairs)
+
+
+@dataclass
+class ParallelText:
+    """Sentences and their translations, as they were read."""
+
+    source: Strings
+    target: Strings
+    bad: list[BadPair] = field(default_factory=list)
+    """Lines that were left out, the first of them."""
+    num_bad: int = 0
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        """Return a pair by name, for `paceline pack`."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return {"source": self.source[index], "target": self.target[index]}
+
+    def take(self, rows: NDArray[np.int64]) -> ParallelText:
+        return ParallelText(self.source.take(rows), self.target.take(rows), self.bad, self.num_bad)
+
+    def lines(self) -> Iterator[str]:
+        """Yield all sentences of both languages."""
+        for row in range(len(self)):
+            yield self.source[row]
+            yield self.target[row]
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of all texts and their order."""
+        digest = xxhash.xxh3_64()
+        for column in (self.source, self.target):
+            digest.update(column.packed.data)
+            digest.update(column.lengths.data)
+        return digest.hexdigest()
+
+
+class _Reader:
+    """Collects pairs and what is wrong with lines."""
+
+    def __init__(self) -> None:
+        self.source: list[bytes] = []
+        self.target: list[bytes] = []
+        self.bad: list[BadPair] = []
+        self.num_bad = 0
+
+    def add(self, source: _Line, target: _Line) -> None:
+        wrong = [each for each in (_wrong(source), _wrong(target)) if each is not None]
+        if wrong:
+            self.note(*wrong)
+        else:
+            self.source.append(source.text)
+            self.target.append(target.text)
+
+    def note(self, *wrong: BadPair) -> None:
+        """Note what is wrong with one pair."""
+        self.bad += wrong[: max(0, MOST_SHOWN - len(self.bad))]
+        self.num_bad += 1
+
+
+@dataclass(frozen=True)
+class _Line:
+    path: Path
+    number: int
+    text: bytes
+    side: str = ""
+    """Which part of the line it is, where that has both."""
+
+
+def read_lines(paths: Sequence[Path], standard_input: bytes = b"") -> list[str]:
+    """Return lines to translate; empty ones stay, so that line N of what is written belongs to line N of what was read.
+
+    A path `-` is standard input.
+    """
+    texts: list[str] = []
+    bad: list[BadPair] = []
+    for path in paths:
+        lines = standard_input.splitlines() if str(path) == STANDARD_INPUT else _lines(path)
+        for number, line in enumerate(lines, 1):
+            wrong = _wrong(_Line(path, number, line)) if line.strip() else None
+            if wrong is not None:
+                bad.append(wrong)
+            else:
+                texts.append(line.decode("utf-8").strip())
+    if bad:
+        raise BadText(bad, len(bad), can_skip=False)
+    if not texts:
+        raise NoText(paths[0], "there is no line in it")
+    return texts
+
+
+def read_parallel(files: TextFiles, *, skip_bad: bool = False) -> ParallelText:
+    """Read all files of a data set. Raises `BadText` with all that is wrong, unless that may be left out."""
+    reader = _Reader()
+    if len(files.sources) != len(files.targets):
+        raise FilesDiffer(files.name, len(files.sources), len(files.targets))
+    for source, target in zip(files.sources, files.targets, strict=True):
+        _read_two(reader, source, target)
+    for path in files.pairs:
+        _read_pairs(reader, path, files)
+    if reader.num_bad and (not skip_bad or not reader.source):
+        raise BadText(reader.bad, reader.num_bad, is_all=not reader.source)
+    if not reader.source:
+        raise NoText(files.paths[0], "there is no line in it")
+    return ParallelText(Strings.pack(reader.source), Strings.pack(reader.target), reader.bad, reader.num_bad)
+
+
+def _read_two(reader: _Reader, source: Path, target: Path) -> None:
+    sources, targets = list(_lines(source)), list(_lines(target))
+    if len(sources) != len(targets):
+        raise LinesDiffer(source, target, len(sources), len(targets))
+    for number, (first, second) in enumerate(zip(sources, targets, strict=True), 1):
+        reader.add(_Line(source, number, first), _Line(target, number, second))
+
+
+def _read_pairs(reader: _Reader, path: Path, files: TextFiles) -> None:
+    if is_packed(path):
+        _read_packed(reader, path, files)
+        return
+    is_json = path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
+    for number, line in enumerate(_lines(path), 1):
+        columns = _from_json(line, files.languages) if is_json else _from_tsv(line)
+        if isinstance(columns, str):
+            reader.note(BadPair(path, number, columns, _beginning(line)))
+            continue
+        first, second = reversed(columns) if files.is_reversed else columns
+        reader.add(_Line(path, number, first, "source"), _Line(path, number, second, "target"))
+
+
+def _read_packed(reader: _Reader, path: Path, files: TextFiles) -> None:
+    from paceline.data.packed.dataset import PackedDataset
+
+    packed = PackedDataset(path)
+    for row in range(len(packed)):
+        sample = packed[row]
+        pair = [sample.get(name) for name in ("source", "target")] if isinstance(sample, dict) else []
+        if len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise NoText(path, "holds no texts called source and target: pack them with `paceline pack`")
+        first, second = (str(text).encode() for text in (reversed(pair) if files.is_reversed else pair))
+        reader.add(_Line(path, row + 1, first, "source"), _Line(path, row + 1, second, "target"))
+
+
+def _from_tsv(line: bytes) -> tuple[bytes, bytes] | str:
+    """Return both columns, or what is wrong."""
+    columns = line.split(b"\t")
+    if len(columns) != 2:
+        return f"{counted(len(columns), 'column')} instead of a sentence, a tab and its translation"
+    return columns[0], columns[1]
+
+
+def _from_json(line: bytes, languages: tuple[str, str]) -> tuple[bytes, bytes] | str:
+    """Return source and target of an object, or what is wrong; also as Hugging Face has it, in `translation`."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return f"no JSON ({str(error).partition(':')[0]})"
+    inner = entry.get("translation", entry) if isinstance(entry, dict) else None
+    if not isinstance(inner, dict):
+        return "no JSON object"
+    texts = []
+    for keys in zip(("source", "target"), languages, strict=True):
+        value = next((inner[key] for key in keys if key in inner), None)
+        if not isinstance(value, str):
+            names = " or ".join(f'"{key}"' for key in dict.fromkeys(keys))
+            return f"{names} is missing" if value is None else f"{names} is no text"
+        texts.append(" ".join(value.splitlines()).encode("utf-8", "surrogatepass"))
+    return texts[0], texts[1]
+
+
+def _wrong(line: _Line) -> BadPair | None:
+    side = f"its {line.side} " if line.side else ""
+    try:
+        text = line.text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        what = f"{side or 'it '}is not UTF-8 (byte {error.start + 1} is 0x{line.text[error.start]:02x})"
+        return BadPair(line.path, line.number, what, _beginning(line.text))
+    if not text.strip():
+        return BadPair(line.path, line.number, f"{side}is empty" if side else "the line is empty")
+    return None
+
+
+def _beginning(raw: bytes) -> str:
+    text = raw[: 4 * _MOST_CHARACTERS].decode("utf-8", "backslashreplace").strip()
+    text = "".join(letter if letter.isprintable() else " " for letter in text)
+    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file without their ends."""
+    bring(path)
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rb") as file:
+            for number, line in enumerate(file):
+                yield (line.removeprefix(BOM) if number == 0 else line).rstrip(b"\r\n")
+    except FileNotFoundError:
+        raise NoText(path, "there is no such file") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise NoText(path, f"is no whole gzip file ({error})") from None
+    except OSError as error:
+        raise NoText(path, f"cannot be read ({error.strerror or error})") from None
