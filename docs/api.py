@@ -47,7 +47,17 @@ GROUPS = {
 SYNONYMS = {"Watcher"}
 MODULES = tuple(
     f"paceline.{name}"
-    for name in ("settings", "datasets", "optimizers", "checkpoints", "records", "plugins", "asr", "translation", "continual")
+    for name in (
+        "settings",
+        "datasets",
+        "optimizers",
+        "checkpoints",
+        "records",
+        "plugins",
+        "asr",
+        "translation",
+        "continual",
+    )
 )
 """Public modules beside `paceline`."""
 

@@ -35,6 +35,7 @@ MERGED = {
 UNSAMPLED = {
     *(
         "BadManifest",
+        "BadText",
         "CallInvalid",
         "DefaultFails",
         "DuplicateRank",
