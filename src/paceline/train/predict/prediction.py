@@ -1,13 +1,51 @@
-"""Predicted speed by number of ranks, with intervals, and advice. Pure."""
+"""Predicted speed by number of ranks, with intervals, and advice. Pure; every formula is in docs/predict.md."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
-from paceline.train.predict.calibration import Calibration, Manner
+import numpy as np
+
+from paceline.core.errors import PacelineError
+from paceline.core.sum_tree import Layout, layout
+from paceline.core.units import counted
+from paceline.train.predict import cost
+from paceline.train.predict.calibration import Calibration, Manner, MeasuredRun, deal, recut, starts_of
+from paceline.train.predict.cost import GLOO, NCCL, Library, Place
 from paceline.train.predict.links import LinkSpeed
+from paceline.train.predict.simulate import Averages, Gradients, Meeting, Noise, Shards, Simulated, Steps, simulate
+
+NUM_STEPS, NUM_TRIALS, TRIAL_STEPS = 256, 40, 96
+"""Steps that a row is simulated for; trials with other numbers, and their steps, for its interval."""
+INSIDE = {"cpu": LinkSpeed(1.5e9, 2e-5), "cuda": LinkSpeed(50e9, 5e-6)}
+"""Links between ranks of one machine, where they were not measured."""
+COPY_S = 2.5e-9
+"""Seconds per byte of a flat buffer that is averaged: copies, differences and the update, about ten times through
+memory."""
+ENCODE_S = {"full": 0.0, "fp16": 3e-9, "bf16": 3e-9, "int8": 12e-9}
+"""Seconds per number that is rounded for the wire and back, on a CPU."""
+INT8_BYTES = 1 + 4 / 1024
+NUM_SMALL = 3
+"""Small sums of a step with shards: numbers of grains, losses, marks of gradients."""
+PAIR_SHARE = 0.7
+"""Share of what gathers of two ranks take beyond the model that those of more ranks take, too: between two, both
+directions of one connection carry data, between more each carries one."""
+LEAST_HALF_WIDTH = 0.06
+"""Of an interval, relative: below it are only things that were not modelled."""
+
+
+class BadRanks(PacelineError):
+    """Numbers of ranks and machines that do not go together."""
+
+    why: str
+    sentence = "{why}"
+    hint = (
+        "give numbers of ranks, such as `--ranks 2,4,8`, and with `--nodes` one number of machines for each, or for all"
+    )
 
 
 @dataclass(frozen=True)
@@ -18,6 +56,13 @@ class Range:
     value: float
     high: float
 
+    def scaled(self, factor: float) -> Range:
+        return Range(factor * self.low, factor * self.value, factor * self.high)
+
+    def inverse(self, of: float = 1.0) -> Range:
+        """Return `of` divided by this number."""
+        return Range(of / self.high, of / self.value, of / self.low)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -25,6 +70,7 @@ class Row:
 
     ranks: int
     nodes: int
+    grains: int
     grains_per_rank: int
     """Of the rank that has most."""
     step_s: Range
@@ -41,29 +87,65 @@ class Row:
     """Over one rank."""
     efficiency: Range
     """Speed-up per rank."""
-    run_s: Range | None
+    run_s: Range | None = None
     """Until the end of the run, where its length is known; with failures, if they are asked for."""
-    goodput: Range | None
+    goodput: Range | None = None
     """Share of the time that is not lost to failures, recovery and checkpoints."""
-    price: Range | None
+    price: Range | None = None
 
 
 @dataclass(frozen=True)
 class Prediction:
     """Answer of `paceline predict`."""
 
+    name: str
+    """Runs that it was calibrated on."""
     rows: Sequence[Row]
     staircase: Sequence[tuple[int, int]]
-    """(ranks, grains of the busiest rank) wherever more ranks change it."""
+    """(ranks, grains of the busiest rank) at each number of ranks that has fewer than all numbers below it."""
     advice: Sequence[str]
     """Where it stops paying, and what to change."""
     assumptions: Sequence[str]
     unknown: Sequence[str]
     """Influences that it cannot know."""
     manner: Manner
+    link: str
+    """Link between machines, in words."""
 
     def to_json(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """Return everything as plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Numbers that are not known exactly: as measured or assumed, or as one trial draws them."""
+
+    compute: float = 1.0
+    """Factor on computing."""
+    link: float = 1.0
+    """Factor on the time of bytes and messages."""
+    host: float = 1.0
+    """Factor on calls, and on what meetings take beside the link."""
+    fixed: float = 0.05
+    """Fixed share of a grain's time, where it has another size than those that were measured."""
+    slow_down: float = 1.0
+    crowding: float | None = None
+    """Of an all-to-all; that of the library if not set."""
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Comparison of the model with a run on several ranks."""
+
+    call_s: float = 0.0
+    """What each call took beyond the model."""
+    link: float = 1.0
+    """Factor on the links, where meetings took less than the model says, or links were not known."""
+    spread: float = 0.12
+    """Relative uncertainty of the link."""
+    host_spread: float = 0.3
+    """Relative uncertainty of calls."""
 
 
 def predict(
@@ -80,6 +162,449 @@ def predict(
 ) -> Prediction:
     """Return the prediction; `between` links machines, `inside` the ranks of one (as measured if not set).
 
-    `nodes` has the machines of each number of ranks; each rank is on a machine of its own if not set.
+    `nodes` has the machines of each number of ranks, or one number for all; if not set, each rank is on a machine of
+    its own. `manner` is how ranks come to one model, as in the run if not set. `price` is that of a rank for an hour.
     """
-    raise NotImplementedError
+    places = _places(ranks, nodes)
+    chosen = manner or calibration.manner
+    model = _fitted(_Model(calibration, chosen, grains, between, inside or INSIDE[calibration.device], seed), inside)
+    alone = model.simulated(1, 1, _Numbers(), NUM_STEPS).step_s
+    rows = [_row(model, size, machines, alone, price) for size, machines in places]
+    biggest = max(model.grains(size) for size, _ in places)
+    return Prediction(
+        calibration.name,
+        rows,
+        staircase(biggest, max(size for size, _ in places)),
+        [*_advice(model, rows, alone)],
+        [*_assumptions(model, nodes)],
+        [*_unknown(model)],
+        chosen,
+        str(between),
+    )
+
+
+def _places(ranks: Sequence[int], nodes: Sequence[int] | None) -> list[tuple[int, int]]:
+    if not ranks or min(ranks) < 1:
+        raise BadRanks(f"`--ranks {','.join(map(str, ranks))}`: a run has at least one rank")
+    machines = list(ranks) if nodes is None else list(nodes)
+    if len(machines) == 1:
+        machines *= len(ranks)
+    sizes = list(ranks) * len(machines) if len(ranks) == 1 else list(ranks)
+    if len(machines) != len(sizes):
+        raise BadRanks(f"there are {len(sizes)} numbers of ranks, and {len(machines)} of machines (`--nodes`)")
+    for size, number in zip(sizes, machines, strict=True):
+        if not 1 <= number <= size:
+            raise BadRanks(f"{counted(size, 'rank')} cannot be on {counted(number, 'machine')}")
+    return list(zip(sizes, machines, strict=True))
+
+
+@dataclass(frozen=True)
+class _Model:
+    """Everything that is the same for all numbers of ranks."""
+
+    calibration: Calibration
+    manner: Manner
+    asked_grains: int | None
+    between: LinkSpeed
+    inside: LinkSpeed
+    seed: int = 0
+    fit: _Fit = _Fit()
+
+    @property
+    def library(self) -> Library:
+        return NCCL if self.calibration.device == "cuda" else GLOO
+
+    @property
+    def noise(self) -> Noise:
+        return Noise(self.calibration.ratios, self.calibration.hosts)
+
+    @property
+    def compute_spread(self) -> float:
+        """Relative uncertainty of computing times."""
+        ratios = self.calibration.ratios
+        steady = max(1.0, len(ratios) / 4)  # neighbouring steps are alike
+        return math.hypot(0.02, float(ratios.std()) / math.sqrt(steady))
+
+    def grains(self, ranks: int) -> int:
+        """Return the grains of a run on so many ranks."""
+        if self.asked_grains is not None:
+            return self.asked_grains
+        return self.calibration.grains if self.calibration.has_asked_grains else ranks
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def steps(self, ranks: int, grains: int, numbers: _Numbers) -> tuple[Steps, Sequence[Sequence[float]]]:
+        """Return the work of each rank, dealt as the plan does it, and the costs of the grains."""
+        known = self.calibration
+        costs = [recut(step, known.global_batch, grains) for step in known.costs]
+        manner = self.manner
+        grain_s, cost_s = known.grain_s, known.cost_s
+        measured = sum(map(sum, known.costs)) / max(1, sum(map(len, known.costs)))
+        if grains != known.grains and grain_s == 0:  # its fixed part could not be told
+            grain_s, cost_s = numbers.fixed * cost_s * measured, (1 - numbers.fixed) * cost_s
+        compute, last, amount = [], [], []
+        dealt: dict[tuple[float, ...], tuple[Any, Any]] = {}
+        for step in costs:
+            key = tuple(step)
+            if key not in dealt:
+                dealt[key] = deal(step, ranks, in_blocks=manner.is_exact)
+            number, work = dealt[key]
+            seconds = grain_s * number + cost_s * work
+            if manner.shard != "none":  # all ranks call the model equally often
+                seconds = np.full(ranks, seconds.max())
+            compute.append(seconds)
+            last.append(known.backward_share * seconds / np.maximum(number, 1))
+            amount.append(work / max(1e-30, work.sum()) * known.global_batch)
+        update_s = known.update_s / (ranks if manner.shard == "full" else 1)
+        steps = Steps(
+            numbers.compute * np.array(compute),
+            numbers.compute * np.array(last),
+            known.data_s * np.array(amount),
+            update_s + known.rest_s,
+        )
+        return steps, costs
+
+    def simulated(
+        self, ranks: int, nodes: int, numbers: _Numbers, num_steps: int, seed: int | None = None
+    ) -> Simulated:
+        """Simulate steps on so many ranks."""
+        grains = self.grains(ranks)
+        steps, costs = self.steps(ranks, grains, numbers)
+        link = numbers.link * self.fit.link
+        crowding = self.library.crowding if numbers.crowding is None else numbers.crowding
+        library = replace(self.library, call_s=numbers.host * self.library.call_s, crowding=crowding)
+        place = Place(ranks, nodes, self.inside.scaled(link), self.between.scaled(link), library)
+        meeting = self.meeting(place, steps, costs, numbers)
+        return simulate(steps, self.noise, meeting, num_steps, self.seed if seed is None else seed)
+
+    def meeting(self, place: Place, steps: Steps, costs: Sequence[Sequence[float]], numbers: _Numbers) -> Meeting:
+        manner, known = self.manner, self.calibration
+        if place.ranks == 1:
+            return Gradients((), ())
+        call_s = numbers.host * self.fit.call_s
+        if manner.reduce == "param":
+            return self._averages(place, steps, call_s)
+        dealt = layout(starts_of(costs[0], place.ranks)) if manner.is_exact else None
+        if manner.shard != "none":
+            most = max(1, round(float(np.max(deal(costs[0], place.ranks, in_blocks=manner.is_exact)[0]))))
+            num_calls = num_shard_calls(known.profile.blocks, most)
+            return Shards(_shards(place, known.profile.blocks, manner, dealt, most, steps) + num_calls * call_s)
+        profile = known.profile
+        extra = 4 * (profile.tensors + 4 + profile.buffers)  # losses, counts, marks and statistics ride on the last
+        sizes = [float(size) for size in profile.buckets]
+        slow_down = numbers.slow_down if known.slow_down is None else known.slow_down
+        if dealt is not None:
+            sizes[-1] += extra
+            seconds = [cost.exact_sum(place, size, dealt) for size in sizes]
+        else:
+            half = 0.5 if manner.wire in ("fp16", "bf16") else 1.0
+            seconds = [cost.all_reduce(place, half * size) for size in sizes]
+            seconds[-1] += cost.all_reduce(place, extra)
+        return Gradients(seconds, list(known.bucket_ready) or [1.0] * len(sizes), slow_down, call_s)
+
+    def _averages(self, place: Place, steps: Steps, call_s: float) -> Averages:
+        manner, profile = self.manner, self.calibration.profile
+        slowest_s = float((steps.compute_s + steps.data_s).max(axis=1).mean()) + steps.rest_s
+        interval = manner.sync_step or 1
+        if manner.sync_seconds is not None:
+            interval = max(1, int(manner.sync_seconds / slowest_s))
+        first, second, host_s = cost.all_reduce(place, 8 * (8 + place.ranks + 2 * interval)), 0.0, call_s
+        state = profile.state if manner.sync_state == "average" else 0
+        pieces = [
+            (profile.weights, manner.wire),
+            (profile.moving, manner.wire),
+            (profile.buffers, "full"),
+            (state, "full" if manner.wire == "full" else "bf16"),
+        ]
+        for number, wire in pieces:
+            if not number:
+                continue
+            if wire == "full":
+                first += cost.all_reduce(place, profile.itemsize * number)
+            else:
+                size = number * (INT8_BYTES if wire == "int8" else 2.0)
+                first += cost.all_to_all(place, size)
+                second += cost.all_gather(place, size)
+            if self.library is GLOO and self.fit.call_s == 0:
+                host_s += number * (COPY_S * profile.itemsize + ENCODE_S[wire])
+        return Averages(interval, manner.sync_overlap, first, second, host_s)
+
+
+def _fitted(model: _Model, inside: LinkSpeed | None) -> _Model:
+    """Compare a model with the run on most ranks: what its meetings took beyond it belongs to each meeting.
+
+    `inside` is the link between ranks of one machine, where it was given.
+    """
+    known = model.calibration
+    run, manner = known.runs[-1], model.manner
+    if run.ranks == 1:
+        return model
+    same = run.manner
+    if (same.reduce, same.shard, same.wire) != (manner.reduce, manner.shard, manner.wire):
+        return model
+    link = known.link or INSIDE[known.device]
+    plain = _Model(known, same, run.grains, link, link, model.seed)
+    modelled = plain.simulated(run.ranks, 1 if known.link is None else run.ranks, _Numbers(), TRIAL_STEPS)
+    measured_s, modelled_s = _exposed(run), modelled.communication_s
+    if same.shard != "none":  # there it is part of computing
+        measured_s = float(np.mean([rank.compute_s.mean() + rank.communication_s.mean() for rank in run.samples]))
+        modelled_s = modelled.compute_s + modelled.communication_s + modelled.waiting_s
+    calls = 1.0
+    if same.reduce == "param":
+        calls = 1.0 / (same.sync_step or 1)
+        if not same.sync_overlap:  # at the end of an epoch an average is waited for with overlap, too
+            measured_s = run.meeting_s
+    elif same.shard != "none":
+        calls = num_shard_calls(known.profile.blocks, -(-run.grains // run.ranks))
+    residual_s, exposed_s = measured_s - modelled_s, max(modelled.communication_s, 1e-9)
+    if known.link is None:
+        factor = float(np.clip((exposed_s + residual_s) / exposed_s, 0.2, 20.0))
+        measured = replace(link.scaled(factor), is_measured=True)
+        return replace(model, inside=inside or measured, fit=_Fit(spread=0.15))
+    if residual_s < 0:
+        return replace(model, fit=_Fit(0.0, float(np.clip(1 + residual_s / exposed_s, 0.6, 1.0)), 0.07, 0.15))
+    if same.shard != "none" and run.ranks == 2:
+        residual_s *= PAIR_SHARE
+    return replace(model, fit=_Fit(residual_s / calls, 1.0, 0.07, 0.25))
+
+
+def _exposed(run: MeasuredRun) -> float:
+    """Return what meetings took in a step, without waiting: the last rank to come waits for nobody."""
+    waits = np.stack([rank.communication_s for rank in run.samples])  # (ranks, steps)
+    if run.manner.reduce == "param" and run.manner.sync_overlap:
+        return float(waits.mean(axis=1).min())
+    return float(waits.min(axis=0).mean())
+
+
+def _shards(
+    place: Place, blocks: Sequence[int], manner: Manner, dealt: Layout | None, num_grains: int, steps: Steps
+) -> float:
+    """Return the exposed seconds of a step: every block is gathered in forward, and again in backward but for the
+    root; gradients are scattered in the last backward.
+
+    On a CPU nothing is hidden. On a GPU the next block is gathered while one computes.
+    """
+    sizes = [float(size) for size in blocks[:-1]]
+    root = float(blocks[-1]) if blocks else 0.0
+    half = 0.5 if manner.wire in ("fp16", "bf16") else 1.0
+    inner = place
+    if manner.shard == "node" and place.nodes > 1:
+        inner = replace(place, ranks=place.per_node, nodes=1)
+    gathers = [cost.all_gather(inner, size) for size in sizes]
+    root_s = cost.all_gather(inner, root) if root else 0.0
+    scatters = []
+    for size in [*sizes, *[root] * bool(root)]:
+        if dealt is not None and inner is place:
+            scatters.append(cost.exact_scatter(inner, size, dealt))
+        else:
+            scatters.append(cost.reduce_scatter(inner, half * size))
+        if inner is not place:
+            scatters[-1] += cost.all_reduce(replace(place, ranks=place.nodes), half * size / inner.ranks)
+    small = NUM_SMALL * cost.all_reduce(place, 64)
+    if not place.library.scatters:
+        return num_grains * (root_s + 2 * sum(gathers)) + sum(scatters) + small
+    compute_s = float(steps.compute_s.max(axis=1).mean()) / max(1, num_grains)
+    shares = [size / (sum(sizes) + root) for size in [root, *sizes]]
+    forward = _pipelined([compute_s / 3 * share for share in shares], [root_s, *gathers])
+    backward = _pipelined([2 * compute_s / 3 * share for share in shares], [0.0, *gathers])
+    behind = max(scatters[-1], sum(scatters) - 2 * compute_s / 3) if scatters else 0.0
+    return num_grains * (forward + backward) + behind + small
+
+
+def num_shard_calls(blocks: Sequence[int], num_grains: int) -> int:
+    """Return the collectives of a step: gathers in forward and backward of each grain, scatters, and small ones."""
+    has_root = bool(blocks and blocks[-1])
+    num_blocks = max(0, len(blocks) - 1)
+    return num_grains * (2 * num_blocks + has_root) + num_blocks + has_root + NUM_SMALL
+
+
+def _pipelined(compute: Sequence[float], gathers: Sequence[float]) -> float:
+    """Return what a row of blocks waits for their gathers, of which one is under way ahead."""
+    gathered = computed = 0.0
+    for block_s, gather_s in zip(compute, gathers, strict=True):
+        gathered = gathered + gather_s
+        computed = max(computed, gathered) + block_s
+    return computed - sum(compute)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def _row(model: _Model, ranks: int, nodes: int, alone_s: float, price: float | None) -> Row:
+    grains = model.grains(ranks)
+    nominal = model.simulated(ranks, nodes, _Numbers(), NUM_STEPS)
+    step_s = _interval(model, nominal.step_s, partial(model.simulated, ranks, nodes))
+    known = model.calibration
+    speedup = step_s.inverse(alone_s)
+    run_s = None if known.total_steps is None else step_s.scaled(known.total_steps)
+    busiest = -(-len(recut(known.costs[0], known.global_batch, grains)) // ranks)
+    return Row(
+        ranks,
+        nodes,
+        grains,
+        busiest,
+        step_s,
+        nominal.compute_s,
+        nominal.communication_s,
+        nominal.waiting_s,
+        nominal.data_s,
+        nominal.rest_s,
+        step_s.inverse(known.global_batch),
+        speedup,
+        speedup.scaled(1 / ranks),
+        run_s,
+        None,
+        None if price is None or run_s is None else run_s.scaled(price * ranks / 3600),
+    )
+
+
+def _interval(model: _Model, value: float, simulated: Callable[..., Simulated]) -> Range:
+    """Return the range of nine tenths of trials with other numbers, each as uncertain as it is."""
+    random = np.random.Generator(np.random.Philox(key=(model.seed + 77) % 2**64))
+    values = []
+    for trial in range(NUM_TRIALS):
+        numbers = _Numbers(
+            compute=float(np.exp(random.normal(0, model.compute_spread))),
+            link=float(np.exp(random.normal(0, model.fit.spread))),
+            host=float(np.exp(random.normal(0, model.fit.host_spread))),
+            crowding=float(random.uniform(1.1, 1.7)),
+            fixed=float(random.uniform(0.0, 0.25)),
+            slow_down=1.0 + float(random.exponential(0.05)),
+        )
+        values.append(simulated(numbers, TRIAL_STEPS, model.seed + trial + 1).step_s)
+    low, high = (float(bound) for bound in np.quantile(values, [0.05, 0.95]))
+    return Range(min(low, (1 - LEAST_HALF_WIDTH) * value), value, max(high, (1 + LEAST_HALF_WIDTH) * value))
+
+
+def staircase(grains: int, most_ranks: int) -> list[tuple[int, int]]:
+    """Return (ranks, grains of the busiest rank) wherever one more rank makes the busiest one have fewer grains."""
+    stairs: list[tuple[int, int]] = []
+    for per_rank in sorted({-(-grains // ranks) for ranks in range(1, min(most_ranks, grains) + 1)}, reverse=True):
+        stairs.append((-(-grains // per_rank), per_rank))
+    return stairs
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def _advice(model: _Model, rows: Sequence[Row], alone_s: float) -> Iterator[str]:
+    several = [row for row in rows if row.ranks > 1]
+    if not several:
+        return
+    yield from _where_it_ends(several)
+    for row in several:
+        if row.ranks > row.grains:
+            yield (
+                f"{counted(row.ranks, 'rank')} on {counted(row.grains, 'grain')}: a rank takes whole grains, so a run "
+                f"of more ranks than grains is refused; set `--grains {row.ranks}` or more"
+            )
+            break
+    uneven = next((row for row in reversed(several) if row.ranks < row.grains and row.grains % row.ranks), None)
+    if uneven is not None:
+        fewer = -(-uneven.grains // uneven.grains_per_rank)
+        if fewer < uneven.ranks:
+            yield (
+                f"{counted(uneven.ranks, 'rank')} are no faster than {fewer}: {counted(uneven.grains, 'grain')} are "
+                f"{uneven.grains_per_rank} for the busiest rank of both; `--grains "
+                f"{uneven.ranks * max(1, round(uneven.grains / uneven.ranks))}` can be dealt evenly"
+            )
+    costly = max(several, key=lambda row: row.communication_s / row.step_s.value)
+    if costly.communication_s > 0.15 * costly.step_s.value:
+        yield from _lighter(model, costly, alone_s)
+    late = max(several, key=lambda row: row.waiting_s / row.step_s.value)
+    if late.waiting_s > 0.1 * late.step_s.value and (late.grains % late.ranks == 0 or late.ranks > 1):
+        share = late.waiting_s / late.step_s.value
+        yield (
+            f"at {counted(late.ranks, 'rank')} the others wait {100 * share:.0f} % of the time for the slowest: more "
+            f"`--grains` are dealt more evenly, `--order bucket` makes them alike; `--reduce param` steps apart"
+        )
+    slow = next((row for row in several if row.data_s > 0.1 * row.step_s.value), None)
+    if slow is not None:
+        share = slow.data_s / slow.step_s.value
+        yield f"data wait is {100 * share:.0f} % of a step: more `--workers`, or `paceline pack`"
+
+
+def _where_it_ends(rows: Sequence[Row]) -> Iterator[str]:
+    """Say up to which number of ranks each brings at least half of what the first did."""
+    ordered = sorted(rows, key=lambda row: row.ranks)
+    paying = [row for row in ordered if row.efficiency.value >= 0.5]
+    if len(paying) == len(ordered):
+        last = ordered[-1]
+        yield f"it pays up to {counted(last.ranks, 'rank')}: efficiency {100 * last.efficiency.value:.0f} %"
+        return
+    first = next(row for row in ordered if row.efficiency.value < 0.5)
+    parts = {
+        "communication": first.communication_s,
+        "waiting for the slowest rank": first.waiting_s,
+        "the part of a step that does not get shorter (update, logging)": first.other_s,
+        "data": first.data_s,
+    }
+    why = max(parts, key=lambda name: parts[name])
+    if first.ranks > first.grains:
+        why = "ranks without a grain"
+    best = max(ordered, key=lambda row: row.samples_per_s.value)
+    yield (
+        f"it stops paying at {counted(first.ranks, 'rank')}: efficiency {100 * first.efficiency.value:.0f} %, because "
+        f"of {why}; the fastest of these is {counted(best.ranks, 'rank')}, {best.samples_per_s.value:,.0f} samples/s"
+    )
+
+
+def _lighter(model: _Model, row: Row, alone_s: float) -> Iterator[str]:
+    """Say what other ways of coming to one model would bring where communication costs most."""
+    manner, share = model.manner, row.communication_s / row.step_s.value
+    ways: dict[str, Manner] = {}
+    if manner.shard == "full":
+        ways["--shard none"] = replace(manner, shard="none")
+    elif manner.reduce == "grad":
+        if manner.wire == "full":
+            ways["--wire bf16"] = replace(manner, wire="bf16")
+            if manner.is_exact:
+                ways["--sums fast"] = replace(manner, sums="fast")
+        seldom = replace(manner, reduce="param", sync_step=100, wire="full")
+        ways["--reduce param --sync-step 100"] = seldom
+    else:
+        if not manner.sync_overlap:
+            overlap = min(10, (manner.sync_step or 10))
+            ways[f"--sync-overlap {overlap}"] = replace(manner, sync_overlap=overlap)
+        if manner.wire != "int8":
+            ways["--wire int8"] = replace(manner, wire="int8")
+        if manner.sync_step:
+            ways[f"--sync-step {4 * manner.sync_step}"] = replace(manner, sync_step=4 * manner.sync_step)
+    found = []
+    for words, other in ways.items():
+        changed = _fitted(replace(model, manner=other, fit=_Fit()), model.inside)
+        seconds = changed.simulated(row.ranks, row.nodes, _Numbers(), TRIAL_STEPS).step_s
+        if row.step_s.value / seconds > 1.05:
+            found.append(f"`{words}` makes it {row.step_s.value / seconds:.1f} times as fast")
+    text = f"at {counted(row.ranks, 'rank')} communication is {100 * share:.0f} % of a step"
+    yield f"{text}: {'; '.join(found)}" if found else f"{text}: a faster link, or a larger `--global-batch`"
+
+
+def _assumptions(model: _Model, nodes: Sequence[int] | None) -> Iterator[str]:
+    known = model.calibration
+    steps = counted(known.num_samples, "sampled step")
+    ranks = " and ".join(counted(run.ranks, "rank") for run in known.runs)
+    yield f"calibrated on {known.name} ({ranks}, {steps}); every machine computes like those"
+    where = "each rank is on a machine of its own" if nodes is None else "ranks are spread evenly over the machines"
+    yield f"{where}; machines are linked by {model.between}, each with its own way out"
+    if nodes is not None:
+        how = "measured" if model.inside.is_measured else "assumed"
+        yield f"ranks of one machine are linked by {model.inside} ({how})"
+    if known.runs[-1].ranks == 1:
+        yield "nothing was measured on several ranks: calls of the library take what they usually do"
+    if known.grain_s == 0:
+        yield "a grain takes time in proportion to its cost: a fixed part could not be told from these steps"
+    if not known.has_asked_grains and model.asked_grains is None:
+        yield "a run without `--grains` has one grain per rank: they get smaller with more ranks"
+    if len(known.hosts) > 1 and known.hosts.max() > known.hosts.min():
+        slow = known.hosts.max() / np.median(known.hosts) - 1
+        yield f"machines differ as the measured ones did: the slowest by {100 * slow:.0f} %"
+
+
+def _unknown(model: _Model) -> Iterator[str]:
+    yield "other traffic on the links, and switches that are oversubscribed"
+    yield "machines that are slower than all that were measured, or that others use"
+    yield "a file system that serves many ranks more slowly than these few"
+    if model.calibration.device == "cuda":
+        yield "memory: whether the model and a grain fit"
+    yield "whether accuracy stays the same with another batch, or with `--reduce param`"
