@@ -365,7 +365,8 @@ def _fitted(model: _Model, inside: LinkSpeed | None) -> _Model:
         return replace(model, fit=_Fit(0.0, float(np.clip(1 + residual_s / exposed_s, 0.6, 1.0)), 0.07, 0.15))
     if same.shard != "none" and run.ranks == 2:
         residual_s *= PAIR_SHARE
-    return replace(model, fit=_Fit(residual_s / calls, 1.0, 0.07, 0.25))
+    spread = 0.15 if same.shard == "none" else 0.4
+    return replace(model, fit=_Fit(residual_s / calls, 1.0, 0.07, spread))
 
 
 def _exposed(run: MeasuredRun) -> float:
