@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.language import said
 from paceline.core.terminal import tell, warn
 
 if TYPE_CHECKING:
@@ -100,8 +101,10 @@ def _command(words: list[str]) -> int:
         return 0
     if words[0] not in COMMANDS:
         nearest = difflib.get_close_matches(words[0], COMMANDS, n=1)
-        hint = f"did you mean `paceline {nearest[0]}`?" if nearest else f"commands: {', '.join(COMMANDS)}"
-        warn(f"error: there is no command {words[0]!r}\n  {hint}\n")
+        meant = said("did you mean `paceline {name}`?").format(name=nearest[0] if nearest else "")
+        hint = meant if nearest else said("commands: {names}").format(names=", ".join(COMMANDS))
+        what = said("there is no command {name!r}").format(name=words[0])
+        warn(f"{said('error: ')}{what}\n  {hint}\n")
         return 2
     return _run(words[0], words[1:])
 
@@ -132,11 +135,14 @@ def _run(name: str, words: list[str]) -> int:
 
 
 def _mistake(error: PacelineError) -> int:
-    warn(f"error: {error}\n" + (f"  {error.hint}\n" if error.hint else ""))
+    warn(f"{said('error: ')}{error}\n" + (f"  {error.hint}\n" if error.hint else ""))
     return error.exit_code
 
 
 def _help() -> str:
-    lines = [f"  {name:<12}{what}" for name, what in COMMANDS.items()]
-    more = ["`paceline COMMAND --help` lists a command's options", "`--no-plugins` leaves out what other packages add"]
-    return "\n".join(["usage: paceline COMMAND [OPTIONS]", "", *lines, "", *more, ""])
+    lines = [f"  {name:<12}{said(what)}" for name, what in COMMANDS.items()]
+    more = [
+        said("`paceline COMMAND --help` lists a command's options"),
+        said("`--no-plugins` leaves out what other packages add"),
+    ]
+    return "\n".join([said("usage: paceline COMMAND [OPTIONS]"), "", *lines, "", *more, ""])

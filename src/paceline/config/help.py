@@ -1,11 +1,16 @@
-"""`--help` and shell completion, made by tyro from the same models that are loaded."""
+"""`--help` and shell completion, made by tyro from the same models that are loaded.
+
+tyro counts letters, and one of Chinese is two columns wide: help in other languages than English is drawn here, with
+the same boxes.
+"""
 
 from __future__ import annotations
 
 import functools
 import operator
+import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -16,10 +21,11 @@ from paceline.config.aliases import SHORT
 from paceline.config.parse import is_flag, item, length, section, sequence, variants
 from paceline.config.plugin_name import all_choices, group_of
 from paceline.config.sections import Option, Part, parts
+from paceline.core.language import ENGLISH, language, said
 
 _ANY_NAME = ConfigDict(protected_namespaces=())  # such as `model_size`, of which older versions of pydantic warn
 
-_CONFIG = Option(
+CONFIG_OPTION = Option(
     "config", Path | None, None, False, "YAML file with settings; may be given several times, later ones win."
 )
 Command = tuple[type[BaseModel], Sequence[str]]
@@ -28,6 +34,9 @@ Command = tuple[type[BaseModel], Sequence[str]]
 
 def show_help(model: type[BaseModel], *, prog: str, positional: Sequence[str] = ()) -> NoReturn:
     """Print a command's options, section by section, and leave."""
+    if language() != ENGLISH:
+        _show_translated(model, prog, positional)
+        raise SystemExit(0)
     tyro.cli(_screen(model, positional), prog=prog, description=_about(model), args=["--help"])
     raise SystemExit(0)
 
@@ -45,10 +54,8 @@ def completion(commands: Mapping[str, Command], *, prog: str, shell: Literal["ba
 
 def _screen(model: type[BaseModel], positional: Sequence[str]) -> type[BaseModel]:
     """Return a model with one group per section: tyro shows a box for each."""
-    groups = parts(model)
-    head = Part(groups[0].name, groups[0].about, (*groups[0].options, _CONFIG))
     fields: dict[str, Any] = {}
-    for part in [head, *groups[1:]]:
+    for part in _all_parts(model):
         chosen: dict[str, Any] = {option.name: _field(option, option.name in positional) for option in part.options}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Field name", category=UserWarning)  # `json`
@@ -56,6 +63,11 @@ def _screen(model: type[BaseModel], positional: Sequence[str]) -> type[BaseModel
         fields[f"{part.name}_"] = (Annotated[group, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=part.name)], ...)
     screen: type[BaseModel] = create_model(model.__name__, **fields)
     return screen
+
+
+def _all_parts(model: type[BaseModel]) -> list[Part]:
+    groups = parts(model)
+    return [Part(groups[0].name, groups[0].about, (*groups[0].options, CONFIG_OPTION)), *groups[1:]]
 
 
 def _field(option: Option, is_positional: bool) -> Any:
@@ -105,3 +117,88 @@ def _shown(default: Any) -> str:
 
 def _about(model: type[BaseModel]) -> str:
     return model.__doc__ or ""
+
+
+# -- in other languages ------------------------------------------------------------------------------------------------
+
+_PIECE = re.compile(r"(?:[\u2e80-\u9fff]|[^\s\u2e80-\u9fff\uff00-\uffef]+|[\uff00-\uffef])[，。；：、？！）”]*|\s+")
+"""A letter of Chinese or a word, with the marks that must not begin a line; or space."""
+_MARGIN = 18
+"""Columns of the names of options; a longer one has a line of its own."""
+
+
+def _show_translated(model: type[BaseModel], prog: str, positional: Sequence[str]) -> None:
+    """Print help as tyro does, in the language of the reader."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    for text in _translated(model, prog, positional, min(console.width, 120)):
+        console.print(text)
+
+
+def _translated(model: type[BaseModel], prog: str, positional: Sequence[str], width: int) -> Iterator[str]:
+    groups = _all_parts(model)
+    words = [_words(option, True) for part in groups for option in part.options if option.name in positional]
+    yield " ".join([said("usage:"), prog, "[-h]", said("[OPTIONS]"), *words]) + "\n"
+    yield "\n".join(wrapped(said(" ".join(_about(model).split())), width)) + "\n"
+    places = [option for part in groups for option in part.options if option.name in positional]
+    if places:
+        yield _box(said("positional arguments"), "", [(_words(each, True), _meaning(each)) for each in places], width)
+    yield _box(said("options"), "", [("-h, --help", said("show this help message and exit"))], width)
+    for part in groups:
+        rows = [(_words(each, False), _meaning(each)) for each in part.options if each.name not in positional]
+        if rows:
+            yield _box(said("{section} options").format(section=part.name), said(part.about), rows, width)
+
+
+def _words(option: Option, is_positional: bool) -> str:
+    """Return what is typed: `--lr FLOAT`, `-O {0,1}, --level {0,1}`, `--json, --no-json`."""
+    if is_positional:
+        return option.name.upper() + (" ..." if sequence(option.annotation) is not None else "")
+    name = option.name.replace("_", "-")
+    if is_flag(option.annotation):
+        return f"--{name}, --no-{name}"
+    metavar = _metavar(option.annotation)
+    letters = [f"-{letter}" for letter, of in SHORT.items() if of == option.name]
+    return ", ".join(f"{each} {metavar}" for each in [*letters, f"--{name}"])
+
+
+def _meaning(option: Option) -> str:
+    default = said("(default: {value})").format(value=_shown(option.default))
+    about, end = said(option.about), said("(required)") if option.is_required else default
+    return f"{about}{'' if end.startswith('（') else ' '}{end}"
+
+
+def _box(title: str, about: str, rows: Sequence[tuple[str, str]], width: int) -> str:
+    """Return a box with a title, a line about it, and a row for each option."""
+    from rich.cells import cell_len
+
+    inner = width - 4
+    lines = [*wrapped(about, inner), "─" * inner] if about else []
+    for words, meaning in rows:
+        texts = wrapped(meaning, inner - _MARGIN - 1)
+        if cell_len(words) <= _MARGIN:
+            lines.append(words + " " * (_MARGIN + 1 - cell_len(words)) + texts.pop(0))
+        else:
+            lines += wrapped(words, inner)
+        lines += [" " * (_MARGIN + 1) + text for text in texts]
+    head = f"╭─ {title} " + "─" * (width - 5 - cell_len(title)) + "╮"
+    body = [f"│ {line}{' ' * (inner - cell_len(line))} │" for line in lines]
+    return "\n".join([head, *body, "╰" + "─" * (width - 2) + "╯"])
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Cut a text into lines of so many columns: between words, and between any two letters of Chinese."""
+    from rich.cells import cell_len
+
+    lines = [""]
+    for piece in _PIECE.findall(text):
+        if piece.isspace():
+            piece = " "
+        if cell_len(lines[-1] + piece) > width and lines[-1]:
+            lines[-1] = lines[-1].rstrip()
+            lines.append("")
+        lines[-1] += piece.lstrip() if not lines[-1] else piece
+        while cell_len(lines[-1]) > width:  # a word that is longer than a line
+            lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return [line.rstrip() for line in lines]

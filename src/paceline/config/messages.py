@@ -15,19 +15,25 @@ from paceline.config.plugin_name import NO_SUCH_PLUGIN, all_choices, group_of
 from paceline.config.problems import Problem, nearest
 from paceline.core import plugins
 from paceline.core.errors import PacelineError
-from paceline.core.units import counted
+from paceline.core.language import said
+from paceline.core.units import worded
 
 _LIMITS = {
-    "greater_than": ("above", "gt"),
-    "greater_than_equal": ("at least", "ge"),
-    "less_than": ("below", "lt"),
-    "less_than_equal": ("at most", "le"),
+    "greater_than": ("above {limit}", "gt"),
+    "greater_than_equal": ("at least {limit}", "ge"),
+    "less_than": ("below {limit}", "lt"),
+    "less_than_equal": ("at most {limit}", "le"),
 }
 _PLUGIN_HINTS = {
     True: "more of them come with plugins: docs/plugins.md; `paceline doctor` lists those that are installed",
     False: "plugins are left out (`--no-plugins`)",
 }
 """For a name that neither we nor a plugin know, by whether plugins are looked for."""
+_EXAMPLES = {
+    "task": "name it first: a recipe, as `paceline train digits ...`, or a class, as `my_task.py:MyTask`",
+    "run": "give the folder of a run; `paceline runs` lists them",
+}
+"""For a positional word that is missing."""
 _KINDS = (
     (r"int_|.*int$", "a whole number"),
     (r"float_|decimal_", "a number"),
@@ -39,6 +45,14 @@ _KINDS = (
     (r"dict_type", "a mapping"),
     (r"none_required", "none"),
 )
+
+TEXTS = (
+    *(word for word, _ in _LIMITS.values()),
+    *_PLUGIN_HINTS.values(),
+    *_EXAMPLES.values(),
+    *(phrase for _, phrase in _KINDS),
+)
+"""Texts of these tables, for translation."""
 
 
 def problems(error: ValidationError, model: type[BaseModel], given: Mapping[str, Given]) -> dict[str, Problem]:
@@ -76,7 +90,7 @@ def across(
 def _split(text: str) -> tuple[str, str]:
     """Split `where: what`."""
     head, _, tail = text.partition(": ")
-    return (head, tail) if tail else ("settings", text)
+    return (head, tail) if tail else (said("settings"), text)
 
 
 def _problem(name: str, details: list[Any], model: type[BaseModel], given: Given | None) -> Problem:
@@ -86,10 +100,11 @@ def _problem(name: str, details: list[Any], model: type[BaseModel], given: Given
     field = _Field(
         annotation=model.model_fields[name].annotation if name in model.model_fields else None,
         where=dashed(name) if given is None else given.where,
-        text=f"{details[0]['input']!r} (the default)" if given is None else given.text,
+        text=said("{value!r} (the default)").format(value=details[0]["input"]) if given is None else given.text,
     )
     if field.num_values is not None and any(detail["type"] in ("missing", "too_long") for detail in details):
-        return Problem(field.where, f"needs {counted(field.num_values, 'value')}", given=field.text)
+        needs = worded(said("needs {number:#value}"), {"number": field.num_values})
+        return Problem(field.where, needs, given=field.text)
     if field.section is not None:
         return _section_problem(field, field.section, details[0])
     return _value_problem(field, details)
@@ -135,16 +150,18 @@ class _Field:
 def _value_problem(field: _Field, details: list[Any]) -> Problem:
     """Return the problem of a value, or of an entry of a list of values."""
     inner, wrong = _inner(details[0]["loc"]), details[0]["input"]
-    entry = f"value {inner[0] + 1} " if inner and isinstance(inner[0], int) else ""
+    is_entry = bool(inner) and isinstance(inner[0], int)
+    entry = said("value {number} ").format(number=inner[0] + 1) if is_entry else ""
     raised = [_own_words(detail) for detail in details if detail["type"] in ("value_error", "assertion_error")]
     others = [detail for detail in details if detail["type"] != NO_SUCH_PLUGIN]
-    phrases = [*map(_phrase, others), *(["a plugin's: " + ", ".join(field.plugins)] if field.plugins else [])]
-    what = raised[0] if raised else f"must be {', or '.join(dict.fromkeys(phrases))}"
+    phrases = [*map(_phrase, others), *([said("a plugin's: ") + ", ".join(field.plugins)] if field.plugins else [])]
+    what = raised[0] if raised else said("must be {what}").format(what=said(", or ").join(dict.fromkeys(phrases)))
     meant = nearest(wrong, field.choices) if isinstance(wrong, str) and not raised else None
     advice = next((error.hint for detail in details if isinstance(error := _raised(detail), PacelineError)), "")
     if not advice and len(others) < len(details):
-        advice = _PLUGIN_HINTS[plugins.are_enabled()]
-    return Problem(field.where, entry + what, f"did you mean {meant}?" if meant else advice, field.text)
+        advice = said(_PLUGIN_HINTS[plugins.are_enabled()])
+    hint = said("did you mean {name}?").format(name=meant) if meant else advice
+    return Problem(field.where, entry + what, hint, field.text)
 
 
 def _raised(detail: Any) -> object:
@@ -155,21 +172,24 @@ def _raised(detail: Any) -> object:
 def _section_problem(field: _Field, model: type[BaseModel], detail: Any) -> Problem:
     """Return the problem of a setting inside a nested section."""
     where, text, inner = field.where, field.text, _inner(detail["loc"])
-    entry = f"entry {inner[0] + 1}: " if inner and isinstance(inner[0], int) else ""
+    is_entry = bool(inner) and isinstance(inner[0], int)
+    entry = said("entry {number}: ").format(number=inner[0] + 1) if is_entry else ""
     path = entry + ".".join(str(part) for part in (inner[1:] if entry else inner))
     if detail["type"] == "extra_forbidden":
         meant = nearest(str(inner[-1]), model.model_fields)
-        hint = f"did you mean {meant}?" if meant else f"there are: {', '.join(model.model_fields)}"
-        return Problem(where, f"{path}: there is no such setting", hint, text)
+        every = said("there are: {names}").format(names=", ".join(model.model_fields))
+        hint = said("did you mean {name}?").format(name=meant) if meant else every
+        return Problem(where, said("{name}: there is no such setting").format(name=path), hint, text)
     if detail["type"] == "missing":
-        return Problem(where, f"{path} is missing", given=text)
+        return Problem(where, said("{name} is missing").format(name=path), given=text)
     if detail["type"] in ("model_type", "model_attributes_type"):
         keys = ",".join(f"{name}=..." for name in model.model_fields)
-        return Problem(where, "cannot be understood", f"write {keys} or a JSON object", text)
+        return Problem(where, "cannot be understood", said("write {keys} or a JSON object").format(keys=keys), text)
     raised: Any = _raised(detail)
     if raised is not None:  # by a validator of the setting
         return Problem(where, str(raised), raised.hint if isinstance(raised, PacelineError) else "", text)
-    return Problem(where, f"{path} must be {_phrase(detail)}", given=text)
+    must = said("{name} must be {what}").format(name=path, what=_phrase(detail))
+    return Problem(where, must, given=text)
 
 
 def _inner(location: tuple[Any, ...]) -> list[Any]:
@@ -184,15 +204,15 @@ def _phrase(detail: Any) -> str:
     kind, context = detail["type"], detail.get("ctx", {})
     if kind in _LIMITS:
         word, limit = _LIMITS[kind]
-        return f"{word} {context[limit]:g}"
+        return said(word).format(limit=f"{context[limit]:g}")
     if kind == "literal_error":
         options = re.sub(r"'", "", str(context["expected"]))
-        return f"one of {options}" if ", " in options else options
+        return said("one of {values}").format(values=options) if ", " in options else options
     if kind == "string_pattern_mismatch":
-        return f"text of the form {context['pattern']}"
+        return said("text of the form {pattern}").format(pattern=context["pattern"])
     for pattern, phrase in _KINDS:
         if re.match(pattern, kind):
-            return phrase
+            return said(phrase)
     return str(detail["msg"]).lower().removeprefix("input should be ").removeprefix("value should be ")
 
 
@@ -202,7 +222,4 @@ def _own_words(detail: Any) -> str:
 
 
 def _example(name: str) -> str:
-    return {
-        "task": "name it first: a recipe, as `paceline train digits ...`, or a class, as `my_task.py:MyTask`",
-        "run": "give the folder of a run; `paceline runs` lists them",
-    }.get(name, "")
+    return said(_EXAMPLES.get(name, ""))

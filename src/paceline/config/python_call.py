@@ -13,6 +13,7 @@ from paceline.config.parse import Given
 from paceline.config.problems import NOWHERE, Problem, SettingsInvalid, nearest
 from paceline.config.settings import Section
 from paceline.core.errors import PacelineError
+from paceline.core.language import said
 
 S = TypeVar("S", bound=Section)
 
@@ -22,8 +23,8 @@ class CallInvalid(SettingsInvalid, ValueError):
 
     @property
     def advice(self) -> str:
-        only = self.problems[0].hint if len(self.problems) == 1 else ""
-        return only or "docs/options.md lists all settings"
+        only = said(self.problems[0].hint) if len(self.problems) == 1 else ""
+        return only or said("docs/options.md lists all settings")
 
 
 class NotSettings(PacelineError, TypeError):
@@ -109,8 +110,8 @@ def _in_python(problem: Problem) -> Problem:
     """Return a problem with names as Python has them: `--global-batch` is `global_batch`."""
     return Problem(
         _undashed(problem.where),
-        _undashed(problem.what),
-        _undashed(problem.hint),
+        _undashed(said(problem.what)),
+        _undashed(said(problem.hint)),
         problem.given,
         problem.place,
         problem.is_unknown,
@@ -126,5 +127,5 @@ def _undashed(text: str) -> str:
 
 def _unknown(name: str, value: Any, model: type[S], more: tuple[str, ...]) -> Problem:
     meant = nearest(name, [*model.model_fields, *more])
-    hint = f"did you mean {meant}?" if meant else ""
+    hint = said("did you mean {name}?").format(name=meant) if meant else ""
     return Problem(name, "there is no such setting", hint, repr(value), is_unknown=True, meant=meant or "")

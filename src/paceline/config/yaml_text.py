@@ -14,6 +14,7 @@ import yaml
 
 from paceline.config.problems import Problem
 from paceline.core import bounded_file
+from paceline.core.language import said
 from paceline.core.units import size
 
 MAX_BYTES = 1_000_000
@@ -59,12 +60,12 @@ class YamlText:
         except yaml.MarkedYAMLError as error:
             raise NotYaml(_syntax(self._name, self._text, error)) from None
         except (ValueError, OverflowError) as error:  # a date or number that is none
-            raise NotYaml(Problem(self._name, f"is not YAML: {error}")) from None
+            raise NotYaml(Problem(self._name, said("is not YAML: {why}").format(why=error))) from None
 
     def _composed(self) -> tuple[_Loader, yaml.Node | None]:
         name, text = self._name, self._text
         if len(text) > MAX_BYTES:
-            raise NotYaml(Problem(name, f"is larger than {size(MAX_BYTES)}"))
+            raise NotYaml(Problem(name, said("is larger than {size}").format(size=size(MAX_BYTES))))
         try:
             loader = _Loader(text)
             return loader, loader.get_single_node()
@@ -74,7 +75,7 @@ class YamlText:
         except yaml.MarkedYAMLError as error:
             raise NotYaml(_syntax(name, text, error)) from None
         except yaml.YAMLError as error:  # characters that YAML does not allow
-            raise NotYaml(Problem(name, f"is not YAML: {str(error).splitlines()[0]}")) from None
+            raise NotYaml(Problem(name, said("is not YAML: {why}").format(why=str(error).splitlines()[0]))) from None
 
 
 class _OutOfBounds(Exception):
@@ -149,10 +150,11 @@ class _Loader(yaml.SafeLoader):
 def _syntax(name: str, text: str, error: yaml.MarkedYAMLError) -> Problem:
     mark = error.problem_mark or error.context_mark
     reason = error.problem or error.context or "it cannot be read"
+    what = said("is not YAML: {why}").format(why=reason)
     if mark is None:
-        return Problem(name, f"is not YAML: {reason}")
+        return Problem(name, what)
     lines = text.splitlines()
     line = lines[mark.line] if mark.line < len(lines) else ""
     shown = line.strip() and len(line) <= 200
     hint = f"{line}\n{' ' * mark.column}^" if shown else ""
-    return Problem(f"{name}:{mark.line + 1}:{mark.column + 1}", f"is not YAML: {reason}", hint)
+    return Problem(f"{name}:{mark.line + 1}:{mark.column + 1}", what, hint)

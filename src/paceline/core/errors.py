@@ -13,20 +13,23 @@
 Annotated names are the fields, given by position or by name. `sentence` and `hint` are format strings over the fields
 and over properties of the class, so a sentence that needs a decision takes it in a property. `{ranks:#rank}` is a
 number with its noun: `1 rank`, `2 ranks`.
+
+Sentence and hint are said in the reader's language (`core/language.py`). `error.args` has the sentence in English, and
+so has `str(error)` while English is spoken: records are the same in every language.
 """
 
 from __future__ import annotations
 
 import inspect
-import string
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from typing_extensions import dataclass_transform
 
+from paceline.core.language import ENGLISH, language, said, speaking
 from paceline.core.terminal import visible
 from paceline.core.together import Exclusion
-from paceline.core.units import counted
+from paceline.core.units import worded
 
 
 @dataclass_transform()
@@ -43,6 +46,8 @@ class PacelineError(Exception):
     excludes: ClassVar[tuple[Exclusion, ...]] = ()
     """Pairs that this error refuses, for docs/together.md."""
     _fields: ClassVar[tuple[str, ...]] = ()
+    _translated: str | None = None
+    """The sentence in the language of the reader, where that is not English."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -59,11 +64,16 @@ class PacelineError(Exception):
             raise TypeError(f"{type(self).__name__} takes {self._fields}, not {values} and {named}")
         self.__dict__.update(fields)
         names = _Attributes(self)
-        super().__init__(_shown(_WORDS.vformat(self.sentence, (), names)))
-        self.hint = _shown(_WORDS.vformat(type(self).hint, (), names))
+        with speaking(ENGLISH):
+            super().__init__(_shown(worded(self.sentence, names)))
+        self.hint = _shown(worded(said(type(self).hint), names))
+        if language() != ENGLISH:
+            self._translated = _shown(worded(said(self.sentence), names))
 
     def __str__(self) -> str:
         """Return the message. It may hold names and lines from files, which must not command a terminal."""
+        if self._translated is not None and language() != ENGLISH:
+            return visible(self._translated)
         return visible(super().__str__())
 
     @property
@@ -77,18 +87,6 @@ class PacelineError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the message and the fields as they are; `__init__` is not called again."""
         return _restored, (type(self), self.args, self.__dict__)
-
-
-class _Words(string.Formatter):
-    """`str.format` that knows nouns: `{number:#core}`."""
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        if format_spec.startswith("#"):
-            return counted(value, format_spec[1:])
-        return str(format(value, format_spec))
-
-
-_WORDS = _Words()
 
 
 def _shown(text: str) -> str:

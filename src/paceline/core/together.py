@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from paceline.core.language import said
+
 Kind = Literal["mathematics", "hardware", "one thing twice"]
 
 
@@ -37,4 +39,4 @@ class SettingsExclusion(Exclusion):
 
     def describe(self, settings: Any) -> str:
         """Return the line for these settings."""
-        return self.problem.format(s=settings)
+        return said(self.problem).format(s=settings)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import string
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 _IRREGULAR = {
     **{"process": "processes", "batch": "batches", "class": "classes", "entry": "entries"},
@@ -24,6 +26,23 @@ def plural(number: float, noun: str) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number and its noun: `1 core`, `2 cores`, `1,024 bad lines`."""
     return f"{number:,} {plural(number, noun)}"
+
+
+def worded(template: str, values: Mapping[str, Any]) -> str:
+    """Return a template filled in as by `str.format`; `{number:#core}` is a number with its noun."""
+    return _WORDS.vformat(template, (), values)
+
+
+class _Words(string.Formatter):
+    """`str.format` that knows nouns."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec.startswith("#"):
+            return counted(value, format_spec[1:])
+        return str(format(value, format_spec))
+
+
+_WORDS = _Words()
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.cli.pack.options import PackOptions, PackUsage, refuse_idle, rows_of, skipped_lines
 from paceline.core.cloud.address import local_path
 from paceline.core.errors import PacelineError
+from paceline.core.language import said
 from paceline.core.paths import near
 from paceline.core.terminal import tell, warn
 from paceline.core.units import counted, duration, plural, size
@@ -45,7 +46,7 @@ def _each(paths: tuple[str, ...], action: Callable[[str], int]) -> int:
             if len(paths) == 1:
                 raise
             sys.stdout.flush()
-            warn(f"error: {error}\n" + (f"  {error.hint}\n" if error.hint else ""))
+            warn(f"{said('error: ')}{error}\n" + (f"  {error.hint}\n" if error.hint else ""))
             codes.append(UNREADABLE)
     return max(codes)
 

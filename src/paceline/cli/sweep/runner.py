@@ -16,6 +16,7 @@ from typing import Any
 from paceline.cli.sweep.plan import Plan, result_of
 from paceline.core.disk import replacing
 from paceline.core.errors import PacelineError, first_line
+from paceline.core.language import ENGLISH, speaking
 from paceline.train.sweep.outcome import SweepResult, SweepTrial, TrialEnd, shown
 from paceline.train.sweep.pruning import Pruning, Report
 from paceline.train.sweep.study import Study, StudyTrial
@@ -61,7 +62,8 @@ def train_trial(plan: Plan, trial: StudyTrial, report: Report, train: Train) -> 
     try:
         result = train(plan.trial_settings(trial.number, trial.params), pruning)
     except PacelineError as error:
-        return TrialEnd("failed", None, 0, time.monotonic() - began, str(error))
+        with speaking(ENGLISH):
+            return TrialEnd("failed", None, 0, time.monotonic() - began, str(error))
     except Exception as error:  # values that do not fit the model or the memory, or a bug of the task's
         traceback.print_exc()
         return TrialEnd("failed", None, 0, time.monotonic() - began, first_line(error))

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from paceline.core.language import said
+
 Trace = dict[str, Any]
 
 COLORS = ("#3d7bfd", "#f0883e", "#1fae84", "#c957b1", "#8d6ff0", "#e0566b", "#3aa6c2", "#a89034")
@@ -82,4 +84,4 @@ def line(
 
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
-    return {"title": {"text": title}, **more}
+    return {"title": {"text": said(title)}, **more}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.core.units import counted, ranges
+from paceline.core.language import said
+from paceline.core.units import ranges, worded
 from paceline.observe.records import EpochRecord, Finding, Matter
 from paceline.observe.report.runs import ReportedRun
 from paceline.observe.verdict import LEAST_SECONDS, LEAST_STEPS, is_judged, verdict
@@ -31,8 +32,9 @@ class Held:
         if not self.epochs:
             return ""
         if len(self.epochs) == self.num_epochs:
-            return "in every epoch" if self.num_epochs > 1 else "in the one epoch"
-        return f"in {len(self.epochs)} of {counted(self.num_epochs, 'epoch')} ({ranges(self.epochs)})"
+            return said("in every epoch") if self.num_epochs > 1 else said("in the one epoch")
+        values = {"some": len(self.epochs), "epochs": self.num_epochs, "which": ranges(self.epochs)}
+        return worded(said("in {some} of {epochs:#epoch} ({which})"), values)
 
 
 def held_back(run: ReportedRun) -> list[Held]:
@@ -54,16 +56,25 @@ def nothing_found(run: ReportedRun) -> tuple[bool, str]:
     """Explain why there is no finding: True if that is good, and the words. Not every epoch is judged."""
     judged = sum(is_judged(epoch) for epoch in run.epochs)
     if not run.epochs:
-        return False, "No epoch has ended: nothing can be said yet."
-    too_short = f"shorter than {LEAST_STEPS} steps or {LEAST_SECONDS:g} second"
+        return False, said("No epoch has ended: nothing can be said yet.")
+    least = {"steps": LEAST_STEPS, "seconds": f"{LEAST_SECONDS:g}", "epochs": len(run.epochs), "judged": judged}
     if judged == 0:
-        which = "The one epoch was" if len(run.epochs) == 1 else f"All {len(run.epochs)} epochs were"
-        return False, f"{which} {too_short}: too little to say what holds the run back."
-    nothing = "Nothing that is known to hold runs back was seen"
+        one = said(
+            "The one epoch was shorter than {steps} steps or {seconds} second: too little to say what holds the run "
+            "back."
+        )
+        many = said(
+            "All {epochs} epochs were shorter than {steps} steps or {seconds} second: too little to say what holds the "
+            "run back."
+        )
+        return False, worded(one if len(run.epochs) == 1 else many, least)
     if judged == len(run.epochs):
-        return True, f"{nothing}."
-    some = f"{judged} of {counted(len(run.epochs), 'epoch')}"
-    return True, f"{nothing} in {some}; the others were {too_short}, and were not judged."
+        return True, said("Nothing that is known to hold runs back was seen.")
+    some = said(
+        "Nothing that is known to hold runs back was seen in {judged} of {epochs:#epoch}; the others were shorter than "
+        "{steps} steps or {seconds} second, and were not judged."
+    )
+    return True, worded(some, least)
 
 
 def _findings(epoch: EpochRecord) -> Sequence[Finding]:

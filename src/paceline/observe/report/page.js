@@ -89,7 +89,7 @@
         else if (!state.goes_on) clearInterval(timer);
       } catch {
         clearInterval(timer);
-        fail("`paceline report --watch` has ended: this page stays as it is.");
+        fail(document.body.dataset.ended);
       }
     }, 1000 * Number(refresh));
   }
@@ -115,7 +115,7 @@
   );
 
   if (typeof DecompressionStream === "undefined") {
-    fail("This browser is too old for the plots (it cannot unpack gzip): any of 2023 or later can.");
+    fail(document.body.dataset.old);
     return;
   }
   unpack()

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.core.units import counted
+from paceline.core.language import said
+from paceline.core.units import worded
 from paceline.observe.report.figure import Figure, Trace, axis, color, line
 from paceline.observe.report.findings import Held
 from paceline.observe.report.runs import ReportedRun
@@ -24,7 +25,7 @@ def time_lines(runs: Sequence[ReportedRun]) -> list[Figure]:
         trace["line"] |= {"shape": "hv"}
         trace |= {
             "text": [*map(_said, run.ranks), ""],
-            "hovertemplate": "step %{x}, ranks: %{y}<br>%{text}<extra></extra>",
+            "hovertemplate": f"{said('step')} %{{x}}, {said('ranks')}: %{{y}}<br>%{{text}}<extra></extra>",
         }
         traces.append(trace)
     if not traces:
@@ -41,17 +42,20 @@ def losses(run: ReportedRun) -> list[Held]:
         return []
     seconds = sum(record.seconds for record in run.ranks if record.lost)
     repeated = sum(record.repeated for record in run.ranks)
-    deaths = counted(sum(numbers.values()), "death")
-    cost = f"{deaths} cost {seconds:.1f} s and {counted(repeated, 'repeated step')}"
+    sums = {"deaths": sum(numbers.values()), "seconds": f"{seconds:.1f}", "steps": repeated}
+    cost = worded(said("{deaths:#death} cost {seconds} s and {steps:#repeated step}"), sums)
     held = []
     for (rank, host), number in numbers.most_common():
-        times = "once" if number == 1 else f"{number} times"
-        advice = f"look at `dmesg` of {host}, and at `logs/rank-{rank}.log`; in all, {cost}"
-        held.append(Held("lost", f"rank {rank} on {host} was lost {times}", advice, 0.0, (), len(run.epochs)))
+        where = {"rank": rank, "host": host, "number": number, "cost": cost}
+        once, often = said("rank {rank} on {host} was lost once"), said("rank {rank} on {host} was lost {number} times")
+        text = worded(once if number == 1 else often, where)
+        advice = said("look at `dmesg` of {host}, and at `logs/rank-{rank}.log`; in all, {cost}")
+        held.append(Held("lost", text, worded(advice, where), 0.0, (), len(run.epochs)))
     return held
 
 
 def _said(record: Any) -> str:
-    lost = [f"rank {each.get('rank')} on {each.get('host')} was lost" for each in record.lost]
-    joined = [f"rank {each.get('rank')} on {each.get('host')} joined" for each in record.joined]
+    gone, come = said("rank {rank} on {host} was lost"), said("rank {rank} on {host} joined")
+    lost = [gone.format(rank=each.get("rank"), host=each.get("host")) for each in record.lost]
+    joined = [come.format(rank=each.get("rank"), host=each.get("host")) for each in record.joined]
     return "<br>".join([*lost, *joined])

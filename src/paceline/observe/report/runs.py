@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import PacelineError
+from paceline.core.language import said
 from paceline.core.run_folder import (
     DIED,
     METRICS,
@@ -35,8 +36,9 @@ class NoRun(PacelineError):
     @property
     def what(self) -> str:
         if not self.folder.exists():
-            return f"there is no folder {self.folder}"
-        return f"{self.folder} {'holds no run' if self.folder.is_dir() else 'is a file, not a run'}"
+            return said("there is no folder {folder}").format(folder=self.folder)
+        text = said("{folder} holds no run") if self.folder.is_dir() else said("{folder} is a file, not a run")
+        return text.format(folder=self.folder)
 
 
 class BrokenRun(PacelineError):
@@ -67,17 +69,31 @@ class EmptyRun(PacelineError):
     @property
     def what(self) -> str:
         if not self.is_over:
-            return f"{self.folder} has no steps yet"
+            return said("{folder} has no steps yet").format(folder=self.folder)
         metrics = self.folder / METRICS
-        return f"{metrics} {'holds no steps' if metrics.exists() else 'is missing'}, and the run is over"
+        none, gone = said("{file} holds no steps, and the run is over"), said("{file} is missing, and the run is over")
+        return (none if metrics.exists() else gone).format(file=metrics)
 
     @property
     def advice(self) -> str:
         if self.is_over:
-            return f"bring back the {METRICS} that the run wrote, or leave this run out"
+            return said("bring back the {file} that the run wrote, or leave this run out").format(file=METRICS)
         if self.status in ("failed", DIED):
-            return f"it {self.status} before its first steps were written: `logs/` and what it printed say why"
-        return "wait for its first steps, which are written every `log_every` steps"
+            why = said("it {status} before its first steps were written: `logs/` and what it printed say why")
+            return why.format(status=self.status)
+        return said("wait for its first steps, which are written every `log_every` steps")
+
+
+STANDINGS = {
+    "finished": "finished",
+    "early": "finished early: patience ran out",
+    "stopped": "stopped by a signal: `--resume auto` goes on",
+    "diverged": "diverged: its loss exploded, or its weights or gradients were not finite",
+    "failed": "failed",
+    RUNNING: "not finished: still running",
+    DIED: "died without a word (killed, or for want of memory): `--resume auto` goes on",
+}
+"""Statuses of runs in words."""
 
 
 @dataclass(frozen=True)
@@ -144,15 +160,9 @@ class ReportedRun:
     @property
     def standing(self) -> str:
         """Its status, in words."""
-        return {
-            "finished": "finished",
-            "early": "finished early: patience ran out",
-            "stopped": "stopped by a signal: `--resume auto` goes on",
-            "diverged": "diverged: its loss exploded, or its weights or gradients were not finite",
-            "failed": "failed",
-            RUNNING: "not finished: still running",
-            DIED: "died without a word (killed, or for want of memory): `--resume auto` goes on",
-        }.get(self.status, f"not finished: {self.status}, which cannot be told from here")
+        unknown = said("not finished: {status}, which cannot be told from here")
+        known = STANDINGS.get(self.status)
+        return unknown.format(status=self.status) if known is None else said(known)
 
 
 def read_runs(folders: Sequence[Path], recipes: Sequence[RecipeReport] = ()) -> list[ReportedRun]:

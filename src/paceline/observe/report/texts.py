@@ -5,12 +5,13 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 
+from paceline.core.language import said
 from paceline.core.run_folder import METRICS
-from paceline.core.units import counted
+from paceline.core.units import worded
 from paceline.observe.report.findings import held_back, nothing_found
 from paceline.observe.report.ranks import losses
 from paceline.observe.report.runs import ReportedRun
-from paceline.observe.report.samples import marked, samples_of
+from paceline.observe.report.samples import Sample, marked, samples_of
 from paceline.observe.report.settings import differences, settings_of, start_of
 from paceline.observe.report.summary import comparison, facts
 
@@ -35,12 +36,7 @@ def summary(runs: Sequence[ReportedRun]) -> str:
         for run in runs
         if run.status != "finished"
     ]
-    notes += [
-        f'<p class="note">{_named(run, runs)}{counted(run.num_unread, "line")} of {METRICS} cannot be read: '
-        "what stood there is not on this page.</p>"
-        for run in runs
-        if run.num_unread
-    ]
+    notes += [f'<p class="note">{_named(run, runs)}{escape(_unread(run))}</p>' for run in runs if run.num_unread]
     if len(runs) > 1:
         return "".join(notes) + table(*comparison(runs), first_is_head=True)
     cards = [
@@ -49,6 +45,11 @@ def summary(runs: Sequence[ReportedRun]) -> str:
         for fact in facts(runs[0])
     ]
     return "".join(notes) + f'<div class="facts">{"".join(cards)}</div>'
+
+
+def _unread(run: ReportedRun) -> str:
+    text = said("{lines:#line} of {file} cannot be read: what stood there is not on this page.")
+    return worded(text, {"lines": run.num_unread, "file": METRICS})
 
 
 def verdicts(runs: Sequence[ReportedRun]) -> str:
@@ -78,14 +79,17 @@ def samples(runs: Sequence[ReportedRun]) -> str:
             for sample in each[:MOST_SAMPLES]:
                 texts = "".join(_text_row(of, text) for of, text in marked(sample.last).items())
                 before = "".join(
-                    f"<p><span>step {step + 1:,}</span> {marked(earlier).get('hypothesis') or _joined(earlier)}</p>"
-                    for step, earlier in sample.before
+                    f"<p><span>{said('step')} {step + 1:,}</span> {text}</p>" for step, text in _earlier(sample)
                 )
-                folded = f"<details><summary>before</summary>{before}</details>" if before else ""
+                folded = f"<details><summary>{said('before')}</summary>{before}</details>" if before else ""
                 rows.append(f'<div class="card sample">{texts}{folded}</div>')
             title = name if len(runs) == 1 else f"{run.name}: {name}"
             blocks.append(f'<h3>{escape(title)}</h3><div class="samples">{"".join(rows)}</div>')
     return "".join(blocks)
+
+
+def _earlier(sample: Sample) -> list[tuple[int, str]]:
+    return [(step, marked(texts).get("hypothesis") or _joined(texts)) for step, texts in sample.before]
 
 
 def settings(runs: Sequence[ReportedRun]) -> str:
@@ -96,15 +100,17 @@ def settings(runs: Sequence[ReportedRun]) -> str:
     if len(runs) > 1:
         for title, different in (("Settings that differ", differences(every)), ("Starts", differences(starts))):
             rows = [[name, *values] for name, values in different.items()]
-            body = table(["", *names], rows, first_is_head=True) if rows else "<p>None.</p>"
-            blocks.append(f"<h3>{title}</h3>{body}")
+            body = table(["", *names], rows, first_is_head=True) if rows else f"<p>{said('None.')}</p>"
+            blocks.append(f"<h3>{said(title)}</h3>{body}")
     else:
-        blocks.append(table(["start", ""], [[name, value] for name, value in starts[0].items()], first_is_head=True))
+        rows = [[said(name), value] for name, value in starts[0].items()]
+        blocks.append(table([said("start"), ""], rows, first_is_head=True))
     rows = [
         [name, *(one.get(name, "") for one in every)] for name in dict.fromkeys(key for one in every for key in one)
     ]
-    whole = table(["setting", *names], rows, first_is_head=True)
-    return "".join([*blocks, f"<details><summary>All {counted(len(rows), 'setting')}</summary>{whole}</details>"])
+    whole = table([said("setting"), *names], rows, first_is_head=True)
+    all_of_them = worded(said("All {number:#setting}"), {"number": len(rows)})
+    return "".join([*blocks, f"<details><summary>{all_of_them}</summary>{whole}</details>"])
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, first_is_head: bool = False) -> str:
@@ -120,7 +126,7 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, first_is_head
 
 
 def _text_row(name: str, text: str) -> str:
-    return f'<div class="text"><span>{escape(name)}</span><span>{text}</span></div>'
+    return f'<div class="text"><span>{escape(said(name))}</span><span>{text}</span></div>'
 
 
 def _joined(texts: Mapping[str, str]) -> str:

@@ -22,6 +22,7 @@ import torch
 
 from paceline.core.disk import replacing
 from paceline.core.errors import PacelineError
+from paceline.core.language import ENGLISH, speaking
 from paceline.speed.autotune.knobs import Facts
 from paceline.speed.autotune.search import Failure, FailureKind, Speed
 from paceline.train.loss import OutOfMemory
@@ -82,7 +83,8 @@ def write_speed(folder: Path, speed: Speed) -> None:
 def write_end(folder: Path, rank: int, error: BaseException) -> None:
     """Write how a rank failed, for the search."""
     kind = kind_of(error)
-    text = user_message(error).removeprefix("error: ") if isinstance(error, PacelineError) else repr(error)
+    with speaking(ENGLISH):
+        text = user_message(error).removeprefix("error: ") if isinstance(error, PacelineError) else repr(error)
     _write(folder / f"rank-{rank}.json", {"kind": kind, "what": text})
 
 

@@ -1,0 +1,67 @@
+"""Words in the reader's language: who decides it, what falls back to English, and what never changes."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from paceline.core.errors import PacelineError
+from paceline.core.language import ENGLISH, language, language_of, said, speaking
+from paceline.core.run_folder import RunBusy, RunExists
+
+
+class _Nested(PacelineError):
+    why: PacelineError
+    times: int
+    sentence = "there is no such thing, {times:#time}: {why}"
+    hint = "keep one of them"
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, "en"),
+        ({"LANG": "C.UTF-8"}, "en"),
+        ({"LANG": "zh_CN.UTF-8"}, "zh"),
+        ({"LC_MESSAGES": "zh_TW", "LANG": "de_DE"}, "zh"),
+        ({"LC_ALL": "de_DE.UTF-8", "LANG": "zh_CN.UTF-8"}, "en"),
+        ({"LC_ALL": "", "LANG": "zh_CN.UTF-8"}, "zh"),
+        ({"PACELINE_LANG": "en", "LC_ALL": "zh_CN.UTF-8", "LANG": "zh_CN.UTF-8"}, "en"),
+        ({"PACELINE_LANG": "zh", "LANG": "en_US.UTF-8"}, "zh"),
+        ({"PACELINE_LANG": "ZH-cn"}, "zh"),
+        ({"PACELINE_LANG": "fr", "LANG": "zh_CN.UTF-8"}, "en"),
+    ],
+)
+def test_the_variable_wins_over_the_locale(environment: dict[str, str], expected: str) -> None:
+    assert language_of(environment) == expected
+
+
+def test_a_text_without_a_translation_is_said_in_english(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_LANG", "zh")
+    assert said("nobody has written this down") == "nobody has written this down"
+    assert said("is missing") == "缺失"
+    monkeypatch.setenv("PACELINE_LANG", "en")
+    assert said("is missing") == "is missing"
+
+
+def test_an_error_speaks_to_its_reader_and_is_recorded_in_english() -> None:
+    with speaking("zh"):
+        error = RunExists("runs/a")
+        assert str(error) == "runs/a 中已有一个运行"
+        assert error.hint == "加上 `--resume auto` 继续它，或选择另一个 `--out`"
+        again = pickle.loads(pickle.dumps(error))
+        assert str(again) == str(error)
+        with speaking(ENGLISH):
+            assert str(error) == str(again) == "runs/a holds a run already"
+    assert language() == ENGLISH
+    assert str(error) == "runs/a holds a run already"
+    assert error.args == ("runs/a holds a run already",)
+
+
+def test_an_error_inside_of_another_is_recorded_in_english_too() -> None:
+    with speaking("zh"):
+        error = _Nested(RunBusy("runs/a", "process 5"), 2)
+        assert str(error) == "there is no such thing, 2 times: runs/a 正由 process 5 训练"
+        assert error.hint == "只保留其中一个"
+    assert str(error) == "there is no such thing, 2 times: runs/a is being trained by process 5"

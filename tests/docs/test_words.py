@@ -1,0 +1,107 @@
+"""The table of words in Chinese is whole, has nothing that is said no more, and keeps fields, code and numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from paceline.cli.completion import options_of
+from paceline.cli.main import COMMANDS, main
+from paceline.core.language import words_of
+
+ROOT = Path(__file__).parents[2]
+COMMON = (  # of errors: what a user meets in the first weeks
+    *("is missing", "there is no such option", "there is no such setting", "did you mean {name}?", "must be {what}"),
+    *("belongs to no option", "is a flag and takes no value", "needs a value before {word}", "above {limit}"),
+    *("a number", "a whole number", "one of {values}", "keep one of them", "there is no such file", "error: "),
+    *("{number} mistakes in the settings of `{prog}`", "`{prog} --help` lists all options", "is not YAML: {why}"),
+    *("there is no command {name!r}", "{folder} holds a run already", "{folder} is being trained by {owner}"),
+)
+COMMON_ERRORS = (
+    *("RunExists", "RunBusy", "RunChanged", "NotARun", "WhichRun", "NoCudaDevice", "MoreRanksThanDevices"),
+    *(
+        "RanksMissing",
+        "FirstRankUnreached",
+        "MeetingPointTaken",
+        "MeetingPointUnknown",
+        "SecretsDiffer",
+        "DuplicateRank",
+    ),
+    *("SizesDiffer", "EnvironmentIncomplete", "EnvironmentContradicts", "NodesMissing", "LauncherUnreached"),
+    *("RanksDisagree", "OutOfMemory", "LossContract", "NonFiniteLoss", "TooManySkipped", "NoGradients", "NoData"),
+    *("NotData", "SettingsChanged", "DataChanged", "MoreRanksThanGrains", "FewerSamplesThanRanks", "CheckpointBroken"),
+    *("NoSoundCheckpoint", "WeightsMisfit", "CheckpointFailed", "PackagesMissing", "CommandNeedsPackages"),
+    *("TaskIncomplete", "MetricContract", "UnknownMonitor", "ScheduleNeedsEnd", "LengthsNeeded", "ShapesDiffer"),
+    *(
+        "LevelUnsupported",
+        "CannotWrite",
+        "AudioUnreadable",
+        "NothingKept",
+        "TaskGone",
+        "RanksFailed",
+        "HostIsLoopback",
+        "NotACheckpoint",
+    ),
+)
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_words", ROOT / "docs" / "words.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+words = _load()
+
+
+def test_translations_have_the_fields_the_code_and_the_numbers_of_the_text() -> None:
+    assert words.misfits(words_of("zh")) == []
+    wrong = {
+        "errors": {"{a} of {b!r} `x` 3": "{a} `x` 3", "{n:#rank} is `z`": "{n} 个 rank 是 `y`", "{n:#rank}": "{n}"}
+    }
+    assert words.misfits(wrong) == [("errors", "{a} of {b!r} `x` 3"), ("errors", "{n:#rank} is `z`")]
+
+
+def test_a_text_that_changed_is_missing_and_its_translation_stale() -> None:
+    texts, table = {"errors": ["a run", "another"]}, {"errors": {"a run": "运行", "gone": "没有"}}
+    assert words.missing(texts, table) == [("errors", "another")]
+    assert words.stale(texts, table) == [("errors", "gone")]
+    assert words.ordered(texts, table) == {"errors": {"a run": "运行"}}
+
+
+def test_the_fifty_most_common_messages_are_translated() -> None:
+    known = {text for entries in words_of("zh").values() for text in entries}
+    assert [text for text in COMMON if text not in known] == []
+    errors = {error.__name__: error for error in words.subclasses(words.PacelineError)}
+    assert len(COMMON_ERRORS) >= 50
+    sentences = {name: errors[name].sentence for name in COMMON_ERRORS}
+    unsaid = [name for name, sentence in sentences.items() if sentence not in known and words.has_words(sentence)]
+    assert unsaid == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_in_chinese(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PACELINE_LANG", "zh")
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "用法：" in shown
+    if command != "manifest":  # whose help lists its actions
+        names = [name for name in options_of(command)[0].model_fields if name not in options_of(command)[1]]
+        missing = [name for name in names if f"--{name.replace('_', '-')}" not in shown]
+        assert missing == []
+        assert {_cells(line) for line in shown.splitlines() if line.startswith("│")} <= {100}
+
+
+def _cells(line: str) -> int:
+    from rich.cells import cell_len
+
+    return cell_len(line)
