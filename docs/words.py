@@ -47,7 +47,7 @@ Texts = dict[str, list[str]]
 
 def texts() -> Texts:
     """Return every text that the shipped table may have, by kind."""
-    _import_all()
+    import_all()
     said, of_report = _literals()
     return {
         "commands": [*COMMANDS.values(), *ACTIONS.values()],
@@ -69,7 +69,8 @@ def has_words(template: str) -> bool:
     return any(letter.isalpha() for literal, *_ in string.Formatter().parse(template) for letter in literal)
 
 
-def _import_all() -> None:
+def import_all() -> None:
+    """Import every module, so that all errors and sections are known."""
     for module in pkgutil.walk_packages(paceline.__path__, "paceline."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)

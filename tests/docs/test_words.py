@@ -80,6 +80,7 @@ def test_a_text_that_changed_is_missing_and_its_translation_stale() -> None:
 def test_the_fifty_most_common_messages_are_translated() -> None:
     known = {text for entries in words_of("zh").values() for text in entries}
     assert [text for text in COMMON if text not in known] == []
+    words.import_all()
     errors = {error.__name__: error for error in words.subclasses(words.PacelineError)}
     assert len(COMMON_ERRORS) >= 50
     sentences = {name: errors[name].sentence for name in COMMON_ERRORS}
