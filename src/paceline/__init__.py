@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.version import VERSION
 
 if TYPE_CHECKING:
+    from paceline.cli.compare import compare as compare
     from paceline.cli.load import load as load
     from paceline.cli.sweep.api import sweep as sweep
     from paceline.config.settings import TrainConfig as TrainConfig
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from paceline.data.packed.dataset import PackedDataset as PackedDataset
     from paceline.observe.callback import Callback as Callback
     from paceline.observe.callback import Watcher as Watcher
+    from paceline.observe.compare.comparison import Comparison as Comparison
     from paceline.train.engine import Engine as Engine
     from paceline.train.fit import fit as fit
     from paceline.train.metrics import Gathered as Gathered
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _HOMES = {
+    "compare": "paceline.cli.compare",
+    "Comparison": "paceline.observe.compare.comparison",
     "load": "paceline.cli.load",
     "sweep": "paceline.cli.sweep.api",
     "SweepResult": "paceline.train.sweep.outcome",

@@ -31,6 +31,7 @@ COMMANDS = {
     "doctor": "check a machine, or all ranks of an allocation, and say what is wrong",
     "runs": "list runs: what was trained, how far, how well",
     "diff": "show how two runs differ",
+    "compare": "compare runs of several seeds: difference of means, p-values, steps to a value",
     "report": "write one page about runs: losses, metrics, time, verdicts, settings, samples",
     "demo": "train something small and real, and report",
     "completion": "print a script that completes commands and options in your shell",

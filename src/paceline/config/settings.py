@@ -203,8 +203,8 @@ class DataSettings(Section):
             "`--dataset-distribution random_seed_offset`",
             "mathematics",
             "A rank then knows its own order only, and not how many steps an epoch of the others has.",
-            "a schedule of batches or lengths needs `dataset_distribution` shard: with orders of their own, ranks do not "
-            "know each other's steps",
+            "a schedule of batches or lengths needs `dataset_distribution` shard: with orders of their own, ranks do "
+            "not know each other's steps",
             lambda s: bool(s.batch_schedule or s.length_schedule) and s.dataset_distribution != "shard",
         ),
     )

@@ -17,6 +17,7 @@ import paceline.asr
 from paceline.cli.main import main
 from paceline.cli.tasks import find_task
 from paceline.core.extras import PackagesMissing
+from paceline.observe.compare.sample_scores import read_scores
 from paceline.observe.journal import read
 from paceline.recipes.asr.settings import AsrSettings
 from paceline.recipes.asr.text.decode import beam_batch
@@ -118,6 +119,16 @@ def logged(run: Path) -> dict[str, float]:
     assert best is not None
     (record,) = [each for each in read(run / "metrics.jsonl", "validation") if each["step"] + 1 == best.step]
     return {name: value for name, value in record.items() if "/" in name}
+
+
+def test_errors_of_utterances_are_kept_for_comparisons(folder: Path) -> None:
+    """Of the last validation, in the order of the manifest: they give the rate in the journal."""
+    scores = read_scores(folder / "run")
+    last = read(folder / "run" / "metrics.jsonl", "validation")[-1]
+    assert len(scores["dev/wer"].rows) == len(tiny.lines_of(folder / "dev.json"))
+    assert {name: scores[name].value() for name in scores} == pytest.approx(
+        {name: last[name] for name in ("dev/wer", "other/wer")}
+    )
 
 
 def test_eval_gives_what_training_wrote_down(folder: Path, shown: Type) -> None:

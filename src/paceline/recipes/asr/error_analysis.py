@@ -31,6 +31,10 @@ class ErrorBook:
         self._heard.append(_Heard(sample, edits, reference[:MOST_CHARACTERS], hypothesis[:MOST_CHARACTERS]))
         return edits
 
+    def rows(self) -> list[tuple[int, tuple[int, int]]]:
+        """Return (sample, (errors, words)) of what was noted."""
+        return [(each.sample, (each.edits.errors, each.edits.words)) for each in self._heard]
+
     def take(self, name_of: Callable[[int], str], speakers: Mapping[int, str]) -> Analysis:
         """Return what was noted, with the names and speakers of the set's samples, and forget it."""
         heard, self._heard = self._heard, []

@@ -14,6 +14,7 @@ from paceline.core.run_folder import RunFolder
 from paceline.core.units import counted
 from paceline.data.grain import Grain
 from paceline.data.manifest.bad_line import BadLine, shown
+from paceline.observe.compare.sample_scores import SampleScores, write_scores
 from paceline.recipes.asr.data.corpus import Corpus, Opening, Part, list_bad, parts_of
 from paceline.recipes.asr.data.inputs import open_inputs
 from paceline.recipes.asr.data.ladder import ladder
@@ -66,6 +67,7 @@ class Asr(Task):
         self._unread: set[BadLine] = set()
         self._errors = ErrorBook()
         self._analyses: dict[str, Analysis] = {}
+        self._scores: dict[str, dict[str, SampleScores]] = {}
         self._is_introduced = False
         self._placement: Placement | None = None
 
@@ -129,14 +131,16 @@ class Asr(Task):
         }
 
     def analysis(self, name: str, data: Any) -> dict[str, float]:
-        """Return word errors by kind; the worst utterances and the errors by speaker go into a file of the run."""
+        """Return word errors by kind; errors of each utterance, the worst ones and those by speaker go into files."""
         is_ours = isinstance(data, Utterances)
+        self._scores[name] = {"wer": SampleScores.of("ratio", self.gather(self._errors.rows()))}
         part = self._errors.take(data.name if is_ours else str, data.speakers if is_ours else {})
         whole = joined(self.gather(part))
         self._analyses[name] = whole
         out = self.settings.out
         if self.world.rank == 0 and self.settings.mode not in ("eval", "infer") and out is not None:
             write_analyses(out, self._analyses)
+            write_scores(out, self._scores)
         return dict(kinds(whole))
 
     def predict(self, model: nn.Module, grain: Grain) -> list[str]:
