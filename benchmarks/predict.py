@@ -9,8 +9,8 @@ gradients, sums, averages and everything on the wire are real. A step has 8 grai
     param blocking, overlapped, int8   averages every 4 steps (`reduce: param`); the last two under the next 4 steps
     shard exact, shard fast        full shards
 
-`measured` is the mean time of a step within epochs after the first, from the ranks' own stamps, whole intervals of
-averages each. Run folders are kept under `--folder`; `--measure` and `--compare` do one half of the work.
+`measured` is the median time of a step over whole intervals of averages, from the ranks' own stamps, without the first
+steps of an epoch. Run folders are kept under `--folder`; `--measure` and `--compare` do one half of the work.
 """
 
 from __future__ import annotations
@@ -18,33 +18,36 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import socket
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from slow_hosts import INTERFACE, NETWORK, build_network, host, limit, remove_network, sent_bytes
-from table import machine, parser
+from table import parser
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
 
 RANKS = (1, 2, 4, 8)
-LAYERS, GRAINS, BATCH, EVERY = 8, 8, 16, 4
-FORWARD_S, BACKWARD_S = 0.003, 0.006
+LAYERS, GRAINS, BATCH, EVERY = 4, 8, 16, 4
+FORWARD_S, BACKWARD_S = 0.012, 0.024
 """Of a layer."""
-EPOCH_STEPS, EPOCHS = 12, 3
+EPOCH_STEPS, EPOCHS = 12, 2
 PORT = 29_431
-LAYER_NUMBERS = {"100mbit": 32_768, "1gbit": 65_536, "10gbit": 262_144}
-"""Parameters of a layer, by the link's rate: 1, 2 and 8 MiB as a whole."""
+LAYER_NUMBERS = {"100mbit": 1 << 17, "1gbit": 1 << 19, "10gbit": 1 << 21}
+"""Parameters of a layer, by the link's rate: 2, 8 and 32 MiB as a whole."""
+SEGMENTS = {"100mbit": 8192, "1gbit": 32_768, "10gbit": 65_536}
+"""Bytes of a segment: each passes two shapers, one after the other, which must not look like latency."""
 _PARAM: dict[str, Any] = {"reduce": "param", "sync_step": EVERY, "sync_state": "keep"}
 WAYS: dict[str, dict[str, Any]] = {
     "grad exact": {"sums": "exact"},
@@ -191,7 +194,7 @@ class Truth:
     way: str
     ranks: int
     step_s: float
-    """Mean of whole intervals within the epochs after the first."""
+    """Median of whole intervals of averages within epochs."""
     spread_s: float
     """Standard deviation between these intervals."""
     sent: float
@@ -205,12 +208,22 @@ def truth_of(folder: Path, rate: str, way: str, ranks: int) -> Truth:
     intervals, sent, cpu_s = [], [], []
     for rank in range(ranks):
         stamps = json.loads(run.with_name(f"{run.name}-rank{rank}.json").read_text())
-        for epoch in range(1, EPOCHS):
+        for epoch in range(EPOCHS):  # but for the first steps of an epoch, and twice as many of the run
             for first in range(epoch * EPOCH_STEPS + EVERY - 1, (epoch + 1) * EPOCH_STEPS - 1, EVERY):
+                if first < 2 * EVERY - 1:
+                    continue
                 intervals.append((stamps["ends_s"][first + EVERY] - stamps["ends_s"][first]) / EVERY)
                 sent.append((stamps["sent"][first + EVERY] - stamps["sent"][first]) / EVERY)
                 cpu_s.append((stamps["cpu_s"][first + EVERY] - stamps["cpu_s"][first]) / EVERY)
-    return Truth(rate, way, ranks, statistics.mean(intervals), statistics.pstdev(intervals), statistics.mean(sent), ranks * statistics.mean(cpu_s))
+    return Truth(
+        rate,
+        way,
+        ranks,
+        statistics.median(intervals),
+        statistics.pstdev(intervals),
+        statistics.mean(sent),
+        ranks * statistics.mean(cpu_s),
+    )
 
 
 def measure(rates: Sequence[str], ways: Sequence[str], ranks: Sequence[int], folder: Path) -> None:
@@ -219,12 +232,16 @@ def measure(rates: Sequence[str], ways: Sequence[str], ranks: Sequence[int], fol
     build_network(max(ranks))
     try:
         for rate in rates:
-            limit(max(ranks), rate, queue="400ms")
+            limit(max(ranks), rate, queue="400ms", segment=SEGMENTS[rate])
             for number, size in enumerate(ranks):
                 (folder / rate).mkdir(parents=True, exist_ok=True)
-                fork_ranks(size, rate, ways, folder, PORT + 20 * number)
+                # On one rank only the order of sums makes a difference.
+                chosen = [way for way in ways if size > 1 or way.startswith("grad")]
+                for way in chosen:
+                    shutil.rmtree(run_of(folder, rate, way, size), ignore_errors=True)
+                fork_ranks(size, rate, chosen, folder, PORT + 20 * number)
                 load = os.getloadavg()[0]
-                for way in ways:
+                for way in chosen:
                     truth = truth_of(folder, rate, way, size)
                     line = json.dumps({**asdict(truth), "load": load})
                     print(line, flush=True)

@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 
 INTERFACE, NETWORK, BRIDGE = "eth0", "10.77.0", "slowlink"
-SEGMENT = 32_768
 
 
 def run(*command: str) -> None:
@@ -24,18 +23,20 @@ def build_network(number: int) -> None:
         name = host(rank)
         run("ip", "netns", "add", name)
         run("ip", "link", "add", name, "type", "veth", "peer", "name", INTERFACE, "netns", name)
-        # Segments that fit into the burst of a limit: larger ones would be cut into packets, which takes a core.
-        run("ip", "-n", name, "link", "set", INTERFACE, "gso_max_size", str(SEGMENT))
         run("ip", "link", "set", name, "master", BRIDGE, "up")
         run("ip", "-n", name, "address", "add", f"{NETWORK}.{rank + 1}/24", "dev", INTERFACE)
         run("ip", "-n", name, "link", "set", INTERFACE, "up")
         run("ip", "-n", name, "link", "set", "lo", "up")
 
 
-def limit(number: int, rate: str, queue: str = "50ms") -> None:
-    """Both directions of every host; `queue` is the time in a full queue, beyond which packets are dropped."""
-    shape = ("root", "tbf", "rate", rate, "burst", "64kb", "latency", queue)
+def limit(number: int, rate: str, queue: str = "50ms", segment: int = 32_768) -> None:
+    """Both directions of every host; `queue` is the time in a full queue, beyond which packets are dropped.
+
+    A burst holds two segments: larger ones would be cut into packets, which takes a core.
+    """
+    shape = ("root", "tbf", "rate", rate, "burst", f"{max(16_384, 2 * segment)}b", "latency", queue)
     for rank in range(number):
+        run("ip", "-n", host(rank), "link", "set", INTERFACE, "gso_max_size", str(segment))
         run("tc", "qdisc", "replace", "dev", host(rank), *shape)
         run("tc", "-n", host(rank), "qdisc", "replace", "dev", INTERFACE, *shape)
 

@@ -167,6 +167,8 @@ def test_the_keys_of_a_position_in_a_checkpoint_stay() -> None:
         "first_loss",
         "is_epoch_over",
     ]
+    # Only runs that an older version could not go on with have another one.
+    assert list(Position(save_every=7).state())[-1] == "save_every"
 
 
 def test_more_of_the_same_is_no_change_where_no_schedule_looks_at_the_end() -> None:

@@ -263,8 +263,11 @@ class TrainArguments(EngineArguments, DataArguments, total=False):
     """Stop after so many validations without a better `monitor`."""
     max_loss_ratio: float | None
     """The run has diverged, and ends, when its loss stays above so many times the first (or 1); `none`: never."""
-    save_every_steps: int | None
-    """Steps between checkpoints, beside those of `save_every_epochs`."""
+    save_every_steps: int | Literal["auto"] | None
+    """Steps between checkpoints, beside those of `save_every_epochs`; `auto`: as many as lose least time, from what a
+    checkpoint takes here and how often nodes fail (`failures`)."""
+    failures: str
+    """Failures per node-days that `save_every_steps: auto` goes by, such as `4/1000nd`, or a range of them."""
     save_every_epochs: int | None
     """Epochs between checkpoints; one is always saved at the end."""
     mode: Literal["train", "eval", "train_eval", "infer"]

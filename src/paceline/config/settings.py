@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from paceline.config.change_points import ChangePoint, parse_all
 from paceline.config.named_sets import SetWord
 from paceline.config.plugin_name import PluginName
 from paceline.config.step_range import StepRange
 from paceline.core.cloud.address import AbsolutePlace, Place, is_address
+from paceline.core.failure_rate import PUBLISHED, BadFailureRate, parse_failures
 from paceline.core.paths import AbsolutePath
 from paceline.core.together import SettingsExclusion
 
@@ -46,6 +47,14 @@ BuiltInSchedule = Literal[
     "newbob",
 ]
 ScheduleName = BuiltInSchedule | Annotated[str, PluginName("schedules")]
+
+
+def _as_failures(text: str) -> str:
+    try:
+        parse_failures(text)
+    except BadFailureRate as error:
+        raise ValueError(f"{error.why}, such as `4/1000nd` or `2.3-6.5/1000nd`") from error
+    return text
 
 
 def free(default: Any, **extra: Any) -> Any:
@@ -627,6 +636,7 @@ class ObserveSettings(Section):
 class LoopSettings(Section):
     """How long to train, when to look and what to keep."""
 
+    aliases = {"save_every": "save_every_steps"}
     epochs: Positive | None = None
     """Passes over the data (sub-epochs, with `partition_epoch`) of a stage that does not say its own."""
     steps: Positive | None = None
@@ -645,8 +655,11 @@ class LoopSettings(Section):
     """Stop after so many validations without a better `monitor`."""
     max_loss_ratio: PositiveFloat | None = free(1e4)
     """The run has diverged, and ends, when its loss stays above so many times the first (or 1); `none`: never."""
-    save_every_steps: Positive | None = free(None)
-    """Steps between checkpoints, beside those of `save_every_epochs`."""
+    save_every_steps: Positive | Literal["auto"] | None = free(None)
+    """Steps between checkpoints, beside those of `save_every_epochs`; `auto`: as many as lose least time, from what a
+    checkpoint takes here and how often nodes fail (`failures`)."""
+    failures: Annotated[str, AfterValidator(_as_failures)] = free(PUBLISHED)
+    """Failures per node-days that `save_every_steps: auto` goes by, such as `4/1000nd`, or a range of them."""
     save_every_epochs: Positive | None = free(1)
     """Epochs between checkpoints; one is always saved at the end."""
     mode: Literal["train", "eval", "train_eval", "infer"] = free("train_eval")
@@ -692,6 +705,15 @@ class TrainConfig(LoopSettings, ObserveSettings, OptimSettings, EngineConfig, Da
             "A global batch has one size on any number of ranks, so the learning rate has nothing to follow.",
             "`scale_lr` needs `batch_per_device`: with a global batch, ranks do not change the batch",
             lambda s: s.scale_lr != "none" and s.batch_per_device is None,
+        ),
+        SettingsExclusion(
+            "`--save-every-steps auto`",
+            "`--sync-overlap`",
+            "mathematics",
+            "A checkpoint waits for the average that is under way, so results would depend on how long one takes.",
+            "`save_every_steps` auto chooses by measured time, and with `sync_overlap` results depend on when a "
+            "checkpoint is saved: name a number of steps",
+            lambda s: s.save_every_steps == "auto" and s.reduce == "param" and s.sync_overlap > 0,
         ),
     )
 

@@ -40,6 +40,10 @@ class Outcome(Enum):
         return self.value if self in (Outcome.EARLY, Outcome.STOPPED, Outcome.DIVERGED) else "finished"
 
 
+MEASURING_SAVES = 10
+"""Steps between the first checkpoints of `save_every_steps: auto`, until it is known what one costs."""
+
+
 @dataclass(frozen=True)
 class Signals:
     """News that come with a step. Ranks that are together have the same."""
@@ -79,7 +83,9 @@ def due(config: TrainConfig, position: Position, signals: Signals, since: int) -
     return Due(
         log=passes_multiple(since, now, config.log_every),
         validate=passes_multiple(since, now, config.val_every_steps),
-        save=signals.stop or passes_multiple(since, now, config.save_every_steps) or is_new_best(config, position),
+        save=signals.stop
+        or passes_multiple(since, now, save_interval(config, position))
+        or is_new_best(config, position),
         leave=_leave(config, position, signals),
     )
 
@@ -104,9 +110,16 @@ def ended_by(config: LoopSettings, position: Position) -> Outcome | None:
 def next_due(config: TrainConfig, position: Position) -> int:
     """Return the next number of steps at which something is due, unless a signal comes first."""
     now = position.num_steps
-    intervals = (config.log_every, config.val_every_steps, config.save_every_steps)
+    intervals = (config.log_every, config.val_every_steps, save_interval(config, position))
     moments = [now - now % every + every for every in intervals if every is not None]
     return min(moments if config.steps is None else [*moments, position.stage_began + config.steps])
+
+
+def save_interval(config: LoopSettings, position: Position) -> int | None:
+    """Return the steps between checkpoints: as set, or as `auto` has chosen."""
+    if config.save_every_steps == "auto":
+        return position.save_every or MEASURING_SAVES
+    return config.save_every_steps
 
 
 def is_multiple(number: int, every: int | None) -> bool:

@@ -51,6 +51,8 @@ class Position:
     """Largest loss, by its size, of the first step of a stage: divergence is judged by it."""
     is_epoch_over: bool = False
     """Data of unknown length has ended with the last step."""
+    save_every: int | None = None
+    """Steps between checkpoints that `save_every_steps: auto` has chosen."""
 
     def advance(self, batch: Batch) -> None:
         """Move past a batch; the engine counts `num_steps` when it steps."""
@@ -77,8 +79,9 @@ class Position:
         return self.stage + (self.epoch > 0 or self.step > 0)
 
     def state(self) -> dict[str, Any]:
-        """Return the fields as plain values, for a checkpoint."""
-        return asdict(self)
+        """Return the fields as plain values, for a checkpoint; `save_every` where it was chosen: older versions do not
+        know it."""
+        return {name: value for name, value in asdict(self).items() if name != "save_every" or value is not None}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go to where `state` was taken."""

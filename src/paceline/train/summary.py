@@ -460,6 +460,7 @@ _NO_EFFECT: list[_Row] = [
     ("on a resumed run", ("init_from",), lambda facts: facts.resumed is not None),
     ("unless a run is resumed", ("regrain", "allow_change"), lambda facts: facts.resumed is None),
     ("because `out` names the folder", ("exp_name", "runs_dir"), lambda facts: _is_named_by_out(facts.config)),
+    ("unless `save_every_steps` is auto", ("failures",), lambda facts: facts.config.save_every_steps != "auto"),
     (
         "without a run folder",
         ("save_every_steps", "checkpoint_form", "keep_last", "keep_best", "profile", "profile_memory"),

@@ -58,6 +58,7 @@ from paceline.train.outlook import outlook
 from paceline.train.position import Position
 from paceline.train.prepare import sums_in_tree
 from paceline.train.probe import Probe
+from paceline.train.save_interval import SaveInterval
 from paceline.train.scalars import Scalars, calls_log
 from paceline.train.scaling import for_ranks
 from paceline.train.survival import Regroup, Survival, price
@@ -164,6 +165,7 @@ class Trainer:
             self._autotuner = autotuner.Autotuner(task, config, link, self.progress, lambda: self.engine.wants_stop)
             self._compute_in(self._autotuner, None if record is None else self._autotuner.recall(record))
         self.position = self.engine.position
+        self._save_interval = SaveInterval(config, self.position, link)
         stages = tasks.stages_of(task)
         self.stages = list(stages) if probe is None else probe.stages(stages)
         self._began_stage = -1
@@ -416,7 +418,11 @@ class Trainer:
             self._validate()
             now = due(self.config, position, signals, since)  # the score may say: save, or leave
         if now.save:
+            began = time.monotonic()
             self._save()
+            chosen = self._save_interval.saved(began, time.monotonic(), self.checkpoints.write_s)
+            if chosen is not None:
+                self.progress.say(chosen)
         self.clock.lap("other")
         return now
 

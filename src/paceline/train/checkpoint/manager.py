@@ -314,6 +314,11 @@ class CheckpointManager:
             self._writer.save(engine.num_steps, parts, record, score)
         engine.prepared.statistics.share()
 
+    @property
+    def write_s(self) -> float:
+        """Seconds until the last checkpoint that is whole was on disk; 0 on a rank that writes none."""
+        return 0.0 if self._writer is None else self._writer.write_s
+
     def _record(
         self, engine: Engine, values: dict[str, Any], moment: dict[str, Any], sums: Any, few_shapes: bool
     ) -> dict[str, Any]:

@@ -114,6 +114,8 @@ class Checkpointer:
         self.folder, self.keep_last, self.keep_best, self.mode = folder, keep_last, keep_best, mode
         self.stall_s = 0.0
         """Seconds that callers have been blocked so far."""
+        self.write_s = 0.0
+        """Seconds that the last checkpoint took until it was on disk, beside the steps."""
         self._background = background
         self._rank, self._num_writers, self._timeout_s = rank, num_writers, timeout_s
         self._on_written = on_written
@@ -180,6 +182,7 @@ class Checkpointer:
         pending.result()
 
     def _write(self, values: StateFile) -> None:
+        start = time.perf_counter()
         final = self.folder / folder_name(values.step)
         aside = self.folder / (WRITING + final.name)
         try:
@@ -207,6 +210,7 @@ class Checkpointer:
             self._retain(values.step)
         except OSError as error:
             raise CheckpointFailed(self.folder, "older checkpoints cannot be removed", error) from error
+        self.write_s = time.perf_counter() - start
         self._on_written()
 
     def _hand_in(self, aside: Path, entries: Entries) -> None:

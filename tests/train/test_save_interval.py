@@ -1,0 +1,95 @@
+"""`save_every_steps: auto` in runs: chosen once, the same on all ranks, kept by checkpoints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config.settings import TrainConfig
+from paceline.train.checkpoint import reader
+from paceline.train.checkpoint.format import listed, step_of
+from paceline.train.due import MEASURING_SAVES, Due, Signals, due, next_due
+from paceline.train.position import Position
+from paceline.train.save_interval import SaveInterval
+from paceline.world.link import Link
+from tests.ranks import ranks
+from tests.train.small import SmallTask, alone, trainer
+
+
+def config(**settings: Any) -> TrainConfig:
+    return TrainConfig(**{"steps": 10_000, "log_every": 5000, "save_every_steps": "auto", "out": "run", **settings})
+
+
+def test_the_second_checkpoint_chooses() -> None:
+    position = Position(num_steps=MEASURING_SAVES)
+    interval = SaveInterval(config(failures="4/1000nd"), position, alone())
+    assert interval.saved(99.0, 101.0, 0.5) is None
+    assert position.save_every is None
+    position.num_steps = 2 * MEASURING_SAVES
+    line = interval.saved(102.0, 102.5, 0.5)  # 10 steps in 1 s, 0.5 s to save; a failure in 250 days
+    assert position.save_every == pytest.approx((2 * 0.5 * 250 * 86_400) ** 0.5 / 0.1, rel=0.01)
+    assert line is not None
+    assert re.fullmatch(
+        r"a checkpoint every 46,4\d\d steps \(1\.29 h\): one takes 500 ms, and 1 node may fail every 6,000\.00 h", line
+    )
+    assert interval.saved(103.0, 109.0, 0.5) is None, "once"
+
+
+def test_checkpoints_are_due_when_chosen() -> None:
+    first, chosen = Position(num_steps=MEASURING_SAVES), Position(num_steps=MEASURING_SAVES, save_every=70)
+    assert due(config(), first, Signals(), MEASURING_SAVES - 1) == Due(save=True)
+    assert due(config(), chosen, Signals(), MEASURING_SAVES - 1) == Due()
+    assert next_due(config(), chosen) == 70
+    assert due(config(), Position(num_steps=140, save_every=70), Signals(), 139) == Due(save=True)
+
+
+def test_without_a_folder_or_with_a_number_nothing_is_chosen() -> None:
+    for settings in ({"out": None}, {"save_every_steps": 5}):
+        position = Position(num_steps=10)
+        interval = SaveInterval(config(**settings), position, alone())
+        interval.saved(0.0, 1.0, 0.0)
+        position.num_steps = 20
+        assert interval.saved(2.0, 3.0, 0.0) is None
+        assert position.save_every is None
+
+
+@ranks(2)
+def test_all_ranks_choose_the_slowest_ones_way(link: Link, tmp_path: Path) -> None:
+    position = Position(num_steps=10)
+    interval = SaveInterval(config(), position, link)
+    slow = 1.0 + link.world.rank
+    interval.saved(0.0, 0.1, 0.0)
+    position.num_steps = 20
+    interval.saved(0.1 + slow, 0.1 + 2 * slow, 0.0)
+    assert len(set(link.gather_objects(position.save_every))) == 1
+
+
+def test_a_run_saves_twice_and_goes_on_with_its_choice(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = {"save_every_steps": "auto", "save_every_epochs": None, "keep_last": 9, "keep_best": 0, "epochs": None}
+    first = trainer(SmallTask(), tmp_path / "run", steps=35, **settings)
+    first.fit()
+    every = first.position.save_every
+    assert every is not None
+    assert every > 35, "a failure in 259 days, and a checkpoint takes little"
+    assert [step_of(path) for path in listed(tmp_path / "run" / "checkpoints")] == [35, 20, 10]
+    assert capfd.readouterr().out.count("a checkpoint every") == 1
+    again = trainer(SmallTask(), tmp_path / "run", steps=70, **settings, resume="auto")
+    again.fit()
+    assert again.position.save_every == every
+    assert [step_of(path) for path in listed(tmp_path / "run" / "checkpoints")] == [70, 35, 20, 10]
+    saved = reader.load(tmp_path / "run" / "checkpoints" / "step-00000070", [], verify=False)
+    assert saved.state["position"]["save_every"] == every
+
+
+def test_results_must_not_depend_on_the_time_that_a_checkpoint_takes() -> None:
+    with pytest.raises(Exception, match="name a number of steps"):
+        config(reduce="param", sync_step=4, sync_overlap=2)
+    config(reduce="param", sync_step=4)
+
+
+def test_a_rate_that_cannot_be_read_is_refused_with_the_settings() -> None:
+    with pytest.raises(Exception, match="such as `4/1000nd`"):
+        config(failures="often")
