@@ -19,6 +19,7 @@ from paceline.core.cloud.address import address_of, shown
 from paceline.core.cloud.run_copy import bring_run
 from paceline.core.errors import PacelineError
 from paceline.core.keys import key
+from paceline.core.language import said
 from paceline.core.run_folder import NotARun, RunFolder, RunRecord
 from paceline.core.terminal import warn
 from paceline.data.collate import stack_collate
@@ -206,7 +207,7 @@ class TooFewToAverage(PacelineError):
 
     @property
     def are(self) -> str:
-        return "is only" if len(self.names) == 1 else "are only"
+        return said("is only") if len(self.names) == 1 else said("are only")
 
     @property
     def listed_names(self) -> str:
