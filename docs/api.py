@@ -38,7 +38,19 @@ settings are known, too, where its class names them (`Settings = MySettings`), o
 MySettings(hidden=64, epochs=3))`.
 """
 GROUPS = {
-    "Train": ("fit", "load", "Task", "Stage", "Gathered", "Result", "Engine", "sweep", "SweepResult", "compare", "Comparison"),
+    "Train": (
+        "fit",
+        "load",
+        "Task",
+        "Stage",
+        "Gathered",
+        "Result",
+        "Engine",
+        "sweep",
+        "SweepResult",
+        "compare",
+        "Comparison",
+    ),
     "Data": ("Grain", "Batch", "pad_collate", "PackedDataset"),
     "Around a run": ("Callback", "World", "PacelineError"),
     "Settings": ("TrainConfig",),

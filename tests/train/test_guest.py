@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.data.grain import Batch, Grain
+from paceline.world.discover.environment import World
+from paceline.world.start import start
 from tests.train.apart import WeightedTask
 
 LEGACY: dict[str, Callable[[], Any]] = {
@@ -115,6 +117,30 @@ def test_of_two_engines_either_may_be_closed_first(first: int) -> None:
         paceline.Engine(level=3, precision="fp64", device="cpu", threads=1)
     paceline.Engine(level=0, device="cpu", threads=1).close()
     assert seen() == before
+
+
+def test_an_engine_whose_ranks_have_parted_says_so() -> None:
+    """With a group that was an error of torch's, or a step of each rank by itself; closing twice was, too."""
+    model = torch.nn.Linear(2, 1)
+    data = torch.ones(4, 2)
+    with start(World(0, 0, 1, 1, 0, 1, "plain", None), device="cpu", group_of_one=True) as link:
+        engine = paceline.Engine(level=0, link=link)
+        engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        [batch] = engine.batches(data, global_batch=4)
+        other = paceline.Engine(level=0, link=link)
+        other.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        engine.close()
+    engine.close()  # once more does nothing
+    calls: dict[str, Callable[[], Any]] = {
+        "step": lambda: engine.step(lambda grain: (model(grain.data).sum(), len(grain)), batch),
+        "prepare": lambda: engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1)),
+        "batches": lambda: engine.batches(data, global_batch=4),
+        "evaluate": lambda: engine.evaluate(lambda grain: {}, data),
+        "close": other.close,
+    }
+    for name, call in calls.items():
+        with pytest.raises(paceline.PacelineError, match=f"engine.{name} was called after the ranks have parted"):
+            call()
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -66,6 +66,16 @@ class NotPrepared(PacelineError):
     hint = "call `engine.prepare(model, optimizer)` first"
 
 
+class EngineClosed(PacelineError):
+    """An engine that is to work after its ranks have parted."""
+
+    call: str
+    sentence = "engine.{call} was called after the ranks have parted: the engine that the link is of was closed"
+    hint = (
+        "close engines after their last step, the one that the link was taken from last; `with` does it in that order"
+    )
+
+
 class NotALink(PacelineError, TypeError):
     """Something else where the ranks of another engine belong."""
 
@@ -131,7 +141,7 @@ class Engine:
         self._rates = Rates()
         self.schedulers = Schedulers()
         """torch schedulers of the optimizer."""
-        self._wants_stop = False
+        self._wants_stop = self._is_closed = False
         self.is_counted = True
         """False while grains are run that are no part of a training step's result: validation, trials."""
         self.norm_every: int | None = None
@@ -176,6 +186,7 @@ class Engine:
         all ranks. That engine prepares them first. With `is_for_now` the model is not cut into shards: it
         will be released and prepared again before its first step. All ranks must call it.
         """
+        self._check_open("prepare")
         self._prepared = prepare(
             model,
             optimizer,
@@ -277,6 +288,7 @@ class Engine:
         prepared, number = self.prepared, self.position.num_steps
         if not isinstance(batch, Batch):
             raise NotABatch(batch)
+        self._check_open("step")
         strategy = prepared.strategy
         trail.doing, trail.step = prepared.grains.doing, number
         self.rate = self._rates.set(prepared.optimizer, number)
@@ -534,12 +546,20 @@ class Engine:
 
     def close(self) -> None:
         """Leave the other ranks, after a last average where they step apart. The model stays as all ranks have it, with
-        complete batch-norm statistics."""
+        complete batch-norm statistics. A second call does nothing."""
+        if self._is_closed:
+            return
         if self._prepared is not None:
+            self._check_open("close")
             self.sync()
             self._prepared.statistics.total()
+        self._is_closed = True
         if self._owns_link:
             self.link.close()
+
+    def _check_open(self, call: str) -> None:
+        if self.link.is_closed:
+            raise EngineClosed(call)
 
     def __enter__(self) -> Self:
         return self
@@ -567,6 +587,7 @@ class Engine:
 
         After a resume, the first call goes on where the interrupted one was.
         """
+        self._check_open("batches")
         more = ("dataset", "epochs", "collate")
         return self._batches(
             dataset, epochs, collate, settings_of_call(DataSettings, settings, "engine.batches", more=more)
@@ -623,6 +644,7 @@ class Engine:
         torchmetrics objects. Batches have `eval_batch` samples (32) and are read by `workers`; no other setting of
         `DataSettings` but `limit_batches` has an effect. The model is as `evaluating` has it.
         """
+        self._check_open("evaluate")
         more = ("metrics", "dataset", "collate")
         config = settings_of_call(DataSettings, settings, "engine.evaluate", more=more)
         data, loaders_collate = take_out(dataset)

@@ -67,6 +67,11 @@ class Link:
         return self.world.rank == 0
 
     @property
+    def is_closed(self) -> bool:
+        """True once the ranks of a group have parted; a rank that has no group is never without it."""
+        return self.has_group and self.store is None
+
+    @property
     def group(self) -> dist.ProcessGroup:
         """The process group of all ranks, for code that has collectives of its own; there must be one."""
         group = dist.group.WORLD
