@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from openseq2seq_config import ParameterRefused, check_all_known, plain
@@ -46,16 +46,23 @@ LARC = {
     "min_update": "larc_min_update",
     "epsilon": "larc_epsilon",
 }
-OPTIMIZERS = {"SGD": "sgd", "Momentum": "sgd", "Adam": "adam", "AdamW": "adamw", "NovoGrad": "novograd"}
+OPTIMIZERS = {
+    "SGD": "sgd",
+    "Momentum": "sgd",
+    "Adam": "adam",
+    "LazyAdam": "adam",
+    "AdamW": "adamw",
+    "NovoGrad": "novograd",
+}
 OPTIMIZER_PARAMS = ["momentum", "beta1", "beta2", "weight_decay", "learning_rate"]
 OPTIMIZER_PARAMS_WITHOUT_EFFECT = ["epsilon", "use_nesterov", "grad_averaging"]
 
 
 def translate(
-    train: Mapping[str, Any], validate: Mapping[str, Any], ranks: int, has_gpu: bool
+    train: Mapping[str, Any], validate: Mapping[str, Any], ranks: int, has_gpu: bool, used: Collection[str] = ()
 ) -> tuple[Values, list[str]]:
     """Settings, and what is to be said of them. `train` and `validate` are the base parameters merged with those of
-    their mode."""
+    their mode; `used` are parameters of model and data that the task takes."""
     check_all_known(level for params in (train, validate) for level in _levels(params))
     for params in (train, validate):
         _check_kinds(params)
@@ -68,7 +75,7 @@ def translate(
         words.append(f"`num_gpus` {given['num_gpus']} is ignored with Horovod: the launcher's number counts, {ranks}")
     if "regularizer_params" in given and "regularizer" not in given:
         words.append("`regularizer_params` has no effect without `regularizer`")
-    of_task = [f"`{name}`" for name in OF_THE_TASK if name in given]
+    of_task = [f"`{name}`" for name in OF_THE_TASK if name in given and name not in used]
     if of_task:
         words.append(f"model and data are the task's: {', '.join(of_task)} not used")
 

@@ -3,6 +3,7 @@
     mpiexec -np 2 python run.py --config_file=small.py --mode=train_eval --use_horovod=True --enable_logs
 
 `base_model` in the config is a task instead of a model: a subclass of `paceline.Task`, or what `paceline train` takes.
+`Text2Text` is taken as it is: it is the recipe `translation` (reversal.py).
 Names of TensorFlow and OpenSeq2Seq in it are only names; neither is needed. Any base parameter may be given as
 --name=value, in a dictionary as --outer/name=value. `--print_command` shows the translation and leaves.
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 from openseq2seq_config import ParameterRefused, merged, overrides, read_config
 from openseq2seq_params import count_towers, translate
+from openseq2seq_text import USED_PARAMS, is_text_model, text_settings, text_to_infer
 
 from paceline.cli.main import main
 from paceline.cli.recipes import RECIPES
@@ -34,6 +36,8 @@ def task_name(model: Any) -> str:
     if isinstance(model, type) and issubclass(model, Task):
         recipes = {place: name for name, place in RECIPES.items()}
         return recipes.get(f"{model.__module__}:{model.__name__}", f"{inspect.getfile(model)}:{model.__name__}")
+    if is_text_model(model):
+        return "translation"
     if isinstance(model, str):
         return model
     shown = getattr(model, "__name__", model)
@@ -65,7 +69,12 @@ def command(argv: Sequence[str], num_ranks: int | None, has_gpu: bool) -> tuple[
     base = merged(config.get("base_params", {}), overrides(others, config.get("base_params", {})))
     train, evaluate, infer = (merged(base, config.get(f"{mode}_params", {})) for mode in ("train", "eval", "infer"))
     towers = count_towers(train)
-    values, words = translate(train, infer if args.mode == "infer" else evaluate, num_ranks or towers, has_gpu)
+    is_text = is_text_model(config.get("base_model"))
+    used = USED_PARAMS if is_text else ()
+    values, words = translate(train, infer if args.mode == "infer" else evaluate, num_ranks or towers, has_gpu, used)
+    if is_text:
+        of_text, more = text_settings(train, evaluate)
+        values, words = {**of_text, **values}, [*words, *more]
     if num_ranks is not None and num_ranks > 1 and not train["use_horovod"]:
         words.append(f"`use_horovod` is off, but the launcher has started {num_ranks} ranks: they train together")
     procs = [f"--procs={towers}"] if num_ranks is None and towers > 1 else []
@@ -76,7 +85,11 @@ def command(argv: Sequence[str], num_ranks: int | None, has_gpu: bool) -> tuple[
             raise ParameterRefused("`logdir` is missing: of which run?", "add --logdir=FOLDER")
         out = [f"--out={args.infer_output_file}"] if args.mode == "infer" else []
         common = [f"--checkpoint={which}", f"--eval-batch={values['eval_batch']}", *procs]
-        return [args.mode, str(values["out"]), *common, *out], words
+        inputs: list[str] = []
+        if is_text and args.mode == "infer":
+            source, search = text_to_infer(infer)
+            inputs, common = [source], [*common, *search]
+        return [args.mode, str(values["out"]), *inputs, *common, *out], words
     if args.mode == "train_eval" and "val_every_steps" not in values:
         raise ParameterRefused("`eval_steps` is missing", "OpenSeq2Seq, too, needs it with --mode=train_eval")
     values["mode"] = args.mode

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from returnn_data import data_files, idle_data_options
@@ -51,10 +51,13 @@ ORDERS = {"default": "none", "sorted": "sorted", "random": "random", "laplace": 
 
 
 def translate(
-    config: Mapping[str, Any], ranks: int, has_gpu: bool, task: str | None = None
+    config: Mapping[str, Any], ranks: int, has_gpu: bool, task: str | None = None, used: Collection[str] = ()
 ) -> tuple[Values, list[str]]:
-    """Settings, and what is to be said of them. `task` is the name of the config's task."""
+    """Settings, and what is to be said of them. `task` is the name of the config's task; `used` are options of model
+    and data that it takes itself."""
     given = {name: value for name, value in config.items() if name in KNOWN and value is not None}
+    order = _order(given.get("train"))
+    given = {name: value for name, value in given.items() if name not in used}
     refused = [f"`{name}`" for name in REFUSED if given.get(name)]
     if refused:
         raise OptionRefused(f"not translated: {', '.join(refused)}", "take out, or see docs/from-returnn.md for ours")
@@ -70,7 +73,7 @@ def translate(
     if "num_workers" in given.get("torch_dataloader_opts", {}):
         values["workers"] = given["torch_dataloader_opts"]["num_workers"]
     words += idle_data_options(given)
-    values |= files | _batch(given, ranks) | _order(given.get("train")) | update(given, words)
+    values |= files | _batch(given, ranks) | order | update(given, words)
     values |= precision(given, has_gpu, words) | reduction(given, words) | _keeping(given)
     if given.get("use_horovod") and given.get("horovod_scale_lr"):
         words.append(f"learning rate: {values['lr']:g} x {ranks} ranks (`horovod_scale_lr`) = {values['lr'] * ranks:g}")

@@ -23,6 +23,7 @@ from typing import Any
 
 from returnn_mistakes import OptionRefused, check_known
 from returnn_options import KNOWN, translate
+from returnn_text import USED, text_settings
 
 from paceline.cli.main import main
 from paceline.cli.recipes import RECIPES
@@ -92,9 +93,13 @@ def command(argv: Sequence[str], num_ranks: int, has_gpu: bool) -> tuple[list[st
     path, over = read_words(argv)
     config = read_config(path)
     task = task_name(config, path)
-    values, words = translate({**config, **over}, num_ranks, has_gpu, task.rpartition(":")[2])
+    used = USED if task == "translation" else ()
+    values, words = translate({**config, **over}, num_ranks, has_gpu, task.rpartition(":")[2], used)
     if task == "asr":  # which reads files as manifests
         values = {OF_SPEECH.get(name, name): value for name, value in values.items()}
+    if task == "translation":
+        of_text, more = text_settings({**config, **over})
+        values, words = {**values, **of_text}, [*words, *more]
     if values.get("resume") == "auto" and (Path(values["out"]) / "run.json").exists():
         values["allow_change"] = True
         words.append(
