@@ -12,6 +12,7 @@ import sacrebleu
 import torch
 
 from paceline.data.grain import Grain
+from paceline.observe.compare.sample_scores import read_scores
 from paceline.observe.journal import read
 from paceline.recipes.translation.settings import TranslationSettings
 from paceline.recipes.translation.task import Translation, smoothed_loss
@@ -104,6 +105,8 @@ def test_it_learns_to_reverse(tmp_path: Path, model: str) -> None:
         hypotheses = task.predict(trainer.engine.model, _as_grain(grain))
     references = [grain["reference"]]
     assert record["val/bleu"] == pytest.approx(sacrebleu.corpus_bleu(hypotheses, references, force=True).score)
+    assert read_scores(tmp_path / "run")["val/bleu"].value() == pytest.approx(record["val/bleu"])
+    assert record["analysis"]["val"]["reference_words"] == sum(len(each.split()) for each in grain["reference"])
     assert record["val/chrf"] == pytest.approx(sacrebleu.corpus_chrf(hypotheses, references).score)
 
 

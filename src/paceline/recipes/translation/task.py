@@ -14,6 +14,7 @@ from paceline.core.disk import replacing
 from paceline.core.errors import PacelineError
 from paceline.core.run_folder import RunFolder
 from paceline.data.grain import Grain
+from paceline.observe.compare.sample_scores import SampleScores, write_scores
 from paceline.recipes.translation.data.corpus import Corpus, as_lines
 from paceline.recipes.translation.data.pairs import Collate, Lines, Pairs, ladder
 from paceline.recipes.translation.exchange import write_export
@@ -65,6 +66,8 @@ class Translation(Task):
     def __init__(self) -> None:
         self._vocabulary: Vocabulary | None = None
         self._corpus: Corpus | None = None
+        self._sentences: list[tuple[int, list[float]]] = []
+        self._scores: dict[str, dict[str, SampleScores]] = {}
 
     def model(self) -> nn.Module:
         return build_network(self.settings.shape, len(self.vocabulary))
@@ -97,12 +100,25 @@ class Translation(Task):
         plain = smoothed_loss(logits, truth, 0.0)
         hypotheses, references = self.predict(model, grain), grain["reference"]
         bleu = Bleu(settings.bleu_tokenize, settings.bleu_lowercase)
+        texts = zip(grain.samples.tolist(), hypotheses, references, strict=True)
+        self._sentences += [(sample, bleu.statistics(*pair)) for sample, *pair in texts]
         return {
             "bleu": Gathered(bleu, hypotheses, references),
             "chrf": Gathered(Chrf(settings.bleu_lowercase), hypotheses, references),
             "loss": (smoothed, count),
             "nll": (plain, count),
         }
+
+    def analysis(self, name: str, data: Any) -> dict[str, float]:
+        """Return how long translations are beside their references; scores of sentences go into a file of the run."""
+        scores = SampleScores.of("bleu", self.gather(self._sentences))
+        self._sentences = []
+        self._scores[name] = {"bleu": scores}
+        out = self.settings.out
+        if self.world.rank == 0 and self.settings.mode not in ("eval", "infer") and out is not None:
+            write_scores(out, self._scores)
+        written, wanted = scores.rows[:, :2].sum(0).tolist()
+        return {"words": written, "reference_words": wanted}
 
     def predict(self, model: nn.Module, grain: Grain) -> list[str]:
         settings, source = self.settings, grain["source"]

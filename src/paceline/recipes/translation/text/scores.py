@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.core.extras import imports_for
 
@@ -16,15 +18,25 @@ class Bleu:
     lowercase: bool = False
 
     def __call__(self, hypotheses: Sequence[str], references: Sequence[str]) -> float:
-        with imports_for("translation"):
-            from sacrebleu.metrics.bleu import BLEU
-        metric = BLEU(tokenize=self.tokenize, lowercase=self.lowercase, force=True)
-        return float(metric.corpus_score(list(hypotheses), [list(references)]).score)
+        return float(_bleu(self, False).corpus_score(list(hypotheses), [list(references)]).score)
+
+    def statistics(self, hypothesis: str, reference: str) -> list[float]:
+        """Return what BLEU sums over sentences: lengths of both, matches of 1 to 4 words, numbers of 1- to 4-grams."""
+        score = _bleu(self, True).sentence_score(hypothesis, [reference])
+        return [float(number) for number in (score.sys_len, score.ref_len, *score.counts, *score.totals)]
 
     @property
     def signature(self) -> str:
         """Return what a published score names: `case:mixed|tok:13a`."""
         return f"case:{'lc' if self.lowercase else 'mixed'}|tok:{self.tokenize}"
+
+
+@functools.lru_cache(maxsize=4)
+def _bleu(of: Bleu, is_of_sentence: bool) -> Any:
+    """Return sacreBLEU's metric, whose tokenizer remembers sentences."""
+    with imports_for("translation"):
+        from sacrebleu.metrics.bleu import BLEU
+    return BLEU(tokenize=of.tokenize, lowercase=of.lowercase, force=True, effective_order=is_of_sentence)
 
 
 @dataclass(frozen=True)
