@@ -13,6 +13,7 @@ from paceline.core.version import VERSION
 if TYPE_CHECKING:
     from paceline.cli.compare import compare as compare
     from paceline.cli.load import load as load
+    from paceline.cli.predict.api import predict as predict
     from paceline.cli.sweep.api import sweep as sweep
     from paceline.config.settings import TrainConfig as TrainConfig
     from paceline.core.errors import PacelineError as PacelineError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from paceline.train.engine import Engine as Engine
     from paceline.train.fit import fit as fit
     from paceline.train.metrics import Gathered as Gathered
+    from paceline.train.predict.prediction import Prediction as Prediction
     from paceline.train.sweep.outcome import SweepResult as SweepResult
     from paceline.train.task import Stage as Stage
     from paceline.train.task import Task as Task
@@ -38,6 +40,8 @@ _HOMES = {
     "compare": "paceline.cli.compare",
     "Comparison": "paceline.observe.compare.comparison",
     "load": "paceline.cli.load",
+    "predict": "paceline.cli.predict.api",
+    "Prediction": "paceline.train.predict.prediction",
     "sweep": "paceline.cli.sweep.api",
     "SweepResult": "paceline.train.sweep.outcome",
     "PacelineError": "paceline.core.errors",

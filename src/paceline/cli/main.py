@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "train": "train a task on this machine or under any launcher",
     "tune": "measure which settings train a task fastest here, or find a learning rate",
+    "predict": "say how fast a run would be on other numbers of ranks, and what it would cost",
     "sweep": "search settings that train a task best, by many trials",
     "eval": "measure a trained run on its validation sets or on others",
     "infer": "predict with a trained run",
@@ -37,7 +38,7 @@ COMMANDS = {
     "completion": "print a script that completes commands and options in your shell",
 }
 
-_FOLDERS = ("pack", "sweep", "tune")
+_FOLDERS = ("pack", "predict", "sweep", "tune")
 """Commands that have a folder; the others have a file of their name."""
 
 

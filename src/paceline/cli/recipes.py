@@ -14,8 +14,9 @@ REPORTS = (
     "paceline.recipes.asr.report:AsrReport",
     "paceline.recipes.continual.report:ContinualReport",
     "paceline.recipes.translation.report:TranslationReport",
+    "paceline.train.predict.report:PredictReport",
 )
-"""Sections that recipes add to `paceline report`; these modules do not import torch."""
+"""Sections that recipes and `paceline predict` add to `paceline report`; these modules do not import torch."""
 
 
 def recipe_names() -> list[str]:

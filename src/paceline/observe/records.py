@@ -219,6 +219,8 @@ class Profile(Part):
     costs: Sequence[Sequence[float]] = ()
     """Of these steps: costs of all grains of the global batch (samples x longest, or samples); they do not depend on
     the number of ranks. Empty for data of unknown length."""
+    epoch_steps: int = 0
+    """Steps of a whole epoch; 0 where that is not known."""
     has_lengths: bool = False
     in_blocks: bool = False
     """Ranks have grains that follow each other."""

@@ -155,6 +155,7 @@ class Meter:
             device=self._engine.device.type,
             steps=steps,
             costs=[] if plan is None else step_profile.costs(plan, [first + int(row[0]) for row in steps[0]]),
+            epoch_steps=0 if plan is None else plan.num_steps,
             has_lengths=self._lengths is not None,
             in_blocks=sums_in_tree(self._config),
             backward_s=self._backward[0] if self._backward else None,

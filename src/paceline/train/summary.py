@@ -184,6 +184,25 @@ def idle_ranks(facts: Facts) -> list[str]:
     ]
 
 
+def no_faster(facts: Facts) -> list[str]:
+    """Return a line where fewer ranks would be as fast: the busiest rank has as many grains with them."""
+    config, ranks = facts.config, facts.world.size
+    if config.batch_cost is not None or config.dataset_distribution != "shard":
+        return []
+    num_grains = most_grains(config.max_samples, facts.grains)
+    if num_grains < ranks:
+        return []  # `idle_ranks` says so
+    busiest = -(-num_grains // ranks)
+    fewer = -(-num_grains // busiest)
+    if fewer == ranks:
+        return []
+    even = ranks * max(1, round(num_grains / ranks))
+    return [
+        f"{counted(ranks, 'rank')} are no faster than {fewer}: the busiest rank has {busiest} of "
+        f"{counted(num_grains, 'grain')} with either; start {counted(fewer, 'rank')}, or a new run with `--grains {even}`"
+    ]
+
+
 def unequal_devices(seats: Sequence[Seat]) -> list[str]:
     """Return a line where ranks have devices of several models: the work is dealt out evenly."""
     ranks: dict[str, list[int]] = {}

@@ -745,6 +745,7 @@ class Trainer:
         remarks = [
             *summary.room_for_more(facts.world),
             *summary.idle_ranks(facts),
+            *summary.no_faster(facts),
             *summary.unequal_devices(facts.seats),
             *summary.idle(facts),
         ]

@@ -174,6 +174,8 @@ class Calibration:
     """Cost of a checkpoint to the steps."""
     recovery_s: float | None
     """Measured recovery from a lost rank."""
+    core_wait: float
+    """Share of the time in which ranks could have gone on, but had no core."""
 
     @property
     def name(self) -> str:
@@ -225,6 +227,7 @@ def calibrate(folders: Sequence[Path], link: LinkSpeed | None = None) -> Calibra
         link=link,
         save_s=_known_mean([each.save_s for each in read]),
         recovery_s=_known_mean([each.recovery_s for each in read]),
+        core_wait=max(each.core_wait for each in read),
     )
 
 
@@ -242,6 +245,7 @@ class _ReadRun:
     total_steps: int | None
     save_s: float | None
     recovery_s: float | None
+    core_wait: float
     ready_s: Sequence[float]
 
 
@@ -294,8 +298,13 @@ def _read(folder: Path) -> _ReadRun:
         _total_steps(record, journal, epochs),
         _save_s(epochs, settings),
         _recovery_s(journal),
+        max((wait or 0.0) / (sum(rank.values()) or 1.0) for wait, rank in _core_waits(last)),
         [] if watched is None else watched.ready_s,
     )
+
+
+def _core_waits(epoch: EpochRecord) -> list[tuple[float | None, Mapping[str, float]]]:
+    return list(zip(epoch.core_wait, epoch.seconds, strict=False)) or [(0.0, {})]
 
 
 def _meeting_s(epochs: Sequence[EpochRecord]) -> float:
@@ -374,7 +383,8 @@ def _total_steps(record: RunRecord, journal: JournalRecords, epochs: Sequence[Ep
     if known and known[-1].get("step", -1) >= 0:
         total: int = round((known[-1]["step"] + 1) / known[-1]["done"])
         return total
-    per_epoch = max((epoch.steps for epoch in epochs), default=0)
+    planned = max((epoch.profile.epoch_steps for epoch in epochs if epoch.profile is not None), default=0)
+    per_epoch = planned or max((epoch.steps for epoch in epochs), default=0)
     ends = [steps, number and per_epoch and number * per_epoch]
     return min((int(end) for end in ends if end), default=None)
 

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from paceline.core.errors import PacelineError
+from paceline.core.failure_rate import FailureRate, parse_failures
 from paceline.core.sum_tree import Layout, layout
 from paceline.core.units import counted
-from paceline.train.predict import cost
+from paceline.train.predict import cost, goodput
 from paceline.train.predict.calibration import Calibration, Manner, MeasuredRun, deal, recut, starts_of
 from paceline.train.predict.cost import GLOO, NCCL, Library, Place
 from paceline.train.predict.links import LinkSpeed
@@ -34,6 +35,10 @@ NUM_SMALL = 3
 PAIR_SHARE = 0.7
 """Share of what gathers of two ranks take beyond the model that those of more ranks take, too: between two, both
 directions of one connection carry data, between more each carries one."""
+SAVE_S = 0.1
+"""Cost of a checkpoint to the steps, where it was not measured: it is written beside them."""
+BUSY = 0.1
+"""Share of the time without a free core from which on a calibration is doubted."""
 LEAST_HALF_WIDTH = 0.06
 """Of an interval, relative: below it are only things that were not modelled."""
 
@@ -157,6 +162,7 @@ def predict(
     inside: LinkSpeed | None = None,
     manner: Manner | None = None,
     grains: int | None = None,
+    failures: str | None = None,
     price: float | None = None,
     seed: int = 0,
 ) -> Prediction:
@@ -169,14 +175,15 @@ def predict(
     chosen = manner or calibration.manner
     model = _fitted(_Model(calibration, chosen, grains, between, inside or INSIDE[calibration.device], seed), inside)
     alone = model.simulated(1, 1, _Numbers(), NUM_STEPS).step_s
-    rows = [_row(model, size, machines, alone, price) for size, machines in places]
+    rate = None if failures is None else parse_failures(failures)
+    rows = [_row(model, size, machines, alone, price, rate) for size, machines in places]
     biggest = max(model.grains(size) for size, _ in places)
     return Prediction(
         calibration.name,
         rows,
         staircase(biggest, max(size for size, _ in places)),
         [*_advice(model, rows, alone)],
-        [*_assumptions(model, nodes)],
+        [*_assumptions(model, nodes, rate)],
         [*_unknown(model)],
         chosen,
         str(between),
@@ -431,13 +438,18 @@ def _pipelined(compute: Sequence[float], gathers: Sequence[float]) -> float:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def _row(model: _Model, ranks: int, nodes: int, alone_s: float, price: float | None) -> Row:
+def _row(
+    model: _Model, ranks: int, nodes: int, alone_s: float, price: float | None, failures: FailureRate | None
+) -> Row:
     grains = model.grains(ranks)
     nominal = model.simulated(ranks, nodes, _Numbers(), NUM_STEPS)
     step_s = _interval(model, nominal.step_s, partial(model.simulated, ranks, nodes))
     known = model.calibration
     speedup = step_s.inverse(alone_s)
     run_s = None if known.total_steps is None else step_s.scaled(known.total_steps)
+    useful = None if failures is None else _goodput(model, nodes, step_s.value, failures)
+    if run_s is not None and useful is not None:
+        run_s = Range(run_s.low / useful.high, run_s.value / useful.value, run_s.high / useful.low)
     busiest = -(-len(recut(known.costs[0], known.global_batch, grains)) // ranks)
     return Row(
         ranks,
@@ -454,9 +466,30 @@ def _row(model: _Model, ranks: int, nodes: int, alone_s: float, price: float | N
         speedup,
         speedup.scaled(1 / ranks),
         run_s,
-        None,
+        useful,
         None if price is None or run_s is None else run_s.scaled(price * ranks / 3600),
     )
+
+
+def _survives(manner: Manner) -> bool:
+    """Return True if every rank has the whole state, so that survivors of another go on."""
+    return manner.reduce == "grad" and manner.shard == "none"
+
+
+def _goodput(model: _Model, nodes: int, step_s: float, failures: FailureRate) -> Range:
+    """Return the share of useful time: survivors go on where each rank has all of the state, else all start again."""
+    known, survives = model.calibration, _survives(model.manner)
+    usual_s = goodput.MEASURED_SURVIVAL_S if survives else goodput.MEASURED_RESTART_S
+    found = goodput.goodput(
+        failures,
+        nodes,
+        step_s=step_s,
+        save_s=SAVE_S if known.save_s is None else known.save_s,
+        recovery_s=usual_s if known.recovery_s is None else known.recovery_s,
+        repeated_steps=1.0 if survives else None,
+    )
+    least = 1e-6  # a share of 0 means that it never ends
+    return Range(max(least, found.share.low), max(least, found.share.value), max(least, found.share.high))
 
 
 def _interval(model: _Model, value: float, simulated: Callable[..., Simulated]) -> Range:
@@ -581,7 +614,7 @@ def _lighter(model: _Model, row: Row, alone_s: float) -> Iterator[str]:
     yield f"{text}: {'; '.join(found)}" if found else f"{text}: a faster link, or a larger `--global-batch`"
 
 
-def _assumptions(model: _Model, nodes: Sequence[int] | None) -> Iterator[str]:
+def _assumptions(model: _Model, nodes: Sequence[int] | None, failures: FailureRate | None) -> Iterator[str]:
     known = model.calibration
     steps = counted(known.num_samples, "sampled step")
     ranks = " and ".join(counted(run.ranks, "rank") for run in known.runs)
@@ -591,12 +624,25 @@ def _assumptions(model: _Model, nodes: Sequence[int] | None) -> Iterator[str]:
     if nodes is not None:
         how = "measured" if model.inside.is_measured else "assumed"
         yield f"ranks of one machine are linked by {model.inside} ({how})"
+    if known.core_wait > BUSY:
+        yield (
+            f"the runs had no free core for {100 * known.core_wait:.0f} % of their time: what they waited is taken for "
+            "computing and its spread; calibrate on a machine with less to do"
+        )
     if known.runs[-1].ranks == 1:
         yield "nothing was measured on several ranks: calls of the library take what they usually do"
     if known.grain_s == 0:
         yield "a grain takes time in proportion to its cost: a fixed part could not be told from these steps"
     if not known.has_asked_grains and model.asked_grains is None:
         yield "a run without `--grains` has one grain per rank: they get smaller with more ranks"
+    if failures is not None:
+        after = "survivors go on" if _survives(model.manner) else "all ranks start again from the last checkpoint"
+        save = f"{SAVE_S:g} s (not measured)" if known.save_s is None else f"{known.save_s:.3g} s (measured)"
+        rates = f"{1e3 * failures.low:.2g} to {1e3 * failures.high:.2g}"
+        yield (
+            f"{rates} failures per 1,000 node-days; {after}; a checkpoint costs the steps {save} and is taken when that "
+            "is best (`--save-every-steps auto`)"
+        )
     if len(known.hosts) > 1 and known.hosts.max() > known.hosts.min():
         slow = known.hosts.max() / np.median(known.hosts) - 1
         yield f"machines differ as the measured ones did: the slowest by {100 * slow:.0f} %"

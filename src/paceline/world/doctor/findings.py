@@ -29,6 +29,8 @@ class Finding:
     verdict: Verdict
     found: str
     todo: str = ""
+    reductions: tuple[Reduction, ...] = ()
+    """Measured ones that it is about, for `paceline predict --link-file`."""
 
 
 def ranks(world: World, roll: Sequence[Facts], allocation: Allocation | None) -> Iterator[Finding]:
@@ -211,7 +213,7 @@ def speed(reductions: Sequence[Reduction], world: World, device: str) -> Iterato
     slow = first.seconds > (5e-3 if world.nodes == 1 else 20e-3)
     text = f"{first.num_bytes} B in {first.seconds * 1e6:.0f} us over {device}"
     todo = "ranks outnumber cores, or the network is slow to answer" if slow else ""
-    yield Finding("all-reduce latency", "warning" if slow else "ok", text, todo)
+    yield Finding("all-reduce latency", "warning" if slow else "ok", text, todo, tuple(reductions))
     rows = [f"{_size(entry.num_bytes)} {entry.bytes_per_s / 1e9:.3g} GB/s" for entry in reductions[1:]]
     slow = last.bytes_per_s < 0.1e9
     todo = "slower than 1 Gbit/s: check which interface is used (above)" if slow else ""

@@ -1,0 +1,1 @@
+"""`paceline predict`: speed on other numbers of ranks, before anybody rents them."""
