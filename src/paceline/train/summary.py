@@ -199,7 +199,7 @@ def no_faster(facts: Facts) -> list[str]:
     even = ranks * max(1, round(num_grains / ranks))
     return [
         f"{counted(ranks, 'rank')} are no faster than {fewer}: the busiest rank has {busiest} of "
-        f"{counted(num_grains, 'grain')} with either; start {counted(fewer, 'rank')}, or a new run with `--grains {even}`"
+        f"{counted(num_grains, 'grain')} with either; start {fewer}, or a new run with `--grains {even}`"
     ]
 
 

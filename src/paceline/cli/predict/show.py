@@ -22,14 +22,14 @@ def show(result: Prediction) -> None:
     titles = ["ranks", "nodes", "step", "compute", "comm.", "wait", "data", "other", "samples/s", "speed-up"]
     titles += ["efficiency", *["to the end"] * has_end, *["goodput"] * has_goodput, *["price"] * has_price]
     for title in titles:
-        table.add_column(title, justify="right", overflow="fold", no_wrap=not sys.stdout.isatty())
+        table.add_column(title, justify="right", overflow="fold")
     for row in result.rows:
         table.add_row(*map(visible, _cells(row, has_end, has_goodput, has_price)))
-    width = None if sys.stdout.isatty() else 160  # nothing is folded in a file
+    width = None if sys.stdout.isatty() else 200  # nothing is folded in a file
     Console(file=sys.stdout, highlight=False, markup=False, width=width).print(table)
     lines = [
-        "in brackets: what holds nine times out of ten; compute, communication that no computing hides, waiting for the "
-        "slowest rank, data and other (update, logging) are shares of a step",
+        "in brackets: what holds nine times out of ten; compute, communication that no computing hides, waiting for "
+        "the slowest rank, data and other (update, logging) are shares of a step",
         *_stairs(result),
         *result.advice,
     ]
@@ -57,9 +57,7 @@ def _stairs(result: Prediction) -> list[str]:
     if len(stairs) < 2 or all(ranks * grains == stairs[0][1] for ranks, grains in stairs):
         return []
     words = ", ".join(f"{counted(grains, 'grain')} from {ranks}" for ranks, grains in stairs)
-    return [
-        f"grains of the busiest rank by ranks: {words}; ranks between two of these are no faster than the lower one"
-    ]
+    return [f"grains of the busiest rank: {words} ranks on; numbers of ranks between two of these are no faster"]
 
 
 def _seconds(value: Range) -> str:

@@ -542,11 +542,12 @@ def _advice(model: _Model, rows: Sequence[Row], alone_s: float) -> Iterator[str]
                 f"{uneven.grains_per_rank} for the busiest rank of both; `--grains "
                 f"{uneven.ranks * max(1, round(uneven.grains / uneven.ranks))}` can be dealt evenly"
             )
-    costly = max(several, key=lambda row: row.communication_s / row.step_s.value)
+    busy = [row for row in several if row.ranks <= row.grains] or several[:1]
+    costly = max(busy, key=lambda row: row.communication_s / row.step_s.value)
     if costly.communication_s > 0.15 * costly.step_s.value:
         yield from _lighter(model, costly, alone_s)
-    late = max(several, key=lambda row: row.waiting_s / row.step_s.value)
-    if late.waiting_s > 0.1 * late.step_s.value and (late.grains % late.ranks == 0 or late.ranks > 1):
+    late = max(busy, key=lambda row: row.waiting_s / row.step_s.value)
+    if late.waiting_s > 0.1 * late.step_s.value:
         share = late.waiting_s / late.step_s.value
         yield (
             f"at {counted(late.ranks, 'rank')} the others wait {100 * share:.0f} % of the time for the slowest: more "
@@ -640,8 +641,8 @@ def _assumptions(model: _Model, nodes: Sequence[int] | None, failures: FailureRa
         save = f"{SAVE_S:g} s (not measured)" if known.save_s is None else f"{known.save_s:.3g} s (measured)"
         rates = f"{1e3 * failures.low:.2g} to {1e3 * failures.high:.2g}"
         yield (
-            f"{rates} failures per 1,000 node-days; {after}; a checkpoint costs the steps {save} and is taken when that "
-            "is best (`--save-every-steps auto`)"
+            f"{rates} failures per 1,000 node-days; {after}; a checkpoint costs the steps {save} and is taken when "
+            "that is best (`--save-every-steps auto`)"
         )
     if len(known.hosts) > 1 and known.hosts.max() > known.hosts.min():
         slow = known.hosts.max() / np.median(known.hosts) - 1
