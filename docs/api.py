@@ -50,6 +50,8 @@ GROUPS = {
         "SweepResult",
         "compare",
         "Comparison",
+        "predict",
+        "Prediction",
     ),
     "Data": ("Grain", "Batch", "pad_collate", "PackedDataset"),
     "Around a run": ("Callback", "World", "PacelineError"),

@@ -139,7 +139,7 @@ def _of_task(name: str, rest: list[str]) -> int:
         options.nodes,
         {},
         settings.grains,
-        options.failures,
+        options.failures if "failures" in options.model_fields_set else None,  # training has a usual rate
         options.price,
         options.random_seed,
     )
