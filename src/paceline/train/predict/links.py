@@ -40,7 +40,7 @@ class BadLinkFile(PacelineError):
     path: Path
     why: str
     sentence = "`--link-file {path}`: {why}"
-    hint = "make one on the machines themselves: `mpirun -np 2 --map-by node paceline doctor --json > {path}`"
+    hint = "make one on the machines themselves: `mpirun -np 2 paceline doctor --json > {path}`"
 
 
 @dataclass(frozen=True)
