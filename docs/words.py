@@ -24,6 +24,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 import paceline
+from paceline.cli.completion import options_of
 from paceline.cli.main import COMMANDS
 from paceline.cli.manifest import ACTIONS
 from paceline.cli.recipes import RECIPES
@@ -107,7 +108,8 @@ def _options() -> Iterator[str]:
 
 
 def _sections() -> Iterator[str]:
-    for model in _models():
+    commands = [options_of(name)[0] for name in COMMANDS]  # made at run time, with a sentence of their own
+    for model in [*_models(), *commands]:
         text = inspect.cleandoc(model.__doc__ or "")
         if text:
             yield text.splitlines()[0]
