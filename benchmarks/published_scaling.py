@@ -123,6 +123,7 @@ def calibration(node: Node, known: tuple[int, ...], gpus: int) -> Calibration:
         total_steps=None,
         profile=Profile(device="cuda", buckets=[4 * node.weights // num_buckets] * num_buckets, weights=node.weights),
         link=node.link,
+        core_wait=0.0,
         save_s=None,
         recovery_s=None,
     )
