@@ -54,7 +54,8 @@ def trained(link: Link, data: Path, out: Path, changes: dict[str, Any]) -> tuple
     task.spec = "translation"
     trainer = Trainer(task, TranslationSettings(**toy.settings(data, **settings)), link)
     trainer.fit()
-    weights = {name: tensor.numpy().tobytes() for name, tensor in trainer.engine.model.state_dict().items()}
+    state = trainer.engine.model.state_dict() if settings.get("shard", "none") == "none" else {}
+    weights = {name: tensor.float().numpy().tobytes() for name, tensor in state.items()}
     return trainer.validation.metrics, weights
 
 
@@ -73,6 +74,18 @@ def test_one_two_and_four_ranks_agree_bit_for_bit(tmp_path: Path) -> None:
             assert others == weights
         assert losses_of(tmp_path / str(size)) == losses_of(tmp_path / "1")
         assert (tmp_path / str(size) / FILE).read_text() == (tmp_path / "1" / FILE).read_text()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"shard": "full", "checkpoint_form": "sharded"}, {"level": 4, "pad_multiple": 4}, {"model": "lstm", "ema": 0.9}],
+    ids=["shards", "fastest", "lstm"],
+)
+def test_ways_of_training_give_the_weights_of_one_rank(tmp_path: Path, changes: dict[str, Any]) -> None:
+    (expected,) = run_ranks(1, trained, tmp_path, tmp_path, {**changes, "epochs": 1}, timeout_s=TIMEOUT_S)
+    for metrics, _ in run_ranks(2, trained, tmp_path, tmp_path, {**changes, "epochs": 1}, timeout_s=TIMEOUT_S):
+        assert metrics == expected[0]
+    assert losses_of(tmp_path / "2") == losses_of(tmp_path / "1")
 
 
 def test_a_run_goes_on_within_an_epoch_on_other_ranks(tmp_path: Path) -> None:

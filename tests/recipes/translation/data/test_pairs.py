@@ -14,7 +14,7 @@ from paceline.recipes.translation.text.vocabulary import BEGIN, END, PAD
 
 def made(lengths: list[tuple[int, int]], multiple: int = 1) -> Pairs:
     rows = [[np.arange(4, 4 + length, dtype=np.int32) for length in side] for side in zip(*lengths, strict=True)]
-    return Pairs(Encoded(rows[0]), Encoded(rows[1]), multiple=multiple)
+    return Pairs(Encoded.pack(rows[0]), Encoded.pack(rows[1]), multiple=multiple)
 
 
 def test_a_grain() -> None:
@@ -66,6 +66,17 @@ def test_limits_drop_a_pair_for_one_reason() -> None:
     rows, dropped = Limits(max_pairs=3).keep(source, target)
     assert rows.tolist() == [0, 1, 2]
     assert dropped == {"behind the first 3": 2}
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=9), st.data())
+def test_rows_are_packed_and_taken(rows: list[list[int]], data: st.DataObject) -> None:
+    packed = Encoded.pack(rows)
+    assert [packed[number].tolist() for number in range(len(packed))] == rows
+    wanted = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=9))
+    taken = packed.take(np.array(wanted, np.int64))
+    assert [taken[number].tolist() for number in range(len(taken))] == [rows[number] for number in wanted]
+    assert taken.lengths.tolist() == [len(rows[number]) for number in wanted]
 
 
 def test_rows_outside() -> None:

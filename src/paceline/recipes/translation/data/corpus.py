@@ -119,7 +119,7 @@ class Corpus:
             raise NothingLeft(said)
         if dropped:
             self._say(f"{TRAINING}: {len(rows):,} of {counted(len(text), 'pair')}; dropped {said}")
-            source, target = (Encoded([each[row] for row in rows.tolist()]) for each in (source, target))
+            source, target = source.take(rows), target.take(rows)
         self._train = None
         return Pairs(source, target, multiple=settings.pad_multiple)
 
@@ -146,12 +146,13 @@ class Corpus:
 
 def as_lines(vocabulary: Vocabulary, texts: list[str]) -> Lines:
     """Return sentences as a data set to predict."""
-    source = Encoded(vocabulary.encode(texts))
-    nothing = Encoded([np.zeros(0, np.int32)] * len(texts))
+    source = Encoded.pack(vocabulary.encode(texts))
+    nothing = Encoded.pack([[]] * len(texts))
     return Lines(source, nothing)
 
 
 def _encode(vocabulary: Vocabulary, text: ParallelText) -> tuple[Encoded, Encoded]:
-    sides = (text.source, text.target)
-    source, target = (Encoded(vocabulary.encode([side[row] for row in range(len(side))])) for side in sides)
+    source, target = (
+        Encoded.pack(vocabulary.encode(side[row] for row in range(len(side)))) for side in (text.source, text.target)
+    )
     return source, target

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,10 +32,24 @@ class Pair(NamedTuple):
 class Encoded:
     """Many rows of numbers in two arrays: no Python object per row, so that workers share one copy."""
 
-    def __init__(self, rows: Sequence[NDArray[np.int32]]) -> None:
-        self._starts = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum([len(row) for row in rows], out=self._starts[1:])
-        self._ids = np.concatenate(rows) if rows else np.zeros(0, np.int32)
+    def __init__(self, ids: NDArray[np.int32], starts: NDArray[np.int64]) -> None:
+        self._ids, self._starts = ids, starts  # row n is ids[starts[n] : starts[n + 1]]
+
+    @classmethod
+    def pack(cls, rows: Iterable[Sequence[int] | NDArray[np.int32]]) -> Encoded:
+        """Pack rows as they come: no more of them than that are held at once."""
+        ids, lengths = array("i"), array("q")
+        for row in rows:
+            ids.extend(row if isinstance(row, list) else list(row))
+            lengths.append(len(row))
+        return cls(np.array(ids, np.int32), _starts(np.array(lengths, np.int64)))
+
+    def take(self, rows: NDArray[np.int64]) -> Encoded:
+        """Return these rows, in their order."""
+        lengths = self.lengths[rows]
+        starts = _starts(lengths)
+        places = np.repeat(self._starts[:-1][rows] - starts[:-1], lengths) + np.arange(starts[-1])
+        return Encoded(self._ids[places], starts)
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -48,6 +63,12 @@ class Encoded:
 
     def content(self) -> list[memoryview]:
         return [self._ids.data, self._starts.data]
+
+
+def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    starts = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
 
 
 class Pairs:

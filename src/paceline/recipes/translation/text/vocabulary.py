@@ -7,9 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from paceline.core.errors import PacelineError
 from paceline.core.extras import imports_for
 
@@ -91,15 +88,13 @@ class Vocabulary:
         made.add_special_tokens([f"<unused{number}>" for number in range(missing)])
         return cls(made.to_str())
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """Return the numbers of each text, without marks."""
-        encoded: list[NDArray[np.int32]] = []
-        for first in range(0, len(texts), _AT_ONCE):
-            batch = self._tokenizer.encode_batch_fast(list(texts[first : first + _AT_ONCE]), add_special_tokens=False)
-            encoded += [np.array(each.ids, np.int32) for each in batch]
+    def encode(self, texts: Iterable[str]) -> Iterator[list[int]]:
+        """Yield the numbers of each text, without marks."""
+        for batch in _in_batches(texts):
+            for each in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                yield each.ids
         # Loaders fork, and the library's threads do not follow: from here on it works without them, and says nothing.
         os.environ.setdefault(_PARALLEL, "false")
-        return encoded
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each row of numbers; marks are left out."""
