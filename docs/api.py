@@ -1,4 +1,4 @@
-"""Writes docs/api.md: the public names of `paceline`, from their signatures and docstrings.
+"""Writes docs/api.md and its twin in docs/zh: the public names of `paceline`, from their signatures and docstrings.
 
 `python docs/api.py` writes the page; `tests/test_docs.py` fails while it is not what this script would write.
 """
@@ -9,6 +9,7 @@ import ast
 import importlib
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,9 @@ import paceline
 from paceline.config.sections import parts
 from paceline.train import task
 
-PAGE = Path(__file__).with_name("api.md")
+sys.path.insert(0, str(Path(__file__).parent))
+from pages import text, write  # beside this file
+
 HEAD = """\
 <!-- Written by docs/api.py from the docstrings: change those, not this page. -->
 # Python API
@@ -80,9 +83,9 @@ def page() -> str:
     """Return the whole page."""
     missing = set(paceline.__all__) - SYNONYMS - {name for names in GROUPS.values() for name in names}
     assert not missing, f"add {missing} to a group of docs/api.py"
-    blocks = [HEAD, *_modules()]
+    blocks = [text(HEAD), *_modules()]
     for group, names in GROUPS.items():
-        blocks.append(f"## {group}\n")
+        blocks.append(f"## {text(group)}\n")
         for name in names:
             blocks += _entry(name, getattr(paceline, name))
             if name == "Task":
@@ -92,12 +95,11 @@ def page() -> str:
 
 def _modules() -> Iterator[str]:
     """The public modules beside `paceline` itself."""
-    rows = ["| module | for | names |", "|---|---|---|"]
+    rows = [text("| module | for | names |"), "|---|---|---|"]
     for name in MODULES:
         module = importlib.import_module(name)
-        rows.append(
-            f"| `{name}` | {_cell(module.__doc__ or '')} | {', '.join(f'`{each}`' for each in module.__all__)} |"
-        )
+        names = ", ".join(f"`{each}`" for each in module.__all__)
+        rows.append(f"| `{name}` | {_cell(_told(module.__doc__))} | {names} |")
     yield "\n".join(rows) + "\n"
 
 
@@ -117,14 +119,14 @@ def _entry(name: str, value: Any) -> Iterator[str]:
 
 def _pieces() -> Iterator[str]:
     """The protocols beside `Task`: a task implements one by having its methods."""
-    yield "### More that a task may have\n"
-    yield "Nothing to inherit from: a task that has the methods of a row below is asked for it.\n"
-    rows = ["| for | methods |", "|---|---|"]
+    yield f"### {text('More that a task may have')}\n"
+    yield text("Nothing to inherit from: a task that has the methods of a row below is asked for it.") + "\n"
+    rows = [text("| for | methods |"), "|---|---|"]
     for kind in vars(task).values():
         if getattr(kind, "_is_protocol", False) and kind.__module__ == task.__name__:
             methods = [(name, each) for name, each in vars(kind).items() if inspect.isfunction(each) and name[0] != "_"]
-            shown = [f"`{name}({_arguments(each)})` {inspect.getdoc(each) or ''}".strip() for name, each in methods]
-            rows.append(f"| {_cell(kind.__doc__)} | {'<br>'.join(map(_cell, shown))} |")
+            shown = [f"`{name}({_arguments(each)})` {_told(each.__doc__)}".strip() for name, each in methods]
+            rows.append(f"| {_cell(_told(kind.__doc__))} | {'<br>'.join(map(_cell, shown))} |")
     yield "\n".join(rows) + "\n"
 
 
@@ -134,17 +136,22 @@ def _arguments(function: Any) -> str:
 
 def _settings(model: type[BaseModel]) -> Iterator[str]:
     """The groups of a settings model; the options page has what each setting means."""
-    yield "Each setting is an argument by its name; [options](options.md) has types, defaults and meanings.\n"
-    rows = ["| group | settings |", "|---|---|"]
+    yield (
+        text("Each setting is an argument by its name; [options](options.md) has types, defaults and meanings.") + "\n"
+    )
+    rows = [text("| group | settings |"), "|---|---|"]
     for part in parts(model):
         rows.append(f"| {part.name} | {', '.join(f'`{option.name}`' for option in part.options)} |")
     yield "\n".join(rows) + "\n"
 
 
 def _attributes(kind: type) -> Iterator[str]:
-    rows = [f"| `{name}` | {_cell(annotation)} | {_cell(about)} |" for name, annotation, about in _described(kind)]
+    rows = [
+        f"| `{name}` | {_cell(annotation)} | {_cell(text(_flat(about)))} |"
+        for name, annotation, about in _described(kind)
+    ]
     if rows:
-        yield "\n".join(["| attribute | type | meaning |", "|---|---|---|", *rows]) + "\n"
+        yield "\n".join([text("| attribute | type | meaning |"), "|---|---|---|", *rows]) + "\n"
 
 
 def _described(kind: type) -> Iterator[tuple[str, str, str]]:
@@ -186,23 +193,32 @@ def _methods(kind: type) -> Iterator[str]:
 def _signature(name: str, function: Any) -> str:
     signature = inspect.signature(function)
     parameters = [each for each in signature.parameters.values() if each.name != "self"]
-    text = f"{name}{signature.replace(parameters=parameters)}"
-    text = re.sub(r"'([^']*)'", r"\1", text) if "Literal" not in text else text
-    if len(text) > 100:
+    shown = f"{name}{signature.replace(parameters=parameters)}"
+    shown = re.sub(r"'([^']*)'", r"\1", shown) if "Literal" not in shown else shown
+    if len(shown) > 100:
         inner = ",\n    ".join(str(each) for each in parameters)
         returns = "" if signature.return_annotation is inspect.Signature.empty else f" -> {signature.return_annotation}"
-        text = f"{name}(\n    {inner},\n){returns}"
-        text = re.sub(r"'([^']*)'", r"\1", text) if "Literal" not in text else text
-    return f"```text\n{text}\n```\n"
+        shown = f"{name}(\n    {inner},\n){returns}"
+        shown = re.sub(r"'([^']*)'", r"\1", shown) if "Literal" not in shown else shown
+    return f"```text\n{shown}\n```\n"
 
 
 def _doc(value: Any) -> str:
-    return f"{inspect.getdoc(value) or ''}\n"
+    return f"{text(inspect.getdoc(value) or '')}\n"
 
 
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+def _cell(content: str) -> str:
+    return _flat(content).replace("|", "\\|")
+
+
+def _told(docstring: str | None) -> str:
+    """Return a docstring on one line, in the language of the page."""
+    return text(_flat(docstring or ""))
+
+
+def _flat(content: str) -> str:
+    return " ".join(content.split())
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    write("api", page)

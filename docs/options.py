@@ -1,10 +1,11 @@
-"""Writes docs/options.md: every option of every command, from the models that the commands themselves are made of.
+"""Writes docs/options.md and its twin: every option of every command, from the models that commands are made of.
 
 `python docs/options.py` writes the page; `tests/test_docs.py` fails while it is not what this script would write.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -25,7 +26,9 @@ from paceline.config.plugin_name import group_of
 from paceline.config.sections import Option, parts
 from paceline.config.settings import GroupSettings, TrainConfig
 
-PAGE = Path(__file__).with_name("options.md")
+sys.path.insert(0, str(Path(__file__).parent))
+from pages import text, write  # beside this file
+
 HEAD = """\
 <!-- Written by docs/options.py from the settings themselves: change those, not this page. -->
 # Options
@@ -52,12 +55,13 @@ SHARED = {
 
 def page() -> str:
     """The whole page."""
-    blocks = [f"{HEAD}{_aliases()}\n"]
+    blocks = [f"{text(HEAD)}{_aliases()}\n"]
     for command in COMMANDS:
         model, positional = options_of(command)
-        blocks.append(f"## paceline {command}\n\n{COMMANDS[command].capitalize()}.\n")
+        what = text(COMMANDS[command])
+        blocks.append(f"## paceline {command}\n\n{what[:1].upper()}{what[1:]}{text('.')}\n")
         if command in SHARED:
-            blocks.append(f"{SHARED[command]}\n")
+            blocks.append(f"{text(SHARED[command])}\n")
             own: dict[str, type[BaseModel]] = {"tune": TuneCommand, "sweep": SweepCommand}
             blocks += _command(own[command], positional) if command in own else []
             continue
@@ -74,33 +78,36 @@ def _recipe(name: str) -> Iterator[str]:
     changed = [field for field in common if settings.model_fields[field].default != common[field].default]
     if not own and not changed:
         return
-    yield f"## paceline train {name}\n\nWhat the recipe `{name}` takes beside the options of `paceline train`.\n"
+    takes = text("What the recipe `{name}` takes beside the options of `paceline train`.").format(name=name)
+    yield f"## paceline train {name}\n\n{takes}\n"
     for part in parts(settings):
         options = [option for option in part.options if option.name in own]
         if options:
-            yield f"### {name}: {part.name}\n\n{part.about}\n"
+            yield f"### {name}: {part.name}\n\n{text(part.about)}\n"
             yield _table(options, settings, ())
     if changed:
-        yield f"### {name}: other defaults\n"
+        yield f"### {name}: {text('other defaults')}\n"
         options = [option for part in parts(settings) for option in part.options if option.name in changed]
         yield _table(options, settings, ())
 
 
 def _aliases() -> str:
-    short = [f"`-{letter}` is `{dashed(name)}`" for letter, name in SHORT.items()]
+    same = text("{other} is {name}")
+    short = [same.format(other=f"`-{letter}`", name=f"`{dashed(name)}`") for letter, name in SHORT.items()]
     spellings: dict[str, str] = {}
     for settings in (TrainConfig, *(find_task(recipe).Settings for recipe in RECIPES)):
         spellings |= aliases_of(settings)
-    long = [f"`{dashed(other)}` is `{dashed(name)}`" for other, name in spellings.items()]
-    return f"- Other spellings: {', '.join([*short, *long])}."
+    long = [same.format(other=f"`{dashed(other)}`", name=f"`{dashed(name)}`") for other, name in spellings.items()]
+    return text("- Other spellings: {all}.").format(all=text(", ").join([*short, *long]))
 
 
 def _command(model: type[BaseModel], positional: Sequence[str]) -> Iterator[str]:
     for part in parts(model):
-        yield f"### {part.name}\n\n{part.about}\n"
+        yield f"### {part.name}\n\n{text(part.about)}\n"
         yield _table(part.options, model, positional)
         if any(section(item(option.annotation, 0)) is GroupSettings for option in part.options if _many(option)):
-            yield f"One entry of `groups`, typed as `--groups match='*.bias',weight_decay=0`:\n\n{_group_table()}"
+            one = text("One entry of `groups`, typed as `--groups match='*.bias',weight_decay=0`:")
+            yield f"{one}\n\n{_group_table()}"
 
 
 def _group_table() -> str:
@@ -112,23 +119,23 @@ def _many(option: Option) -> bool:
 
 
 def _table(options: Iterable[Option], model: type[BaseModel], positional: Sequence[str]) -> str:
-    rows = ["| setting | type | default | meaning |", "|---|---|---|---|"]
+    rows = [text("| setting | type | default | meaning |"), "|---|---|---|---|"]
     for option in options:
         field = model.model_fields[option.name]
         name = f"`{option.name.upper()}`" if option.name in positional else f"`{option.name}`"
-        meaning = " ".join([option.about, *_marks(field)])
-        default = "required" if option.is_required else f"`{_shown(option.default)}`"
+        meaning = " ".join([text(option.about), *_marks(field)])
+        default = text("required") if option.is_required else f"`{_shown(option.default)}`"
         rows.append(f"| {name} | {_cell(_type(option, field))} | {default} | {_cell(meaning)} |")
     return "\n".join(rows) + "\n"
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").strip()
+def _cell(content: str) -> str:
+    return content.replace("|", "\\|").strip()
 
 
 def _marks(field: FieldInfo) -> list[str]:
     marks = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    return [f"*{mark.replace('_', ' ')}*" for mark in ("free", "per_rank") if marks.get(mark)]
+    return [f"*{text(mark.replace('_', ' '))}*" for mark in ("free", "per_rank") if marks.get(mark)]
 
 
 def _type(option: Option, field: FieldInfo) -> str:
@@ -138,18 +145,19 @@ def _type(option: Option, field: FieldInfo) -> str:
 
 def _kind(annotation: Any) -> str:
     if is_flag(annotation):
-        return "flag"
+        return text("flag")
     if sequence(annotation) is not None:
         number = length(annotation)
-        return f"list of {_entry(annotation)}" if number is None else f"{number} times {_entry(annotation)}"
+        form = text("list of {entry}") if number is None else text("{number} times {entry}")
+        return form.format(entry=_entry(annotation), number=number)
     words = [f"`{word}`" for word in choices(annotation)]
     others = [_one(kind) for kind in _kinds(annotation) if not choices(kind)]
-    return " or ".join([*([", ".join(words)] if words else []), *others])
+    return text(" or ").join([*([text(", ").join(words)] if words else []), *others])
 
 
 def _entry(annotation: Any) -> str:
     model = section(item(annotation, 0))
-    return "groups" if model is not None else _kind(item(annotation, 0))
+    return text("groups") if model is not None else _kind(item(annotation, 0))
 
 
 def _kinds(annotation: Any) -> list[Any]:
@@ -164,17 +172,17 @@ def _one(kind: Any) -> str:
     if get_origin(kind) is Annotated:
         plain, *metadata = get_args(kind)
         if group_of(kind) is not None:
-            return "the name of a [plugin](plugins.md)"
-        return f"{NAMES[plain]} {_limits(metadata)}".strip()
+            return text("the name of a [plugin](plugins.md)")
+        return f"{text(NAMES[plain])} {_limits(metadata)}".strip()
     if sequence(kind) is not None:
         return _kind(kind)
-    return NAMES.get(kind, "text")  # a section of its own is named, or given as a file
+    return text(NAMES.get(kind, "text"))  # a section of its own is named, or given as a file
 
 
 def _limits(metadata: Sequence[Any]) -> str:
     flat = [each for entry in metadata for each in getattr(entry, "metadata", None) or [entry]]
     found = [LIMITS[name].format(getattr(each, name)) for each in flat for name in LIMITS if hasattr(each, name)]
-    return " and ".join(found)
+    return text(" and ").join(found)
 
 
 def _shown(default: Any) -> str:
@@ -184,4 +192,4 @@ def _shown(default: Any) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    write("options", page)

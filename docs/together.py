@@ -1,4 +1,4 @@
-"""Writes docs/together.md: what cannot go together, from the declarations that the checks themselves are made of.
+"""Writes docs/together.md and its twin: what cannot go together, from the declarations that checks are made of.
 
 `python docs/together.py` writes the page; `tests/test_docs.py` fails while it is not what this script would write.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from paceline.core.errors import PacelineError
 from paceline.core.together import Exclusion
 from paceline.train.autotune.limits import GRAPHS, KERNELS
 
-PAGE = Path(__file__).with_name("together.md")
+sys.path.insert(0, str(Path(__file__).parent))
+from pages import text, write  # beside this file
+
 HEAD = """\
 <!-- Written by docs/together.py from the declarations in the code: change those, not this page. -->
 # What goes together
@@ -48,7 +51,15 @@ Nothing is refused here: `-O4` takes the fastest of the other ways, and the firs
 
 def page() -> str:
     """Return the whole page."""
-    blocks = [HEAD, SETTINGS, _table(_of_settings()), ERRORS, _table(_of_errors()), LEFT_OUT, _limits()]
+    blocks = [
+        text(HEAD),
+        text(SETTINGS),
+        _table(_of_settings()),
+        text(ERRORS),
+        _table(_of_errors()),
+        text(LEFT_OUT),
+        _limits(),
+    ]
     return "\n".join(blocks)
 
 
@@ -73,17 +84,17 @@ def _subclasses(kind: type[PacelineError]) -> Iterator[type[PacelineError]]:
 
 
 def _table(entries: Iterable[Exclusion]) -> str:
-    rows = ["| | and | | why |", "|---|---|---|---|"]
-    rows += [f"| {each.first} | {each.second} | {each.kind} | {each.reason} |" for each in entries]
+    rows = [text("| | and | | why |"), "|---|---|---|---|"]
+    rows += [f"| {' | '.join(map(text, (each.first, each.second, each.kind, each.reason)))} |" for each in entries]
     return "\n".join(rows) + "\n"
 
 
 def _limits() -> str:
-    rows = ["| without | with | why |", "|---|---|---|"]
+    rows = [text("| without | with | why |"), "|---|---|---|"]
     for part, limits in (("kernels of the task", KERNELS), ("CUDA graphs", GRAPHS)):
-        rows += [f"| {part} | {each.beside} | {each.reason} |" for each in limits]
+        rows += [f"| {text(part)} | {text(each.beside)} | {text(each.reason)} |" for each in limits]
     return "\n".join(rows) + "\n"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    write("together", page)
