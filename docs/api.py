@@ -22,7 +22,7 @@ from paceline.config.sections import parts
 from paceline.train import task
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pages import text, write  # beside this file
+from pages import in_chinese, text, write  # beside this file
 
 HEAD = """\
 <!-- Written by docs/api.py from the docstrings: change those, not this page. -->

@@ -27,7 +27,9 @@ from paceline.config.sections import Option, parts
 from paceline.config.settings import GroupSettings, TrainConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pages import text, write  # beside this file
+from pages import in_chinese, text, write  # beside this file
+
+__all__ = ["in_chinese", "page"]
 
 HEAD = """\
 <!-- Written by docs/options.py from the settings themselves: change those, not this page. -->

@@ -20,7 +20,9 @@ from paceline.core.together import Exclusion
 from paceline.train.autotune.limits import GRAPHS, KERNELS
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pages import text, write  # beside this file
+from pages import in_chinese, text, write  # beside this file
+
+__all__ = ["in_chinese", "page"]
 
 HEAD = """\
 <!-- Written by docs/together.py from the declarations in the code: change those, not this page. -->

@@ -29,7 +29,7 @@ STAMP = re.compile(r"<!-- source: (\S+) sha256:([0-9a-f]{16}) -->")
 _FENCE = re.compile(r"^[ ]*(`{3,}|~{3,})(.*)$")
 _HEADING = re.compile(r"^(#{1,6}) +(.+?)(?: *\{ *#([\w-]+) *\})? *$")
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
-_CODE = re.compile(r"(?<!`)(`+)(?!`)((?:[^\n]|\n(?!\s*\n))+?)(?<!`)\1(?!`)")
+_CODE = re.compile(r"(?<!`)(`+)(?!`)((?:[^\n]|\n(?!\s*(?:\n|\|)))+?)(?<!`)\1(?!`)")
 _LINK = re.compile(r"\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)|(https?://[^\s)>\]，。；：、（）]+[^\s)>\].,;:，。；：、（）])")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 

@@ -329,6 +329,8 @@ def test_written_page_is_fresh(name: str) -> None:
     spec.loader.exec_module(generator)
     text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     assert text == generator.page(), f"`make docs` writes docs/{name}.md anew"
+    chinese = (DOCS / "zh" / f"{name}.md").read_text(encoding="utf-8")
+    assert chinese == generator.in_chinese(name, generator.page), f"`make docs` writes docs/zh/{name}.md anew"
 
 
 @pytest.mark.parametrize("block", [pytest.param(block, id=block.id) for block in PYTHON])
