@@ -24,6 +24,8 @@ from paceline.train import task
 sys.path.insert(0, str(Path(__file__).parent))
 from pages import in_chinese, text, write  # beside this file
 
+__all__ = ["in_chinese", "page"]
+
 HEAD = """\
 <!-- Written by docs/api.py from the docstrings: change those, not this page. -->
 # Python API
