@@ -89,7 +89,7 @@ def step_with_samples_of_elsewhere(engine: paceline.Engine) -> None:
 @pytest.mark.parametrize(
     ("call", "message", "hint"),
     [
-        (lambda: paceline.fit(Small, epochs=1), "the class Small, not a task", "`paceline.fit(Small(), ...)`"),
+        (lambda: paceline.fit(Small, epochs=1), "the class Small, not a task", "make one: `Small()`"),
         (lambda: paceline.fit("digits", epochs=1), "is 'digits', not a task", "`paceline train digits`"),
         (lambda: paceline.fit(torch.nn.Linear(1, 1), epochs=1), "of the type Linear", "subclass `paceline.Task`"),
         (lambda: paceline.fit(Small(), {"epochs": 1}), "of the type dict, not Hidden", "`**settings`"),
@@ -115,6 +115,9 @@ def step_with_samples_of_elsewhere(engine: paceline.Engine) -> None:
         ),
         (engine_of(step_with_samples_of_elsewhere), "of the type tuple", "engine.batches"),
         (lambda: paceline.load(None), "None is no path of a run", "run.json"),
+        (lambda: paceline.load("run", task=Small), "`task` of paceline.load is the class Small", "make one: `Small()`"),
+        (lambda: paceline.load("run", checkpoint=3), "checkpoint 3: must be best, last, a path", ""),
+        (lambda: paceline.load("run", device="gpu"), "device 'gpu': must be one of auto, cpu or cuda", ""),
         (lambda: paceline.sweep(Small(), {"lr": [0.1, 0.2]}), "of the type Small", "the class itself"),
         (lambda: paceline.sweep(Small, None), "search None: must be a mapping", '{"lr"'),
         (lambda: paceline.sweep(Small, {"lr": [0.1, 0.2]}, trials="3"), "trials '3': must be a whole number", ""),

@@ -72,6 +72,14 @@ def test_packing_from_an_address_to_another(shelf, tmp_path, capsys):
     assert np.array_equal(np.asarray(packed[1]["audio"]).ravel(), clips[1])
 
 
+def test_copies_that_cannot_be_written_are_said(shelf, capsys, monkeypatch):
+    monkeypatch.setenv("PACELINE_COPIES", "/dev/null/copies")
+    assert main(["pack", "shelf://none.json", "shelf://packed/train.h5"]) == 2
+    said = capsys.readouterr().err
+    assert "/dev/null/copies cannot be written" in said
+    assert "PACELINE_COPIES" in said
+
+
 def test_a_file_that_is_not_there_is_said_by_its_address(shelf, capsys):
     assert main(["pack", "shelf://none.json", "shelf://packed/train.h5"]) == 2
     assert "shelf://none.json" in capsys.readouterr().err

@@ -78,6 +78,8 @@ def write(kind: str, folder: Path, weights: dict[str, torch.Tensor]) -> Path:
             torch.save(weights, path)
         case "old.pt":
             torch.save(weights, path, _use_new_zipfile_serialization=False)
+        case "sparse.pt":
+            torch.save({name: tensor.to_sparse() for name, tensor in weights.items()}, path)
         case "lightning.ckpt":
             named = {f"model.{name}": tensor for name, tensor in weights.items()}
             torch.save({"state_dict": named, "epoch": 3, "loops": {}}, path)
@@ -103,7 +105,8 @@ def write(kind: str, folder: Path, weights: dict[str, torch.Tensor]) -> Path:
 
 
 @pytest.mark.parametrize(
-    "kind", ["plain.safetensors", "plain.pt", "old.pt", "lightning.ckpt", "ddp.pth", "hf", "hf-parts", "dcp"]
+    "kind",
+    ["plain.safetensors", "plain.pt", "old.pt", "sparse.pt", "lightning.ckpt", "ddp.pth", "hf", "hf-parts", "dcp"],
 )
 def test_a_run_starts_from_weights_of_other_programs(kind: str, tmp_path: Path) -> None:
     weights = {name: tensor + 1.0 for name, tensor in fresh_net(3).state_dict().items()}

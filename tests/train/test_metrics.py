@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.metrics import f1_score, roc_auc_score
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -28,6 +27,16 @@ def scored() -> tuple[torch.Tensor, torch.Tensor]:
     random = torch.Generator().manual_seed(0)
     x = torch.randn(NUM_SAMPLES, 1, generator=random)
     return x, (x.squeeze(1) + torch.randn(NUM_SAMPLES, generator=random) > 0).long()
+
+
+def roc_auc_score(y: torch.Tensor, scores: torch.Tensor) -> float:
+    """Share of pairs of a positive and a negative sample that are in the right order."""
+    above = scores[y == 1].unsqueeze(1) - scores[y == 0].unsqueeze(0)
+    return float(((above > 0).double() + (above == 0).double() / 2).mean())
+
+
+def f1_score(y: torch.Tensor, guesses: torch.Tensor) -> float:
+    return float(2 * (guesses & (y == 1)).sum() / (guesses.sum() + (y == 1).sum()))
 
 
 class Scored(paceline.Task):
@@ -107,7 +116,7 @@ class WithTorchmetrics(Scored):
         return {**metrics, **self.wrapped, "of": self.many}
 
 
-@ranks(1, 2, 3)
+@ranks(1, 2)  # each rank imports torchmetrics, which takes seconds
 def test_torchmetrics_see_all_batches(link: Link) -> None:
     define_operators_of_vision()
     pytest.importorskip("torchmetrics", reason="comes with the extra `bench`")
@@ -128,7 +137,8 @@ def test_torchmetrics_see_all_batches(link: Link) -> None:
     assert all(each == metrics for each in everyone)
 
 
-def test_a_metric_of_the_last_batches_is_refused() -> None:
+@ranks(1)
+def test_a_metric_of_the_last_batches_is_refused(link: Link) -> None:
     define_operators_of_vision()
     tm = pytest.importorskip("torchmetrics", reason="comes with the extra `bench`")
 
@@ -137,17 +147,18 @@ def test_a_metric_of_the_last_batches_is_refused() -> None:
             return {"mean": tm.RunningMean(window=2)}
 
     with pytest.raises(paceline.PacelineError, match="metric 'mean' is a RunningMean, which is of the last batches"):
-        paceline.fit(OfWindow(), **PLAIN)
+        Trainer(OfWindow(), paceline.TrainConfig(**PLAIN), link).fit()
 
 
-def test_a_second_validation_starts_anew() -> None:
+@ranks(1)
+def test_a_second_validation_starts_anew(link: Link) -> None:
     define_operators_of_vision()
     pytest.importorskip("torchmetrics", reason="comes with the extra `bench`")
     x, y = scored()
     task = WithTorchmetrics()
     task.auroc.update(torch.tensor([0.9]), torch.tensor([0]))  # by somebody else
     task.metrics(nn.Identity(), paceline.Grain((x, y), 0, torch.arange(len(y)).numpy()))
-    metrics = paceline.fit(WithTorchmetrics(), **{**PLAIN, "epochs": 2}).metrics
+    metrics = Trainer(WithTorchmetrics(), paceline.TrainConfig(**{**PLAIN, "epochs": 2}), link).fit().metrics
     assert metrics["dev/auroc"] == pytest.approx(roc_auc_score(y, x.squeeze(1)), abs=1e-6)
 
 

@@ -34,11 +34,16 @@ def load(
     from paceline.core.run_folder import CHECKPOINTS
     from paceline.train import apply
     from paceline.train.checkpoint.format import DIGESTS
+    from paceline.train.fit import NotATask
+    from paceline.train.task import Task
     from paceline.world.discover.environment import discover
     from paceline.world.start import start
 
     if not isinstance(run, str | os.PathLike):
         raise apply.NoRun(f"{run!r} is no path of a run")
+    if task is not None and not isinstance(task, Task):
+        raise NotATask(task, "paceline.load")
+    _check(checkpoint, device)
     folder = local_path(run)
     which: apply.Which = checkpoint if checkpoint in ("best", "last") else local_path(checkpoint)
     if address_of(folder) is not None:
@@ -55,3 +60,17 @@ def load(
         model = engine.model
         engine.release()
     return model.eval()
+
+
+def _check(checkpoint: object, device: object) -> None:
+    """Refuse arguments that nothing can be done with, all at once."""
+    from paceline.config.problems import Problem
+    from paceline.config.python_call import CallInvalid
+
+    wrong = []
+    if not isinstance(checkpoint, str | os.PathLike):
+        wrong.append(Problem("checkpoint", "must be best, last, a path or a name", given=repr(checkpoint)))
+    if device not in ("auto", "cpu", "cuda"):
+        wrong.append(Problem("device", "must be one of auto, cpu or cuda", given=repr(device)))
+    if wrong:
+        raise CallInvalid(wrong, "paceline.load")

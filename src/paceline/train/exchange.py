@@ -93,10 +93,15 @@ def read(path: Path) -> dict[str, Tensor]:
         raise UnreadableWeights(path, "it holds more than tensors, and reading it could run code") from error
     except Exception as error:  # a file of strangers may be broken in any way
         raise UnreadableWeights(path, f"it cannot be read ({first_line(error)})") from error
-    weights = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    weights = {name: _dense(value) for name, value in values.items() if isinstance(value, Tensor)}
     if not weights:
         raise UnreadableWeights(path, "it has no tensors by name")
     return weights
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return a tensor as weights are: with all its numbers, sparse or quantized ones, too."""
+    return tensor.dequantize() if tensor.is_quantized else tensor.to_dense()
 
 
 def fitted(weights: Mapping[str, Tensor], names: set[str]) -> Mapping[str, Tensor]:

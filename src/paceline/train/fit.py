@@ -112,7 +112,8 @@ class NotATask(PacelineError, TypeError):
     """Something else where a task belongs."""
 
     value: Any
-    sentence = "`task` of paceline.fit is {what}, not a task"
+    call: str = "paceline.fit"
+    sentence = "`task` of {call} is {what}, not a task"
     hint = "{advice}"
 
     @property
@@ -122,7 +123,7 @@ class NotATask(PacelineError, TypeError):
     @property
     def advice(self) -> str:
         if isinstance(self.value, type) and issubclass(self.value, Task):
-            return f"make one: `paceline.fit({self.value.__name__}(), ...)`"
+            return f"make one: `{self.value.__name__}()`"
         if isinstance(self.value, str):
             return f"a task by its name is for `paceline train {self.value}`; here give an object of its class"
         return "subclass `paceline.Task` and give it the model, the data and the loss: docs/task.md"

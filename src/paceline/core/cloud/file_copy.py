@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline.core.cloud.address import address_of, copies_root
 from paceline.core.cloud.store import Entry, Store
-from paceline.core.disk import is_aside, replacing
+from paceline.core.disk import CannotWrite, is_aside, replacing
 
 
 def bring(path: Path) -> None:
@@ -101,7 +101,11 @@ def send(path: Path) -> None:
 def alone(path: Path) -> Iterator[None]:
     """Keep other processes of this machine from moving the same file or folder."""
     folder = copies_root() / ".locks"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        advice = "what is at an address has a copy there: name a folder that you may write to in `PACELINE_COPIES`"
+        raise CannotWrite(copies_root(), error, advice) from error
     with (folder / hashlib.sha256(str(path).encode()).hexdigest()[:24]).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
