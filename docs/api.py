@@ -70,6 +70,7 @@ MODULES = tuple(
         "settings",
         "datasets",
         "optimizers",
+        "layers",
         "checkpoints",
         "records",
         "plugins",

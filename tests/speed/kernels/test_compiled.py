@@ -1,4 +1,4 @@
-"""The kernels of the separable sub-block, compiled for an H200 on any machine: they compile, and fit into registers."""
+"""Kernels, compiled for an H200 on any machine: they compile, and fit into registers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
+ADDED = {
+    **dict.fromkeys(("x", "residual", "out", "total", "g", "g_total", "of_x", "of_residual"), "*bf16"),
+    **{"seed": "*i32", "width": "i32", "rows": "i32", "rows_each": "i32", "least": "i64", "factor": "fp32"},
+}
+"""Types of the arguments of `added_rows`."""
 SPILLED = {"backward 75": 16, "backward 75, cut": 48, "product": 16}
 """Bytes of a thread's registers that lie in memory for want of room, where the kernel was measured with them."""
 
@@ -27,17 +32,17 @@ def test_compile_for_an_h200() -> None:
     for name, (stack_bytes, shared_bytes, multiplies, fetches) in found.items():
         assert stack_bytes <= SPILLED.get(name, 0), f"{name}: {stack_bytes} bytes of registers in memory"
         assert shared_bytes <= 227 * 1024, f"{name}: {shared_bytes} bytes of shared memory"
-        is_stream = name != "pieces"
+        is_stream = name != "pieces" and not name.startswith("added")
         assert (multiplies > 0) == is_stream, f"{name}: products on the warpgroups' tensor cores"
         assert (fetches > 0) == is_stream, f"{name}: fetched by the accelerator"
-    assert len(found) == 6
+    assert len(found) == 10
 
 
 def compile_all() -> dict[str, tuple[int, int, int, int]]:
     """Bytes of stack, of shared memory, tensor-core products of warpgroups, and fetches, by kernel."""
     import triton.language as tl
 
-    from paceline.speed.kernels import norm, stream_backward, stream_fetched, tiles
+    from paceline.speed.kernels import added_rows, norm, stream_backward, stream_fetched, tiles
 
     found = {}
     for kernel in (33, 75):
@@ -66,6 +71,13 @@ def compile_all() -> dict[str, tuple[int, int, int, int]]:
         found[name] = build(stream_backward._backward, {**backward, "IS_CUT": is_cut}, boxes, options)
     found["pieces"] = build(norm._piece_moments, {"PIECE": norm.PIECE, "GROUPS": 32}, {}, {"num_warps": 8})
     found["product"] = build_product()
+    for width in (512, 1024):
+        for name, kernel, more in (
+            ("forward", added_rows._forward, {}),
+            ("backward", added_rows._backward, {"HAS_TOTAL": True}),
+        ):
+            constants = {"HAS_DROPOUT": True, "WIDTH": width, **more}
+            found[f"added {name} {width}"] = build(kernel, constants, {}, {"num_warps": added_rows.warps(width)}, ADDED)
     return found
 
 
@@ -92,8 +104,14 @@ def build_product() -> tuple[int, int, int, int]:
     return stack_bytes(ptx), built.metadata.shared, ptx.count("wgmma.mma_async"), ptx.count("cp.async.bulk.tensor")
 
 
-def build(kernel: Any, constants: dict[str, Any], boxes: dict[str, int], options: dict[str, int]) -> Any:
-    """`boxes`: frames of what is fetched or stored by the accelerator, by argument."""
+def build(
+    kernel: Any,
+    constants: dict[str, Any],
+    boxes: dict[str, int],
+    options: dict[str, int],
+    kinds: dict[str, str] | None = None,
+) -> Any:
+    """`boxes`: frames of what is fetched or stored by the accelerator, by argument; `kinds`: other types of arguments."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_kernel
@@ -104,6 +122,8 @@ def build(kernel: Any, constants: dict[str, Any], boxes: dict[str, int], options
     for name in kernel.arg_names:
         if name in constants:
             signature[name] = "constexpr"
+        elif kinds and name in kinds:
+            signature[name] = kinds[name]
         elif name in boxes:
             signature[name] = f"tensordesc<bf16[1,{constants['ROWS']},{boxes[name]}]>"
         elif name in numbers:

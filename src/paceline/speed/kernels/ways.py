@@ -33,6 +33,8 @@ class Ways:
     """Products over channels on Hopper by `product`, of tiles with speech alone, with batch norm's statistics."""
     listed_weights: bool = False
     """With `listed`, weight gradients of large batches by `product` as well."""
+    added_norm: bool = False
+    """Dropout, residual and layer norm by `added_rows`; not yet run on a GPU."""
 
 
 MEASURED = Ways(fetched=True, flat=True, turned=True, cut=True, sorted=True, listed=True, listed_weights=True)
