@@ -1,4 +1,4 @@
-"""Fast parts of sequence models that any task can use: head and loss, dropout with residual and norm, packed attention."""
+"""Fast parts of sequence models for any task: head and loss, dropout with residual and norm, packed attention."""
 
 from __future__ import annotations
 

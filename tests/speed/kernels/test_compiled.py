@@ -111,7 +111,7 @@ def build(
     options: dict[str, int],
     kinds: dict[str, str] | None = None,
 ) -> Any:
-    """`boxes`: frames of what is fetched or stored by the accelerator, by argument; `kinds`: other types of arguments."""
+    """`boxes`: frames of what is fetched or stored by the accelerator, by argument; `kinds`: types of others."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_kernel

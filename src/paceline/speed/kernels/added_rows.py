@@ -128,8 +128,8 @@ def backward(
     parts = torch.empty(groups, 2, width, dtype=torch.float32, device=g.device)
     if rows:
         _backward[(groups,)](
-            g, g if g_total is None else g_total, total, moments, weight, g if seed is None else seed, of_x, of_residual,
-            parts, rows, width, rows_each, least, factor, HAS_TOTAL=g_total is not None, HAS_DROPOUT=seed is not None,
+            g, g if g_total is None else g_total, total, moments, weight, g if seed is None else seed,
+            of_x, of_residual, parts, rows, width, rows_each, least, factor, HAS_TOTAL=g_total is not None, HAS_DROPOUT=seed is not None,
             WIDTH=triton.next_power_of_2(width), num_warps=warps(width),
         )  # fmt: skip
     return of_x, of_residual, parts.sum(0)
@@ -137,4 +137,4 @@ def backward(
 
 def warps(width: int) -> int:
     """Return the warps of a program: 8 numbers for each thread, as one load of bfloat16 brings them."""
-    return min(16, max(1, triton.next_power_of_2(width) // 256))
+    return min(16, max(1, int(triton.next_power_of_2(width)) // 256))

@@ -95,7 +95,7 @@ class _Sum(torch.autograd.Function):
     """Sum of the losses, with the gradients that forward has made."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -116,7 +116,7 @@ class _Sum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Any:
         of_hidden, of_weight, of_bias = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         scaled = [
@@ -138,9 +138,9 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return (sum of the losses, number of tokens that count), as a task's `loss` does.
 
-    The same as `F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="sum", ...)`, with `hidden` (..., width)
-    and `target` (...). Products are in autocast's dtype where that is on. `chunk` is how many tokens go through at a
-    time; as many as make 2**27 logits if not given.
+    The same as `F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="sum", ...)`, with `hidden`
+    (..., width) and `target` (...). Products are in autocast's dtype where that is on. `chunk` is how many tokens go
+    through at a time; as many as make 2**27 logits if not given.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -148,14 +148,14 @@ def linear_cross_entropy(
     size = chunk or max(1, MOST_LOGITS // len(weight))
     labels = target.flatten()
     arguments = tokens, weight, bias, labels, dtype, label_smoothing, ignore_index, size
-    total: Tensor = _Sum.apply(*arguments)
+    total: Tensor = _Sum.apply(*arguments)  # type: ignore[no-untyped-call]
     return total, (labels != ignore_index).sum()
 
 
 class LinearCrossEntropy(nn.Module):
     """Last layer and loss together; `weight` may be that of an embedding (`head.weight = embedding.weight`).
 
-    `forward(hidden, target)` is (sum, count), as a task's `loss` returns it; `logits(hidden)` are those of an `nn.Linear`.
+    `forward(hidden, target)` is (sum, count), as a task's `loss` returns it; `logits(hidden)` are those of `nn.Linear`.
     """
 
     def __init__(

@@ -83,7 +83,8 @@ class Packing:
         """(tokens, ...) -> (sequences, longest, ...), with zeros behind each length."""
         self.check(tokens, "the tensor")
         rows = tokens.new_zeros(len(self.lengths) * self.longest, *tokens.shape[1:])
-        return rows.index_copy(0, self.places, tokens).unflatten(0, (len(self.lengths), self.longest))
+        padded: Tensor = rows.index_copy(0, self.places, tokens)
+        return padded.view(len(self.lengths), self.longest, *tokens.shape[1:])
 
     def check(self, tokens: Tensor, what: str) -> None:
         if len(tokens) != self.num_tokens:
@@ -111,8 +112,8 @@ def packed_attention(
 ) -> Tensor:
     """Return (tokens, heads, head width): attention of each sequence to itself, or to one of another packing.
 
-    All are (tokens, heads, head width). `key_packing` is that of keys and values, if not that of the queries; sequence n
-    looks at sequence n.
+    All are (tokens, heads, head width). `key_packing` is that of keys and values, if not that of the queries; sequence
+    n looks at sequence n.
     """
     if is_causal and key_packing is not None:
         raise CausalAcross
@@ -121,14 +122,13 @@ def packed_attention(
         of.check(tensor, f"`{what}`")
     if not dropout and _goes_packed(query):
         return _varlen(query, key, value, packing, keys, is_causal)
-    rows = [
-        of.unpack(tensor).transpose(1, 2) for tensor, of in ((query, packing), (key, keys), (value, keys))
-    ]  # (sequences, heads, longest, head width)
+    # (sequences, heads, longest, head width)
+    q, k, v = (of.unpack(tensor).transpose(1, 2) for tensor, of in ((query, packing), (key, keys), (value, keys)))
     seen = keys.mask()
     mask = (seen | ~seen.any(1, keepdim=True))[:, None, None, :]  # nothing to look at: zeros, not nan
     if is_causal:
         mask = mask & torch.ones(keys.longest, keys.longest, dtype=torch.bool, device=query.device).tril()
-    mixed = F.scaled_dot_product_attention(*rows, mask, dropout)
+    mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
     return packing.pack(mixed.transpose(1, 2))
 
 
