@@ -130,7 +130,8 @@ def backward(
         _backward[(groups,)](
             g, g if g_total is None else g_total, total, moments, weight, g if seed is None else seed,
             of_x, of_residual, parts, rows, width, rows_each, least, factor,
-            HAS_TOTAL=g_total is not None, HAS_DROPOUT=seed is not None, WIDTH=triton.next_power_of_2(width), num_warps=warps(width),
+            HAS_TOTAL=g_total is not None, HAS_DROPOUT=seed is not None, WIDTH=triton.next_power_of_2(width),
+            num_warps=warps(width),
         )  # fmt: skip
     return of_x, of_residual, parts.sum(0)
 
