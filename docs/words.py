@@ -125,7 +125,7 @@ def _errors() -> Iterator[str]:
 
 
 def _literals() -> tuple[list[str], list[str]]:
-    """Return the texts in calls of `said` and of `Problem`: all others, and those of reports."""
+    """Return the texts in calls of `said`, `phrase` and `Problem`: all others, and those of reports."""
     others: list[str] = []
     of_reports: list[str] = []
     for path in sorted(SOURCE.rglob("*.py")):
@@ -139,7 +139,9 @@ def _in_file(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             continue
-        places: Sequence[ast.expr] = {"said": node.args[:1], "Problem": node.args[1:3]}.get(node.func.id, [])
+        places: Sequence[ast.expr] = {"said": node.args[:1], "phrase": node.args[:1], "Problem": node.args[1:3]}.get(
+            node.func.id, []
+        )
         for place in places:
             for each in (place.body, place.orelse) if isinstance(place, ast.IfExp) else (place,):
                 if isinstance(each, ast.Constant) and isinstance(each.value, str) and each.value:

@@ -7,8 +7,8 @@ import pickle
 import pytest
 
 from paceline.core.errors import PacelineError
-from paceline.core.language import ENGLISH, language, language_of, said, speaking
-from paceline.core.run_folder import RunBusy, RunExists
+from paceline.core.language import ENGLISH, language, language_of, phrase, said, speaking
+from paceline.core.run_folder import NotARun, RunBusy, RunExists
 
 
 class _Nested(PacelineError):
@@ -65,3 +65,17 @@ def test_an_error_inside_of_another_is_recorded_in_english_too() -> None:
         assert str(error) == "there is no such thing, 2 times: runs/a 正由 process 5 训练"
         assert error.hint == "只保留其中一个"
     assert str(error) == "there is no such thing, 2 times: runs/a is being trained by process 5"
+
+
+def test_words_in_a_field_are_english_and_said_with_their_sentence() -> None:
+    why = phrase("cannot be read: {why}", why=phrase("there is no such file"))
+    assert why == "cannot be read: there is no such file"
+    with speaking("zh"):
+        assert f"{why}" == "无法读取：没有这个文件"
+        assert str(why) == "cannot be read: there is no such file"
+        assert pickle.loads(pickle.dumps(why)) == str(why)
+        error = NotARun("runs/a", phrase("it is a file"))
+        assert str(error) == "runs/a 不是运行：它是文件"
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert str(error) == "runs/a is not a run: it is a file"
+    assert error.why == "it is a file"

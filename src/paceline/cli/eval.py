@@ -20,6 +20,7 @@ from paceline.config.settings import Positive, Section, TrainConfig
 from paceline.core.cloud.address import Place, local_path, shown
 from paceline.core.cloud.run_copy import bring_run
 from paceline.core.errors import PacelineError
+from paceline.core.language import phrase, said
 from paceline.core.plugins import are_enabled
 from paceline.core.plugins import names as plugin_names
 from paceline.core.run_folder import BrokenRecord, RunRecord, read_record
@@ -139,7 +140,7 @@ class PluginGone(PacelineError):
     @property
     def advice(self) -> str:
         if not are_enabled():
-            return "leave out `--no-plugins`"
+            return said("leave out `--no-plugins`")
         return f"`pip install {self.package}=={self.version}`"
 
 
@@ -307,12 +308,12 @@ def call_data_function(spec: str) -> Any:
 
     path, separator, name = spec.rpartition(":")
     if not separator:
-        raise NoDataFunction(spec, "the name of a function is missing")
+        raise NoDataFunction(spec, phrase("the name of a function is missing"))
     try:
         module = tasks.import_file(Path(path))
     except tasks.UnknownTask as error:
         raise NoDataFunction(spec, str(error)) from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise NoDataFunction(spec, f"{path} has no function {name!r}")
+        raise NoDataFunction(spec, phrase("{path} has no function {name!r}", path=path, name=name))
     return guarded(Path(path), f"{name}() is called", function)

@@ -21,6 +21,7 @@ from paceline.config.settings import Section
 from paceline.core.cloud.address import Place
 from paceline.core.cloud.run_copy import bring_runs
 from paceline.core.errors import PacelineError
+from paceline.core.language import said
 from paceline.core.run_folder import (
     METRICS,
     RECORD,
@@ -70,7 +71,10 @@ class NoSuchFolder(PacelineError):
 
     @property
     def problem(self) -> str:
-        return f"{self.folder} is a file, not a folder of runs" if self.is_file else f"there is no folder {self.folder}"
+        problem = (
+            said("{folder} is a file, not a folder of runs") if self.is_file else said("there is no folder {folder}")
+        )
+        return problem.format(folder=self.folder)
 
 
 @dataclass(frozen=True)

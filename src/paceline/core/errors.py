@@ -15,7 +15,8 @@ and over properties of the class, so a sentence that needs a decision takes it i
 number with its noun: `1 rank`, `2 ranks`.
 
 Sentence and hint are said in the reader's language (`core/language.py`). `error.args` has the sentence in English, and
-so has `str(error)` while English is spoken: records are the same in every language.
+so has `str(error)` while English is spoken: records are the same in every language. Words that are handed over as a
+field are a `phrase(...)`, those of a property are `said(...)`.
 """
 
 from __future__ import annotations

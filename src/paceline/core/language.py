@@ -15,6 +15,11 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
+
+from typing_extensions import Self
+
+from paceline.core.units import worded
 
 VARIABLE = "PACELINE_LANG"
 ENGLISH = "en"
@@ -50,6 +55,31 @@ def said(text: str) -> str:
     """Return a text, or the template of one, in the reader's language."""
     spoken = language()
     return text if spoken == ENGLISH else _table(spoken).get(text, text)
+
+
+class Phrase(str):
+    """Part of a message: English as a string; filled into a template, in the language that is spoken there."""
+
+    _template: str
+    _values: Mapping[str, Any]
+
+    def __new__(cls, template: str, values: Mapping[str, Any]) -> Self:
+        with speaking(ENGLISH):
+            phrase = super().__new__(cls, worded(template, values))
+        phrase._template, phrase._values = template, values
+        return phrase
+
+    def __format__(self, format_spec: str) -> str:
+        return format(worded(said(self._template), self._values), format_spec)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the English words: values may be of any kind."""
+        return str, (str(self),)
+
+
+def phrase(template: str, /, **values: Any) -> str:
+    """Return a part of a message, for a field of an error; it is said in the reader's language when the error is."""
+    return Phrase(template, values)
 
 
 def words_of(name: str) -> dict[str, dict[str, str]]:

@@ -15,6 +15,7 @@ from types import ModuleType, TracebackType
 from typing import TypeVar
 
 from paceline.core.errors import PacelineError
+from paceline.core.language import said
 from paceline.core.provenance import code_digest
 
 T = TypeVar("T")
@@ -36,8 +37,8 @@ class NoSuchClass(PacelineError):
     @property
     def advice(self) -> str:
         if self.classes is None:
-            return "give it as path/to/file.py:ClassName"
-        return f"there: {', '.join(self.classes) or 'none'}"
+            return said("give it as path/to/file.py:ClassName")
+        return said("there: {names}").format(names=", ".join(self.classes) or said("none"))
 
 
 class UserFileFails(PacelineError):

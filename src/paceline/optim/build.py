@@ -17,6 +17,7 @@ from torch import nn
 from paceline.config.settings import BuiltInOptimizer, GroupSettings, OptimSettings
 from paceline.core import plugins
 from paceline.core.errors import PacelineError
+from paceline.core.language import said
 from paceline.core.torch_private import defer_compiler
 from paceline.optim.lamb import Lamb
 from paceline.optim.muon import Muon, NothingForMuon, Rule, hidden_matrices, is_matrix
@@ -38,7 +39,9 @@ class ParameterPatternUnmatched(PacelineError):
 
     @property
     def advice(self) -> str:
-        return f"nearest parameter names: {', '.join(self.nearest)}" if self.nearest else "the model has no parameters"
+        if not self.nearest:
+            return said("the model has no parameters")
+        return said("nearest parameter names: {names}").format(names=", ".join(self.nearest))
 
 
 class NothingToTrain(PacelineError):

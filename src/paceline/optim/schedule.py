@@ -17,6 +17,7 @@ from itertools import pairwise
 from paceline.config.settings import OptimSettings
 from paceline.core import plugins
 from paceline.core.errors import PacelineError
+from paceline.core.language import phrase
 from paceline.core.together import Exclusion
 
 
@@ -255,7 +256,7 @@ def build(
     """
     chosen = schedule_of(settings.schedule)
     if chosen.needs_end and total_steps is None:
-        raise ScheduleNeedsEnd(f"schedule {settings.schedule!r}")
+        raise ScheduleNeedsEnd(phrase("schedule {name!r}", name=settings.schedule))
     if chosen.needs is not None and not getattr(settings, chosen.needs[0]):
         raise ScheduleOptionMissing(settings.schedule, *chosen.needs)
     if settings.schedule == "newbob" and scores is None:

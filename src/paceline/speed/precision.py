@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from paceline.core.errors import PacelineError
+from paceline.core.language import phrase
 from paceline.core.together import Exclusion
 from paceline.core.torch_private import cpu_has_bf16
 from paceline.speed.autotune.candidates import Candidate
@@ -153,13 +154,14 @@ def resolve(level: Level, precision: PrecisionName | None, capabilities: Capabil
 def _check_supported(level: int, name: str, precision: PrecisionName | None, capabilities: Capabilities) -> None:
     """Raise `LevelUnsupported` where the device lacks what the level or precision needs."""
     if precision is not None and not capabilities.fp16:
-        raise LevelUnsupported(name, capabilities.name, "it has no fp16", "use `-O0`")
+        raise LevelUnsupported(name, capabilities.name, phrase("it has no fp16"), phrase("use `-O0`"))
     if precision is None and level >= 2 and not capabilities.bf16:
-        fp16 = " or `--precision fp16`" if capabilities.fp16 else ""
-        raise LevelUnsupported(name, capabilities.name, "it has no bf16", f"use `-O1`{fp16}")
+        hint = phrase("use `-O1` or `--precision fp16`") if capabilities.fp16 else phrase("use `-O1`")
+        raise LevelUnsupported(name, capabilities.name, phrase("it has no bf16"), hint)
     if level == 3 and not capabilities.compiler:
         package = "Triton (`pip install triton`)" if capabilities.device == "cuda" else "g++ (`apt install g++`)"
-        raise LevelUnsupported("-O3", capabilities.name, f"compiling needs {package}", "install it, or use `-O2`")
+        why = phrase("compiling needs {package}", package=package)
+        raise LevelUnsupported("-O3", capabilities.name, why, phrase("install it, or use `-O2`"))
 
 
 def _autocast_dtype(level: int, precision: PrecisionName | None) -> torch.dtype | None:

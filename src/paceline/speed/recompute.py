@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.core.errors import PacelineError
+from paceline.core.language import said
 from paceline.core.torch_private import BatchNorm
 
 
@@ -30,7 +31,9 @@ class ModulePatternUnmatched(PacelineError):
 
     @property
     def advice(self) -> str:
-        return f"nearest module names: {', '.join(self.nearest)}" if self.nearest else "the model has no submodules"
+        if not self.nearest:
+            return said("the model has no submodules")
+        return said("nearest module names: {names}").format(names=", ".join(self.nearest))
 
 
 def recompute(model: nn.Module, patterns: Iterable[str]) -> list[str]:

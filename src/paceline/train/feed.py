@@ -15,8 +15,9 @@ from torch import Tensor
 from paceline.config.change_points import value_at
 from paceline.config.settings import DataSettings
 from paceline.core.errors import PacelineError
+from paceline.core.language import said
 from paceline.core.together import Exclusion
-from paceline.core.units import counted
+from paceline.core.units import worded
 from paceline.data.dataset import Collate, DatasetTraits, fingerprint
 from paceline.data.fetch import Request
 from paceline.data.grain import Batch, Grain
@@ -95,11 +96,9 @@ class RanksDiffer(PacelineError):
     @property
     def difference(self) -> str:
         rank = next((rank for rank, size in enumerate(self.sizes) if size != self.sizes[0]), None)
-        return (
-            "of the same size, but not the same"
-            if rank is None
-            else f"{counted(self.sizes[rank], 'sample')} on rank {rank}"
-        )
+        if rank is None:
+            return said("of the same size, but not the same")
+        return worded(said("{number:#sample} on rank {rank}"), {"number": self.sizes[rank], "rank": rank})
 
 
 class DataChanged(PacelineError):

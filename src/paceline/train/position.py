@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from paceline.config.settings import DataSettings, TrainConfig
 from paceline.core.errors import PacelineError
+from paceline.core.language import said
 from paceline.core.secrets import masked_values
 from paceline.core.together import Exclusion
 from paceline.data.grain import Batch
@@ -99,13 +100,15 @@ class MoreRanksThanGrains(PacelineError):
 
     @property
     def source(self) -> str:
-        return "this run was started with" if self.is_resumed else "the settings ask for"
+        return said("this run was started with") if self.is_resumed else said("the settings ask for")
 
     @property
     def remedy(self) -> str:
         if self.is_resumed:
-            return f"`--regrain` cuts the batch into {self.ranks} grains, which changes numerics"
-        return f"set `--grains {self.ranks}`"
+            return said("`--regrain` cuts the batch into {ranks} grains, which changes numerics").format(
+                ranks=self.ranks
+            )
+        return said("set `--grains {ranks}`").format(ranks=self.ranks)
 
 
 class FewerSamplesThanRanks(PacelineError):
@@ -150,8 +153,8 @@ class SettingsChanged(PacelineError):
 
     @property
     def lines(self) -> str:
-        changes = self.changes.items()
-        return "\n".join(f"  {name}: {before!r} in the run, {now!r} now" for name, (before, now) in changes)
+        line = said("  {name}: {before!r} in the run, {now!r} now")
+        return "\n".join(line.format(name=name, before=old, now=new) for name, (old, new) in self.changes.items())
 
 
 def choose_grains(asked: int | None, stored: int | None, ranks: int, regrain: bool) -> int:

@@ -16,6 +16,7 @@ from paceline.core.cloud.file_copy import bring_folder, bring_parts
 from paceline.core.cloud.run_copy import bring_run
 from paceline.core.errors import PacelineError
 from paceline.core.keys import key
+from paceline.core.language import said
 from paceline.core.run_folder import CHECKPOINTS, RunFolder
 from paceline.core.secrets import masked
 from paceline.data.grain import Grain
@@ -85,13 +86,15 @@ class NotOneOptimizer(PacelineError):
         entries = self.value.values() if isinstance(self.value, dict) else self.value
         flat = [] if not isinstance(self.value, list | tuple | dict) else list(_flat(entries))
         if any(isinstance(entry, LRScheduler) for entry in flat):
-            return "return the optimizer alone, and the scheduler from `def scheduler(self, optimizer, num_steps):`"
+            return said(
+                "return the optimizer alone, and the scheduler from `def scheduler(self, optimizer, num_steps):`"
+            )
         if sum(isinstance(entry, torch.optim.Optimizer) for entry in flat) > 1:
-            return (
+            return said(
                 "a task trains one model with one optimizer; parts with other rates are groups of that optimizer. "
                 "Models that take turns (a GAN) are two engines in a loop of your own: docs/own-loop.md"
             )
-        return "return a torch.optim.Optimizer"
+        return said("return a torch.optim.Optimizer")
 
 
 class NotAScheduler(PacelineError):
@@ -182,9 +185,10 @@ class NoStartWeights(PacelineError):
         if RunFolder(self.path).is_run:
             newest = next(iter(listed(self.path / CHECKPOINTS)), None)
             if newest is not None:
-                return f"name one of them, such as the last: `--init-from {masked(shown(newest))}`"
-            return "it has no checkpoint yet"
-        return (
+                path = masked(shown(newest))
+                return said("name one of them, such as the last: `--init-from {path}`").format(path=path)
+            return said("it has no checkpoint yet")
+        return said(
             "name a checkpoint, which is a folder like RUN/checkpoints/step-00000120, a .safetensors or .pt file, a "
             "Hugging Face folder, or a torch.distributed.checkpoint"
         )
@@ -196,8 +200,8 @@ class NoStartWeights(PacelineError):
     @property
     def why(self) -> str:
         if RunFolder(self.path).is_run:
-            return "it is a run, not one of its checkpoints"
-        return "it is no checkpoint" if self.path.exists() else "there is no such file or folder"
+            return said("it is a run, not one of its checkpoints")
+        return said("it is no checkpoint") if self.path.exists() else said("there is no such file or folder")
 
 
 def load_weights(model: torch.nn.Module, task: Task, path: Path | None, say: Callable[[str], None]) -> None:

@@ -23,6 +23,7 @@ from paceline.config.compared import shared_settings
 from paceline.config.named_sets import name_sets
 from paceline.config.settings import OptimSettings, Section, TrainConfig
 from paceline.core.errors import PacelineError
+from paceline.core.language import phrase
 from paceline.core.together import Exclusion
 from paceline.core.user_file import code_of
 from paceline.data.dataset import DatasetTraits
@@ -218,10 +219,10 @@ class Task(Generic[S_co]):
     # -- what to train -------------------------------------------------------------------------------------------
 
     def model(self) -> torch.nn.Module:
-        raise TaskIncomplete(self, "model(self)", "the module to train")
+        raise TaskIncomplete(self, "model(self)", phrase("the module to train"))
 
     def train_data(self) -> Any:
-        raise TaskIncomplete(self, "train_data(self)", "the data set to train on")
+        raise TaskIncomplete(self, "train_data(self)", phrase("the data set to train on"))
 
     def val_data(self) -> Mapping[str, Any]:
         """Return validation sets by name."""
@@ -229,7 +230,7 @@ class Task(Generic[S_co]):
 
     def loss(self, model: torch.nn.Module, grain: Grain) -> Any:
         """Return (sum of losses, count) of one grain; a third value is handed to `after_step`."""
-        raise TaskIncomplete(self, "loss(self, model, grain)", "(sum of losses, how many)")
+        raise TaskIncomplete(self, "loss(self, model, grain)", phrase("(sum of losses, how many)"))
 
     def metrics(self, model: torch.nn.Module, grain: Grain) -> Mapping[str, Metric]:
         """Return validation metrics of one batch by name: a pair (sum, weight), `Gathered`, or a torchmetrics object

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from paceline.core.cloud.file_copy import bring_missing
 from paceline.core.errors import PacelineError
+from paceline.core.language import phrase
 from paceline.core.paths import near
 
 SUFFIXES = frozenset((".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au", ".sph", ".w64", ".caf"))
@@ -87,25 +88,27 @@ def opened(path: Path) -> Iterator[soundfile.SoundFile]:
                 raise
             descriptor = os.open(path, flags)
     except FileNotFoundError:
-        raise AudioUnreadable(path, "there is no such file") from None
+        raise AudioUnreadable(path, phrase("there is no such file")) from None
     except OSError as error:
-        raise AudioUnreadable(path, f"cannot be opened: {error.strerror or error}") from None
+        raise AudioUnreadable(path, phrase("cannot be opened: {reason}", reason=error.strerror or error)) from None
     except ValueError as error:  # a name with a zero byte
-        raise AudioUnreadable(path, f"cannot be opened: {error}") from None
+        raise AudioUnreadable(path, phrase("cannot be opened: {reason}", reason=error)) from None
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise AudioUnreadable(path, "is a folder" if stat.S_ISDIR(status.st_mode) else "is not a file")
+            is_folder = stat.S_ISDIR(status.st_mode)
+            raise AudioUnreadable(path, phrase("is a folder") if is_folder else phrase("is not a file"))
         if status.st_size == 0:
-            raise AudioUnreadable(path, "is empty")
+            raise AudioUnreadable(path, phrase("is empty"))
         with _Sound(descriptor, closefd=False) as file:
             if not LOWEST_HZ <= file.samplerate <= HIGHEST_HZ:
-                raise AudioUnreadable(path, f"is damaged: it claims a sample rate of {file.samplerate} Hz")
+                why = phrase("is damaged: it claims a sample rate of {rate} Hz", rate=file.samplerate)
+                raise AudioUnreadable(path, why)
             yield file
     except soundfile.LibsndfileError as error:
         raise AudioUnreadable(path, _why(error)) from None
     except OSError as error:
-        raise AudioUnreadable(path, f"cannot be read: {error.strerror}") from None
+        raise AudioUnreadable(path, phrase("cannot be read: {why}", why=error.strerror)) from None
     finally:
         os.close(descriptor)
 

@@ -15,6 +15,7 @@ from paceline.core.cloud.run_copy import RunCopy, bring_run
 from paceline.core.cloud.uploader import Uploader
 from paceline.core.disk import CannotWrite
 from paceline.core.errors import PacelineError
+from paceline.core.language import said
 from paceline.core.plugins import Plugin, changes
 from paceline.core.provenance import start_record
 from paceline.core.run_folder import RunFolder, RunRecord
@@ -43,13 +44,13 @@ class NotACheckpoint(PacelineError):
 
     @property
     def kind(self) -> str:
-        return "a run, not a checkpoint" if RunFolder(self.path).is_run else "not a checkpoint"
+        return said("a run, not a checkpoint") if RunFolder(self.path).is_run else said("not a checkpoint")
 
     @property
     def advice(self) -> str:
         if RunFolder(self.path).is_run:
-            return f"add `--out {self.path} --resume auto` to go on with it"
-        return "checkpoints are folders like <run>/checkpoints/step-00000120"
+            return said("add `--out {path} --resume auto` to go on with it").format(path=self.path)
+        return said("checkpoints are folders like <run>/checkpoints/step-00000120")
 
 
 class NoSoundCheckpoint(PacelineError):
