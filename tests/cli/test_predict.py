@@ -67,6 +67,7 @@ def test_the_report_draws_what_was_predicted(tmp_path: Path, capsys: pytest.Capt
         ("runs/a --link-file doctor.json", "cannot be read", "paceline doctor --json"),
         ("runs/a --ranks 0", "--ranks 0: value 1 must be above 0", "paceline predict --help"),
         ("runs/a --ranks 2 --nodes 4", "2 ranks cannot be on 4 machines", "--nodes"),
+        ("runs/a --wire int8", "wire int8 is for reduce param", "docs/options.md"),
         ("runs/a --failures often", "`--failures often`", "4/1000nd"),
         ("digts --ranks 8", "there is no recipe 'digts'", "did you mean `digits`?"),
     ],

@@ -43,6 +43,32 @@ def test_waits_are_those_of_the_epoch_and_of_single_meetings(monkeypatch: pytest
     assert clock.read()["communication"] == pytest.approx(0.024)
 
 
+def test_steps_of_an_epoch_are_kept_with_their_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step k computes for k ms; of 1,000 steps those kept are evenly spread, and each has its own times."""
+    now = 0
+    monkeypatch.setattr(clock_module, "perf_counter_ns", lambda: now)
+    clock = Clock()
+    clock.begin_epoch()
+    for step in range(1000):
+        now += 1_000_000
+        clock.begin_step()
+        for phase, ms in (
+            ("compute", step),
+            ("communication", 2),
+            ("optimizer", 3),
+            ("logging", 4),
+            ("validation", 50),
+        ):
+            now += ms * 1_000_000
+            clock.lap(phase)
+    numbers = [int(row[0]) for row in clock.steps.numbers]
+    assert numbers == list(range(0, 999, 8))
+    for number, *seconds in clock.steps.numbers:
+        assert seconds == pytest.approx([0.001, 0.0, 1e-3 * number, 0.002, 0.003, 0.004])
+    clock.begin_epoch()
+    assert clock.steps.numbers == []
+
+
 def test_a_follower_hears_of_every_lap_without_gaps() -> None:
     clock, laps = Clock(), []
     clock.follower = lambda phase, began, ended: laps.append((phase, began, ended))

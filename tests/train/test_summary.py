@@ -22,6 +22,7 @@ from paceline.train.summary import (
     data_line,
     idle,
     idle_ranks,
+    no_faster,
     rows,
     unequal_devices,
 )
@@ -249,6 +250,25 @@ def test_ranks_that_never_have_a_grain_are_told_in_a_line(ranks: int, settings: 
     lines = idle_ranks(facts(settings, world=world, grains=ranks))
     assert len(lines) == (told is not None)
     assert told is None or told in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "grains", "told"),
+    [
+        (8, 12, "8 ranks are no faster than 6: the busiest rank has 2 of 12 grains with either; start 6, or a new run"),
+        (5, 6, "5 ranks are no faster than 3"),
+        (3, 4, "3 ranks are no faster than 2"),
+        (8, 8, None),
+        (4, 8, None),
+        (3, 8, None),
+        (1, 8, None),
+    ],
+)
+def test_ranks_that_bring_nothing_are_told_before_the_first_step(ranks: int, grains: int, told: str | None) -> None:
+    world = World(0, 0, ranks, ranks, 0, 1, "procs", None)
+    lines = no_faster(facts(world=world, grains=grains))
+    assert len(lines) == (told is not None)
+    assert told is None or lines[0].startswith(told)
 
 
 def test_devices_of_several_models_are_told() -> None:

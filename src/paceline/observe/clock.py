@@ -42,6 +42,15 @@ class Thinned(Generic[T]):
         self.numbers: list[T] = []
         self._num_added, self._stride = 0, 1
 
+    @property
+    def takes_next(self) -> bool:
+        """True if the next number is one of those that are kept."""
+        return self._num_added % self._stride == 0
+
+    def skip(self) -> None:
+        """Count a number that is not kept."""
+        self._num_added += 1
+
     def add(self, number: T) -> None:
         if self._num_added % self._stride == 0:
             self.numbers.append(number)
@@ -89,11 +98,13 @@ class Clock:
 
     def _keep_step(self) -> None:
         """Keep the phases of the step before, if it is one of those that are kept."""
-        now = [self._ns[phase] for phase in STEP_COLUMNS]
         if self._step_ns:
+            now = [self._ns[phase] for phase in STEP_COLUMNS]
             seconds = [1e-9 * (ended - began) for began, ended in zip(self._step_ns, now, strict=True)]
             self.steps.add((self._num_begun - 1, *seconds[:5], seconds[5] + seconds[6]))
-        self._step_ns = now
+        elif self._num_begun:
+            self.steps.skip()
+        self._step_ns = [self._ns[phase] for phase in STEP_COLUMNS] if self.steps.takes_next else []
 
     def meet(self) -> None:
         """Book a meeting of the ranks: this one has waited for it since the last lap."""

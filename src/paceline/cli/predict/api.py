@@ -7,23 +7,26 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
 from paceline.cli.recipes import RECIPES
-from paceline.config.settings import TrainConfig
+from paceline.config.python_call import settings_of_call
+from paceline.config.settings import ReduceSettings, TrainConfig
 from paceline.core.cloud.address import local_path
 from paceline.core.cloud.run_copy import bring_run
 from paceline.core.errors import PacelineError
 from paceline.core.run_folder import RECORD
+from paceline.core.units import counted
 from paceline.train.predict.calibration import Calibration, calibrate
 from paceline.train.predict.links import LinkSpeed, parse_link, read_link_file
 from paceline.train.predict.prediction import Prediction
 from paceline.train.predict.prediction import predict as predict_from
 
+CALL = "paceline.predict"
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 DEFAULT_LINK = "10Gbit,50us"
 CALIBRATION_STEPS = 40
@@ -106,7 +109,10 @@ def answer(
 ) -> Prediction:
     """Return the prediction for these ranks or machines, with settings that are not None in place of the run's."""
     changes = {name: value for name, value in settings.items() if value is not None}
+    if "sync_step" in changes or "sync_seconds" in changes:  # one instead of the other
+        changes = {"sync_step": None, "sync_seconds": None, **changes}
     manner = replace(found.manner, **changes)
+    settings_of_call(ReduceSettings, {name: value for name, value in asdict(manner).items() if value is not None}, CALL)
     if manner.reduce == "param" and manner.sync_step is None and manner.sync_seconds is None:
         manner = replace(manner, sync_step=1)
     last = found.runs[-1]
@@ -170,9 +176,9 @@ def calibrated_on_task(
         config.write_text(yaml.safe_dump(chosen, allow_unicode=True) if chosen else "", encoding="utf-8")
         folders = []
         for size in sizes:
-            folders.append(Path(place, f"{size}-rank{'s' * (size > 1)}"))
+            folders.append(Path(place, f"{name.rpartition(':')[2]}-{size}"))
             if say is not None:
-                say(f"calibration: {steps} steps on {size} rank{'s' * (size > 1)}")
+                say(f"calibration: {counted(steps, 'step')} on {counted(size, 'rank')}")
             _train(name, config, folders[-1], size, number, steps)
         return calibrate(folders)
 

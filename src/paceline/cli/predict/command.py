@@ -64,14 +64,21 @@ class PredictOptions(PredictCommand):
     run_link: str | None = None
     """Link that the runs' own ranks met over, if they were on several machines."""
     reduce: Literal["grad", "param"] | None = None
-    """How ranks come to one model, as the settings of `paceline train`; the run's own if not set. So are the next."""
+    """Way to one model to predict for: summed gradients or averaged parameters; the run's own if not set."""
     sums: Literal["exact", "fast"] | None = None
+    """Sums in one order, or as the library adds; the run's own if not set."""
     wire: Literal["full", "fp16", "bf16", "int8"] | None = None
+    """Form in which numbers travel; the run's own if not set."""
     shard: Literal["none", "full", "node"] | None = None
+    """Sharding to predict for; the run's own if not set."""
     sync_step: Positive | None = None
+    """Steps between two averages (`reduce: param`); the run's own if not set, or 1."""
     sync_seconds: PositiveFloat | None = None
+    """Seconds between two averages, instead of `sync_step`."""
     sync_overlap: Annotated[int, Field(ge=0)] | None = None
+    """Steps that go on while an average is under way; the run's own if not set."""
     grains: Positive | None = None
+    """Grains per step; the run's own if they were set, else one per rank."""
 
 
 OPTIONS = PredictOptions

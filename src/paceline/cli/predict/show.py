@@ -20,7 +20,7 @@ def show(result: Prediction) -> None:
     has_goodput = any(row.goodput is not None for row in result.rows)
     has_price = any(row.price is not None for row in result.rows)
     titles = ["ranks", "nodes", "step", "compute", "comm.", "wait", "data", "other", "samples/s", "speed-up"]
-    titles += ["efficiency", *["to the end"] * has_end, *["goodput"] * has_goodput, *["price"] * has_price]
+    titles += ["efficiency", *["whole run"] * has_end, *["goodput"] * has_goodput, *["price"] * has_price]
     for title in titles:
         table.add_column(title, justify="right", overflow="fold")
     for row in result.rows:
@@ -41,7 +41,7 @@ def show(result: Prediction) -> None:
 def _cells(row: Row, has_end: bool, has_goodput: bool, has_price: bool) -> list[str]:
     parts = (row.compute_s, row.communication_s, row.waiting_s, row.data_s, row.other_s)
     cells = [f"{row.ranks:,}", f"{row.nodes:,}", _seconds(row.step_s)]
-    cells += [f"{100 * part / row.step_s.value:.0f} %" for part in parts]
+    cells += [f"{max(0.0, 100 * part / row.step_s.value):.0f} %" for part in parts]
     cells += [_digits(row.samples_per_s.value), f"{row.speedup.value:.2f}", f"{100 * row.efficiency.value:.0f} %"]
     if has_end:
         cells.append("" if row.run_s is None else _long(row.run_s))

@@ -183,7 +183,7 @@ def predict(
         rows,
         staircase(biggest, max(size for size, _ in places)),
         [*_advice(model, rows, alone)],
-        [*_assumptions(model, nodes, rate)],
+        [*_assumptions(model, nodes, places, rate)],
         [*_unknown(model)],
         chosen,
         str(between),
@@ -548,20 +548,33 @@ def _advice(model: _Model, rows: Sequence[Row], alone_s: float) -> Iterator[str]
         yield from _lighter(model, costly, alone_s)
     late = max(busy, key=lambda row: row.waiting_s / row.step_s.value)
     if late.waiting_s > 0.1 * late.step_s.value:
-        share = late.waiting_s / late.step_s.value
-        yield (
-            f"at {counted(late.ranks, 'rank')} the others wait {100 * share:.0f} % of the time for the slowest: more "
-            f"`--grains` are dealt more evenly, `--order bucket` makes them alike; `--reduce param` steps apart"
-        )
+        yield _late(model, late)
     slow = next((row for row in several if row.data_s > 0.1 * row.step_s.value), None)
     if slow is not None:
         share = slow.data_s / slow.step_s.value
         yield f"data wait is {100 * share:.0f} % of a step: more `--workers`, or `paceline pack`"
 
 
+def _late(model: _Model, row: Row) -> str:
+    """Say what ranks wait for: others that have more to do, or times that differ from step to step and by machine."""
+    steps, _ = model.steps(row.ranks, row.grains, _Numbers())
+    uneven_s = float((steps.compute_s.max(axis=1) - steps.compute_s.mean(axis=1)).mean())
+    share = 100 * row.waiting_s / row.step_s.value
+    text = f"at {counted(row.ranks, 'rank')} the others wait {share:.0f} % of the time for the slowest"
+    if uneven_s > 0.5 * row.waiting_s:
+        return f"{text}, which has more to do: more `--grains` are dealt more evenly, `--order bucket` makes them alike"
+    spread = 100 * float(model.calibration.ratios.std())
+    return (
+        f"{text}: times of equal steps differ by {spread:.0f} %, as in the run; with `--reduce param` ranks step apart"
+    )
+
+
 def _where_it_ends(rows: Sequence[Row]) -> Iterator[str]:
     """Say up to which number of ranks each brings at least half of what the first did."""
     ordered = sorted(rows, key=lambda row: row.ranks)
+    best = max(ordered, key=lambda row: row.samples_per_s.value)
+    gain = f"{_short(best.speedup.value)} ({_short(best.speedup.low)}-{_short(best.speedup.high)})"
+    yield f"{counted(best.ranks, 'rank')} on {counted(best.nodes, 'machine')}: {gain} times as fast as one rank"
     paying = [row for row in ordered if row.efficiency.value >= 0.5]
     if len(paying) == len(ordered):
         last = ordered[-1]
@@ -577,11 +590,14 @@ def _where_it_ends(rows: Sequence[Row]) -> Iterator[str]:
     why = max(parts, key=lambda name: parts[name])
     if first.ranks > first.grains:
         why = "ranks without a grain"
-    best = max(ordered, key=lambda row: row.samples_per_s.value)
     yield (
         f"it stops paying at {counted(first.ranks, 'rank')}: efficiency {100 * first.efficiency.value:.0f} %, because "
-        f"of {why}; the fastest of these is {counted(best.ranks, 'rank')}, {best.samples_per_s.value:,.0f} samples/s"
+        f"of {why}"
     )
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _lighter(model: _Model, row: Row, alone_s: float) -> Iterator[str]:
@@ -615,14 +631,16 @@ def _lighter(model: _Model, row: Row, alone_s: float) -> Iterator[str]:
     yield f"{text}: {'; '.join(found)}" if found else f"{text}: a faster link, or a larger `--global-batch`"
 
 
-def _assumptions(model: _Model, nodes: Sequence[int] | None, failures: FailureRate | None) -> Iterator[str]:
+def _assumptions(
+    model: _Model, nodes: Sequence[int] | None, places: Sequence[tuple[int, int]], failures: FailureRate | None
+) -> Iterator[str]:
     known = model.calibration
     steps = counted(known.num_samples, "sampled step")
     ranks = " and ".join(counted(run.ranks, "rank") for run in known.runs)
     yield f"calibrated on {known.name} ({ranks}, {steps}); every machine computes like those"
     where = "each rank is on a machine of its own" if nodes is None else "ranks are spread evenly over the machines"
     yield f"{where}; machines are linked by {model.between}, each with its own way out"
-    if nodes is not None:
+    if nodes is not None and any(size > number for size, number in places):
         how = "measured" if model.inside.is_measured else "assumed"
         yield f"ranks of one machine are linked by {model.inside} ({how})"
     if known.core_wait > BUSY:
@@ -653,6 +671,7 @@ def _unknown(model: _Model) -> Iterator[str]:
     yield "other traffic on the links, and switches that are oversubscribed"
     yield "machines that are slower than all that were measured, or that others use"
     yield "a file system that serves many ranks more slowly than these few"
+    yield "what a task itself sends between ranks in a step, as the replay buffer of continual learning does"
     if model.calibration.device == "cuda":
         yield "memory: whether the model and a grain fit"
     yield "whether accuracy stays the same with another batch, or with `--reduce param`"
