@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline import PacelineError, TrainConfig
+from paceline.cli.main import main
 from paceline.core import plugins
 from paceline.core.plugins import Plugin, PluginFails, PluginsClash
 from paceline.observe import loggers
@@ -200,11 +201,13 @@ def discover(env):
         discover({"MY_RANK": "5", "MY_SIZE": "2"})
 
 
-def test_a_launcher_without_a_variable_is_refused(site: Path) -> None:
+def test_a_launcher_without_a_variable_is_passed_over(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before, no command ran any more, not even the doctor that was to name it."""
     install(site, "mine", "1", "[paceline.launchers]\nmine = a:b\n")
     plugins._scan.cache_clear()
-    with pytest.raises(PluginFails, match=r"must be named NAME\.VARIABLE"):
-        discover({})
+    assert discover({}).launcher == "plain"
+    main(["doctor", "--json"])
+    assert "must be named NAME.VARIABLE" in capsys.readouterr().out
 
 
 def test_a_misspelt_name_is_answered_with_the_plugins(site: Path) -> None:

@@ -1,7 +1,8 @@
 """Launchers that plugins know: where a variable is set that an entry point names, its function is asked.
 
 The name of an entry point of `paceline.launchers` is `NAME.VARIABLE`, as in `flux.FLUX_TASK_RANK = "pkg:discover"`.
-The package is imported only where that variable is set, so a run under another launcher never imports it.
+The package is imported only where that variable is set, so a run under another launcher never imports it. An entry
+point of another form can be asked by no run: it is passed over, and `paceline doctor` names it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def from_plugins(env: Mapping[str, str]) -> World | None:
     """Return the world as a plugin's launcher describes it; None where none has anything to say."""
     for plugin in plugins.installed().of("launchers"):
         name, variable = split(plugin)
-        if variable not in env:
+        if not name or not variable or variable not in env:
             continue
         plugins.find("launchers", plugin.name)
         if name in BUILT_IN:
@@ -36,11 +37,8 @@ def from_plugins(env: Mapping[str, str]) -> World | None:
 
 
 def split(plugin: plugins.Plugin) -> tuple[str, str]:
-    """Return the name of a launcher, and the variable by which it is recognised."""
+    """Return the name of a launcher, and the variable by which it is recognised; empty where it has none."""
     name, _, variable = plugin.name.partition(".")
-    if not name or not variable:
-        why = "its entry point must be named NAME.VARIABLE, by the environment variable that it sets"
-        raise plugins.PluginFails(plugin.title, "cannot be used", why)
     return name, variable
 
 

@@ -17,6 +17,7 @@ from paceline.core import plugins
 from paceline.core.provenance import version_of
 from paceline.world.discover.environment import World
 from paceline.world.discover.interfaces import HostIsLoopback, address_of, find_interface, list_interfaces
+from paceline.world.discover.plugin_launchers import split
 
 _MIB = 2**20
 PACKAGES = {
@@ -115,7 +116,7 @@ def collect(
 
 def _plugin_problems(built_in: Mapping[plugins.Group, Collection[str]]) -> tuple[str, ...]:
     catalog = plugins.installed()
-    launchers = [each for each in catalog.of("launchers") if not all(each.name.partition("."))]
+    launchers = [each for each in catalog.of("launchers") if not all(split(each))]
     return (
         *(str(clash) for clash in plugins.clashes(built_in)),
         *(f"{package}: {why}" for package, why in catalog.unreadable),
