@@ -47,13 +47,15 @@ check: $(VENV)/.test
 	$(BIN)/lint-imports
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-# Writes the pages of options, of the Python API and of what goes together anew, and builds all pages into site/.
+# Writes the pages of options, of the Python API and of what goes together anew, in English and in Chinese, and builds all
+# pages into site/ and site/zh/.
 docs: $(VENV)/.test
 	$(BIN)/python docs/options.py
 	$(BIN)/python docs/api.py
 	$(BIN)/python docs/together.py
 	$(BIN)/python docs/arguments.py && $(BIN)/ruff format -q src/paceline/config/arguments.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file mkdocs.zh.yml
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/loop_overhead.py
