@@ -145,6 +145,7 @@ def closing(out: Path, corpus: Path, seconds: float, report: Sequence[str] = ())
         f"  paceline infer {out} {example if example.exists() else 'FILE.flac'}",
         *([f"  paceline eval {out} --decoder beam"] if validations else []),
         f"  tensorboard --logdir {out}",
+        f"  paceline predict {out} --nodes 8",
         "  paceline train asr --help",
     ]
 

@@ -648,6 +648,8 @@ def _assumptions(
             f"the runs had no free core for {100 * known.core_wait:.0f} % of their time: what they waited is taken for "
             "computing and its spread; calibrate on a machine with less to do"
         )
+    if known.runs[0].manner.shard != "none" and known.runs[0].ranks > 1:
+        yield "the gathers and scatters of these runs are taken for computing: give a run on one rank, too"
     if known.runs[-1].ranks == 1:
         yield "nothing was measured on several ranks: calls of the library take what they usually do"
     if known.grain_s == 0:

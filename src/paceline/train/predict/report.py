@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.json_text import read_json
+from paceline.core.language import said
 from paceline.observe.report import texts
 from paceline.observe.report.figure import Figure, Trace, axis, color, line
 from paceline.observe.report.runs import ReportedRun
@@ -60,7 +61,8 @@ def section(kept: Mapping[str, Any], name: str) -> Section:
     rows = sorted(kept["rows"], key=lambda row: row["ranks"])
     advice = [text for text in kept.get("advice") or () if isinstance(text, str)]
     items = "".join(f"<li>{texts.with_code(text)}</li>" for text in advice)
-    text = f"<p>{texts.with_code(f'By `paceline predict`, from {name}.')}</p><ul>{items}</ul>"
+    source = said("By `paceline predict`, from {name}.").format(name=name)
+    text = f"<p>{texts.with_code(source)}</p><ul>{items}</ul>"
     return Section("predict", "On more ranks", text, [_speed(rows), _parts(rows)])
 
 
@@ -68,14 +70,17 @@ def _speed(rows: Sequence[Mapping[str, Any]]) -> Figure:
     ranks = [row["ranks"] for row in rows]
     low, value, high = ([row["samples_per_s"][name] for row in rows] for name in ("low", "value", "high"))
     band: Trace = {
-        **line([*ranks, *reversed(ranks)], [*high, *reversed(low)], "nine times out of ten", color(0)),
+        **line([*ranks, *reversed(ranks)], [*high, *reversed(low)], said("nine times out of ten"), color(0)),
         **{"fill": "toself", "opacity": 0.25, "line": {"width": 0}, "hoverinfo": "skip"},
     }
     ideal = [value[0] / ranks[0] * number for number in ranks]
     traces = [
         band,
-        line(ranks, value, "predicted", color(0), dots=True),
-        {**line(ranks, ideal, "as many times as fast as ranks", color(7)), "line": {"dash": "dot", "color": color(7)}},
+        line(ranks, value, said("predicted"), color(0), dots=True),
+        {
+            **line(ranks, ideal, said("as many times as fast as ranks"), color(7)),
+            "line": {"dash": "dot", "color": color(7)},
+        },
     ]
     layout = {"xaxis": axis("ranks", type="log"), "yaxis": axis("samples/s", type="log"), "showlegend": True}
     about = "Predicted samples per second over the number of ranks, with the range that holds nine times out of ten."
@@ -86,7 +91,7 @@ def _parts(rows: Sequence[Mapping[str, Any]]) -> Figure:
     names = [f"{row['ranks']:,}" for row in rows]
     traces: list[Trace] = [
         {
-            **{"type": "bar", "name": words, "x": names, "y": [1e3 * row[part] for row in rows]},
+            **{"type": "bar", "name": said(words), "x": names, "y": [1e3 * row[part] for row in rows]},
             **{"marker": {"color": color(number)}},
         }
         for number, (part, words) in enumerate(PARTS.items())
