@@ -14,8 +14,9 @@ import torch
 from paceline.data.grain import Grain
 from paceline.observe.compare.sample_scores import read_scores
 from paceline.observe.journal import read
+from paceline.recipes.translation.network.scores import smoothed_loss
 from paceline.recipes.translation.settings import TranslationSettings
-from paceline.recipes.translation.task import Translation, smoothed_loss
+from paceline.recipes.translation.task import Translation
 from paceline.recipes.translation.text.vocabulary import FILE, PAD
 from paceline.train.task import Surroundings
 from paceline.train.trainer import Trainer
@@ -78,8 +79,13 @@ def test_one_two_and_four_ranks_agree_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"shard": "full", "checkpoint_form": "sharded"}, {"level": 4, "pad_multiple": 4}, {"model": "lstm", "ema": 0.9}],
-    ids=["shards", "fastest", "lstm"],
+    [
+        {"shard": "full", "checkpoint_form": "sharded"},
+        {"level": 4, "pad_multiple": 4},
+        {"model": "lstm", "ema": 0.9},
+        {"packed": True},
+    ],
+    ids=["shards", "fastest", "lstm", "packed"],
 )
 def test_ways_of_training_give_the_weights_of_one_rank(tmp_path: Path, changes: dict[str, Any]) -> None:
     (expected,) = run_ranks(1, trained, tmp_path, tmp_path, {**changes, "epochs": 1}, timeout_s=TIMEOUT_S)

@@ -69,6 +69,9 @@ class TextSettings(Section):
     """Read and write in small letters."""
     tokenizer: AbsolutePlace | None = free(None)
     """Units of another run (its folder, or its tokenizer.json) instead of new ones: for fine-tuning (`init_from`)."""
+    packed: bool = False
+    """Train on sentences that lie one after the other instead of in padded rows (Transformer): less work where a GPU
+    has attention for it, the same numbers to rounding."""
     pad_multiple: Positive = 1
     """Lengths are counted in multiples of this, and grains padded to it where few shapes are wanted: 8 lets a GPU work
     with few CUDA graphs."""
@@ -146,6 +149,15 @@ class TranslationSettings(TextSettings, ModelSettings, UseSettings, TrainConfig)
             "packed files go into `train_pairs` and `val_pairs` here, not `train_files` and `val_files`",
             lambda s: bool(s.train_files or s.val_files),
         ),
+        SettingsExclusion(
+            "`--packed`",
+            "`-O3`, `--model lstm`",
+            "hardware",
+            "Packed batches never have the same shape twice, so that a compiler would compile each; a recurrent layer "
+            "has a step for each position, and needs rows.",
+            "`packed` is for a Transformer that is not compiled: leave it out, or set `level` 2",
+            lambda s: s.packed and (s.level == 3 or s.model == "lstm"),
+        ),
     )
 
     optimizer: OptimizerName = "adam"
@@ -182,6 +194,13 @@ class TranslationSettings(TextSettings, ModelSettings, UseSettings, TrainConfig)
         """A loss is the better the lower."""
         is_loss = isinstance(values, dict) and str(values.get("monitor") or "").endswith("loss")
         return {**values, "monitor_mode": "min"} if is_loss and "monitor_mode" not in values else values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_graphs_of_packed(cls, values: Any) -> Any:
+        """A CUDA graph is for one shape, and packed batches have shapes of their own."""
+        is_packed = isinstance(values, dict) and str(values.get("packed", False)).lower() in ("true", "1", "yes")
+        return {**values, "cuda_graphs": False} if is_packed and "cuda_graphs" not in values else values
 
     @model_validator(mode="after")
     def _width_for_noam(self) -> TranslationSettings:

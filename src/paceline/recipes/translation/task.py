@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.core.disk import replacing
@@ -16,10 +15,11 @@ from paceline.core.run_folder import RunFolder
 from paceline.data.grain import Grain
 from paceline.observe.compare.sample_scores import SampleScores, write_scores
 from paceline.recipes.translation.data.corpus import Corpus, as_lines
-from paceline.recipes.translation.data.pairs import Collate, Lines, Pairs, ladder
+from paceline.recipes.translation.data.pairs import Collate, Lines, Pairs, collate_packed, ladder
 from paceline.recipes.translation.exchange import write_export
 from paceline.recipes.translation.network.build import build_network
 from paceline.recipes.translation.network.flops import training_flops
+from paceline.recipes.translation.network.scores import ScoresTokens, smoothed_loss
 from paceline.recipes.translation.search.decoder import Writer, beam_search, greedy, most_tokens
 from paceline.recipes.translation.settings import TranslationSettings, UseSettings
 from paceline.recipes.translation.text.parallel import STANDARD_INPUT, ParallelText, read_lines
@@ -83,15 +83,24 @@ class Translation(Task):
         return self._texts.val(self.vocabulary)
 
     def train_collate(self, data: Any) -> Callable[[list[Any]], Any]:
+        if self.settings.packed:
+            return collate_packed
         return ladder(data, self.settings.pad_multiple) if self.few_shapes else self.collate
+
+    def accelerate(self, model: nn.Module) -> Sequence[str]:
+        """Let the loss never have all scores in memory; all else is torch's own, which a compiler may fuse."""
+        assert isinstance(model, ScoresTokens)
+        model.is_chunked = True
+        return ["layers of torch (attention is fused; dropout, sums and norms are not)"]
 
     def recordable(self, grain: Grain) -> dict[str, Tensor]:
         return {name: grain[name] for name in ("source", "target", "truth")}
 
     def loss(self, model: nn.Module, grain: Grain) -> tuple[Tensor, Tensor]:
         """Return the cross-entropy with smoothed labels, summed over target tokens, and their number."""
-        logits, truth = model(grain["source"], grain["target"]), grain["truth"]
-        return smoothed_loss(logits, truth, self.settings.label_smoothing), (truth != PAD).sum()
+        truth, packings = grain["truth"], grain.data.get("packings")
+        total = model(grain["source"], grain["target"], truth, self.settings.label_smoothing, packings)
+        return total, (truth != PAD).sum()
 
     def metrics(self, model: nn.Module, grain: Grain) -> Mapping[str, Metric]:
         settings, truth = self.settings, grain["truth"]
@@ -193,10 +202,3 @@ class Translation(Task):
             return
         with replacing(out / FILE) as file:
             file.write(self.vocabulary.json)
-
-
-def smoothed_loss(logits: Tensor, truth: Tensor, smoothing: float) -> Tensor:
-    """Return the cross-entropy with labels of which a share is spread over all units, summed over tokens."""
-    return F.cross_entropy(
-        logits.flatten(0, 1), truth.flatten(), ignore_index=PAD, reduction="sum", label_smoothing=smoothing
-    )

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from paceline.recipes.translation.data.pairs import Collate, Pair, collate_packed
+from paceline.recipes.translation.network.scores import smoothed_loss
 from paceline.recipes.translation.network.shape import SIZES, Shape
 from paceline.recipes.translation.network.transformer import KNOWN_POSITIONS, Transformer, sinusoids, source_mask
 from paceline.recipes.translation.text.vocabulary import PAD
@@ -68,6 +71,39 @@ def test_writing_token_by_token_equals_the_whole(norm: str, share: str) -> None:
     model.step(target[:, 0], state)
     state.select(rows)
     torch.testing.assert_close(model.step(target[rows, 1], state), whole[rows, 1], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_packed_equals_padded(norm: str) -> None:
+    """In fp32, to rounding: losses and all gradients."""
+    torch.manual_seed(3)
+    model = Transformer(replace(SMALL, norm=norm), 20)  # type: ignore[arg-type]
+    numbers = np.random.default_rng(4)
+    pairs = [
+        Pair(*(numbers.integers(4, 20, length).astype(np.int32) for length in lengths))
+        for lengths in [(5, 3), (1, 6), (4, 4)]
+    ]
+    gradients = []
+    for collate in (Collate(), collate_packed):
+        grain = collate(pairs)
+        total = model(grain["source"], grain["target"], grain["truth"], 0.1, grain.get("packings"))
+        gradients.append([total.detach(), *torch.autograd.grad(total, list(model.parameters()))])
+    for padded, packed in zip(*gradients, strict=True):
+        torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("share", ["all", "none"])
+def test_loss_in_chunks_equals_the_loss_of_scores(share: str) -> None:
+    torch.manual_seed(4)
+    model = Transformer(replace(SMALL, share=share), 24)  # type: ignore[arg-type]
+    source, target, truth = (sentences(5, 3, vocabulary=24) for _ in range(3))
+    gradients = []
+    for model.is_chunked in (False, True):
+        total = model(source, target, truth, 0.1)
+        gradients.append([total.detach(), *torch.autograd.grad(total, list(model.parameters()))])
+    for plain, chunked in zip(*gradients, strict=True):
+        torch.testing.assert_close(chunked, plain, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(total, smoothed_loss(model(source, target), truth, 0.1), rtol=1e-5, atol=1e-5)
 
 
 def test_padding_changes_nothing() -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.data.strings import Strings
 from paceline.recipes.translation.text.vocabulary import BEGIN, END, PAD
+from paceline.speed.layers.packed_attention import Packing
 from paceline.train.autotune.shapes import RUNGS
 
 
@@ -172,6 +173,15 @@ class Collate:
     def _width(self, num_tokens: int) -> int:
         """Width for so many tokens and a mark."""
         return -(-(num_tokens + 1) // self.rung) * self.rung
+
+
+def collate_packed(pairs: list[Pair]) -> dict[str, Any]:
+    """Lay the sentences of a grain one after the other, without padding: (tokens) each, and where each sentence is."""
+    lengths = [[len(pair.source) + 1 for pair in pairs], [len(pair.target) + 1 for pair in pairs]]
+    rows = Collate()(pairs)
+    packings = Packing.of(lengths[0]), Packing.of(lengths[1])
+    sides = {"source": packings[0], "target": packings[1], "truth": packings[1]}
+    return {**rows, **{name: packing.pack(rows[name]) for name, packing in sides.items()}, "packings": packings}
 
 
 def ladder(data: Pairs, multiple: int) -> Collate:

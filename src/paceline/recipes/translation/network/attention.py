@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.speed.layers.packed_attention import Packing, packed_attention
+
 
 def fused_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, is_causal: bool
@@ -33,9 +35,20 @@ class Attention(nn.Module):
         nn.init.zeros_(self.out_proj.bias)
 
     def forward(
-        self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None, is_causal: bool = False
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+        packing: Packing | None = None,
+        memory_packing: Packing | None = None,
     ) -> Tensor:
-        """Return (batch, time, width); `mask` is True where a key may be looked at."""
+        """Return (batch, time, width); `mask` is True where a key may be looked at.
+
+        With `packing` sequences lie one after the other: x, memory and the result are (tokens, width).
+        """
+        if packing is not None:
+            return self._attend_packed(x, memory, is_causal, packing, memory_packing)
         if memory is None:
             query, key, value = self.project(x)
         else:
@@ -59,6 +72,20 @@ class Attention(nn.Module):
     ) -> Tensor:
         mixed = fused_attention(query, key, value, mask, self.dropout if self.training else 0.0, is_causal)
         out: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def _attend_packed(
+        self, x: Tensor, memory: Tensor | None, is_causal: bool, packing: Packing, memory_packing: Packing | None
+    ) -> Tensor:
+        rows = self.width if memory is not None else 3 * self.width  # queries alone, or all three
+        parts = F.linear(x, self.in_proj_weight[:rows], self.in_proj_bias[:rows]).split(self.width, -1)
+        if memory is not None:
+            parts += F.linear(memory, self.in_proj_weight[rows:], self.in_proj_bias[rows:]).split(self.width, -1)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)) for part in parts)  # (tokens, heads, width / heads)
+        dropout = self.dropout if self.training else 0.0
+        keys = None if memory is None else memory_packing
+        mixed = packed_attention(query, key, value, packing, key_packing=keys, is_causal=is_causal, dropout=dropout)
+        out: Tensor = self.out_proj(mixed.flatten(1))
         return out
 
     def _split(self, x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.recipes.translation.network.embedding import make_embedding
+from paceline.recipes.translation.network.scores import Packings, ScoresTokens
 from paceline.recipes.translation.network.shape import Shape
 from paceline.recipes.translation.text.vocabulary import PAD
 
@@ -55,7 +56,7 @@ class LstmState:
         self.cells = [None if cell is None else (cell[0][:, rows], cell[1][:, rows]) for cell in self.cells]
 
 
-class Lstm(nn.Module):
+class Lstm(ScoresTokens):
     """Tokens in, scores of the next token out."""
 
     def __init__(self, shape: Shape, vocabulary: int) -> None:
@@ -71,25 +72,12 @@ class Lstm(nn.Module):
         self.decoder = nn.ModuleList(make_lstm(entering, width) for entering in widths)
         self.join = nn.Linear(2 * width, width)
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Return (batch, target time, vocabulary): the scores of what follows each token of `target`."""
-        return self.head(self.hidden(source, target))
-
-    def hidden(self, source: Tensor, target: Tensor) -> Tensor:
+    def hidden(self, source: Tensor, target: Tensor, packings: Packings | None = None) -> Tensor:
         """Return (batch, target time, width), from which the last layer computes scores."""
+        assert packings is None, "refused with the settings"
         memory, mask = self._read(source)
         out, _ = self._write(target, memory, mask, [None] * len(self.decoder))
         return out
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.head_weight)
-
-    @property
-    def head_weight(self) -> Tensor:
-        """Rows of the last layer, one per token."""
-        if self.output is not None:
-            return self.output.weight
-        return (self.target_embedding or self.embedding).weight
 
     def begin(self, source: Tensor) -> LstmState:
         """Read the source, before the first token is written."""

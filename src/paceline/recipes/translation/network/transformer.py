@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from paceline.recipes.translation.network.attention import Attention
 from paceline.recipes.translation.network.embedding import make_embedding
+from paceline.recipes.translation.network.scores import Packings, ScoresTokens
 from paceline.recipes.translation.network.shape import Shape
 from paceline.recipes.translation.text.vocabulary import PAD
+from paceline.speed.layers.packed_attention import Packing
 
 KNOWN_POSITIONS = 1024
 """Positions that are computed once; those of longer sequences are computed when they come."""
@@ -56,11 +58,11 @@ class EncoderLayer(FeedForward):
         self._make_feed_forward(shape)
         self.norm1, self.norm2 = nn.LayerNorm(shape.width), nn.LayerNorm(shape.width)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None, packing: Packing | None = None) -> Tensor:
         if self.is_pre_norm:
-            x = self._add(x, self.self_attn(self.norm1(x), None, mask))
+            x = self._add(x, self.self_attn(self.norm1(x), None, mask, packing=packing))
             return self._add(x, self._feed_forward(self.norm2(x)))
-        x = self.norm1(self._add(x, self.self_attn(x, None, mask)))
+        x = self.norm1(self._add(x, self.self_attn(x, None, mask, packing=packing)))
         out: Tensor = self.norm2(self._add(x, self._feed_forward(x)))
         return out
 
@@ -75,13 +77,21 @@ class DecoderLayer(FeedForward):
         self._make_feed_forward(shape)
         self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(shape.width) for _ in range(3))
 
-    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        mask: Tensor | None,
+        packing: Packing | None = None,
+        memory_packing: Packing | None = None,
+    ) -> Tensor:
+        packings = {"packing": packing, "memory_packing": memory_packing}
         if self.is_pre_norm:
-            x = self._add(x, self.self_attn(self.norm1(x), is_causal=True))
-            x = self._add(x, self.multihead_attn(self.norm2(x), memory, mask))
+            x = self._add(x, self.self_attn(self.norm1(x), is_causal=True, packing=packing))
+            x = self._add(x, self.multihead_attn(self.norm2(x), memory, mask, **packings))
             return self._add(x, self._feed_forward(self.norm3(x)))
-        x = self.norm1(self._add(x, self.self_attn(x, is_causal=True)))
-        x = self.norm2(self._add(x, self.multihead_attn(x, memory, mask)))
+        x = self.norm1(self._add(x, self.self_attn(x, is_causal=True, packing=packing)))
+        x = self.norm2(self._add(x, self.multihead_attn(x, memory, mask, **packings)))
         out: Tensor = self.norm3(self._add(x, self._feed_forward(x)))
         return out
 
@@ -151,9 +161,9 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(EncoderLayer(shape) for _ in range(shape.encoder_layers))
         self.norm = nn.LayerNorm(shape.width)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, packing: Packing | None = None) -> Tensor:
         for layer in self.layers:
-            x = layer(x, mask)
+            x = layer(x, mask, packing)
         out: Tensor = self.norm(x)
         return out
 
@@ -164,14 +174,21 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.decoder_layers))
         self.norm = nn.LayerNorm(shape.width)
 
-    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        packing: Packing | None = None,
+        memory_packing: Packing | None = None,
+    ) -> Tensor:
         for layer in self.layers:
-            x = layer(x, memory, mask)
+            x = layer(x, memory, mask, packing, memory_packing)
         out: Tensor = self.norm(x)
         return out
 
 
-class Transformer(nn.Module):
+class Transformer(ScoresTokens):
     """Tokens in, scores of the next token out."""
 
     positions: Tensor
@@ -186,26 +203,19 @@ class Transformer(nn.Module):
         self.encoder, self.decoder = Encoder(shape), Decoder(shape)
         self.register_buffer("positions", sinusoids(KNOWN_POSITIONS, shape.width), persistent=False)
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Return (batch, target time, vocabulary): the scores of what follows each token of `target`."""
-        return self.head(self.hidden(source, target))
-
-    def hidden(self, source: Tensor, target: Tensor) -> Tensor:
-        """Return (batch, target time, width), from which the last layer computes scores."""
+    def hidden(self, source: Tensor, target: Tensor, packings: Packings | None = None) -> Tensor:
+        """Return (batch, target time, width), from which the last layer computes scores; (tokens, width) if packed."""
+        target_embedding = self.target_embedding or self.embedding
+        if packings is not None:
+            of_source, of_target = packings
+            memory = self.encoder(self._embed_packed(self.embedding, source, of_source), None, of_source)
+            x = self._embed_packed(target_embedding, target, of_target)
+            packed: Tensor = self.decoder(x, memory, None, of_target, of_source)
+            return packed
         mask = source_mask(source)
         memory = self.encoder(self._embed(self.embedding, source), mask)
-        out: Tensor = self.decoder(self._embed(self.target_embedding or self.embedding, target), memory, mask)
+        out: Tensor = self.decoder(self._embed(target_embedding, target), memory, mask)
         return out
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.head_weight)
-
-    @property
-    def head_weight(self) -> Tensor:
-        """Rows of the last layer, one per token."""
-        if self.output is not None:
-            return self.output.weight
-        return (self.target_embedding or self.embedding).weight
 
     def begin(self, source: Tensor) -> TransformerState:
         """Read the source, before the first token is written."""
@@ -229,9 +239,18 @@ class Transformer(nn.Module):
 
     def _embed(self, embedding: nn.Embedding, tokens: Tensor, first: int = 0) -> Tensor:
         end = first + tokens.shape[1]
-        places = self.positions if end <= KNOWN_POSITIONS else sinusoids(end, self.shape.width, tokens.device)
+        return self._place(embedding, tokens, self._positions(end, tokens)[first:end])
+
+    def _embed_packed(self, embedding: nn.Embedding, tokens: Tensor, packing: Packing) -> Tensor:
+        numbers = packing.places % max(1, packing.longest)
+        return self._place(embedding, tokens, self._positions(packing.longest, tokens)[numbers])
+
+    def _positions(self, number: int, tokens: Tensor) -> Tensor:
+        return self.positions if number <= KNOWN_POSITIONS else sinusoids(number, self.shape.width, tokens.device)
+
+    def _place(self, embedding: nn.Embedding, tokens: Tensor, positions: Tensor) -> Tensor:
         x = embedding(tokens) * math.sqrt(self.shape.width)
-        return F.dropout(x + places[first:end].to(x.dtype), self.shape.dropout, self.training)
+        return F.dropout(x + positions.to(x.dtype), self.shape.dropout, self.training)
 
 
 def source_mask(source: Tensor) -> Tensor:
