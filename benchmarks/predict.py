@@ -11,6 +11,7 @@ gradients, sums, averages and everything on the wire are real. The grains of a s
 
     --stand-in even      4 layers alike, 8 grains: a rank has 8, 4, 2 or 1
     --stand-in uneven    6 layers of other sizes and times, 12 grains: of 8 ranks four have two and four have one
+    --stand-in ragged    5 layers, 10 grains: of 4 ranks two have three and two have two, of 8 ranks two have two
 
 `measured` is the median time of a step over whole intervals of averages, from the ranks' own stamps, without the first
 steps of an epoch. Run folders are kept under `--folder`: `--only measure` and `--only compare` do half of the work, and
@@ -74,6 +75,12 @@ STAND_INS = {
         (0.0625, 0.1875, 0.0625, 0.375, 0.1875, 0.125),
         (0.004, 0.010, 0.004, 0.008, 0.006, 0.004),
         (0.008, 0.020, 0.010, 0.016, 0.008, 0.004),
+    ),
+    "ragged": StandIn(
+        10,
+        (0.3125, 0.09375, 0.25, 0.0625, 0.28125),
+        (0.006, 0.003, 0.009, 0.003, 0.006),
+        (0.012, 0.008, 0.018, 0.006, 0.012),
     ),
 }
 SEGMENTS = {"100mbit": 8192, "1gbit": 32_768, "10gbit": 65_536}

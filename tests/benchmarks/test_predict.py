@@ -49,7 +49,7 @@ def test_the_truth_is_of_whole_intervals_inside_of_epochs(tmp_path: Path, monkey
     assert truth.cpu_s == pytest.approx(0.02)
 
 
-@pytest.mark.parametrize("name", ["even", "uneven"])
+@pytest.mark.parametrize("name", ["even", "uneven", "ragged"])
 def test_stand_ins_sleep_as_they_say_and_give_every_weight_a_gradient(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

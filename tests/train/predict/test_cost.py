@@ -74,3 +74,13 @@ def test_ranks_of_one_machine_share_its_way_out() -> None:
 def test_gloo_scatters_by_an_all_reduce() -> None:
     assert reduce_scatter(place(4, library=GLOO), S) == all_reduce(place(4, library=GLOO), S)
     assert reduce_scatter(place(4, library=NCCL), S) == all_gather(place(4, library=NCCL), S)
+
+
+def test_two_ranks_of_gloo_send_in_turn_more_often_than_not() -> None:
+    pair = replace(FREE, crowding=1.4, pair_crowding=1.5, pair_gather=1.15)
+    assert (GLOO.pair_crowding, GLOO.pair_gather, NCCL.pair_crowding, NCCL.pair_gather) == (1.5, 1.15, 1.0, 1.0)
+    assert all_to_all(place(2, library=pair), S) == pytest.approx(1e-3 + 1.5 * S / 2 / 1e8)
+    assert all_gather(place(2, library=pair), S) == pytest.approx(1e-3 + 1.15 * S / 2 / 1e8)
+    assert all_reduce(place(2, library=pair), S) == all_reduce(place(2), S)
+    assert all_gather(place(4, library=pair), S) == all_gather(place(4), S)
+    assert all_to_all(place(4, library=pair), S) == pytest.approx(1e-3 + 1.4 * 3 * S / 4 / 1e8)

@@ -5,7 +5,7 @@ With W ranks, S bytes, latency a and B bytes per second, of the slowest link tha
     all-reduce, ring        2 (W - 1) a + 2 (W - 1) / W S / B
     all-reduce, tree        2 log2(W) a + 2 S / B           NCCL takes the faster of the two
     all-gather, ring        (W - 1) a + (W - 1) / W S / B
-    all-to-all              a + c (W - 1) / W S / B         all messages at once; c: they crowd at the receivers
+    all-to-all              a + c (W - 1) / W S / B         all messages at once; c: see `GLOO`
     reduce-scatter          NCCL: as an all-gather; gloo: an all-reduce of which a rank keeps its piece
     exact sum               all-to-all of all partial sums, then all-gather; an all-reduce where two ranks have one each
 
@@ -34,13 +34,18 @@ class Library:
     scatters: bool
     """A reduce-scatter sends no more than an all-gather."""
     crowding: float
-    """Factor on the bytes of an all-to-all of more than two ranks: several senders meet at one receiver."""
+    """Factor on the bytes of an all-to-all of more than two ranks."""
+    pair_crowding: float = 1.0
+    """The same of two ranks."""
+    pair_gather: float = 1.0
+    """Factor on the bytes of an all-gather of two ranks."""
 
 
-GLOO = Library(1.5e-4, 3e-5, has_trees=False, scatters=False, crowding=1.4)
+GLOO = Library(1.5e-4, 3e-5, has_trees=False, scatters=False, crowding=1.4, pair_crowding=1.5, pair_gather=1.15)
 NCCL = Library(1.5e-5, 3e-6, has_trees=True, scatters=True, crowding=1.1)
-"""Where a run did not measure them. Crowding of gloo: sums in one order beside sums of the library, on 4 and 8 ranks
-over shaped links (docs/predict.md)."""
+"""Where a run did not measure them. Crowding of gloo: it tells a peer that it is ready to receive in the stream in
+which its own data for this peer goes, after that data if it was first to send. Between two ranks that is half duplex,
+more often than not; among more it leaves links idle now and then (measured by benchmarks/collectives.py)."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,9 @@ def all_gather(place: Place, num_bytes: float) -> float:
     ranks, link = place.ranks, place.slowest
     if ranks == 1:
         return 0.0
-    return place.library.call_s + (ranks - 1) * place.round_s + (ranks - 1) / ranks * num_bytes / link.bytes_per_s
+    factor = place.library.pair_gather if ranks == 2 else 1.0
+    bandwidth_s = factor * (ranks - 1) / ranks * num_bytes / link.bytes_per_s
+    return place.library.call_s + (ranks - 1) * place.round_s + bandwidth_s
 
 
 def all_to_all(place: Place, num_bytes: float, rows: Sequence[int] = (1,)) -> float:
@@ -109,7 +116,8 @@ def all_to_all(place: Place, num_bytes: float, rows: Sequence[int] = (1,)) -> fl
         machines = [sum(each[start : start + per_node]) for start in range(0, ranks, per_node)]
         outside = max(max(own * (ranks - per_node), (total - own) * per_node) for own in machines)
         bandwidth_s = max(bandwidth_s, outside * piece / place.between.bytes_per_s)
-    return place.library.call_s + place.round_s + (place.library.crowding if ranks > 2 else 1.0) * bandwidth_s
+    factor = place.library.crowding if ranks > 2 else place.library.pair_crowding
+    return place.library.call_s + place.round_s + factor * bandwidth_s
 
 
 def reduce_scatter(place: Place, num_bytes: float) -> float:
