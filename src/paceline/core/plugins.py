@@ -37,7 +37,7 @@ class Plugin:
     package: str
     version: str
     value: str
-    """Where it is: `module:name`."""
+    """Its place: `module:name`."""
 
     @property
     def origin(self) -> str:
@@ -158,8 +158,8 @@ def guarded(plugin: Plugin, doing: str, action: Callable[[], T]) -> T:
 
 def unfit(plugin: Plugin, value: object, wanted: str) -> PluginFails:
     """Return the error for a plugin that is something else than its group takes."""
-    found = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-    return PluginFails(plugin.title, "cannot be used", f"{plugin.value} is {found}, not {wanted}")
+    kind_of_value = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    return PluginFails(plugin.title, "cannot be used", f"{plugin.value} is {kind_of_value}, not {wanted}")
 
 
 def changes(before: Iterable[Mapping[str, Any]], now: Iterable[Plugin]) -> list[str]:

@@ -44,7 +44,7 @@ class LoaderBatch(PacelineError):
 
 
 class Source(NamedTuple):
-    """What a loader is made of."""
+    """Data set and collate function of a loader."""
 
     dataset: Any
     collate: Collate | None

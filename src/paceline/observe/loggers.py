@@ -40,7 +40,7 @@ class PointLogger(Callback):
     """Logger that takes named numbers at a step."""
 
     advice = ""
-    """What to do where it does not start."""
+    """Advice where it does not start."""
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         raise NotImplementedError

@@ -153,10 +153,10 @@ def _read_dcp(path: Path) -> Mapping[str, Any]:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     with (path / DCP_METADATA).open("rb") as file:
-        found = _MetadataUnpickler(file).load()
-    if not isinstance(found, Metadata):
-        raise ValueError(f"its {DCP_METADATA} holds a {type(found).__name__}")
-    metadata: Metadata = found
+        content = _MetadataUnpickler(file).load()
+    if not isinstance(content, Metadata):
+        raise ValueError(f"its {DCP_METADATA} holds a {type(content).__name__}")
+    metadata: Metadata = content
 
     class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

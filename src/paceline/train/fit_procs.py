@@ -151,8 +151,10 @@ def _dumped_outcome(result: Result, states: list[Any]) -> bytes:
     try:
         return _dumped((result, states))
     except TaskNotPortable as error:
-        kept = "no folder was asked for (`out`)" if result.folder is None else f"its checkpoints are in {result.folder}"
-        warn(f"the trained model cannot be handed back, `result.model` is None ({error.why}); {kept}\n")
+        place = (
+            "no folder was asked for (`out`)" if result.folder is None else f"its checkpoints are in {result.folder}"
+        )
+        warn(f"the trained model cannot be handed back, `result.model` is None ({error.why}); {place}\n")
         return _dumped((replace(result, model=None), states))
 
 

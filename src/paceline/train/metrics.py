@@ -125,7 +125,7 @@ class TorchMetric(Protocol):
 
 
 class _Row(NamedTuple):
-    """What one batch gave for one metric."""
+    """Values of one metric from one batch."""
 
     step: int
     place: int

@@ -1,4 +1,4 @@
-"""What a sweep does: its task, what it searches, where it lives; and the file by which it is found again."""
+"""Plan of a sweep: its task, what it searches, where it lives; and the file by which it is found again."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ STARTING = ".starting"
 _MOST_PASSED = 8
 """Starts that were killed and left a name behind; more are a store that does not keep what is written."""
 _START_TRIES, _START_PAUSE_S = 20, 1.0
-"""How long another start is waited for that has begun to write the record: if it does not, it is gone."""
+"""Time for another start that has begun to write the record: one that has not written it by then is gone."""
 SENT, SENDING, HEADS = ".sent.json", ".sending", ("state.json", "digests.json")
 """Files of the copy itself; of a checkpoint, those that say what it is. The last of them is sent last."""
 _DIGESTS = HEADS[-1]

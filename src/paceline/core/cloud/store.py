@@ -41,7 +41,7 @@ class StoreFailed(PacelineError):
 
 
 class UploadDiffers(Exception):
-    """What was sent is not what the store has."""
+    """A store that has other bytes than were sent."""
 
 
 def without_secrets(text: str, environment: Mapping[str, str]) -> str:
@@ -63,7 +63,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Patience:
-    """How often something is tried, and the pauses between."""
+    """Number of attempts, and the pauses between them."""
 
     tries: int = 3
     first_pause_s: float = 0.5
@@ -87,11 +87,11 @@ class Store:
             fs, root = self._open()
             folder = f"{root}/{below}".rstrip("/")
             try:
-                found = fs.find(folder, detail=True)
+                listed = fs.find(folder, detail=True)
             except FileNotFoundError:
                 return {}
             start = len(root.rstrip("/")) + 1
-            names = {name[start:]: info for name, info in found.items() if name.startswith(root.rstrip("/") + "/")}
+            names = {name[start:]: info for name, info in listed.items() if name.startswith(root.rstrip("/") + "/")}
             return {name: _entry(info) for name, info in names.items() if not name.endswith(_ASIDE)}
 
     def entry(self, name: str = "") -> Entry | None:

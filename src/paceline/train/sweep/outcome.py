@@ -1,4 +1,4 @@
-"""How trials of a sweep ended: their files, the table, the best one."""
+"""Outcome of a sweep: files of its trials, the table, the best one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.train.sweep.study import Status, StudyTrial
 
 @dataclass(frozen=True)
 class TrialEnd:
-    """How the run of a trial ended, as its process writes it down."""
+    """End of a trial's run, as its process writes it down."""
 
     status: Literal["finished", "pruned", "failed", "stopped"]
     score: float | None = None
@@ -43,7 +43,7 @@ class SweepTrial:
 
     number: int
     settings: Mapping[str, Value]
-    """What it tried."""
+    """Values that it tried."""
     status: Status
     """`finished`, `pruned` (ended early, as others were better at that point), `failed`, or `running`."""
     score: float | None

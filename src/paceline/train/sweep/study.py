@@ -42,7 +42,7 @@ class GridNeedsChoices(PacelineError):
 
 @dataclass(frozen=True)
 class StudyTrial:
-    """What the study knows of a trial."""
+    """A trial as the study knows it."""
 
     number: int
     params: Mapping[str, Value]

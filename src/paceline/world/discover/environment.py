@@ -27,7 +27,7 @@ _FIRST_PORT, _NUM_PORTS = 20_000, 12_000
 # Step numbers from here on are SLURM's own (batch script, interactive shell, extern), not `srun` steps.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _STARTERS = {"slurm": "srun", "lsf": "jsrun or mpirun", "pbs": "mpiexec"}
-"""What starts ranks in an allocation; elsewhere `mpirun`."""
+"""Command that starts ranks in an allocation; elsewhere `mpirun`."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from paceline.core.errors import PacelineError
 
 Environment = Mapping[str, str]
 PORT = 29500
-"""Where ranks meet if the service names no port: machines and pods are the job's own."""
+"""Port where ranks meet if the service names none: machines and pods are the job's own."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ _MAX_NAME = 52
 
 @dataclass(frozen=True)
 class Pods:
-    """What a cluster has to know besides the job."""
+    """Facts that a cluster needs besides the job."""
 
     image: str
     kind: Kind = "job"
