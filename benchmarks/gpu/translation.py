@@ -1,0 +1,295 @@
+"""The Transformer in training on one GPU: the plain ways to run it beside our levels, from sentences on the device.
+
+    python benchmarks/gpu/translation.py [--json] [--budgets 25000 100000] [--only bf16 O4] [--size big] [--profile]
+        [--ways added_norm]
+    python benchmarks/gpu/translation.py --device cpu --size tiny --budgets 400 --vocabulary 500 --only bf16 packed O0
+
+A step is forward, cross-entropy with smoothed labels, backward and fused AdamW on a batch of so many source and target
+tokens, padding counted. Lengths are spread as in newspapers (log-normal, 27 words on average, targets 0.8 to 1.3 of
+it); `NUM_BATCHES` batches follow each other, each of sentences of like length. Rates are of source and target tokens
+without padding. `bf16` is a loop as its user would write it, `bf16-compile` compiled, `bf16-graphs` compiled with CUDA
+graphs, `hf` padded batches of as many sentences as come, in any order. `head` has the last layer and the loss in
+chunks, `packed` no padding (`paceline.layers`), `packed-compile` that compiled. `O0` to `O3` are our engine, `O4` the
+fastest of its ways. `--ways added_norm` lets our kernel do dropout, residual and norm (`packed` alone has it).
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from table import Row, parser, show
+
+from paceline.config.settings import TrainConfig
+from paceline.data.grain import Grain
+from paceline.layers import linear_cross_entropy
+from paceline.recipes.translation.network.packed import PackedPairs, packed_loss
+from paceline.recipes.translation.network.shape import SIZES, Shape
+from paceline.recipes.translation.network.transformer import Transformer
+from paceline.recipes.translation.task import smoothed_loss
+from paceline.recipes.translation.text.vocabulary import BEGIN, END, PAD
+from paceline.speed.autotune.candidates import Candidate, candidates
+from paceline.speed.autotune.choice import choose
+from paceline.speed.kernels.ways import MEASURED, using
+from paceline.train.autotune import timing
+from paceline.train.task import Task
+from paceline.world.discover.environment import discover
+from paceline.world.start import start
+
+NUM_BATCHES, WARM, ROUNDS, SMOOTHING = 8, 2, 3, 0.1
+PLAIN = ("bf16", "bf16-compile", "bf16-graphs", "hf")
+OURS = ("head", "packed", "packed-compile", "O0", "O2", "O3", "O4")
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """A padded batch on the device."""
+
+    source: Tensor
+    target: Tensor
+    truth: Tensor
+    num_tokens: int
+    """Of source and target, without padding."""
+    num_target: int
+
+    @property
+    def data(self) -> dict[str, Tensor]:
+        return {"source": self.source, "target": self.target, "truth": self.truth}
+
+
+def spread(number: int, dice: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Return lengths of sources and targets."""
+    source = np.clip(np.round(dice.lognormal(np.log(24), 0.5, number)), 2, 120).astype(int)
+    target = np.clip(np.round(source * dice.uniform(0.8, 1.3, number)), 2, 140).astype(int)
+    return source, target
+
+
+def cut(budget: int, *, is_sorted: bool, seed: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield lengths of batches: of like lengths within the budget, or as many sentences as are in it on average."""
+    dice = np.random.default_rng(seed)
+    source, target = spread(max(64, NUM_BATCHES * budget // 20), dice)
+    if not is_sorted:
+        each = max(1, budget // int(source.max() + target.max()))
+        for number in range(NUM_BATCHES):
+            part = slice(number * each, (number + 1) * each)
+            yield source[part], target[part]
+        return
+    order = np.argsort(np.maximum(source, target), kind="stable")
+    batches, first = [], 0
+    for end in range(1, len(order) + 1):
+        part = order[first : end + 1]
+        if end == len(order) or len(part) * (source[part].max() + target[part].max()) > budget:
+            batches.append(order[first:end])
+            first = end
+    for number in dice.permutation(len(batches))[:NUM_BATCHES]:
+        yield source[batches[number]], target[batches[number]]
+
+
+def make_batches(budget: int, vocabulary: int, device: str, *, is_sorted: bool, multiple: int) -> list[Sentences]:
+    dice = torch.Generator().manual_seed(1)
+    made = []
+    for source, target in cut(budget, is_sorted=is_sorted):
+        longest = [-(-int(each.max()) // multiple) * multiple for each in (source, target)]
+        rows = [torch.randint(END + 5, vocabulary, (len(source), length), generator=dice) for length in longest]
+        for ids, lengths in zip(rows, (source, target), strict=True):
+            ids[torch.arange(ids.shape[1]) >= torch.from_numpy(lengths)[:, None]] = PAD
+        truth = rows[1]
+        begun = torch.cat([torch.full((len(truth), 1), BEGIN), truth[:, :-1]], 1)
+        begun[truth == PAD] = PAD
+        counts = int(source.sum() + target.sum()), int(target.sum())
+        made.append(Sentences(rows[0].to(device), begun.to(device), truth.to(device), *counts))
+    return made
+
+
+def make_network(shape: Shape, vocabulary: int, device: str) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(shape, vocabulary).to(device).train()
+
+
+class Bench(Task):
+    """The same for our engine."""
+
+    def __init__(self, shape: Shape, vocabulary: int, device: str) -> None:
+        super().__init__()
+        self._made = shape, vocabulary, device
+
+    def model(self) -> nn.Module:
+        return make_network(*self._made)
+
+    def loss(self, model: nn.Module, grain: Grain) -> tuple[Tensor, Tensor]:
+        logits, truth = model(grain["source"], grain["target"]), grain["truth"]
+        return smoothed_loss(logits, truth, SMOOTHING), (truth != PAD).sum()
+
+    def recordable(self, grain: Grain) -> Any:
+        return grain.data
+
+    def optimizer(self, groups: list[dict[str, Any]], settings: Any, device: torch.device) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, lr=1e-4, fused=True)
+
+
+def by_hand(name: str, shape: Shape, vocabulary: int, device: str, batches: Sequence[Sentences]) -> Callable[[], None]:
+    """Return a step, on the next of the batches."""
+    model = make_network(shape, vocabulary, device)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    losses: dict[str, Callable[[Any], tuple[Tensor, Any]]] = {
+        "plain": lambda each: (smoothed_loss(model(each.source, each.target), each.truth, SMOOTHING), each.num_target),
+        "head": lambda each: linear_cross_entropy(
+            model.hidden(each.source, each.target),
+            model.head_weight,
+            each.truth,
+            label_smoothing=SMOOTHING,
+            ignore_index=PAD,
+        ),
+        "packed": lambda each: packed_loss(model, each, SMOOTHING),
+    }
+    loss = losses[name.removesuffix("-compile") if name.startswith(("head", "packed")) else "plain"]
+    given: Sequence[Any] = batches
+    if name.startswith("packed"):
+        given = [PackedPairs.of(*(part.cpu() for part in each.data.values())).to(device) for each in batches]
+    if name.endswith("compile"):
+        loss = torch.compile(loss, dynamic=name.startswith("packed") or None)
+    elif name == "bf16-graphs":
+        loss = torch.compile(loss, mode="reduce-overhead")
+    row = cycle(given)
+
+    def step() -> None:
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            total, count = loss(next(row))
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+
+    return step
+
+
+def round_ms(step: Callable[[], None], steps: int, device: str) -> float:
+    """Return the milliseconds of a round of steps: one after the other, as a run has them."""
+    times = []
+    for number in range(WARM + ROUNDS):
+        wait(device)
+        began = time.perf_counter()
+        for _ in range(steps):
+            step()
+        wait(device)
+        if number >= WARM:
+            times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def ours(name: str, shape: Shape, vocabulary: int, device: str, batches: Sequence[Sentences]) -> tuple[Any, str]:
+    """Return a round of steps of our engine, and which way it is."""
+    task, link = Bench(shape, vocabulary, device), start(discover({}), device=device)  # type: ignore[arg-type]
+    grains = [Grain(each.data, 0, np.arange(len(each.source))) for each in batches]
+    config = TrainConfig(global_batch=len(grains[0]), steps=1000)
+    workload = timing.Workload(task, config, link, task.model(), grains)
+    if name != "O4":
+        level, *more = name[1:].split("+")
+        return timing.TimedSteps(Candidate(int(level), "kernels" in more, "graphs" in more), workload), ""
+    ways = candidates([0, 1, 2, 3], has_kernels=False, can_graph=device == "cuda", leaves_some=False)
+    seconds = partial(timing.step_seconds, workload=workload)
+    choice = choose(ways, seconds, partial(timing.in_turns, workload=workload))
+    print("\n".join([choice.line("measured"), *choice.notes]), file=sys.stderr, flush=True)
+    return timing.TimedSteps(choice.candidate, workload), choice.candidate.name
+
+
+def show_profile(step: Callable[[], None]) -> None:
+    """Kernels of one call by the time they take."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        step()
+        torch.cuda.synchronize()
+    spent: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for event in seen.events() or []:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spent[event.name] += event.device_time
+            calls[event.name] += 1
+    print(f"{sum(spent.values()) / 1e3:.2f} ms in {sum(calls.values())} kernels")
+    for name, microseconds in spent.most_common(30):
+        print(f"  {microseconds / 1e3:7.3f} ms  x{calls[name]:4d}  {name[:100]}")
+
+
+def measure(name: str, shape: Shape, options: Any, budget: int) -> list[Row]:
+    device, vocabulary = options.device, options.vocabulary
+    multiple = 1 if name in ("bf16", "hf", "head") else 8
+    batches = make_batches(budget, vocabulary, device, is_sorted=name != "hf", multiple=multiple)
+    tokens = sum(each.num_tokens for each in batches)
+    way = ""
+    if name.startswith("O"):
+        step, way = ours(name, shape, vocabulary, device, batches)
+        ms = round_ms(step, 1, device)
+    else:
+        step = by_hand(name, shape, vocabulary, device, batches)
+        ms = round_ms(step, len(batches), device)
+    if options.profile:
+        show_profile(step)
+    case = f"{'-' if name.startswith('O') else ''}{name}, {budget:,} padded tokens"
+    rate, of_target = 1e3 * tokens / ms, 1e3 * sum(each.num_target for each in batches) / ms
+    padded = sum(each.source.numel() + each.target.numel() for each in batches)
+    padded = tokens if name.startswith("packed") else padded
+    print(f"{case}: {rate:,.0f} tokens/s {way}", file=sys.stderr, flush=True)
+    rows = [
+        Row(case, "step", ms / len(batches), "ms"),
+        Row(case, "padding", 100 * (1 - tokens / padded), "%"),
+        Row(case, "rate of target", of_target, "tokens/s"),
+        Row(case, "rate", rate, "tokens/s"),
+    ]
+    if device == "cuda":
+        rows.insert(1, Row(case, "peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB"))
+    return rows
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--size", default="base", choices=["tiny", "small", "base", "big"])
+    arguments.add_argument("--vocabulary", type=int, default=32_768)
+    arguments.add_argument("--budgets", type=int, nargs="+", default=[25_000, 100_000])
+    arguments.add_argument("--only", nargs="+", default=[*PLAIN, *OURS])
+    arguments.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    arguments.add_argument("--ways", nargs="+", default=[], choices=["added_norm"])
+    arguments.add_argument("--profile", action="store_true")
+    options = arguments.parse_args()
+    shape = SIZES["transformer", options.size]
+    rows: list[Row] = []
+    for budget in options.budgets:
+        best = 0.0
+        for name in options.only:
+            gc.collect()
+            torch.compiler.reset()
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            try:
+                with using(replace(MEASURED, **dict.fromkeys(options.ways, True))):
+                    *more, rate = measure(name, shape, options, budget)
+            except Exception as error:  # the others still count
+                print(f"{name}, {budget}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr, flush=True)
+                continue
+            best = max(best, rate.value) if name in PLAIN else best
+            ratio = rate.value / best if best else None
+            rows += [*more, replace(rate, versus="best plain way" if best else None, ratio=ratio)]
+    show(rows, f"Transformer {options.size} in training on one {options.device.upper()}", options.json)
+
+
+if __name__ == "__main__":
+    main()
