@@ -15,6 +15,7 @@ from paceline.cli.options import POSITIONAL as POSITIONAL
 from paceline.cli.options import TrainCommand, train_options
 from paceline.cli.report import PAGE, write_report
 from paceline.config.command_line import asks_for_help, dashed, read_words
+from paceline.config.load import load
 from paceline.config.parse import Given
 from paceline.config.yaml_file import read_file
 from paceline.core.run_folder import METRICS
@@ -48,10 +49,12 @@ def run(argv: Sequence[str]) -> int:
     if asks_for_help(argv):
         return train.run(["asr", *argv])
     began = time.monotonic()
-    given = _given(train_options(AsrSettings), argv)
+    options = train_options(AsrSettings)
+    given = _given(options, argv)
     runs = Path(str(given.get("runs_dir", "runs")))
     corpus, out = runs / CORPUS, run_folder(given, runs, time.strftime("%Y%m%d-%H%M%S"))
     words = ["asr", *own_words(given, corpus, out, len(os.sched_getaffinity(0)), uses_gpu(given, _count_gpus())), *argv]
+    load(options, words, prog="paceline demo", positional=POSITIONAL)  # mistakes, before anything is spoken
     if "print_config" not in given:
         if not given.keys() >= {"train_manifest", "val_manifest"}:
             _speak(corpus)

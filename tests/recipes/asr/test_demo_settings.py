@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.cli import demo
+from paceline.cli.main import main
 from paceline.cli.options import POSITIONAL, train_options
 from paceline.config.load import load
 from paceline.core.run_folder import METRICS
@@ -31,6 +32,14 @@ def least_room(network: NetworkSettings, manifests: Iterable[Path], fastest: flo
     lines = [json.loads(line) for manifest in manifests for line in manifest.read_text().splitlines()]
     needed = [len(line["text"]) + sum(a == b for a, b in pairwise(line["text"])) for line in lines]
     return min(line["duration"] / fastest / stride_s / need for line, need in zip(lines, needed, strict=True))
+
+
+def test_mistakes_are_said_before_anything_is_spoken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--epoch", "3", "--runs-dir", str(tmp_path / "runs")]) == 2
+    said = capsys.readouterr()
+    assert "did you mean --epochs?" in said.err
+    assert said.out == ""
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_demo_network_has_frames_for_all_letters(tmp_path: Path) -> None:
