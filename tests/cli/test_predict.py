@@ -38,6 +38,19 @@ def test_json_is_what_python_has(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert not (folder / "predict.json").exists()
 
 
+def test_machines_have_as_many_ranks_as_in_the_run_on_fewest(tmp_path: Path) -> None:
+    one, two = make_run(tmp_path / "a"), make_run(tmp_path / "b", ranks=2, compute_s=0.12)
+    places = {
+        sources: [(row.ranks, row.nodes) for row in paceline.predict(list(sources), nodes=[2, 4]).rows]
+        for sources in ((one,), (one, two), (two,))
+    }
+    assert places == {
+        (one,): [(2, 2), (4, 4)],
+        (one, two): [(2, 2), (4, 4)],
+        (two,): [(4, 2), (8, 4)],
+    }
+
+
 def test_the_report_draws_what_was_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "a")
     reports = [PredictReport()]

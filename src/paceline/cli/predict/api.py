@@ -81,18 +81,17 @@ def predict(
     rank has a machine of its own. `link` is the link between machines (`10Gbit,50us` if not set), `run_link` the one
     that the runs' own ranks met over, if it was no machine's own. `price` is that of a rank for an hour.
     """
-    between = link_between(link, link_file)
-    sources = [source] if isinstance(source, str | Path) else list(source)
-    if len(sources) == 1 and not is_run(sources[0]):
-        sizes = ranks or nodes or [size for size in RANKS if size <= 8]
-        values = {"reduce": reduce, "sums": sums, "wire": wire, "shard": shard, "sync_step": sync_step}
-        found = calibrated_on_task(str(sources[0]), values, sizes, grains)
-    else:
-        found = calibrate([run_folder_of(each) for each in sources], None if run_link is None else parse_link(run_link))
     settings = {
         **{"reduce": reduce, "sums": sums, "wire": wire, "shard": shard, "sync_step": sync_step},
         **{"sync_seconds": sync_seconds, "sync_overlap": sync_overlap},
     }
+    between = link_between(link, link_file)
+    sources = [source] if isinstance(source, str | Path) else list(source)
+    if len(sources) == 1 and not is_run(sources[0]):
+        sizes = ranks or nodes or [size for size in RANKS if size <= 8]
+        found = replace(calibrated_on_task(str(sources[0]), settings, sizes, grains), total_steps=None)
+    else:
+        found = calibrate([run_folder_of(each) for each in sources], None if run_link is None else parse_link(run_link))
     return answer(found, between, ranks, nodes, settings, grains, failures, price, seed)
 
 
@@ -115,10 +114,10 @@ def answer(
     settings_of_call(ReduceSettings, {name: value for name, value in asdict(manner).items() if value is not None}, CALL)
     if manner.reduce == "param" and manner.sync_step is None and manner.sync_seconds is None:
         manner = replace(manner, sync_step=1)
-    last = found.runs[-1]
+    base = found.runs[0]  # whose ranks had a machine as predicted ones have it
     sizes = list(ranks)
     if not sizes:
-        sizes = [number * -(-last.ranks // last.nodes) for number in nodes] if nodes else list(RANKS)
+        sizes = [number * -(-base.ranks // base.nodes) for number in nodes] if nodes else list(RANKS)
     return predict_from(
         found,
         ranks=sizes,
