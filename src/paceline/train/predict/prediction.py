@@ -651,7 +651,10 @@ def _assumptions(
     if known.runs[0].manner.shard != "none" and known.runs[0].ranks > 1:
         yield "the gathers and scatters of these runs are taken for computing: give a run on one rank, too"
     if known.runs[-1].ranks == 1:
-        yield "nothing was measured on several ranks: calls of the library take what they usually do"
+        yield (
+            "nothing was measured on several ranks, so what they cost each other is not known: with a run on 2 ranks, too, "
+            "the answer is better"
+        )
     if known.grain_s == 0:
         yield "a grain takes time in proportion to its cost: a fixed part could not be told from these steps"
     if not known.has_asked_grains and model.asked_grains is None:
