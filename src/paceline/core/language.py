@@ -15,11 +15,12 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
-
-from typing_extensions import Self
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.units import worded
+
+if TYPE_CHECKING:  # which takes longer to import than all else here
+    from typing_extensions import Self
 
 VARIABLE = "PACELINE_LANG"
 ENGLISH = "en"
