@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,19 @@ def test_what_two_ranks_measured_is_carried_over(tmp_path: Path) -> None:
     two = make_run(tmp_path / "b", ranks=2, compute_s=0.12, communication_s=plain[0].communication_s + 0.005)
     fitted = predict(calibrate([one, two], link), ranks=[8], between=link).rows
     assert fitted[0].communication_s - plain[1].communication_s == pytest.approx(0.005, rel=0.05)
+
+
+@pytest.mark.parametrize("settings", [{"sync_step": 4}, {"sync_seconds": 4 * 0.137}])
+def test_what_an_average_took_belongs_to_the_average(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Four steps of 0.137 s between averages, each 40 ms longer than the model says: 10 ms in each step."""
+    link = LinkSpeed(1e9, 0.0)
+    one = make_run(tmp_path / "a")
+    manner = replace(calibrate([one]).manner, reduce="param", sums="exact", sync_step=4)
+    free = predict(calibrate([one]), ranks=[2, 8], between=link, manner=manner).rows
+    two = make_run(tmp_path / "b", ranks=2, compute_s=0.12, communication_s=0.013, reduce="param", **settings)
+    fitted = predict(calibrate([one, two], link), ranks=[2], between=link).rows
+    assert free[0].communication_s != pytest.approx(0.013, rel=0.1)
+    assert fitted[0].communication_s == pytest.approx(0.013, rel=0.1)
 
 
 def test_more_failures_make_it_longer_and_dearer(tmp_path: Path) -> None:

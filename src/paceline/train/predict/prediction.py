@@ -332,7 +332,7 @@ class _Model:
                 size = number * (INT8_BYTES if wire == "int8" else 2.0)
                 first += cost.all_to_all(place, size)
                 second += cost.all_gather(place, size)
-            if self.library is GLOO and self.fit.call_s == 0:
+            if self.library is GLOO:
                 host_s += number * (COPY_S * profile.itemsize + ENCODE_S[wire])
         return Averages(interval, manner.sync_overlap, first, second, host_s)
 
@@ -358,7 +358,7 @@ def _fitted(model: _Model, inside: LinkSpeed | None) -> _Model:
         modelled_s = modelled.compute_s + modelled.communication_s + modelled.waiting_s
     calls = 1.0
     if same.reduce == "param":
-        calls = 1.0 / (same.sync_step or 1)
+        calls = 1.0 / _interval_of(run)
         if not same.sync_overlap:  # at the end of an epoch an average is waited for with overlap, too
             measured_s = run.meeting_s
     elif same.shard != "none":
@@ -374,6 +374,14 @@ def _fitted(model: _Model, inside: LinkSpeed | None) -> _Model:
         residual_s *= PAIR_SHARE
     spread = 0.15 if same.shard == "none" else 0.4
     return replace(model, fit=_Fit(residual_s / calls, 1.0, 0.07, spread))
+
+
+def _interval_of(run: MeasuredRun) -> int:
+    """Return the steps between two averages of a run."""
+    if run.manner.sync_seconds is None:
+        return run.manner.sync_step or 1
+    step_s = max(float(rank.step_s.mean()) for rank in run.samples)
+    return max(1, int(run.manner.sync_seconds / step_s))
 
 
 def _exposed(run: MeasuredRun) -> float:
@@ -652,8 +660,8 @@ def _assumptions(
         yield "the gathers and scatters of these runs are taken for computing: give a run on one rank, too"
     if known.runs[-1].ranks == 1:
         yield (
-            "nothing was measured on several ranks, so what they cost each other is not known: with a run on 2 ranks, too, "
-            "the answer is better"
+            "nothing was measured on several ranks, so what they cost each other is not known: the answer is better "
+            "with a run on 2 ranks, too"
         )
     if known.grain_s == 0:
         yield "a grain takes time in proportion to its cost: a fixed part could not be told from these steps"
