@@ -106,6 +106,13 @@ def test_a_large_run() -> None:
     assert found["learning rate"] == "0.015, warm-up over 8,000 steps, then cosine to 1e-05 over 294,100 steps"
 
 
+def test_a_warm_up_that_is_longer_than_the_run_is_said() -> None:
+    found = dict(rows(facts({"epochs": 1, "warmup_steps": 500, "lr": 0.05}, schedule_steps=23)))
+    assert found["learning rate"] == (
+        "0.05 is not reached: the warm-up over 500 steps is longer than the run of 23 steps (`--warmup-steps`)"
+    )
+
+
 @pytest.mark.parametrize(
     ("data", "line"),
     [
