@@ -246,3 +246,31 @@ def test_rows_of_pieces_are_torchs_chunks(size: int) -> None:
     for rows in range(1, 15):
         chunks = [len(each) for each in torch.zeros(rows).chunk(size)]
         assert [rows_of(rows, size, rank) for rank in range(size)] == chunks + [0] * (size - len(chunks))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("dtype", "allowed"), [("fp32", 2e-4), ("bf16", 0.05)])
+def test_on_a_gpu_against_float64(dtype: Any, allowed: float) -> None:
+    """Matrices of one shape together; a step that is skipped changes no bit."""
+    shapes = [(64, 48), (64, 48), (48, 96), (33,)]
+    start = [torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64) for shape in shapes]
+    results = []
+    for device, kind in (("cpu", torch.float64), ("cuda", torch.float32)):
+        weights = [each.to(device, kind).requires_grad_() for each in start]
+        parts = [{"params": weights[:3]}, {"params": weights[3:], "rule": "adamw"}]
+        muon = Muon(parts, lr=0.02, weight_decay=0.1, ns_dtype=dtype if device == "cuda" else "auto")
+        dice = torch.Generator().manual_seed(4)
+        for step in range(5):
+            is_skipped = step in (0, 3)
+            for weight in weights:
+                drawn = torch.randn(weight.shape, generator=dice, dtype=torch.float64).to(device, kind)
+                weight.grad = torch.full_like(drawn, math.nan) if is_skipped else drawn
+            muon.found_inf = torch.tensor(float(is_skipped), device=device)  # type: ignore[attr-defined]
+            before = [weight.detach().clone() for weight in weights]
+            muon.step()
+            if is_skipped:
+                assert all(torch.equal(one, other) for one, other in zip(before, weights, strict=True))
+        results.append([weight.detach().cpu().double() for weight in weights])
+    for one, other, first in zip(*results, start, strict=True):
+        assert float((one - other).norm() / (one - first).norm()) < allowed
