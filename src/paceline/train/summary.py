@@ -343,8 +343,9 @@ def _optimizer(config: TrainConfig, name: str) -> str:
 def _schedule(config: TrainConfig, steps: int | None) -> str:
     parts = [f"{config.lr:g}"]
     if steps is not None and config.warmup_steps >= steps:
-        warmup, run = counted(config.warmup_steps, "step"), counted(steps, "step")
-        return f"{config.lr:g} is not reached: the warm-up over {warmup} is longer than the run of {run} (`--warmup-steps`)"
+        warmup = f"the warm-up over {counted(config.warmup_steps, 'step')}"
+        run = f"the run of {counted(steps, 'step')}"
+        return f"{config.lr:g} is not reached: {warmup} is longer than {run} (`--warmup-steps`)"
     if config.warmup_ratio is not None:
         parts.append(f"warm-up over {100 * config.warmup_ratio:g}% of the steps")
     elif config.warmup_steps:
