@@ -11,6 +11,7 @@ from paceline.cli.recipes import RECIPES, recipe_names
 from paceline.core import plugins, user_file
 from paceline.core.errors import PacelineError
 from paceline.core.extras import imports_for
+from paceline.core.language import phrase
 from paceline.core.user_file import guarded
 from paceline.train.task import Task
 
@@ -43,16 +44,18 @@ def find_task(name: str) -> type[Task]:
     if not separator:
         known = recipe_names()
         nearest = difflib.get_close_matches(name, known, n=1)
-        guess = f"did you mean `{nearest[0]}`? " if nearest else ""
-        raise UnknownTask(
-            f"there is no recipe {name!r}",
-            f"{guess}recipes: {', '.join(known)}; or give a class as path/to/file.py:ClassName",
+        listed = {"names": ", ".join(known), "nearest": nearest[0] if nearest else ""}
+        plain = phrase("recipes: {names}; or give a class as path/to/file.py:ClassName", **listed)
+        guess = phrase(
+            "did you mean `{nearest}`? recipes: {names}; or give a class as path/to/file.py:ClassName", **listed
         )
+        raise UnknownTask(phrase("there is no recipe {name!r}", name=name), guess if nearest else plain)
     module = import_file(Path(path))
     tasks = user_file.subclasses_in(module, Task)
     if class_name not in tasks:
-        found_there = ", ".join(tasks) or "none (does it subclass paceline.Task?)"
-        raise UnknownTask(f"{path} has no task class {class_name!r}", f"task classes there: {found_there}")
+        found_there = ", ".join(tasks) or phrase("none (does it subclass paceline.Task?)")
+        what = phrase("{path} has no task class {name!r}", path=path, name=class_name)
+        raise UnknownTask(what, phrase("task classes there: {names}", names=found_there))
     return tasks[class_name]
 
 
@@ -86,11 +89,12 @@ def make_task(task_class: type[Task], name: str) -> Task:
 
 def import_file(path: Path) -> ModuleType:
     """Run a user's file as a module."""
+    hint = phrase("give the task as path/to/file.py:ClassName")
     if path.is_dir():
-        raise UnknownTask(f"{path} is a folder, not a Python file", "give the task as path/to/file.py:ClassName")
+        raise UnknownTask(phrase("{path} is a folder, not a Python file", path=path), hint)
     if not path.is_file():
-        raise UnknownTask(f"there is no file {path}", "give the task as path/to/file.py:ClassName")
+        raise UnknownTask(phrase("there is no file {path}", path=path), hint)
     module = user_file.import_file(path, "task")
     if module is None:
-        raise UnknownTask(f"{path} is no Python file", "give the task as path/to/file.py:ClassName")
+        raise UnknownTask(phrase("{path} is no Python file", path=path), hint)
     return module

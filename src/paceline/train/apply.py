@@ -19,7 +19,7 @@ from paceline.core.cloud.address import address_of, shown
 from paceline.core.cloud.run_copy import bring_run
 from paceline.core.errors import PacelineError
 from paceline.core.keys import key
-from paceline.core.language import said
+from paceline.core.language import phrase, said
 from paceline.core.run_folder import NotARun, RunFolder, RunRecord
 from paceline.core.terminal import warn
 from paceline.data.collate import stack_collate
@@ -47,15 +47,18 @@ ROUND = 8
 class NoRun(PacelineError):
     """A folder that is no run, or none that can be used."""
 
+    what: str | PacelineError
+    sentence = "{what}"
     hint = "give the folder of a run (the one with run.json in it); `paceline runs` lists them"
 
 
 class NoCheckpoint(PacelineError):
     """A run without the checkpoint that was asked for."""
 
-    def __init__(self, what: str, hint: str) -> None:
-        super().__init__(what)
-        self.hint = hint
+    what: str
+    advice: str
+    sentence = "{what}"
+    hint = "{advice}"
 
 
 class NothingToValidate(PacelineError):
@@ -140,10 +143,12 @@ def read_run(folder: Path) -> RunRecord:
     try:
         record = RunFolder(folder).check(may_exist=True)
     except NotARun as error:
-        raise NoRun(str(error)) from error
+        raise NoRun(error) from error
     if record is None:
-        why = "there is no such folder" if not folder.exists() else "it is empty"
-        raise NoRun(f"{shown(folder)} is not a run: {'it failed at its start' if RunFolder(folder).is_run else why}")
+        why = phrase("it is empty") if folder.exists() else phrase("there is no such folder")
+        if RunFolder(folder).is_run:
+            why = phrase("it failed at its start")
+        raise NoRun(phrase("{folder} is not a run: {why}", folder=shown(folder), why=why))
     return record
 
 
@@ -179,7 +184,8 @@ def find_checkpoint(folder: Path, which: Which) -> Path:
             if (path / DIGESTS).exists():
                 return path
         names = ", ".join(path.name for path in listed(checkpoints)) or "none"
-        raise NoCheckpoint(f"{shown(which)} is not a checkpoint", f"checkpoints of {shown(folder)}: {names}")
+        hint = phrase("checkpoints of {folder}: {names}", folder=shown(folder), names=names)
+        raise NoCheckpoint(phrase("{path} is not a checkpoint", path=shown(which)), hint)
     found = reader.best(checkpoints) if which == "best" else reader.newest(checkpoints)
     if which == "best" and found.checkpoint is None:
         newest = reader.newest(checkpoints)
@@ -250,8 +256,10 @@ def _none_found(folder: Path | str, has_broken: bool) -> tuple[str, str]:
     """Return (what, hint) of the error where no checkpoint can be used."""
     folder = shown(folder)
     if has_broken:
-        return f"{folder} has no sound checkpoint", "train it again: every one that was saved is damaged"
-    return f"{folder} has no checkpoint", "let it train until the first one is saved (`--save-every-steps`)"
+        hint = phrase("train it again: every one that was saved is damaged")
+        return phrase("{folder} has no sound checkpoint", folder=folder), hint
+    hint = phrase("let it train until the first one is saved (`--save-every-steps`)")
+    return phrase("{folder} has no checkpoint", folder=folder), hint
 
 
 def restore_for_use(task: Task, config: TrainConfig, link: Link, checkpoint: Path, average: int = 1) -> Engine:
