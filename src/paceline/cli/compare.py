@@ -16,6 +16,7 @@ from paceline.core.cloud.address import Place
 from paceline.core.cloud.run_copy import bring_run
 from paceline.core.run_folder import RunFolder
 from paceline.core.terminal import emit, one_line, tell
+from paceline.core.units import counted
 
 if TYPE_CHECKING:
     from paceline.observe.compare.comparison import Comparison, Pair
@@ -141,9 +142,8 @@ def _words(pair: Pair) -> list[str]:
         )
     if pair.bootstrap is not None:
         b = pair.bootstrap
-        lines.append(
-            f"  paired bootstrap of {b.num_samples} samples: p = {_p(b.p)}, 95% interval {b.low:+.4g} to {b.high:+.4g}"
-        )
+        samples = counted(b.num_samples, "sample")
+        lines.append(f"  paired bootstrap of {samples}: p = {_p(b.p)}, 95% interval {b.low:+.4g} to {b.high:+.4g}")
     if pair.steps_ratio is not None:
         ratio, word = (pair.steps_ratio, "fewer") if pair.steps_ratio >= 1 else (1 / pair.steps_ratio, "more")
         lines.append(f"  steps to the same value: {ratio:.2f} times {word}")
