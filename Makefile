@@ -45,7 +45,9 @@ check: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python docs/translate.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file mkdocs.zh.yml
 
 # Writes the pages of options, of the Python API and of what goes together anew, in English and in Chinese, and builds all
 # pages into site/ and site/zh/.

@@ -104,6 +104,19 @@ def test_block_runs(block: Block, outcomes: dict[str, dict[str, object]]) -> Non
     assert outcome["stdout"]
 
 
+TWINS = {page: DOCS / "zh" / page.name if page.parent == DOCS else ROOT / "README.zh.md" for page in PAGES}
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.stem) for page in PAGES])
+def test_blocks_of_the_page_in_chinese_are_those_that_ran(page: Path) -> None:
+    """Byte for byte: the run of a block is that of both pages, and each is run once."""
+    english, chinese = (_BLOCK.findall(each.read_text(encoding="utf-8")) for each in (page, TWINS[page]))
+    assert chinese == english
+    assert [Block(page, number, *found) for number, found in enumerate(chinese) if found[0] == "python"] == [
+        block for block in PYTHON if block.page == page
+    ]
+
+
 # -- commands ------------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +276,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     assert [name for name in listed if name != "index.md" and f"({name})" not in index] == []
+    assert re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.zh.yml").read_text(encoding="utf-8")) == listed
 
 
 OURS = [

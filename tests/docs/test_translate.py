@@ -185,3 +185,9 @@ def test_the_command_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out
     with pytest.raises(SystemExit, match="no such page: docs/nothing.md"):
         translate.main(["--check", str(ROOT / "docs" / "nothing.md")])
+
+
+def test_pages_in_chinese_are_faithful_and_fresh(capsys: pytest.CaptureFixture[str]) -> None:
+    """As `make check` asks it."""
+    found = translate.main(["--check"])
+    assert found == 0, capsys.readouterr().out

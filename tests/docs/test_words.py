@@ -14,6 +14,7 @@ from paceline.cli.main import COMMANDS, main
 from paceline.core.language import words_of
 
 ROOT = Path(__file__).parents[2]
+HELP = ("commands", "options", "sections")
 COMMON = (  # of errors: what a user meets in the first weeks
     *("is missing", "there is no such option", "there is no such setting", "did you mean {name}?", "must be {what}"),
     *("belongs to no option", "is a flag and takes no value", "needs a value before {word}", "above {limit}"),
@@ -60,6 +61,22 @@ def _load() -> ModuleType:
 
 
 words = _load()
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, list[str]]:
+    texts: dict[str, list[str]] = words.texts()
+    return texts
+
+
+def test_help_of_every_command_and_option_has_a_translation(wanted: dict[str, list[str]]) -> None:
+    """Other texts are said in English until they have one; `docs/words.py` lists them."""
+    missing = [(kind, text) for kind, text in words.missing(wanted, words_of("zh")) if kind in HELP]
+    assert missing == [], "add them to src/paceline/core/words.zh.json; `python docs/words.py` lists them"
+
+
+def test_no_translation_is_of_a_text_that_is_gone(wanted: dict[str, list[str]]) -> None:
+    assert words.stale(wanted, words_of("zh")) == [], "`python docs/words.py --write` takes them out"
 
 
 def test_translations_have_the_fields_the_code_and_the_numbers_of_the_text() -> None:
