@@ -307,6 +307,8 @@ class Line:
     measured_s: float
     is_calibration: bool
     """The row's own run was used: it says how well the model fits, not how well it predicts."""
+    cores: float = 0.0
+    """Share of this machine's cores that the ranks took: near 1 the truth is of the cores, which all hosts share."""
 
     @property
     def error(self) -> float:
@@ -328,7 +330,17 @@ def compare(rates: Sequence[str], ways: Sequence[str], folder: Path) -> Iterator
                 step = row.step_s
                 truth = truth_of(folder, rate, way, row.ranks)
                 known = row.ranks <= CALIBRATED
-                yield Line(rate, way, row.ranks, step.low, step.value, step.high, truth.step_s, known)
+                yield Line(
+                    rate,
+                    way,
+                    row.ranks,
+                    step.low,
+                    step.value,
+                    step.high,
+                    truth.step_s,
+                    known,
+                    truth.cpu_s / truth.step_s / (os.cpu_count() or 1),
+                )
 
 
 def show(lines: Sequence[Line], as_json: bool) -> None:
@@ -337,17 +349,17 @@ def show(lines: Sequence[Line], as_json: bool) -> None:
             print(json.dumps({**asdict(line), "error": line.error, "is_inside": line.is_inside}))
         return
     print(machine())
-    print("| link | way | ranks | predicted ms (interval) | measured ms | error | inside |")
-    print("|---|---|---|---|---|---|---|")
+    print("| link | way | ranks | predicted ms (interval) | measured ms | error | inside | cores busy |")
+    print("|---|---|---|---|---|---|---|---|")
     for line in lines:
         low, value, high, measured = (
             f"{1e3 * each:.0f}" for each in (line.low_s, line.predicted_s, line.high_s, line.measured_s)
         )
         inside = "yes" if line.is_inside else "**no**"
-        cells = (line.rate, line.way, f"{line.ranks}{' (fit)' if line.is_calibration else ''}")
-        print(
-            f"| {' | '.join(cells)} | {value} ({low} to {high}) | {measured} | {100 * line.error:+.1f} % | {inside} |"
-        )
+        ranks = f"{line.ranks}{' (fit)' if line.is_calibration else ''}"
+        error, cores = f"{100 * line.error:+.1f} %", f"{100 * line.cores:.0f} %"
+        cells = (line.rate, line.way, ranks, f"{value} ({low} to {high})", measured, error, inside, cores)
+        print(f"| {' | '.join(cells)} |")
     judged = [line for line in lines if not line.is_calibration]
     if judged:
         worst = max(judged, key=lambda line: abs(line.error))

@@ -79,8 +79,8 @@ def test_the_table_judges_predicted_rows_only(
     ]
     bench.show(lines, as_json=False)
     text = capsys.readouterr().out
-    assert "| 100mbit | grad fast | 2 (fit) | 1000 (900 to 1100) | 2000 | -50.0 % | **no** |" in text
-    assert "| 100mbit | grad fast | 4 | 500 (450 to 550) | 520 | -3.8 % | yes |" in text
+    assert "| 100mbit | grad fast | 2 (fit) | 1000 (900 to 1100) | 2000 | -50.0 % | **no** | 0 % |" in text
+    assert "| 100mbit | grad fast | 4 | 500 (450 to 550) | 520 | -3.8 % | yes | 0 % |" in text
     assert "predicted rows: 2; error 11.9 % mean, 20.0 % worst (100mbit grad fast 8); inside the interval 1" in text
 
 
