@@ -244,26 +244,24 @@ class Truth:
 
 
 def truth_of(folder: Path, rate: str, way: str, ranks: int) -> Truth:
+    """Return the truth of the slowest rank, which an epoch waits for: ranks that step apart may be ahead of it."""
     run = run_of(folder, rate, way, ranks)
-    intervals, sent, cpu_s = [], [], []
+    everyone, sent, cpu_s = [], [], []
     for rank in range(ranks):
         stamps = json.loads(run.with_name(f"{run.name}-rank{rank}.json").read_text())
+        intervals = []
         for epoch in range(EPOCHS):  # but for the first steps of an epoch, and twice as many of the run
             for first in range(epoch * EPOCH_STEPS + EVERY - 1, (epoch + 1) * EPOCH_STEPS - 1, EVERY):
                 if first < 2 * EVERY - 1:
                     continue
-                intervals.append((stamps["ends_s"][first + EVERY] - stamps["ends_s"][first]) / EVERY)
-                sent.append((stamps["sent"][first + EVERY] - stamps["sent"][first]) / EVERY)
-                cpu_s.append((stamps["cpu_s"][first + EVERY] - stamps["cpu_s"][first]) / EVERY)
-    return Truth(
-        rate,
-        way,
-        ranks,
-        statistics.median(intervals),
-        statistics.pstdev(intervals),
-        statistics.mean(sent),
-        ranks * statistics.mean(cpu_s),
-    )
+                end = first + EVERY
+                intervals.append((stamps["ends_s"][end] - stamps["ends_s"][first]) / EVERY)
+                sent.append((stamps["sent"][end] - stamps["sent"][first]) / EVERY)
+                cpu_s.append((stamps["cpu_s"][end] - stamps["cpu_s"][first]) / EVERY)
+        everyone.append(intervals)
+    slowest = max(everyone, key=statistics.median)
+    median, spread = statistics.median(slowest), statistics.pstdev(slowest)
+    return Truth(rate, way, ranks, median, spread, statistics.mean(sent), ranks * statistics.mean(cpu_s))
 
 
 def measure(rates: Sequence[str], ways: Sequence[str], ranks: Sequence[int], stand_in: StandIn, folder: Path) -> None:
