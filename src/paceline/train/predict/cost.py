@@ -43,9 +43,8 @@ class Library:
 
 GLOO = Library(1.5e-4, 3e-5, has_trees=False, scatters=False, crowding=1.4, pair_crowding=1.5, pair_gather=1.15)
 NCCL = Library(1.5e-5, 3e-6, has_trees=True, scatters=True, crowding=1.1)
-"""Where a run did not measure them. Crowding of gloo: it tells a peer that it is ready to receive in the stream in
-which its own data for this peer goes, after that data if it was first to send. Between two ranks that is half duplex,
-more often than not; among more it leaves links idle now and then (measured by benchmarks/collectives.py)."""
+"""Where a run did not measure them. Crowding of gloo: between two ranks an all-to-all is half duplex more often than
+not, among more it leaves links idle now and then (measured by benchmarks/collectives.py)."""
 
 
 @dataclass(frozen=True)
