@@ -322,7 +322,8 @@ def compare(rates: Sequence[str], ways: Sequence[str], folder: Path) -> Iterator
     for rate in rates:
         link = parse_link(LINKS[rate])
         for way in ways:
-            alone = run_of(folder, rate, way if way.startswith("grad") else "grad exact", 1)
+            candidates = [run_of(folder, rate, each, 1) for each in (way, "grad exact", "grad fast")]
+            alone = next(run for run in candidates if run.exists())
             calibration = calibrate([alone, run_of(folder, rate, way, CALIBRATED)], link)
             for row in predict(calibration, ranks=RANKS[1:], between=link).rows:
                 step = row.step_s
