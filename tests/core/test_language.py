@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from paceline.core.errors import PacelineError
-from paceline.core.language import ENGLISH, language, language_of, phrase, said, speaking
+from paceline.core.language import ENGLISH, can_be_written, language, language_of, phrase, said, speaking
 from paceline.core.run_folder import NotARun, RunBusy, RunExists
 
 
@@ -79,3 +79,12 @@ def test_words_in_a_field_are_english_and_said_with_their_sentence() -> None:
         assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert str(error) == "runs/a is not a run: it is a file"
     assert error.why == "it is a file"
+
+
+@pytest.mark.parametrize(
+    ("encodings", "expected"),
+    [(("utf-8", "utf-8"), True), (("gbk", None), True), (("utf-8", "ascii"), False), (("iso-8859-1",), False)],
+)
+def test_chinese_is_spoken_where_it_can_be_written(encodings: tuple[str | None, ...], expected: bool) -> None:
+    assert can_be_written("错误：", *encodings) is expected
+    assert can_be_written("error: ", *encodings)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.language import said
+from paceline.core.language import ENGLISH, VARIABLE, can_be_written, said
 from paceline.core.terminal import tell, warn
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         process_ends_with_run()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # names of files that are no UTF-8 are printed as they are
+    if not can_be_written(said("error: "), sys.stdout.encoding, sys.stderr.encoding):
+        os.environ[VARIABLE] = ENGLISH
     if words and words[0].startswith("--local"):
         from paceline.core.errors import PacelineError
         from paceline.world.discover.local_rank import without_local_rank

@@ -83,6 +83,14 @@ def phrase(template: str, /, **values: Any) -> str:
     return Phrase(template, values)
 
 
+def can_be_written(text: str, *encodings: str | None) -> bool:
+    """Return True if a text has a form in these encodings: Chinese has none in that of a Latin locale."""
+    try:
+        return all(text.encode(name or "utf-8") for name in encodings)
+    except UnicodeEncodeError:
+        return False
+
+
 def words_of(name: str) -> dict[str, dict[str, str]]:
     """Read the table of a language: by kind of text, English and translation."""
     import json
