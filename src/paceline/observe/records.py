@@ -242,6 +242,8 @@ class Profile(Part):
     state: int = 0
     itemsize: int = 4
     """Bytes of a weight as the optimizer has it."""
+    replay: Sequence[Mapping[str, Any]] | None = None
+    """Sizes of the task's replay buffers (`ReplayBuffer.sizes`); None in older records."""
 
 
 @dataclass(frozen=True)

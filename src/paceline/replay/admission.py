@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.errors import PacelineError
 from paceline.core.keys import uniform
-from paceline.replay.table import NOWHERE, Integers, Table
+
+if TYPE_CHECKING:
+    from paceline.replay.table import Table  # with torch, which decisions do not need
 
 Strategy = Literal["reservoir", "class-balanced", "loss-aware", "herding"]
+Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 ADMISSION, VICTIM = 0x61646D, 0x766963
@@ -75,7 +78,7 @@ class Admission:
             begin, end = first, first + max(AHEAD, count)
             slots = reservoir(self._seed, begin, end - begin, self._capacity)
             self._decided = (begin, end, slots)
-            self._admitted = (begin + np.flatnonzero(slots != NOWHERE)).tolist()
+            self._admitted = (begin + np.flatnonzero(slots >= 0)).tolist()
         place = bisect_left(self._admitted, first)
         if place == len(self._admitted) or self._admitted[place] >= first + count:
             return None

@@ -160,6 +160,7 @@ class Meter:
             in_blocks=sums_in_tree(self._config),
             backward_s=self._backward[0] if self._backward else None,
             ready_s=self._backward[1:],
+            replay=step_profile.replay_buffers(self._task),
         )
 
     def recall(self) -> EpochRecord:

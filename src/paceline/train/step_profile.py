@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from paceline.data.plan import Plan, RankPlan
 from paceline.observe.records import Profile
 from paceline.parallel.cut import CannotShard, Cut
 from paceline.parallel.summed import BUCKET_BYTES, grouped
+from paceline.replay.buffer import ReplayBuffer
 from paceline.train.prepare import Prepared
 
 FIRST_WATCHED, NUM_WATCHED = 3, 8
@@ -112,6 +114,11 @@ def _blocks(model: nn.Module) -> list[int]:
         home = next((block for block in inner_first if name.startswith(f"{block}.")), "")
         totals[home] += parameter.nbytes
     return list(totals.values())
+
+
+def replay_buffers(task: object) -> list[dict[str, Any]]:
+    """Return the sizes of the replay buffers that a task has as attributes."""
+    return [value.sizes() for value in getattr(task, "__dict__", {}).values() if isinstance(value, ReplayBuffer)]
 
 
 def costs(plan: Plan, steps: Sequence[int]) -> list[list[float]]:

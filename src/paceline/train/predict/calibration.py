@@ -167,6 +167,8 @@ class Calibration:
     """Samples of a step, mean."""
     total_steps: int | None
     """Steps of the whole run, where that is known."""
+    num_steps: int
+    """Steps that the run on most ranks has done."""
     profile: Profile
     link: LinkSpeed | None
     """Over which the ranks of the runs met, where that is known."""
@@ -223,6 +225,7 @@ def calibrate(folders: Sequence[Path], link: LinkSpeed | None = None) -> Calibra
         has_asked_grains=base.has_asked_grains,
         global_batch=base.global_batch,
         total_steps=base.total_steps,
+        num_steps=read[-1].num_steps,
         profile=base.profile,
         link=link,
         save_s=_known_mean([each.save_s for each in read]),
@@ -243,6 +246,7 @@ class _ReadRun:
     has_asked_grains: bool
     global_batch: float
     total_steps: int | None
+    num_steps: int
     save_s: float | None
     recovery_s: float | None
     core_wait: float
@@ -296,6 +300,7 @@ def _read(folder: Path) -> _ReadRun:
         settings.get("grains") is not None,
         batch,
         _total_steps(record, journal, epochs),
+        last.step + 1,
         _save_s(epochs, settings),
         _recovery_s(journal),
         max((wait or 0.0) / (sum(rank.values()) or 1.0) for wait, rank in _core_waits(last)),

@@ -18,8 +18,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.core.sum_tree import Layout
 from paceline.train.predict.links import LinkSpeed
+
+Ranks = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,26 @@ def all_to_all(place: Place, num_bytes: float, rows: Sequence[int] = (1,)) -> fl
         bandwidth_s = max(bandwidth_s, outside * piece / place.between.bytes_per_s)
     factor = place.library.crowding if ranks > 2 else place.library.pair_crowding
     return place.library.call_s + place.round_s + factor * bandwidth_s
+
+
+def exchange(place: Place, sources: Ranks, receivers: Ranks, row_bytes: int) -> float:
+    """All-to-all of single rows, each from its source to its receiver; rows that stay cost nothing."""
+    if place.ranks == 1:
+        return 0.0
+    bandwidth_s = _most(sources, receivers) * row_bytes / place.inside.bytes_per_s if place.per_node > 1 else 0.0
+    if place.nodes > 1:
+        outside = _most(sources // place.per_node, receivers // place.per_node)
+        bandwidth_s = max(bandwidth_s, outside * row_bytes / place.between.bytes_per_s)
+    factor = place.library.crowding if place.ranks > 2 else place.library.pair_crowding
+    return place.library.call_s + place.round_s + factor * bandwidth_s
+
+
+def _most(sources: Ranks, receivers: Ranks) -> int:
+    """Return the most rows that one of them sends to others, or gets from others."""
+    travels = sources != receivers
+    if not travels.any():
+        return 0
+    return int(max(np.bincount(sources[travels]).max(), np.bincount(receivers[travels]).max()))
 
 
 def reduce_scatter(place: Place, num_bytes: float) -> float:

@@ -14,10 +14,11 @@ from paceline.core.errors import PacelineError
 from paceline.core.failure_rate import FailureRate, parse_failures
 from paceline.core.sum_tree import Layout, layout
 from paceline.core.units import counted
-from paceline.train.predict import cost, goodput
+from paceline.train.predict import cost, goodput, replay
 from paceline.train.predict.calibration import Calibration, Manner, MeasuredRun, deal, recut, starts_of
 from paceline.train.predict.cost import GLOO, NCCL, Library, Place
 from paceline.train.predict.links import LinkSpeed
+from paceline.train.predict.replay import Replayed
 from paceline.train.predict.simulate import Averages, Gradients, Meeting, Noise, Shards, Simulated, Steps, simulate
 
 NUM_STEPS, NUM_TRIALS, TRIAL_STEPS = 256, 40, 96
@@ -216,6 +217,8 @@ class _Model:
     inside: LinkSpeed
     seed: int = 0
     fit: _Fit = _Fit()
+    num_steps: int | None = None
+    """Steps that a replay buffer is followed for; those of the whole run if not set."""
 
     @property
     def library(self) -> Library:
@@ -277,25 +280,47 @@ class _Model:
         """Simulate steps on so many ranks."""
         grains = self.grains(ranks)
         steps, costs = self.steps(ranks, grains, numbers)
+        meeting = self.meeting(self.place(ranks, nodes, numbers), steps, costs, numbers)
+        return simulate(steps, self.noise, meeting, num_steps, self.seed if seed is None else seed)
+
+    def place(self, ranks: int, nodes: int, numbers: _Numbers) -> Place:
+        """Return so many ranks with their links."""
         link = numbers.link * self.fit.link
         crowding = self.library.crowding if numbers.crowding is None else numbers.crowding
         library = replace(self.library, call_s=numbers.host * self.library.call_s, crowding=crowding)
-        place = Place(ranks, nodes, self.inside.scaled(link), self.between.scaled(link), library)
-        meeting = self.meeting(place, steps, costs, numbers)
-        return simulate(steps, self.noise, meeting, num_steps, self.seed if seed is None else seed)
+        return Place(ranks, nodes, self.inside.scaled(link), self.between.scaled(link), library)
+
+    def replayed(self, place: Place) -> Replayed:
+        """Return what replay buffers take of the link in a step."""
+        known = self.calibration
+        num_steps = self.num_steps or known.total_steps or known.num_steps
+        batch = max(1, round(known.global_batch))
+        grains = len(recut(known.costs[0], known.global_batch, self.grains(place.ranks)))
+        found = [
+            replay.seconds(buffer, place, batch, grains, num_steps, in_blocks=self.manner.is_exact)
+            for buffer in replay.buffers(known.profile.replay)
+        ]
+        travel_s = sum(each.travel_s for each in found)
+        late_s = travel_s / known.profile.epoch_steps if known.profile.epoch_steps else 0.0  # none is sent ahead
+        return Replayed(travel_s, sum(each.blocking_s for each in found) + late_s)
 
     def meeting(self, place: Place, steps: Steps, costs: Sequence[Sequence[float]], numbers: _Numbers) -> Meeting:
         manner, known = self.manner, self.calibration
         if place.ranks == 1:
             return Gradients((), ())
         call_s = numbers.host * self.fit.call_s
+        replayed = self.replayed(place)
+        beside_s = float(steps.last_s.max(axis=1).mean())  # replay travels while the last backward runs
+        replayed_s = replayed.blocking_s + max(0.0, replayed.travel_s - beside_s)
         if manner.reduce == "param":
-            return self._averages(place, steps, call_s)
+            averages = self._averages(place, steps, call_s)
+            return replace(averages, host_s=averages.host_s + averages.interval * replayed_s)
         dealt = layout(starts_of(costs[0], place.ranks)) if manner.is_exact else None
         if manner.shard != "none":
             most = max(1, round(float(np.max(deal(costs[0], place.ranks, in_blocks=manner.is_exact)[0]))))
             num_calls = num_shard_calls(known.profile.blocks, most)
-            return Shards(_shards(place, known.profile.blocks, manner, dealt, most, steps) + num_calls * call_s)
+            blocks_s = _shards(place, known.profile.blocks, manner, dealt, most, steps)
+            return Shards(blocks_s + num_calls * call_s + replayed_s)
         profile = known.profile
         extra = 4 * (profile.tensors + 4 + profile.buffers)  # losses, counts, marks and statistics ride on the last
         sizes = [float(size) for size in profile.buckets]
@@ -307,7 +332,10 @@ class _Model:
             half = 0.5 if manner.wire in ("fp16", "bf16") else 1.0
             seconds = [cost.all_reduce(place, half * size) for size in sizes]
             seconds[-1] += cost.all_reduce(place, extra)
-        return Gradients(seconds, list(known.bucket_ready) or [1.0] * len(sizes), slow_down, call_s)
+        ready = list(known.bucket_ready) or [1.0] * len(sizes)
+        if replayed.travel_s:  # goes first
+            seconds, ready = [replayed.travel_s, *seconds], [0.0, *ready]
+        return Gradients(seconds, ready, slow_down, call_s + replayed.blocking_s)
 
     def _averages(self, place: Place, steps: Steps, call_s: float) -> Averages:
         manner, profile = self.manner, self.calibration.profile
@@ -350,9 +378,11 @@ def _fitted(model: _Model, inside: LinkSpeed | None) -> _Model:
     if (same.reduce, same.shard, same.wire) != (manner.reduce, manner.shard, manner.wire):
         return model
     link = known.link or INSIDE[known.device]
-    plain = _Model(known, same, run.grains, link, link, model.seed)
-    modelled = plain.simulated(run.ranks, 1 if known.link is None else run.ranks, _Numbers(), TRIAL_STEPS)
-    measured_s, modelled_s = _exposed(run), modelled.communication_s
+    plain = _Model(known, same, run.grains, link, link, model.seed, num_steps=known.num_steps)
+    nodes = 1 if known.link is None else run.ranks
+    modelled = plain.simulated(run.ranks, nodes, _Numbers(), TRIAL_STEPS)
+    blocking_s = plain.replayed(plain.place(run.ranks, nodes, _Numbers())).blocking_s  # in the run, part of computing
+    measured_s, modelled_s = _exposed(run), modelled.communication_s - blocking_s
     if same.shard != "none":  # there it is part of computing
         measured_s = float(np.mean([rank.compute_s.mean() + rank.communication_s.mean() for rank in run.samples]))
         modelled_s = modelled.compute_s + modelled.communication_s + modelled.waiting_s
@@ -572,9 +602,8 @@ def _late(model: _Model, row: Row) -> str:
     if uneven_s > 0.5 * row.waiting_s:
         return f"{text}, which has more to do: more `--grains` are dealt more evenly, `--order bucket` makes them alike"
     spread = 100 * float(model.calibration.ratios.std())
-    return (
-        f"{text}: times of equal steps differ by {spread:.0f} %, as in the run; with `--reduce param` ranks step apart"
-    )
+    apart = "" if model.calibration.profile.replay else "; with `--reduce param` ranks step apart"  # replay meets
+    return f"{text}: times of equal steps differ by {spread:.0f} %, as in the run{apart}"
 
 
 def _where_it_ends(rows: Sequence[Row]) -> Iterator[str]:
@@ -619,8 +648,9 @@ def _lighter(model: _Model, row: Row, alone_s: float) -> Iterator[str]:
             ways["--wire bf16"] = replace(manner, wire="bf16")
             if manner.is_exact:
                 ways["--sums fast"] = replace(manner, sums="fast")
-        seldom = replace(manner, reduce="param", sync_step=100, wire="full")
-        ways["--reduce param --sync-step 100"] = seldom
+        if not model.calibration.profile.replay:  # else ranks meet in every step all the same
+            seldom = replace(manner, reduce="param", sync_step=100, wire="full")
+            ways["--reduce param --sync-step 100"] = seldom
     else:
         if not manner.sync_overlap:
             overlap = min(10, (manner.sync_step or 10))
@@ -675,6 +705,10 @@ def _assumptions(
             f"{rates} failures per 1,000 node-days; {after}; a checkpoint costs the steps {save} and is taken when "
             "that is best (`--save-every-steps auto`)"
         )
+    for buffer in replay.buffers(known.profile.replay):
+        yield f"a replay buffer of {counted(buffer.capacity, 'item')} ({buffer.mode}) {replay.assumed(buffer)}"
+        if model.manner.reduce == "param":
+            yield "replay makes ranks meet in every step; that they wait for the slowest in each is left out"
     if len(known.hosts) > 1 and known.hosts.max() > known.hosts.min():
         slow = known.hosts.max() / np.median(known.hosts) - 1
         yield f"machines differ as the measured ones did: the slowest by {100 * slow:.0f} %"
@@ -684,7 +718,9 @@ def _unknown(model: _Model) -> Iterator[str]:
     yield "other traffic on the links, and switches that are oversubscribed"
     yield "machines that are slower than all that were measured, or that others use"
     yield "a file system that serves many ranks more slowly than these few"
-    yield "what a task itself sends between ranks in a step, as the replay buffer of continual learning does"
+    if model.calibration.profile.replay is None:
+        yield "what a replay buffer sends between ranks: the runs were made before its sizes were noted"
+    yield "what a task itself sends between ranks in a step, beside a replay buffer"
     if model.calibration.device == "cuda":
         yield "memory: whether the model and a grain fit"
     yield "whether accuracy stays the same with another batch, or with `--reduce param`"
