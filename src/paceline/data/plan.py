@@ -142,13 +142,9 @@ class Plan:
         """With `in_blocks` every rank has grains that follow each other, as sums with one order need it. With
         `drop_last` a batch that is not full is left out. `changes` are rules that take over at a step of the epoch."""
         _check_settings(num_samples, grains, order, bins, partition_epoch)
-        if lengths is None and order not in ("none", "random"):
-            raise LengthsNeeded(f"order: {order}", "`order: random`")
         rules = [(0, rule), *changes]
-        if lengths is None and any(each.max_cost is not None for _, each in rules):
-            raise LengthsNeeded("batch_cost", phrase("`global_batch` alone"))
-        if lengths is None and any(each.max_length is not None for _, each in rules):
-            raise LengthsNeeded("length_schedule", "`batch_schedule` alone")
+        if lengths is None:
+            _check_without_lengths(order, [each for _, each in rules])
         sample_lengths = None if lengths is None else _checked("lengths", lengths, num_samples)
         sample_counts = None if counts is None else _checked("counts", counts, num_samples)
 
@@ -166,10 +162,7 @@ class Plan:
         # Kept in the order of the plan: a step reads one contiguous slice, and the caller's arrays may change.
         self._lengths = None if sample_lengths is None else sample_lengths[self._order]
         self._counts = None if sample_counts is None else sample_counts[self._order]
-        # Whole counts are looked up as a difference of running sums, which is exact for them alone.
-        self._running = None
-        if self._counts is not None and self._counts.dtype.kind != "f":
-            self._running = np.concatenate(([0], np.cumsum(self._counts, dtype=np.int64)))
+        self._running = _running_sums(self._counts)
         self._max_samples = rule.max_samples
         self._in_blocks = in_blocks
         self.max_grains: Final[int] = grains
@@ -291,6 +284,23 @@ class RankPlan(Plan):
             whole.own_count,
             whole.samples,
         )
+
+
+def _check_without_lengths(order: str, rules: Sequence[BatchRule]) -> None:
+    """Refuse what needs the lengths of samples."""
+    if order not in ("none", "random"):
+        raise LengthsNeeded(f"order: {order}", "`order: random`")
+    if any(rule.max_cost is not None for rule in rules):
+        raise LengthsNeeded("batch_cost", phrase("`global_batch` alone"))
+    if any(rule.max_length is not None for rule in rules):
+        raise LengthsNeeded("length_schedule", "`batch_schedule` alone")
+
+
+def _running_sums(counts: Numbers | None) -> Numbers | None:
+    """Return sums of the counts up to each sample, of which a difference is exact; None unless counts are whole."""
+    if counts is None or counts.dtype.kind == "f":
+        return None
+    return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
 
 
 def _check_settings(num_samples: int, grains: int, order: str, bins: int | None, partition_epoch: int) -> None:

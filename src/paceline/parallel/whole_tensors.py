@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -28,29 +29,15 @@ class WholeTensors:
         self, parameters: Sequence[Tensor], pieces: Sequence[Tensor], compute: Callable[[list[Tensor]], list[Tensor]]
     ) -> list[Tensor]:
         """Return the pieces of what `compute` makes of the whole tensors, in the same dtype. All ranks must call it."""
-        rank, size = self._group.rank(), self._group.size()
-        shapes = self.shapes(parameters)
-        owners = owners_of([_work(shape) for shape in shapes], size)
-        mine = [shape for shape, owner in zip(shapes, owners, strict=True) if owner == rank]
-        order = [number for each in range(size) for number, owner in enumerate(owners) if owner == each]
-        sent_sizes = [sum(pieces[number].numel() for number in order if owners[number] == each) for each in range(size)]
-        row_counts = [[rows_of(shape[0], size, each) for shape in mine] for each in range(size)]
-        received_sizes = [
-            sum(rows * shape[1:].numel() for rows, shape in zip(counts, mine, strict=True)) for counts in row_counts
-        ]
-        sent = torch.cat([pieces[number].reshape(-1) for number in order])
+        deal = Deal.of(self.shapes(parameters), self._group.rank(), self._group.size())
+        sizes = [piece.numel() for piece in pieces]
+        sent_sizes, received_sizes = deal.sent_sizes(sizes), deal.received_sizes()
+        sent = torch.cat([pieces[number].reshape(-1) for number in deal.order])
         received = self._exchange(sent, received_sizes, sent_sizes)
-        parts = [
-            piece.split([rows * shape[1:].numel() for rows, shape in zip(counts, mine, strict=True)])
-            for counts, piece in zip(row_counts, received.split(received_sizes), strict=True)
-        ]
-        wholes = [torch.cat([each[place] for each in parts]).view(shape) for place, shape in enumerate(mine)]
-        results = compute(wholes) if wholes else []
-        cut = [result.split([counts[place] for counts in row_counts]) for place, result in enumerate(results)]
-        back = [each[other].reshape(-1) for other in range(size) for each in cut]
-        returned = torch.cat(back) if back else received
-        flat = self._exchange(returned, sent_sizes, received_sizes)
-        made = dict(zip(order, flat.split([pieces[number].numel() for number in order]), strict=True))
+        wholes = deal.join(received)
+        results = deal.cut(compute(wholes)) if wholes else received
+        flat = self._exchange(results, sent_sizes, received_sizes)
+        made = dict(zip(deal.order, flat.split([sizes[number] for number in deal.order]), strict=True))
         return [made[number].view(piece.shape) for number, piece in enumerate(pieces)]
 
     def shapes(self, parameters: Sequence[Tensor]) -> list[torch.Size]:
@@ -64,6 +51,55 @@ class WholeTensors:
         trail.note("all_to_all of matrices", sent)
         dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self._group)
         return received.to(device)
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Which rank gets which of the tensors, and how its rows lie in what is sent."""
+
+    owners: list[int]
+    """Rank that gets each tensor."""
+    shapes: list[torch.Size]
+    """Shapes of the tensors that this rank gets."""
+    size: int
+
+    @classmethod
+    def of(cls, shapes: Sequence[torch.Size], rank: int, size: int) -> Deal:
+        """Deal tensors of these shapes out by the work that they are."""
+        owners = owners_of([_work(shape) for shape in shapes], size)
+        return cls(owners, [shape for shape, owner in zip(shapes, owners, strict=True) if owner == rank], size)
+
+    @property
+    def order(self) -> list[int]:
+        """Numbers of the tensors as they are sent: those of the first rank, of the second, and so on."""
+        return sorted(range(len(self.owners)), key=lambda number: self.owners[number])
+
+    def sent_sizes(self, sizes: Sequence[int]) -> list[int]:
+        """Return how many numbers go to each rank, of pieces of these sizes."""
+        totals = [0] * self.size
+        for owner, size in zip(self.owners, sizes, strict=True):
+            totals[owner] += size
+        return totals
+
+    def received_sizes(self) -> list[int]:
+        """Return how many numbers come from each rank."""
+        return [sum(self._sizes_from(rank)) for rank in range(self.size)]
+
+    def join(self, received: Tensor) -> list[Tensor]:
+        """Return this rank's tensors from the rows of all ranks."""
+        parts = [
+            piece.split(self._sizes_from(rank)) for rank, piece in enumerate(received.split(self.received_sizes()))
+        ]
+        return [torch.cat([part[place] for part in parts]).view(shape) for place, shape in enumerate(self.shapes)]
+
+    def cut(self, wholes: Sequence[Tensor]) -> Tensor:
+        """Return the rows of such tensors, flat, as the ranks get them back."""
+        ranks = range(self.size)
+        rows = [whole.split([rows_of(len(whole), self.size, rank) for rank in ranks]) for whole in wholes]
+        return torch.cat([each[rank].reshape(-1) for rank in ranks for each in rows])
+
+    def _sizes_from(self, rank: int) -> list[int]:
+        return [rows_of(shape[0], self.size, rank) * shape[1:].numel() for shape in self.shapes]
 
 
 def rows_of(rows: int, size: int, rank: int) -> int:
