@@ -254,62 +254,91 @@ class _ReadRun:
 
 
 def _read(folder: Path) -> _ReadRun:
+    record = _run_record(folder)
+    journal = _journal_of_epochs(folder)
+    epochs = [EpochRecord.from_json(line) for line in journal.epochs]
+    sampled = _sampled_epochs(folder, epochs)
+    last = sampled[-1]
+    assert last.profile is not None
+    batch = (last.samples or 0) / max(1, last.steps)
+    watched = _watched_backward(sampled)
+    return _ReadRun(
+        folder,
+        _measured_run(folder, record, sampled, batch, watched),
+        last.profile,
+        record.task,
+        record.settings.get("grains") is not None,
+        batch,
+        _total_steps(record, journal, epochs),
+        last.step + 1,
+        _save_s(epochs, record.settings),
+        _recovery_s(journal),
+        _core_wait(last),
+        [] if watched is None else watched.ready_s,
+    )
+
+
+def _run_record(folder: Path) -> RunRecord:
     try:
-        record = read_record(folder)
+        return read_record(folder)
     except FileNotFoundError as error:
         why = "there is no such folder" if not folder.exists() else "it has no run.json"
         raise NoRun(folder, why) from error
     except BrokenRecord as error:
         raise NoRun(folder, str(error)) from error
+
+
+def _journal_of_epochs(folder: Path) -> JournalRecords:
+    """Return the journal of a run that has ended an epoch."""
     journal = read_journal(folder / METRICS)
     if not journal.steps and not journal.epochs:
         raise NoProfile(folder, "its journal has no steps")
     if not journal.epochs:
         raise NoProfile(folder, "it was ended before its first epoch was, and the journal has times of whole epochs")
-    epochs = [EpochRecord.from_json(line) for line in journal.epochs]
-    profiled = [epoch for epoch in epochs if epoch.profile is not None and epoch.profile.steps]
-    if not profiled:
+    return journal
+
+
+def _sampled_epochs(folder: Path, epochs: Sequence[EpochRecord]) -> list[EpochRecord]:
+    """Return the epochs with sampled steps that ran on as many ranks as the last of them."""
+    num_ranks = [0 if epoch.profile is None else len(epoch.profile.steps) for epoch in epochs]
+    ranks = next((number for number in reversed(num_ranks) if number), None)
+    if ranks is None:
         raise NoProfile(folder, "its journal has no sampled steps, as those of earlier versions")
-    last = profiled[-1]
+    return [epoch for epoch, number in zip(epochs, num_ranks, strict=True) if number == ranks]
+
+
+def _watched_backward(epochs: Sequence[EpochRecord]) -> Profile | None:
+    """Return the first profile in which the last backward of a step was measured."""
+    return next((epoch.profile for epoch in epochs if epoch.profile and epoch.profile.backward_s), None)
+
+
+def _measured_run(
+    folder: Path, record: RunRecord, epochs: Sequence[EpochRecord], batch: float, watched: Profile | None
+) -> MeasuredRun:
+    last = epochs[-1]
     assert last.profile is not None
     ranks = len(last.profile.steps)
-    alike = [epoch for epoch in profiled if epoch.profile is not None and len(epoch.profile.steps) == ranks]
-    settings = record.settings
     grains = record.grains or ranks
-    batch = (last.samples or 0) / max(1, last.steps)
-    samples, costs = _samples(alike, batch, grains, ranks)
+    samples, costs = _samples(epochs, batch, grains, ranks)
     if min((len(rank.compute_s) for rank in samples), default=0) < LEAST_STEPS:
         raise NoProfile(folder, f"it has fewer than {LEAST_STEPS} sampled steps")
-    watched = next((epoch.profile for epoch in alike if epoch.profile and epoch.profile.backward_s), None)
-    run = MeasuredRun(
+    return MeasuredRun(
         name=folder.name or str(folder),
         ranks=ranks,
         nodes=len(set(last.hosts or ["here"])),
         grains=grains,
-        manner=_manner(settings),
+        manner=_manner(record.settings),
         samples=samples,
         costs=costs,
         backward_s=None if watched is None else watched.backward_s,
-        meeting_s=_meeting_s(alike),
-    )
-    return _ReadRun(
-        folder,
-        run,
-        last.profile,
-        record.task,
-        settings.get("grains") is not None,
-        batch,
-        _total_steps(record, journal, epochs),
-        last.step + 1,
-        _save_s(epochs, settings),
-        _recovery_s(journal),
-        max((wait or 0.0) / (sum(rank.values()) or 1.0) for wait, rank in _core_waits(last)),
-        [] if watched is None else watched.ready_s,
+        meeting_s=_meeting_s(epochs),
     )
 
 
-def _core_waits(epoch: EpochRecord) -> list[tuple[float | None, Mapping[str, float]]]:
-    return list(zip(epoch.core_wait, epoch.seconds, strict=False)) or [(0.0, {})]
+def _core_wait(epoch: EpochRecord) -> float:
+    """Return the share of its time that a rank had no core, of the rank that waited most."""
+    ranks = zip(epoch.core_wait, epoch.seconds, strict=False)
+    return max(((wait or 0.0) / (sum(seconds.values()) or 1.0) for wait, seconds in ranks), default=0.0)
 
 
 def _meeting_s(epochs: Sequence[EpochRecord]) -> float:

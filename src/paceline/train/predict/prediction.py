@@ -676,11 +676,29 @@ def _assumptions(
     steps = counted(known.num_samples, "sampled step")
     ranks = " and ".join(counted(run.ranks, "rank") for run in known.runs)
     yield f"calibrated on {known.name} ({ranks}, {steps}); every machine computes like those"
+    yield from _assumed_links(model, nodes, places)
+    yield from _doubts(known)
+    if not known.has_asked_grains and model.asked_grains is None:
+        yield "a run without `--grains` has one grain per rank: they get smaller with more ranks"
+    if failures is not None:
+        yield _assumed_failures(model, failures)
+    yield from _assumed_replay(model)
+    if len(known.hosts) > 1 and known.hosts.max() > known.hosts.min():
+        slow = known.hosts.max() / np.median(known.hosts) - 1
+        yield f"machines differ as the measured ones did: the slowest by {100 * slow:.0f} %"
+
+
+def _assumed_links(model: _Model, nodes: Sequence[int] | None, places: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """Say where ranks are, and what links them."""
     where = "each rank is on a machine of its own" if nodes is None else "ranks are spread evenly over the machines"
     yield f"{where}; machines are linked by {model.between}, each with its own way out"
     if nodes is not None and any(size > number for size, number in places):
         how = "measured" if model.inside.is_measured else "assumed"
         yield f"ranks of one machine are linked by {model.inside} ({how})"
+
+
+def _doubts(known: Calibration) -> Iterator[str]:
+    """Say what the calibration could not tell apart, and which run would."""
     if known.core_wait > BUSY:
         yield (
             f"the runs had no free core for {100 * known.core_wait:.0f} % of their time: what they waited is taken for "
@@ -695,23 +713,26 @@ def _assumptions(
         )
     if known.grain_s == 0:
         yield "a grain takes time in proportion to its cost: a fixed part could not be told from these steps"
-    if not known.has_asked_grains and model.asked_grains is None:
-        yield "a run without `--grains` has one grain per rank: they get smaller with more ranks"
-    if failures is not None:
-        after = "survivors go on" if _survives(model.manner) else "all ranks start again from the last checkpoint"
-        save = f"{SAVE_S:g} s (not measured)" if known.save_s is None else f"{known.save_s:.3g} s (measured)"
-        rates = f"{1e3 * failures.low:.2g} to {1e3 * failures.high:.2g}"
-        yield (
-            f"{rates} failures per 1,000 node-days; {after}; a checkpoint costs the steps {save} and is taken when "
-            "that is best (`--save-every-steps auto`)"
-        )
-    for buffer in replay.buffers(known.profile.replay):
+
+
+def _assumed_failures(model: _Model, failures: FailureRate) -> str:
+    """Say how often machines fail, what happens then, and what checkpoints cost."""
+    save_s = model.calibration.save_s
+    after = "survivors go on" if _survives(model.manner) else "all ranks start again from the last checkpoint"
+    save = f"{SAVE_S:g} s (not measured)" if save_s is None else f"{save_s:.3g} s (measured)"
+    rates = f"{1e3 * failures.low:.2g} to {1e3 * failures.high:.2g}"
+    return (
+        f"{rates} failures per 1,000 node-days; {after}; a checkpoint costs the steps {save} and is taken when "
+        "that is best (`--save-every-steps auto`)"
+    )
+
+
+def _assumed_replay(model: _Model) -> Iterator[str]:
+    """Say which rows replay buffers are assumed to send."""
+    for buffer in replay.buffers(model.calibration.profile.replay):
         yield f"a replay buffer of {counted(buffer.capacity, 'item')} ({buffer.mode}) {replay.assumed(buffer)}"
         if model.manner.reduce == "param":
             yield "replay makes ranks meet in every step; that they wait for the slowest in each is left out"
-    if len(known.hosts) > 1 and known.hosts.max() > known.hosts.min():
-        slow = known.hosts.max() / np.median(known.hosts) - 1
-        yield f"machines differ as the measured ones did: the slowest by {100 * slow:.0f} %"
 
 
 def _unknown(model: _Model) -> Iterator[str]:
