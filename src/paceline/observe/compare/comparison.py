@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -194,7 +194,7 @@ def compare_runs(
     scores = [_scores(members, named, finals) if take == "last" else None for members in grouped]
     pairs = [_pair(groups[0], other, scores[0], scores[number]) for number, other in enumerate(groups[1:], 1)]
     pairs = [_judged(pair, is_higher) for pair in pairs]
-    notes = [*_notes(runs, grouped, labels), *_bootstrap_notes(scores, named, take)]
+    notes = [*_notes(runs, grouped, groups), *_bootstrap_notes(scores, named, take)]
     return Comparison(runs[0].task, named, is_higher, take, goal, groups, pairs, notes)
 
 
@@ -328,40 +328,53 @@ def _judged(pair: Pair, is_higher: bool) -> Pair:
 
 
 def _notes(
-    runs: Sequence[ReportedRun], grouped: Sequence[Sequence[ReportedRun]], labels: Sequence[Mapping[str, str]]
-) -> list[str]:
-    notes = []
+    runs: Sequence[ReportedRun], grouped: Sequence[Sequence[ReportedRun]], groups: Sequence[RunGroup]
+) -> Iterator[str]:
     unfinished = [run.name for run in runs if run.status not in ("finished", "early")]
     if unfinished:
-        notes.append(f"not finished, taken as far as they came: {', '.join(unfinished)}")
-    for members, names in zip(grouped, labels, strict=True):
-        label = ", ".join(f"{name} {value}" for name, value in names.items())
-        seeds = [settings_of(run).get("seed", ABSENT) for run in members]
-        if len(set(seeds)) < len(seeds):
-            notes.append(f"{label}: runs with the same seed are not independent, and p-values are too small")
-        if len(members) == 1:
-            notes.append(f"{label}: one run, so nothing is known of its spread; train more seeds (`--seed 1`, ...)")
-    sizes = [len(members) for members in grouped]
-    least = 2 / math.comb(2 * min(sizes), min(sizes)) if min(sizes) > 1 else None
-    if least is not None and least > 0.05:
-        runs_word = counted(min(sizes), "run")
-        notes.append(
-            f"with {runs_word} a group the permutation test cannot come below {least:.3g}: more seeds are needed"
-        )
+        yield f"not finished, taken as far as they came: {', '.join(unfinished)}"
+    for group in groups:
+        yield from _seed_notes(group)
+    yield from _permutation_notes(min(len(group.runs) for group in groups))
+    yield from _setting_notes(runs, grouped, groups[0].settings)
+
+
+def _seed_notes(group: RunGroup) -> Iterator[str]:
+    """Say what the seeds of a group leave open: equal ones, or a single one."""
+    if len({run.seed for run in group.runs}) < len(group.runs):
+        yield f"{group.name}: runs with the same seed are not independent, and p-values are too small"
+    if len(group.runs) == 1:
+        yield f"{group.name}: one run, so nothing is known of its spread; train more seeds (`--seed 1`, ...)"
+
+
+def _permutation_notes(num_runs: int) -> Iterator[str]:
+    """Say how small a p-value can get with this number of runs in the smallest group, if that is not small enough."""
+    if num_runs < 2:
+        return
+    least = 2 / math.comb(2 * num_runs, num_runs)
+    if least > 0.05:
+        runs_word = counted(num_runs, "run")
+        yield f"with {runs_word} a group the permutation test cannot come below {least:.3g}: more seeds are needed"
+
+
+def _setting_notes(
+    runs: Sequence[ReportedRun], grouped: Sequence[Sequence[ReportedRun]], named: Container[str]
+) -> Iterator[str]:
+    """Say in which settings runs differ beside those that name the groups."""
     each = [settings_of(run) for run in runs]
-    others = [name for name in dict.fromkeys(key for one in each for key in one) if _makes_a_group(name, each)]
-    mixed = [
-        name
-        for name in others
-        if name not in labels[0]
-        and any(len({settings_of(run).get(name, ABSENT) for run in members}) > 1 for members in grouped)
-    ]
+    known = dict.fromkeys(name for one in each for name in one)
+    others = [name for name in known if name not in named and _makes_a_group(name, each)]
+    mixed = [name for name in others if any(_differs(name, members) for members in grouped)]
     if mixed:
-        notes.append(f"runs of one group differ, too, in {', '.join(mixed)}")
-    confounded = [name for name in others if name not in labels[0] and name not in mixed]
+        yield f"runs of one group differ, too, in {', '.join(mixed)}"
+    confounded = [name for name in others if name not in mixed]
     if confounded:
-        notes.append(f"the groups differ, too, in {', '.join(confounded)}")
-    return notes
+        yield f"the groups differ, too, in {', '.join(confounded)}"
+
+
+def _differs(name: str, runs: Sequence[ReportedRun]) -> bool:
+    """Return True if a setting has several values in these runs."""
+    return len({settings_of(run).get(name, ABSENT) for run in runs}) > 1
 
 
 def _bootstrap_notes(scores: Sequence[list[SampleScores] | None], metric: str, take: str) -> list[str]:
