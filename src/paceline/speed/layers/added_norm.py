@@ -153,9 +153,18 @@ def _has_kernel(x: Tensor, residual: Tensor) -> bool:
 class DropoutAddNorm(nn.Module):
     """Dropout, residual and layer norm: `normed, total = module(x, residual)`. Weights are those of `nn.LayerNorm`."""
 
-    def __init__(self, width: int, dropout: float = 0.0, eps: float = 1e-5) -> None:
+    def __init__(
+        self,
+        width: int,
+        dropout: float = 0.0,
+        eps: float = 1e-5,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(width, device=device, dtype=dtype))
         self.dropout, self.eps = dropout, eps
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,9 +27,10 @@ class Attention(nn.Module):
         super().__init__()
         assert width % heads == 0, "checked with the settings"
         self.width, self.heads, self.dropout = width, heads, dropout
-        self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width))
+        # As torch's own layers: with the dtype and on the device that the user has set.
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width, dtype=None, device=None))
         """Rows of queries, keys and values, one below the other."""
-        self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * width, dtype=None, device=None))
         self.out_proj = nn.Linear(width, width)
         nn.init.xavier_uniform_(self.in_proj_weight)
         nn.init.zeros_(self.out_proj.bias)

@@ -42,7 +42,7 @@ def greedy(model: Writer[S], source: Tensor, longest: Tensor) -> list[list[int]]
     state = model.begin(source)
     written: list[list[int]] = [[] for _ in range(len(source))]
     rows, limits = list(range(len(source))), longest.tolist()
-    tokens = torch.full((len(source),), BEGIN, device=source.device)
+    tokens = torch.full((len(source),), BEGIN, dtype=torch.int64, device=source.device)
     while rows:
         tokens = _without_marks(model.step(tokens, state)).argmax(1)
         going: list[int] = []
@@ -80,9 +80,9 @@ def beam_search(
     sentences = list(range(number))
     best: list[tuple[list[int], float]] = [([], -float("inf"))] * number
     limits = longest.to(device)
-    log_probs = torch.full((number, beam), -float("inf"), device=device)
+    log_probs = torch.full((number, beam), -float("inf"), dtype=torch.float32, device=device)
     log_probs[:, 0] = 0.0
-    lines = torch.full((number, beam, 1), BEGIN, device=device)
+    lines = torch.full((number, beam, 1), BEGIN, dtype=torch.int64, device=device)
     while sentences:
         length = lines.shape[2]  # of what is written after this step, the end counted
         scores = _without_marks(model.step(lines[:, :, -1].flatten(), state).float().log_softmax(1))
