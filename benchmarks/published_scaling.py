@@ -121,6 +121,7 @@ def calibration(node: Node, known: tuple[int, ...], gpus: int) -> Calibration:
         has_asked_grains=True,
         global_batch=batch,
         total_steps=None,
+        num_steps=1,  # only a replay buffer needs them
         profile=Profile(device="cuda", buckets=[4 * node.weights // num_buckets] * num_buckets, weights=node.weights),
         link=node.link,
         core_wait=0.0,
