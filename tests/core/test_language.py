@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -88,3 +89,23 @@ def test_words_in_a_field_are_english_and_said_with_their_sentence() -> None:
 def test_chinese_is_spoken_where_it_can_be_written(encodings: tuple[str | None, ...], expected: bool) -> None:
     assert can_be_written("错误：", *encodings) is expected
     assert can_be_written("error: ", *encodings)
+
+
+def test_a_broken_manifest_is_told_in_chinese(tmp_path: Path) -> None:
+    """The likeliest mistake of a speech user: reasons, counts and advice, each in the language of the reader."""
+    from paceline.data.manifest.bad_line import BadManifest
+    from paceline.data.manifest.read import read_manifests
+
+    file = tmp_path / "train.json"
+    file.write_text('{"audio_filepath": "a.wav", "text": "x"}\n{"audio_filepath":\n', encoding="utf-8")
+    with speaking("zh"), pytest.raises(BadManifest) as caught:
+        read_manifests(str(file))
+    error = caught.value
+    with speaking("zh"):
+        assert "中有 2 行不能使用" in str(error)
+        assert '缺少 "duration"' in str(error)
+        assert "不是 JSON" in str(error)
+        assert error.hint.startswith("请修正它们")
+    with speaking("en"):
+        assert "2 bad lines in" in str(error)
+        assert '"duration" is missing' in str(error)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import PacelineError
+from paceline.core.language import phrase
 from paceline.core.paths import near
 from paceline.core.units import ranges
 from paceline.data.packed.errors import is_packed
@@ -39,16 +40,28 @@ class BadLine:
 class BadManifest(PacelineError):
     """Lines that cannot be used, where none may be left out."""
 
+    bad: tuple[BadLine, ...]
+    """The first of them."""
+    total: int
+    is_all: bool
+    """Without them nothing would be left."""
+    sentence = "{listed}"
+    hint = "{advice}"
+
     def __init__(self, bad: Sequence[BadLine], total: int | None = None, *, is_all: bool = False) -> None:
-        """`is_all`: without them nothing would be left."""
-        self.bad = tuple(bad[:MOST_SHOWN])
-        self.total = len(bad) if total is None else total
-        self.hint = _hint(self.bad, self.total, is_all)
+        super().__init__(tuple(bad[:MOST_SHOWN]), len(bad) if total is None else total, is_all)
+
+    @property
+    def listed(self) -> str:
         if self.total == 1:
-            super().__init__("\n  ".join(filter(None, [str(bad[0]), bad[0].text])))
-            return
+            return "\n  ".join(filter(None, [str(self.bad[0]), self.bad[0].text]))
         files = ", ".join(dict.fromkeys(near(line.path) for line in self.bad))
-        super().__init__("\n".join([f"{self.total:,} bad lines in {files}", *shown(self.bad, self.total)]))
+        count = phrase("{total:#bad line} in {files}", total=self.total, files=files)
+        return "\n".join([f"{count}", *shown(self.bad, self.total)])
+
+    @property
+    def advice(self) -> str:
+        return _advice(self.bad, self.total, self.is_all)
 
 
 def shown(bad: Sequence[BadLine], total: int, margin: str = "  ") -> list[str]:
@@ -64,11 +77,12 @@ def shown(bad: Sequence[BadLine], total: int, margin: str = "  ") -> list[str]:
             if bad_line.text:
                 lines.append(f"{margin}  {bad_line.text}")
         if len(group) > len(alone):
+            numbers = ranges([each.line for each in group[1:]])
             lines.append(
-                f"{margin}the same in {near(group[0].path)}, lines {ranges([each.line for each in group[1:]])}"
+                f"{margin}{phrase('the same in {path}, lines {numbers}', path=near(group[0].path), numbers=numbers)}"
             )
     if total > MOST_SHOWN:
-        lines.append(f"{margin}... and {total - MOST_SHOWN:,} more")
+        lines.append(f"{margin}{phrase('... and {number:,} more', number=total - MOST_SHOWN)}")
     return lines
 
 
@@ -79,22 +93,26 @@ def beginning(raw: bytes) -> str:
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."
 
 
-def _hint(bad: Sequence[BadLine], total: int, is_all: bool) -> str:
+def _advice(bad: Sequence[BadLine], total: int, is_all: bool) -> str:
     file = near(bad[0].path)
     if total == 1 and bad[0].what.startswith('"duration"'):
-        return f"add the length in seconds, or let `paceline manifest scan {file}` measure it"
-    these = "it" if total == 1 else "them"
+        return phrase("add the length in seconds, or let `paceline manifest scan {file}` measure it", file=file)
+    values = {"file": file, "these": phrase("it") if total == 1 else phrase("them")}
     if is_packed(bad[0].path):
-        again = f"pack {file} again from what it was made of"
         if is_all:
-            return f"{again}: without {these} nothing is left"
-        return (
-            f"{again}, take what is sound of it (`paceline pack {file} sound.h5 --bad-data skip`), "
-            f"or go on without {these} with `--bad-data skip`"
+            return phrase("pack {file} again from what it was made of: without {these} nothing is left", **values)
+        return phrase(
+            "pack {file} again from what it was made of, take what is sound of it (`paceline pack {file} sound.h5 "
+            "--bad-data skip`), or go on without {these} with `--bad-data skip`",
+            **values,
         )
     if is_all:
-        return f"mend {these} (`paceline manifest scan {file}` measures durations): without {these} nothing is left"
-    return (
-        f"mend {these}, let `paceline manifest scan {file}` write a manifest of what is sound, "
-        f"or go on without {these} with `--bad-data skip`"
+        return phrase(
+            "mend {these} (`paceline manifest scan {file}` measures durations): without {these} nothing is left",
+            **values,
+        )
+    return phrase(
+        "mend {these}, let `paceline manifest scan {file}` write a manifest of what is sound, or go on without {these} "
+        "with `--bad-data skip`",
+        **values,
     )

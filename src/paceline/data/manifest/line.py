@@ -12,6 +12,7 @@ from pydantic_core import from_json
 
 from paceline.core.cloud.address import local_path
 from paceline.core.cloud.file_copy import bring_missing
+from paceline.core.language import phrase
 
 BOM = b"\xef\xbb\xbf"
 """Byte order mark of UTF-8, which some editors write at the beginning of a file."""
@@ -19,6 +20,8 @@ AUDIO_KEYS = ("audio_filepath", "audio_filename")
 MOST_SECONDS = 1e7
 """Nearly four months; a larger number is no length in seconds."""
 _NAN = float("nan")
+_CUT = "EOF while parsing"
+"""Words of the JSON parser for a text that ends too early."""
 _ESCAPED_BYTE = re.compile(rb"\\udc[89a-f][0-9a-f]", re.IGNORECASE)
 """Python's notation for a byte of a file name that is not UTF-8."""
 
@@ -34,7 +37,11 @@ class Line(NamedTuple):
 
 
 class LineInvalid(Exception):
-    """A line that cannot be used; the message says why."""
+    """A line that cannot be used, and why."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why  # as it was given: a phrase is said in the reader's language
 
 
 def parse_line(raw: bytes, folder: Path, needs_text: bool = True) -> Line:
@@ -49,7 +56,7 @@ def line_of(entry: dict[str, Any], folder: Path, needs_text: bool = True) -> Lin
     if type(seconds) is not float or not 0.0 < seconds <= MOST_SECONDS:
         seconds = _seconds(entry, "duration")
         if seconds == 0.0:
-            raise LineInvalid('"duration" is 0, and must be above')
+            raise LineInvalid(phrase('"duration" is 0, and must be above'))
     if type(text) is not str:
         text = _text(entry, folder) if needs_text else ""
     offset = _NAN if entry.get("offset") is None else _seconds(entry, "offset")
@@ -65,7 +72,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         if entry is None:
             raise LineInvalid(_why_not_json(raw)) from error
     if type(entry) is not dict:
-        raise LineInvalid(f"is {_kind(entry)}, not a JSON object")
+        raise LineInvalid(phrase("is {kind}, not a JSON object", kind=_kind(entry)))
     return entry
 
 
@@ -74,9 +81,11 @@ def audio_of(entry: dict[str, Any]) -> str:
     key = AUDIO_KEYS[0] if entry.get(AUDIO_KEYS[0]) is not None or AUDIO_KEYS[1] not in entry else AUDIO_KEYS[1]
     audio = _present(entry, key)
     if type(audio) is not str:
-        raise LineInvalid(f'"{key}" must be text, not {_kind(audio)}')
-    if not audio.strip() or "\0" in audio:
-        raise LineInvalid(f'"{key}" is no path: {audio!r}' if audio.strip() else f'"{key}" is empty')
+        raise LineInvalid(phrase('"{key}" must be text, not {kind}', key=key, kind=_kind(audio)))
+    if not audio.strip():
+        raise LineInvalid(phrase('"{key}" is empty', key=key))
+    if "\0" in audio:
+        raise LineInvalid(phrase('"{key}" is no path: {path!r}', key=key, path=audio))
     return audio
 
 
@@ -97,43 +106,44 @@ def _bytes(text: str, key: str, errors: str = "strict") -> bytes:
     try:
         return text.encode("utf-8", errors)
     except UnicodeEncodeError:
-        raise LineInvalid(f'"{key}" holds a half of a surrogate pair, which is no character') from None
+        raise LineInvalid(phrase('"{key}" holds a half of a surrogate pair, which is no character', key=key)) from None
 
 
 def _seconds(entry: dict[str, Any], key: str) -> float:
     value = _present(entry, key)
     if type(value) is not float and type(value) is not int:
-        raise LineInvalid(f'"{key}" must be a number, not {_kind(value)}')
+        raise LineInvalid(phrase('"{key}" must be a number, not {kind}', key=key, kind=_kind(value)))
     if value < 0:
-        raise LineInvalid(f'"{key}" is {_short(value)}, and must not be below 0')
+        raise LineInvalid(phrase('"{key}" is {value}, and must not be below 0', key=key, value=_short(value)))
     if not value <= MOST_SECONDS:  # also NaN
-        raise LineInvalid(f'"{key}" is {_short(value)}, which is no number of seconds')
+        raise LineInvalid(phrase('"{key}" is {value}, which is no number of seconds', key=key, value=_short(value)))
     return float(value)
 
 
 def _text(entry: dict[str, Any], folder: Path) -> str:
     if entry.get("text") is not None:
-        raise LineInvalid(f'"text" must be text, not {_kind(entry["text"])}')
+        raise LineInvalid(phrase('"{key}" must be text, not {kind}', key="text", kind=_kind(entry["text"])))
     if entry.get("text_filepath") is None:
         _present(entry, "text")
     written = entry["text_filepath"]
     if type(written) is not str or "\0" in written:
-        raise LineInvalid(f'"text_filepath" must be a path, not {_kind(written)}')
+        raise LineInvalid(phrase('"text_filepath" must be a path, not {kind}', kind=_kind(written)))
     path = resolve(folder, written)
     try:
         if not path.is_file() and not bring_missing(path):  # also a device or a pipe, which could be read without end
-            raise LineInvalid(f'"text_filepath": there is no file {path}')
+            raise LineInvalid(phrase('"text_filepath": there is no file {path}', path=path))
         return path.read_text(encoding="utf-8-sig").strip()
     except UnicodeDecodeError:
-        raise LineInvalid(f'"text_filepath": {path} is not UTF-8') from None
+        raise LineInvalid(phrase('"text_filepath": {path} is not UTF-8', path=path)) from None
     except OSError as error:
-        raise LineInvalid(f'"text_filepath": {path} cannot be read: {error.strerror}') from None
+        why = phrase('"text_filepath": {path} cannot be read: {why}', path=path, why=error.strerror)
+        raise LineInvalid(why) from None
 
 
 def _present(entry: dict[str, Any], key: str) -> Any:
     value = entry.get(key)
     if value is None:
-        raise LineInvalid(f'"{key}" is {"null" if key in entry else "missing"}')
+        raise LineInvalid(phrase('"{key}" is null', key=key) if key in entry else phrase('"{key}" is missing', key=key))
     return value
 
 
@@ -144,8 +154,14 @@ def _short(value: float) -> str:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
+    names = {
+        dict: phrase("an object"),
+        list: phrase("a list"),
+        str: phrase("text"),
+        bool: phrase("true or false"),
+        type(None): "null",
+    }
+    return names.get(type(value), phrase("a number"))
 
 
 def _why_not_json(raw: bytes) -> str:
@@ -154,9 +170,11 @@ def _why_not_json(raw: bytes) -> str:
         raw.decode("utf-8")
         from_json(raw.strip())
     except UnicodeDecodeError as error:
-        return f"is not UTF-8 at byte {error.start + 1}"
+        return phrase("is not UTF-8 at byte {number}", number=error.start + 1)
     except ValueError as error:
         why = re.sub(r" at line \d+ column", " at column", str(error))
         why = re.sub(r"^expected ident", "expected value", why)  # a word like `nothing`, which begins as `null` does
-        return "is not JSON: " + re.sub(r"^EOF while parsing", "the line ends within", why)
-    return "is not JSON"
+        if why.startswith(_CUT):
+            return phrase("is not JSON: the line ends within {what}", what=why.removeprefix(_CUT).strip())
+        return phrase("is not JSON: {why}", why=why)
+    return phrase("is not JSON")

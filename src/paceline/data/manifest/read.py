@@ -293,7 +293,7 @@ class _Reader:
                 line = parse_line(raw, folder, self._needs_text)
             except LineInvalid as invalid:
                 num_bad += 1
-                self._note_bad(path, number, str(invalid), raw)
+                self._note_bad(path, number, invalid.why, raw)
                 continue
             if line.seconds < self._shortest:
                 short, short_s = short + 1, short_s + line.seconds

@@ -163,7 +163,7 @@ def _gather_lines(path: Path, out: Path) -> Sources:
             fields = parse_object(raw)
             line_of({**fields, "duration": 1.0}, path.parent)
         except LineInvalid as invalid:
-            bad.append(f"{where}: {invalid}")
+            bad.append(f"{where}: {invalid.why}")
             continue
         if fields.get("text_filepath") is not None:
             fields["text_filepath"] = path_from(out, resolve(path.parent, str(fields["text_filepath"])))

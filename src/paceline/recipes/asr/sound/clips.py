@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from paceline.config.problems import first_lines
 from paceline.core.errors import PacelineError
+from paceline.core.language import phrase
 from paceline.data.audio.file import SUFFIXES, audio_below
 from paceline.data.manifest.bad_line import MOST_SHOWN, BadLine, BadManifest, beginning
 from paceline.data.manifest.line import LineInvalid, audio_of, parse_object, resolve
@@ -108,7 +109,7 @@ def _in_manifest(manifest: Path) -> Iterator[tuple[Path, float, float | None]]:
             path = resolve(manifest.parent, audio_of(entry))
             found.append((path, _seconds(entry, "offset") or 0.0, _seconds(entry, "duration")))
         except LineInvalid as invalid:
-            bad.append(BadLine(manifest, number, str(invalid), beginning(raw)))
+            bad.append(BadLine(manifest, number, invalid.why, beginning(raw)))
     if bad:
         raise BadManifest(bad)
     return iter(found)
@@ -119,5 +120,5 @@ def _seconds(entry: dict[str, Any], key: str) -> float | None:
     if value is None:
         return None
     if type(value) not in (int, float) or not 0 <= value < float("inf"):
-        raise LineInvalid(f'"{key}" is no number of seconds')
+        raise LineInvalid(phrase('"{key}" is no number of seconds', key=key))
     return float(value)
