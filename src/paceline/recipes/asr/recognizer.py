@@ -21,7 +21,7 @@ from paceline.recipes.asr.exchange.weights import read_model
 from paceline.recipes.asr.network.config import NetworkSettings, read_network
 from paceline.recipes.asr.network.model import AcousticModel
 from paceline.recipes.asr.text.decode import transcripts
-from paceline.recipes.asr.text.labels import Labels
+from paceline.recipes.asr.text.pieces import Pieces
 from paceline.train.apply import Which, find_checkpoint, read_run, read_weights
 
 BATCH_SECONDS = 240.0
@@ -99,7 +99,8 @@ class Recognizer:
 
     def __init__(self, model: AcousticModel, network: NetworkSettings, beam_width: int | None = None) -> None:
         self.model, self.network = model.eval(), network
-        self.labels = Labels(network.labels)
+        self.labels = Pieces(network.labels)
+        """Its classes: see `Pieces` for how they make words."""
         self.sample_rate = network.sample_rate
         self.beam_width = beam_width
         """None: greedy."""

@@ -24,6 +24,7 @@ from paceline.recipes.asr.error_analysis import ErrorBook, joined
 from paceline.recipes.asr.error_file import Analysis, kinds, write_analyses
 from paceline.recipes.asr.exchange.export import write_export
 from paceline.recipes.asr.exchange.weights import read_weights
+from paceline.recipes.asr.network.config import NetworkSettings
 from paceline.recipes.asr.network.flops import training_flops
 from paceline.recipes.asr.network.model import AcousticModel
 from paceline.recipes.asr.settings import AsrSettings, UseSettings
@@ -75,7 +76,7 @@ class Asr(Task):
         if self.settings.network.unread and not self._is_introduced:
             self.say(self.settings.network.unread)
         self._is_introduced = True
-        return AcousticModel(self.settings.network, spec_augment=self.settings.spec_augment)
+        return AcousticModel(self.network, spec_augment=self.settings.spec_augment)
 
     def train_data(self) -> Utterances:
         settings = self.settings
@@ -163,13 +164,13 @@ class Asr(Task):
         )
 
     def read_weights(self, path: Path) -> Mapping[str, Tensor]:
-        return read_weights(path, self.settings.network, new_decoder=self.settings.new_decoder, say=self.say)
+        return read_weights(path, self.network, new_decoder=self.settings.new_decoder, say=self.say)
 
     def flops(self, model: nn.Module) -> float:
-        return training_flops(self.settings.network)
+        return training_flops(self.network)
 
     def about(self) -> dict[str, Any]:
-        network = self.settings.network
+        network = self.network
         return {"labels": list(network.labels), "sample_rate": network.sample_rate}
 
     def report(self) -> None:
@@ -185,13 +186,18 @@ class Asr(Task):
             self._list_bad(unread)
 
     def export(self, folder: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-        write_export(folder, self.settings.network, weights, about)
+        write_export(folder, self.network, weights, about)
 
     # -- what these are made of ----------------------------------------------------------------------------------
 
     @property
+    def network(self) -> NetworkSettings:
+        """The network with the labels that this run writes. All ranks must ask for it."""
+        return self.settings.network
+
+    @property
     def _labels(self) -> Labels:
-        return _labels(self.settings.network.labels)
+        return _labels(self.network.labels)
 
     def _corpora(self) -> dict[Part, Corpus]:
         """Return all data sets of the run, opened together when the first is asked for."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import functools
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -36,6 +35,7 @@ from paceline.recipes.asr.exchange.nemo_yaml import Translated, is_nemo, transla
 from paceline.recipes.asr.network.frames import strided_length
 from paceline.recipes.asr.sound.features import FeatureSettings
 from paceline.recipes.asr.sound.spec_augment import SpecAugmentSettings
+from paceline.recipes.asr.text.pieces import check_symbols, from_wordpiece
 
 ENGLISH = (" ", *"abcdefghijklmnopqrstuvwxyz", "'")
 """NeMo's 28 labels; the blank of CTC comes after them."""
@@ -144,7 +144,8 @@ class NetworkSettings(Section):
     sample_rate: Annotated[int, Field(gt=0, le=1_000_000)] = 16000
     """Samples per second that the network hears."""
     labels: tuple[str, ...] = ENGLISH
-    """What it writes, one character each; class `len(labels)` is the blank of CTC."""
+    """What it writes: characters, or subwords with `▁` at the beginning of a word; class `len(labels)` is the blank of
+    CTC."""
     trim_silence: Trim = "no"
     """Silence cut off both ends of recordings before they are heard: in training (`train`), or wherever the network is
     used (`all`)."""
@@ -190,14 +191,9 @@ class NetworkSettings(Section):
 
     @field_validator("labels", mode="after")
     @classmethod
-    def _characters(cls, labels: tuple[str, ...]) -> tuple[str, ...]:
-        long = [label for label in labels if len(label) != 1]
-        if long:
-            shown = ", ".join(repr(label) for label in long[:5])
-            raise ValueError(f"must be single characters; {len(long)} are not: {shown}")
-        twice = sorted(label for label, count in Counter(labels).items() if count > 1)
-        if twice or not labels:
-            raise ValueError(f"hold {', '.join(map(repr, twice))} more than once" if twice else "are empty")
+    def _distinct(cls, labels: tuple[str, ...]) -> tuple[str, ...]:
+        labels = from_wordpiece(labels)
+        check_symbols(labels)
         return labels
 
     @field_validator("blocks", mode="after")

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.recipes.asr.text.labels import Labels
+from paceline.recipes.asr.text.pieces import Pieces
 
 
-def transcripts(log_probs: Tensor, lengths: Sequence[int], labels: Labels, beam_width: int | None) -> list[str]:
+def transcripts(log_probs: Tensor, lengths: Sequence[int], labels: Pieces, beam_width: int | None) -> list[str]:
     """Return the text of each utterance, by greedy decoding or, with a width, by a beam; spaces only between words."""
     if beam_width is None:
         found = greedy(log_probs, lengths, labels.blank)

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from paceline.core.errors import PacelineError
 from paceline.recipes.asr.text.english import expand
+from paceline.recipes.asr.text.pieces import BadLabels, Pieces
 
 TextMode = Literal["en", "basic", "none"]
 
-MAX_LABELS: Final = 2**15 - 1
 _CHUNK_TEXTS: Final = 1 << 14
 _MAX_SHOWN: Final = 20
 _APOSTROPHES: Final = "\u2018\u2019\u201a\u201b\u02bc\u02bb\u2032\u00b4\u0060\uff07"
@@ -49,14 +49,6 @@ _WORD: Final = re.compile(
 """A word; a single character in scripts that put no space between words (Thai, Lao, Burmese, Khmer, Chinese, kana)."""
 
 
-class BadLabels(PacelineError):
-    """A list of labels that cannot name the outputs of a model."""
-
-    why: str
-    sentence = "`labels` cannot be used: {why}"
-    hint = 'give each label once, as one character, such as labels: [" ", "a", "b", "\'"]'
-
-
 class OutsideLabels(PacelineError):
     """A text with characters that the model cannot write, where it should have been normalised."""
 
@@ -71,38 +63,18 @@ class OutsideLabels(PacelineError):
 
 
 @dataclass(frozen=True)
-class Labels:
+class Labels(Pieces):
     """The characters that a model writes, in the order of its outputs; the blank of CTC comes after the last."""
 
-    symbols: tuple[str, ...]
-
     def __post_init__(self) -> None:
-        if not self.symbols:
-            raise BadLabels("there is none")
-        if len(self.symbols) > MAX_LABELS:
-            raise BadLabels(f"{len(self.symbols):,} are more than {MAX_LABELS:,}")
         long = [symbol for symbol in self.symbols if not isinstance(symbol, str) or len(symbol) != 1]
         if long:
-            raise BadLabels(f"{long[0]!r} is not one character; word pieces are not supported")
-        twice = [symbol for symbol, count in Counter(self.symbols).items() if count > 1]
-        if twice:
-            raise BadLabels(f"{twice[0]!r} stands there more than once")
-
-    def __len__(self) -> int:
-        return len(self.symbols)
-
-    @property
-    def blank(self) -> int:
-        return len(self.symbols)
+            raise BadLabels(f"{long[0]!r} is not one character; subwords come with `--vocabulary` or `--tokenizer`")
+        super().__post_init__()
 
     @cached_property
     def characters(self) -> frozenset[str]:
         return frozenset(self.symbols)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The smallest that holds every id."""
-        return np.dtype(np.uint8 if len(self) <= 256 else np.int16)
 
     def encode(self, text: str) -> list[int]:
         ids = [self._id_of.get(character, -1) for character in text]
