@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -20,8 +21,11 @@ from paceline.config.settings import (
     free,
 )
 from paceline.core.cloud.address import AbsolutePlace
+from paceline.core.run_folder import BrokenRecord, RunFolder, read_record
 from paceline.core.together import SettingsExclusion
+from paceline.recipes.asr.exchange.weights import front_end_of
 from paceline.recipes.asr.network.config import NetworkSettings, Trim, read_network, read_trim
+from paceline.recipes.asr.sound.features import FrontEnd
 from paceline.recipes.asr.sound.perturb import PerturbSettings
 from paceline.recipes.asr.text.labels import Labels, TextMode, read_labels
 
@@ -67,6 +71,9 @@ class SpeechSettings(Section):
     """Cut off the silence at both ends of recordings (60 dB below the loudest part, as NeMo does): of training data
     (`train`) or of all that the model hears (`all`, or no value); as the network's file says if not set. Limits of
     duration and batches by length count recordings as they are in the manifest."""
+    front_end: FrontEnd | None = free(None)
+    """Version of NeMo whose frames and edges the features have (`nemo-0.11`, `nemo-1.0`: 1.0 to 2.4, `nemo-2.5`); if
+    not set, that of the network's file, or of the archive that `init_from` names."""
     text_rules: TextMode = "en"
     """How transcripts are brought to the labels: English (numbers as words), spelling only, or not at all."""
 
@@ -114,7 +121,7 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
     @model_validator(mode="before")
     @classmethod
     def _into_network(cls, values: Any) -> Any:
-        """Put `labels` and `trim_silence` into the network, where everything looks for them."""
+        """Put `labels`, `trim_silence` and `front_end` into the network, where everything looks for them."""
         if not isinstance(values, dict):
             return values
         changes: dict[str, Any] = {}
@@ -124,9 +131,14 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
             changes["labels"] = Labels(tuple(text)).symbols
         if read_trim(values.get("trim_silence")) in ("no", "train", "all"):
             changes["trim_silence"] = read_trim(values["trim_silence"])
-        if not changes:
+        front_end = values.get("front_end") or _front_end_of_weights(values)
+        if not changes and front_end not in get_args(FrontEnd):
             return values
         network = read_network(values.get("network", cls.model_fields["network"].default))
+        if front_end in get_args(FrontEnd) and (
+            values.get("front_end") or "front_end" not in network.features.model_fields_set
+        ):
+            changes["features"] = network.features.model_copy(update={"front_end": front_end})
         return {**values, "network": network.model_copy(update=changes)}
 
     @model_validator(mode="before")
@@ -148,3 +160,18 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
         yield from super().contradictions()
         if not self.train_manifest and self.mode in ("train", "train_eval"):
             yield "set `train_manifest`: what to train on (`paceline manifest scan FOLDER` makes one)"
+
+
+def _front_end_of_weights(values: dict[str, Any]) -> str | None:
+    """Return the front end of the archive or export that a new run takes its weights from, if the network is one that
+    a file or a name stands for; a run that goes on has chosen."""
+    path, network, out = values.get("init_from"), values.get("network"), values.get("out")
+    if not isinstance(path, str | Path) or not str(path) or not isinstance(network, str | Path | None):
+        return None
+    if isinstance(out, str | Path) and RunFolder(Path(out)).is_run and values.get("resume", "no") != "no":
+        try:
+            stored = read_record(Path(out)).settings["network"]["features"]
+        except (OSError, BrokenRecord, KeyError, TypeError):
+            return None  # whoever opens the run says why
+        return str(stored.get("front_end", "nemo-0.11"))
+    return front_end_of(Path(path))

@@ -171,7 +171,8 @@ class Asr(Task):
 
     def about(self) -> dict[str, Any]:
         network = self.network
-        return {"labels": list(network.labels), "sample_rate": network.sample_rate}
+        about = {"labels": list(network.labels), "sample_rate": network.sample_rate}
+        return {**about, "front_end": network.features.front_end}
 
     def report(self) -> None:
         """List the utterances that could not be read; without `bad_data: skip` there are none, or no run."""

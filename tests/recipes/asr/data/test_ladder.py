@@ -18,6 +18,7 @@ from paceline.data.plan import BatchRule, Plan
 from paceline.recipes.asr.data.ladder import Ladder, ladder
 from paceline.recipes.asr.data.utterances import Utterance, Utterances, collate
 from paceline.recipes.asr.network.model import AcousticModel
+from paceline.recipes.asr.sound.features import FrameRule, LogMel
 from paceline.recipes.asr.task import Asr
 from paceline.speed import precision
 from paceline.speed.precision import Capabilities
@@ -57,7 +58,7 @@ def test_a_grain_stands_on_a_rung(opened: tuple[Asr, Utterances]) -> None:
         plain, padded = collate(samples), found(samples)
         width = plain["audio"].shape[1]
         assert 0 <= padded["audio"].shape[1] - width < found.audio_multiple
-        assert padded["audio"].shape[1] % (16 * found.hop_samples) == 0
+        assert padded["audio"].shape[1] % (16 * found.frames.hop_samples) == 0
         assert torch.equal(padded["audio"][:, :width], plain["audio"])
         assert not padded["audio"][:, width:].any()
         assert padded["text"].shape[1] == found.text_width == 16
@@ -72,7 +73,7 @@ def test_at_most_so_many_rungs(opened: tuple[Asr, Utterances]) -> None:
     data.lengths = np.array([0.5, 16.7])
     found = ladder(data, network)
     assert -(-16.7 * network.sample_rate // found.audio_multiple) <= 32
-    assert found.audio_multiple == 64 * found.hop_samples  # 1670 frames in 32 parts, each a multiple of 16
+    assert found.audio_multiple == 64 * found.frames.hop_samples  # 1670 frames in 32 parts, each a multiple of 16
 
 
 def test_what_is_warmed_is_what_comes(opened: tuple[Asr, Utterances]) -> None:
@@ -94,10 +95,23 @@ def test_frames_that_were_packed_stand_on_the_same_rungs(opened: tuple[Asr, Utte
     made, data = opened
     fit = made.train_collate(data)
     assert isinstance(fit, Ladder)
-    hop = fit.hop_samples
-    frames = replace(fit, audio_multiple=fit.audio_multiple // hop, hop_samples=1, row_samples=hop)
+    hop = fit.frames.hop_samples
+    frames = replace(fit, audio_multiple=fit.audio_multiple // hop, frames=FrameRule(1), row_samples=hop)
     for seconds in (0.01, 0.6, 0.601, 5.0):
         assert frames.padded(seconds) * hop == fit.padded(seconds)
+
+
+def test_one_frame_more_does_not_cost_a_rung(opened: tuple[Asr, Utterances]) -> None:
+    """NeMo's count since 1.0 has a frame behind the last whole hop: audio is padded to one sample less."""
+    made, data = opened
+    network = made.settings.network
+    newer = network.model_copy(update={"features": network.features.model_copy(update={"front_end": "nemo-1.0"})})
+    fit = ladder(data, newer)
+    padded = fit(read(data, range(4)))
+    features, lengths = LogMel(newer.features, newer.sample_rate).eval()(padded["audio"], padded["lengths"])
+    assert features.shape[2] * fit.frames.hop_samples == padded["audio"].shape[1] + 1
+    assert lengths.tolist() == [1 + length // fit.frames.hop_samples for length in padded["num_samples"]]
+    assert padded["out_frames"].tolist() == [newer.output_length(length) for length in lengths.tolist()]
 
 
 def test_only_where_few_shapes_are_wanted(opened: tuple[Asr, Utterances], tmp_path: Path) -> None:

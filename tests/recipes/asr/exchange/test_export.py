@@ -56,6 +56,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
     assert is_export(folder)
     assert read_network(folder) == NETWORK
+    assert yaml.safe_load((folder / "network.yaml").read_text())["features"]["front_end"] == "nemo-0.11"
 
 
 def test_other_programs_can_read_it(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.recipes.asr.exchange.export import LabelsDiffer, WeightsDiffer, write_export
+from paceline.recipes.asr.exchange.export import LabelsDiffer, WeightsDiffer, as_yaml, write_export
+from paceline.recipes.asr.exchange.nemo import read_nemo
 from paceline.recipes.asr.exchange.weights import NoWeights, RatesDiffer, read_model, read_weights
 from paceline.recipes.asr.network.config import read_network
 from paceline.train.checkpoint import reader as restore
@@ -81,6 +82,50 @@ def test_from_a_nemo_archive(folder: Path, tmp_path: Path) -> None:
     trained = tiny.train(tiny.settings(folder, out=tmp_path / "run", **settings))
     assert torch.tensor(tiny.losses_of(tmp_path / "run")).isfinite().all()
     assert not torch.equal(trained.engine.model.state_dict()["decoder.conv.weight"], expected["decoder.conv.weight"])
+
+
+def test_an_archives_version_is_the_front_end_of_a_run(folder: Path, tmp_path: Path) -> None:
+    """Of a new run whose network does not say; a run that began before goes on as it was."""
+    path = theirs.archive(
+        tmp_path / "model.nemo", theirs.config(theirs.BLOCKS), theirs.saved(theirs.their_model().state_dict())
+    )
+    file = tmp_path / "net.yaml"
+    file.write_text(as_yaml(read_network(tiny.NETWORK), {}).replace("  front_end: nemo-0.11\n", ""))
+    chosen: dict[str, Any] = {"network": str(file), "init_from": path}
+
+    def front_end(**changes: Any) -> str:
+        return str(tiny.settings(folder, **{**chosen, **changes}).network.features.front_end)
+
+    assert front_end() == "nemo-1.0"
+    assert front_end(front_end="nemo-2.5") == "nemo-2.5"
+    assert front_end(init_from=None) == front_end(init_from=tmp_path / "absent.nemo") == "nemo-0.11"
+    said: list[str] = []
+    with pytest.raises(LabelsDiffer):
+        read_weights(path, read_network(OTHER), new_decoder=False, say=said.append)
+    network, _ = read_nemo(path)
+    old = network.model_copy(update={"features": network.features.model_copy(update={"front_end": "nemo-0.11"})})
+    read_weights(path, old, new_decoder=False, say=said.append)
+    assert "trained with the front end nemo-1.0" in said[-1]
+    assert "--front-end nemo-1.0" in said[-1]
+    file.write_text(as_yaml(read_network(tiny.NETWORK), {}))  # a file that says it is heard
+    assert front_end() == "nemo-0.11"
+    stored = tiny.settings(folder, **{**chosen, "network": read_network(file).model_dump(mode="json")})
+    assert stored.network.features.front_end == "nemo-0.11"
+
+
+def test_a_run_goes_on_with_the_front_end_it_began_with(folder: Path, tmp_path: Path) -> None:
+    weights = started(folder)
+    write_export(tmp_path / "model", read_network(tiny.NETWORK), weights, {})
+    file = tmp_path / "net.yaml"
+    file.write_text(as_yaml(read_network(tiny.NETWORK), {}).replace("  front_end: nemo-0.11\n", ""))
+    settings = {"network": str(file), "init_from": tmp_path / "model", "out": tmp_path / "run", "global_batch": 4}
+    tiny.train(tiny.settings(folder, **settings))
+    newer = read_network(tiny.NETWORK).features.model_copy(update={"front_end": "nemo-2.5"})
+    write_export(tmp_path / "model", read_network(tiny.NETWORK).model_copy(update={"features": newer}), weights, {})
+    assert tiny.settings(folder, **{**settings, "out": None}).network.features.front_end == "nemo-2.5"
+    again = tiny.settings(folder, **settings, resume="auto")
+    assert again.network.features.front_end == "nemo-0.11"
+    tiny.train(again)
 
 
 def test_other_labels_are_refused_with_both_sets(folder: Path, tmp_path: Path, checkpoint: Path) -> None:

@@ -234,3 +234,42 @@ def test_output_length_rounds_up_at_every_stride(num_frames: int) -> None:
     network = read_network({"blocks": [BLOCK | {"stride": 2}, BLOCK, BLOCK | {"stride": 3}]})
     expected = len(range(num_frames)[::2][::3])
     assert network.output_length(num_frames) == expected
+
+
+# -- front ends by version -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "front_end"),
+    [
+        (None, "nemo-0.11"),
+        ("0.11.0", "nemo-0.11"),
+        ("1.0.0b3", "nemo-0.11"),
+        ("1.0.0rc1", "nemo-0.11"),
+        ("1.0.2", "nemo-1.0"),
+        ("1.20.0", "nemo-1.0"),
+        ("1.23.0rc0", "nemo-1.0"),
+        ("2.4.0", "nemo-1.0"),
+        ("2.5.0rc0", "nemo-2.5"),
+        ("2.10.0", "nemo-2.5"),
+        ("3.0.0", "nemo-2.5"),
+    ],
+)
+def test_a_files_version_is_its_front_end(version: str | None, front_end: str) -> None:
+    written = nemo_1() | ({"nemo_version": version} if version else {})
+    assert read_network(written).features.front_end == front_end
+
+
+def test_what_is_no_version_is_refused(tmp_path: Path) -> None:
+    assert "nemo_version newest: is no version of NeMo" in refusal(nemo_1() | {"nemo_version": "newest"})
+
+
+def test_windows_in_samples_and_other_words_of_archives() -> None:
+    document = nemo_1()
+    front = document["preprocessor"]
+    for name in ("window_size", "window_stride"):
+        front.pop(name, None)
+    front |= {"n_window_size": 400, "n_window_stride": 200, "log_zero_guard_type": "clamp", "normalize": "NA"}
+    features = read_network(document).features
+    assert (features.window_s, features.stride_s) == (0.025, 0.0125)
+    assert (features.log_guard_type, features.normalize) == ("clamp", "none")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.core.errors import PacelineError
 from paceline.recipes.asr.sound import features as module
-from paceline.recipes.asr.sound.features import FeatureSettings, FrontEndMisfit, LogMel, mel_filters
+from paceline.recipes.asr.sound.features import FeatureSettings, FrontEnd, FrontEndMisfit, LogMel, mel_filters
 
 DATA = Path(__file__).parents[5] / "shared" / "data"
 NETWORKS_OWN = FeatureSettings(n_fft=512)
@@ -33,7 +33,8 @@ def reference(audio: NDArray[Any], settings: FeatureSettings, sample_rate: int =
     window_samples, hop = round(settings.window_s * sample_rate), round(settings.stride_s * sample_rate)
     n_fft = settings.n_fft or next(2**n for n in range(20) if 2**n >= window_samples)
     x = np.concatenate([x[:1], x[1:] - settings.preemphasis * x[:-1]])
-    x = np.pad(x, n_fft // 2, mode="reflect")
+    edges: Any = "constant" if settings.front_end == "nemo-2.5" else "reflect"
+    x = np.pad(x, n_fft // 2, mode=edges)
     shapes = {
         "hann": np.hanning,
         "hamming": lambda n: 0.54 - 0.46 * np.cos(2 * np.pi * np.arange(n) / (n - 1)),
@@ -43,12 +44,16 @@ def reference(audio: NDArray[Any], settings: FeatureSettings, sample_rate: int =
     }
     left = (n_fft - window_samples) // 2
     window = np.pad(shapes[settings.window](window_samples), (left, n_fft - window_samples - left))
-    frames = [x[i * hop : i * hop + n_fft] * window for i in range(-(-len(audio) // hop))]
+    whole = (len(audio) - n_fft % 2) // hop
+    number = {"nemo-0.11": -(-len(audio) // hop), "nemo-1.0": whole + 1, "nemo-2.5": whole}[settings.front_end]
+    frames = [x[i * hop : i * hop + n_fft] * window for i in range(number)]
     spectrum = np.abs(np.fft.rfft(np.array(frames), axis=1)) ** settings.mag_power
     high = settings.high_hz or sample_rate / 2
-    logs = np.log(
-        spectrum @ triangles(sample_rate, n_fft, settings.num_mels, settings.low_hz, high).T + settings.log_guard
-    )
+    energies = spectrum @ triangles(sample_rate, n_fft, settings.num_mels, settings.low_hz, high).T
+    if settings.log_guard_type == "clamp":
+        logs = np.log(np.maximum(energies, settings.log_guard))
+    else:
+        logs = np.log(energies + settings.log_guard)
     if settings.normalize == "none":
         return logs.T
     axis = 0 if settings.normalize == "per_feature" else None
@@ -157,10 +162,43 @@ def test_half_silent_and_full_scale() -> None:
         FeatureSettings(window="ones", normalize="none", log_guard=1e-3, num_mels=20),
         FeatureSettings(window_s=321 / 16000, n_fft=1024, stride_s=0.0125),
         FeatureSettings(window_s=0.025, n_fft=513, pad_to=0),
+        FeatureSettings(window_s=0.025, num_mels=80, pad_to=0, log_guard_type="clamp", log_guard=1e-5),
     ],
 )
-def test_settings(settings: FeatureSettings) -> None:
-    assert_as_reference([noise(9000, seed=1), noise(5003, seed=2), noise(100, seed=3)], settings)
+@pytest.mark.parametrize("front_end", get_args(FrontEnd))
+def test_settings(settings: FeatureSettings, front_end: FrontEnd) -> None:
+    settings = settings.model_copy(update={"front_end": front_end})
+    lengths = (9000, 8000, 5003, 8001, 7999, 200)
+    assert_as_reference([noise(number, seed=number) for number in lengths], settings)
+
+
+@pytest.mark.parametrize("front_end", ["nemo-1.0", "nemo-2.5"])
+def test_speech_of_newer_front_ends(front_end: Any) -> None:
+    assert_as_reference(speech(DATA / "librispeech/test.json", 20), FeatureSettings(n_fft=512, front_end=front_end))
+
+
+@pytest.mark.parametrize(
+    ("front_end", "frames"),
+    [
+        ("nemo-0.11", [0, 1, 1, 1, 2, 2, 100]),
+        ("nemo-1.0", [0, 1, 1, 2, 2, 3, 101]),
+        ("nemo-2.5", [0, 0, 0, 1, 1, 2, 100]),
+    ],
+)
+def test_each_front_end_counts_frames_alike_everywhere(front_end: Any, frames: list[int]) -> None:
+    samples = [0, 1, 159, 160, 161, 320, 16000]
+    heard = LogMel(FeatureSettings(n_fft=512, front_end=front_end), 16000).eval()
+    assert [heard.num_frames(number) for number in samples] == frames
+    assert heard.num_frames(torch.tensor(samples)).tolist() == frames
+    assert heard.frame_rule(np.array(samples)).tolist() == frames
+    assert heard(torch.ones(7, 16000), torch.tensor(samples))[1].tolist() == frames
+
+
+def test_what_earlier_versions_did_not_know_is_not_stored_unless_chosen() -> None:
+    assert {"front_end", "log_guard_type"}.isdisjoint(FeatureSettings().model_dump())
+    chosen = FeatureSettings(front_end="nemo-2.5", log_guard_type="clamp")
+    assert FeatureSettings.model_validate(chosen.model_dump()) == chosen
+    assert chosen.model_dump()["front_end"] == "nemo-2.5"
 
 
 def test_spectrum_is_that_of_torch_with_its_own_padding() -> None:
@@ -188,9 +226,10 @@ def test_filters_are_librosas() -> None:
 # -- padding, dtypes, levels -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("version", get_args(FrontEnd))
 @pytest.mark.parametrize("normalize", ["per_feature", "all_features", "none"])
-def test_padding_changes_nothing(normalize: Any) -> None:
-    front_end = LogMel(FeatureSettings(n_fft=512, normalize=normalize), 16000).eval()
+def test_padding_changes_nothing(normalize: Any, version: Any) -> None:
+    front_end = LogMel(FeatureSettings(n_fft=512, normalize=normalize, front_end=version), 16000).eval()
     utterances = [noise(n, seed=n) for n in (24000, 1, 170, 9999, 16000, 321)]
     together, lengths = front_end(*batch(utterances, junk=-7777))
     for row, one in enumerate(utterances):

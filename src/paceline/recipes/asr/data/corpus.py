@@ -203,8 +203,8 @@ def remarks(report: TextReport, manifest: Manifest, texts: EncodedTexts, network
     """Return what a user should know of the transcripts."""
     found = [str(report)] if report.num_changed or report.dropped or report.num_empty else []
     samples = np.rint(manifest.durations * network.sample_rate).astype(np.int64)
-    hop = LogMel(network.features, network.sample_rate).hop_samples
-    frames, where = np.unique(-(-samples // hop), return_inverse=True)
+    num_frames = LogMel(network.features, network.sample_rate).frame_rule
+    frames, where = np.unique(num_frames(samples), return_inverse=True)
     outputs = np.array([network.output_length(int(number)) for number in frames])[where]
     num_short = int(np.count_nonzero(required_frames(texts) > outputs))
     if num_short:

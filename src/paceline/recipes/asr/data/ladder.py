@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from paceline.recipes.asr.data.padding import Collate
 from paceline.recipes.asr.data.utterances import Utterances
 from paceline.recipes.asr.network.config import NetworkSettings
-from paceline.recipes.asr.sound.features import LogMel
+from paceline.recipes.asr.sound.features import FrameRule, LogMel
 from paceline.train.autotune.shapes import RUNGS
 
 LABELS_MULTIPLE = 16
@@ -30,7 +30,8 @@ class Ladder(Collate):
     """Collates a grain to a shape of the ladder, with all lengths as tensors, too."""
 
     network: NetworkSettings
-    hop_samples: int
+    frames: FrameRule
+    """Frames of so many rows of the audio that is padded: samples, or frames that were packed."""
     row_samples: int = 1
     """Samples per row of the audio that is padded: a hop, where rows are frames that were packed."""
 
@@ -42,6 +43,13 @@ class Ladder(Collate):
         each epoch has the same few, all recorded before the first step."""
         return self.width(np.maximum(played, np.rint(lengths * self.stretch).astype(np.int64)))
 
+    def width(self, lengths: NDArray[np.int64]) -> int:
+        """Where the number of frames is rounded up beyond that of whole hops, a sample less than these makes a whole
+        number of padded frames."""
+        if self.frames.front_end != "nemo-1.0":
+            return super().width(lengths)
+        return -(-(int(lengths.max()) + 1) // self.audio_multiple) * self.audio_multiple - 1
+
     def padded(self, seconds: float) -> int:
         """See `shapes.Padding`: of an utterance of this length, by the rule that grains are padded by."""
         return self.width(np.array([-(-round(seconds * self.network.sample_rate) // self.row_samples)]))
@@ -49,7 +57,7 @@ class Ladder(Collate):
     def grain(self, *padded: Any) -> dict[str, Any]:
         data = super().grain(*padded)
         frames = [
-            0 if bad is not None else self.network.output_length(-(-length // self.hop_samples))
+            0 if bad is not None else self.network.output_length(self.frames(length))
             for length, bad in zip(data["num_samples"], data["bad"], strict=True)
         ]
         data["out_frames"], data["text_lengths"] = (
@@ -67,12 +75,13 @@ def ladder(data: Utterances, network: NetworkSettings) -> Ladder:
     rung_frames = math.ceil(longest / RUNGS / multiple) * multiple
     num_labels = math.ceil(max(1, data.most_labels) / LABELS_MULTIPLE) * LABELS_MULTIPLE
     # Where features were packed, their frames are counted, not samples.
-    hop, row = (1, front.hop_samples) if data.holds_features else (front.hop_samples, 1)
+    row = front.hop_samples if data.holds_features else 1
+    frames = FrameRule(1) if data.holds_features else front.frame_rule
     return Ladder(
-        audio_multiple=rung_frames * hop,
+        audio_multiple=rung_frames * frames.hop_samples,
         text_width=num_labels,
         network=network,
-        hop_samples=hop,
+        frames=frames,
         row_samples=row,
         stretch=data.stretch,
     )

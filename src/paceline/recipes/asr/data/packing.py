@@ -73,6 +73,6 @@ def _difference(packed: Packed, network: NetworkSettings) -> str:
         return f"of audio at {packed.sample_rate} Hz, and the network hears {network.sample_rate} Hz"
     # Padding is done when a batch is made, and packed features are without dither.
     free = {"pad_to", "dither"}
-    theirs = FeatureSettings.model_validate(packed.about.features).model_dump(exclude=free)
-    ours = network.features.model_dump(exclude=free)
-    return "; ".join(f"`{name}` is {theirs[name]}, not {ours[name]}" for name in ours if theirs[name] != ours[name])
+    theirs, ours = dict(FeatureSettings.model_validate(packed.about.features)), dict(network.features)
+    names = [name for name in ours if name not in free and theirs[name] != ours[name]]
+    return "; ".join(f"`{name}` is {theirs[name]}, not {ours[name]}" for name in names)

@@ -148,6 +148,7 @@ def read_export(folder: Path) -> tuple[NetworkSettings, dict[str, Tensor]]:
 def as_yaml(network: NetworkSettings, about: Mapping[str, Any]) -> str:
     """A network as a file for people: what it is about in comments, one line per block, its defaults left out."""
     values = network.model_dump(mode="json")
+    values["features"] = {"front_end": network.features.front_end, **values["features"]}
     blocks, labels = values.pop("blocks"), values.pop("labels")
     comment = "".join(f"# {line}\n" for line in _dumped(dict(about)).splitlines()) if about else ""
     defaults = {name: field.default for name, field in BlockSettings.model_fields.items()}

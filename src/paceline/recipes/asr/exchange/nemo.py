@@ -69,6 +69,12 @@ def read_nemo(path: Path) -> tuple[NetworkSettings, dict[str, Tensor]]:
     return network, renamed
 
 
+def read_nemo_network(path: Path) -> NetworkSettings:
+    """The network of an archive, without its weights."""
+    with tempfile.TemporaryFile() as nothing:
+        return _read_config(path, _read_members(path, nothing, only_config=True))
+
+
 def nemo_names(network: NetworkSettings, *, is_masked: bool) -> dict[str, str]:
     """Return the name in NeMo 1.x of each of our weights.
 
@@ -107,8 +113,9 @@ def _layer_names(block: BlockSettings, conv: str) -> dict[str, str]:
     return names
 
 
-def _read_members(path: Path, weights: IO[bytes]) -> bytes:
-    """The configuration; the weights are copied into an open file without a name."""
+def _read_members(path: Path, weights: IO[bytes], *, only_config: bool = False) -> bytes:
+    """The configuration; the weights are copied into an open file without a name, unless only the former is asked
+    for."""
     found: dict[str, bytes] = {}
     try:
         with tarfile.open(path, "r:*") as archive:
@@ -122,7 +129,9 @@ def _read_members(path: Path, weights: IO[bytes]) -> bytes:
                 file = archive.extractfile(member)
                 assert file is not None
                 found[name] = file.read() if name == CONFIG else b""
-                if name == WEIGHTS:
+                if name == CONFIG and only_config:
+                    return found[CONFIG]
+                if name == WEIGHTS and not only_config:
                     shutil.copyfileobj(file, weights, 2**20)
     except FileNotFoundError:
         raise NotANemoArchive(path, "there is no such file") from None

@@ -69,6 +69,9 @@ _FEATURES = {
     "dither": "dither",
     "mag_power": "mag_power",
     "log_zero_guard_value": "log_guard",
+    "log_zero_guard_type": "log_guard_type",
+    "n_window_size": "window_samples",
+    "n_window_stride": "stride_samples",
     "normalize": "normalize",
     "lowfreq": "low_hz",
     "highfreq": "high_hz",
@@ -77,15 +80,12 @@ _FEATURES = {
 _FEATURES_ONLY: dict[str, Any] = {
     "feat_type": "logfbank",
     "log": True,
-    "log_zero_guard_type": "add",
     "frame_splicing": 1,
     "exact_pad": False,
     "stft_exact_pad": False,
     "pad_value": 0,
     "pre_pad": 0,
     "nb_augmentation_prob": 0,
-    "n_window_size": None,
-    "n_window_stride": None,
     "mel_norm": "slaney",
     "sample_rate": _ANY,
     "stft_conv": _ANY,  # another way to the same numbers
@@ -93,6 +93,8 @@ _FEATURES_ONLY: dict[str, Any] = {
     "nb_max_freq": _ANY,
     "rng": _ANY,
     "int_values": _ANY,
+    "max_duration": _ANY,  # of `pad_to: max`
+    "use_torchaudio": False,
 }
 _AUGMENT = {
     name: name
@@ -116,6 +118,8 @@ _CLASSES = {
 _UNREAD = ("AudioToTextDataLayer", "train_ds", "validation_ds", "test_ds", "optim", "trainer", "exp_manager")
 _HEADS = ("_target_", "cls", "header", "params", "init_params")
 _INTERPOLATION = re.compile(r"\$\{([\w.-]+)\}")
+_VERSION = re.compile(r"v?(\d+)\.(\d+)")
+_PRE_RELEASE = re.compile(r"\d(a|b|rc)\d*")
 MAX_HOPS = 20
 """Interpolations may point to interpolations, but not in a circle."""
 MAX_INTERPOLATIONS = 10_000
@@ -155,6 +159,17 @@ def max_seconds(value: Mapping[str, Any]) -> float | None:
     return float(longest) if isinstance(longest, int | float) else None
 
 
+def front_end_of(version: str) -> str | None:
+    """Return the front end of a version of NeMo, such as 1.20.0 or 2.5.0rc0; None where it is no version."""
+    match = _VERSION.match(version)
+    if match is None:
+        return None
+    major, minor = int(match[1]), int(match[2])
+    if major == 0 or ((major, minor) == (1, 0) and _PRE_RELEASE.search(version)):
+        return "nemo-0.11"
+    return "nemo-1.0" if (major, minor) < (2, 5) else "nemo-2.5"
+
+
 def unread(value: Mapping[str, Any]) -> list[str]:
     """Return the sections of a NeMo file that are not read, with the names in them: of data, optimizer and trainer."""
     model = _mapping(value.get("model"))
@@ -179,7 +194,11 @@ class _Translator:
         features = self._section("preprocessor", _FEATURES, _FEATURES_ONLY, ("features",))
         features = {name: _ABSENT.get(name) if value is None else value for name, value in features.items()}
         features["log_guard"] = _GUARDS.get(str(features.get("log_guard")), features.get("log_guard"))
+        if features.get("normalize") == "NA":  # of streaming models: nothing is done
+            features["normalize"] = "none"
+        features = self._in_seconds(features)
         self.done.values["features"] = {name: value for name, value in features.items() if name != "log_guard" or value}
+        self._front_end()
         self.done.values["spec_augment"] = self._section("spec_augment", _AUGMENT, _AUGMENT_ONLY, ("spec_augment",))
         self.done.values |= self._section("encoder", _ENCODER, _ENCODER_ONLY, ())
         self._blocks()
@@ -187,6 +206,42 @@ class _Translator:
         self._sample_rate()
         self._trim_silence()
         return self.done
+
+    def _in_seconds(self, features: dict[str, Any]) -> dict[str, Any]:
+        """A window or stride may be given in samples instead; both at once are refused, as NeMo does."""
+        seconds = dict(features)
+        rate = self._rate()
+        for samples, ours in (("window_samples", "window_s"), ("stride_samples", "stride_s")):
+            number = seconds.pop(samples, None)
+            if number is None:
+                continue
+            place = self.done.origins.pop(("features", samples))
+            if seconds.get(ours) is not None:
+                self._refuse(place, f"but `{self.done.origins[('features', ours)][-1]}` is set, too", str(number))
+            elif not isinstance(number, int) or number <= 0 or not isinstance(rate, int) or rate <= 0:
+                self._refuse(place, "must be a number of samples, at a sample rate that is known", str(number))
+            else:
+                seconds[ours] = number / rate
+        return {name: value for name, value in seconds.items() if name not in ("window_s", "stride_s") or value}
+
+    def _rate(self) -> Any:
+        places: list[Location] = [("sample_rate",), ("model", "sample_rate")]
+        places += [(*self.places["preprocessor"], "sample_rate")] if "preprocessor" in self.places else []
+        return next((rate for place in places if (rate := self._get(place)) is not None), 16000)
+
+    def _front_end(self) -> None:
+        """The version that wrote the file says how many frames there are; a file without one is left as it was read
+        before versions were known: NeMo wrote none before 1.7, and none into examples."""
+        for place in (("nemo_version",), ("model", "nemo_version")):
+            version = self._get(place)
+            if version is not None:
+                front_end = front_end_of(str(version))
+                if front_end is None:
+                    self._refuse(place, "is no version of NeMo", str(version))
+                else:
+                    self.done.values["features"]["front_end"] = front_end
+                    self.done.origins[("features", "front_end")] = place
+                return
 
     def _section(self, role: str, names: Mapping[str, str], only: Mapping[str, Any], ours: Location) -> dict[str, Any]:
         place = self.places.get(role)

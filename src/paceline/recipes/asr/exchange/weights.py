@@ -11,10 +11,11 @@ from torch import Tensor
 
 from paceline.core.errors import PacelineError
 from paceline.core.run_folder import BrokenRecord, RunFolder, read_record
-from paceline.recipes.asr.exchange.export import check_labels, check_weights, is_export, read_export
-from paceline.recipes.asr.exchange.nemo import read_nemo
-from paceline.recipes.asr.network.config import NetworkSettings
+from paceline.recipes.asr.exchange.export import NETWORK, check_labels, check_weights, is_export, read_export
+from paceline.recipes.asr.exchange.nemo import read_nemo, read_nemo_network
+from paceline.recipes.asr.network.config import NetworkSettings, read_network
 from paceline.recipes.asr.network.encoder import weight_shapes
+from paceline.recipes.asr.sound.features import FrontEnd
 from paceline.train import apply
 from paceline.train.checkpoint import reader
 from paceline.train.checkpoint.format import DIGESTS, listed
@@ -53,6 +54,7 @@ class _Known(NamedTuple):
 
     labels: tuple[str, ...] | None = None
     sample_rate: int | None = None
+    front_end: str | None = None
 
 
 def read_model(path: Path) -> tuple[NetworkSettings, dict[str, Tensor]] | None:
@@ -60,6 +62,17 @@ def read_model(path: Path) -> tuple[NetworkSettings, dict[str, Tensor]] | None:
     if path.suffix == ".nemo":
         return read_nemo(path)
     return read_export(path) if is_export(path) else None
+
+
+def front_end_of(path: Path) -> FrontEnd | None:
+    """Return the front end of an archive or export that weights are to be taken from; None where it is neither, or
+    cannot be read: whoever reads the weights says why."""
+    try:
+        if path.suffix == ".nemo":
+            return read_nemo_network(path).features.front_end
+        return read_network(path / NETWORK).features.front_end if is_export(path) else None
+    except (PacelineError, OSError):
+        return None
 
 
 def read_weights(
@@ -79,13 +92,18 @@ def read_weights(
         known = _known_of(path)
     else:
         theirs, weights = found
-        known = _Known(theirs.labels, theirs.sample_rate)
+        known = _Known(theirs.labels, theirs.sample_rate, theirs.features.front_end)
     if known.labels is None and not new_decoder:
         say(f"{path} does not say which labels it is for: whether they are this network's could not be checked")
     elif known.labels is not None and not new_decoder:
         check_labels(network.labels, known.labels, path)
     if known.sample_rate not in (None, network.sample_rate):
         raise RatesDiffer(network.sample_rate, known.sample_rate or 0, path)
+    if known.front_end not in (None, network.features.front_end):
+        say(
+            f"{path} was trained with the front end {known.front_end}, and this run hears with "
+            f"{network.features.front_end}; `--front-end {known.front_end}` hears as it did"
+        )
     if new_decoder:
         ours = {name: shape for name, shape in weight_shapes(network).items() if name.startswith(DECODER)}
         weights = without_decoder(weights)
@@ -107,8 +125,9 @@ def _known_of(checkpoint: Path) -> _Known:
     """Return the facts in a checkpoint or, of an old one without them, in the record of its run."""
     about = reader.load(checkpoint, [], verify=False).state.get("about") or _network_of_run(checkpoint)
     try:
-        return _Known(tuple(about["labels"]), int(about["sample_rate"]))
-    except (KeyError, TypeError, ValueError):
+        front_end = about.get("front_end") or about.get("features", {}).get("front_end", "nemo-0.11")
+        return _Known(tuple(about["labels"]), int(about["sample_rate"]), front_end)
+    except (KeyError, TypeError, ValueError, AttributeError):
         return _Known()
 
 

@@ -1,7 +1,8 @@
 """The acoustic front end: from int16 audio to normalised log-mel features, on the audio's own device.
 
-The numbers are those of NeMo's front end on each utterance alone (pre-emphasis, centred STFT with reflected edges,
-power, Slaney's mel filters, log, mean 0 and deviation 1 per utterance), however far the batch is padded.
+The numbers are those of NeMo's front end on each utterance alone (pre-emphasis, centred STFT, power, Slaney's mel
+filters, log, mean 0 and deviation 1 per utterance), however far the batch is padded. NeMo changed the number of frames
+and the edges twice: `front_end` says which of its versions is meant.
 
 Everything is computed in float64 and rounded to float32 at the end. A float32 FFT moves features of real speech by more
 than 1e-4, since the logarithm and the division by a small deviation magnify its rounding. And float64 is what neither
@@ -11,13 +12,14 @@ autocast nor TF32 touches, so that features do not depend on the level.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, overload
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, overload
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from torch import Tensor, nn
 
 from paceline.config.settings import Fraction, PositiveFloat, Section
@@ -31,11 +33,17 @@ STD_GUARD = 1e-5
 """Added to the standard deviation, as the reference does."""
 FRAMES_AT_ONCE = {"cpu": 1024, "cuda": 131072}
 """Spectra held at a time: on a CPU what the cache holds, on a GPU what fits beside a model (1.3 GB at 512 points)."""
+FrontEnd = Literal["nemo-0.11", "nemo-1.0", "nemo-2.5"]
+"""The first of NeMo's versions since 0.11 that counts frames and treats edges like this."""
 
 
 class FeatureSettings(Section):
     """How audio becomes features."""
 
+    front_end: FrontEnd = "nemo-0.11"
+    """Frames and edges of NeMo's versions. `nemo-0.11` (0.x and the pre-releases of 1.0): ceil(samples / stride)
+    frames, reflected edges. `nemo-1.0` (1.0 to 2.4): floor(samples / stride) + 1 frames, reflected edges. `nemo-2.5`
+    (since 2.5): floor(samples / stride) frames, zeros beyond the edges."""
     num_mels: Annotated[int, Field(gt=0, le=4096)] = 64
     """Mel filters, the features per frame."""
     window_s: Annotated[float, Field(gt=0, le=10)] = 0.02
@@ -53,7 +61,9 @@ class FeatureSettings(Section):
     mag_power: PositiveFloat = 2.0
     """Power of the magnitudes that the filters add up: 2 for energies."""
     log_guard: PositiveFloat = 2.0**-24
-    """Added before the logarithm."""
+    """Smallest energy that is told from silence: added before the logarithm."""
+    log_guard_type: Literal["add", "clamp"] = "add"
+    """Energies are added to `log_guard`, or raised to it where they are below."""
     normalize: Literal["per_feature", "all_features", "none"] = "per_feature"
     """What gets mean 0 and deviation 1 in each utterance: every filter, all together, or nothing."""
     low_hz: Annotated[float, Field(ge=0)] = 0.0
@@ -68,6 +78,40 @@ class FeatureSettings(Section):
         if self.high_hz is not None and self.high_hz <= self.low_hz:
             raise ValueError(f"`high_hz` {self.high_hz:g} is not above `low_hz` {self.low_hz:g}")
         return self
+
+    @model_serializer(mode="wrap")
+    def _only_if_chosen(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what earlier versions did not know, where it changes nothing: their runs go on."""
+        values: dict[str, Any] = dump(self)
+        for name in ("front_end", "log_guard_type"):
+            if values.get(name) == FeatureSettings.model_fields[name].default:
+                del values[name]
+        return values
+
+
+@dataclass(frozen=True)
+class FrameRule:
+    """Number of frames of an utterance, by the front end's version."""
+
+    hop_samples: int
+    front_end: FrontEnd = "nemo-0.11"
+    is_odd: bool = False
+    """The transform has an odd number of points, and half of it on both sides of a frame is one less."""
+
+    @overload
+    def __call__(self, samples: int) -> int: ...
+    @overload
+    def __call__(self, samples: Tensor) -> Tensor: ...
+    @overload
+    def __call__(self, samples: NDArray[np.int64]) -> NDArray[np.int64]: ...
+    def __call__(self, samples: Any) -> Any:
+        """Return the number of frames of `samples`; nothing has none."""
+        if self.front_end == "nemo-0.11":
+            return -(-samples // self.hop_samples)
+        whole = (samples - int(self.is_odd)) // self.hop_samples
+        if self.front_end == "nemo-1.0":
+            return (whole + 1) * (samples > 0)
+        return whole * (samples > 0)
 
 
 class FrontEndMisfit(PacelineError):
@@ -102,9 +146,11 @@ class LogMel(nn.Module):
             sample_rate, self.n_fft, settings.num_mels, settings.low_hz, settings.high_hz or sample_rate / 2
         )
         _check_filters(filters, sample_rate, self.n_fft)
-        # The window lies in the middle of the transform's points; what lies outside of it is never read.
+        self.frame_rule = FrameRule(self.hop_samples, settings.front_end, is_odd=self.n_fft % 2 == 1)
+        # The window lies in the middle of the transform's points; what lies outside of it is never read. The last frame
+        # may begin, by its middle, where the utterance ends.
         self._before = self.n_fft // 2 - (self.n_fft - self.window_samples) // 2
-        self._after = self.window_samples - 1 - self._before
+        self._after = self.window_samples - self._before
         # Kept as bits: a model that is turned to fp16 takes its floating buffers along, and these must stay exact.
         window = _window(settings.window, self.window_samples)
         self.register_buffer("window_bits", window.view(torch.int64), persistent=False)
@@ -117,7 +163,7 @@ class LogMel(nn.Module):
     def num_frames(self, samples: Tensor) -> Tensor: ...
     def num_frames(self, samples: int | Tensor) -> int | Tensor:
         """Return the number of frames of `samples`."""
-        return -(-samples // self.hop_samples)
+        return self.frame_rule(samples)
 
     # Compiled, the FFT would fall back to this same code with a warning about complex numbers, and every new width of a
     # batch would be compiled anew.
@@ -149,12 +195,15 @@ class LogMel(nn.Module):
         return F.pad(features, (0, 0, 0, missing)).transpose(1, 2).contiguous()
 
     def _with_edges(self, signal: Tensor, lengths: Tensor) -> Tensor:
-        """Pre-emphasis, then each utterance reflected at its own beginning and end."""
+        """Pre-emphasis, then each utterance reflected at its own beginning and end, or with zeros around it."""
         before, after, samples = self._before, self._after, signal.shape[1]
         edged = signal.new_zeros(len(signal), before + samples + after)
         middle = edged[:, before : before + samples]
         middle[:, 0] = signal[:, 0]
         torch.sub(signal[:, 1:], signal[:, :-1], alpha=self.settings.preemphasis, out=middle[:, 1:])
+        if self.settings.front_end == "nemo-2.5":
+            middle.mul_(torch.arange(samples, device=signal.device) < lengths[:, None])
+            return edged
         positions = torch.arange(-before, 0, device=signal.device)
         head = middle.gather(1, _reflected(positions, lengths[:, None]))
         positions = lengths[:, None] + torch.arange(after, device=signal.device)
@@ -165,11 +214,11 @@ class LogMel(nn.Module):
     def _log_energies(self, edged: Tensor, num_frames: int) -> Tensor:
         """(batch, samples) -> (batch, frame, mel), some frames of all utterances at a time."""
         window, filters = self.window_bits.view(torch.float64), self.filter_bits.view(torch.float64)
-        frames = edged.unfold(1, self.window_samples, self.hop_samples)  # as many as `num_frames`
+        frames = edged.unfold(1, self.window_samples, self.hop_samples)  # `num_frames`, or one more
         energies = edged.new_empty(len(edged), num_frames, self.settings.num_mels)
         step = max(1, FRAMES_AT_ONCE[edged.device.type] // max(len(edged), 1))
         for start in range(0, num_frames, step):
-            some = frames[:, start : start + step]
+            some = frames[:, start : min(start + step, num_frames)]
             windowed = some.new_zeros(*some.shape[:2], self.n_fft)
             torch.mul(some, window, out=windowed[:, :, : self.window_samples])
             spectrum = torch.fft.rfft(windowed)
@@ -177,6 +226,8 @@ class LogMel(nn.Module):
             if self.settings.mag_power != 2.0:
                 power = power.pow_(self.settings.mag_power / 2)
             energies[:, start : start + step] = power @ filters
+        if self.settings.log_guard_type == "clamp":
+            return energies.clamp_(min=self.settings.log_guard).log_()
         return energies.add_(self.settings.log_guard).log_()
 
     def _normalized(self, energies: Tensor, frames: Tensor) -> Tensor:
