@@ -47,10 +47,17 @@ class SpeechSettings(Section):
     }
 
     network: Network = "quartznet15x5"  # type: ignore[assignment]
-    """Network, front end and labels: a shipped name (quartznet15x5, quartznet5x5, jasper10x5dr, small, ...) or a YAML
-    file, NeMo's too."""
+    """Network, front end and labels: a shipped name (quartznet15x5, fastconformer-s, conformer-m, jasper10x5dr, small,
+    ...) or a YAML file, NeMo's too."""
     spec_augment: bool = True
     """Mask parts of the spectrogram in training, as the network's file says."""
+    interctc_layers: tuple[int, ...] = ()
+    """Layers of a Conformer, counted from 0, that the decoder reads in training beside the last one (InterCTC)."""
+    interctc_weight: Fraction = 0.3
+    """Share of the loss that `interctc_layers` make together."""
+    cr_ctc_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Train on two differently masked views of each utterance, and weigh the divergence between them by this, which is
+    0.2 in the paper (CR-CTC); 0: one view. Twice the work per step."""
     train_manifest: tuple[AbsolutePlace, ...] = ()
     """Manifests to train on, or packed files (.h5), with commas between them: together one data set."""
     val_manifest: tuple[SetWord, ...] = ()
@@ -158,6 +165,18 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
+        conformer = self.network.conformer
+        if self.interctc_layers and conformer is None:
+            yield "`interctc_layers` needs a Conformer: blocks of convolutions have widths that the decoder cannot read"
+        elif conformer is not None:
+            last = conformer.n_layers - 2
+            wrong = [layer for layer in self.interctc_layers if not 0 <= layer <= last]
+            if wrong:
+                yield f"`interctc_layers` are 0 to {last} of this network, below its last layer, not {wrong[0]}"
+            if len(set(self.interctc_layers)) < len(self.interctc_layers):
+                yield "`interctc_layers` names a layer twice"
+        if self.cr_ctc_weight and not self.spec_augment:
+            yield "`cr_ctc_weight` compares two sets of masks, and `spec_augment` is off"
         if not self.train_manifest and self.mode in ("train", "train_eval"):
             yield "set `train_manifest`: what to train on (`paceline manifest scan FOLDER` makes one)"
 

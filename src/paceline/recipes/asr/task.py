@@ -27,10 +27,10 @@ from paceline.recipes.asr.exchange.weights import read_weights
 from paceline.recipes.asr.network.config import NetworkSettings
 from paceline.recipes.asr.network.flops import training_flops
 from paceline.recipes.asr.network.model import AcousticModel
+from paceline.recipes.asr.objective import Objective
 from paceline.recipes.asr.settings import AsrSettings, UseSettings
 from paceline.recipes.asr.sound.perturb import check_clips, is_active
 from paceline.recipes.asr.sound.placement import Placement, describe, place
-from paceline.recipes.asr.text.ctc import ctc_loss_sum
 from paceline.recipes.asr.text.decode import transcripts
 from paceline.recipes.asr.text.error_rate import character_errors
 from paceline.recipes.asr.text.labels import Labels
@@ -52,7 +52,7 @@ class NothingNamed(PacelineError):
 
 
 class Asr(Task):
-    """QuartzNet, Jasper and their relatives, from manifests."""
+    """Conformers, QuartzNet, Jasper and their relatives, from manifests."""
 
     Settings = AsrSettings
     Use = UseSettings
@@ -76,7 +76,13 @@ class Asr(Task):
         if self.settings.network.unread and not self._is_introduced:
             self.say(self.settings.network.unread)
         self._is_introduced = True
-        return AcousticModel(self.network, spec_augment=self.settings.spec_augment)
+        objective = self._objective
+        return AcousticModel(
+            self.network,
+            spec_augment=self.settings.spec_augment,
+            views=objective.views,
+            inter_layers=self.settings.interctc_layers,
+        )
 
     def train_data(self) -> Utterances:
         settings = self.settings
@@ -115,7 +121,7 @@ class Asr(Task):
 
     def loss(self, model: nn.Module, grain: Grain) -> tuple[Tensor, int]:
         """Return the loss summed over utterances and, later, divided by how many there are on all ranks."""
-        return self._loss(model, grain, self._listen(model, grain)), len(grain)
+        return self._loss(model, grain, self._listen(model, grain), self._objective), len(grain)
 
     def metrics(self, model: nn.Module, grain: Grain) -> Mapping[str, Sums]:
         log_probs = self._listen(model, grain)
@@ -128,7 +134,7 @@ class Asr(Task):
         return {
             "wer": (sum(edits.errors for edits in words), sum(edits.words for edits in words)),
             "cer": (sum(errors for errors, _ in characters), sum(weight for _, weight in characters)),
-            "loss": (self._loss(model, grain, log_probs), len(pairs)),
+            "loss": (self._loss(model, grain, log_probs, Objective()), len(pairs)),
         }
 
     def analysis(self, name: str, data: Any) -> dict[str, float]:
@@ -167,7 +173,7 @@ class Asr(Task):
         return read_weights(path, self.network, new_decoder=self.settings.new_decoder, say=self.say)
 
     def flops(self, model: nn.Module) -> float:
-        return training_flops(self.network)
+        return training_flops(self.network) * self._objective.views
 
     def about(self) -> dict[str, Any]:
         network = self.network
@@ -234,12 +240,22 @@ class Asr(Task):
         log_probs: Tensor = model(grain["audio"], grain["lengths"], grain["keys"] if model.training else None)
         return log_probs
 
-    def _loss(self, model: nn.Module, grain: Grain, log_probs: Tensor) -> Tensor:
+    @property
+    def _objective(self) -> Objective:
+        settings = self.settings
+        return Objective(
+            1 + len(settings.interctc_layers),
+            2 if settings.cr_ctc_weight else 1,
+            settings.interctc_weight,
+            settings.cr_ctc_weight,
+        )
+
+    def _loss(self, model: nn.Module, grain: Grain, log_probs: Tensor, objective: Objective) -> Tensor:
         if "out_frames" in grain.data:  # a grain of the ladder: no length is on the host alone
             if "bad" in grain.data:
                 self._note_unread(grain)
-            return ctc_loss_sum(log_probs, grain["text"], grain["out_frames"], grain["text_lengths"])
-        return ctc_loss_sum(log_probs, grain["text"], self._frames(model, grain), grain["num_labels"])
+            return objective.loss_sum(log_probs, grain["text"], grain["out_frames"], grain["text_lengths"])
+        return objective.loss_sum(log_probs, grain["text"], self._frames(model, grain), grain["num_labels"])
 
     def _frames(self, model: nn.Module, grain: Grain) -> list[int]:
         """Return the output frames of each utterance, without asking the device; none of one that could not be read,

@@ -149,7 +149,7 @@ def as_yaml(network: NetworkSettings, about: Mapping[str, Any]) -> str:
     """A network as a file for people: what it is about in comments, one line per block, its defaults left out."""
     values = network.model_dump(mode="json")
     values["features"] = {"front_end": network.features.front_end, **values["features"]}
-    blocks, labels = values.pop("blocks"), values.pop("labels")
+    blocks, labels = values.pop("blocks", []), values.pop("labels")
     comment = "".join(f"# {line}\n" for line in _dumped(dict(about)).splitlines()) if about else ""
     defaults = {name: field.default for name, field in BlockSettings.model_fields.items()}
     rows = [{name: value for name, value in block.items() if value != defaults[name]} for block in blocks]
@@ -157,7 +157,7 @@ def as_yaml(network: NetworkSettings, about: Mapping[str, Any]) -> str:
         comment,
         "" if tuple(labels) == ENGLISH else _dumped({"labels": labels}, flow=None),
         _dumped(values),
-        "blocks:\n",
+        "blocks:\n" if rows else "",
         *(f"- {_dumped(row, flow=True)}" for row in rows),
     ]
     return "".join(parts)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from paceline.recipes.asr.network.acoustic_encoder import AcousticEncoder
 from paceline.recipes.asr.network.encoder import Encoder
 
 
-def accelerate(encoder: Encoder) -> list[str]:
+def accelerate(encoder: AcousticEncoder) -> list[str]:
     """Train through our kernels from now on, or else through the library's convolutions in the layout that they want.
 
     Return what is left as it was, and why: a compiler may still make it faster.
     """
     from paceline.recipes.asr.fast import channels_last, fused  # fused needs Triton
 
+    if not isinstance(encoder, Encoder):
+        return ["a Conformer: there are no kernels of ours for its layers"]
     reasons = fused.accelerate(encoder)
     if not reasons:
         return []

@@ -32,6 +32,7 @@ from paceline.config.yaml_text import NotYaml, read_yaml_text
 from paceline.core.errors import PacelineError
 from paceline.recipes.asr.exchange.document import Document, Location, parse
 from paceline.recipes.asr.exchange.nemo_yaml import Translated, is_nemo, translate, unread
+from paceline.recipes.asr.network.conformer.settings import ConformerSettings
 from paceline.recipes.asr.network.frames import strided_length
 from paceline.recipes.asr.sound.features import FeatureSettings
 from paceline.recipes.asr.sound.spec_augment import SpecAugmentSettings
@@ -159,8 +160,10 @@ class NetworkSettings(Section):
     """Set frames behind an utterance's end to 0 before each convolution, so that padding changes nothing."""
     init_mode: Literal["xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal"] = "xavier_uniform"
     """How weights are drawn at the start."""
-    blocks: tuple[BlockSettings, ...]
-    """From the mels upwards."""
+    blocks: tuple[BlockSettings, ...] = ()
+    """From the mels upwards, of a network of convolutions."""
+    conformer: ConformerSettings | None = None
+    """A Conformer instead of blocks; the settings between `spec_augment` and `blocks` have no effect on it."""
     _unread: str = PrivateAttr("")
 
     @property
@@ -182,6 +185,10 @@ class NetworkSettings(Section):
         values: dict[str, Any] = dump(self)
         if values.get("trim_silence") == "no":
             del values["trim_silence"]
+        if values.get("conformer") is None:
+            values.pop("conformer", None)
+        else:
+            values.pop("blocks", None)
         return values
 
     @field_validator("labels", mode="before")
@@ -196,29 +203,28 @@ class NetworkSettings(Section):
         check_symbols(labels)
         return labels
 
-    @field_validator("blocks", mode="after")
-    @classmethod
-    def _some(cls, blocks: tuple[BlockSettings, ...]) -> tuple[BlockSettings, ...]:
-        if not blocks:
-            raise ValueError("must be at least one block")
-        return blocks
-
     @model_validator(mode="after")
     def _joined(self) -> NetworkSettings:
+        if self.conformer is None and not self.blocks:
+            raise ValueError("`blocks` must be at least one block, or there must be a `conformer`")
+        if self.conformer is not None and self.blocks:
+            raise ValueError("`blocks` and `conformer` are two networks: keep one of them")
         wrong = [
             f"block {number}: groups {block.groups} do not divide the {channels} channels it gets"
             for number, (block, channels) in enumerate(zip(self.blocks, self.channels, strict=False), 1)
             if channels % block.groups
         ]
         if self.num_weights > MAX_WEIGHTS:
-            wrong.append(f"the blocks have about {self.num_weights:,} weights, more than {MAX_WEIGHTS:,}")
+            wrong.append(f"the layers have about {self.num_weights:,} weights, more than {MAX_WEIGHTS:,}")
         if wrong:
             raise ValueError("; ".join(wrong))
         return self
 
     @property
     def num_weights(self) -> int:
-        """Weights of the convolutions, groups and residuals left out."""
+        """Weights of the products, groups and residuals left out."""
+        if self.conformer is not None:
+            return self.conformer.num_weights(self.features.num_mels)
         return sum(
             block.repeat * block.filters * max(channels, block.filters) * (1 if block.separable else block.kernel)
             for block, channels in zip(self.blocks, self.channels, strict=False)
@@ -227,6 +233,8 @@ class NetworkSettings(Section):
     @property
     def channels(self) -> tuple[int, ...]:
         """Input channels of each block, then the output channels of the last one."""
+        if self.conformer is not None:
+            return self.features.num_mels, self.conformer.d_model
         return (self.features.num_mels, *(block.filters for block in self.blocks))
 
     @property
@@ -236,6 +244,8 @@ class NetworkSettings(Section):
 
     def output_length(self, frames: int) -> int:
         """Frames that come out for so many mel frames of an utterance."""
+        if self.conformer is not None:
+            return self.conformer.output_length(frames)
         return functools.reduce(strided_length, (block.stride for block in self.blocks), frames)
 
 
@@ -300,11 +310,11 @@ def build_network(document: Document) -> NetworkSettings:
         raise NetworkInvalid(document.name, [Problem(document.name, "must hold lines of the form `name: value`")])
     if is_nemo(value):
         ours = translate(document)
-    elif "blocks" in value:
+    elif "blocks" in value or "conformer" in value:
         ours = Translated(dict(value))
     else:
-        what = "is no network: it has neither `blocks` nor NeMo's `JasperEncoder` or `encoder` with a list `jasper`"
-        near = {key: nearest(str(key), ["blocks", "JasperEncoder", "encoder"]) for key in value}
+        what = "is no network: it has neither `blocks`, `conformer` nor NeMo's `JasperEncoder` or `encoder`"
+        near = {key: nearest(str(key), ["blocks", "conformer", "JasperEncoder", "encoder"]) for key in value}
         hint = next((f"{key}: did you mean {meant}?" for key, meant in near.items() if meant), "")
         raise NetworkInvalid(document.name, [Problem(document.name, what, hint)])
     problems = [*document.repeated, *ours.problems]
@@ -353,7 +363,7 @@ def _phrase(detail: Any) -> str:
 
 def _own_part(location: tuple[int | str, ...]) -> Location:
     """Down to a setting, without the names that pydantic gives to the types a setting may have."""
-    depth = {"blocks": 3, "features": 2, "spec_augment": 2, "labels": 2}
+    depth = {"blocks": 3, "conformer": 2, "features": 2, "spec_augment": 2, "labels": 2}
     return location[: depth.get(str(location[0]), 1)] if location else ()
 
 
@@ -363,6 +373,7 @@ def _model_at(location: Location) -> type[BaseModel]:
         "features": FeatureSettings,
         "spec_augment": SpecAugmentSettings,
         "blocks": BlockSettings,
+        "conformer": ConformerSettings,
     }
     return inner.get(location[0], NetworkSettings) if len(location) > 1 else NetworkSettings
 

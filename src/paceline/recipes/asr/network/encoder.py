@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.recipes.asr.network.acoustic_encoder import AcousticEncoder
 from paceline.recipes.asr.network.config import BlockSettings, NetworkSettings
+from paceline.recipes.asr.network.conformer.encoder import ConformerEncoder
 from paceline.recipes.asr.network.frames import Frames, frames_of
 from paceline.recipes.asr.network.separable import PlainConv, SeparableConv, batch_norm
 
@@ -25,12 +27,11 @@ _INITIALIZERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Encoder(nn.Module):
+class Encoder(AcousticEncoder):
     """Features of mels to features of letters, at a lower rate."""
 
     def __init__(self, settings: NetworkSettings) -> None:
-        super().__init__()
-        self.settings = settings
+        super().__init__(settings)
         self.blocks = nn.ModuleList()
         chain: list[int] = []  # channels of the inputs of the dense blocks directly before
         for block, channels in zip(settings.blocks, settings.channels, strict=False):
@@ -38,11 +39,8 @@ class Encoder(nn.Module):
             self.blocks.append(Block(settings, block, channels, chain or [channels]))
         _initialize(self, settings.init_mode)
 
-    def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """(batch, mel, time), (batch,) int64 -> (batch, channels, time after strides), (batch,) int64.
-
-        What stands behind an utterance's length in the output means nothing.
-        """
+    def forward(self, features: Tensor, lengths: Tensor, capture: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+        assert not capture, "blocks have widths of their own, so that no decoder reads them all"
         frames = frames_of(lengths, features.shape[-1])
         x = features
         chain: list[Tensor] = []
@@ -50,17 +48,6 @@ class Encoder(nn.Module):
             chain = [*chain, x] if settings.residual_dense else []
             x, frames = block(chain or [x], frames)
         return x, frames.lengths
-
-    def trains_in_bfloat16(self, device: torch.device) -> bool:
-        """Return True if a faster way may stand in for this pass: training under bfloat16 autocast, with no layer
-        frozen."""
-        if not torch.is_autocast_enabled(device.type) or torch.get_autocast_dtype(device.type) is not torch.bfloat16:
-            return False
-        return all(module.training for module in self.modules())
-
-    def output_length(self, frames: int) -> int:
-        """Frames that come out for so many that go in, without asking a device."""
-        return self.settings.output_length(frames)
 
 
 class Block(nn.Module):
@@ -141,10 +128,15 @@ class Decoder(nn.Module):
         return self.conv.weight.dtype
 
 
+def make_encoder(network: NetworkSettings) -> AcousticEncoder:
+    """Return the encoder that the settings describe: a Conformer, or blocks of convolutions."""
+    return Encoder(network) if network.conformer is None else ConformerEncoder(network)
+
+
 def weight_shapes(network: NetworkSettings) -> dict[str, torch.Size]:
     """Name and shape of everything that a model of this network keeps, without making it."""
     with torch.device("meta"):
-        parts = {"encoder": Encoder(network), "decoder": Decoder(network.channels[-1], network.num_classes)}
+        parts = {"encoder": make_encoder(network), "decoder": Decoder(network.channels[-1], network.num_classes)}
     return {
         f"{part}.{name}": tensor.shape for part, module in parts.items() for name, tensor in module.state_dict().items()
     }

@@ -6,21 +6,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from paceline.core.keys_torch import keyed
 from paceline.core.torch_private import mark_dynamic, not_compiled
 from paceline.recipes.asr.network.config import NetworkSettings
-from paceline.recipes.asr.network.encoder import Decoder, Encoder
+from paceline.recipes.asr.network.encoder import Decoder, make_encoder
 from paceline.recipes.asr.sound.features import LogMel
+from paceline.recipes.asr.sound.key_streams import KeyStream
 from paceline.recipes.asr.sound.spec_augment import SpecAugment, SpecAugmentSettings
 
 
 class AcousticModel(nn.Module):
     """Log-probabilities of labels and blank, for every frame of int16 audio."""
 
-    def __init__(self, network: NetworkSettings, *, spec_augment: bool = True) -> None:
+    def __init__(
+        self,
+        network: NetworkSettings,
+        *,
+        spec_augment: bool = True,
+        views: int = 1,
+        inter_layers: tuple[int, ...] = (),
+    ) -> None:
+        """In training an utterance is masked in `views` ways, and the decoder reads the layers `inter_layers`, too."""
         super().__init__()
+        self.views, self.inter_layers = views, inter_layers
         self.features = LogMel(network.features, network.sample_rate)
         self.spec_augment = SpecAugment(network.spec_augment if spec_augment else SpecAugmentSettings())
-        self.encoder = Encoder(network)
+        self.encoder = make_encoder(network)
         self.decoder = Decoder(network.channels[-1], network.num_classes)
 
     def forward(self, audio: Tensor, lengths: Tensor, keys: Tensor | None = None) -> Tensor:
@@ -28,10 +39,13 @@ class AcousticModel(nn.Module):
 
         Features that were computed before are taken as (batch, frames, mels).
 
-        `keys` decide which noise and which masks an utterance gets in training.
+        `keys` decide which noise and which masks an utterance gets in training. With them and with several views or
+        layers, the first axis is (layer, view, batch), flat, the last layer first.
         """
         features, frames = self._hear(audio, lengths, keys)
-        encoded, _ = self.encoder(features.to(self._dtype), frames)
+        capture = self.inter_layers if keys is not None and self.training else ()
+        features = features.to(self._dtype)
+        encoded, _ = self.encoder(features, frames, capture) if capture else self.encoder(features, frames)
         log_probs: Tensor = self.decoder(encoded)
         return log_probs
 
@@ -43,7 +57,11 @@ class AcousticModel(nn.Module):
             features, frames = self.features.computed(audio), lengths
         else:
             features, frames = self.features(audio, lengths, keys)
-        if keys is not None:
+        if keys is not None and self.training and self.views > 1:
+            others = [keyed(keys, KeyStream.VIEWS, number) for number in range(1, self.views)]
+            features = torch.cat([self.spec_augment(features, frames, each) for each in (keys, *others)])
+            frames = frames.repeat(self.views)
+        elif keys is not None:
             features = self.spec_augment(features, frames, keys)
         # Batches differ in size and length: what is compiled next is to be compiled once, not for the first of them.
         for tensor, sizes in ((features, (0, 2)), (frames, (0,))):

@@ -14,3 +14,4 @@ class KeyStream(IntEnum):
     TIME_MASKS = 3
     RECT_FREQ = 4
     RECT_TIME = 5
+    VIEWS = 6
