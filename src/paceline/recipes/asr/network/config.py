@@ -209,6 +209,12 @@ class NetworkSettings(Section):
             raise ValueError("`blocks` must be at least one block, or there must be a `conformer`")
         if self.conformer is not None and self.blocks:
             raise ValueError("`blocks` and `conformer` are two networks: keep one of them")
+        if self.conformer is not None:
+            of_blocks = ("activation", "conv_mask", "init_mode")
+            fields = type(self).model_fields
+            idle = [name for name in of_blocks if getattr(self, name) != fields[name].default]
+            if idle:
+                raise ValueError(f"{idle[0]} is a setting of `blocks`: it has no effect on a `conformer`")
         wrong = [
             f"block {number}: groups {block.groups} do not divide the {channels} channels it gets"
             for number, (block, channels) in enumerate(zip(self.blocks, self.channels, strict=False), 1)

@@ -201,7 +201,11 @@ def test_equals_nemo_with_its_weights(way: str, size: str) -> None:
     """Encoder and log-probabilities in float32, on a padded batch: 1e-5."""
     folder = where()
     assert folder is not None
-    sizes = {**SMALL, "n_layers": 4} if size == "tiny" else {"d_model": 176, "n_layers": 6, "n_heads": 4, "conv_kernel_size": 31}
+    sizes = (
+        {**SMALL, "n_layers": 4}
+        if size == "tiny"
+        else {"d_model": 176, "n_layers": 6, "n_heads": 4, "conv_kernel_size": 31}
+    )
     changes = {**sizes, **WAYS[way]}
     if size == "s" and way == "window":
         changes["conv_context_size"] = [20, 10]

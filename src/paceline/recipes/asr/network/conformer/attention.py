@@ -99,7 +99,8 @@ def shifted(scores: Tensor) -> Tensor:
     """
     time, positions = scores.shape[-2:]
     moved = F.pad(scores, (1, 0)).flatten(-2)[..., time:]
-    return moved.unflatten(-1, (time, positions))
+    by_row: Tensor = moved.unflatten(-1, (time, positions))
+    return by_row
 
 
 def sinusoids(positions: Tensor, width: int) -> Tensor:
