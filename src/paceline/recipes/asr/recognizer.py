@@ -22,6 +22,7 @@ from paceline.recipes.asr.network.config import NetworkSettings, read_network
 from paceline.recipes.asr.network.model import AcousticModel
 from paceline.recipes.asr.text.decode import transcripts
 from paceline.recipes.asr.text.pieces import Pieces
+from paceline.recipes.asr.text.subwords.tokenizer import stored
 from paceline.train.apply import Which, find_checkpoint, read_run, read_weights
 
 BATCH_SECONDS = 240.0
@@ -91,7 +92,10 @@ def _read_run(folder: Path, checkpoint: Which) -> tuple[NetworkSettings, Mapping
     settings: dict[str, Any] = record.settings
     if "network" not in settings:
         raise NotSpeech(folder, str(record.task))
-    return read_network(settings["network"]), read_weights(find_checkpoint(folder, checkpoint))
+    network, tokenizer = read_network(settings["network"]), stored(folder)
+    if tokenizer is not None:
+        network = network.model_copy(update={"labels": tokenizer.pieces})
+    return network, read_weights(find_checkpoint(folder, checkpoint))
 
 
 class Recognizer:

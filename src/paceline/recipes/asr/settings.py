@@ -32,6 +32,8 @@ from paceline.recipes.asr.text.labels import Labels, TextMode, read_labels
 OPTIMIZER: OptimizerName = "novograd"
 BETAS = (0.95, 0.5)
 """QuartzNet's, where NovoGrad's own are 0.95, 0.25."""
+VOCABULARY = 128
+"""Subwords of `--labels bpe`: few enough for hours of speech, and about 3 characters long."""
 Network = Annotated[NetworkSettings, BeforeValidator(read_network)]
 
 
@@ -74,6 +76,12 @@ class SpeechSettings(Section):
     labels: str | None = free(None)
     """Characters that the network writes, as one text (`--labels " abcdefghijklmnopqrstuvwxyzäöüß'"`), instead of those
     of its file; or a text file (.txt) with them."""
+    vocabulary: Positive | None = None
+    """Write so many subwords (BPE) instead of characters: learned from the training transcripts, made of `labels`,
+    stored with the run. `--labels bpe` alone learns 128."""
+    tokenizer: AbsolutePlace | None = free(None)
+    """Write the subwords of a SentencePiece model (tokenizer.model), of a folder that NeMo made (or vocab.txt of word
+    pieces), of a run or an export, or of a .nemo archive."""
     trim_silence: Trim | None = Field(default=None, json_schema_extra={"free": True, "bare": "all"})
     """Cut off the silence at both ends of recordings (60 dB below the loudest part, as NeMo does): of training data
     (`train`) or of all that the model hears (`all`, or no value); as the network's file says if not set. Limits of
@@ -98,6 +106,9 @@ class UseSettings(Section):
     max_lost_words: Annotated[float, Field(ge=0, le=1)] = free(0.01)
     """Largest share of a data set's words that may lose letters because these are no labels; fewer are reported, more
     refused."""
+    max_too_short: Annotated[float, Field(ge=0, le=1)] = free(0.5)
+    """Largest share of the training utterances that may have fewer frames at the network's output than their
+    transcripts need: they add nothing. Fewer are reported, more refused."""
     check_audio: bool = free(True)
     """Look at every audio file before the first step: is it there, whole, and as long as the manifest says."""
 
@@ -113,6 +124,14 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
             "Its packed files are named by `--train-manifest` and `--val-manifest`, as its manifests are.",
             "packed files go into `train_manifest` and `val_manifest` here, not `train_files` and `val_files`",
             lambda s: bool(s.train_files or s.val_files),
+        ),
+        SettingsExclusion(
+            "`--vocabulary`",
+            "`--tokenizer`",
+            "one thing twice",
+            "One learns subwords from the transcripts, the other takes those of a file.",
+            "`vocabulary` learns subwords, `tokenizer` takes those of a file: set one of them",
+            lambda s: s.vocabulary is not None and s.tokenizer is not None,
         ),
     )
 
@@ -132,6 +151,8 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
         if not isinstance(values, dict):
             return values
         changes: dict[str, Any] = {}
+        if values.get("labels") == "bpe":
+            values = {"vocabulary": VOCABULARY, **values, "labels": None}
         if isinstance(values.get("labels"), str | list | tuple):
             text = read_labels(values["labels"])
             values = {**values, "labels": text}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from paceline.recipes.asr.data.corpus import Corpus, Opening, Part, list_bad, pa
 from paceline.recipes.asr.data.inputs import open_inputs
 from paceline.recipes.asr.data.ladder import ladder
 from paceline.recipes.asr.data.packing import check_packed
+from paceline.recipes.asr.data.run_labels import RunLabels
 from paceline.recipes.asr.data.utterances import Utterances, collate
 from paceline.recipes.asr.error_analysis import ErrorBook, joined
 from paceline.recipes.asr.error_file import Analysis, kinds, write_analyses
@@ -34,6 +34,7 @@ from paceline.recipes.asr.sound.placement import Placement, describe, place
 from paceline.recipes.asr.text.decode import transcripts
 from paceline.recipes.asr.text.error_rate import character_errors
 from paceline.recipes.asr.text.labels import Labels
+from paceline.recipes.asr.text.subwords.labels import Subwords
 from paceline.train.task import Sums, Task
 
 
@@ -70,6 +71,8 @@ class Asr(Task):
         self._analyses: dict[str, Analysis] = {}
         self._scores: dict[str, dict[str, SampleScores]] = {}
         self._is_introduced = False
+        self._finding_labels: RunLabels | None = None
+        self._known_labels: Labels | Subwords | None = None
         self._placement: Placement | None = None
 
     def model(self) -> AcousticModel:
@@ -89,6 +92,7 @@ class Asr(Task):
         corpus = next(corpus for part, corpus in self._corpora().items() if part.is_training)
         check_clips(settings)  # here, before workers are forked: they share what was found
         self._list_bad()
+        self._run_labels.store()
         data = self._utterances(corpus, settings)
         self._placement = place(settings, on_gpu=self.link.device.type == "cuda", are_mapped=data.are_mapped)
         if settings.augment_on != "auto" and not is_active(settings):
@@ -193,23 +197,41 @@ class Asr(Task):
             self._list_bad(unread)
 
     def export(self, folder: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-        write_export(folder, self.network, weights, about)
+        labels = self._labels
+        write_export(folder, self.network, weights, about, labels.tokenizer if isinstance(labels, Subwords) else None)
 
     # -- what these are made of ----------------------------------------------------------------------------------
 
     @property
     def network(self) -> NetworkSettings:
         """The network with the labels that this run writes. All ranks must ask for it."""
-        return self.settings.network
+        labels = self._labels.symbols
+        network = self.settings.network
+        return network if network.labels == labels else network.model_copy(update={"labels": labels})
 
     @property
-    def _labels(self) -> Labels:
-        return _labels(self.network.labels)
+    def _labels(self) -> Labels | Subwords:
+        """Labels of this run. Where they are learned, that opens the training data; all ranks must ask for them."""
+        if self._known_labels is None:
+            known = self._run_labels.known()
+            if known is None:
+                self._corpora()
+                known = self._run_labels.known()
+            assert known is not None
+            self._known_labels = known
+        return self._known_labels
+
+    @property
+    def _run_labels(self) -> RunLabels:
+        if self._finding_labels is None:
+            self._finding_labels = RunLabels(self.settings, self.world.rank, self.gather, self.say)
+        return self._finding_labels
 
     def _corpora(self) -> dict[Part, Corpus]:
         """Return all data sets of the run, opened together when the first is asked for."""
         if self._opened is None:
-            self._opening = Opening(self.settings, (self.world.rank, self.world.size), self.gather, self.say)
+            share = self.world.rank, self.world.size
+            self._opening = Opening(self.settings, share, self.gather, self.say, self._run_labels.learn)
             self._opened = self._opening.open(parts_of(self.settings))
         return self._opened
 
@@ -276,12 +298,6 @@ class Asr(Task):
     def _read(self, model: nn.Module, grain: Grain, log_probs: Tensor) -> list[str]:
         beam_width = self.settings.beam_width if self.settings.decoder == "beam" else None
         return transcripts(log_probs, self._frames(model, grain), self._labels, beam_width)
-
-
-@functools.lru_cache(maxsize=4)
-def _labels(symbols: tuple[str, ...]) -> Labels:
-    """Return labels that are checked once, not for every utterance."""
-    return Labels(symbols)
 
 
 def _place(line: BadLine) -> tuple[str, int]:

@@ -14,12 +14,20 @@ import soundfile
 
 from paceline.config.named_sets import NamedTwice, absolute_set, name_sets
 from paceline.data.manifest.bad_line import BadManifest
+from paceline.data.manifest.columns import Manifest
 from paceline.data.plan import BatchRule, Plan
 from paceline.recipes.asr.data.corpus import BAD_DATA, Corpus, Opening, Part, parts_of
 from paceline.recipes.asr.data.utterances import Utterances
+from paceline.recipes.asr.settings import AsrSettings
+from paceline.recipes.asr.text.labels import Labels
 from paceline.world.link import Link
 from tests.ranks import ranks, run_ranks
 from tests.recipes.asr import tiny
+
+
+def labels_of(config: AsrSettings) -> Callable[[Manifest | None], Labels]:
+    return lambda training: Labels(config.network.labels)
+
 
 # -- which sets --------------------------------------------------------------------------------------------------------
 
@@ -106,7 +114,7 @@ def open_all(
 ) -> tuple[dict[Part, Corpus], Opening, list[str]]:
     said: list[str] = []
     config = tiny.settings(folder, **changes)
-    opening = Opening(config, share, gather, said.append)
+    opening = Opening(config, share, gather, said.append, labels_of(config))
     return opening.open(parts_of(config)), opening, said
 
 
@@ -311,7 +319,7 @@ def test_a_long_manifest_has_no_object_per_line(tmp_path: Path) -> None:
     line = '{"audio_filepath": "some/where/%06d.flac", "duration": %.2f, "text": "abc abc"}'
     tiny.manifest(tmp_path / "train.json", [line % (row, 1 + row % 1500 / 100) for row in range(number)])
     config = tiny.settings(tmp_path, check_audio=False)
-    opening = Opening(config, (0, 1), alone, lambda text: None)
+    opening = Opening(config, (0, 1), alone, lambda text: None, labels_of(config))
     (corpus,) = opening.open(parts_of(config)).values()
     data = Utterances(corpus.manifest, corpus.texts, tiny.RATE, config)
     assert len(data) == number

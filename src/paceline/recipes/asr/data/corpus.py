@@ -5,8 +5,9 @@ What is wrong is found before training begins, all of it; it ends the run, or is
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,8 @@ import numpy as np
 
 from paceline.config.named_sets import name_sets
 from paceline.config.problems import first_lines
+from paceline.core.errors import PacelineError
+from paceline.core.language import said
 from paceline.core.run_folder import RunFolder
 from paceline.data.audio.check import check_all
 from paceline.data.manifest.bad_line import BadLine, BadManifest, shown
@@ -30,6 +33,7 @@ from paceline.recipes.asr.sound.features import LogMel
 from paceline.recipes.asr.sound.perturb import is_active
 from paceline.recipes.asr.text.labels import (
     EncodedTexts,
+    EncodingLabels,
     Labels,
     LabelsLackLetters,
     TextReport,
@@ -43,6 +47,39 @@ BAD_DATA = "bad-data.txt"
 """In the run folder: the lines that `bad_data: skip` left out."""
 MOST_THREADS = 16
 """That look at audio files, on one rank."""
+
+
+class TranscriptsTooLong(PacelineError):
+    """Utterances that CTC cannot learn: it writes one label per frame at most, and a blank between equal ones."""
+
+    num_short: int
+    total: int
+    network: NetworkSettings
+    are_characters: bool
+    sentence = (
+        "train: {share} of the utterances have fewer frames than their transcripts have labels, and would add nothing: "
+        "the network has a frame per {frame_ms:.0f} ms at its output"
+    )
+    hint = "{advice}; `--max-too-short {go_on:g}` goes on with the others"
+
+    @property
+    def share(self) -> str:
+        return f"{self.num_short / self.total:.1%}"
+
+    @property
+    def go_on(self) -> float:
+        return min(1.0, math.ceil(100 * self.num_short / self.total + 1) / 100)
+
+    @property
+    def frame_ms(self) -> float:
+        frames = 100_000
+        return 1000 * self.network.features.stride_s * frames / self.network.output_length(frames)
+
+    @property
+    def advice(self) -> str:
+        if self.are_characters:
+            return said("write subwords, which are fewer: `--vocabulary 128`")
+        return said("write longer subwords (a larger `--vocabulary`), or take a network that keeps more frames")
 
 
 @dataclass(frozen=True)
@@ -93,8 +130,11 @@ class Opening:
         share: tuple[int, int],
         gather: Callable[[Any], list[Any]],
         say: Callable[[str], None],
+        find_labels: Callable[[Manifest | None], EncodingLabels],
     ) -> None:
+        """`find_labels` returns what transcripts are written in, and may learn it from those of training."""
         self._settings, self._share, self._gather, self._say = settings, share, gather, say
+        self._find_labels = find_labels
         self.bad: list[BadLine] = []
         """What was left out, as far as it is listed."""
         self.num_bad = 0
@@ -105,8 +145,9 @@ class Opening:
         self._refuse_bad(looks.values())
         self.bad = [line for look in looks.values() for line in look.bad]
         self.num_bad = sum(look.num_bad for look in looks.values())
-        finished = {part: self._finish(part, look) for part, look in looks.items()}
-        self._check_labels({part: report for part, (_, report) in finished.items()})
+        labels = self._find_labels(next((look.manifest for part, look in looks.items() if part.is_training), None))
+        finished = {part: self._finish(part, look, labels) for part, look in looks.items()}
+        self._check_labels({part: report for part, (_, report) in finished.items()}, labels)
         return {part: corpus for part, (corpus, _) in finished.items()}
 
     def _refuse_bad(self, looks: Iterable[_Look]) -> None:
@@ -154,7 +195,7 @@ class Opening:
             mine = check_all(manifest, rows, threads=threads, progress=progress)
         return [line for lines in self._gather(mine) for line in lines]
 
-    def _finish(self, part: Part, look: _Look) -> tuple[Corpus, TextReport]:
+    def _finish(self, part: Part, look: _Look, labels: EncodingLabels) -> tuple[Corpus, TextReport]:
         manifest, reading = look.manifest, look.reading
         assert manifest is not None
         assert reading is not None
@@ -165,13 +206,19 @@ class Opening:
             self._say(f"{part.name}: skipped {len(audio):,} with bad audio")
             for line in shown(audio, len(audio)):
                 self._say(line)
-        texts, report = encode_all(_texts(manifest), Labels(self._settings.network.labels), self._settings.text_rules)
-        for remark in remarks(report, manifest, texts, self._settings.network):
-            self._say(f"{part.name}: {remark}")
+        network = self._settings.network
+        texts, report = encode_all(texts_of(manifest), labels, self._settings.text_rules)
+        if report.num_changed or report.dropped or report.num_empty:
+            self._say(f"{part.name}: {report}")
+        num_short = too_short(manifest, texts, network)
+        if num_short:
+            self._say(f"{part.name}: {num_short:,} too short for their transcripts add nothing to the loss")
+        if part.is_training and num_short > self._settings.max_too_short * len(manifest):
+            self._refuse_new(TranscriptsTooLong(num_short, len(manifest), network, isinstance(labels, Labels)))
         return Corpus(manifest, texts), report
 
-    def _check_labels(self, reports: Mapping[Part, TextReport]) -> None:
-        """Refuse transcripts that the labels cannot write; a run that goes on has been trained on them already."""
+    def _check_labels(self, reports: Mapping[Part, TextReport], labels: EncodingLabels) -> None:
+        """Refuse transcripts that the labels cannot write."""
         settings = self._settings
         names = [part.name for part, report in reports.items() if report.lost_share > settings.max_lost_words]
         if not names:
@@ -181,8 +228,15 @@ class Opening:
             if part.name in names:
                 together.add(report)
         is_training = settings.mode in ("train", "train_eval")
-        labels = Labels(settings.network.labels)
-        refused = LabelsLackLetters(", ".join(names), together, labels, settings.text_rules, is_training)
+        is_given = settings.tokenizer is not None
+        refused = LabelsLackLetters(
+            ", ".join(names), together, labels.letters, settings.text_rules, is_training, is_given
+        )
+        self._refuse_new(refused)
+
+    def _refuse_new(self, refused: PacelineError) -> None:
+        """Raise, or say it of a run that goes on: it has been trained on this data already."""
+        settings = self._settings
         goes_on = settings.resume != "no" and settings.out is not None and listed(RunFolder(settings.out).checkpoints)
         if not goes_on:
             raise refused
@@ -195,18 +249,15 @@ def list_bad(folder: Path, bad: Sequence[BadLine], num_bad: int) -> None:
     (folder / BAD_DATA).write_text(text, encoding="utf-8", errors="surrogateescape")
 
 
-def _texts(manifest: Manifest) -> Any:
+def texts_of(manifest: Manifest) -> Iterator[str]:
+    """Yield the transcripts, as they are."""
     return (manifest.text(row) for row in range(len(manifest)))
 
 
-def remarks(report: TextReport, manifest: Manifest, texts: EncodedTexts, network: NetworkSettings) -> list[str]:
-    """Return what a user should know of the transcripts."""
-    found = [str(report)] if report.num_changed or report.dropped or report.num_empty else []
+def too_short(manifest: Manifest, texts: EncodedTexts, network: NetworkSettings) -> int:
+    """Return the number of utterances with fewer frames at the network's output than CTC needs for their texts."""
     samples = np.rint(manifest.durations * network.sample_rate).astype(np.int64)
     num_frames = LogMel(network.features, network.sample_rate).frame_rule
     frames, where = np.unique(num_frames(samples), return_inverse=True)
     outputs = np.array([network.output_length(int(number)) for number in frames])[where]
-    num_short = int(np.count_nonzero(required_frames(texts) > outputs))
-    if num_short:
-        found.append(f"{num_short:,} too short for their transcripts add nothing to the loss")
-    return found
+    return int(np.count_nonzero(required_frames(texts) > outputs))

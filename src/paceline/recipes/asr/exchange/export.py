@@ -20,6 +20,7 @@ from paceline.core.disk import sync
 from paceline.core.errors import PacelineError
 from paceline.recipes.asr.network.config import ENGLISH, BlockSettings, NetworkSettings, read_network
 from paceline.recipes.asr.network.encoder import weight_shapes
+from paceline.recipes.asr.text.subwords.tokenizer import Tokenizer
 
 WEIGHTS = "model.safetensors"
 NETWORK = "network.yaml"
@@ -103,11 +104,16 @@ def is_export(folder: Path) -> bool:
 
 
 def write_export(
-    folder: Path, network: NetworkSettings, weights: Mapping[str, Tensor], about: Mapping[str, Any]
+    folder: Path,
+    network: NetworkSettings,
+    weights: Mapping[str, Tensor],
+    about: Mapping[str, Any],
+    tokenizer: Tokenizer | None = None,
 ) -> None:
     """Write a model, whole or not at all; an earlier export is replaced, any other folder refused.
 
     `weights` are named as in the whole model (`encoder.`, `decoder.`); `about` becomes a comment for people.
+    The `tokenizer` of subwords lies beside them, as it lies in the run.
     """
     check_weights(network, weights, folder)
     try:
@@ -122,6 +128,8 @@ def write_export(
             plain = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()}
             save_file(plain, written / WEIGHTS, metadata={"format": "pt"})
             (written / NETWORK).write_text(as_yaml(network, about), encoding="utf-8")
+            if tokenizer is not None:
+                (written / tokenizer.file).write_bytes(tokenizer.content)
             _to_disk(written)
             _put(written, folder, aside / "replaced")
         finally:

@@ -115,7 +115,16 @@ _CLASSES = {
     "spec_augment": ("SpectrogramAugmentation",),
     "decoder": ("ConvASRDecoder", "JasperDecoderForCTC"),
 }
-_UNREAD = ("AudioToTextDataLayer", "train_ds", "validation_ds", "test_ds", "optim", "trainer", "exp_manager")
+_UNREAD = (
+    "AudioToTextDataLayer",
+    "train_ds",
+    "validation_ds",
+    "test_ds",
+    "optim",
+    "trainer",
+    "exp_manager",
+    "tokenizer",
+)
 _HEADS = ("_target_", "cls", "header", "params", "init_params")
 _INTERPOLATION = re.compile(r"\$\{([\w.-]+)\}")
 _VERSION = re.compile(r"v?(\d+)\.(\d+)")
@@ -309,7 +318,7 @@ class _Translator:
         places += [("labels",), ("model", "labels")]
         for place in places:
             labels = self._get(place)
-            if labels is not None:
+            if labels is not None and labels != []:  # of subwords that a tokenizer will name
                 self.done.values["labels"] = labels
                 self.done.origins[("labels",)] = place
                 break

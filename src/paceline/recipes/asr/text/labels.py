@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Literal, overload
+from typing import Any, Final, Literal, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,6 +85,15 @@ class Labels(Pieces):
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join([self.symbols[label] for label in ids])
+
+    @property
+    def letters(self) -> Labels:
+        """Characters to which texts are brought before they become ids: these."""
+        return self
+
+    def encode_many(self, texts: list[str]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+        """Return the ids of texts that consist of labels in one array, and how many each has."""
+        return self._ids("".join(texts)), _lengths(texts)
 
     @cached_property
     def _id_of(self) -> dict[str, int]:
@@ -341,26 +350,55 @@ def required_frames(ids: Sequence[int] | NDArray[Any] | EncodedTexts) -> int | N
     return np.asarray(ids.lengths + inside, np.int64)
 
 
-def encode_all(texts: Iterable[str], labels: Labels, mode: TextMode) -> tuple[EncodedTexts, TextReport]:
+class EncodingLabels(Protocol):
+    """Labels that texts are written in: characters, or subwords."""
+
+    @property
+    def symbols(self) -> tuple[str, ...]: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    @property
+    def letters(self) -> Labels:
+        """Characters that they can write."""
+
+    def encode_many(self, texts: list[str]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+        """Return the ids of texts of these letters in one array, and how many each has."""
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+
+def encode_all(texts: Iterable[str], labels: EncodingLabels, mode: TextMode) -> tuple[EncodedTexts, TextReport]:
     """Return the ids of all texts, normalised, and what that changed. Texts that already consist of labels cost
     least."""
-    normalizer = Normalizer(labels, mode)
     report = TextReport()
     ids: list[NDArray[Any]] = []
     lengths: list[NDArray[np.int64]] = []
-    for chunk in _chunks(texts):
-        report.num_words += sum(map(count_words, chunk))
-        for number in _to_normalize(chunk, labels, mode):
-            normalized = normalizer(chunk[number])
-            report.add_text(chunk[number], normalized)
-            chunk[number] = normalized.text
-        ids.append(labels._ids("".join(chunk)).astype(labels.dtype))
-        lengths.append(_lengths(chunk))
-        report.num_texts += len(chunk)
-        report.num_empty += int(np.count_nonzero(lengths[-1] == 0))
+    for chunk in _normalized(texts, labels.letters, mode, report):
+        numbers, counts = labels.encode_many(chunk)
+        ids.append(numbers.astype(labels.dtype))
+        lengths.append(counts)
     offsets = np.zeros(report.num_texts + 1, np.int64)
     np.cumsum(np.concatenate([np.empty(0, np.int64), *lengths]), out=offsets[1:])
     return EncodedTexts(np.concatenate([np.empty(0, labels.dtype), *ids]), offsets), report
+
+
+def normalized(texts: Iterable[str], letters: Labels, mode: TextMode) -> Iterator[str]:
+    """Yield texts as `encode_all` brings them to the letters, before they become ids."""
+    for chunk in _normalized(texts, letters, mode, TextReport()):
+        yield from chunk
+
+
+def _normalized(texts: Iterable[str], letters: Labels, mode: TextMode, report: TextReport) -> Iterator[list[str]]:
+    normalizer = Normalizer(letters, mode)
+    for chunk in _chunks(texts):
+        report.num_words += sum(map(count_words, chunk))
+        for number in _to_normalize(chunk, letters, mode):
+            result = normalizer(chunk[number])
+            report.add_text(chunk[number], result)
+            chunk[number] = result.text
+        report.num_texts += len(chunk)
+        report.num_empty += sum(not text for text in chunk)
+        yield chunk
 
 
 def _to_normalize(texts: list[str], labels: Labels, mode: TextMode) -> list[int]:
@@ -411,6 +449,8 @@ class LabelsLackLetters(PacelineError):
     labels: Labels
     mode: TextMode
     is_training: bool = True
+    is_given: bool = False
+    """The labels are subwords from a file: others cannot be added to them."""
     sentence = "{part}: {share} of the words lose letters that are not among the labels: {letters}{example}"
     hint = "{advice}"
 
@@ -437,6 +477,10 @@ class LabelsLackLetters(PacelineError):
         words = [f"--text-rules {rules}"] * (rules != self.mode)
         if not lost:
             return f"bring the transcripts to the labels with `{words[0]}`; {go_on}"
+        if self.is_given:
+            symbols = "".join(covering(self.labels, lost, rules).symbols)
+            learn = f"`--vocabulary 128 --labels {_quoted(symbols)}`"
+            return f"the tokenizer does not know them: give another, or learn one with {learn}; {go_on}"
         symbols = "".join(covering(self.labels, lost, rules).symbols)
         words.append(f"--labels {_quoted(symbols)}")
         yaml = f"in YAML `labels: {json.dumps(symbols, ensure_ascii=False)}`"

@@ -76,10 +76,16 @@ class Pieces:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of labels, with one space between words."""
-        joined = "".join([self.pieces[label] for label in ids])
+        joined = "".join([self._texts[label] for label in ids])
         if self._has_bytes:
             joined = _with_characters(joined)
         return " ".join(joined.replace(WORD_START, " ").split())
+
+    @cached_property
+    def _texts(self) -> tuple[str, ...]:
+        """Pieces, and what is unknown as a word of its own."""
+        unknown = WORD_START + UNKNOWN
+        return tuple(unknown + WORD_START if piece == unknown else piece for piece in self.pieces)
 
     @cached_property
     def _has_bytes(self) -> bool:
