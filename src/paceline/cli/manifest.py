@@ -15,6 +15,7 @@ from paceline.core.json_text import json_text
 from paceline.core.language import said
 from paceline.core.terminal import emit, tell, warn
 from paceline.core.units import counted, plural
+from paceline.data.shards.tar_index import SUFFIX
 from paceline.observe.bars import SideBar
 
 PROG = "paceline manifest"
@@ -30,7 +31,8 @@ class ScanOptions(Section):
 
     path: Path
     """A folder (text in a .txt beside each audio file, in transcripts.tsv, .csv or .txt, or in LibriSpeech's layout), a
-    .tsv or .csv that names files and texts, or a manifest whose durations are measured anew."""
+    .tsv or .csv that names files and texts, WebDataset shards ('shard-{0..7}.tar'), or a manifest whose durations are
+    measured anew."""
     out: Path | None = None
     """The manifest to write; PATH/manifest.json for a folder, `train.measured.json` for train.json if not set."""
     force: bool = False
@@ -128,7 +130,7 @@ def _scan(options: ScanOptions) -> int:
     from paceline.recipes.asr.manifests import scan as scanning
 
     try:
-        if not options.path.exists():
+        if options.path.suffix != SUFFIX and not options.path.exists():
             raise NotAManifest(options.path, "there is no such file or folder")
     except OSError as error:
         raise NotAManifest(options.path, f"cannot be read: {error.strerror}") from None

@@ -13,7 +13,9 @@ from pydantic import AfterValidator, PlainSerializer
 from paceline.core.cloud.address import placed_absolute, shown
 from paceline.core.errors import PacelineError
 
-_BETWEEN_FILES = re.compile(r"(?<=\.json)\+|(?<=\.jsonl)\+|(?<=\.h5)\+|(?<=\.hdf5)\+|(?<=\.hdf)\+")
+_BETWEEN_FILES = re.compile(
+    r"(?<=\.json)\+|(?<=\.jsonl)\+|(?<=\.h5)\+|(?<=\.hdf5)\+|(?<=\.hdf)\+|(?<=\.tar)\+|(?<=\.gz)\+"
+)
 """Elsewhere a plus belongs to a name."""
 
 
@@ -28,10 +30,10 @@ class NamedTwice(PacelineError):
 def name_sets(words: Sequence[str]) -> dict[str, tuple[Path, ...]]:
     """Sets by name: as the word says, else by the file, with its folder where that is not enough."""
     named = [_parse(word) for word in words]
-    stems = [paths[0].stem for name, paths in named if name is None]
+    stems = [_stem(paths[0]) for name, paths in named if name is None]
     sets: dict[str, tuple[Path, ...]] = {}
     for given, paths in named:
-        stem = paths[0].stem
+        stem = _stem(paths[0])
         name = given or (stem if stems.count(stem) == 1 else f"{paths[0].parent.name}-{stem}")
         if name in sets:
             raise NamedTwice(name)
@@ -47,6 +49,12 @@ def absolute_set(word: str) -> str:
 
 
 SetWord = Annotated[str, AfterValidator(absolute_set), PlainSerializer(shown, return_type=str, when_used="json")]
+
+
+def _stem(path: Path) -> str:
+    """Return the name of a file without its suffix, and of several without their numbers or their shards."""
+    stem = Path(re.sub(r"@.*\.tar$", "", path.name).removesuffix(".gz")).stem
+    return re.sub(r"[_.-]*(\{\d+\.\.\d+\}|_OP_\d+\.\.\d+_CL_)", "", stem) or stem
 
 
 def _parse(word: str) -> tuple[str | None, tuple[Path, ...]]:

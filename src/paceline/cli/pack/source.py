@@ -57,7 +57,7 @@ def source_of(options: PackOptions, words: Sequence[str]) -> Source:
 def _are_texts(words: Sequence[str]) -> bool:
     """Return True for files of pairs (.tsv), or for two text files, one the translation of the other."""
     names = [Path(word).name.lower().removesuffix(".gz") for word in words]
-    if any(name.endswith((".json", ".jsonl", ".nemo")) or is_packed(Path(name)) for name in names):
+    if any(name.endswith((".json", ".jsonl", ".nemo", ".tar")) or is_packed(Path(name)) for name in names):
         return False
     return all(name.endswith(".tsv") for name in names) or len(names) == 2
 

@@ -21,6 +21,7 @@ from paceline.core.cloud.file_copy import bring_missing
 from paceline.core.errors import PacelineError
 from paceline.core.language import phrase
 from paceline.core.paths import near
+from paceline.data.shards.tar_index import SUFFIX, Member, ShardUnreadable, open_member, split_member, tar_index
 
 SUFFIXES = frozenset((".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au", ".sph", ".w64", ".caf"))
 """Suffixes of audio files in a folder."""
@@ -77,22 +78,29 @@ class _Sound(soundfile.SoundFile):  # type: ignore[misc]
 
 @contextmanager
 def opened(path: Path) -> Iterator[soundfile.SoundFile]:
-    """Open a file for reading; every error of libsndfile becomes `AudioUnreadable`."""
+    """Open a file, or a member of a tar file, for reading; every error of libsndfile becomes `AudioUnreadable`."""
     # Not blocking: a pipe without a writer would wait forever.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         try:
             descriptor = os.open(path, flags)
-        except FileNotFoundError:
-            if not bring_missing(path):
+        except (FileNotFoundError, NotADirectoryError):
+            if _is_inside(path):
+                descriptor = -1
+            elif bring_missing(path):
+                descriptor = os.open(path, flags)
+            else:
                 raise
-            descriptor = os.open(path, flags)
     except FileNotFoundError:
         raise AudioUnreadable(path, phrase("there is no such file")) from None
     except OSError as error:
         raise AudioUnreadable(path, phrase("cannot be opened: {reason}", reason=error.strerror or error)) from None
     except ValueError as error:  # a name with a zero byte
         raise AudioUnreadable(path, phrase("cannot be opened: {reason}", reason=error)) from None
+    if descriptor < 0:
+        with _opened_member(path) as file:
+            yield file
+        return
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -101,9 +109,7 @@ def opened(path: Path) -> Iterator[soundfile.SoundFile]:
         if status.st_size == 0:
             raise AudioUnreadable(path, phrase("is empty"))
         with _Sound(descriptor, closefd=False) as file:
-            if not LOWEST_HZ <= file.samplerate <= HIGHEST_HZ:
-                why = phrase("is damaged: it claims a sample rate of {rate} Hz", rate=file.samplerate)
-                raise AudioUnreadable(path, why)
+            _check_rate(path, file)
             yield file
     except soundfile.LibsndfileError as error:
         raise AudioUnreadable(path, _why(error)) from None
@@ -111,6 +117,45 @@ def opened(path: Path) -> Iterator[soundfile.SoundFile]:
         raise AudioUnreadable(path, phrase("cannot be read: {why}", why=error.strerror)) from None
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _opened_member(path: Path) -> Iterator[soundfile.SoundFile]:
+    shard, member = _member(path)
+    if member.size == 0:
+        raise AudioUnreadable(path, phrase("is empty"))
+    try:
+        with open_member(shard, member) as raw, _Sound(raw) as file:
+            _check_rate(path, file)
+            yield file
+    except soundfile.LibsndfileError as error:
+        raise AudioUnreadable(path, _why(error)) from None
+    except OSError as error:
+        raise AudioUnreadable(path, phrase("cannot be read: {why}", why=error.strerror)) from None
+
+
+def _is_inside(path: Path) -> bool:
+    return f"{SUFFIX}/" in str(path) and split_member(path) is not None
+
+
+def _member(path: Path) -> tuple[Path, Member]:
+    """Return the tar file and the place in it of a path inside of one."""
+    inside = split_member(path)
+    assert inside is not None
+    shard, name = inside
+    try:
+        member = tar_index(shard).find(name)
+    except ShardUnreadable as unreadable:
+        raise AudioUnreadable(shard, unreadable.why) from None
+    if member is None:
+        raise AudioUnreadable(path, phrase('{shard} has no member "{name}"', shard=near(shard), name=name))
+    return shard, member
+
+
+def _check_rate(path: Path, file: soundfile.SoundFile) -> None:
+    if not LOWEST_HZ <= file.samplerate <= HIGHEST_HZ:
+        why = phrase("is damaged: it claims a sample rate of {rate} Hz", rate=file.samplerate)
+        raise AudioUnreadable(path, why)
 
 
 def known_frames(file: soundfile.SoundFile) -> int:
@@ -166,15 +211,21 @@ def _blocks(file: soundfile.SoundFile, frames: int, dtype: str) -> Iterator[NDAr
 def missing_end(path: Path) -> str | None:
     """Return the evidence that a file was cut off; None if there is none, or if the file cannot be opened."""
     try:
-        if not path.is_file():
+        if path.is_file():
+            file: BinaryIO = path.open("rb")
+            size = path.stat().st_size
+        elif _is_inside(path):
+            shard, member = _member(path)
+            file, size = open_member(shard, member), member.size
+        else:
             return None
-        with path.open("rb") as file:
+        with file:
             begin = file.read(12)
             if begin[:4] == b"RIFF" and begin[8:] == b"WAVE":
-                return _of_wav(file, path.stat().st_size)
+                return _of_wav(file, size)
             if begin[:4] == b"OggS":
-                return _of_ogg(file, path.stat().st_size)
-    except OSError:
+                return _of_ogg(file, size)
+    except (OSError, AudioUnreadable):
         pass  # opening it for reading gives a better message
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from paceline.core.errors import PacelineError
 from paceline.core.json_text import json_text
 from paceline.core.paths import near
 from paceline.data.manifest.columns import Manifest
+from paceline.data.manifest.lhotse import is_cut, lines_of_cut
 from paceline.data.manifest.line import AUDIO_KEYS, BOM, parse_object
 from paceline.data.packed.errors import is_packed
 from paceline.data.packed.reader import open_packed
+from paceline.data.shards.tar_index import SUFFIX
 from paceline.data.strings import Strings
 
-_IN_COLUMNS = frozenset((*AUDIO_KEYS, "duration", "offset", "text", "text_filepath"))
+_IN_COLUMNS = frozenset((*AUDIO_KEYS, "duration", "offset", "text", "text_filepath", "shard_id"))
 
 
 class ManifestChanged(PacelineError):
@@ -41,8 +44,29 @@ def raw_lines(manifest: Manifest) -> Iterator[tuple[int, bytes]]:
         if is_packed(path):
             packed = open_packed(path)
             yield from ((row, _as_line(manifest, row, packed.extra(manifest.line(row) - 1))) for row in rows.tolist())
-        else:
-            yield from _lines_of_file(path, rows.tolist(), manifest.lines[rows].tolist())
+            continue
+        lines = _lines_of_file(_file_of(path), rows.tolist(), manifest.lines[rows].tolist())
+        yield from (
+            (row, _own_line(manifest, row, path, raw) if b'"supervisions"' in raw else raw) for row, raw in lines
+        )
+
+
+def _file_of(path: Path) -> Path:
+    """Return the file of a source's lines; those of a shard are kept in the cache."""
+    if path.suffix != SUFFIX:
+        return path
+    from paceline.data.shards.scan import shard_lines  # needs soundfile
+
+    return shard_lines(path)
+
+
+def _own_line(manifest: Manifest, row: int, path: Path, raw: bytes) -> bytes:
+    """Return the line of a row that is a cut, or one of the supervisions of a cut."""
+    entry = parse_object(raw)
+    if not is_cut(entry):
+        return raw
+    lines = lines_of_cut(entry, path.parent)
+    return json_text(min(lines, key=lambda line: abs(line["offset"] - manifest.offset(row)))).encode()
 
 
 def extra_keys(manifest: Manifest) -> Strings:
@@ -67,7 +91,7 @@ def extra_keys(manifest: Manifest) -> Strings:
 
 def _lines_of_file(path: Path, rows: list[int], numbers: list[int]) -> Iterator[tuple[int, bytes]]:
     """Yield (row, line) for ascending line numbers."""
-    with path.open("rb") as file:
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         position, raw = 0, b""
         for row, number in zip(rows, numbers, strict=True):
             while position < number:

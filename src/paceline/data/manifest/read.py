@@ -1,6 +1,7 @@
 """NeMo's manifests: one JSON object per line, one or several files read into one data set.
 
-Packed files (`.h5`) are read beside them, each row as a line.
+Packed files (`.h5`), WebDataset shards (`.tar`) and Lhotse's cuts are read beside them, each row, sample or supervision
+as a line.
 
 A line names `audio_filepath` (or `audio_filename`), `duration` in seconds, `text` (or `text_filepath`) and, for a part
 of a longer file, `offset`; paths are relative to the manifest's folder, other keys are ignored.
@@ -10,24 +11,26 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import gzip
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.cloud.address import local_path
-from paceline.core.cloud.file_copy import bring
 from paceline.core.errors import PacelineError
 from paceline.core.language import phrase
 from paceline.core.paths import near
 from paceline.core.units import counted, duration
 from paceline.data.manifest.bad_line import MOST_SHOWN, BadLine, BadManifest, beginning, shown
 from paceline.data.manifest.columns import Manifest
-from paceline.data.manifest.line import BOM, Line, LineInvalid, parse_line
+from paceline.data.manifest.lhotse import is_cut, lines_of_cut
+from paceline.data.manifest.line import BOM, Line, LineInvalid, line_of, parse_object
 from paceline.data.manifest.packed import read_packed
+from paceline.data.manifest.sources import Shards, Source, beside, sources_of
 from paceline.data.packed.errors import is_packed
 from paceline.data.strings import Strings
 
@@ -161,16 +164,19 @@ def read_manifests(
     is not read. A line that cannot be used stops everything, with all such lines in one error, or is skipped. Without
     `needs_text` a line may do without a transcript, and none is read from a file.
     """
-    paths = manifest_paths(spec)
+    sources = _sources(spec)
+    paths = [source.path for source in sources]
     for path in paths:
         if not is_packed(path):
             _require_file(path)
-    reader = _Reader(paths, min_seconds, max_seconds, max_utterances, needs_text)
+    reader = _Reader(sources, min_seconds, max_seconds, max_utterances, needs_text)
     files = []
     for number in range(len(paths)):
         files.append(reader.read(number))
         if reader.is_full:
             break
+    else:
+        reader.check_shards()
     reading = Reading(tuple(files), tuple(reader.bad), min_seconds, max_seconds)
     are_all_bad = reading.num_bad == sum(file.num_lines for file in files)
     if reading.num_bad and (bad_data == "stop" or are_all_bad):
@@ -182,15 +188,17 @@ def read_manifests(
 
 def manifest_paths(spec: str | Sequence[Path | str]) -> list[Path]:
     """Return the files that a string names, with commas between."""
+    return [source.path for source in _sources(spec)]
+
+
+def _sources(spec: str | Sequence[Path | str]) -> list[Source]:
     names = [name.strip() for name in spec.split(",")] if isinstance(spec, str) else spec
-    paths = [local_path(name) for name in names if str(name)]
-    for path in paths:
-        bring(path)
-    if not paths:
+    sources = sources_of([name for name in names if str(name)])
+    if not sources:
         raise NotAManifest(
             repr(spec), phrase("names no manifest"), phrase("give one file, or several with commas between")
         )
-    return paths
+    return sources
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -198,7 +206,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     _require_file(path)
     is_empty = True
     try:
-        with path.open("rb", buffering=1 << 20) as file:
+        with open_lines(path) as file:
             for number, raw in enumerate(file, 1):
                 if number == 1:
                     _refuse_other_formats(path, raw)
@@ -209,6 +217,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     _refuse_array(path, raw)
                     is_empty = False
                 yield number, raw
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        hint = phrase("copy it again from where it was made, or see what is left: `gunzip {path}`", path=near(path))
+        raise NotAManifest(path, phrase("is compressed, and damaged: {why}", why=error), hint) from None
     except OSError as error:
         raise NotAManifest(path, phrase("cannot be read: {why}", why=error.strerror)) from None
     if is_empty:
@@ -217,6 +228,13 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             phrase("is empty"),
             phrase("it must hold one JSON object per line; `paceline manifest scan FOLDER` makes one"),
         )
+
+
+def open_lines(path: Path) -> IO[bytes]:
+    """Open a file of lines; one that ends in .gz is unpacked while it is read."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")
+    return path.open("rb", buffering=1 << 20)
 
 
 class _Columns:
@@ -262,13 +280,16 @@ class _Reader:
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        sources: Sequence[Source],
         min_seconds: float,
         max_seconds: float | None,
         max_utterances: int | None,
         needs_text: bool,
     ) -> None:
-        self._paths, self._needs_text = paths, needs_text
+        self._sources, self._needs_text = sources, needs_text
+        self._paths = [source.path for source in sources]
+        self._beside: dict[Path, Shards] = {}
+        """Of manifests with lines about shards that nobody named."""
         self._shortest = min_seconds
         self._longest = float("inf") if max_seconds is None else max_seconds
         self._most = float("inf") if max_utterances is None else max_utterances
@@ -287,23 +308,23 @@ class _Reader:
             return self._read_packed(source)
         short, long, num_bad = 0, 0, 0
         kept_s, short_s, long_s = 0.0, 0.0, 0.0
-        folder = path.parent
-        for number, raw in read_lines(path):
+        for number, raw in read_lines(self._lines_of(source)):
             try:
-                line = parse_line(raw, folder, self._needs_text)
+                lines = self._parse(source, number, raw)
             except LineInvalid as invalid:
                 num_bad += 1
                 self._note_bad(path, number, invalid.why, raw)
                 continue
-            if line.seconds < self._shortest:
-                short, short_s = short + 1, short_s + line.seconds
-            elif line.seconds > self._longest:
-                long, long_s = long + 1, long_s + line.seconds
-            else:
-                self._number, kept_s = self._number + 1, kept_s + line.seconds
-                self.columns.add(line, number, source)
-                if self._number >= self._most:
-                    break
+            for line in lines:
+                if line.seconds < self._shortest:
+                    short, short_s = short + 1, short_s + line.seconds
+                elif line.seconds > self._longest:
+                    long, long_s = long + 1, long_s + line.seconds
+                elif self._number < self._most:
+                    self._number, kept_s = self._number + 1, kept_s + line.seconds
+                    self.columns.add(line, number, source)
+            if self._number >= self._most:
+                break
         self.columns.flush(source)
         return FileReading(
             path,
@@ -312,6 +333,33 @@ class _Reader:
             too_long=Amount(long, long_s / 3600),
             num_bad=num_bad,
         )
+
+    def check_shards(self) -> None:
+        """Refuse patterns that name more shards than all lines are about."""
+        for shards in {id(source.shards): source.shards for source in self._sources}.values():
+            if shards is not None:
+                shards.check_all_used([source.path for source in self._sources if source.shards is shards])
+
+    def _lines_of(self, source: int) -> Path:
+        if not self._sources[source].are_samples:
+            return self._paths[source]
+        from paceline.data.shards.scan import shard_lines  # needs soundfile
+
+        return shard_lines(self._paths[source])
+
+    def _parse(self, source: int, number: int, raw: bytes) -> list[Line]:
+        """Return the utterances of a line: one, or those of a cut."""
+        entry, path = parse_object(raw), self._paths[source]
+        if "supervisions" in entry or "recording" in entry:
+            return [line_of(each, path.parent, self._needs_text) for each in _utterances(entry, path.parent)]
+        if "unusable" in entry:
+            raise LineInvalid(str(entry["unusable"]))
+        shards = self._sources[source].shards
+        if shards is None and "shard_id" in entry:
+            shards = self._beside.setdefault(path, beside(path))
+        if shards is not None:
+            entry = shards.locate(entry, path.parent, number)
+        return [line_of(entry, path.parent, self._needs_text)]
 
     def _read_packed(self, source: int) -> FileReading:
         whole = read_packed(self._paths[source], source=source, needs_text=self._needs_text)
@@ -336,6 +384,10 @@ class _Reader:
         if len(self.bad) < MOST_LISTED:
             text = beginning(raw) if len(self.bad) < MOST_SHOWN else ""
             self.bad.append(BadLine(path, number, what, text))
+
+
+def _utterances(entry: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    return lines_of_cut(entry, folder) if is_cut(entry) else [entry]
 
 
 def _amount(seconds: NDArray[np.float64]) -> Amount:
@@ -368,7 +420,8 @@ def _refuse_other_formats(path: Path, raw: bytes) -> None:
     if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise NotAManifest(path, phrase("is UTF-16"), phrase("save it as UTF-8"))
     if raw.startswith(b"\x1f\x8b"):
-        raise NotAManifest(path, phrase("is compressed"), phrase("unpack it: `gunzip {path}`", path=near(path)))
+        hint = phrase("let its name end in .gz, or unpack it: `gunzip {path}`", path=near(path))
+        raise NotAManifest(path, phrase("is compressed"), hint)
     if raw.startswith(b"\x89HDF"):
         hint = phrase("packed data is known by its name: let it end in .h5")
         raise NotAManifest(path, phrase("is HDF5, not JSON lines"), hint)

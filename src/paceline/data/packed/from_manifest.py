@@ -21,6 +21,7 @@ from paceline.data.packed.layout import About, LeftOut, StreamSpec, Structure, s
 from paceline.data.packed.piece import Piece, PieceMaker
 from paceline.data.packed.reader import open_packed
 from paceline.data.packed.verify import CheckedRows, RowDamaged
+from paceline.data.shards.tar_index import split_member
 
 PIECE_S = 1000.0
 """Seconds of audio in a piece: 32 MB at 16 kHz."""
@@ -181,7 +182,11 @@ class ManifestSource:
     def _files(self, row: int) -> list[Path]:
         """Return the files that the audio of a row is read from."""
         source = self._manifest.source(row)
-        return self._packed_files(source) if is_packed(source) else [self._manifest.audio(row)]
+        if is_packed(source):
+            return self._packed_files(source)
+        audio = self._manifest.audio(row)
+        inside = split_member(audio)
+        return [audio if inside is None else inside[0]]
 
     def _packed_files(self, source: Path) -> list[Path]:
         if source not in self._files_of:

@@ -176,7 +176,7 @@ class Opening:
         except BadManifest as error:
             return _Look(None, None, error.bad, error.total)
         audio = self._check_audio(manifest)
-        order = {path: number for number, path in enumerate(part.paths)}
+        order = {path: number for number, path in enumerate(manifest.sources)}
         bad = sorted([*reading.bad, *audio], key=lambda line: (order[line.path], line.line))
         is_good = np.ones(len(manifest), bool)
         is_good[[line.row for line in audio]] = False

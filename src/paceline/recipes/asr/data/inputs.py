@@ -31,7 +31,7 @@ class NothingToHear(PacelineError):
     word: str
     why: str
     sentence = "{word}: {why}"
-    hint = "give audio files, folders of them, manifests (.json, .jsonl) or packed files (.h5)"
+    hint = "give audio files, folders of them, manifests (.json, .jsonl), shards (.tar) or packed files (.h5)"
 
 
 class InputsUnreadable(PacelineError):
@@ -98,7 +98,7 @@ def measure_all(files: Sequence[Path]) -> dict[Path, AudioFacts | AudioUnreadabl
 def _named(word: str) -> Path | list[Path]:
     """A manifest, or the audio files that a word stands for."""
     path = Path(word)
-    if path.suffix.lower() in (".json", ".jsonl") or is_packed(path):
+    if path.name.lower().removesuffix(".gz").endswith((".json", ".jsonl", ".tar")) or is_packed(path):
         return path
     if not os.path.isdir(path):  # also where a name is too long to be one
         return [path]

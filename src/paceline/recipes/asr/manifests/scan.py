@@ -17,6 +17,10 @@ from paceline.data.audio.file import AudioUnreadable
 from paceline.data.manifest.bad_line import MOST_SHOWN
 from paceline.data.manifest.line import AUDIO_KEYS, LineInvalid, line_of, parse_object, resolve
 from paceline.data.manifest.read import read_lines
+from paceline.data.manifest.sources import sources_of
+from paceline.data.shards.pattern import expand
+from paceline.data.shards.scan import shard_lines
+from paceline.data.shards.tar_index import SUFFIX
 from paceline.recipes.asr.manifests.transcripts import TABLES, find_in_folder, find_in_table
 
 _DIGITS = 6
@@ -92,11 +96,16 @@ def default_out(path: Path) -> Path:
     """Return the default path of the manifest of a folder, of a table, or of another manifest."""
     if path.is_dir():
         return path / "manifest.json"
+    if path.suffix == SUFFIX:
+        first = next(iter(expand(path).values()))
+        return first.with_name("manifest.json" if first != path else f"{path.stem}.json")
     return path.with_suffix(".json" if path.suffix in TABLES else f".measured{path.suffix}")
 
 
 def gather(path: Path, out: Path) -> Sources:
     """Return the utterances of a folder, a table or a manifest, for a manifest at `out`."""
+    if path.suffix == SUFFIX:
+        return _gather_shards(path, out)
     if not path.is_dir() and path.suffix not in TABLES:
         return _gather_lines(path, out)
     corpus = find_in_folder(path) if path.is_dir() else find_in_table(path)
@@ -170,6 +179,21 @@ def _gather_lines(path: Path, out: Path) -> Sources:
         key = next(key for key in AUDIO_KEYS if fields.get(key) is not None)
         entries.append(Entry(resolve(path.parent, fields[key]), fields, where, key))
     return Sources(entries, {"lines that cannot be read": bad})
+
+
+def _gather_shards(path: Path, out: Path) -> Sources:
+    """Return the samples of WebDataset shards; they have been measured, and are measured again like all audio."""
+    entries: list[Entry] = []
+    bad: list[str] = []
+    for source in sources_of([path]):
+        for number, raw in read_lines(shard_lines(source.path)):
+            fields = parse_object(raw)
+            where = f"{source.path}:{number}"
+            if "unusable" in fields or "text" not in fields:
+                bad.append(f"{where}: {fields.get('unusable', 'there is no text beside the audio')}")
+                continue
+            entries.append(Entry(source.path.parent / fields["audio_filepath"], fields, where))
+    return Sources(entries, {"samples that cannot be used": bad})
 
 
 def _line(entry: Entry, out: Path) -> dict[str, Any] | str:
