@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -233,7 +233,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def open_lines(path: Path) -> IO[bytes]:
     """Open a file of lines; one that ends in .gz is unpacked while it is read."""
     if path.suffix == ".gz":
-        return gzip.open(path, "rb")
+        return cast("IO[bytes]", gzip.open(path, "rb"))
     return path.open("rb", buffering=1 << 20)
 
 

@@ -94,8 +94,9 @@ class Shards:
         if shard_id is None:
             place, member = self._search(name)
         else:
-            place, member = shard_id, self._member(self._index(shard_id, number), name)
-            if member is None:
+            found = self._member(self._index(shard_id, number), name)
+            place, member = shard_id, found or ""
+            if found is None:
                 raise LineInvalid(
                     phrase(
                         '{shard} has no member "{name}"', shard=near(self.files[place]), name=PurePosixPath(name).name

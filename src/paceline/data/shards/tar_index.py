@@ -182,7 +182,7 @@ def _walk(path: Path, size: int) -> TarIndex:
             file.seek(0)
             with tarfile.open(fileobj=file, mode="r:") as archive:
                 while (info := archive.next()) is not None:
-                    archive.members.clear()  # it would keep all of them
+                    archive.members.clear()  # type: ignore[attr-defined]  # it would keep all of them
                     end = info.offset_data + -(-info.size // _BLOCK) * _BLOCK
                     if info.isreg():
                         names.append(info.name.removeprefix("./").encode("utf-8", "surrogateescape"))
