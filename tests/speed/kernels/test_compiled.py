@@ -17,7 +17,16 @@ ADDED = {
     **{"seed": "*i32", "width": "i32", "rows": "i32", "rows_each": "i32", "least": "i64", "factor": "fp32"},
 }
 """Types of the arguments of `added_rows`."""
-SPILLED = {"backward 75": 16, "backward 75, cut": 48, "product": 16}
+CONFORMER = {
+    **dict.fromkeys(("qkv", "p", "shifted", "slopes", "of_qkv", "g", "mels", "of_x", "of_y"), "*bf16"),
+    **dict.fromkeys(("time", "heads", "width", "pitch", "p_stride", "parts_stride", "channels", "batch"), "i32"),
+    **dict.fromkeys(("time_0", "mels_0", "time_1", "mels_1", "time_2", "mels_2", "time_3", "mels_3"), "i32"),
+    **dict.fromkeys(("places", "places_each", "quads", "quads_t", "quads_f", "quads_each"), "i32"),
+    **dict.fromkeys(("blocks", "blocks_each"), "i32"),
+    **{"seed": "*i32", "lengths": "*i32", "least": "i64", "factor": "fp32", "scale": "fp32", "natural": "fp32"},
+}
+"""Types of the arguments of `relative`, `striding` and `gated_rows`."""
+SPILLED = {"backward 75": 16, "backward 75, cut": 48, "product": 16, "relative keys": 24}
 """Bytes of a thread's registers that lie in memory for want of room, where the kernel was measured with them."""
 
 
@@ -32,10 +41,11 @@ def test_compile_for_an_h200() -> None:
     for name, (stack_bytes, shared_bytes, multiplies, fetches) in found.items():
         assert stack_bytes <= SPILLED.get(name, 0), f"{name}: {stack_bytes} bytes of registers in memory"
         assert shared_bytes <= 227 * 1024, f"{name}: {shared_bytes} bytes of shared memory"
-        is_stream = name != "pieces" and not name.startswith("added")
-        assert (multiplies > 0) == is_stream, f"{name}: products on the warpgroups' tensor cores"
+        is_stream = name.startswith(("fetched", "backward", "product"))
+        multiplies_too = name.startswith(("relative", "strides first"))
+        assert (multiplies > 0) == (is_stream or multiplies_too), f"{name}: products on the warpgroups' tensor cores"
         assert (fetches > 0) == is_stream, f"{name}: fetched by the accelerator"
-    assert len(found) == 10
+    assert len(found) == 17
 
 
 def compile_all() -> dict[str, tuple[int, int, int, int]]:
@@ -78,6 +88,34 @@ def compile_all() -> dict[str, tuple[int, int, int, int]]:
         ):
             constants = {"HAS_DROPOUT": True, "WIDTH": width, **more}
             found[f"added {name} {width}"] = build(kernel, constants, {}, {"num_warps": added_rows.warps(width)}, ADDED)
+    return {**found, **compile_conformer()}
+
+
+def compile_conformer() -> dict[str, tuple[int, int, int, int]]:
+    """Kernels of a Conformer with heads of 64 channels."""
+    import triton.language as tl
+
+    from paceline.speed.kernels import gated_rows, relative, striding
+
+    heads = {**relative._common(4, 256), "PRODUCT": tl.bfloat16}
+    found = {}
+    for name, kernel, more in (
+        ("forward", relative._forward, {"HAS_DROPOUT": True}),
+        ("keys", relative._backward_keys, {"HAS_DROPOUT": True}),
+        ("queries", relative._backward_queries, {}),
+        ("places", relative._backward_places, {}),
+    ):
+        found[f"relative {name}"] = build(kernel, {**heads, **more}, {}, {"num_warps": 4}, CONFORMER)
+    for name, kernel, places, channels in (
+        ("first", striding._first, striding.PLACES, striding.CHANNELS),
+        ("first backward", striding._first_backward, striding.PLACES_BACK, striding.CHANNELS_BACK),
+    ):
+        constants = {"PLACES": places, "CHANNELS": channels, "PRODUCT": tl.bfloat16}
+        kinds = {**CONFORMER, "weight": "*bf16"}
+        found[f"strides {name}"] = build(kernel, constants, {}, {"num_warps": 8}, kinds)
+    taps = {"KERNEL": 31, "TAPS": 32, "TIMES": gated_rows.TIMES, "CHANNELS": gated_rows.CHANNELS}
+    kinds = {**CONFORMER, "y": "*bf16"}
+    found["taps"] = build(gated_rows._depthwise_backward, taps, {}, {"num_warps": 4}, kinds)
     return found
 
 

@@ -89,8 +89,8 @@ def test_functions_are_what_autograd_says(dropout: float) -> None:
 def kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     from paceline.speed.kernels import relative
 
-    monkeypatch.setattr(relative, "QUERIES", 16)
-    monkeypatch.setattr(relative, "KEYS", 32)
+    small = {name: relative.Tile(16, 32) for name in relative.TILES}
+    monkeypatch.setattr(relative, "TILES", {**small, "places": relative.Tile(32, 16)})
     monkeypatch.setattr(relative, "PROGRAMS", 12)
     return relative
 
@@ -112,7 +112,7 @@ def test_kernels(kernels: Any, batch: int, time: int, heads: int, head: int, dro
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("shape", [(3, 209, 4, 64), (1, 64, 8, 64), (5, 333, 4, 44), (2, 1, 1, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 209, 4, 64), (1, 64, 8, 64), (5, 333, 4, 44), (2, 5, 1, 16)], ids=str)
 def test_on_a_gpu_against_float64(shape: tuple[int, int, int, int]) -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True

@@ -5,7 +5,10 @@ convolution and the sums of its batch norm another; batch norm and swish the thi
 depthwise convolution with the gate and all of their sums. Nothing is added by atomics.
 """
 
+# ruff: noqa: RUF005 (Triton knows no unpacking)
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -16,6 +19,8 @@ from paceline.speed.kernels.residual_rows import GROUPS
 
 TIMES, CHANNELS = 16, 64
 """Of a tile."""
+MOST_TAPS = 9
+"""Of which a program keeps the sums."""
 
 
 @triton.jit
@@ -182,15 +187,13 @@ def _norm_gradient(
 
 @triton.jit
 def _depthwise_backward(
-    g, y, lengths, weight, of_y, parts, parts_stride, batch, time, channels, blocks, blocks_each,
-    KERNEL: tl.constexpr, TAPS: tl.constexpr, TIMES: tl.constexpr, CHANNELS: tl.constexpr,
+    g, y, lengths, weight, of_y, parts, parts_stride, time, channels, blocks, blocks_each,
+    KERNEL: tl.constexpr, TIMES: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients before the gate; sums: (KERNEL + 3, channels) of the taps, of `g`, and of both halves of that."""
+    """Gradients before the gate; sums: (3, channels) of `g`, and of both halves of what is found."""
     group = tl.program_id(0)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = c < channels
-    taps = tl.arange(0, TAPS)
-    of_taps = tl.zeros([TAPS, CHANNELS], tl.float32)
     of_values = tl.zeros([TIMES, CHANNELS], tl.float32)
     of_gates = tl.zeros([TIMES, CHANNELS], tl.float32)
     of_bias = tl.zeros([TIMES, CHANNELS], tl.float32)
@@ -199,14 +202,11 @@ def _depthwise_backward(
     for block in range(begin, tl.minimum(begin + blocks_each, blocks)):
         b = block // blocks_of_one
         t = (block % blocks_of_one) * TIMES + tl.arange(0, TIMES)
-        length = tl.load(lengths + b)
-        held = (t < length)[:, None] & is_channel[None, :]
+        held = (t < tl.load(lengths + b))[:, None] & is_channel[None, :]
         inside = (t < time)[:, None] & is_channel[None, :]
         at = (b * time + t).to(tl.int64)[:, None] * (2 * channels) + c[None, :]
         value = tl.load(y + at, mask=held, other=0.0).to(tl.float32)
         opened = tl.sigmoid(tl.load(y + at + channels, mask=held, other=0.0).to(tl.float32))
-        u = value * opened
-        u = u.to(y.dtype.element_ty).to(tl.float32)
         total = tl.zeros([TIMES, CHANNELS], tl.float32)
         for tap in tl.static_range(KERNEL):
             t_out = t - tap + KERNEL // 2
@@ -214,22 +214,54 @@ def _depthwise_backward(
             g_at = (b * time + t_out).to(tl.int64)[:, None] * channels + c[None, :]
             upper = tl.load(g + g_at, mask=there, other=0.0).to(tl.float32)
             total += upper * tl.load(weight + tap * channels + c, mask=is_channel, other=0.0)[None, :]
-            of_taps += tl.where((taps == tap)[:, None], tl.sum(upper * u, 0)[None, :], 0.0)
             if tap == KERNEL // 2:
                 of_bias += tl.where(inside, upper, 0.0)
         total = tl.where(held, total, 0.0)
         of_value = total * opened
-        of_gate = total * value * opened * (1.0 - opened)
+        of_gate = of_value * value * (1.0 - opened)
         of_values += of_value
         of_gates += of_gate
         tl.store(of_y + at, of_value.to(of_y.dtype.element_ty), mask=inside)
         tl.store(of_y + at + channels, of_gate.to(of_y.dtype.element_ty), mask=inside)
-    base = parts + group * parts_stride
-    tl.store(base + taps[:, None] * channels + c[None, :], of_taps, mask=(taps < KERNEL)[:, None] & is_channel[None, :])
-    base += KERNEL * channels + c
+    base = parts + group * parts_stride + KERNEL * channels + c
     tl.store(base, tl.sum(of_bias, 0), mask=is_channel)
     tl.store(base + channels, tl.sum(of_values, 0), mask=is_channel)
     tl.store(base + 2 * channels, tl.sum(of_gates, 0), mask=is_channel)
+
+
+@triton.jit
+def _of_taps(
+    g, u, lengths, parts, parts_stride, time, channels, blocks, blocks_each,
+    KERNEL: tl.constexpr, TAPS: tl.constexpr, TIMES: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Sums for some of the taps: (TAPS, channels)."""
+    group = tl.program_id(0)
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    first = tl.program_id(2) * TAPS
+    is_channel = c < channels
+    sums = ()
+    for _ in tl.static_range(TAPS):
+        sums = sums + (tl.zeros([TIMES, CHANNELS], tl.float32),)  # type: ignore[assignment]
+    begin = group * blocks_each
+    blocks_of_one = (time + TIMES - 1) // TIMES
+    for block in range(begin, tl.minimum(begin + blocks_each, blocks)):
+        b = block // blocks_of_one
+        t = (block % blocks_of_one) * TIMES + tl.arange(0, TIMES)
+        held = (t < tl.load(lengths + b))[:, None] & is_channel[None, :]
+        at = (b * time + t).to(tl.int64)[:, None] * channels + c[None, :]
+        value = tl.load(u + at, mask=held, other=0.0).to(tl.float32)
+        added = ()
+        for number in tl.static_range(TAPS):
+            t_out = t - (first + number) + KERNEL // 2
+            there = ((t_out >= 0) & (t_out < time))[:, None] & is_channel[None, :]
+            g_at = (b * time + t_out).to(tl.int64)[:, None] * channels + c[None, :]
+            upper = tl.load(g + g_at, mask=there, other=0.0).to(tl.float32)
+            added = added + (sums[number] + upper * value,)  # type: ignore[assignment]
+        sums = added
+    base = parts + group * parts_stride + c
+    for number in tl.static_range(TAPS):
+        tap = first + number
+        tl.store(base + tap * channels, tl.sum(sums[number], 0), mask=is_channel & (tap < KERNEL))
 
 
 def gate(y: Tensor, lengths: Tensor) -> Tensor:
@@ -301,14 +333,16 @@ def norm_backward(
     return of_z, sums
 
 
-def depthwise_backward(g: Tensor, y: Tensor, lengths: Tensor, weight: Tensor, parts: Tensor) -> Tensor:
+def depthwise_backward(g: Tensor, y: Tensor, u: Tensor, lengths: Tensor, weight: Tensor, parts: Tensor) -> Tensor:
     """As `gated_conv.depthwise_backward`."""
     batch, time, channels = g.shape
     of_y = torch.empty_like(y)
     blocks, each = _cut(batch, time)
     kernel = weight.shape[0]
-    _depthwise_backward[(GROUPS, triton.cdiv(channels, CHANNELS))](
-        g, y, lengths, weight, of_y, parts, parts.stride(0), batch, time, channels, blocks, each,
-        KERNEL=kernel, TAPS=triton.next_power_of_2(kernel), TIMES=TIMES, CHANNELS=CHANNELS, num_warps=4,
-    )  # fmt: skip
+    pieces = triton.cdiv(channels, CHANNELS)
+    tile: dict[str, Any] = {"KERNEL": kernel, "TIMES": TIMES, "CHANNELS": CHANNELS, "num_warps": 4}
+    sizes = parts, parts.stride(0), time, channels, blocks, each
+    _depthwise_backward[(GROUPS, pieces)](g, y, lengths, weight, of_y, *sizes, **tile)
+    taps = kernel if kernel <= MOST_TAPS else MOST_TAPS - 1
+    _of_taps[(GROUPS, pieces, triton.cdiv(kernel, taps))](g, u, lengths, *sizes, TAPS=taps, **tile)
     return of_y

@@ -1,4 +1,4 @@
-"""Attention with relative positions (Dai et al. 2019, "Transformer-XL"), forward and backward in four kernels.
+"""Attention with relative positions (Dai et al. 2019, "Transformer-XL"), forward and backward in five kernels.
 
 Scores are ((q + u) k + shifted((q + v) p)) / sqrt(width), where the position of key j seen from query i is row
 (time - 1) - i + j of `p`. A program of the forward pass multiplies its queries with all positions that they see, stores
@@ -12,7 +12,7 @@ Dropout follows from (seed, row, key), as `residual_norm.kept` says.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,8 +22,19 @@ from torch import Tensor
 from paceline.speed.kernels.rows import _mixed
 from paceline.speed.kernels.tiles import product_dtype
 
-QUERIES, KEYS = 64, 64
-"""Of a tile."""
+
+
+class Tile(NamedTuple):
+    """Queries and keys (or positions) that a program multiplies at a time, and its warps."""
+
+    queries: int
+    keys: int
+    warps: int = 4
+    stages: int = 3
+
+
+TILES = {"forward": Tile(64, 64), "keys": Tile(64, 64), "queries": Tile(64, 128), "places": Tile(128, 64)}
+"""By kernel."""
 PROGRAMS = 528
 """That sum over positions are about so many: four for each multiprocessor of an H200."""
 LOG2_E = 1.4426950408889634
@@ -102,12 +113,29 @@ def _forward(
 
 
 @triton.jit
+def _deltas(g, out, lengths, deltas, time, heads, width, ROWS: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr):
+    """Sum of the gradient of an output times the output: (batch, heads, time)."""
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    both = tl.program_id(1)
+    b = both // heads
+    d = tl.arange(0, PADDED)
+    there = (t < tl.load(lengths + b))[:, None] & (d < HEAD)[None, :]
+    at = (b * time + t)[:, None] * width + (both % heads) * HEAD + d[None, :]
+    upper = tl.load(g + at, mask=there, other=0.0).to(tl.float32)
+    total = tl.sum(upper * tl.load(out + at, mask=there, other=0.0).to(tl.float32), 1)
+    tl.store(deltas + both * time + t, total, mask=t < time)
+
+
+@triton.jit
 def _backward_keys(
-    g, qkv, bias_u, lengths, seed, shifted, out, lse, slopes, of_qkv, time, heads, width, pitch, least, factor, scale,
-    natural, HAS_DROPOUT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HEAD: tl.constexpr,
+    g, qkv, bias_u, lengths, seed, shifted, lse, deltas, slopes, of_qkv, time, heads, width, pitch, least, factor,
+    scale, natural, HAS_DROPOUT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HEAD: tl.constexpr,
     PADDED: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of keys and values; on the way those of its scores are stored."""
+    """Gradients of a tile of keys and values; on the way those of its scores are stored.
+
+    Scores are (keys, queries) here, so that they are the left side of both products that sum over queries.
+    """
     first = tl.program_id(0) * KEYS
     both = tl.program_id(1)
     b = both // heads
@@ -119,37 +147,43 @@ def _backward_keys(
     is_wide = d < HEAD
     c = h * HEAD + d
     at = (b * time + j) * (3 * width)
-    there = is_wide[:, None] & (j < length)[None, :]
-    keys = tl.load(qkv + at[None, :] + width + c[:, None], mask=there, other=0.0)
-    values = tl.load(qkv + at[None, :] + 2 * width + c[:, None], mask=there, other=0.0)
+    there = (j < length)[:, None] & is_wide[None, :]
+    keys = tl.load(qkv + at[:, None] + width + c[None, :], mask=there, other=0.0)
+    values = tl.load(qkv + at[:, None] + 2 * width + c[None, :], mask=there, other=0.0)
     u = tl.load(bias_u + c, mask=is_wide, other=0.0).to(tl.float32)
+    # (q + u) k is q k and a number for each key.
+    of_u = tl.sum(keys.to(tl.float32) * u[None, :], 1)
+    keys = keys.to(PRODUCT)
+    values = values.to(PRODUCT)
     of_keys = tl.zeros([KEYS, PADDED], tl.float32)
     of_values = tl.zeros([KEYS, PADDED], tl.float32)
+    sums = tl.zeros([KEYS], tl.float32)
     for start in range(0, end, QUERIES):
         i = start + tl.arange(0, QUERIES)
         row = both * time + i
         i_there = (i < length)[:, None] & is_wide[None, :]
-        q = tl.load(qkv + (b * time + i)[:, None] * (3 * width) + c[None, :], mask=i_there, other=0.0)
-        q_u = (q.to(tl.float32) + u[None, :]).to(PRODUCT)
-        upper = tl.load(g + (b * time + i)[:, None] * width + c[None, :], mask=i_there, other=0.0)
-        result = tl.load(out + (b * time + i)[:, None] * width + c[None, :], mask=i_there, other=0.0)
-        delta = tl.sum(upper.to(tl.float32) * result.to(tl.float32), 1)
-        seen = (j < length)[None, :] & (i < length)[:, None]
-        s = tl.dot(q_u, keys.to(PRODUCT))
-        s += tl.load(shifted + row[:, None] * pitch + j[None, :], mask=seen, other=0.0).to(tl.float32)
+        q = tl.load(qkv + (b * time + i)[:, None] * (3 * width) + c[None, :], mask=i_there, other=0.0).to(PRODUCT)
+        upper = tl.load(g + (b * time + i)[:, None] * width + c[None, :], mask=i_there, other=0.0).to(PRODUCT)
         top = tl.load(lse + row, mask=i < length, other=0.0)
-        share = tl.where(seen, tl.exp2(s * scale - top[:, None]), 0.0)
-        of_share = tl.dot(upper.to(PRODUCT), values.to(PRODUCT))
+        delta = tl.load(deltas + row, mask=i < length, other=0.0)
+        seen = (j < length)[:, None] & (i < length)[None, :]
+        by_place = tl.load(shifted + row[None, :] * pitch + j[:, None], mask=seen, other=0.0).to(tl.float32)
+        s = tl.dot(keys, tl.trans(q)) + of_u[:, None] + by_place
+        share = tl.where(seen, tl.exp2(s * scale - top[None, :]), 0.0)
+        of_share = tl.dot(values, tl.trans(upper))
         kept = share
         if HAS_DROPOUT:
             bits = _row_keys(seed, row)
-            is_kept = _mixed(bits[:, None] + j[None, :].to(tl.uint32)) >= least
+            is_kept = _mixed(bits[None, :] + j[:, None].to(tl.uint32)) >= least
             kept = tl.where(is_kept, share * factor, 0.0)
             of_share = tl.where(is_kept, of_share * factor, 0.0)
-        of_values += tl.dot(tl.trans(kept.to(PRODUCT)), upper.to(PRODUCT))
-        slope = (share * (of_share - delta[:, None]) * natural).to(slopes.dtype.element_ty)
-        tl.store(slopes + row[:, None] * pitch + j[None, :], slope, mask=seen)
-        of_keys += tl.dot(tl.trans(slope.to(PRODUCT)), q_u)
+        of_values += tl.dot(kept.to(PRODUCT), upper)
+        slope = share * (of_share - delta[None, :]) * natural
+        sums += tl.sum(slope, 1)
+        narrow = slope.to(slopes.dtype.element_ty)
+        tl.store(slopes + row[None, :] * pitch + j[:, None], narrow, mask=seen)
+        of_keys += tl.dot(narrow.to(PRODUCT), q)
+    of_keys += sums[:, None] * u[None, :]
     inside = (j < time)[:, None] & is_wide[None, :]
     tl.store(of_qkv + at[:, None] + width + c[None, :], of_keys.to(of_qkv.dtype.element_ty), mask=inside)
     tl.store(of_qkv + at[:, None] + 2 * width + c[None, :], of_values.to(of_qkv.dtype.element_ty), mask=inside)
@@ -216,6 +250,7 @@ def _backward_places(
     c = h * HEAD + d
     v = tl.load(bias_v + c, mask=is_wide, other=0.0).to(tl.float32)
     total = tl.zeros([KEYS, PADDED], tl.float32)
+    sums = tl.zeros([KEYS], tl.float32)
     for b in range(begin, end):
         length = tl.load(lengths + b)
         # Queries that see one of these positions: 0 <= m - (time - 1) + i < length.
@@ -227,19 +262,28 @@ def _backward_places(
             i_there = (i < length)[:, None]
             at = (b * time + i)[:, None] * (3 * width) + c[None, :]
             q = tl.load(qkv + at, mask=i_there & is_wide[None, :], other=0.0)
-            q_v = tl.where(i_there, q.to(tl.float32) + v[None, :], 0.0).to(PRODUCT)
             j = m[:, None] - (time - 1) + i[None, :]
             there = (i < length)[None, :] & (j >= 0) & (j < length)
             slope = tl.load(slopes + row[None, :] * pitch + j, mask=there, other=0.0)
-            total += tl.dot(slope.to(PRODUCT), q_v)
+            total += tl.dot(slope.to(PRODUCT), q.to(PRODUCT))
+            sums += tl.sum(slope.to(tl.float32), 1)
+    total += sums[:, None] * v[None, :]
     at = (part * (2 * time - 1) + m)[:, None] * width + c[None, :]
     tl.store(parts + at, total, mask=(m < 2 * time - 1)[:, None] & is_wide[None, :])
 
 
-def _common(heads: int, width: int) -> dict[str, Any]:
-    head = width // heads
-    padded = max(16, int(triton.next_power_of_2(head)))
-    return {"QUERIES": QUERIES, "KEYS": KEYS, "HEAD": head, "PADDED": padded, "PRODUCT": product_dtype()}
+def options(kernel: str, heads: int, width: int) -> dict[str, Any]:
+    """Constants of a kernel, and how it is launched."""
+    tile, head = TILES[kernel], width // heads
+    return {
+        "QUERIES": tile.queries,
+        "KEYS": tile.keys,
+        "HEAD": head,
+        "PADDED": max(16, int(triton.next_power_of_2(head))),
+        "PRODUCT": product_dtype(),
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
 
 
 def pitch(time: int) -> int:
@@ -265,10 +309,10 @@ def forward(
     lse = torch.empty(batch, heads, time, dtype=torch.float32, device=qkv.device)
     shifted = torch.empty(batch, heads, time, pitch(time), dtype=qkv.dtype, device=qkv.device)
     scale = LOG2_E * (width // heads) ** -0.5
-    _forward[(triton.cdiv(time, QUERIES), batch * heads)](
+    _forward[(triton.cdiv(time, TILES["forward"].queries), batch * heads)](
         qkv, p, bias_u, bias_v, lengths, lse if seed is None else seed, shifted, out, lse,
         time, heads, width, pitch(time), p.stride(0), least, factor, scale,
-        HAS_DROPOUT=seed is not None, **_common(heads, width), num_warps=4,
+        HAS_DROPOUT=seed is not None, **options("forward", heads, width),
     )  # fmt: skip
     return out, lse, shifted
 
@@ -290,23 +334,28 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `relative_attention.attend_backward`."""
     batch, time, width = g.shape
-    of_qkv, slopes = torch.empty_like(qkv), torch.empty_like(shifted)
-    common = _common(heads, width)
+    of_qkv, slopes, deltas = torch.empty_like(qkv), torch.empty_like(shifted), torch.empty_like(lse)
     natural = (width // heads) ** -0.5
-    tiles = triton.cdiv(time, QUERIES)
-    _backward_keys[(triton.cdiv(time, KEYS), batch * heads)](
-        g, qkv, bias_u, lengths, lse if seed is None else seed, shifted, out, lse, slopes, of_qkv,
+    tile = options("keys", heads, width)
+    _deltas[(triton.cdiv(time, 64), batch * heads)](
+        g, out, lengths, deltas, time, heads, width, ROWS=64, HEAD=tile["HEAD"], PADDED=tile["PADDED"], num_warps=4
+    )
+    _backward_keys[(triton.cdiv(time, TILES["keys"].keys), batch * heads)](
+        g, qkv, bias_u, lengths, lse if seed is None else seed, shifted, lse, deltas, slopes, of_qkv,
         time, heads, width, pitch(time), least, factor, LOG2_E * natural, natural,
-        HAS_DROPOUT=seed is not None, **common, num_warps=4,
+        HAS_DROPOUT=seed is not None, **tile,
     )  # fmt: skip
+    tiles = triton.cdiv(time, TILES["queries"].queries)
     of_biases = torch.empty(batch * tiles, 2, width, dtype=torch.float32, device=g.device)
     _backward_queries[(tiles, batch * heads)](
-        qkv, p, lengths, slopes, of_qkv, of_biases, time, heads, width, pitch(time), p.stride(0), **common, num_warps=4
-    )
-    places = triton.cdiv(2 * time - 1, KEYS)
+        qkv, p, lengths, slopes, of_qkv, of_biases, time, heads, width, pitch(time), p.stride(0),
+        **options("queries", heads, width),
+    )  # fmt: skip
+    places = triton.cdiv(2 * time - 1, TILES["places"].keys)
     num_parts = min(batch, max(1, PROGRAMS // (places * heads)))
     of_places = torch.empty(num_parts, 2 * time - 1, width, dtype=torch.float32, device=g.device)
     _backward_places[(places, heads, num_parts)](
-        qkv, bias_v, lengths, slopes, of_places, time, heads, width, pitch(time), batch, **common, num_warps=4
-    )
+        qkv, bias_v, lengths, slopes, of_places, time, heads, width, pitch(time), batch,
+        **options("places", heads, width),
+    )  # fmt: skip
     return of_qkv, of_places.sum(0), of_biases.sum(0)

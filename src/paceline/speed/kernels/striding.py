@@ -17,9 +17,10 @@ from torch import Tensor
 
 from paceline.speed.kernels.tiles import product_dtype
 
-PLACES, CHANNELS = 64, 128
+PLACES, CHANNELS, WARPS = 64, 128, 4
 """Of a tile of the first kernel."""
-PLACES_BACK, CHANNELS_BACK = 128, 64
+PLACES_BACK, CHANNELS_BACK, WARPS_BACK = 64, 32, 4
+PLACES_SECOND, WARPS_SECOND = 4, 8
 PROGRAMS = 264
 """With sums of their own: two for each multiprocessor of an H200."""
 
@@ -33,14 +34,16 @@ def _split(place, times, mels):
 
 
 @triton.jit
-def _patches(mels, b, t, f, length, time_0, mels_0):
-    """(places, 16): what the first filters see at frame t and mel f of their output; 1 behind the last tap."""
+def _patches(mels, b, t, f, is_there, length, time_0, mels_0):
+    """(places, 16): what the first filters see at frame t and mel f of their output, and 1 for the bias; zeros where
+    there is no such place, so that a product is zero there."""
     k = tl.arange(0, 16)
     t_0 = 2 * t[:, None] - 1 + (k // 3)[None, :]
     f_0 = 2 * f[:, None] - 1 + (k % 3)[None, :]
-    there = (k < 9)[None, :] & (t_0 >= 0) & (t_0 < length[:, None]) & (f_0 >= 0) & (f_0 < mels_0)
+    there = is_there[:, None] & (k < 9)[None, :]
+    there = there & (t_0 >= 0) & (t_0 < length[:, None]) & (f_0 >= 0) & (f_0 < mels_0)
     values = tl.load(mels + (b[:, None] * mels_0 + f_0) * time_0 + t_0, mask=there, other=0.0).to(tl.float32)
-    return tl.where((k == 9)[None, :], 1.0, values)
+    return tl.where((k == 9)[None, :] & is_there[:, None], 1.0, values)
 
 
 @triton.jit
@@ -65,10 +68,8 @@ def _first(
         t_1 = 2 * t - 1 + tap // 3
         f_1 = 2 * f - 1 + tap % 3
         there = held & (t_1 >= 0) & (t_1 < length_1) & (f_1 >= 0) & (f_1 < mels_1)
-        seen = _patches(mels, b, t_1, f_1, tl.where(there, length, 0), time_0, mels_0).to(PRODUCT)
-        h = tl.dot(seen, filters)
-        h = tl.where(there[:, None], tl.maximum(h, 0.0), 0.0)
-        total += h * tl.load(depth_weight + tap * channels + c)[None, :]
+        seen = _patches(mels, b, t_1, f_1, there, length, time_0, mels_0).to(PRODUCT)
+        total += tl.maximum(tl.dot(seen, filters), 0.0) * tl.load(depth_weight + tap * channels + c)[None, :]
     total = tl.where(held[:, None], total, 0.0)
     at = place.to(tl.int64)[:, None] * channels + c[None, :]
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside[:, None])
@@ -81,13 +82,20 @@ def _first_backward(
     PLACES: tl.constexpr, CHANNELS: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
     """Sums of some places: (26, channels) of the filters with their bias in 16 rows, of the depthwise filters in 9, of
-    its bias."""
+    its bias.
+
+    A program goes through squares of 2 x 2 outputs of the first convolution, which see the outputs of the second one at
+    their place and right and below of it.
+    """
     group = tl.program_id(0)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     k = tl.arange(0, 16)
     filters = tl.load(weight + k[:, None] * channels + c[None, :]).to(PRODUCT)
-    of_filters = tl.zeros([CHANNELS, 16], tl.float32)
-    of_depth = tl.zeros([16, CHANNELS], tl.float32)
+    of_filters = tl.zeros([16, CHANNELS], tl.float32)
+    sums = ()
+    for _ in tl.static_range(9):
+        sums = sums + (tl.zeros([PLACES, CHANNELS], tl.float32),)  # type: ignore[assignment]
+    of_bias = tl.zeros([PLACES, CHANNELS], tl.float32)
     begin = group * places_each
     for start in range(begin, tl.minimum(begin + places_each, places), PLACES):
         place = start + tl.arange(0, PLACES)
@@ -96,23 +104,42 @@ def _first_backward(
         length = tl.load(lengths + b, mask=inside, other=0)
         length_1 = (length + 1) // 2
         length_2 = (length_1 + 1) // 2
-        held = inside & (t < length_2)
-        at = place.to(tl.int64)[:, None] * channels + c[None, :]
-        upper = tl.load(g + at, mask=held[:, None], other=0.0).to(tl.float32)
-        for tap in range(9):
-            t_1 = 2 * t - 1 + tap // 3
-            f_1 = 2 * f - 1 + tap % 3
-            there = held & (t_1 >= 0) & (t_1 < length_1) & (f_1 >= 0) & (f_1 < mels_1)
-            seen = _patches(mels, b, t_1, f_1, tl.where(there, length, 0), time_0, mels_0).to(PRODUCT)
-            h = tl.dot(seen, filters)
-            is_alive = there[:, None] & (h > 0.0)
-            of_depth += tl.where((k == tap)[:, None], tl.sum(tl.where(is_alive, upper * h, 0.0), 0)[None, :], 0.0)
-            steep = tl.where(is_alive, upper * tl.load(depth_weight + tap * channels + c)[None, :], 0.0)
-            of_filters += tl.dot(tl.trans(steep.to(PRODUCT)), seen)
-        of_depth += tl.where((k == 9)[:, None], tl.sum(upper, 0)[None, :], 0.0)
-    row = group * 26
-    tl.store(parts + (row + k)[None, :] * channels + c[:, None], of_filters)
-    tl.store(parts + (row + 16 + k)[:, None] * channels + c[None, :], of_depth, mask=(k < 10)[:, None])
+        uppers = ()
+        for corner in tl.static_range(4):
+            t_2 = t + corner // 2
+            f_2 = f + corner % 2
+            there = inside & (t_2 < length_2) & (f_2 < mels_2)
+            at = ((b * time_2 + t_2) * mels_2 + f_2).to(tl.int64)[:, None] * channels + c[None, :]
+            uppers = uppers + (tl.load(g + at, mask=there[:, None], other=0.0).to(tl.float32),)  # type: ignore[assignment]
+        of_bias += uppers[0]
+        for corner in tl.static_range(4):
+            t_1 = 2 * t + corner // 2
+            f_1 = 2 * f + corner % 2
+            there = inside & (t_1 < length_1) & (f_1 < mels_1)
+            seen = _patches(mels, b, t_1, f_1, there, length, time_0, mels_0).to(PRODUCT)
+            h = tl.maximum(tl.dot(seen, filters), 0.0)
+            gradient = tl.zeros([PLACES, CHANNELS], tl.float32)
+            # Place 2 t is tap 1 of output t; place 2 t + 1 is tap 2 of output t and tap 0 of output t + 1.
+            for lower in tl.static_range(1 + corner // 2):
+                for further in tl.static_range(1 + corner % 2):
+                    upper = uppers[2 * lower + further]
+                    tap = 3 * (1 + corner // 2 - 2 * lower) + 1 + corner % 2 - 2 * further
+                    gradient += upper * tl.load(depth_weight + tap * channels + c)[None, :]
+                    added = ()
+                    for each in tl.static_range(9):
+                        if each == 3 * (1 + corner // 2 - 2 * lower) + 1 + corner % 2 - 2 * further:
+                            added = added + (sums[each] + upper * h,)  # type: ignore[assignment]
+                        else:
+                            added = added + (sums[each],)  # type: ignore[assignment]
+                    sums = added
+            steep = tl.where(h > 0.0, gradient, 0.0).to(PRODUCT)
+            of_filters += tl.dot(tl.trans(seen), steep)
+    base = parts + group * 26 * channels
+    tl.store(base + k[:, None] * channels + c[None, :], of_filters)
+    base += 16 * channels + c
+    for each in tl.static_range(9):
+        tl.store(base + each * channels, tl.sum(sums[each], 0))
+    tl.store(base + 9 * channels, tl.sum(of_bias, 0))
 
 
 @triton.jit
@@ -219,7 +246,7 @@ def first(mels: Tensor, lengths: Tensor, weight: Tensor, depth_weight: Tensor, d
     _first[(triton.cdiv(places, PLACES), channels // wide)](
         mels, lengths, weight, depth_weight, depth_bias, out,
         time_0, mels_0, halved(time_0), halved(mels_0), time_2, mels_2, places, channels,
-        PLACES=PLACES, CHANNELS=wide, PRODUCT=product_dtype(), num_warps=8,
+        PLACES=PLACES, CHANNELS=wide, PRODUCT=product_dtype(), num_warps=WARPS,
     )  # fmt: skip
     return out
 
@@ -238,7 +265,7 @@ def first_backward(g: Tensor, mels: Tensor, lengths: Tensor, weight: Tensor, dep
     _first_backward[(groups, blocks)](
         g, mels, lengths, weight, depth_weight, parts,
         time_0, mels_0, halved(time_0), halved(mels_0), time_2, mels_2, places, channels, places_each,
-        PLACES=PLACES_BACK, CHANNELS=wide, PRODUCT=product_dtype(), num_warps=8,
+        PLACES=PLACES_BACK, CHANNELS=wide, PRODUCT=product_dtype(), num_warps=WARPS_BACK,
     )  # fmt: skip
     return parts.sum(0)
 
@@ -263,11 +290,11 @@ def second_backward(g: Tensor, x: Tensor, lengths: Tensor, weight: Tensor) -> tu
     of_x, wide = torch.empty_like(x), min(256, channels)
     quads = batch * time_3 * mels_3
     groups = max(1, 4 * PROGRAMS // (channels // wide))
-    quads_each = triton.cdiv(triton.cdiv(quads, groups), 4) * 4
+    quads_each = triton.cdiv(triton.cdiv(quads, groups), PLACES_SECOND) * PLACES_SECOND
     groups = triton.cdiv(quads, quads_each)
     parts = torch.empty(groups, 11, channels, dtype=torch.float32, device=g.device)
     _second_backward[(groups, channels // wide)](
         g, x, lengths, weight, of_x, parts, time_2, mels_2, time_3, mels_3, time_3, mels_3, quads, channels, quads_each,
-        PLACES=4, CHANNELS=wide, num_warps=4,
+        PLACES=PLACES_SECOND, CHANNELS=wide, num_warps=WARPS_SECOND,
     )  # fmt: skip
     return of_x, parts.sum(0)

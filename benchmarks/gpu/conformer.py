@@ -1,0 +1,238 @@
+"""FastConformer in training on one GPU: the plain ways to run it beside our levels, from random data on the device.
+
+    python benchmarks/gpu/conformer.py [--json] [--batches 64 256] [--networks fastconformer-m fastconformer-l]
+        [--only bf16 O2+kernels+graphs O4] [--classes 1024] [--profile]
+
+A step is forward, CTC, backward and fused AdamW on a batch of 16.7 s utterances (1,672 frames of 80 mels, lengths 70
+to 100 %, 60 subwords), median of 3 rounds of 8 without a pause. `bf16` is a loop as its user would write it,
+`bf16-compile` compiled, `bf16-graphs` compiled with CUDA graphs (`reduce-overhead`); all with our CTC, which is faster
+than torch's. `O2` is our engine on the plain modules, `O2+kernels+graphs` a way that `O4` may choose, and `O4` the
+fastest of its ways, found as a run finds it. `--profile` shows where a step goes.
+
+The floor of a step is the sum of what each part needs at least on an H200: FLOPs of the products, padding included, at
+788 TFLOP/s, the rate of a large product there, or bytes at 4.3 TB/s, whichever is more. Bytes are those of activations
+in bfloat16 that each of the passes between products reads and writes once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from quartznet import clean, peak_gib, show_profile, step_ms
+from table import Row, parser, show
+
+from paceline.config.settings import TrainConfig
+from paceline.data.grain import Grain
+from paceline.recipes.asr.fast import accelerate
+from paceline.recipes.asr.network.config import NetworkSettings, read_network
+from paceline.recipes.asr.network.conformer.encoder import ConformerEncoder
+from paceline.recipes.asr.network.encoder import Decoder
+from paceline.recipes.asr.text.ctc import ctc_loss_sum
+from paceline.speed.autotune.candidates import Candidate, candidates
+from paceline.speed.autotune.choice import choose
+from paceline.train.autotune import timing
+from paceline.train.task import Task
+from paceline.world.discover.environment import discover
+from paceline.world.start import start
+
+FRAMES, SUBWORDS = 1672, 60
+FLOPS, BYTES = 788e12, 4.3e12
+"""Of an H200, per second: a product of 8192 x 8192 x 8192 in bfloat16, and a copy in its memory."""
+PLAIN = ("bf16", "bf16-compile", "bf16-graphs")
+
+
+class Network(nn.Module):
+    """Mels to log-probabilities."""
+
+    def __init__(self, network: NetworkSettings, num_classes: int) -> None:
+        super().__init__()
+        self.encoder = ConformerEncoder(network)
+        self.decoder = Decoder(network.channels[-1], num_classes)
+
+    def forward(self, mels: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
+        encoded, lengths = self.encoder(mels, frames)
+        return self.decoder(encoded), lengths
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A network and a batch size."""
+
+    network: NetworkSettings
+    num_classes: int
+    size: int
+
+    def model(self) -> Network:
+        torch.manual_seed(0)
+        return Network(self.network, self.num_classes).cuda().train()
+
+    def batch(self) -> dict[str, Tensor]:
+        dice = torch.Generator("cuda").manual_seed(1)
+        frames = (FRAMES * (0.7 + 0.3 * torch.rand(self.size, device="cuda", generator=dice))).long()
+        frames[0] = FRAMES
+        mels = self.network.features.num_mels
+        return {
+            "mels": torch.randn(self.size, mels, FRAMES, device="cuda", generator=dice),
+            "frames": frames,
+            "text": torch.randint(0, self.num_classes - 1, (self.size, SUBWORDS), device="cuda", generator=dice),
+            "labels": torch.full((self.size,), SUBWORDS, device="cuda"),
+        }
+
+    def floor_ms(self) -> dict[str, float]:
+        """Return what each part of a step needs at least, in milliseconds; backward is twice the products."""
+        settings = self.network.conformer
+        assert settings is not None
+        mels = self.network.features.num_mels
+        time, width, channels = settings.output_length(FRAMES), settings.d_model, settings.conv_channels
+        rows = self.size * time
+        of_layer = 2 * 2 * width * settings.d_ff + (3 + 1 + 2 + 1) * width * width
+        # Content and positions, of which there are twice as many, then values; backward of each of them is two.
+        of_attention = 4 * time * width
+        middle = self.size * (FRAMES // 4) * (mels // 4)
+        of_begin = (middle + middle / 4) * channels**2 + rows * channels * (mels // 8) * width
+        # Read and written between products, in activations of a layer's width: 40 forward, 57 backward, see RESULTS.md.
+        passes = 97 * rows * width * 2
+        # The activation behind the first product and the one before it, read or written 4 times each, and the smaller.
+        of_strides = (8 * middle + 6 * middle / 4) * channels * 2 + 4 * self.size * FRAMES * mels
+        products = 3 * 2 / FLOPS
+        seconds = {
+            "products of the layers": settings.n_layers * rows * of_layer * products,
+            "attention": settings.n_layers * rows * of_attention * products,
+            "between the products": settings.n_layers * passes / BYTES,
+            "convolutions before the layers": max(of_begin * products, of_strides / BYTES),
+            "last product": rows * width * self.num_classes * products,
+        }
+        return {name: 1e3 * value for name, value in seconds.items()}
+
+
+class Bench(Task):
+    """The same for our engine."""
+
+    def __init__(self, work: Workload) -> None:
+        super().__init__()
+        self._work = work
+
+    def model(self) -> nn.Module:
+        return self._work.model()
+
+    def loss(self, model: nn.Module, grain: Grain) -> tuple[Tensor, int]:
+        log_probs, lengths = model(grain["mels"], grain["frames"])
+        return ctc_loss_sum(log_probs, grain["text"], lengths, grain["labels"]), len(grain)
+
+    def accelerate(self, model: nn.Module) -> Sequence[str]:
+        assert isinstance(model, Network)
+        return accelerate(model.encoder)
+
+    def recordable(self, grain: Grain) -> Any:
+        return grain.data
+
+    def optimizer(self, groups: list[dict[str, Any]], settings: Any, device: torch.device) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, lr=1e-4, fused=True)
+
+
+def by_hand(name: str, work: Workload) -> Callable[[], None]:
+    model, batch = work.model(), work.batch()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    run: Callable[..., Any] = model
+    if name != "bf16":
+        run = torch.compile(model, mode="reduce-overhead" if name == "bf16-graphs" else None)
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            log_probs, lengths = run(batch["mels"], batch["frames"])
+        loss = ctc_loss_sum(log_probs, batch["text"], lengths, batch["labels"])
+        optimizer.zero_grad()
+        (loss / work.size).backward()
+        optimizer.step()
+
+    return step
+
+
+def ours(name: str, work: Workload) -> tuple[Callable[[], Any], str]:
+    """Return a step of our engine, and which way it is."""
+    task, link = Bench(work), start(discover({}), device="cuda")
+    grain = Grain(work.batch(), 0, np.arange(work.size))
+    config = TrainConfig(global_batch=work.size, optimizer="adamw", lr=1e-4, steps=1000)
+
+    def workload() -> timing.Workload:
+        return timing.Workload(task, config, link, task.model(), [grain])
+
+    if name != "O4":
+        level, *more = name[1:].split("+")
+        return timing.TimedSteps(Candidate(int(level), "kernels" in more, "graphs" in more), workload()), ""
+    leaves_some = bool(task.accelerate(task.model()))
+    ways = candidates([0, 1, 2, 3], has_kernels=True, can_graph=True, leaves_some=leaves_some)
+    shared = workload()
+
+    def seconds(way: Candidate, limit_s: float) -> float:
+        found = timing.step_seconds(way, limit_s, workload=shared)
+        print(f"  {way.name}: {1e3 * found:.4g} ms", file=sys.stderr, flush=True)
+        return found
+
+    choice = choose(ways, seconds, partial(timing.in_turns, workload=shared))
+    print("\n".join([choice.line("measured"), *choice.notes]), file=sys.stderr, flush=True)
+    clean()
+    torch.cuda.reset_peak_memory_stats()
+    return timing.TimedSteps(choice.candidate, workload()), choice.candidate.name
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--networks", nargs="+", default=["fastconformer-m", "fastconformer-l"])
+    arguments.add_argument("--batches", type=int, nargs="+", default=[64, 256])
+    arguments.add_argument("--classes", type=int, default=1024)
+    arguments.add_argument("--only", nargs="+", default=[*PLAIN, "O2", "O4"])
+    arguments.add_argument("--profile", action="store_true")
+    options = arguments.parse_args()
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = "tf32"
+    rows: list[Row] = []
+    for network in options.networks:
+        for size in options.batches:
+            work = Workload(read_network(network), options.classes + 1, size)
+            floor = work.floor_ms()
+            case = f"{network}, batch {size}"
+            rows += [Row(f"{case}, floor", name, ms, "ms") for name, ms in floor.items()]
+            rows.append(Row(f"{case}, floor", "step", sum(floor.values()), "ms"))
+            best = 0.0
+            for name in options.only:
+                clean()
+                torch.cuda.reset_peak_memory_stats()
+                way = ""
+                try:
+                    step, way = ours(name, work) if name.startswith("O") else (by_hand(name, work), "")
+                    ms, peak = step_ms(step), peak_gib()
+                except Exception as error:  # the others still count
+                    print(f"{case}, {name}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr, flush=True)
+                    continue
+                if name in PLAIN:
+                    best = ms if not best else min(best, ms)
+                share = 100 * sum(floor.values()) / ms
+                line = f"{case}, {name}: {ms:.2f} ms, {1e3 * size / ms:.0f}/s, {peak:.1f} GiB, {share:.0f} % of floor {way}"
+                print(line, file=sys.stderr, flush=True)
+                title = f"{case}, {'-' if name.startswith('O') else ''}{name}"
+                ratio = best / ms if best else None
+                rows += [
+                    Row(title, "step", ms, "ms", "best plain way" if best else None, ratio),
+                    Row(title, "of the floor", share, "%"),
+                    Row(title, "peak memory", peak, "GiB"),
+                    Row(title, "rate", 1e3 * size / ms, "utterances/s"),
+                ]
+                if options.profile:
+                    show_profile(step)
+                del step
+    show(rows, "FastConformer in training on one GPU", options.json)
+
+
+if __name__ == "__main__":
+    main()
