@@ -218,8 +218,8 @@ def main() -> None:
                 if name in PLAIN:
                     best = ms if not best else min(best, ms)
                 share = 100 * sum(floor.values()) / ms
-                line = f"{case}, {name}: {ms:.2f} ms, {1e3 * size / ms:.0f}/s, {peak:.1f} GiB, {share:.0f} % of floor {way}"
-                print(line, file=sys.stderr, flush=True)
+                rate = f"{ms:.2f} ms, {1e3 * size / ms:.0f}/s, {peak:.1f} GiB, {share:.0f} % of the floor"
+                print(f"{case}, {name}: {rate} {way}", file=sys.stderr, flush=True)
                 title = f"{case}, {'-' if name.startswith('O') else ''}{name}"
                 ratio = best / ms if best else None
                 rows += [

@@ -42,7 +42,7 @@ def test_compile_for_an_h200() -> None:
         assert stack_bytes <= SPILLED.get(name, 0), f"{name}: {stack_bytes} bytes of registers in memory"
         assert shared_bytes <= 227 * 1024, f"{name}: {shared_bytes} bytes of shared memory"
         is_stream = name.startswith(("fetched", "backward", "product"))
-        multiplies_too = name.startswith(("relative", "strides first"))
+        multiplies_too = name.startswith("relative") or name == "strides first"
         assert (multiplies > 0) == (is_stream or multiplies_too), f"{name}: products on the warpgroups' tensor cores"
         assert (fetches > 0) == is_stream, f"{name}: fetched by the accelerator"
     assert len(found) == 17
@@ -97,7 +97,6 @@ def compile_conformer() -> dict[str, tuple[int, int, int, int]]:
 
     from paceline.speed.kernels import gated_rows, relative, striding
 
-    heads = {**relative._common(4, 256), "PRODUCT": tl.bfloat16}
     found = {}
     for name, kernel, more in (
         ("forward", relative._forward, {"HAS_DROPOUT": True}),
@@ -105,17 +104,25 @@ def compile_conformer() -> dict[str, tuple[int, int, int, int]]:
         ("queries", relative._backward_queries, {}),
         ("places", relative._backward_places, {}),
     ):
-        found[f"relative {name}"] = build(kernel, {**heads, **more}, {}, {"num_warps": 4}, CONFORMER)
-    for name, kernel, places, channels in (
-        ("first", striding._first, striding.PLACES, striding.CHANNELS),
-        ("first backward", striding._first_backward, striding.PLACES_BACK, striding.CHANNELS_BACK),
+        constants = {**relative.options(name, 4, 256), "PRODUCT": tl.bfloat16, **more}
+        options = {option: constants.pop(option) for option in ("num_warps", "num_stages")}
+        found[f"relative {name}"] = build(kernel, constants, {}, options, CONFORMER)
+    for name, kernel, places, channels, warps in (
+        ("first", striding._first, striding.PLACES, striding.CHANNELS, striding.WARPS),
+        (
+            "first backward",
+            striding._first_backward,
+            striding.PLACES_BACK,
+            striding.CHANNELS_BACK,
+            striding.WARPS_BACK,
+        ),
     ):
         constants = {"PLACES": places, "CHANNELS": channels, "PRODUCT": tl.bfloat16}
         kinds = {**CONFORMER, "weight": "*bf16"}
-        found[f"strides {name}"] = build(kernel, constants, {}, {"num_warps": 8}, kinds)
-    taps = {"KERNEL": 31, "TAPS": 32, "TIMES": gated_rows.TIMES, "CHANNELS": gated_rows.CHANNELS}
-    kinds = {**CONFORMER, "y": "*bf16"}
-    found["taps"] = build(gated_rows._depthwise_backward, taps, {}, {"num_warps": 4}, kinds)
+        found[f"strides {name}"] = build(kernel, constants, {}, {"num_warps": warps}, kinds)
+    taps = {"KERNEL": 31, "TAPS": gated_rows.MOST_TAPS - 1}
+    taps |= {"TIMES": gated_rows.TIMES, "CHANNELS": gated_rows.CHANNELS}
+    found["taps"] = build(gated_rows._of_taps, taps, {}, {"num_warps": 4}, {**CONFORMER, "u": "*bf16"})
     return found
 
 
@@ -170,10 +177,11 @@ def build(
             signature[name] = "fp32"
         else:
             signature[name] = "*bf16" if name in halves else "*i32" if name in words else "*fp32"
+    multiples = ("channels", "batch", "row", "size", "width", "pitch", "p_stride", "parts_stride")
+    if kinds:  # a batch of any size
+        multiples = tuple(name for name in multiples if name != "batch")
     aligned = [
-        (place,)
-        for place, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name in ("channels", "batch", "row", "size")
+        (place,) for place, name in enumerate(kernel.arg_names) if signature[name].startswith("*") or name in multiples
     ]
     source = ASTSource(kernel, signature, constants, {place: [["tt.divisibility", 16]] for place in aligned})
     built = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options)

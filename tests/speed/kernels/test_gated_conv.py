@@ -32,7 +32,12 @@ class Case(NamedTuple):
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         weight, bias, *norm = (each.to(device, wide) for each in (self.weight, self.bias, *self.norm))
         return Case(
-            self.y.to(device, dtype), self.lengths.to(device), weight, bias, (norm[0], norm[1]), self.g.to(device, dtype)
+            self.y.to(device, dtype),
+            self.lengths.to(device),
+            weight,
+            bias,
+            (norm[0], norm[1]),
+            self.g.to(device, dtype),
         )
 
 

@@ -35,7 +35,8 @@ class Case(NamedTuple):
         x, residual, g, g_more = (
             None if each is None else each.to(device, dtype) for each in (self.x, self.residual, self.g, self.g_more)
         )
-        assert x is not None and g is not None
+        assert x is not None
+        assert g is not None
         return Case(x, residual, norms, None if self.seed is None else self.seed.to(device), g, g_more)
 
 

@@ -63,7 +63,7 @@ def _depthwise(
             at = (b * time + t_in).to(tl.int64)[:, None] * channels + c[None, :]
             values = tl.load(u + at, mask=there, other=0.0).to(tl.float32)
             total += values * tl.load(weight + tap * channels + c, mask=is_channel, other=0.0)[None, :]
-        if COUNTS_ALL:
+        if COUNTS_ALL:  # noqa: SIM108 (Triton would compute both)
             counts = t < time
         else:
             counts = t < length
@@ -82,7 +82,9 @@ def _depthwise(
 
 
 @triton.jit
-def _combine(parts, shift, weight, bias, affine, moments, channels, groups, eps, GROUPS: tl.constexpr, CHANNELS: tl.constexpr):
+def _combine(
+    parts, shift, weight, bias, affine, moments, channels, groups, eps, GROUPS: tl.constexpr, CHANNELS: tl.constexpr
+):
     """Chan's rule over the groups."""
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = c < channels

@@ -23,7 +23,6 @@ from paceline.speed.kernels.rows import _mixed
 from paceline.speed.kernels.tiles import product_dtype
 
 
-
 class Tile(NamedTuple):
     """Queries and keys (or positions) that a program multiplies at a time, and its warps."""
 
@@ -79,7 +78,11 @@ def _forward(
         places = tl.load(p + m[None, :] * p_stride + c[:, None], mask=there, other=0.0)
         j = m[None, :] - (time - 1) + i[:, None]
         found = tl.dot(q_v, places.to(PRODUCT))
-        tl.store(shifted + row[:, None] * pitch + j, found.to(shifted.dtype.element_ty), mask=(j >= 0) & (j < length) & (i < length)[:, None])
+        tl.store(
+            shifted + row[:, None] * pitch + j,
+            found.to(shifted.dtype.element_ty),
+            mask=(j >= 0) & (j < length) & (i < length)[:, None],
+        )
     tl.debug_barrier()
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
@@ -226,7 +229,9 @@ def _backward_queries(
         slope = tl.load(slopes + row[:, None] * pitch + j, mask=i_there & (j >= 0) & (j < length), other=0.0)
         by_place += tl.dot(slope.to(PRODUCT), places.to(PRODUCT))
     at = (b * time + i)[:, None] * (3 * width) + c[None, :]
-    tl.store(of_qkv + at, (by_content + by_place).to(of_qkv.dtype.element_ty), mask=(i < time)[:, None] & is_wide[None, :])
+    tl.store(
+        of_qkv + at, (by_content + by_place).to(of_qkv.dtype.element_ty), mask=(i < time)[:, None] & is_wide[None, :]
+    )
     number = (b * tl.num_programs(0) + tl.program_id(0)) * 2 * width
     tl.store(parts + number + c, tl.sum(by_content, 0), mask=is_wide)
     tl.store(parts + number + width + c, tl.sum(by_place, 0), mask=is_wide)

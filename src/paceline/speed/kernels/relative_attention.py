@@ -34,9 +34,7 @@ def attend(
     if qkv.is_cuda:
         from paceline.speed.kernels import relative
 
-        return relative.forward(
-            qkv, p, bias_u, bias_v, lengths, seed, threshold(dropout), factor(dropout), heads
-        )
+        return relative.forward(qkv, p, bias_u, bias_v, lengths, seed, threshold(dropout), factor(dropout), heads)
     shares, kept_shares = _shares(qkv, p, bias_u, bias_v, lengths, seed, dropout, heads)
     values = _heads(qkv, heads)[2]
     out = (kept_shares @ values).transpose(1, 2).flatten(2)
@@ -65,7 +63,7 @@ def attend_backward(
         )
     shares, kept_shares = saved
     wide = shares.dtype
-    batch, time, width = g.shape
+    _, time, width = g.shape
     q, k, v = _heads(qkv, heads)
     upper = g.to(wide).unflatten(2, (heads, -1)).transpose(1, 2)
     of_values = kept_shares.mT @ upper
@@ -77,7 +75,9 @@ def attend_backward(
     by_content = slopes @ k
     of_keys = slopes.mT @ (q + bias_u.to(wide).view(heads, 1, -1))
     # (batch, heads, time, 2 * time - 1): at the position that a key is seen at.
-    at_places = slopes.new_zeros(*slopes.shape[:3], 2 * time - 1).scatter(3, _place(time, g.device).expand_as(slopes), slopes)
+    at_places = slopes.new_zeros(*slopes.shape[:3], 2 * time - 1).scatter(
+        3, _place(time, g.device).expand_as(slopes), slopes
+    )
     places = p.to(wide).unflatten(1, (heads, -1)).transpose(0, 1)
     by_place = at_places @ places
     of_places = torch.einsum("bhim,bhid->mhd", at_places, q + bias_v.to(wide).view(heads, 1, -1)).flatten(1)

@@ -287,7 +287,7 @@ def column_sums(x: Tensor, parts: Tensor) -> None:
 
 
 def _rows_each(rows: int, tile: int) -> int:
-    return triton.cdiv(triton.cdiv(rows, GROUPS), tile) * tile
+    return int(triton.cdiv(triton.cdiv(rows, GROUPS), tile) * tile)
 
 
 def _warps(width: int, rows: int) -> int:

@@ -19,7 +19,7 @@ from paceline.speed.kernels.tiles import product_dtype
 
 PLACES, CHANNELS, WARPS = 64, 128, 4
 """Of a tile of the first kernel."""
-PLACES_BACK, CHANNELS_BACK, WARPS_BACK = 64, 32, 4
+PLACES_BACK, CHANNELS_BACK, WARPS_BACK = 32, 32, 4
 PLACES_SECOND, WARPS_SECOND = 4, 8
 PROGRAMS = 264
 """With sums of their own: two for each multiprocessor of an H200."""
@@ -110,8 +110,8 @@ def _first_backward(
             f_2 = f + corner % 2
             there = inside & (t_2 < length_2) & (f_2 < mels_2)
             at = ((b * time_2 + t_2) * mels_2 + f_2).to(tl.int64)[:, None] * channels + c[None, :]
-            uppers = uppers + (tl.load(g + at, mask=there[:, None], other=0.0).to(tl.float32),)  # type: ignore[assignment]
-        of_bias += uppers[0]
+            uppers = uppers + (tl.load(g + at, mask=there[:, None], other=0.0),)  # type: ignore[assignment]
+        of_bias += uppers[0].to(tl.float32)  # type: ignore[misc]
         for corner in tl.static_range(4):
             t_1 = 2 * t + corner // 2
             f_1 = 2 * f + corner % 2
@@ -122,15 +122,15 @@ def _first_backward(
             # Place 2 t is tap 1 of output t; place 2 t + 1 is tap 2 of output t and tap 0 of output t + 1.
             for lower in tl.static_range(1 + corner // 2):
                 for further in tl.static_range(1 + corner % 2):
-                    upper = uppers[2 * lower + further]
+                    upper = uppers[2 * lower + further].to(tl.float32)  # type: ignore[var-annotated]
                     tap = 3 * (1 + corner // 2 - 2 * lower) + 1 + corner % 2 - 2 * further
                     gradient += upper * tl.load(depth_weight + tap * channels + c)[None, :]
                     added = ()
                     for each in tl.static_range(9):
                         if each == 3 * (1 + corner // 2 - 2 * lower) + 1 + corner % 2 - 2 * further:
-                            added = added + (sums[each] + upper * h,)  # type: ignore[assignment]
+                            added = added + (sums[each] + upper * h,)
                         else:
-                            added = added + (sums[each],)  # type: ignore[assignment]
+                            added = added + (sums[each],)
                     sums = added
             steep = tl.where(h > 0.0, gradient, 0.0).to(PRODUCT)
             of_filters += tl.dot(tl.trans(seen), steep)
@@ -164,7 +164,9 @@ def _second(
         values = tl.maximum(tl.load(x + at, mask=there[:, None], other=0.0).to(tl.float32), 0.0)
         total += values * tl.load(weight + tap * channels + c)[None, :]
     total = tl.where(held[:, None], total, 0.0)
-    tl.store(out + place.to(tl.int64)[:, None] * channels + c[None, :], total.to(out.dtype.element_ty), mask=inside[:, None])
+    tl.store(
+        out + place.to(tl.int64)[:, None] * channels + c[None, :], total.to(out.dtype.element_ty), mask=inside[:, None]
+    )
 
 
 @triton.jit
@@ -198,7 +200,7 @@ def _second_backward(
             there = inside & (t_3 < length_3) & (f_3 < mels_3)
             at = ((b * time_3 + t_3) * mels_3 + f_3).to(tl.int64)[:, None] * channels + c[None, :]
             uppers = uppers + (tl.load(g + at, mask=there[:, None], other=0.0).to(tl.float32),)  # type: ignore[assignment]
-        of_bias += uppers[0]
+        of_bias += uppers[0]  # type: ignore[misc]
         for corner in tl.static_range(4):
             t_2 = 2 * t + corner // 2
             f_2 = 2 * f + corner % 2
@@ -210,7 +212,7 @@ def _second_backward(
             # Input 2 t is tap 1 of output t; input 2 t + 1 is tap 2 of output t and tap 0 of output t + 1.
             for lower in tl.static_range(1 + corner // 2):
                 for further in tl.static_range(1 + corner % 2):
-                    upper = uppers[2 * lower + further]
+                    upper = uppers[2 * lower + further]  # type: ignore[var-annotated]
                     place = 3 * (1 + corner // 2 - 2 * lower) + 1 + corner % 2 - 2 * further
                     gradient += upper * tl.load(weight + place * channels + c)[None, :]
                     added = ()

@@ -76,9 +76,7 @@ def test_the_same_in_float64(changes: dict[str, Any], batch: int, frames: int, c
     ours = copy.deepcopy(plain)
     features, lengths = heard(batch, frames)
     out, gradients = trained(plain, plain, features.double(), lengths, capture)
-    found, of_ours = trained(
-        ours, lambda *given: fast.encode(ours, *given), features.double(), lengths, capture
-    )
+    found, of_ours = trained(ours, lambda *given: fast.encode(ours, *given), features.double(), lengths, capture)
     assert distance(found, out) < 1e-6  # positions are float32 in both
     scale = max(float(gradient.norm()) for gradient in gradients.values())
     for name, gradient in gradients.items():

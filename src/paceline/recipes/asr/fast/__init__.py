@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.recipes.asr.network.acoustic_encoder import AcousticEncoder
+from paceline.recipes.asr.network.conformer.encoder import ConformerEncoder
 from paceline.recipes.asr.network.encoder import Encoder
 
 
@@ -11,10 +12,11 @@ def accelerate(encoder: AcousticEncoder) -> list[str]:
 
     Return what is left as it was, and why: a compiler may still make it faster.
     """
-    from paceline.recipes.asr.fast import channels_last, fused  # fused needs Triton
+    from paceline.recipes.asr.fast import channels_last, conformer, fused  # which need Triton
 
-    if not isinstance(encoder, Encoder):
-        return ["a Conformer: there are no kernels of ours for its layers"]
+    if isinstance(encoder, ConformerEncoder):
+        return conformer.accelerate(encoder)
+    assert isinstance(encoder, Encoder)
     reasons = fused.accelerate(encoder)
     if not reasons:
         return []

@@ -1,9 +1,9 @@
 """Training a Conformer through our own kernels: same parameters, same state dict, other way.
 
-Activations travel as (batch, time, channel) in bfloat16. A layer is one node of autograd's graph, whose backward pass is
-written out below: each of its products is the library's, everything between two products is one kernel (`speed.kernels`:
-`relative_attention`, `gated_conv`, `residual_norm`), and all sums over rows (biases, norms) of a layer are added up at
-once. The norm at a layer's end and the one at the next one's begin are one pass; all positions are multiplied at once,
+Activations travel as (batch, time, channel) in bfloat16. A layer is one node of autograd's graph, whose backward pass
+is written out below: each of its products is the library's, what is between two products is one kernel or few
+(`speed.kernels`: `relative_attention`, `gated_conv`, `residual_norm`), and all sums over rows (biases, norms) of a
+layer are added up at once. The norm at a layer's end and the one at the next one's begin are one pass; all positions are multiplied at once,
 for all layers; weights are rounded once in a pass. What stands behind an utterance's length is finite, is read by
 nobody, and has no gradient.
 
@@ -130,7 +130,7 @@ def encode(
             settings.n_heads,
             matrices[str(number)],
             drops,
-            layer.conv.batch_norm.eps,  # type: ignore[arg-type]
+            layer.conv.batch_norm.eps,
             following is not None,
         )
         parameters = [*_parameters(layer), *(_norm(following) if following is not None else ())]
@@ -257,17 +257,16 @@ def _matrices(
         ]
     found["places"] = [rounded(*(layer.self_attn.linear_pos.weight for layer in layers))]
     if has_kernels:
-        conv, out = encoder.pre_encode.conv, encoder.pre_encode.out
-        channels = conv[0].weight.shape[0]
+        strides: list[Any] = list(encoder.pre_encode.conv)
+        out = encoder.pre_encode.out
+        channels = strides[0].weight.shape[0]
         taps = torch.zeros(16, channels, dtype=dtype, device=device)
-        taps[:9] = conv[0].weight.detach().view(channels, 9).t()
-        taps[9] = conv[0].bias.detach()
+        taps[:9] = strides[0].weight.detach().view(channels, 9).t()
+        taps[9] = strides[0].bias.detach()
         # The output's channels come last here, its mels in the plain module.
         turned = out.weight.detach().unflatten(1, (channels, -1)).transpose(1, 2).flatten(1).to(dtype)
-        found["begin"] = [
-            taps, *(rounded(each) for each in (conv[3].weight, conv[3].bias, conv[6].weight, conv[6].bias)),
-            turned, rounded(out.bias),
-        ]  # fmt: skip
+        pointwise = [rounded(each) for place in (3, 6) for each in (strides[place].weight, strides[place].bias)]
+        found["begin"] = [taps, *pointwise, turned, rounded(out.bias)]
     foreach_copy_(targets, sources)
     return found
 
