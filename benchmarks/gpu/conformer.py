@@ -1,13 +1,14 @@
 """FastConformer in training on one GPU: the plain ways to run it beside our levels, from random data on the device.
 
     python benchmarks/gpu/conformer.py [--json] [--batches 64 256] [--networks fastconformer-m fastconformer-l]
-        [--only bf16 O2+kernels+graphs O4] [--classes 1024] [--profile]
+        [--only bf16 O2+kernels+graphs O4] [--classes 1024] [--profile] [--ways aside]
 
 A step is forward, CTC, backward and fused AdamW on a batch of 16.7 s utterances (1,672 frames of 80 mels, lengths 70
 to 100 %, 60 subwords), median of 3 rounds of 8 without a pause. `bf16` is a loop as its user would write it,
 `bf16-compile` compiled, `bf16-graphs` compiled with CUDA graphs (`reduce-overhead`); all with our CTC, which is faster
 than torch's. `O2` is our engine on the plain modules, `O2+kernels+graphs` a way that `O4` may choose, and `O4` the
-fastest of its ways, found as a run finds it. `--profile` shows where a step goes.
+fastest of its ways, found as a run finds it. `--profile` shows where a step goes. `--ways` runs our levels a second
+time, with other kernels than those in use (`paceline.speed.kernels.ways`).
 
 The floor of a step is the sum of what each part needs at least on an H200: FLOPs of the products, padding included, at
 788 TFLOP/s, the rate of a large product there, or bytes at 4.3 TB/s, whichever is more. Bytes are those of activations
@@ -18,8 +19,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ from paceline.recipes.asr.network.encoder import Decoder
 from paceline.recipes.asr.text.ctc import ctc_loss_sum
 from paceline.speed.autotune.candidates import Candidate, candidates
 from paceline.speed.autotune.choice import choose
+from paceline.speed.kernels.ways import MEASURED, Ways, using
 from paceline.train.autotune import timing
 from paceline.train.task import Task
 from paceline.world.discover.environment import discover
@@ -193,7 +196,10 @@ def main() -> None:
     arguments.add_argument("--classes", type=int, default=1024)
     arguments.add_argument("--only", nargs="+", default=[*PLAIN, "O2", "O4"])
     arguments.add_argument("--profile", action="store_true")
+    names = [field.name for field in fields(Ways)]
+    arguments.add_argument("--ways", nargs="+", default=[], choices=[*names, *(f"no-{name}" for name in names)])
     options = arguments.parse_args()
+    trial = replace(MEASURED, **{name.removeprefix("no-"): not name.startswith("no-") for name in options.ways})
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = "tf32"
     rows: list[Row] = []
@@ -205,22 +211,27 @@ def main() -> None:
             rows += [Row(f"{case}, floor", name, ms, "ms") for name, ms in floor.items()]
             rows.append(Row(f"{case}, floor", "step", sum(floor.values()), "ms"))
             best = 0.0
-            for name in options.only:
+            for name, ways in product(options.only, [MEASURED, trial] if trial != MEASURED else [MEASURED]):
+                if ways != MEASURED and not name.startswith("O"):
+                    continue
                 clean()
                 torch.cuda.reset_peak_memory_stats()
                 way = ""
                 try:
-                    step, way = ours(name, work) if name.startswith("O") else (by_hand(name, work), "")
-                    ms, peak = step_ms(step), peak_gib()
+                    with using(ways):
+                        step, way = ours(name, work) if name.startswith("O") else (by_hand(name, work), "")
+                        ms, peak = step_ms(step), peak_gib()
                 except Exception as error:  # the others still count
                     print(f"{case}, {name}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr, flush=True)
                     continue
+                if ways != MEASURED:
+                    way += f" with {', '.join(options.ways)}"
                 if name in PLAIN:
                     best = ms if not best else min(best, ms)
                 share = 100 * sum(floor.values()) / ms
                 rate = f"{ms:.2f} ms, {1e3 * size / ms:.0f}/s, {peak:.1f} GiB, {share:.0f} % of the floor"
                 print(f"{case}, {name}: {rate} {way}", file=sys.stderr, flush=True)
-                title = f"{case}, {'-' if name.startswith('O') else ''}{name}"
+                title = f"{case}, {'-' if name.startswith('O') else ''}{name}{', new' if ways != MEASURED else ''}"
                 ratio = best / ms if best else None
                 rows += [
                     Row(title, "step", ms, "ms", "best plain way" if best else None, ratio),

@@ -35,6 +35,8 @@ class Ways:
     """With `listed`, weight gradients of large batches by `product` as well."""
     added_norm: bool = False
     """Dropout, residual and layer norm by `added_rows`; not yet run on a GPU."""
+    aside: bool = False
+    """Weight gradients of a Conformer's layers on a stream of their own, beside the rest of a layer's backward."""
 
 
 MEASURED = Ways(fetched=True, flat=True, turned=True, cut=True, sorted=True, listed=True, listed_weights=True)

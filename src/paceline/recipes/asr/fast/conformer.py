@@ -3,9 +3,9 @@
 Activations travel as (batch, time, channel) in bfloat16. A layer is one node of autograd's graph, whose backward pass
 is written out below: each of its products is the library's, what is between two products is one kernel or few
 (`speed.kernels`: `relative_attention`, `gated_conv`, `residual_norm`), and all sums over rows (biases, norms) of a
-layer are added up at once. The norm at a layer's end and the one at the next one's begin are one pass; all positions are multiplied at once,
-for all layers; weights are rounded once in a pass. What stands behind an utterance's length is finite, is read by
-nobody, and has no gradient.
+layer are added up at once. The norm at a layer's end and the one at the next one's begin are one pass; all positions
+are multiplied at once, for all layers; weights are rounded once in a pass. What stands behind an utterance's length is
+finite, is read by nobody, and has no gradient.
 
 Evaluation, and whatever is not training in bfloat16 autocast, goes the plain way.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MethodType
 from typing import Any
 
@@ -29,7 +30,7 @@ from paceline.recipes.asr.network.conformer.convolution import SpeechBatchNorm
 from paceline.recipes.asr.network.conformer.encoder import ConformerEncoder, ConformerLayer
 from paceline.recipes.asr.network.conformer.settings import UNLIMITED, ConformerSettings
 from paceline.speed.autotune.choice import CannotRun
-from paceline.speed.kernels import gated_conv, residual_norm, subsampling
+from paceline.speed.kernels import gated_conv, residual_norm, subsampling, ways
 from paceline.speed.kernels.relative_attention import attend, attend_backward
 
 Norm = tuple[Tensor, Tensor]
@@ -290,6 +291,34 @@ def _of_weight(g: Tensor, x: Tensor) -> Tensor:
     return left @ right
 
 
+class _Aside:
+    """Weight gradients, which nobody waits for before a layer's backward is done: on a stream of their own, so that
+    they fill what the kernels between the products leave idle."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = _side_stream(device) if device.type == "cuda" and ways.in_use().aside else None
+        self._read: list[Tensor] = []
+        """Must not be freed, and written anew by the other stream, before they are read."""
+
+    def of_weight(self, g: Tensor, x: Tensor) -> Tensor:
+        if self._stream is None:
+            return _of_weight(g, x)
+        self._read += [g, x]
+        self._stream.wait_stream(torch.cuda.current_stream(g.device))
+        with torch.cuda.stream(self._stream):
+            return _of_weight(g, x)
+
+    def join(self) -> None:
+        """Let the current stream wait for all of them."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
+@lru_cache(maxsize=8)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 def _taps(weight: Tensor) -> Tensor:
     """(channels, 1, ...) -> (taps, channels)."""
     return weight.detach().flatten(1).t().contiguous()
@@ -476,38 +505,40 @@ class _Through(torch.autograd.Function):
             assert of_residual is not None
             return of_y, of_residual
 
+        aside = _Aside(t_1.device)
         top, more = (g_normed, g_x) if layer.has_following else (g_x, None)
         if top is None:
             top = torch.zeros_like(t_4)
         of_f, of_t = under(
             top.contiguous(), None if more is None else more.contiguous(), t_4, m_4, out_norms, drops[6], HALF, ends
         )
-        of_ff2_narrow = _of_weight(of_f, a_2)
+        of_ff2_narrow = aside.of_weight(of_f, a_2)
         of_h = residual_norm.swish_backward(_across(of_f, w[14]), h_2, drops[5].seed, drops[5].share, swish_2)
-        of_ff2_wide = _of_weight(of_h, n_3)
+        of_ff2_wide = aside.of_weight(of_h, n_3)
         of_c, of_t = under(_across(of_h, w[12]), of_t, t_3, m_3, ff_norm, drops[4], 1.0, ends_3)
-        of_pointwise_2 = _of_weight(of_c, s)
+        of_pointwise_2 = aside.of_weight(of_c, s)
         of_z, norm_sums = gated_conv.norm_backward(
             _across(of_c, w[10]), z, affine, moments, layer.lengths, counts_all=False
         )
         of_y = gated_conv.depthwise_backward(of_z, y, gated, layer.lengths, depth, conv)
-        of_pointwise_1 = _of_weight(of_y, n_2)
+        of_pointwise_1 = aside.of_weight(of_y, n_2)
         of_a, of_t = under(_across(of_y, w[8]), of_t, t_2, m_2, conv_norm, drops[3], 1.0, ends_2)
-        of_out = _of_weight(of_a, o)
+        of_out = aside.of_weight(of_a, o)
         of_qkv, of_places, of_biases = attend_backward(
             _across(of_a, w[6]), qkv, layer.places, u, v, layer.lengths, drops[2].seed, drops[2].share, layer.heads,
             o, *scores,
         )  # fmt: skip
         residual_norm.column_sums(of_qkv, of_qkv_bias)
-        of_projections = _of_weight(of_qkv, n_1)
-        of_positions = _of_weight(of_places.to(t_1.dtype), layer.positions)
+        of_projections = aside.of_weight(of_qkv, n_1)
+        of_positions = aside.of_weight(of_places.to(t_1.dtype), layer.positions)
         of_f, of_t = under(_across(of_qkv, w[4]), of_t, t_1, m_1, attention_norm, drops[1], HALF, ends_1)
-        of_ff1_narrow = _of_weight(of_f, a_1)
+        of_ff1_narrow = aside.of_weight(of_f, a_1)
         of_h = residual_norm.swish_backward(_across(of_f, w[2]), h_1, drops[0].seed, drops[0].share, swish_1)
-        of_ff1_wide = _of_weight(of_h, normed)
+        of_ff1_wide = aside.of_weight(of_h, normed)
         of_normed = _across(of_h, w[0])
 
         sums = parts.sum(0)
+        aside.join()
         ends, swish_2, ends_3, conv, ends_2, of_qkv_bias, ends_1, swish_1 = sums.split([*sizes, 3 * width, wide])
         e_1, e_2, e_3, e_4 = (each.view(-1, width) for each in (ends_1, ends_2, ends_3, ends))
         of_taps = conv.view(-1, width)
