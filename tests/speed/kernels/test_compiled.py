@@ -26,7 +26,7 @@ CONFORMER = {
     **{"seed": "*i32", "lengths": "*i32", "least": "i64", "factor": "fp32", "scale": "fp32", "natural": "fp32"},
 }
 """Types of the arguments of `relative`, `striding` and `gated_rows`."""
-SPILLED = {"backward 75": 16, "backward 75, cut": 48, "product": 16, "relative keys": 24}
+SPILLED = {"backward 75": 16, "backward 75, cut": 48, "product": 16}
 """Bytes of a thread's registers that lie in memory for want of room, where the kernel was measured with them."""
 
 

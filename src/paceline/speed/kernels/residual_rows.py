@@ -241,14 +241,14 @@ def backward(
     rows = total.numel() // width
     of_x = torch.empty_like(total)
     of_residual = torch.empty_like(total) if has_residual else None
-    each = 4
+    each = 8
     (weight, bias), (weight_2, _) = norms[0], norms[-1]
     _backward[(GROUPS,)](
         g, g if g_more is None else g_more, total, moments, weight, bias, weight_2, moments if seed is None else seed,
         of_x, of_x if of_residual is None else of_residual, parts, parts.stride(0), rows, width,
         _rows_each(rows, each), least, factor,
         HAS_MORE=g_more is not None, HAS_RESIDUAL=has_residual, HAS_DROPOUT=seed is not None,
-        HAS_SECOND=len(norms) > 1, ROWS=each, WIDTH=triton.next_power_of_2(width), num_warps=2 * _warps(width, each),
+        HAS_SECOND=len(norms) > 1, ROWS=each, WIDTH=triton.next_power_of_2(width), num_warps=_warps(width, each),
     )  # fmt: skip
     return of_x, of_residual
 

@@ -133,9 +133,15 @@ def test_on_a_gpu_as_near_to_float64_as_the_plain_way(batch: int, frames: int) -
                 results.append(trained(encoder, encoder, features, lengths))
         (plain_out, plain), (found_out, found) = results
         assert distance(found_out, out) < 1.5 * distance(plain_out, out) + 1e-3
-        scale = max(float(gradient.norm()) for gradient in gradients.values())
+        whole = torch.cat([gradient.flatten() for gradient in gradients.values()])
+        of_plain, of_ours = (
+            torch.cat([each[name].double().flatten() for name in gradients]) for each in (plain, found)
+        )
+        assert distance(of_ours, whole) < 1.5 * distance(of_plain, whole) + 1e-3
+        # Some are zero but for rounding: that of a bias before batch norm, and of the keys' bias.
+        scale = float(whole.norm())
         for name, gradient in gradients.items():
-            allowed = 1.5 * (plain[name].double() - gradient).norm() + 2e-3 * scale * 1e-2 + 1e-2 * gradient.norm()
+            allowed = 3 * (plain[name].double() - gradient).norm() + 0.02 * gradient.norm() + 1e-3 * scale
             assert (found[name].double() - gradient).norm() <= allowed, name
     finally:
         torch.use_deterministic_algorithms(False)
