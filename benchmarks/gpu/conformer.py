@@ -5,10 +5,12 @@
 
 A step is forward, CTC, backward and fused AdamW on a batch of 16.7 s utterances (1,672 frames of 80 mels, lengths 70
 to 100 %, 60 subwords), median of 3 rounds of 8 without a pause. `bf16` is a loop as its user would write it,
-`bf16-compile` compiled, `bf16-graphs` compiled with CUDA graphs (`reduce-overhead`); all with our CTC, which is faster
-than torch's. `O2` is our engine on the plain modules, `O2+kernels+graphs` a way that `O4` may choose, and `O4` the
-fastest of its ways, found as a run finds it. `--profile` shows where a step goes. `--ways` runs our levels a second
-time, with other kernels than those in use (`paceline.speed.kernels.ways`).
+`bf16-compile` compiled, `bf16-graphs` compiled with CUDA graphs (`reduce-overhead`), which takes minutes; `bf16-layers`
+has each layer compiled, which takes seconds since they are alike, and `bf16-layers-graphs` is that recorded as one CUDA
+graph by hand. All have our CTC, which is faster than torch's. `O2` is our engine on the plain modules,
+`O2+kernels+graphs` a way that `O4` may choose, and `O4` the fastest of its ways, found as a run finds it. `--profile`
+shows where a step goes. `--ways` runs our levels a second time, with other kernels than those in use
+(`paceline.speed.kernels.ways`).
 
 The floor of a step is the sum of what each part needs at least on an H200: FLOPs of the products, padding included, at
 788 TFLOP/s, the rate of a large product there, or bytes at 4.3 TB/s, whichever is more. Bytes are those of activations
@@ -51,7 +53,7 @@ from paceline.world.start import start
 FRAMES, SUBWORDS = 1672, 60
 FLOPS, BYTES = 788e12, 4.3e12
 """Of an H200, per second: a product of 8192 x 8192 x 8192 in bfloat16, and a copy in its memory."""
-PLAIN = ("bf16", "bf16-compile", "bf16-graphs")
+PLAIN = ("bf16", "bf16-layers", "bf16-layers-graphs", "bf16-compile", "bf16-graphs")
 
 
 class Network(nn.Module):
@@ -145,9 +147,13 @@ class Bench(Task):
 
 def by_hand(name: str, work: Workload) -> Callable[[], None]:
     model, batch = work.model(), work.batch()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    is_recorded = name == "bf16-layers-graphs"
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True, capturable=is_recorded)
     run: Callable[..., Any] = model
-    if name != "bf16":
+    if name.startswith("bf16-layers"):
+        for part in (model.encoder.pre_encode, *model.encoder.layers):
+            part.compile()
+    elif name != "bf16":
         run = torch.compile(model, mode="reduce-overhead" if name == "bf16-graphs" else None)
 
     def step() -> None:
@@ -158,7 +164,21 @@ def by_hand(name: str, work: Workload) -> Callable[[], None]:
         (loss / work.size).backward()
         optimizer.step()
 
-    return step
+    return recorded(step) if is_recorded else step
+
+
+def recorded(step: Callable[[], None]) -> Callable[[], None]:
+    """Return a CUDA graph of a step, after some that warm it up."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 def ours(name: str, work: Workload) -> tuple[Callable[[], Any], str]:

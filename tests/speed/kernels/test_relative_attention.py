@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.speed.kernels.relative_attention import attend, attend_backward
+from paceline.speed.kernels.relative_attention import attend, attend_backward, places_backward
 from paceline.speed.kernels.residual_norm import kept
 from paceline.speed.kernels.row_norm import factor, threshold
 from tests.speed.kernels.separable import distance
@@ -80,7 +80,8 @@ def test_functions_are_what_autograd_says(dropout: float) -> None:
     out, *saved = attend(*case[:6], dropout, case.heads)
     expected, gradients = plainly(case, dropout)
     assert distance(out, expected) < 1e-12
-    of_qkv, of_p, of_biases = attend_backward(case.g, *case[:6], dropout, case.heads, out, *saved)
+    of_qkv, of_biases, slopes = attend_backward(case.g, *case[:6], dropout, case.heads, out, *saved)
+    of_p = places_backward(slopes, case.qkv, case.bias_v, case.lengths, case.heads)
     for found, wanted in zip((of_qkv, of_p, *of_biases), gradients, strict=True):
         assert distance(found, wanted) < 1e-10
 
@@ -92,6 +93,7 @@ def kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     small = {name: relative.Tile(16, 32) for name in relative.TILES}
     monkeypatch.setattr(relative, "TILES", {**small, "places": relative.Tile(32, 16)})
     monkeypatch.setattr(relative, "PROGRAMS", 12)
+    monkeypatch.setattr(relative, "LEAST_PARTS", 1)
     return relative
 
 
@@ -105,7 +107,8 @@ def test_kernels(kernels: Any, batch: int, time: int, heads: int, head: int, dro
     least, times = threshold(dropout), factor(dropout)
     out, *saved = kernels.forward(*case[:6], least, times, heads)
     assert distance(out, expected) < TRUNCATED
-    of_qkv, of_p, of_biases = kernels.backward(case.g, *case[:6], least, times, heads, out, *saved)
+    of_qkv, of_biases, slopes = kernels.backward(case.g, *case[:6], least, times, heads, out, *saved)
+    of_p = kernels.backward_places(slopes, case.qkv, case.bias_v, case.lengths, heads)
     for found, wanted in zip((of_qkv, of_p, *of_biases), gradients, strict=True):
         assert distance(found, wanted) < TRUNCATED
 
@@ -123,7 +126,8 @@ def test_on_a_gpu_against_float64(shape: tuple[int, int, int, int]) -> None:
             expected, gradients = plainly(made.to(torch.float64, "cuda"), dropout)
             out, *saved = attend(*case[:6], dropout, case.heads)
             assert distance(out, expected) < BF16
-            of_qkv, of_p, of_biases = attend_backward(case.g, *case[:6], dropout, case.heads, out, *saved)
+            of_qkv, of_biases, slopes = attend_backward(case.g, *case[:6], dropout, case.heads, out, *saved)
+            of_p = places_backward(slopes, case.qkv, case.bias_v, case.lengths, case.heads)
             for found, wanted in zip((of_qkv, of_p, *of_biases), gradients, strict=True):
                 assert distance(found, wanted) < 2 * BF16
             assert torch.equal(attend(*case[:6], dropout, case.heads)[0], out)

@@ -88,28 +88,39 @@ def norm_backward(
     return (found if counts_all else found * held).to(z.dtype), sums
 
 
-def depthwise_backward(g: Tensor, y: Tensor, u: Tensor, lengths: Tensor, weight: Tensor, parts: Tensor) -> Tensor:
-    """Return the gradient of y, from that of the convolution of u = gate(y).
+def depthwise_backward(g: Tensor, y: Tensor, lengths: Tensor, weight: Tensor, parts: Tensor) -> Tensor:
+    """Return the gradient of y, from that of the convolution of gate(y).
 
-    Columns of `parts` get sums: (kernel + 3) * channels, of the taps, of g, and of both halves of the gradient of y.
+    Columns of `parts` get sums: 3 * channels, of g, and of both halves of the gradient of y.
     """
     if g.is_cuda:
         from paceline.speed.kernels import gated_rows
 
-        return gated_rows.depthwise_backward(g, y, u, lengths, weight, parts)
+        return gated_rows.depthwise_backward(g, y, lengths, weight, parts)
     wide = torch.promote_types(y.dtype, torch.float32)
-    held = _held(lengths, y)
     value, gates = y.to(wide).chunk(2, -1)
     opened = gates.sigmoid()
     upper = g.to(wide)
-    of_u = _convolved(upper, weight.to(wide).flip(0)) * held
-    half = weight.shape[0] // 2
-    padded = F.pad(u.to(wide), (0, 0, half, half))
-    time = u.shape[1]
-    of_taps = [(padded[:, tap : tap + time] * upper).sum((0, 1)) for tap in range(weight.shape[0])]
+    of_u = _convolved(upper, weight.to(wide).flip(0)) * _held(lengths, y)
     of_y = torch.cat([of_u * opened, of_u * value * opened * (1 - opened)], -1)
-    parts.zero_()[0] = torch.cat([*of_taps, upper.sum((0, 1)), of_y.sum((0, 1))])
+    parts.zero_()[0] = torch.cat([upper.sum((0, 1)), of_y.sum((0, 1))])
     return of_y.to(y.dtype)
+
+
+def taps_backward(g: Tensor, u: Tensor, lengths: Tensor, kernel: int, parts: Tensor) -> None:
+    """Columns of `parts` get sums for the gradient of the weight: kernel * channels.
+
+    `g` is the gradient of the convolution, `u` what was convolved.
+    """
+    if g.is_cuda:
+        from paceline.speed.kernels import gated_rows
+
+        gated_rows.taps_backward(g, u, lengths, kernel, parts)
+        return
+    wide = torch.promote_types(u.dtype, torch.float32)
+    half, time = kernel // 2, u.shape[1]
+    padded, upper = F.pad(u.to(wide), (0, 0, half, half)), g.to(wide)
+    parts.zero_()[0] = torch.cat([(padded[:, tap : tap + time] * upper).sum((0, 1)) for tap in range(kernel)])
 
 
 def _convolved(x: Tensor, weight: Tensor) -> Tensor:

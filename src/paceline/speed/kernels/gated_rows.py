@@ -225,7 +225,7 @@ def _depthwise_backward(
         of_gates += of_gate
         tl.store(of_y + at, of_value.to(of_y.dtype.element_ty), mask=inside)
         tl.store(of_y + at + channels, of_gate.to(of_y.dtype.element_ty), mask=inside)
-    base = parts + group * parts_stride + KERNEL * channels + c
+    base = parts + group * parts_stride + c
     tl.store(base, tl.sum(of_bias, 0), mask=is_channel)
     tl.store(base + channels, tl.sum(of_values, 0), mask=is_channel)
     tl.store(base + 2 * channels, tl.sum(of_gates, 0), mask=is_channel)
@@ -335,16 +335,24 @@ def norm_backward(
     return of_z, sums
 
 
-def depthwise_backward(g: Tensor, y: Tensor, u: Tensor, lengths: Tensor, weight: Tensor, parts: Tensor) -> Tensor:
+def depthwise_backward(g: Tensor, y: Tensor, lengths: Tensor, weight: Tensor, parts: Tensor) -> Tensor:
     """As `gated_conv.depthwise_backward`."""
-    batch, time, channels = g.shape
     of_y = torch.empty_like(y)
-    blocks, each = _cut(batch, time)
-    kernel = weight.shape[0]
-    pieces = triton.cdiv(channels, CHANNELS)
-    tile: dict[str, Any] = {"KERNEL": kernel, "TIMES": TIMES, "CHANNELS": CHANNELS, "num_warps": 4}
-    sizes = parts, parts.stride(0), time, channels, blocks, each
-    _depthwise_backward[(GROUPS, pieces)](g, y, lengths, weight, of_y, *sizes, **tile)
-    taps = kernel if kernel <= MOST_TAPS else MOST_TAPS - 1
-    _of_taps[(GROUPS, pieces, triton.cdiv(kernel, taps))](g, u, lengths, *sizes, TAPS=taps, **tile)
+    grid, sizes, tile = _launch(g, weight.shape[0], parts)
+    _depthwise_backward[grid](g, y, lengths, weight, of_y, *sizes, **tile)
     return of_y
+
+
+def taps_backward(g: Tensor, u: Tensor, lengths: Tensor, kernel: int, parts: Tensor) -> None:
+    """As `gated_conv.taps_backward`."""
+    grid, sizes, tile = _launch(g, kernel, parts)
+    taps = kernel if kernel <= MOST_TAPS else MOST_TAPS - 1
+    _of_taps[(*grid, triton.cdiv(kernel, taps))](g, u, lengths, *sizes, TAPS=taps, **tile)
+
+
+def _launch(g: Tensor, kernel: int, parts: Tensor) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
+    """Return grid, numbers and constants of the backward kernels."""
+    batch, time, channels = g.shape
+    sizes = parts, parts.stride(0), time, channels, *_cut(batch, time)
+    tile = {"KERNEL": kernel, "TIMES": TIMES, "CHANNELS": CHANNELS, "num_warps": 4}
+    return (GROUPS, triton.cdiv(channels, CHANNELS)), sizes, tile

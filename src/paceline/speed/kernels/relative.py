@@ -39,8 +39,8 @@ TILES = {
     "places": Tile(64, 64, stages=1),
 }
 """By kernel; the fastest of those tried on an H200 with 209 frames, 64 channels for each head and dropout."""
-PROGRAMS = 924
-"""That sum over positions are about so many: seven for each multiprocessor of an H200."""
+PROGRAMS, LEAST_PARTS = 528, 16
+"""That sum over positions are about so many: four for each multiprocessor of an H200; parts of a batch, at least."""
 LOG2_E = 1.4426950408889634
 
 
@@ -361,11 +361,18 @@ def backward(
         qkv, p, lengths, slopes, of_qkv, of_biases, time, heads, width, pitch(time), p.stride(0),
         **options("queries", heads, width),
     )  # fmt: skip
+    return of_qkv, of_biases.sum(0), slopes
+
+
+def backward_places(slopes: Tensor, qkv: Tensor, bias_v: Tensor, lengths: Tensor, heads: int) -> Tensor:
+    """As `relative_attention.places_backward`."""
+    batch, time, three = qkv.shape
+    width = three // 3
     places = triton.cdiv(2 * time - 1, TILES["places"].keys)
-    num_parts = min(batch, max(1, PROGRAMS // (places * heads)))
-    of_places = torch.empty(num_parts, 2 * time - 1, width, dtype=torch.float32, device=g.device)
+    num_parts = min(batch, max(LEAST_PARTS, PROGRAMS // (places * heads)))
+    of_places = torch.empty(num_parts, 2 * time - 1, width, dtype=torch.float32, device=qkv.device)
     _backward_places[(places, heads, num_parts)](
         qkv, bias_v, lengths, slopes, of_places, time, heads, width, pitch(time), batch,
         **options("places", heads, width),
     )  # fmt: skip
-    return of_qkv, of_places.sum(0), of_biases.sum(0)
+    return of_places.sum(0)

@@ -54,7 +54,7 @@ def attend_backward(
     out: Tensor,
     *saved: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of qkv, of p (float32 at least), and (2, width) of u and v."""
+    """Gradients of qkv, (2, width) of u and v, and those of the scores, for `places_backward`."""
     if g.is_cuda:
         from paceline.speed.kernels import relative
 
@@ -63,7 +63,7 @@ def attend_backward(
         )
     shares, kept_shares = saved
     wide = shares.dtype
-    _, time, width = g.shape
+    width = g.shape[-1]
     q, k, v = _heads(qkv, heads)
     upper = g.to(wide).unflatten(2, (heads, -1)).transpose(1, 2)
     of_values = kept_shares.mT @ upper
@@ -74,16 +74,29 @@ def attend_backward(
     slopes = shares * (of_kept - delta) * (width // heads) ** -0.5
     by_content = slopes @ k
     of_keys = slopes.mT @ (q + bias_u.to(wide).view(heads, 1, -1))
-    # (batch, heads, time, 2 * time - 1): at the position that a key is seen at.
-    at_places = slopes.new_zeros(*slopes.shape[:3], 2 * time - 1).scatter(
-        3, _place(time, g.device).expand_as(slopes), slopes
-    )
+    at_places = _at_places(slopes)
     places = p.to(wide).unflatten(1, (heads, -1)).transpose(0, 1)
     by_place = at_places @ places
-    of_places = torch.einsum("bhim,bhid->mhd", at_places, q + bias_v.to(wide).view(heads, 1, -1)).flatten(1)
     of_qkv = torch.stack([by_content + by_place, of_keys, of_values], 2).permute(0, 3, 2, 1, 4).flatten(2)
     biases = torch.stack([each.sum((0, 2)).flatten() for each in (by_content, by_place)])
-    return of_qkv.to(qkv.dtype), of_places, biases
+    return of_qkv.to(qkv.dtype), biases, slopes
+
+
+def places_backward(slopes: Tensor, qkv: Tensor, bias_v: Tensor, lengths: Tensor, heads: int) -> Tensor:
+    """Gradient of p, float32 at least, from what `attend_backward` says of the scores."""
+    if qkv.is_cuda:
+        from paceline.speed.kernels import relative
+
+        return relative.backward_places(slopes, qkv, bias_v, lengths, heads)
+    q = _heads(qkv, heads)[0] + bias_v.to(slopes.dtype).view(heads, 1, -1)
+    return torch.einsum("bhim,bhid->mhd", _at_places(slopes), q).flatten(1)
+
+
+def _at_places(slopes: Tensor) -> Tensor:
+    """(batch, heads, time, 2 * time - 1): at the position that a key is seen at."""
+    time = slopes.shape[-1]
+    places = _place(time, slopes.device).expand_as(slopes)
+    return slopes.new_zeros(*slopes.shape[:3], 2 * time - 1).scatter(3, places, slopes)
 
 
 def _heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:

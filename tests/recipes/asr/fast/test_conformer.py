@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 from paceline.recipes.asr.fast import conformer as fast
 from paceline.recipes.asr.network.config import read_network
 from paceline.recipes.asr.network.conformer.encoder import ConformerEncoder
+from paceline.speed.kernels import ways
 from tests.speed.kernels.separable import distance
 
 WITHOUT_DROPOUT = {"dropout": 0.0, "dropout_pre_encoder": 0.0, "dropout_emb": 0.0, "dropout_att": 0.0}
@@ -116,7 +118,8 @@ def test_only_training_in_bfloat16_is_fast(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("batch", "frames"), [(4, 700), (1, 57)])
-def test_on_a_gpu_as_near_to_float64_as_the_plain_way(batch: int, frames: int) -> None:
+@pytest.mark.parametrize("aside", [False, True])
+def test_on_a_gpu_as_near_to_float64_as_the_plain_way(batch: int, frames: int, aside: bool) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
@@ -129,7 +132,8 @@ def test_on_a_gpu_as_near_to_float64_as_the_plain_way(batch: int, frames: int) -
             encoder = copy.deepcopy(exact).float()
             if accelerated:
                 assert fast.accelerate(encoder) == []
-            with torch.autocast("cuda", torch.bfloat16):
+            way = replace(ways.MEASURED, aside=aside)
+            with ways.using(way), torch.autocast("cuda", torch.bfloat16):
                 results.append(trained(encoder, encoder, features, lengths))
         (plain_out, plain), (found_out, found) = results
         assert distance(found_out, out) < 1.5 * distance(plain_out, out) + 1e-3

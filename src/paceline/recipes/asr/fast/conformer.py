@@ -13,9 +13,9 @@ Evaluation, and whatever is not training in bfloat16 autocast, goes the plain wa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MethodType
 from typing import Any
 
@@ -31,7 +31,7 @@ from paceline.recipes.asr.network.conformer.encoder import ConformerEncoder, Con
 from paceline.recipes.asr.network.conformer.settings import UNLIMITED, ConformerSettings
 from paceline.speed.autotune.choice import CannotRun
 from paceline.speed.kernels import gated_conv, residual_norm, subsampling, ways
-from paceline.speed.kernels.relative_attention import attend, attend_backward
+from paceline.speed.kernels.relative_attention import attend, attend_backward, places_backward
 
 Norm = tuple[Tensor, Tensor]
 DROPOUTS = 7
@@ -292,24 +292,25 @@ def _of_weight(g: Tensor, x: Tensor) -> Tensor:
 
 
 class _Aside:
-    """Weight gradients, which nobody waits for before a layer's backward is done: on a stream of their own, so that
-    they fill what the kernels between the products leave idle."""
+    """Work that nobody waits for before a layer's backward is done, such as weight gradients: on a stream of its own,
+    so that it fills what the kernels between the products leave idle."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = _side_stream(device) if device.type == "cuda" and ways.in_use().aside else None
         self._read: list[Tensor] = []
         """Must not be freed, and written anew by the other stream, before they are read."""
 
-    def of_weight(self, g: Tensor, x: Tensor) -> Tensor:
+    def run(self, function: Callable[..., Any], *tensors: Tensor) -> Any:
+        """Return function(*tensors); of what it returns nothing may be read before `join`."""
         if self._stream is None:
-            return _of_weight(g, x)
-        self._read += [g, x]
-        self._stream.wait_stream(torch.cuda.current_stream(g.device))
+            return function(*tensors)
+        self._read += tensors
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            return _of_weight(g, x)
+            return function(*tensors)
 
     def join(self) -> None:
-        """Let the current stream wait for all of them."""
+        """Let the current stream wait for all of it."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
@@ -512,48 +513,56 @@ class _Through(torch.autograd.Function):
         of_f, of_t = under(
             top.contiguous(), None if more is None else more.contiguous(), t_4, m_4, out_norms, drops[6], HALF, ends
         )
-        of_ff2_narrow = aside.of_weight(of_f, a_2)
+        of_ff2_narrow = aside.run(_of_weight, of_f, a_2)
         of_h = residual_norm.swish_backward(_across(of_f, w[14]), h_2, drops[5].seed, drops[5].share, swish_2)
-        of_ff2_wide = aside.of_weight(of_h, n_3)
+        of_ff2_wide = aside.run(_of_weight, of_h, n_3)
         of_c, of_t = under(_across(of_h, w[12]), of_t, t_3, m_3, ff_norm, drops[4], 1.0, ends_3)
-        of_pointwise_2 = aside.of_weight(of_c, s)
+        of_pointwise_2 = aside.run(_of_weight, of_c, s)
         of_z, norm_sums = gated_conv.norm_backward(
             _across(of_c, w[10]), z, affine, moments, layer.lengths, counts_all=False
         )
-        of_y = gated_conv.depthwise_backward(of_z, y, gated, layer.lengths, depth, conv)
-        of_pointwise_1 = aside.of_weight(of_y, n_2)
+        of_taps, of_gate = conv.split([kernel * width, 3 * width], 1)
+        aside.run(lambda g, u: gated_conv.taps_backward(g, u, layer.lengths, kernel, of_taps), of_z, gated)
+        of_y = gated_conv.depthwise_backward(of_z, y, layer.lengths, depth, of_gate)
+        of_pointwise_1 = aside.run(_of_weight, of_y, n_2)
         of_a, of_t = under(_across(of_y, w[8]), of_t, t_2, m_2, conv_norm, drops[3], 1.0, ends_2)
-        of_out = aside.of_weight(of_a, o)
-        of_qkv, of_places, of_biases = attend_backward(
+        of_out = aside.run(_of_weight, of_a, o)
+        of_qkv, of_biases, slopes = attend_backward(
             _across(of_a, w[6]), qkv, layer.places, u, v, layer.lengths, drops[2].seed, drops[2].share, layer.heads,
             o, *scores,
         )  # fmt: skip
-        residual_norm.column_sums(of_qkv, of_qkv_bias)
-        of_projections = aside.of_weight(of_qkv, n_1)
-        of_positions = aside.of_weight(of_places.to(t_1.dtype), layer.positions)
+        aside.run(residual_norm.column_sums, of_qkv, of_qkv_bias)
+        of_projections = aside.run(_of_weight, of_qkv, n_1)
+        of_positions = aside.run(partial(_of_positions, layer), slopes, qkv, v)
         of_f, of_t = under(_across(of_qkv, w[4]), of_t, t_1, m_1, attention_norm, drops[1], HALF, ends_1)
-        of_ff1_narrow = aside.of_weight(of_f, a_1)
+        of_ff1_narrow = aside.run(_of_weight, of_f, a_1)
         of_h = residual_norm.swish_backward(_across(of_f, w[2]), h_1, drops[0].seed, drops[0].share, swish_1)
-        of_ff1_wide = aside.of_weight(of_h, normed)
+        of_ff1_wide = aside.run(_of_weight, of_h, normed)
         of_normed = _across(of_h, w[0])
 
         sums = parts.sum(0)
         aside.join()
         ends, swish_2, ends_3, conv, ends_2, of_qkv_bias, ends_1, swish_1 = sums.split([*sizes, 3 * width, wide])
         e_1, e_2, e_3, e_4 = (each.view(-1, width) for each in (ends_1, ends_2, ends_3, ends))
-        of_taps = conv.view(-1, width)
+        of_conv = conv.view(-1, width)
         of_q, of_k, of_v = of_projections.split(width)
         of_q_bias, of_k_bias, of_v_bias = of_qkv_bias.split(width)
         found = [
             of_ff1_wide, swish_1, of_ff1_narrow, e_1[2], e_1[0], e_1[1],
             of_q, of_q_bias, of_k, of_k_bias, of_v, of_v_bias, of_out, e_2[2], e_2[0], e_2[1],
-            of_pointwise_1, of_taps[kernel + 1 :], of_taps[:kernel].t(), of_taps[kernel],
+            of_pointwise_1, of_conv[kernel + 1 :], of_conv[:kernel].t(), of_conv[kernel],
             norm_sums[1] * moments[1], norm_sums[0], of_pointwise_2, e_3[2], e_3[0], e_3[1],
             of_ff2_wide, swish_2, of_ff2_narrow, e_4[2], e_4[0], e_4[1], of_positions, of_biases[0], of_biases[1],
             *((e_4[3], e_4[4]) if layer.has_following else ()),
         ]  # fmt: skip
         gradients = (each.reshape(shape) for each, shape in zip(found, ctx.shapes, strict=True))
         return None, of_t, of_normed, *gradients
+
+
+def _of_positions(layer: _Layer, slopes: Tensor, qkv: Tensor, v: Tensor) -> Tensor:
+    """Gradient of the weight that positions are multiplied with."""
+    of_places = places_backward(slopes, qkv, v, layer.lengths, layer.heads)
+    return _of_weight(of_places.to(qkv.dtype), layer.positions)
 
 
 def _parts(like: Tensor, columns: int) -> Tensor:
