@@ -38,7 +38,8 @@ TILES = {
     "queries": Tile(64, 64),
     "places": Tile(64, 64, stages=1),
 }
-"""By kernel; the fastest of those tried on an H200 with 209 frames, 64 channels for each head and dropout."""
+"""By kernel, the fastest of those tried on an H200 with 209 frames, 64 channels for each head and dropout. `queries` has
+as many keys as `keys`, which writes what it reads."""
 PROGRAMS, LEAST_PARTS = 528, 16
 """That sum over positions are about so many: four for each multiprocessor of an H200; parts of a batch, at least."""
 LOG2_E = 1.4426950408889634
@@ -99,8 +100,8 @@ def _forward(
         at = (b * time + j) * (3 * width)
         keys = tl.load(qkv + at[None, :] + width + c[:, None], mask=is_wide[:, None] & (j < length)[None, :], other=0.0)
         s = tl.dot(q_u, keys.to(PRODUCT))
-        seen = (j < length)[None, :] & (i < length)[:, None]
-        s += tl.load(shifted + row[:, None] * pitch + j[None, :], mask=seen, other=0.0).to(tl.float32)
+        # Keys behind the length are read as well, so that loads are wide; what was never written is left out below.
+        s += tl.load(shifted + row[:, None] * pitch + j[None, :], mask=(i < length)[:, None], other=0.0).to(tl.float32)
         s = tl.where((j < length)[None, :], s * scale, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         e = tl.exp2(s - higher[:, None])
@@ -175,8 +176,8 @@ def _backward_keys(
         top = tl.load(lse + row, mask=i < length, other=0.0)
         delta = tl.load(deltas + row, mask=i < length, other=0.0)
         seen = (j < length)[:, None] & (i < length)[None, :]
-        by_place = tl.load(shifted + row[None, :] * pitch + j[:, None], mask=seen, other=0.0).to(tl.float32)
-        s = tl.dot(keys, tl.trans(q)) + of_u[:, None] + by_place
+        by_place = tl.load(shifted + row[None, :] * pitch + j[:, None], mask=(i < length)[None, :], other=0.0)
+        s = tl.dot(keys, tl.trans(q)) + of_u[:, None] + by_place.to(tl.float32)
         share = tl.where(seen, tl.exp2(s * scale - top[None, :]), 0.0)
         of_share = tl.dot(values, tl.trans(upper))
         kept = share
@@ -189,7 +190,8 @@ def _backward_keys(
         slope = share * (of_share - delta[None, :]) * natural
         sums += tl.sum(slope, 1)
         narrow = slope.to(slopes.dtype.element_ty)
-        tl.store(slopes + row[None, :] * pitch + j[:, None], narrow, mask=seen)
+        # Zeros for keys behind the length.
+        tl.store(slopes + row[None, :] * pitch + j[:, None], narrow, mask=(i < length)[None, :])
         of_keys += tl.dot(narrow.to(PRODUCT), q)
     of_keys += sums[:, None] * u[None, :]
     inside = (j < time)[:, None] & is_wide[None, :]
@@ -222,7 +224,7 @@ def _backward_queries(
         j = start + tl.arange(0, KEYS)
         there = (j < length)[:, None] & is_wide[None, :]
         keys = tl.load(qkv + (b * time + j)[:, None] * (3 * width) + width + c[None, :], mask=there, other=0.0)
-        slope = tl.load(slopes + row[:, None] * pitch + j[None, :], mask=i_there & (j < length)[None, :], other=0.0)
+        slope = tl.load(slopes + row[:, None] * pitch + j[None, :], mask=i_there, other=0.0)
         by_content += tl.dot(slope.to(PRODUCT), keys.to(PRODUCT))
     m_first = tl.maximum(time - first - QUERIES, 0)
     m_end = tl.where(end > 0, tl.minimum(time - 1 - first + end, 2 * time - 1), m_first)
@@ -297,8 +299,9 @@ def options(kernel: str, heads: int, width: int) -> dict[str, Any]:
 
 
 def pitch(time: int) -> int:
-    """Return the scores from one row to the next: lines of memory are whole."""
-    return -(-time // 64) * 64
+    """Return the scores from one row to the next: whole tiles of keys, of which also those behind a length are read."""
+    size = max(64, *(tile.keys for tile in TILES.values()))
+    return -(-time // size) * size
 
 
 def forward(
