@@ -38,8 +38,8 @@ TILES = {
     "queries": Tile(64, 64),
     "places": Tile(64, 64, stages=1),
 }
-"""By kernel, the fastest of those tried on an H200 with 209 frames, 64 channels for each head and dropout. `queries` has
-as many keys as `keys`, which writes what it reads."""
+"""By kernel, the fastest of those tried on an H200 with 209 frames, 64 channels for each head and dropout. `queries`
+has as many keys as `keys`, which writes what it reads."""
 PROGRAMS, LEAST_PARTS = 528, 16
 """That sum over positions are about so many: four for each multiprocessor of an H200; parts of a batch, at least."""
 LOG2_E = 1.4426950408889634
