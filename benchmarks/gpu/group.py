@@ -29,7 +29,7 @@ from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.recipes.asr.network.config import read_network
 from paceline.speed.autotune.candidates import Candidate
-from paceline.train.autotune.timing import TimedSteps, Workload
+from paceline.train.autotune.timing import TimedSteps, Workload, compile_kernels
 from paceline.world.discover.environment import World
 from paceline.world.link import Link
 from paceline.world.start import start
@@ -73,12 +73,14 @@ def main() -> None:
     task, rows = Bench(read_network(options.network)), []
     for size in options.batches:
         grain = Grain(make_batch(size), 0, np.arange(size))
-        entrants = {}
+        entrants: dict[str, TimedSteps] = {}
         for name in options.ways:
             has_group, candidate, settings = WAYS[name]
             config = TrainConfig(global_batch=size, optimizer="adamw", lr=1e-3, steps=1000, **settings)
-            link = group if has_group else alone
-            entrants[name] = TimedSteps(candidate, Workload(task, config, link, task.model(), [grain]))
+            workload = Workload(task, config, group if has_group else alone, task.model(), [grain])
+            if not entrants:
+                compile_kernels(candidate, lambda done, total: None, workload=workload)
+            entrants[name] = TimedSteps(candidate, workload)
             for _ in range(3):
                 entrants[name]()
         rounds = [{name: seconds(steps) for name, steps in entrants.items()} for _ in range(ROUNDS)]
