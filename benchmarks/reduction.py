@@ -1,6 +1,6 @@
 """Step time on several gloo ranks: exact and fast sums beside torch's DDP and Lightning (Fabric).
 
-    python benchmarks/reduction.py [--json] [--ranks 2 4] [--repeats 5] [--millions 1 10 50]
+    python benchmarks/reduction.py [--json] [--ranks 2 4] [--repeats 5] [--millions 1 10 50] [--kinds many few]
 
 The same model, data and SGD for everyone, one micro-batch and one thread per rank, ranks on this machine. "many" is a
 row of small layers (256 x 256, or 64 x 64 for a million parameters), "few" has four large ones. Every repeat builds
@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 BATCH = 8
 WAYS = ("exact", "fast", "ddp", "lightning")
+KINDS = ("many", "few")
 Step = Callable[[int], None]
 
 
@@ -89,8 +90,8 @@ def ddp(model: nn.Module, x: torch.Tensor) -> tuple[Step, Callable[[], None]]:
 
 
 def lightning(model: nn.Module, x: torch.Tensor) -> tuple[Step, Callable[[], None]]:
-    from lightning.fabric import Fabric
-    from lightning.fabric.strategies import DDPStrategy
+    from lightning_fabric import Fabric  # what `lightning.fabric` is, without the metrics that package imports
+    from lightning_fabric.strategies import DDPStrategy
 
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=DDPStrategy())
     fabric.launch()
@@ -144,7 +145,7 @@ def work(options: Any) -> None:
     link = _link()
     with link:
         for millions in options.millions:
-            for kind in ("many", "few"):
+            for kind in options.kinds:
                 num_steps = max(2, round(options.steps / millions**0.6))
                 times: dict[str, list[float]] = {way: [] for way in options.ways}
                 cpu: dict[str, list[float]] = {way: [] for way in options.ways}
@@ -165,6 +166,7 @@ def main() -> None:
     options_of = parser(__doc__)
     options_of.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     options_of.add_argument("--millions", type=int, nargs="+", default=[1, 10, 50])
+    options_of.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     options_of.add_argument("--repeats", type=int, default=5)
     options_of.add_argument("--steps", type=int, default=20, help="steps per repeat with a million parameters")
     options_of.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))

@@ -209,7 +209,6 @@ class SummedInTree(Summed):
             first, end = batch.starts[self._rank : self._rank + 2]
             self._leaves = first, batch.starts[-1]
         self._schedule = schedule(self._leaves[1], first, end)
-        self._tree_sum.prepare(self._layout)
         while len(self._aside) < self._schedule.num_buffers - 1:
             self._aside.append([torch.zeros_like(bucket.flat) for bucket in self._buckets])
 

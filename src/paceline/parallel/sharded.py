@@ -93,7 +93,7 @@ def _cut(model: nn.Module, names: Sequence[str], link: Link, cut: Cut) -> Device
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if steps is not None:
-            scatter = TreeReduceScatter(steps, by_host)
+            scatter = TreeReduceScatter(steps, by_host, cut.timeout)
             module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
             if across is not None or mesh.size() == 1:
                 module.set_all_reduce_hook(TreeSumAcross(steps, scatter, is_only=mesh.size() == 1))

@@ -50,7 +50,6 @@ class ShardedInTree(Sharded):
             self._leaves, own = (starts[rank], starts[-1]), schedule(starts[-1], *starts[rank : rank + 2])
         self._layout = layout(starts)
         self._steps.begin(starts, own, own=batch.starts is None)
-        self._tree_sum.prepare(self._layout)
         self._set_sync()
 
     def end_grain(self) -> None:

@@ -9,6 +9,7 @@ With `shard: node` what a machine's ranks have added up goes on to the other mac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -44,15 +45,13 @@ class TreeSteps:
             each for each, ranks in zip(inside, self._machines, strict=True) if self._rank in ranks
         )
         self.between: Layout = combine(tuple(each.spans for each in inside), starts[-1])
-        if self.across is not None:
-            self.across.prepare(self.between)
 
 
 class TreeReduceScatter:
     """Sum of a block's gradients, of which each rank gets its piece."""
 
-    def __init__(self, steps: TreeSteps, by_host: bool) -> None:
-        self._steps, self._by_host = steps, by_host
+    def __init__(self, steps: TreeSteps, by_host: bool, timeout: timedelta) -> None:
+        self._steps, self._by_host, self._timeout = steps, by_host, timeout
         self._aside: dict[int, Tensor] = {}
         self.left: list[Tensor] = []
         """Nodes that the machine has added up, where there are others."""
@@ -95,7 +94,7 @@ class TreeReduceScatter:
         sent = pieces(partials, group.size())
         sent = sent.cpu() if self._by_host else sent
         received = torch.empty(sum(inside.rows), output.numel(), dtype=sent.dtype, device=sent.device)
-        exchange(received, sent, inside, len(partials), group)
+        exchange(received, sent, inside, len(partials), group, self._timeout)
         self.left = add_rows(received, inside)
         output.copy_(self.left[0].view_as(output))
 

@@ -5,17 +5,22 @@ its piece of all partial sums (all-to-all), adds them as the tree says, and give
 of a ring where each rank has one partial sum. Where only two ranks have something, the library's all-reduce does:
 a + b = b + a, and zeros change nothing.
 
-On the CPU the second hop begins when the first is done, which somebody has to notice: `poll` now and then. The two hops
-use two process groups, because each rank notices it at another time, and operations of one group must come in the same
-order on all ranks. On a GPU everything is queued on a stream of its own, and nothing waits.
+On the CPU both hops are messages between two ranks. All receives are posted before the first send: gloo tells a peer
+that it is ready to receive in the stream that carries its own data, so that a late receive waits behind a whole piece.
+The second hop begins when the first is done, for which a thread waits while the backward pass runs. Sums arrive where
+the partial sums are sent from: whoever sends a sum has got all of them. On a GPU everything is queued on a stream of
+its own, and nothing waits.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
+from threading import Lock, Thread
 from time import perf_counter
 
 import torch
@@ -24,8 +29,13 @@ from torch import Tensor
 
 from paceline.core.sum_tree import Layout
 from paceline.parallel.wire import all_gather_flat, goes_by_host
-from paceline.world import group_sockets
 from paceline.world.failure.flight_recorder import trail
+
+_ROWS, _SUMS = 1, 2
+"""Tags of the two hops. Messages of one tag between two ranks come in the order in which they are sent."""
+_SLICE = 32_704
+"""Numbers that are added at a time beside a backward pass of several threads: few enough for torch to stay in one."""
+_PATIENCE = timedelta(minutes=30)
 
 
 @dataclass
@@ -35,13 +45,17 @@ class _Flight:
     result: Tensor
     """Where the sum is wanted."""
     layout: Layout
-    received: Tensor
-    """(rows, piece)"""
+    rows: list[Tensor]
+    """This rank's piece of all partial sums, its own in the memory that they are sent from."""
+    total: Tensor
+    """The sum; it is `result` itself where that is in main memory."""
     room: Tensor
-    """Memory of `received`."""
-    work: dist.Work
-    total: Tensor | None = None
-    """The gathered sum, in the second hop; it is `result` itself where that is in main memory."""
+    """Memory of the rows of others."""
+    arriving: list[dist.Work]
+    """Rows of others, in the first hop."""
+    sums: list[dist.Work]
+    """Pieces of the sum, in the second hop."""
+    sends: list[dist.Work]
 
 
 class TreeSum:
@@ -51,16 +65,23 @@ class TreeSum:
     number of ranks (`pad`).
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None) -> None:
-        """`group` may be used by others between `finish` and the next `start`; a second one is made when needed."""
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta = _PATIENCE) -> None:
+        """`timeout` is that of the group. Others may sum in the same group between `finish` and the next `start`."""
         self._group, self._device, self._timeout = group, device, timeout
-        self._second: dist.ProcessGroup | None = None
-        self.size = group.size()
+        self.size, self._rank = group.size(), group.rank()
+        self._others = [(self._rank + step) % self.size for step in range(1, self.size)]
         self._by_host = goes_by_host(group, device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and not self._by_host else None
         self._plain: list[dist.Work] = []
+        self._flights: list[_Flight] = []
         self._first_hops: deque[_Flight] = deque()
-        self._second_hops: list[_Flight] = []
+        self._lock = Lock()
+        """Held by the thread that lets a sum go on to its second hop."""
+        self._error: Exception | None = None
+        self._tasks: SimpleQueue[Callable[[], None] | None] | None = None
+        """Of the thread beside the backward pass."""
+        self._has_news = False
+        """True if a sum was started since that thread was woken."""
         self.order_s = 0.0
         """Seconds of the host that the order has taken: additions here, and waits for more than one sum per rank."""
         self._rooms: dict[torch.dtype, list[Tensor]] = {}
@@ -69,15 +90,11 @@ class TreeSum:
         """Return the next length that can be cut into a piece per rank."""
         return -(-length // self.size) * self.size
 
-    def prepare(self, layout: Layout) -> None:
-        """Get ready for sums of this layout, before the first of a step. All ranks must call it."""
-        if self._second is None and self._stream is None and self.size > 1 and not layout.is_plain:
-            ranks = dist.get_process_group_ranks(self._group)
-            with group_sockets.noted():
-                self._second = dist.new_group(ranks, timeout=self._timeout, backend="gloo" if self._by_host else None)
-
     def start(self, result: Tensor, partials: Sequence[Tensor], layout: Layout) -> None:
-        """Send this rank's partial sums, each of the length of `result`, which becomes the sum of all ranks'."""
+        """Send this rank's partial sums, each of the length of `result`, which becomes the sum of all ranks'.
+
+        They must stay until `finish`, and may be changed.
+        """
         if self.size == 1:
             assert len(partials) == 1, "one rank has the whole tree"
             return
@@ -92,53 +109,85 @@ class TreeSum:
             self._send(result, partials, layout)
 
     def poll(self) -> None:
-        """Begin second hops whose first is done, without waiting."""
-        while self._first_hops and self._first_hops[0].work.is_completed():
-            self._gather(self._first_hops.popleft())
+        """Let second hops begin as soon as their first is done, without waiting: for use while this thread is busy."""
+        if not self._has_news:
+            return
+        self._has_news = False
+        if self._tasks is None:
+            self._tasks = SimpleQueue()
+            # It does not know this object, which ends it.
+            Thread(target=_work_off, args=(self._tasks,), name="sums", daemon=True).start()
+            weakref.finalize(self, self._tasks.put, None)
+        self._tasks.put(self._go_on_beside)
 
     def finish(self) -> None:
         """Wait for all sums; on a GPU only the current stream does."""
         began, share = perf_counter(), 0.0
-        if self._first_hops:
-            rows = self._first_hops[-1].layout.rows
+        if self._flights:
+            rows = self._flights[-1].layout.rows
             share = 1.0 - len(rows) / sum(rows)
-        while self._first_hops:
-            self._gather(self._first_hops.popleft())
+        self._has_news = False
+        while self._go_on():
+            pass
         for work in self._plain:
             work.wait()
         self._plain.clear()
-        for flight in self._second_hops:
-            flight.work.wait()
-            if flight.total is not flight.result and flight.total is not None:
+        flights, self._flights = self._flights, []
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        for flight in flights:
+            for work in (*flight.sums, *flight.sends):
+                work.wait(self._timeout)
+            if flight.total is not flight.result:
                 flight.result.copy_(flight.total)
-        self._second_hops.clear()
         self.order_s += share * (perf_counter() - began)
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _send(self, result: Tensor, partials: Sequence[Tensor], layout: Layout) -> None:
         sent = pieces(partials, self.size)
-        sent = sent.cpu() if self._by_host else sent
-        piece, num_rows = result.numel() // self.size, sum(layout.rows)
-        room = self._room(num_rows * piece, sent)
-        received = room[: num_rows * piece].view(num_rows, piece)
-        work = exchange(received, sent, layout, len(partials), self._group, async_op=True)
-        assert work is not None
-        self._first_hops.append(_Flight(result, layout, received, room, work))
+        sent = (sent.cpu() if self._by_host else sent).view(self.size, -1)  # (ranks, rows * piece)
+        piece, num_others = result.numel() // self.size, sum(layout.rows) - len(partials)
+        room = self._room(num_others * piece, sent)
+        lengths = [rows * piece if rank != self._rank else 0 for rank, rows in enumerate(layout.rows)]
+        parts = list(room[: num_others * piece].split(lengths))
+        parts[self._rank] = sent[self._rank]
+        total = torch.empty(result.shape, dtype=sent.dtype, device="cpu") if self._by_host else result
+        arriving = [self._group.recv([parts[other]], other, _ROWS) for other in self._others]
+        slots = total.view(self.size, piece)
+        sums = [self._group.recv([slots[other]], other, _SUMS) for other in self._others]
+        sends = [self._group.send([sent[other]], other, _ROWS) for other in self._others]
+        rows = [row for part in parts for row in part.view(-1, piece)]
+        flight = _Flight(result, layout, rows, total, room, arriving, sums, sends)
+        self._flights.append(flight)
+        self._first_hops.append(flight)
+        self._has_news = True
 
-    def _gather(self, flight: _Flight) -> None:
-        assert self._second is not None, "prepare"
-        flight.work.wait()
-        began = perf_counter()
-        (row,) = add_rows(flight.received, flight.layout)
-        self.order_s += perf_counter() - began
-        flight.total = flight.result
-        if self._by_host:
-            flight.total = torch.empty(flight.result.shape, dtype=row.dtype, device="cpu")
-        work = all_gather_flat(flight.total, row, group=self._second, async_op=True)
-        assert work is not None
-        flight.work = work
-        self._second_hops.append(flight)
+    def _go_on(self, at_once: int | None = None) -> bool:
+        """Wait for the first hop of the next sum, add its rows, `at_once` numbers at a time, and begin the second."""
+        with self._lock:
+            if not self._first_hops:
+                return False
+            flight = self._first_hops.popleft()
+            try:
+                for work in flight.arriving:
+                    work.wait(self._timeout)
+                began = perf_counter()
+                own = flight.total.view(self.size, -1)[self._rank]
+                _add_to(own, flight.rows, flight.layout, at_once or len(own))
+                self.order_s += perf_counter() - began
+                flight.sends += [self._group.send([own], other, _SUMS) for other in self._others]
+            except Exception as error:  # of whichever thread: `finish` raises it
+                self._error = error
+                self._first_hops.clear()
+                return False
+            return True
+
+    def _go_on_beside(self) -> None:
+        at_once = _SLICE if torch.get_num_threads() > 1 else None
+        while self._go_on(at_once):
+            pass
 
     def _queue(self, stream: torch.cuda.Stream, result: Tensor, partials: Sequence[Tensor], layout: Layout) -> None:
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -146,14 +195,14 @@ class TreeSum:
             sent = pieces(partials, self.size)
             rows, piece = sum(layout.rows), result.numel() // self.size
             received = torch.empty(rows, piece, dtype=sent.dtype, device=sent.device)
-            exchange(received, sent, layout, len(partials), self._group)
+            exchange(received, sent, layout, len(partials), self._group, self._timeout)
             (row,) = add_rows(received, layout)
             all_gather_flat(result, row, group=self._group)
 
     def _room(self, length: int, like: Tensor) -> Tensor:
         """Return memory to receive in. It is kept: touching fresh memory takes longer than the sum."""
         rooms = self._rooms.setdefault(like.dtype, [])
-        in_use = {id(flight.room) for flight in (*self._first_hops, *self._second_hops)}
+        in_use = {id(flight.room) for flight in self._flights}
         free = [room for room in rooms if id(room) not in in_use]
         fitting = [room for room in free if room.numel() >= length]
         if fitting:
@@ -162,6 +211,23 @@ class TreeSum:
             rooms[:] = [each for each in rooms if each is not room]
         rooms.append(torch.empty(length, dtype=like.dtype, device=like.device))
         return rooms[-1]
+
+
+def _work_off(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
+    """Do what is asked for, one after the other, until it is None."""
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # it holds the one who asked
+
+
+def _add_to(out: Tensor, rows: Sequence[Tensor], layout: Layout, at_once: int) -> None:
+    """Add rows in the order of the tree, into `out`, which may be one of them; all of them may be changed."""
+    *before, (last_to, last_source) = layout.adds
+    for first in range(0, len(out), at_once):
+        each = [row[first : first + at_once] for row in rows]
+        for to, source in before:
+            each[to].add_(each[source])
+        torch.add(each[last_to], each[last_source], out=out[first : first + at_once])
 
 
 def add_rows(rows: Tensor, layout: Layout) -> list[Tensor]:
@@ -173,19 +239,26 @@ def add_rows(rows: Tensor, layout: Layout) -> list[Tensor]:
 
 
 def exchange(
-    received: Tensor, sent: Tensor, layout: Layout, num_sent: int, group: dist.ProcessGroup, *, async_op: bool = False
-) -> dist.Work | None:
+    received: Tensor, sent: Tensor, layout: Layout, num_sent: int, group: dist.ProcessGroup, timeout: timedelta
+) -> None:
     """Give every rank its piece of all rows: `received` is (rows, piece), `sent` is what `pieces` made."""
-    piece, is_even = received.shape[1], max(layout.rows) == 1
-    work: dist.Work | None = dist.all_to_all_single(
-        received.view(-1),
-        sent,
-        None if is_even else [rows * piece for rows in layout.rows],
-        None if is_even else [num_sent * piece] * group.size(),
-        group=group,
-        async_op=async_op,
-    )
-    return work
+    piece, rank, is_even = received.shape[1], group.rank(), max(layout.rows) == 1
+    if received.is_cuda:
+        dist.all_to_all_single(
+            received.view(-1),
+            sent,
+            None if is_even else [rows * piece for rows in layout.rows],
+            None if is_even else [num_sent * piece] * group.size(),
+            group=group,
+        )
+        return
+    parts, outgoing = received.view(-1).split([rows * piece for rows in layout.rows]), sent.view(group.size(), -1)
+    others = [(rank + step) % group.size() for step in range(1, group.size())] if piece else []
+    works = [group.recv([parts[other]], other, _ROWS) for other in others]
+    works += [group.send([outgoing[other]], other, _ROWS) for other in others]
+    parts[rank].copy_(outgoing[rank])
+    for work in works:
+        work.wait(timeout)
 
 
 def pieces(partials: Sequence[Tensor], size: int) -> Tensor:
