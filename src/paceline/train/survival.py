@@ -128,6 +128,8 @@ class Survival:
     due_at: int = 0
     """Number of steps at which the next copy is due."""
     _copied_at: tuple[int, float] = (0, 0.0)
+    _agree_s: float = 0.0
+    """Seconds that it took the last time to agree on the next copy."""
 
     @property
     def is_renewed(self) -> bool:
@@ -146,13 +148,15 @@ class Survival:
         """Return the number of steps at which something is due, the copy or what is due otherwise."""
         return min(others, self.due_at) if self.is_renewed else others
 
-    def pause(self, num_steps: int, copy_s: float) -> int:
-        """Return the steps until the next copy, from the time that this one and the steps before it took."""
+    def agree(self, num_steps: int, copy_s: float, link: Link) -> None:
+        """Agree on when the next copy is due, from the time that this one and the steps before it took."""
         steps, began = self._copied_at
         now = time.monotonic()
-        self._copied_at = (num_steps, now)
+        copy_s += self._agree_s
         step_s = max(now - began - copy_s, 0.0) / max(num_steps - steps, 1)
-        return steps_between(copy_s, step_s)
+        self.due_at = num_steps + int(link.broadcast_object(steps_between(copy_s, step_s)))
+        self._copied_at = (num_steps, now)
+        self._agree_s = time.monotonic() - now
 
     def lines(self, num_steps: int) -> list[str]:
         """Return what to tell the user when a round begins."""

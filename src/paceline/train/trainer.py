@@ -264,8 +264,7 @@ class Trainer:
             survival.memory, self.engine, self.position, self.task, self.log.so_far, few_shapes=few, more=more
         )
         num_steps = self.engine.num_steps
-        pause = survival.pause(num_steps, time.monotonic() - began)
-        survival.due_at = num_steps + int(self.link.broadcast_object(pause))
+        survival.agree(num_steps, time.monotonic() - began, self.link)
         self.clock.lap("checkpoint")
 
     def _copies_now(self, survival: Survival) -> bool:

@@ -16,7 +16,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -39,7 +38,8 @@ T = TypeVar("T")
 MEMBER = "PACELINE_MEMBER"
 """Environment variable with the number of a process among all that the job has ever had."""
 PREFIX = "paceline/rounds"
-_BEAT_S = 0.5
+# How often a process says that it runs: a tenth of the time after which silence means that it does not, within these.
+_BEAT_S, _SLOWEST_BEAT_S = 0.5, 1.0
 # A store that is gone for so long is not coming back.
 _GONE_S = 10.0
 # How long the store may take to answer.
@@ -168,12 +168,13 @@ class Follower(Protocol):
 class Rounds:
     """The rounds of this process: `next` leaves one and waits for the following.
 
-    A thread says twice a second that the process runs, looks whether it is still wanted, and takes the main thread out
-    of collectives of a round that has lost a member, which it would wait for.
+    A thread says once or twice a second that the process runs, looks whether it is still wanted, and takes the main
+    thread out of collectives of a round that has lost a member, which it would wait for.
     """
 
     def __init__(self, world: World, number: int, *, start_timeout_s: float, timeout_s: float) -> None:
         self._around, self.number, self._timeout_s = world, number, timeout_s
+        self._beat_s = min(max(timeout_s / 10, _BEAT_S), _SLOWEST_BEAT_S)
         self.node = world.node_rank
         """Number of the machine; the launcher of the first one decides."""
         answer_s = min(_ANSWER_S, timeout_s)
@@ -270,18 +271,20 @@ class Rounds:
 
     def _watch(self) -> None:
         heard = moved = time.monotonic()
-        place = (trail.number, trail.step)
+        place, state = (trail.number, trail.step), None
         while not self._stopped.is_set():
             now = time.monotonic()
             if place != (trail.number, trail.step):
                 place, moved = (trail.number, trail.step), now
             try:
                 self._watch_store.add(f"pulse/{self.number}", 1)
-                state = read_now(self._watch_store)
+                state = state or read_now(self._watch_store)
                 self._obey(state)
                 heard = time.monotonic()
-                wait_for_change(self._watch_store, state, _BEAT_S)
+                if wait_for_change(self._watch_store, state, self._beat_s):
+                    state = None
             except DistError as error:
+                state = None
                 if not self._stopped.is_set():
                     self._go_without_store(now - heard, now - moved, is_gone=is_refusal(error))
                 self._stopped.wait(_BEAT_S)
@@ -332,10 +335,13 @@ def tell_now(store: Store, now: Now, before: Now | None) -> None:
         store.set(_past(before), "")
 
 
-def wait_for_change(store: Store, now: Now, seconds: float) -> None:
-    """Return when the job is in another state than `now`, or after so many seconds."""
-    with suppress(DistStoreError):  # nobody has written it in that time
+def wait_for_change(store: Store, now: Now, seconds: float) -> bool:
+    """Return True as soon as the job is in another state than `now`, False after so many seconds."""
+    try:
         store.wait([_past(now)], timedelta(seconds=seconds))
+    except DistStoreError:  # nobody has written it in that time
+        return False
+    return True
 
 
 def _past(now: Now) -> str:

@@ -18,7 +18,7 @@ from paceline.world.discover.environment import OWN_RUN_ID
 from paceline.world.discover.hostlist import fold
 from paceline.world.launch.heartbeat import Heartbeat, HeartbeatMonitor, beats
 from paceline.world.rendezvous.channel import SecretRefused
-from paceline.world.rendezvous.client import StoreClient
+from paceline.world.rendezvous.client import NearStore
 from paceline.world.rendezvous.secret import Secret, find_secret, new_secret
 from paceline.world.rendezvous.server import StoreServer
 from paceline.world.store import NotReached, PrefixStore, SecretsDiffer, Store, connect, poll, serve
@@ -147,7 +147,7 @@ class AgentRendezvous(RendezvousHandler):
 
     def _join(self) -> Store:
         if self._server is not None:
-            return StoreClient(*self._server.near, self.secret.value, _ANSWER_S)
+            return NearStore(self._server, _ANSWER_S)
         place = f"node {self.node.rank} on {self.mine.host}"
         try:
             return connect(self.meeting, self.secret, self.node.timeout_s, _ANSWER_S)

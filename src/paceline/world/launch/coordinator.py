@@ -142,6 +142,15 @@ class Coordinator:
             self._machines.order_all(end=code)
         return code
 
+    @property
+    def is_steady(self) -> bool:
+        """True while all who were started train in one round, and nobody is asked to leave it."""
+        if self.round is None or self._now.is_over or self._now.is_wanted or self.is_stopping:
+            return False
+        return self._ending is None and sum(not seat.is_gone for seat in self._seats.values()) == len(
+            self.round.members
+        )
+
     def missing(self) -> list[int]:
         """Return the machines that the job waits for to begin."""
         return [] if self._first_size else self._machines.missing()

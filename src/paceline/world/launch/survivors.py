@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -44,7 +45,10 @@ from paceline.world.rounds import MEMBER, PREFIX
 from paceline.world.signals import hand_back
 from paceline.world.store import PrefixStore, Store, poll
 
-_EVERY_S = 0.02
+# How often a launcher looks whether something has happened: while ranks start, leave a round or join one, and else.
+_EVERY_S, _STEADY_S = 0.02, 0.1
+# How often a launcher looks for orders in a store that another one serves.
+_ORDERS_S = 0.1
 # How long ranks that are saving are left alone at a time, after their grace.
 _SAVING_S = 5.0
 # A launcher that has not looked for so long was stopped (Ctrl-Z), and could not hear anybody.
@@ -79,9 +83,17 @@ class NodeAgent:
     """The processes of one machine."""
 
     def __init__(
-        self, store: Store, node: Node, procs: int, command: Sequence[str], environment: Mapping[str, str]
+        self,
+        store: Store,
+        node: Node,
+        procs: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        orders_every_s: float = 0.0,
     ) -> None:
+        """`orders_every_s` is the least time between two looks for orders."""
         self._store, self._node, self._procs = store, node, procs
+        self._orders_every_s, self._looked_s = orders_every_s, 0.0
         self._command, self._environment = list(command), dict(environment)
         self._host = socket.gethostname()
         self.incarnation = store.add("nodes", 1) - 1
@@ -89,6 +101,7 @@ class NodeAgent:
         store.set(f"nodes/{self.incarnation}", json.dumps(arrival))
         store.add("events", 1)
         self._running: dict[int, Process] = {}
+        self._has_ended = threading.Event()
         self._num_orders = 0
         self.ended_with: int | None = None
         """Exit code of the job, once the coordinator has said it."""
@@ -99,6 +112,9 @@ class NodeAgent:
         for number, code in self.reap().items():
             self._store.set(f"exits/{number}", str(code))
             self._store.add("events", 1)
+        if time.monotonic() - self._looked_s < self._orders_every_s:
+            return
+        self._looked_s = time.monotonic()
         while self._store.check([f"orders/{self.incarnation}/{self._num_orders}"]):
             order = json.loads(self._store.get(f"orders/{self.incarnation}/{self._num_orders}"))
             self._num_orders += 1
@@ -134,9 +150,19 @@ class NodeAgent:
             MEMBER: str(number),
         }
         self._running[number] = start_process(bound(self._command, signal.SIGTERM), environment)
+        threading.Thread(target=self._see_end, args=(self._running[number],), name="paceline-rank", daemon=True).start()
         member = {"incarnation": self.incarnation, "node": self._node.rank, "slot": slot, "host": self._host}
         self._store.set(f"members/{number}", json.dumps(member))
         self._store.add("events", 1)
+
+    def _see_end(self, process: Process) -> None:
+        process.wait()
+        self._has_ended.set()
+
+    def pause(self, seconds: float) -> None:
+        """Wait so long, or until a process ends."""
+        if self._has_ended.wait(seconds):
+            self._has_ended.clear()
 
     def reap(self) -> dict[int, int]:
         """Return the exit codes of processes that have ended since the last look."""
@@ -232,7 +258,7 @@ def launch_surviving(
     with ranks_environment(num_procs, meeting.secret), signals.forwarded():
         store = PrefixStore(PREFIX, meeting.store)
         coordinator = Coordinator(meeting.store, node, rules) if node.rank == 0 else None
-        agent = NodeAgent(store, node, num_procs, command, environment)
+        agent = NodeAgent(store, node, num_procs, command, environment, _ORDERS_S if coordinator is None else 0.0)
         signals.agent = agent
         heartbeat = Heartbeat(store, agent.incarnation)
         try:
@@ -281,7 +307,7 @@ def _watch_over(agent: NodeAgent, coordinator: Coordinator | None, signals: _Sig
             sys.stderr.write("error: the ranks did not leave in time and were ended\n")
             agent.kill_all()
             signals.deadline = time.monotonic() + LEAVE_S
-        time.sleep(_EVERY_S)
+        agent.pause(_STEADY_S if coordinator is None or coordinator.is_steady else _EVERY_S)
 
 
 def _see_out(agent: NodeAgent, code: int) -> int:

@@ -1,6 +1,6 @@
-"""Clients of a store whose every call ends: that of our own server, and a bound around torch's.
+"""Clients of a store whose every call ends: those of our own server, here or elsewhere, and a bound around torch's.
 
-Both are stores for torch, too: process groups find their peers through them.
+All are stores for torch, too: process groups find their peers through them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import socket
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from torch.distributed import DistNetworkError, DistStoreError
 
 from paceline.world.rendezvous.channel import Channel, StrangerAnswers, call, hang_up, keep, keep_alive
-from paceline.world.rendezvous.server import LONGEST_WAIT_S, pack, unpack
+from paceline.world.rendezvous.server import LONGEST_WAIT_S, StoreServer, pack, unpack
 
 if TYPE_CHECKING:
     # torch.distributed has these classes, but its types are only declared here.
@@ -75,7 +76,70 @@ class BoundedStore(Store):
         """Let the call that another thread is in fail now; nothing where it cannot be reached."""
 
 
-class StoreClient(BoundedStore):
+class AskedStore(BoundedStore):
+    """A store of our own server, in terms of its requests."""
+
+    @abstractmethod
+    def _ask(self, what: str, *arguments: Any, wait_s: float = 0.0) -> Any:
+        """Return the answer to a request, for which the server may wait so long."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", {key: pack(_bytes(value))})
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        is_there: bool = self._ask("wait", list(keys), 0.0)
+        return is_there
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._wait_for("wait", keys, timeout)
+
+    def add(self, key: str, value: int) -> int:
+        total: int = self._ask("add", key, value)
+        return total
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return unpack(self._ask("compare_set", key, pack(_bytes(expected)), pack(_bytes(desired))))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._ask("append", key, pack(_bytes(value)))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [unpack(value) for value in self._wait_for("get", keys, None)]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        self._ask("set", {key: pack(_bytes(value)) for key, value in zip(keys, values, strict=True)})
+
+    def delete_key(self, key: str) -> bool:
+        was_there: bool = self._ask("delete", key)
+        return was_there
+
+    def num_keys(self) -> int:
+        number: int = self._ask("count")
+        return number
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def _wait_for(self, what: str, keys: Sequence[str], timeout: timedelta | None) -> Any:
+        """Ask in short waits until the keys are there; a server that is frozen is noticed between two of them."""
+        limit = self.limit if timeout is None else timeout
+        deadline = time.monotonic() + limit.total_seconds()
+        while True:
+            longest_s = LONGEST_WAIT_S if self.interrupt is None else _INTERRUPTIBLE_S
+            wait_s = min(max(deadline - time.monotonic(), 0.0), longest_s)
+            answer = self._ask(what, list(keys), wait_s, wait_s=wait_s)
+            if answer not in (None, False):
+                return answer
+            if self.interrupt is not None:
+                self.interrupt()
+            if time.monotonic() >= deadline:
+                raise DistStoreError(f"nobody has set {', '.join(keys)} in {limit.total_seconds():g} s")
+
+
+class StoreClient(AskedStore):
     """Connection to a `StoreServer`. A thread that must not wait for another thread's calls has one of its own."""
 
     def __init__(self, host: str, port: int, secret: bytes, answer_s: float, connect_s: float = _CONNECT_S) -> None:
@@ -118,63 +182,22 @@ class StoreClient(BoundedStore):
         if channel is not None:
             channel.shut_down()
 
-    def set(self, key: str, value: str | bytes) -> None:
-        self._ask("set", {key: pack(_bytes(value))})
-
-    def get(self, key: str) -> bytes:
-        return self.multi_get([key])[0]
-
-    def check(self, keys: Sequence[str]) -> bool:
-        is_there: bool = self._ask("wait", list(keys), 0.0)
-        return is_there
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._wait_for("wait", keys, timeout)
-
-    def add(self, key: str, value: int) -> int:
-        total: int = self._ask("add", key, value)
-        return total
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return unpack(self._ask("compare_set", key, pack(_bytes(expected)), pack(_bytes(desired))))
-
-    def append(self, key: str, value: str | bytes) -> None:
-        self._ask("append", key, pack(_bytes(value)))
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [unpack(value) for value in self._wait_for("get", keys, None)]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        self._ask("set", {key: pack(_bytes(value)) for key, value in zip(keys, values, strict=True)})
-
-    def delete_key(self, key: str) -> bool:
-        was_there: bool = self._ask("delete", key)
-        return was_there
-
-    def num_keys(self) -> int:
-        number: int = self._ask("count")
-        return number
-
-    def has_extended_api(self) -> bool:
-        return True
-
     def clone(self) -> StoreClient:
         return self._kept(StoreClient(*self._address, self._secret, self.answer_s))
 
-    def _wait_for(self, what: str, keys: Sequence[str], timeout: timedelta | None) -> Any:
-        """Ask in short waits until the keys are there; a server that is frozen is noticed between two of them."""
-        limit = self.limit if timeout is None else timeout
-        deadline = time.monotonic() + limit.total_seconds()
-        while True:
-            longest_s = LONGEST_WAIT_S if self.interrupt is None else _INTERRUPTIBLE_S
-            wait_s = min(max(deadline - time.monotonic(), 0.0), longest_s)
-            answer = self._ask(what, list(keys), wait_s, wait_s=wait_s)
-            if answer not in (None, False):
-                return answer
-            if self.interrupt is not None:
-                self.interrupt()
-            if time.monotonic() >= deadline:
-                raise DistStoreError(f"nobody has set {', '.join(keys)} in {limit.total_seconds():g} s")
+
+class NearStore(AskedStore):
+    """The store of a server in this process: a launcher looks at it many times a second, which is to cost nothing."""
+
+    def __init__(self, server: StoreServer, answer_s: float) -> None:
+        super().__init__(answer_s)
+        self._server = server
+
+    def _ask(self, what: str, *arguments: Any, wait_s: float = 0.0) -> Any:
+        return self._server.do(what, *arguments)
+
+    def clone(self) -> NearStore:
+        return self._kept(NearStore(self._server, self.answer_s))
 
 
 class TorchStoreClient(BoundedStore):
