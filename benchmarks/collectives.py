@@ -2,7 +2,8 @@
 
 Hosts are network namespaces on a bridge, as in predict.py. Needs root, and says so. Ranks come to a collective up to
 `--skew-ms` apart, as they do in training. `received first` is an all-to-all by hand, with all receives posted
-before the first send.
+before the first send, and `exact sum` what is made of it (`parallel/tree_sum.py`): both hops, of two partial sums from
+each of two ranks, and one from each of more.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from predict import SEGMENTS, enter
 from slow_hosts import NETWORK, build_network, limit, remove_network
 from table import Row, parser, show
 
+from paceline.core.sum_tree import Layout, layout
+from paceline.parallel.tree_sum import TreeSum
 from paceline.parallel.wire import all_gather_flat
 
 PORT = 29_471
@@ -43,14 +46,28 @@ def rank_main(rank: int, ranks: int, rate: str, sizes: list[int], skew_s: float,
                 assert work is not None
                 work.wait()
 
+        if ranks == 2:
+            rows_a_rank, dealt = 2, layout((0, 6, 12))
+        else:
+            rows_a_rank, dealt = 1, layout(tuple(range(ranks + 1)))
+        partials = [sent, torch.ones_like(sent)][:rows_a_rank]
+        tree_sum = TreeSum(dist.group.WORLD, torch.device("cpu"))
+        getattr(tree_sum, "prepare", lambda dealt: None)(dealt)  # the way of before, which may be run by this file
+
+        def exact(tree_sum: TreeSum = tree_sum, partials: list[torch.Tensor] = partials, dealt: Layout = dealt) -> None:
+            tree_sum.start(partials[-1], partials, dealt)
+            tree_sum.finish()
+
         ways: dict[str, Callable[[], object]] = {
             "all-reduce": lambda sent=sent: dist.all_reduce(sent),
             "all-gather": lambda sent=sent, piece=piece, received=received: all_gather_flat(received, sent[:piece]),
             "all-to-all": lambda sent=sent, received=received: dist.all_to_all_single(received, sent),
             "received first": by_hand,
+            "exact sum": exact,
         }
         for name, call in ways.items():
-            line_s = (2 if name == "all-reduce" else 1) * (ranks - 1) * 4 * piece / LINE[rate]
+            hops = {"all-reduce": 2, "exact sum": rows_a_rank + 1}.get(name, 1)
+            line_s = hops * (ranks - 1) * 4 * piece / LINE[rate]
             times = [_time(call, draw.random() * skew_s) for _ in range(rounds + 1)][1:]
             case = f"{ranks} ranks at {rate}, pieces of {size // 1024} kB, {name}"
             rows += [

@@ -84,3 +84,13 @@ def test_two_ranks_of_gloo_send_in_turn_more_often_than_not() -> None:
     assert all_reduce(place(2, library=pair), S) == all_reduce(place(2), S)
     assert all_gather(place(4, library=pair), S) == all_gather(place(4), S)
     assert all_to_all(place(4, library=pair), S) == pytest.approx(1e-3 + 1.4 * 3 * S / 4 / 1e8)
+
+
+def test_exact_sums_of_gloo_are_messages_between_two_ranks() -> None:
+    """Both hops, with a factor of their own, which an all-to-all of the library does not have."""
+    direct = replace(FREE, crowding=1.4, pair_crowding=1.5, pair_gather=1.15, direct=1.3, pair_direct=1.1)
+    one_each, two_each = layout((0, 1, 2, 3, 4)), layout((0, 6, 12))
+    assert exact_sum(place(4, library=direct), S, one_each) == pytest.approx(2 * (1e-3 + 1.3 * 3 * S / 4 / 1e8))
+    assert exact_sum(place(2, library=direct), S, two_each) == pytest.approx(2e-3 + 1.1 * 3 * S / 2 / 1e8)
+    assert exact_scatter(place(2, library=direct), S, two_each) == pytest.approx(1e-3 + 1.1 * 2 * S / 2 / 1e8)
+    assert all_to_all(place(4, library=direct), S) == pytest.approx(1e-3 + 1.4 * 3 * S / 4 / 1e8)

@@ -7,7 +7,8 @@ With W ranks, S bytes, latency a and B bytes per second, of the slowest link tha
     all-gather, ring        (W - 1) a + (W - 1) / W S / B
     all-to-all              a + c (W - 1) / W S / B         all messages at once; c: see `GLOO`
     reduce-scatter          NCCL: as an all-gather; gloo: an all-reduce of which a rank keeps its piece
-    exact sum               all-to-all of all partial sums, then all-gather; an all-reduce where two ranks have one each
+    exact sum               all-to-all of all partial sums, then all-gather; two ranks with one each: an all-reduce;
+                            gloo: both by messages between two ranks, receives first, with another c: see `direct`
 
 A machine has one way out. A ring crosses it once; in an all-to-all, all ranks of a machine send through it.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,12 +45,26 @@ class Library:
     """The same of two ranks."""
     pair_gather: float = 1.0
     """Factor on the bytes of an all-gather of two ranks."""
+    direct: float | None = None
+    """Factor on the bytes of both hops of an exact sum of more than two ranks, where they are messages between two."""
+    pair_direct: float | None = None
+    """The same of two ranks."""
 
 
-GLOO = Library(1.5e-4, 3e-5, has_trees=False, scatters=False, crowding=1.4, pair_crowding=1.5, pair_gather=1.15)
+GLOO = Library(
+    *(1.5e-4, 3e-5),
+    has_trees=False,
+    scatters=False,
+    crowding=1.4,
+    pair_crowding=1.5,
+    pair_gather=1.15,
+    direct=1.3,
+    pair_direct=1.1,
+)
 NCCL = Library(1.5e-5, 3e-6, has_trees=True, scatters=True, crowding=1.1)
 """Where a run did not measure them. Crowding of gloo: between two ranks an all-to-all is half duplex more often than
-not, among more it leaves links idle now and then (measured by benchmarks/collectives.py)."""
+not, among more it leaves links idle now and then; exact sums post their receives first, which mends the former
+(measured by benchmarks/collectives.py)."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +167,20 @@ def exact_sum(place: Place, num_bytes: float, layout: Layout) -> float:
     """Sum of one bucket in the order of the tree (`parallel/tree_sum.py`)."""
     if layout.is_plain:
         return all_reduce(place, num_bytes)
-    return all_to_all(place, num_bytes, layout.rows) + all_gather(place, num_bytes)
+    first_s = all_to_all(_direct(place), num_bytes, layout.rows)
+    return first_s + (
+        all_gather(place, num_bytes) if place.library.direct is None else all_to_all(_direct(place), num_bytes)
+    )
 
 
 def exact_scatter(place: Place, num_bytes: float, layout: Layout) -> float:
     """Sum of one block of which each rank gets its piece (`parallel/tree_scatter.py`)."""
-    return reduce_scatter(place, num_bytes) if layout.is_plain else all_to_all(place, num_bytes, layout.rows)
+    return reduce_scatter(place, num_bytes) if layout.is_plain else all_to_all(_direct(place), num_bytes, layout.rows)
+
+
+def _direct(place: Place) -> Place:
+    """Return the same ranks, whose all-to-all is one of messages between two of them, where exact sums make it so."""
+    library = place.library
+    if library.direct is None or library.pair_direct is None:
+        return place
+    return replace(place, library=replace(library, crowding=library.direct, pair_crowding=library.pair_direct))

@@ -287,7 +287,10 @@ class _Model:
         """Return so many ranks with their links."""
         link = numbers.link * self.fit.link
         crowding = self.library.crowding if numbers.crowding is None else numbers.crowding
-        library = replace(self.library, call_s=numbers.host * self.library.call_s, crowding=crowding)
+        direct = self.library.direct
+        if direct is not None and numbers.crowding is not None:
+            direct *= crowding / self.library.crowding
+        library = replace(self.library, call_s=numbers.host * self.library.call_s, crowding=crowding, direct=direct)
         return Place(ranks, nodes, self.inside.scaled(link), self.between.scaled(link), library)
 
     def replayed(self, place: Place) -> Replayed:
