@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.version import VERSION
 
 if TYPE_CHECKING:
+    from paceline.cli.average import Averaged as Averaged
+    from paceline.cli.average import average as average
     from paceline.cli.compare import compare as compare
     from paceline.cli.load import load as load
     from paceline.cli.predict.api import predict as predict
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _HOMES = {
+    "average": "paceline.cli.average",
+    "Averaged": "paceline.cli.average",
     "compare": "paceline.cli.compare",
     "Comparison": "paceline.observe.compare.comparison",
     "load": "paceline.cli.load",

@@ -24,6 +24,7 @@ COMMANDS = {
     "sweep": "search settings that train a task best, by many trials",
     "eval": "measure a trained run on its validation sets or on others",
     "infer": "predict with a trained run",
+    "average": "write the mean of a run's last or best checkpoints as one, and validate it",
     "manifest": "make, check and split manifests of speech data",
     "pack": "pack data into HDF5 that is read at memory speed",
     "export": "write a trained model as files that other programs can read",

@@ -389,6 +389,15 @@ class StepSettings(Section):
     """Name patterns of modules whose activations are recomputed in backward."""
     ema: Fraction = 0.0
     """Decay of an exponential moving average of the weights (0: none); validation then uses the average."""
+    swa_start: Positive | None = None
+    """Stochastic weight averaging: from this step on, the mean of the weights is kept, validated and saved."""
+    swa_every: Positive = 100
+    """Steps between two weights that go into the mean."""
+    swa_lr: PositiveFloat | None = None
+    """Constant learning rate from `swa_start` on; that of the schedule if not set."""
+    swa_statistics: Positive = 100
+    """Batches of training data on which batch-norm statistics of the mean are measured before it is validated or
+    saved."""
 
 
 _FOR_PARAM = ("sync_step", "sync_seconds", "sync_state", "sync_overlap", "outer", "outer_lr", "outer_momentum")
@@ -684,6 +693,27 @@ class LoopSettings(Section):
 class EngineConfig(StepSettings, ReduceSettings, WorldSettings):
     """What an `Engine` in a hand-written loop needs to know."""
 
+    exclusions: ClassVar[tuple[SettingsExclusion, ...]] = (
+        SettingsExclusion(
+            "`--ema`",
+            "`--swa-start`",
+            "one thing twice",
+            "Both say which average of the weights is validated and saved.",
+            "set `ema` or `swa_start`, not both: validation uses one average of the weights",
+            lambda s: bool(s.ema) and s.swa_start is not None,
+        ),
+        SettingsExclusion(
+            "`--swa-start`",
+            "`--sync-batchnorm`",
+            "mathematics",
+            "The statistics of a mean of weights are measured on whole batches, each on one rank; a batch norm that is "
+            "joined over ranks has statistics of batches that no rank has.",
+            "`swa_start` measures batch-norm statistics batch by batch, which `sync_batchnorm` joins over ranks: leave "
+            "one out",
+            lambda s: s.swa_start is not None and s.sync_batchnorm != "no",
+        ),
+    )
+
     @property
     def possible_levels(self) -> tuple[Literal[0, 1, 2, 3, 4], ...]:
         """Levels that a run like this could have: a task's own settings may know fewer, others may exclude some."""
@@ -719,5 +749,9 @@ class TrainConfig(LoopSettings, ObserveSettings, OptimSettings, EngineConfig, Da
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
+        if self.swa_start is None:
+            for name in ("swa_every", "swa_lr", "swa_statistics"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    yield f"`{name}` needs `swa_start`: the step from which weights are averaged"
         if self.epochs is None and self.steps is None:
             yield "set `epochs` or `steps`: how long to train"

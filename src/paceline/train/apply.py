@@ -262,16 +262,23 @@ def _none_found(folder: Path | str, has_broken: bool) -> tuple[str, str]:
     return phrase("{folder} has no checkpoint", folder=folder), hint
 
 
-def restore_for_use(task: Task, config: TrainConfig, link: Link, checkpoint: Path, average: int = 1) -> Engine:
+def restore_for_use(
+    task: Task,
+    config: TrainConfig,
+    link: Link,
+    checkpoint: Path,
+    average: int = 1,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> Engine:
     """Return an engine whose model has a checkpoint's weights (their average, if the run kept one), or the mean of so
-    many checkpoints; not for training.
+    many checkpoints; not for training. Other `weights` of the same model take their place.
 
     The weights are in the precision of the settings; call the model inside `engine.evaluating()`, which autocasts.
     """
     tasks.check_ranks(task, config, link)
     attach(task, config, link)
     loaded = _load(checkpoint, verify=link.is_first)
-    plain = {"ema": 0.0, "checkpoint_activations": (), "reduce": "grad", "shard": "none"}
+    plain = {"ema": 0.0, "swa_start": None, "checkpoint_activations": (), "reduce": "grad", "shard": "none"}
     engine = Engine(config.model_copy(update=plain), link=link)
     choice = loaded.state.get("choice")
     if config.level == 4 or (config.level == "auto" and choice is not None and link.device.type == "cuda"):
@@ -286,7 +293,9 @@ def restore_for_use(task: Task, config: TrainConfig, link: Link, checkpoint: Pat
     engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     engine.prepared.strategy.detach()
     engine.resume_at(loaded.step)
-    state.restore_weights(engine, _weights(loaded) if average == 1 else read_weights(checkpoint, average))
+    if weights is None:
+        weights = _weights(loaded) if average == 1 else read_weights(checkpoint, average)
+    state.restore_weights(engine, weights)
     tasks.load_state(task, dict(loaded.parts.get("task", {})))
     return engine
 
@@ -345,7 +354,7 @@ def evaluate_run(
 
     The same numbers on every rank and at any world size, and the same as training gave for this checkpoint.
     """
-    grains = _grains(folder, config)
+    grains = grains_of(folder, config)
     engine = restore_for_use(task, config, link, choose_checkpoint(link, folder, which), average)
     validation = Validation(task, engine, config, grains, tasks.val_data_of(task) if sets is None else sets)
     if validation.is_empty:
@@ -372,7 +381,7 @@ def predict_run(
     """
     if not overrides(task, "predict"):
         raise CannotPredict(task)
-    grains = _grains(folder, config)
+    grains = grains_of(folder, config)
     engine = restore_for_use(task, config, link, choose_checkpoint(link, folder, which), average)
     data = tasks.infer_data_of(task) if data is None else data
     if data is None:
@@ -381,7 +390,7 @@ def predict_run(
     return _predict(task, engine, batches, config.limit_batches)
 
 
-def _grains(folder: Path, config: TrainConfig) -> int:
+def grains_of(folder: Path, config: TrainConfig) -> int:
     """Return the grains per step of the run, which determine the size of its validation batches."""
     return int(read_run(folder).grains or config.grains or 1)
 

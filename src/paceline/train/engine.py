@@ -445,7 +445,7 @@ class Engine:
         if prepared.masters is not None:
             prepared.masters.push_weights()
         if prepared.average is not None:
-            prepared.average.update()
+            prepared.average.update(self.position.num_steps + 1)
 
     def _lap(self, phase: str) -> None:
         if self.clock is not None:
@@ -500,7 +500,7 @@ class Engine:
         with self.whole_statistics(), self._uncounted():
             training = [module for module in model.modules() if module.training]
             model.eval()
-            averaged = nullcontext() if average is None else average.swapped(weights)
+            averaged = nullcontext() if average is None else average.swapped(weights, dict(model.named_buffers()))
             try:
                 with torch.no_grad(), prepared.autocast(), averaged, prepared.strategy.whole_weights():
                     yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from paceline.optim.build import zero_first_momentum
 from paceline.optim.clip import ClipNorm
 from paceline.optim.ema import WeightAverage
 from paceline.optim.layerwise import Layerwise
+from paceline.optim.swa import StochasticAverage
 from paceline.parallel.averaged import Averaged
 from paceline.parallel.cut import Cut, is_sharded
 from paceline.parallel.in_tree import AloneInTree, SummedInTree, tally_dtype
@@ -133,7 +134,7 @@ class Prepared:
     shards: Shards | None
     """This rank's pieces of a sharded model."""
     average: WeightAverage | None
-    """Moving average of the weights (`ema`)."""
+    """Moving average (`ema`) or mean (`swa_start`) of the weights."""
     norms: JoinedNorms | None
     """Batch norms that are joined over ranks (`sync_batchnorm`)."""
     input_cast: RemovableHandle | None
@@ -245,8 +246,9 @@ def prepare(
     if isinstance(optimizer, Layerwise):
         optimizer.whole_vectors = sums_in_tree(config)
     # Reduced: last, because a strategy hooks and averages the tensors as they now are.
-    if config.ema:
-        average = WeightAverage.following(average, named_weights(model, masters, shards), config.ema)
+    before, average = average, _average(config, named_weights(model, masters, shards))
+    if average is not None:
+        average.go_on_from(before)
     statistics = _choose_statistics(model, config, link, beside)
     num_statistics = statistics.num_numbers
     strategy = _choose_strategy(model, optimizer, config, link, masters, shards, average, clock, num_statistics)
@@ -392,6 +394,12 @@ def _choose_statistics(
             raise BesideInSteps
         return RunningStatistics(model, link, are_shared_out=config.reduce != "param")
     return StepStatistics(model, link, tally_dtype(list(model.parameters())), beside)
+
+
+def _average(config: EngineConfig, weights: Mapping[str, Tensor]) -> WeightAverage | None:
+    if config.swa_start is not None:
+        return StochasticAverage(weights, config.swa_start, config.swa_every)
+    return WeightAverage(weights, config.ema) if config.ema else None
 
 
 def _choose_strategy(

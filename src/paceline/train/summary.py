@@ -337,6 +337,8 @@ def _optimizer(config: TrainConfig, name: str) -> str:
         parts.append(f"gradients clipped to values of {config.clip_value:g}")
     if config.ema:
         parts.append(f"weights averaged with decay {config.ema:g}")
+    if config.swa_start is not None:
+        parts.append(f"mean of the weights of every {config.swa_every} steps from step {config.swa_start:,} on")
     return ", ".join(parts)
 
 

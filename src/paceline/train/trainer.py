@@ -54,6 +54,7 @@ from paceline.train.feed import DataChanged, Feed, NothingRead, StreamState, Tra
 from paceline.train.logbook import Logbook, notes
 from paceline.train.loss import TooManySkipped
 from paceline.train.meter import Meter, make_clock
+from paceline.train.norm_statistics import StatisticsNeedLength, measure_statistics, norm_layers
 from paceline.train.outlook import outlook
 from paceline.train.position import Position
 from paceline.train.prepare import sums_in_tree
@@ -63,7 +64,7 @@ from paceline.train.scalars import Scalars, calls_log
 from paceline.train.scaling import for_ranks
 from paceline.train.survival import Regroup, Survival, price
 from paceline.train.task import Stage, Surroundings, Task, overrides
-from paceline.train.validate import Validation
+from paceline.train.validate import Validation, fixed_set
 from paceline.world.failure import stacks
 from paceline.world.failure.board import EXIT_CRASH
 from paceline.world.failure.flight_recorder import SAVING, trail
@@ -169,6 +170,8 @@ class Trainer:
         stages = tasks.stages_of(task)
         self.stages = list(stages) if probe is None else probe.stages(stages)
         self._began_stage = -1
+        self._measured = -1
+        """Step of which the average's batch-norm statistics are."""
         self._current: Feed | None = None
         self._stream_saved: dict[str, torch.Tensor] = {}
         self._build(is_new=checkpoint is None)
@@ -490,6 +493,7 @@ class Trainer:
         self.clock.lap("other")
         trail.doing = "validating"
         self.log.flush()
+        self._measure_average()
         checks = self.validation
         metrics = checks.run()
         if metrics:
@@ -499,11 +503,28 @@ class Trainer:
             self.log.validation(metrics, checks.samples, checks.seconds, checks.analysis)
         self.clock.lap("validation")
 
+    def _measure_average(self) -> None:
+        """Measure the batch-norm statistics of a mean of weights (`swa_start`), which no step has made."""
+        engine, step = self.engine, self.engine.num_steps
+        average = engine.prepared.average
+        if average is None or not average.wants_statistics(step) or self._measured == step:
+            return
+        if not norm_layers(engine.model):
+            return
+        self._measured = step
+        stage = self.stages[self._began_stage]
+        data = stage.data() if callable(stage.data) else stage.data
+        batches = fixed_set(self.task, engine, self.config, self.checkpoints.grains, "training data", data)
+        average.statistics = measure_statistics(
+            self.task, engine, batches, self.config.swa_statistics, self.config.seed
+        )
+
     def _save(self) -> None:
         self.clock.lap("other")
         trail.doing = SAVING
         self.log.flush()  # a step is written down before a checkpoint that contains it
         self._check_weights()
+        self._measure_average()
         score = self.position.score if self.position.is_fresh else None
         few = self._few_shapes
         more = partial(self._place_in_stream, self.position.epoch, self.position.step)
@@ -625,6 +646,8 @@ class Trainer:
 
     def _set_up(self, feed: Feed) -> bool:
         """Make everything ready for the first step of a stage that is begun or goes on; False if it was stopped."""
+        if self.config.swa_start is not None and feed.is_stream and norm_layers(self.engine.model):
+            raise StatisticsNeedLength
         if self._autotuner is not None and not self._tune(self._autotuner, feed):
             return False
         if self._few_shapes:
@@ -694,8 +717,10 @@ class Trainer:
         self._schedule_steps = schedule_steps(self.config, self.stages, self._began_stage, feed, self._feed)
         scores = self.position.scores if self._validates else None
         rate = schedule.build(self.config, self._schedule_steps, scores)
-        began = self.position.schedule_began
-        return lambda step: rate(step - began)
+        began, start, constant = self.position.schedule_began, self.config.swa_start, self.config.swa_lr
+        if start is None or constant is None:
+            return lambda step: rate(step - began)
+        return lambda step: constant if step >= start else rate(step - began)
 
     def _info(self) -> RunInfo:
         settings = masked_values(self.config.model_dump(mode="json"))

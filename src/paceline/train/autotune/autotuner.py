@@ -61,7 +61,7 @@ MATTERS = {
     "checkpoint_activations",
 }
 """Settings that a choice depends on by their value, ..."""
-MATTERS_IF_SET = ("clip_norm", "clip_value", "ema", "weight_decay")
+MATTERS_IF_SET = ("clip_norm", "clip_value", "ema", "swa_start", "weight_decay")
 """... and those by whether they are set."""
 
 

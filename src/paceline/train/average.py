@@ -1,0 +1,230 @@
+"""The mean of the weights of several checkpoints of a run, as a checkpoint that everything takes which uses a run.
+
+It lies beside the others under a name of its own (`checkpoints/average-last-10`): no run goes on from it, and none
+removes it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from paceline.config.settings import TrainConfig
+from paceline.core.disk import sync
+from paceline.core.errors import PacelineError
+from paceline.core.language import phrase, said
+from paceline.core.run_folder import RunFolder
+from paceline.data.dataset import DatasetTraits
+from paceline.data.torch_loader import take_out
+from paceline.train import apply
+from paceline.train import task as tasks
+from paceline.train.checkpoint import reader
+from paceline.train.checkpoint.format import (
+    DIGESTS,
+    STATE,
+    TENSORS,
+    StateFile,
+    by_score,
+    entries_of,
+    entries_to_json,
+    listed,
+    score_of,
+    step_of,
+)
+from paceline.train.checkpoint.snapshot import refill, write_file
+from paceline.train.norm_statistics import measure_statistics, norm_layers
+from paceline.train.validate import fixed_set
+from paceline.world.link import Link
+
+_WRITING = ".writing-"
+
+
+class TooFewCheckpoints(PacelineError):
+    """Fewer checkpoints than a mean needs."""
+
+    run: Path
+    wanted: int
+    names: Sequence[str]
+    """Of those that there are to choose from."""
+    kind: str = ""
+    sentence = "{wanted:#checkpoint} of {run} cannot be averaged: {there}"
+    hint = "{advice}"
+
+    @property
+    def there(self) -> str:
+        names = ", ".join(self.names)
+        if not names:
+            return said("there is none {kind}").format(kind=said(self.kind)).rstrip()
+        return (
+            said("there {are} {names} {kind}")
+            .format(
+                are=said("is only") if len(self.names) == 1 else said("are only"), names=names, kind=said(self.kind)
+            )
+            .rstrip()
+        )
+
+    @property
+    def advice(self) -> str:
+        keep = said("train with `--keep-last {number}`, which keeps so many").format(number=max(self.wanted, 10))
+        if len(self.names) < 2:
+            return keep
+        return said("average {number}, or {keep}").format(number=len(self.names), keep=keep)
+
+
+class LastAndBest(PacelineError):
+    """Two ways to choose checkpoints."""
+
+    sentence = "both `--last` and `--best` are given"
+    hint = "give one of them"
+
+
+class ShapesDiffer(PacelineError):
+    """Checkpoints of models that are not the same, as those of a model that grows from stage to stage."""
+
+    name: str
+    first: Path
+    second: Path
+    sentence = "{name} has another shape in {first.name} than in {second.name}: they have no mean"
+    hint = "average checkpoints of one stage: `--from-step`, `--to-step`"
+
+
+class NameTaken(PacelineError):
+    """A name for the mean that a checkpoint of the run has, or that cannot be one."""
+
+    name: str
+    why: str
+    sentence = "the mean cannot be called {name!r}: {why}"
+    hint = "choose another `--name`, such as `--name average`"
+
+
+class NothingToMeasureOn(PacelineError):
+    """Statistics are to be measured, and there is nothing to measure or nothing to do it on."""
+
+    why: str
+    sentence = "batch-norm statistics cannot be measured: {why}"
+    hint = "leave out `--statistics`: the mean then has the mean of its parts' statistics"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A checkpoint that goes into a mean."""
+
+    path: Path
+    step: int
+    score: float | None
+    """Of the monitored metric, when it was saved."""
+
+
+def choose_parts(
+    folder: Path,
+    *,
+    last: int | None = None,
+    best: int | None = None,
+    from_step: int | None = None,
+    to_step: int | None = None,
+) -> list[Part]:
+    """Return the checkpoints that are meant, newest first: all of a range of steps, or the last or best of it."""
+    paths = [
+        path
+        for path in listed(RunFolder(folder).checkpoints)
+        if (from_step is None or step_of(path) >= from_step) and (to_step is None or step_of(path) <= to_step)
+    ]
+    kind = ""
+    if best is not None:
+        modes = [mode for path in paths for score, mode in [score_of(path)] if score is not None]
+        paths = by_score(paths, modes[0]) if modes else []
+        kind = "with a score"
+    number = best if best is not None else last if last is not None else max(2, len(paths))
+    if len(paths) < number:
+        raise TooFewCheckpoints(folder, number, [path.name for path in paths], kind)
+    newest_first = sorted(paths[:number], key=step_of, reverse=True)
+    return [Part(path, step_of(path), score_of(path)[0]) for path in newest_first]
+
+
+def default_name(*, last: int | None, best: int | None, from_step: int | None, to_step: int | None) -> str:
+    """Return the name of a mean: `average-best-5`, `average-from-1000-to-2000`."""
+    words = [("last", last), ("best", best), ("from", from_step), ("to", to_step)]
+    chosen = [f"{word}-{number}" for word, number in words if number is not None]
+    return "-".join(["average", *(chosen or ["all"])])
+
+
+def check_name(folder: Path, name: str) -> None:
+    """Refuse names that would hide a checkpoint of the run, or leave its folder."""
+    if "step-" in name or name.startswith(".") or Path(name).name != name or not name:
+        raise NameTaken(name, phrase("names of checkpoints are `step-...`, and a name is one word without /"))
+
+
+def mean_of(parts: Sequence[Part]) -> dict[str, Tensor]:
+    """Return the mean of the weights of checkpoints, by name: added in float64, newest first; of a run with a moving
+    average, the mean of that."""
+    each = [apply.read_weights(part.path) for part in parts]
+    for part, weights in zip(parts, each, strict=True):
+        for name, tensor in each[0].items():
+            if name not in weights or weights[name].shape != tensor.shape:
+                raise ShapesDiffer(name, parts[0].path, part.path)
+    return apply.mean_weights(each)
+
+
+def with_statistics(
+    task: tasks.Task,
+    config: TrainConfig,
+    link: Link,
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    like: Path,
+    most: int,
+) -> dict[str, Tensor]:
+    """Return weights with batch-norm statistics measured on training data: see `norm_statistics`. All ranks must call
+    it. `like` is a checkpoint of the same model."""
+    engine = apply.restore_for_use(task, config, link, like, weights=weights)
+    if not norm_layers(engine.model):
+        raise NothingToMeasureOn(phrase("the model has none"))
+    first = tasks.stages_of(task)[-1].data
+    data, _ = take_out(first() if callable(first) else first)
+    if not DatasetTraits(data).is_map_style:
+        raise NothingToMeasureOn(phrase("the training data has no length"))
+    batches = fixed_set(task, engine, config, apply.grains_of(folder, config), "training data", data)
+    return {**weights, **measure_statistics(task, engine, batches, most, config.seed)}
+
+
+def validated(
+    task: tasks.Task, config: TrainConfig, link: Link, folder: Path, checkpoint: Path
+) -> tuple[dict[str, float], float | None]:
+    """Return all metrics of a checkpoint, and the one that the run monitors. All ranks must call it."""
+    metrics = apply.evaluate_run(task, config, link, folder, checkpoint)
+    first = next(iter(metrics), "").rpartition("/")[0]
+    return metrics, metrics.get(config.monitor or f"{first}/{task.monitor}")
+
+
+def write_mean(
+    folder: Path, name: str, weights: Mapping[str, Tensor], parts: Sequence[Part], score: float | None = None
+) -> Path:
+    """Write weights as a checkpoint of a run, whole or not at all; return its path. One of that name is replaced."""
+    newest = reader.load(parts[0].path, [], verify=False)
+    mode = score_of(parts[0].path)[1]
+    try:
+        more: Mapping[str, Mapping[str, Tensor]] = {"task": reader.load(parts[0].path, ["task"]).parts["task"]}
+    except reader.PartMissing:
+        more = {}
+    state: dict[str, Any] = {**newest.state, "average": [part.path.name for part in parts]}
+    final = RunFolder(folder).checkpoints / name
+    aside = final.with_name(_WRITING + name)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    snapshots: dict[str, Any] = {}
+    refill(snapshots, {"model": weights, **more})
+    entries = entries_of({part + TENSORS: each.write(aside / (part + TENSORS)) for part, each in snapshots.items()})
+    values = StateFile(newest.step, score, mode, state, None)
+    digest = write_file(aside / STATE, replace(values, files=entries).to_json())
+    write_file(aside / DIGESTS, entries_to_json({**entries, **entries_of({STATE: digest})}))
+    sync(aside)
+    if final.exists():
+        shutil.rmtree(final)
+    aside.rename(final)
+    sync(final.parent)
+    return final
