@@ -53,6 +53,8 @@ GROUPS = {
         "Engine",
         "sweep",
         "SweepResult",
+        "average",
+        "Averaged",
         "compare",
         "Comparison",
         "predict",

@@ -84,6 +84,15 @@ class EngineArguments(TypedDict, total=False):
     """Name patterns of modules whose activations are recomputed in backward."""
     ema: float
     """Decay of an exponential moving average of the weights (0: none); validation then uses the average."""
+    swa_start: int | None
+    """Stochastic weight averaging: from this step on, the mean of the weights is kept, validated and saved."""
+    swa_every: int
+    """Steps between two weights that go into the mean."""
+    swa_lr: float | None
+    """Constant learning rate from `swa_start` on; that of the schedule if not set."""
+    swa_statistics: int
+    """Batches of training data on which batch-norm statistics of the mean are measured before it is validated or
+    saved."""
 
 
 class DataArguments(TypedDict, total=False):

@@ -72,7 +72,6 @@ class Asr(Task):
         self._scores: dict[str, dict[str, SampleScores]] = {}
         self._is_introduced = False
         self._finding_labels: RunLabels | None = None
-        self._known_labels: Labels | Subwords | None = None
         self._placement: Placement | None = None
 
     def model(self) -> AcousticModel:
@@ -212,18 +211,16 @@ class Asr(Task):
     @property
     def _labels(self) -> Labels | Subwords:
         """Labels of this run. Where they are learned, that opens the training data; all ranks must ask for them."""
-        if self._known_labels is None:
+        known = self._run_labels.known()
+        if known is None:
+            self._corpora()
             known = self._run_labels.known()
-            if known is None:
-                self._corpora()
-                known = self._run_labels.known()
-            assert known is not None
-            self._known_labels = known
-        return self._known_labels
+        assert known is not None
+        return known
 
     @property
     def _run_labels(self) -> RunLabels:
-        if self._finding_labels is None:
+        if self._finding_labels is None or not self._finding_labels.are_of(self.settings):
             self._finding_labels = RunLabels(self.settings, self.world.rank, self.gather, self.say)
         return self._finding_labels
 

@@ -76,6 +76,13 @@ class RunLabels:
         self._found: Labels | Subwords | None = None
         self._is_looked_for = False
 
+    def are_of(self, settings: AsrSettings) -> bool:
+        """Return True if settings ask for these labels."""
+        ours = self._settings
+        return settings is ours or all(
+            getattr(settings, name) == getattr(ours, name) for name in ("network", "vocabulary", "tokenizer")
+        )
+
     def known(self) -> Labels | Subwords | None:
         """Return the labels; None if they are to be learned, which takes the transcripts of training."""
         if self._is_looked_for:
