@@ -1,16 +1,16 @@
 """The Transformer in training on one GPU: the plain ways to run it beside our levels, from sentences on the device.
 
     python benchmarks/gpu/translation.py [--json] [--budgets 25000 100000] [--only bf16 O4] [--size big] [--profile]
-        [--ways added_norm]
-    python benchmarks/gpu/translation.py --device cpu --size tiny --budgets 400 --vocabulary 500 --only bf16 packed O0
+    python benchmarks/gpu/translation.py --device cpu --size tiny --budgets 400 --vocabulary 500 --only bf16 O0 O2
 
 A step is forward, cross-entropy with smoothed labels, backward and fused AdamW on a batch of so many source and target
 tokens, padding counted. Lengths are spread as in newspapers (log-normal, 27 words on average, targets 0.8 to 1.3 of
 it); `NUM_BATCHES` batches follow each other, each of sentences of like length. Rates are of source and target tokens
 without padding. `bf16` is a loop as its user would write it, `bf16-compile` compiled, `bf16-graphs` compiled with CUDA
 graphs, `hf` padded batches of as many sentences as come, in any order. `head` has the last layer and the loss in
-chunks, `packed` no padding (`paceline.layers`), `packed-compile` that compiled. `O0` to `O3` are our engine, `O4` the
-fastest of its ways. `--ways added_norm` lets our kernel do dropout, residual and norm (`packed` alone has it).
+chunks. `O0` to `O3` are our engine on padded batches; `O4` is the fastest of its ways on packed ones, in the shapes that
+a run has (`O2+kernels+graphs` and the like: one of them). `--profile` shows where a step's time goes, against the
+least that its products (at the rate of large ones) and its bytes (at the memory's rate) would take.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from table import Row, parser, show
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.layers import linear_cross_entropy
-from paceline.recipes.translation.network.packed import PackedPairs, packed_loss
+from paceline.recipes.translation.data.pairs import Pair, collate_packed_ladder
+from paceline.recipes.translation.fast import fused
 from paceline.recipes.translation.network.shape import SIZES, Shape
 from paceline.recipes.translation.network.transformer import Transformer
 from paceline.recipes.translation.task import smoothed_loss
@@ -52,7 +53,7 @@ from paceline.world.start import start
 
 NUM_BATCHES, WARM, ROUNDS, SMOOTHING = 8, 2, 3, 0.1
 PLAIN = ("bf16", "bf16-compile", "bf16-graphs", "hf")
-OURS = ("head", "packed", "packed-compile", "O0", "O2", "O3", "O4")
+OURS = ("head", "O0", "O2", "O3", "O4")
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,9 @@ class Sentences:
     num_tokens: int
     """Of source and target, without padding."""
     num_target: int
+
+    pairs: list[Pair]
+    """The same, not padded."""
 
     @property
     def data(self) -> dict[str, Tensor]:
@@ -111,7 +115,12 @@ def make_batches(budget: int, vocabulary: int, device: str, *, is_sorted: bool, 
         begun = torch.cat([torch.full((len(truth), 1), BEGIN), truth[:, :-1]], 1)
         begun[truth == PAD] = PAD
         counts = int(source.sum() + target.sum()), int(target.sum())
-        made.append(Sentences(rows[0].to(device), begun.to(device), truth.to(device), *counts))
+        sides = [
+            [row[: size - 1].numpy().astype(np.int32) for row, size in zip(ids, lengths, strict=True)]
+            for ids, lengths in zip(rows, (source, target), strict=True)
+        ]  # the last token of a sentence is its mark
+        pairs = [Pair(*both) for both in zip(*sides, strict=True)]
+        made.append(Sentences(rows[0].to(device), begun.to(device), truth.to(device), *counts, pairs))
     return made
 
 
@@ -131,8 +140,13 @@ class Bench(Task):
         return make_network(*self._made)
 
     def loss(self, model: nn.Module, grain: Grain) -> tuple[Tensor, Tensor]:
-        logits, truth = model(grain["source"], grain["target"]), grain["truth"]
-        return smoothed_loss(logits, truth, SMOOTHING), (truth != PAD).sum()
+        truth, packings = grain["truth"], grain.data.get("packings")
+        total = model(grain["source"], grain["target"], truth, SMOOTHING, packings)
+        return total, (truth != PAD).sum()
+
+    def accelerate(self, model: nn.Module) -> Sequence[str]:
+        assert isinstance(model, Transformer)
+        return fused.accelerate(model)
 
     def recordable(self, grain: Grain) -> Any:
         return grain.data
@@ -154,17 +168,13 @@ def by_hand(name: str, shape: Shape, vocabulary: int, device: str, batches: Sequ
             label_smoothing=SMOOTHING,
             ignore_index=PAD,
         ),
-        "packed": lambda each: packed_loss(model, each, SMOOTHING),
     }
-    loss = losses[name.removesuffix("-compile") if name.startswith(("head", "packed")) else "plain"]
-    given: Sequence[Any] = batches
-    if name.startswith("packed"):
-        given = [PackedPairs.of(*(part.cpu() for part in each.data.values())).to(device) for each in batches]
+    loss = losses["head" if name == "head" else "plain"]
     if name.endswith("compile"):
-        loss = torch.compile(loss, dynamic=name.startswith("packed") or None)
+        loss = torch.compile(loss)
     elif name == "bf16-graphs":
         loss = torch.compile(loss, mode="reduce-overhead")
-    row = cycle(given)
+    row = cycle(batches)
 
     def step() -> None:
         with torch.autocast(torch.device(device).type, torch.bfloat16):
@@ -198,13 +208,16 @@ def wait(device: str) -> None:
 def ours(name: str, shape: Shape, vocabulary: int, device: str, batches: Sequence[Sentences]) -> tuple[Any, str]:
     """Return a round of steps of our engine, and which way it is."""
     task, link = Bench(shape, vocabulary, device), start(discover({}), device=device)  # type: ignore[arg-type]
-    grains = [Grain(each.data, 0, np.arange(len(each.source))) for each in batches]
+    is_packed = name == "O4" or "kernels" in name
+    data = [collate_packed_ladder(each.pairs) if is_packed else each.data for each in batches]
+    rows = [np.arange(len(each.pairs)) for each in batches]
+    grains = [Grain(each, 0, ids).to(link.device) for each, ids in zip(data, rows, strict=True)]
     config = TrainConfig(global_batch=len(grains[0]), steps=1000)
     workload = timing.Workload(task, config, link, task.model(), grains)
     if name != "O4":
         level, *more = name[1:].split("+")
         return timing.TimedSteps(Candidate(int(level), "kernels" in more, "graphs" in more), workload), ""
-    ways = candidates([0, 1, 2, 3], has_kernels=False, can_graph=device == "cuda", leaves_some=False)
+    ways = candidates([0, 1, 2, 3], has_kernels=device == "cuda", can_graph=device == "cuda", leaves_some=False)
     seconds = partial(timing.step_seconds, workload=workload)
     choice = choose(ways, seconds, partial(timing.in_turns, workload=workload))
     print("\n".join([choice.line("measured"), *choice.notes]), file=sys.stderr, flush=True)
@@ -246,7 +259,9 @@ def measure(name: str, shape: Shape, options: Any, budget: int) -> list[Row]:
     case = f"{'-' if name.startswith('O') else ''}{name}, {budget:,} padded tokens"
     rate, of_target = 1e3 * tokens / ms, 1e3 * sum(each.num_target for each in batches) / ms
     padded = sum(each.source.numel() + each.target.numel() for each in batches)
-    padded = tokens if name.startswith("packed") else padded
+    if name == "O4" or "kernels" in name:
+        packed = [collate_packed_ladder(each.pairs) for each in batches]
+        padded = sum(len(each["source"]) + len(each["target"]) for each in packed)
     print(f"{case}: {rate:,.0f} tokens/s {way}", file=sys.stderr, flush=True)
     rows = [
         Row(case, "step", ms / len(batches), "ms"),
@@ -266,7 +281,7 @@ def main() -> None:
     arguments.add_argument("--budgets", type=int, nargs="+", default=[25_000, 100_000])
     arguments.add_argument("--only", nargs="+", default=[*PLAIN, *OURS])
     arguments.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    arguments.add_argument("--ways", nargs="+", default=[], choices=["added_norm"])
+    arguments.add_argument("--ways", nargs="+", default=[], choices=["scores", "packed", "added_norm"])
     arguments.add_argument("--profile", action="store_true")
     options = arguments.parse_args()
     shape = SIZES["transformer", options.size]

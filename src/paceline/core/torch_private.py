@@ -66,6 +66,11 @@ def _foreach_lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weights: A
         tensor.lerp_(end, weight)
 
 
+@fallback("_addmm_activation")
+def _addmm_activation(bias: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return torch.relu(torch.addmm(bias, first, second))
+
+
 @fallback("_foreach_copy_")
 def _foreach_copy_(tensors: Sequence[Tensor], sources: Sequence[Tensor], non_blocking: bool = False) -> None:
     for tensor, source in _paired(tensors, sources):
@@ -175,6 +180,8 @@ foreach_add_ = bind(torch, "_foreach_add_")
 foreach_mul_ = bind(torch, "_foreach_mul_")
 foreach_maximum_ = bind(torch, "_foreach_maximum_")
 foreach_lerp_ = bind(torch, "_foreach_lerp_")
+relu_of_product = bind(torch, "_addmm_activation")
+"""bias + a @ b, and a ReLU, on a GPU as one kernel."""
 foreach_copy_ = bind(torch, "_foreach_copy_")
 foreach_zero_ = bind(torch, "_foreach_zero_")
 foreach_norm = bind(torch, "_foreach_norm")

@@ -19,14 +19,15 @@ EPS = 1e-5
 
 
 def case(rows: int, width: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, list[Tensor]]:
-    """x, residual, weight, bias; a seed; gradients of both outputs."""
+    """x, shift, residual, weight, bias; a seed; gradients of both outputs."""
     dice = torch.Generator().manual_seed(rows + width)
     drawn = [torch.randn(rows, width, generator=dice) + 1.0 for _ in range(2)]
-    affine = [torch.randn(width, generator=dice) for _ in range(2)]
+    shift, *affine = (torch.randn(width, generator=dice) for _ in range(3))
     seed = torch.randint(-(2**31), 2**31 - 1, (2,), generator=dice, dtype=torch.int32)
     gradients = [torch.randn(rows, width, generator=dice).to(dtype) for _ in range(2)]
     wide = torch.promote_types(dtype, torch.float32)
-    return [*(each.to(dtype) for each in drawn), *(each.to(wide) for each in affine)], seed, gradients
+    x, residual = (each.to(dtype) for each in drawn)
+    return [x, shift.to(wide), residual, *(each.to(wide) for each in affine)], seed, gradients
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -37,8 +38,8 @@ def test_operator_is_what_its_parts_are(dropout: float, uses: str) -> None:
     given = seed if dropout else None
     normed, total, _ = added_norm(*leaves, given, dropout, EPS)
     mask = kept(seed, leaves[0].shape, dropout) * factor(dropout) if dropout else 1.0
-    wanted_total = leaves[1] + leaves[0] * mask
-    wanted = F.layer_norm(wanted_total, (12,), leaves[2], leaves[3], EPS)
+    wanted_total = leaves[2] + (leaves[0] + leaves[1]) * mask
+    wanted = F.layer_norm(wanted_total, (12,), leaves[3], leaves[4], EPS)
     torch.testing.assert_close(normed, wanted)
     torch.testing.assert_close(total, wanted_total)
     chosen = {"both": [0, 1], "normed": [0], "total": [1]}[uses]
@@ -60,7 +61,7 @@ def test_operators_keep_their_word() -> None:
     inputs, seed, gradients = case(5, 8, torch.float32)
     torch.library.opcheck(added_norm.overload, (*inputs, seed, 0.3, EPS), test_utils=("test_schema", "test_faketensor"))
     _, total, moments = added_norm(*inputs, seed, 0.3, EPS)
-    given = (*gradients, total, moments, inputs[2], seed, 0.3)
+    given = (*gradients, total, moments, inputs[3], seed, 0.3)
     torch.library.opcheck(added_norm_backward.overload, given, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -104,8 +105,8 @@ def test_kernels(kernels: Any, rows: int, width: int, dropout: float, has_total:
         for one, other in zip(found, (normed, total, moments), strict=True):
             assert distance(one, other) < allowed
         further = gradients[1] if has_total else None
-        expected = added_norm_backward(gradients[0], further, total, moments, inputs[2], given, dropout)
-        ours = kernels.backward(gradients[0], further, total, moments, inputs[2], given, least, scale)
+        expected = added_norm_backward(gradients[0], further, total, moments, inputs[3], given, dropout)
+        ours = kernels.backward(gradients[0], further, total, moments, inputs[3], given, least, scale)
         for one, other in zip(ours, expected, strict=True):
             assert distance(one, other) < allowed
         if dropout:

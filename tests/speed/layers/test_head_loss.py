@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.layers import LinearCrossEntropy, linear_cross_entropy
+from paceline.speed.kernels.ways import MEASURED, using
 from paceline.speed.layers.head_loss import _head_loss
 
 TOKENS, WIDTH, VOCABULARY, IGNORED = (3, 7), 8, 29, 1
@@ -109,3 +111,44 @@ def test_operator_keeps_its_word() -> None:
     flat: tuple[Any, ...] = hidden.flatten(0, 1), weight, bias, target.flatten(), torch.float32, 0.1, IGNORED, 4
     for wants in (True, False):
         torch.library.opcheck(_head_loss.overload, (*flat, wants), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.fixture
+def kernel(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from paceline.speed.kernels import score_rows
+
+    monkeypatch.setattr(score_rows, "BLOCK", 8)  # several to a row
+    return score_rows
+
+
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_kernel(kernel: Any, has_gradients: bool) -> None:
+    dice = torch.Generator().manual_seed(2)
+    scores = torch.randn(6, VOCABULARY, generator=dice)
+    target = torch.tensor([1, 0, VOCABULARY - 1, IGNORED, 2, IGNORED])
+    exact = scores.double().requires_grad_()
+    wanted = F.cross_entropy(exact, target, ignore_index=IGNORED, label_smoothing=0.1, reduction="none")
+    losses, before = torch.full((6,), torch.nan), scores.clone()
+    kernel.cross_entropy(scores, target, losses, 0.1, IGNORED, has_gradients)
+    torch.testing.assert_close(losses.double(), wanted.detach())
+    expected = torch.autograd.grad(wanted.sum(), exact)[0] if has_gradients else before.double()
+    torch.testing.assert_close(scores.double(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_on_a_gpu_against_float64(is_fused: bool) -> None:
+    dice = torch.Generator().manual_seed(4)
+    hidden, weight = torch.randn(500, 64, generator=dice), torch.randn(10_007, 64, generator=dice) / 4
+    target = torch.randint(0, 10_007, (500,), generator=dice)
+    target[::7] = 0
+    exact = [each.bfloat16().double().requires_grad_() for each in (hidden, weight)]
+    expected = F.cross_entropy(exact[0] @ exact[1].T, target, ignore_index=0, label_smoothing=0.1, reduction="sum")
+    leaves = [each.cuda().requires_grad_() for each in (hidden, weight)]
+    with torch.autocast("cuda", torch.bfloat16), using(replace(MEASURED, scores=is_fused)):
+        total, _ = linear_cross_entropy(*leaves, target.cuda(), label_smoothing=0.1, ignore_index=0, chunk=200)
+    assert total.item() == pytest.approx(expected.item(), rel=1e-3)
+    found = torch.autograd.grad(total, leaves)
+    for one, other in zip(found, torch.autograd.grad(expected, exact), strict=True):
+        assert float((one.double().cpu() - other).norm() / other.norm()) < 1e-2

@@ -15,11 +15,19 @@ from paceline.core.run_folder import RunFolder
 from paceline.data.grain import Grain
 from paceline.observe.compare.sample_scores import SampleScores, write_scores
 from paceline.recipes.translation.data.corpus import Corpus, as_lines
-from paceline.recipes.translation.data.pairs import Collate, Lines, Pairs, collate_packed, ladder
+from paceline.recipes.translation.data.pairs import (
+    Collate,
+    Lines,
+    Pairs,
+    collate_packed,
+    collate_packed_ladder,
+    ladder,
+)
 from paceline.recipes.translation.exchange import write_export
 from paceline.recipes.translation.network.build import build_network
 from paceline.recipes.translation.network.flops import training_flops
 from paceline.recipes.translation.network.scores import ScoresTokens, smoothed_loss
+from paceline.recipes.translation.network.transformer import Transformer
 from paceline.recipes.translation.search.decoder import Writer, beam_search, greedy, most_tokens
 from paceline.recipes.translation.settings import TranslationSettings, UseSettings
 from paceline.recipes.translation.text.parallel import STANDARD_INPUT, ParallelText, read_lines
@@ -83,18 +91,24 @@ class Translation(Task):
         return self._texts.val(self.vocabulary)
 
     def train_collate(self, data: Any) -> Callable[[list[Any]], Any]:
-        if self.settings.packed:
-            return collate_packed
-        return ladder(data, self.settings.pad_multiple) if self.few_shapes else self.collate
+        settings = self.settings
+        if self.few_shapes:
+            is_packed = settings.model == "transformer"
+            return collate_packed_ladder if is_packed else ladder(data, settings.pad_multiple)
+        return collate_packed if settings.packed else self.collate
 
     def accelerate(self, model: nn.Module) -> Sequence[str]:
-        """Let the loss never have all scores in memory; all else is torch's own, which a compiler may fuse."""
+        """Train a Transformer through our kernels; of others let the loss never have all scores in memory."""
+        from paceline.recipes.translation.fast.fused import accelerate  # needs Triton, there wherever kernels are
+
         assert isinstance(model, ScoresTokens)
         model.is_chunked = True
-        return ["layers of torch (attention is fused; dropout, sums and norms are not)"]
+        if isinstance(model, Transformer):
+            return accelerate(model)
+        return ["recurrent layers are cuDNN's"]
 
-    def recordable(self, grain: Grain) -> dict[str, Tensor]:
-        return {name: grain[name] for name in ("source", "target", "truth")}
+    def recordable(self, grain: Grain) -> dict[str, Any]:
+        return {name: grain[name] for name in ("source", "target", "truth", "packings") if name in grain.data}
 
     def loss(self, model: nn.Module, grain: Grain) -> tuple[Tensor, Tensor]:
         """Return the cross-entropy with smoothed labels, summed over target tokens, and their number."""

@@ -1,11 +1,13 @@
 """Dropout, residual and layer norm of rows: the kernels behind `layers.added_norm`.
 
-A program holds a row, in float32. Forward keeps the sum in the dtype of the activations, and mean and 1 / deviation of
+A program holds some rows, in float32. Forward keeps the sum in the dtype of the activations, and mean and 1 / deviation of
 it; backward draws dropout anew. Sums over rows are in a fixed order, without atomics: the same inputs give the same
 bits.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,67 +30,85 @@ def _kept(seed, number, least):
 
 @triton.jit
 def _forward(
-    x, residual, weight, bias, seed, out, total, moments, width, least, factor, eps,
-    HAS_DROPOUT: tl.constexpr, WIDTH: tl.constexpr,
+    x, shift, residual, weight, bias, seed, out, total, moments, rows, width, least, factor, eps,
+    HAS_SHIFT: tl.constexpr, HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, WIDTH)
-    there = c < width
-    offset = row.to(tl.int64) * width + c
+    there = (row < rows)[:, None] & (c < width)[None, :]
+    offset = row.to(tl.int64)[:, None] * width + c[None, :]
     value = tl.load(x + offset, mask=there, other=0.0).to(tl.float32)
+    if HAS_SHIFT:
+        value += tl.load(shift + c, mask=c < width, other=0.0).to(tl.float32)[None, :]
     if HAS_DROPOUT:
         value = tl.where(_kept(seed, offset, least), value * factor, 0.0)
     value += tl.load(residual + offset, mask=there, other=0.0).to(tl.float32)
-    # What is kept is what is normed: backward reads it.
+    _normed(value, weight, bias, out, total, moments, row, rows, width, offset, there, eps, WIDTH)
+
+
+@triton.jit
+def _normed(
+    value, weight, bias, out, total, moments, row, rows, width, offset, there, eps, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Store rows, and their layer norm. What is kept is what is normed: backward reads it."""
     narrow = value.to(total.dtype.element_ty)
     tl.store(total + offset, narrow, mask=there)
     value = narrow.to(tl.float32)
-    mean = tl.sum(tl.where(there, value, 0.0), 0) / width
-    away = tl.where(there, value - mean, 0.0)
-    inverse = 1.0 / tl.sqrt(tl.sum(away * away, 0) / width + eps)
-    scale = tl.load(weight + c, mask=there, other=0.0).to(tl.float32)
-    shift = tl.load(bias + c, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + offset, (away * inverse * scale + shift).to(out.dtype.element_ty), mask=there)
-    tl.store(moments + 2 * row, mean)
-    tl.store(moments + 2 * row + 1, inverse)
+    mean = tl.sum(tl.where(there, value, 0.0), 1) / width
+    away = tl.where(there, value - mean[:, None], 0.0)
+    inverse = 1.0 / tl.sqrt(tl.sum(away * away, 1) / width + eps)
+    c = tl.arange(0, WIDTH)
+    scale = tl.load(weight + c, mask=c < width, other=0.0).to(tl.float32)
+    level = tl.load(bias + c, mask=c < width, other=0.0).to(tl.float32)
+    normed = away * inverse[:, None] * scale[None, :] + level[None, :]
+    tl.store(out + offset, normed.to(out.dtype.element_ty), mask=there)
+    tl.store(moments + 2 * row, mean, mask=row < rows)
+    tl.store(moments + 2 * row + 1, inverse, mask=row < rows)
 
 
 @triton.jit
 def _backward(
     g, g_total, total, moments, weight, seed, of_x, of_residual, parts, rows, width, rows_each, least, factor,
-    HAS_TOTAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_TOTAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     c = tl.arange(0, WIDTH)
-    there = c < width
-    scale = tl.load(weight + c, mask=there, other=0.0).to(tl.float32)
-    of_weight = tl.zeros([WIDTH], tl.float32)
-    of_bias = tl.zeros([WIDTH], tl.float32)
-    for row in range(group * rows_each, tl.minimum((group + 1) * rows_each, rows)):
-        offset = tl.cast(row, tl.int64) * width + c
-        mean = tl.load(moments + 2 * row)
-        inverse = tl.load(moments + 2 * row + 1)
+    scale = tl.load(weight + c, mask=c < width, other=0.0).to(tl.float32)[None, :]
+    of_weight = tl.zeros([ROWS, WIDTH], tl.float32)
+    of_bias = tl.zeros([ROWS, WIDTH], tl.float32)
+    of_shift = tl.zeros([ROWS, WIDTH], tl.float32)
+    end = tl.minimum((group + 1) * rows_each, rows)
+    for first in range(group * rows_each, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        there = (row < end)[:, None] & (c < width)[None, :]
+        offset = row.to(tl.int64)[:, None] * width + c[None, :]
+        mean = tl.load(moments + 2 * row, mask=row < end, other=0.0)
+        inverse = tl.load(moments + 2 * row + 1, mask=row < end, other=0.0)[:, None]
         value = tl.load(total + offset, mask=there, other=0.0).to(tl.float32)
-        away = tl.where(there, (value - mean) * inverse, 0.0)
+        away = tl.where(there, (value - mean[:, None]) * inverse, 0.0)
         upper = tl.load(g + offset, mask=there, other=0.0).to(tl.float32)
         of_weight += upper * away
         of_bias += upper
         steep = upper * scale
-        level = tl.sum(steep, 0) / width
-        tilt = tl.sum(steep * away, 0) / width
-        found = inverse * (steep - level - away * tilt)
+        level = tl.sum(steep, 1) / width
+        tilt = tl.sum(steep * away, 1) / width
+        found = inverse * (steep - level[:, None] - away * tilt[:, None])
         if HAS_TOTAL:
             found += tl.load(g_total + offset, mask=there, other=0.0).to(tl.float32)
         tl.store(of_residual + offset, found.to(of_residual.dtype.element_ty), mask=there)
         if HAS_DROPOUT:
             found = tl.where(_kept(seed, offset, least), found * factor, 0.0)
+        of_shift += tl.where(there, found, 0.0)
         tl.store(of_x + offset, found.to(of_x.dtype.element_ty), mask=there)
-    tl.store(parts + (2 * group) * width + c, of_weight, mask=there)
-    tl.store(parts + (2 * group + 1) * width + c, of_bias, mask=there)
+    place = parts + 3 * group * width + c
+    tl.store(place, tl.sum(of_weight, 0), mask=c < width)
+    tl.store(place + width, tl.sum(of_bias, 0), mask=c < width)
+    tl.store(place + 2 * width, tl.sum(of_shift, 0), mask=c < width)
 
 
 def forward(
     x: Tensor,
+    shift: Tensor | None,
     residual: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -102,10 +122,12 @@ def forward(
     out, total = torch.empty_like(x), torch.empty_like(x)
     moments = torch.empty(rows, 2, dtype=torch.float32, device=x.device)
     x, residual = x.contiguous(), residual.contiguous()
+    way = tile(width)
     if rows:
-        _forward[(rows,)](
-            x, residual, weight, bias, x if seed is None else seed, out, total, moments, width, least, factor, eps,
-            HAS_DROPOUT=seed is not None, WIDTH=triton.next_power_of_2(width), num_warps=warps(width),
+        _forward[(-(-rows // way.rows),)](
+            x, x if shift is None else shift, residual, weight, bias, x if seed is None else seed, out, total, moments,
+            rows, width, least, factor, eps, HAS_SHIFT=shift is not None, HAS_DROPOUT=seed is not None, ROWS=way.rows,
+            WIDTH=way.width, num_warps=way.warps,
         )  # fmt: skip
     return out, total, moments
 
@@ -123,19 +145,50 @@ def backward(
     """As `added_norm_backward`."""
     rows, width = g.shape
     of_x, of_residual = torch.empty_like(total), torch.empty_like(total)
-    rows_each = -(-rows // MOST_PROGRAMS) or 1
+    way = tile(width)
+    rows_each = -(-rows // (MOST_PROGRAMS * way.rows)) * way.rows or 1
     groups = -(-rows // rows_each)
-    parts = torch.empty(groups, 2, width, dtype=torch.float32, device=g.device)
+    parts = torch.empty(groups, 3, width, dtype=torch.float32, device=g.device)
     if rows:
         _backward[(groups,)](
             g, g if g_total is None else g_total, total, moments, weight, g if seed is None else seed,
             of_x, of_residual, parts, rows, width, rows_each, least, factor,
-            HAS_TOTAL=g_total is not None, HAS_DROPOUT=seed is not None, WIDTH=triton.next_power_of_2(width),
-            num_warps=warps(width),
+            HAS_TOTAL=g_total is not None, HAS_DROPOUT=seed is not None, ROWS=way.rows, WIDTH=way.width,
+            num_warps=way.warps,
         )  # fmt: skip
-    return of_x, of_residual, parts.sum(0)
+    return of_x, of_residual, sum_parts(parts)
 
 
-def warps(width: int) -> int:
-    """Return the warps of a program: 8 numbers for each thread, as one load of bfloat16 brings them."""
-    return min(16, max(1, int(triton.next_power_of_2(width)) // 256))
+@triton.jit
+def _sum_parts(parts, out, number, size, PARTS: tl.constexpr, SIZE: tl.constexpr):
+    c = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    n = tl.arange(0, PARTS)
+    sums = tl.zeros([PARTS, SIZE], tl.float32)
+    for first in range(0, number, PARTS):
+        there = (first + n < number)[:, None] & (c < size)[None, :]
+        sums += tl.load(parts + (first + n)[:, None] * size + c[None, :], mask=there, other=0.0)
+    tl.store(out + c, tl.sum(sums, 0), mask=c < size)
+
+
+def sum_parts(parts: Tensor) -> Tensor:
+    """(number, ...) float32 -> (...): added in a fixed order."""
+    out = torch.empty(parts.shape[1:], dtype=torch.float32, device=parts.device)
+    size = out.numel()
+    if not len(parts):
+        return out.zero_()
+    _sum_parts[(-(-size // 32),)](parts, out, len(parts), size, PARTS=64, SIZE=32, num_warps=4)
+    return out
+
+
+class Tile(NamedTuple):
+    """Rows and numbers of a row that a program holds at a time."""
+
+    rows: int
+    width: int
+    warps: int
+
+
+def tile(width: int) -> Tile:
+    """16 numbers for each of 128 threads, a row for each warp; more threads for rows that are wider."""
+    wide = int(triton.next_power_of_2(width))
+    return Tile(max(1, 2048 // wide), wide, max(4, min(16, wide // 1024)))

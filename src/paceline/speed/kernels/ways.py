@@ -37,6 +37,10 @@ class Ways:
     """Dropout, residual and layer norm by `added_rows`; not yet run on a GPU."""
     aside: bool = False
     """Weight gradients of a Conformer's layers on a stream of their own, beside the rest of a layer's backward."""
+    scores: bool = False
+    """Cross-entropy of a chunk of logits, and its gradient in place, by `score_rows`; not yet run on a GPU."""
+    packed: bool = False
+    """Attention of packed sequences by `packed_rows` instead of torch's; not yet run on a GPU."""
 
 
 MEASURED = Ways(fetched=True, flat=True, turned=True, cut=True, sorted=True, listed=True, listed_weights=True)

@@ -24,18 +24,25 @@ MOST_WIDTH = 8192
 
 @operator("added_norm")
 def added_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, seed: Optional[Tensor], dropout: float, eps: float
+    x: Tensor,
+    shift: Optional[Tensor],
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    seed: Optional[Tensor],
+    dropout: float,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(rows, width) each -> layer norm of residual + dropout(x); the sum itself; (rows, 2) mean, 1 / deviation.
+    """(rows, width) each -> layer norm of residual + dropout(x + shift); the sum itself; (rows, 2) mean, 1 / deviation.
 
-    `seed` is (2,) int32; None without dropout.
+    `shift` is (width), the bias of the layer before; `seed` is (2,) int32, None without dropout.
     """
     if x.is_cuda:
         from paceline.speed.kernels import added_rows
 
-        return added_rows.forward(x, residual, weight, bias, seed, threshold(dropout), factor(dropout), eps)
+        return added_rows.forward(x, shift, residual, weight, bias, seed, threshold(dropout), factor(dropout), eps)
     wide = torch.promote_types(x.dtype, torch.float32)
-    total = x.to(wide)
+    total = x.to(wide) if shift is None else x.to(wide) + shift.to(wide)
     if seed is not None:
         total = torch.where(kept(seed, x.shape, dropout), total * factor(dropout), 0.0)
     total = (total + residual.to(wide)).to(x.dtype)
@@ -47,7 +54,14 @@ def added_norm(
 
 @added_norm.register_fake
 def _(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, seed: Optional[Tensor], dropout: float, eps: float
+    x: Tensor,
+    shift: Optional[Tensor],
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    seed: Optional[Tensor],
+    dropout: float,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.promote_types(x.dtype, torch.float32)
     return torch.empty_like(x), torch.empty_like(x), x.new_empty(len(x), 2, dtype=wide)
@@ -63,7 +77,7 @@ def added_norm_backward(
     seed: Optional[Tensor],
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of the residual, and (2, width) of weight and bias."""
+    """Gradients of x, of the residual, and (3, width) of weight, bias and shift."""
     if g.is_cuda:
         from paceline.speed.kernels import added_rows
 
@@ -78,7 +92,7 @@ def added_norm_backward(
     of_x = of_total
     if seed is not None:
         of_x = torch.where(kept(seed, g.shape, dropout), of_total * factor(dropout), 0.0)
-    sums = torch.stack([(g.to(wide) * away).sum(0), g.to(wide).sum(0)])
+    sums = torch.stack([(g.to(wide) * away).sum(0), g.to(wide).sum(0), of_x.sum(0)])
     of_residual = of_total.to(total.dtype)
     return of_x.to(total.dtype) if seed is not None else of_residual.clone(), of_residual, sums
 
@@ -93,14 +107,15 @@ def _(
     seed: Optional[Tensor],
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(total), torch.empty_like(total), moments.new_empty(2, total.shape[1])
+    return torch.empty_like(total), torch.empty_like(total), moments.new_empty(3, total.shape[1])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, weight, bias, seed, dropout, _ = inputs
+    _, shift, _, weight, bias, seed, dropout, _ = inputs
     _, total, moments = output
     ctx.save_for_backward(total, moments, weight, seed)
     ctx.dropout, ctx.bias_dtype = dropout, bias.dtype
+    ctx.shift_dtype = None if shift is None else shift.dtype
     ctx.mark_non_differentiable(moments)
     ctx.set_materialize_grads(False)
 
@@ -108,11 +123,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _gradients(ctx: Any, g: Tensor | None, g_total: Tensor | None, _: None) -> tuple[Any, ...]:
     total, moments, weight, seed = ctx.saved_tensors
     if g is None and g_total is None:
-        return (None,) * 7
+        return (None,) * 8
     whole = torch.zeros_like(total) if g is None else g.contiguous()
     further = None if g_total is None else g_total.contiguous()
     of_x, of_residual, sums = added_norm_backward(whole, further, total, moments, weight, seed, ctx.dropout)
-    return of_x, of_residual, sums[0].to(weight.dtype), sums[1].to(ctx.bias_dtype), None, None, None
+    of_shift = None if ctx.shift_dtype is None else sums[2].to(ctx.shift_dtype)
+    return of_x, of_shift, of_residual, sums[0].to(weight.dtype), sums[1].to(ctx.bias_dtype), None, None, None
 
 
 added_norm.register_autograd(_gradients, setup_context=_setup)
@@ -140,7 +156,7 @@ def dropout_add_norm(
     if rate:
         seed = torch.randint(-(2**31), 2**31 - 1, (2,), dtype=torch.int32, device=x.device)
     rows, others = x.reshape(-1, x.shape[-1]), residual.to(x.dtype).reshape(-1, x.shape[-1])
-    normed, total, _ = added_norm(rows, others, weight, bias, seed, rate, eps)
+    normed, total, _ = added_norm(rows, None, others, weight, bias, seed, rate, eps)
     return normed.view(x.shape), total.view(x.shape)
 
 

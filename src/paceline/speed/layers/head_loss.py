@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.speed.kernels import ways
 from paceline.speed.operators import operator
 
 MOST_LOGITS = 2**27
@@ -44,31 +45,85 @@ def _head_loss(
     of_weight = torch.zeros(weight.shape if has_gradients else 0, dtype=sums, device=weight.device)
     of_bias = torch.zeros(vocabulary if has_gradients and bias is not None else 0, dtype=sums, device=weight.device)
     rows = weight.to(dtype)
+    fused = _has_kernel(hidden, dtype, bias)
     for start in range(0, num_tokens, chunk):
         x, y = hidden[start : start + chunk].to(dtype), target[start : start + chunk]
-        is_counted = y != ignore_index
-        place = torch.where(is_counted, y, 0).unsqueeze(1)
-        logits = (x @ rows.T).to(wide)
-        if bias is not None:
-            logits += bias
-        total = torch.logsumexp(logits, 1)
-        loss = total - (1.0 - label_smoothing) * logits.gather(1, place).squeeze(1)
-        if label_smoothing:
-            loss -= label_smoothing / vocabulary * logits.sum(1)
-        losses[start : start + chunk] = torch.where(is_counted, loss, 0.0)
+        part = losses[start : start + chunk]
+        if fused:
+            slope = _fused_slope(x, rows, y, part, label_smoothing, ignore_index, has_gradients)
+        else:
+            slope = _slope(x, rows, bias, y, part, label_smoothing, ignore_index, has_gradients)
         if not has_gradients:
             continue
-        slope = logits.sub_(total.unsqueeze(1)).exp_()
-        if label_smoothing:
-            slope -= label_smoothing / vocabulary
-        slope.scatter_add_(1, place, torch.full_like(place, label_smoothing - 1.0, dtype=wide))
-        slope *= is_counted.unsqueeze(1)
         if bias is not None:
             of_bias += slope.sum(0)
         narrow = slope.to(dtype)
         of_hidden[start : start + chunk] = narrow @ rows
-        of_weight += narrow.T @ x
+        of_weight = _added_product(of_weight, narrow, x, is_first=start == 0)
     return losses, of_hidden, of_weight.to(weight.dtype), of_bias.to(weight.dtype if bias is None else bias.dtype)
+
+
+def _slope(
+    x: Tensor,
+    rows: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    losses: Tensor,
+    label_smoothing: float,
+    ignore_index: int,
+    has_gradients: bool,
+) -> Tensor:
+    """Write the losses of a chunk, and return the gradient of its logits where that is wanted."""
+    vocabulary, wide = len(rows), losses.dtype
+    is_counted = target != ignore_index
+    place = torch.where(is_counted, target, 0).unsqueeze(1)
+    logits = (x @ rows.T).to(wide)
+    if bias is not None:
+        logits += bias
+    total = torch.logsumexp(logits, 1)
+    loss = total - (1.0 - label_smoothing) * logits.gather(1, place).squeeze(1)
+    if label_smoothing:
+        loss -= label_smoothing / vocabulary * logits.sum(1)
+    losses.copy_(torch.where(is_counted, loss, 0.0))
+    if not has_gradients:
+        return logits
+    slope = logits.sub_(total.unsqueeze(1)).exp_()
+    if label_smoothing:
+        slope -= label_smoothing / vocabulary
+    slope.scatter_add_(1, place, torch.full_like(place, label_smoothing - 1.0, dtype=wide))
+    slope *= is_counted.unsqueeze(1)
+    return slope
+
+
+def _fused_slope(
+    x: Tensor,
+    rows: Tensor,
+    target: Tensor,
+    losses: Tensor,
+    label_smoothing: float,
+    ignore_index: int,
+    has_gradients: bool,
+) -> Tensor:
+    """As `_slope`, by a kernel that reads logits and writes their gradient in place."""
+    from paceline.speed.kernels import score_rows
+
+    logits = x @ rows.T
+    score_rows.cross_entropy(logits, target, losses, label_smoothing, ignore_index, has_gradients)
+    return logits
+
+
+def _has_kernel(hidden: Tensor, dtype: torch.dtype, bias: Tensor | None) -> bool:
+    return hidden.is_cuda and ways.in_use().scores and bias is None and dtype in (torch.bfloat16, torch.float16)
+
+
+def _added_product(sums: Tensor, slope: Tensor, x: Tensor, *, is_first: bool) -> Tensor:
+    """Return sums + slope.T @ x; on a GPU products of half types go into float32 as they are."""
+    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and sums.dtype == torch.float32:
+        if is_first:
+            return torch.mm(slope.T, x, out_dtype=torch.float32)
+        return torch.addmm(sums, slope.T, x, out_dtype=torch.float32)
+    sums += slope.T @ x
+    return sums
 
 
 @_head_loss.register_fake

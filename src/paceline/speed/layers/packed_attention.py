@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.errors import PacelineError
+from paceline.speed.kernels import ways
 
 MOST_HEAD_WIDTH = 256
 """Of varlen attention."""
@@ -32,6 +32,15 @@ class PackingMisfit(PacelineError):
     hint = "pack it with `Packing.of(lengths)` of its own lengths"
 
 
+class TooLong(PacelineError):
+    """A bound on the lengths of sequences that one of them exceeds."""
+
+    length: int
+    longest: int
+    sentence = "a sequence has {length:#token}, but `longest` is {longest}"
+    hint = "give `Packing.of` the length of the longest sequence, or more"
+
+
 class CausalAcross(PacelineError):
     """Causal attention from one packing to another."""
 
@@ -39,39 +48,52 @@ class CausalAcross(PacelineError):
     hint = "leave out `key_packing`, or `is_causal`"
 
 
-@dataclass(frozen=True)
-class Packing:
-    """Places of sequences that lie one after the other: made on the host, where lengths are known, then moved."""
+class Packing(NamedTuple):
+    """Places of sequences that lie one after the other: made on the host, where lengths are known, then moved.
 
-    lengths: tuple[int, ...]
+    It is tensors alone. What is needed of it on the host, how many sequences there are and how long they may be, are
+    their shapes: a CUDA graph can be replayed with another packing of the same shapes.
+    """
+
     offsets: Tensor
     """(sequences + 1) int32: where each begins, and where the last ends."""
     places: Tensor
     """(tokens) int64: place of each token in rows that are padded to the longest, flat."""
+    steps: Tensor
+    """(longest) int32: 0, 1, 2, ..."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int] | Tensor) -> Packing:
-        """Return the packing of sequences of these lengths, on the CPU."""
-        numbers = tuple(int(length) for length in (lengths.tolist() if isinstance(lengths, Tensor) else lengths))
-        each = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    def of(cls, lengths: Sequence[int] | Tensor, longest: int | None = None) -> Packing:
+        """Return the packing of sequences of these lengths, on the CPU; rows are padded to `longest`, if that is given.
+
+        A length may be 0.
+        """
+        each = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
         ends = each.cumsum(0)
         offsets = F.pad(ends, (1, 0)).to(torch.int32)
-        longest = max(numbers, default=0)
-        rows = torch.repeat_interleave(torch.arange(len(numbers), device="cpu") * longest - (ends - each), each)
-        places = rows + torch.arange(sum(numbers), device="cpu")
-        return cls(numbers, offsets, places)
+        most = int(each.max()) if len(each) else 0
+        if longest is not None and longest < most:
+            raise TooLong(most, longest)
+        row = most if longest is None else longest
+        starts = torch.repeat_interleave(torch.arange(len(each), device="cpu") * row - (ends - each), each)
+        places = starts + torch.arange(int(each.sum()), device="cpu")
+        return cls(offsets, places, torch.arange(row, dtype=torch.int32, device="cpu"))
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.offsets) - 1
 
     @property
     def longest(self) -> int:
-        return max(self.lengths, default=0)
+        """Tokens that a sequence has at most."""
+        return len(self.steps)
 
     @property
     def num_tokens(self) -> int:
         return len(self.places)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Packing:
-        moved = (each.to(device, non_blocking=non_blocking) for each in (self.offsets, self.places))
-        return Packing(self.lengths, *moved)
+        return Packing(*(each.to(device, non_blocking=non_blocking) for each in self))
 
     def pack(self, rows: Tensor) -> Tensor:
         """(sequences, time, ...) -> (tokens, ...): what is behind a length is left out."""
@@ -82,9 +104,9 @@ class Packing:
     def unpack(self, tokens: Tensor) -> Tensor:
         """(tokens, ...) -> (sequences, longest, ...), with zeros behind each length."""
         self.check(tokens, "the tensor")
-        rows = tokens.new_zeros(len(self.lengths) * self.longest, *tokens.shape[1:])
+        rows = tokens.new_zeros(self.num_sequences * self.longest, *tokens.shape[1:])
         padded: Tensor = rows.index_copy(0, self.places, tokens)
-        return padded.view(len(self.lengths), self.longest, *tokens.shape[1:])
+        return padded.view(self.num_sequences, self.longest, *tokens.shape[1:])
 
     def check(self, tokens: Tensor, what: str) -> None:
         if len(tokens) != self.num_tokens:
@@ -92,8 +114,7 @@ class Packing:
 
     def mask(self) -> Tensor:
         """Return (sequences, longest), True for tokens."""
-        lengths = self.offsets.diff()
-        return torch.arange(self.longest, device=lengths.device) < lengths.unsqueeze(1)
+        return self.steps < self.offsets.diff().unsqueeze(1)
 
     def _places_in(self, time: int) -> Tensor:
         rows = torch.div(self.places, max(1, self.longest), rounding_mode="floor")
@@ -120,6 +141,8 @@ def packed_attention(
     keys = key_packing or packing
     for tensor, of, what in ((query, packing, "query"), (key, keys, "key"), (value, keys, "value")):
         of.check(tensor, f"`{what}`")
+    if not dropout and has_kernel(query):
+        return attend(query, key, value, packing, keys, is_causal)
     if not dropout and _goes_packed(query):
         return _varlen(query, key, value, packing, keys, is_causal)
     # (sequences, heads, longest, head width)
@@ -130,6 +153,64 @@ def packed_attention(
         mask = mask & torch.ones(keys.longest, keys.longest, dtype=torch.bool, device=query.device).tril()
     mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
     return packing.pack(mixed.transpose(1, 2))
+
+
+def has_kernel(query: Tensor) -> bool:
+    """Return True if our own kernels attend: they are made for sentences, of some dozen tokens each."""
+    is_fitting = query.shape[-1] in (16, 32, 64, 128) and query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and is_fitting and ways.in_use().packed
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, keys: Packing, is_causal: bool) -> Tensor:
+    """Attention by our own kernels; of each token's numbers those of one tensor lie together."""
+    longest = max(packing.longest, keys.longest)
+    mixed: Tensor = _Attention.apply(query, key, value, packing.offsets, keys.offsets, longest, is_causal)  # type: ignore[no-untyped-call]
+    return mixed
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of packed sequences, and its gradients, which lie as queries, keys and values do."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        offsets: Tensor,
+        key_offsets: Tensor,
+        longest: int,
+        is_causal: bool,
+    ) -> Tensor:
+        from paceline.speed.kernels import packed_rows
+
+        query, key, value = (_laid(each) for each in (query, key, value))
+        if key.stride(0) != value.stride(0):
+            key, value = key.contiguous(), value.contiguous()
+        scale = query.shape[-1] ** -0.5
+        out, logs = packed_rows.forward(query, key, value, offsets, key_offsets, longest, is_causal, scale)
+        ctx.save_for_backward(query, key, value, out, logs, offsets, key_offsets)
+        ctx.longest, ctx.is_causal = longest, is_causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        from paceline.speed.kernels import packed_rows
+
+        query, key, value, out, logs, offsets, key_offsets = ctx.saved_tensors
+        of_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        of_key, of_value = (torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in range(2))
+        scale = query.shape[-1] ** -0.5
+        packed_rows.backward(
+            g.contiguous(), query, key, value, out, logs, of_query, of_key, of_value, offsets, key_offsets, ctx.longest,
+            ctx.is_causal, scale,
+        )  # fmt: skip
+        return of_query, of_key, of_value, None, None, None, None
+
+
+def _laid(tensor: Tensor) -> Tensor:
+    """The numbers of a token one after the other, as kernels read them."""
+    return tensor if tensor.stride()[1:] == (tensor.shape[2], 1) else tensor.contiguous()
 
 
 def _goes_packed(query: Tensor) -> bool:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.recipes.translation.text.vocabulary import PAD
 from paceline.speed.layers.head_loss import MOST_LOGITS, linear_cross_entropy
+from paceline.speed.layers.occurrences import Occurrences
 from paceline.speed.layers.packed_attention import Packing
 
-Packings = tuple[Packing, Packing]
-"""Of source and target, where sentences lie one after the other without padding."""
+
+class Packings(NamedTuple):
+    """Sentences that lie one after the other without padding: where they are, and where each unit occurs."""
+
+    source: Packing
+    target: Packing
+    in_source: Occurrences
+    in_target: Occurrences
 
 
 class ScoresTokens(nn.Module):

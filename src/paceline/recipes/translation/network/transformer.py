@@ -207,7 +207,7 @@ class Transformer(ScoresTokens):
         """Return (batch, target time, width), from which the last layer computes scores; (tokens, width) if packed."""
         target_embedding = self.target_embedding or self.embedding
         if packings is not None:
-            of_source, of_target = packings
+            of_source, of_target = packings.source, packings.target
             memory = self.encoder(self._embed_packed(self.embedding, source, of_source), None, of_source)
             x = self._embed_packed(target_embedding, target, of_target)
             packed: Tensor = self.decoder(x, memory, None, of_target, of_source)

@@ -1,0 +1,1 @@
+"""A faster way to train a Transformer, on sentences without padding."""
