@@ -37,7 +37,7 @@ from table import Row, parser, show
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.layers import linear_cross_entropy
-from paceline.recipes.translation.data.pairs import Pair, collate_packed_ladder
+from paceline.recipes.translation.data.pairs import Pair, PackedLadder
 from paceline.recipes.translation.fast import fused
 from paceline.recipes.translation.network.shape import SIZES, Shape
 from paceline.recipes.translation.network.transformer import Transformer
@@ -209,7 +209,7 @@ def ours(name: str, shape: Shape, vocabulary: int, device: str, batches: Sequenc
     """Return a round of steps of our engine, and which way it is."""
     task, link = Bench(shape, vocabulary, device), start(discover({}), device=device)  # type: ignore[arg-type]
     is_packed = name == "O4" or "kernels" in name
-    data = [collate_packed_ladder(each.pairs) if is_packed else each.data for each in batches]
+    data = [PackedLadder()(each.pairs) if is_packed else each.data for each in batches]
     rows = [np.arange(len(each.pairs)) for each in batches]
     grains = [Grain(each, 0, ids).to(link.device) for each, ids in zip(data, rows, strict=True)]
     config = TrainConfig(global_batch=len(grains[0]), steps=1000)
@@ -260,7 +260,7 @@ def measure(name: str, shape: Shape, options: Any, budget: int) -> list[Row]:
     rate, of_target = 1e3 * tokens / ms, 1e3 * sum(each.num_target for each in batches) / ms
     padded = sum(each.source.numel() + each.target.numel() for each in batches)
     if name == "O4" or "kernels" in name:
-        packed = [collate_packed_ladder(each.pairs) for each in batches]
+        packed = [PackedLadder()(each.pairs) for each in batches]
         padded = sum(len(each["source"]) + len(each["target"]) for each in packed)
     print(f"{case}: {rate:,.0f} tokens/s {way}", file=sys.stderr, flush=True)
     rows = [

@@ -27,7 +27,7 @@ from paceline.core.torch_private import backward, foreach_add_, foreach_copy_, f
 from paceline.core.tree import map_leaves
 from paceline.core.units import counted
 
-MOST_GRAPHS = 32
+MOST_GRAPHS = 64
 WARM_RUNS, WARM_RUNS_AGAIN = 2, 1
 """Runs before a recording: what is chosen, tuned or compiled on first use must not be recorded. The first shape of a
 model is run twice, the second time with hooks on its gradients."""

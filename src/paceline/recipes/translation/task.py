@@ -19,8 +19,8 @@ from paceline.recipes.translation.data.pairs import (
     Collate,
     Lines,
     Pairs,
+    PackedLadder,
     collate_packed,
-    collate_packed_ladder,
     ladder,
 )
 from paceline.recipes.translation.exchange import write_export
@@ -94,7 +94,7 @@ class Translation(Task):
         settings = self.settings
         if self.few_shapes:
             is_packed = settings.model == "transformer"
-            return collate_packed_ladder if is_packed else ladder(data, settings.pad_multiple)
+            return PackedLadder(data) if is_packed else ladder(data, settings.pad_multiple)
         return collate_packed if settings.packed else self.collate
 
     def accelerate(self, model: nn.Module) -> Sequence[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from paceline.data.partition import Ids
 from paceline.data.plan import Plan
 
 RUNGS = 32
@@ -24,6 +25,14 @@ class Padding(Protocol):
 
     def padded(self, length: float) -> float:
         """Return the padded length, in any unit, of a grain with this longest sample (as in `Task.lengths`)."""
+
+
+@runtime_checkable
+class KnownShapes(Protocol):
+    """A collate function whose grains have shapes that follow from more than their longest sample."""
+
+    def shape(self, samples: Ids) -> tuple[Hashable, float]:
+        """Return what tells the shape of a grain of these samples from others, and its cost."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ class Pick:
 
 def costly_shapes(plan: Plan, most: int, collate: object = None) -> list[Pick]:
     """At most so many shapes, that with the largest share of the epoch's cost first; which lengths come to one shape
-    is what `collate` says, if it is a `Padding`."""
+    is what `collate` says, if it is a `Padding` or knows shapes."""
     return shapes_ahead([plan], most, collate).picks
 
 
@@ -63,28 +72,22 @@ def shapes_ahead(plans: Iterable[Plan], most: int, collate: object = None) -> Ah
 
     Batches are mixed anew in every epoch, so a later one may have a shape that the first has not.
     """
-    grains: list[tuple[int, float, int, int, int]] = []
-    num_steps, is_all = 0, True
+    steps: list[tuple[int, Plan, int]] = []
+    is_all = True
     for epoch, plan in enumerate(plans):
-        is_all = is_all and num_steps + plan.num_steps <= LOOKED_AT
-        if num_steps >= LOOKED_AT:
+        is_all = is_all and len(steps) + plan.num_steps <= LOOKED_AT
+        if len(steps) >= LOOKED_AT:
             break
-        steps = np.unique(np.linspace(0, plan.num_steps - 1, min(plan.num_steps, LOOKED_AT)).astype(np.int64))
-        grains += [
-            (size, longest, epoch, int(step), number)
-            for step in steps
-            for number, (size, longest) in enumerate(plan.shapes(int(step)))
-        ]
-        num_steps += len(steps)
-    width = collate.padded if isinstance(collate, Padding) else _even(max(longest for _, longest, *_ in grains))
-    costs: dict[tuple[int, float], float] = {}
-    times: Counter[tuple[int, float]] = Counter()
-    first: dict[tuple[int, float], tuple[int, int, int]] = {}
-    for size, longest, epoch, step, number in grains:
-        shape = size, width(longest)
-        costs[shape] = costs.get(shape, 0.0) + size * max(1, shape[1])
-        times[shape] += 1
-        first.setdefault(shape, (epoch, step, number))
+        chosen = np.unique(np.linspace(0, plan.num_steps - 1, min(plan.num_steps, LOOKED_AT)).astype(np.int64))
+        steps += [(epoch, plan, int(step)) for step in chosen]
+    costs: dict[Hashable, float] = {}
+    times: Counter[Hashable] = Counter()
+    first: dict[Hashable, tuple[int, int, int]] = {}
+    for (epoch, _, step), grains in zip(steps, _shapes(steps, collate), strict=True):
+        for number, (shape, cost) in enumerate(grains):
+            costs[shape] = costs.get(shape, 0.0) + cost
+            times[shape] += 1
+            first.setdefault(shape, (epoch, step, number))
     total = math.fsum(costs.values())
     picks = []
     for shape in sorted(costs, key=lambda shape: -costs[shape])[:most]:
@@ -97,6 +100,19 @@ def covering(picks: Sequence[Pick], share: float) -> list[Pick]:
     """Return the first of these until they have this share of the cost together."""
     before = np.cumsum([0.0, *(pick.share for pick in picks)])
     return [pick for pick, done in zip(picks, before[:-1], strict=True) if done < share]
+
+
+def _shapes(steps: Sequence[tuple[int, Plan, int]], collate: object) -> Iterator[list[tuple[Hashable, float]]]:
+    """Yield the shape and the cost of each grain of these steps."""
+    if isinstance(collate, KnownShapes):
+        for _, plan, step in steps:
+            yield [collate.shape(samples) for samples in plan.grains(step)]
+        return
+    known = [plan.shapes(step) for _, plan, step in steps]
+    width = collate.padded if isinstance(collate, Padding) else _even(max(longest for grains in known for _, longest in grains))
+    for grains in known:
+        shapes = [(size, width(longest)) for size, longest in grains]
+        yield [(shape, shape[0] * max(1, shape[1])) for shape in shapes]
 
 
 def _even(longest: float) -> Callable[[float], float]:

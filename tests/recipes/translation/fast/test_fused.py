@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.data.grain import map_tensors
-from paceline.recipes.translation.data.pairs import Collate, Pair, collate_packed, collate_packed_ladder
+from paceline.recipes.translation.data.pairs import Collate, PackedLadder, Pair, collate_packed
 from paceline.recipes.translation.fast import fused
 from paceline.recipes.translation.network.shape import Shape
 from paceline.recipes.translation.network.transformer import Transformer
@@ -32,7 +32,7 @@ PAIRS = sentences([(7, 5), (1, 9), (11, 1), (4, 4)])
 
 @pytest.mark.parametrize("changes", [{}, {"norm": "post"}, {"share": "none"}, {"share": "target"}], ids=str)
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 2e-5), (torch.float64, 1e-11)])
-@pytest.mark.parametrize("collate", [collate_packed, collate_packed_ladder])
+@pytest.mark.parametrize("collate", [collate_packed, PackedLadder()])
 def test_packed_is_padded(changes: Any, dtype: torch.dtype, allowed: float, collate: Any) -> None:
     torch.manual_seed(0)
     model = Transformer(replace(SHAPE, **changes), VOCABULARY).to(dtype)
@@ -59,7 +59,7 @@ def test_on_a_gpu_against_float64(changes: Any, has_kernels: bool) -> None:
     shape = replace(SHAPE, **{"width": 64, "ffn_width": 128, **changes})
     model = Transformer(shape, VOCABULARY)
     pairs = sentences([(7, 5), (40, 39), (11, 1), (4, 4), (30, 31)])
-    padded, packed = Collate()(pairs), collate_packed_ladder(pairs)
+    padded, packed = Collate()(pairs), PackedLadder()(pairs)
     exact = copy.deepcopy(model).double()
     expected = exact(padded["source"], padded["target"], padded["truth"], 0.1)
     wanted = torch.autograd.grad(expected, list(exact.parameters()))

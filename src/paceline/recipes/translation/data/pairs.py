@@ -97,7 +97,10 @@ class Pairs:
         self._texts, self._references = texts, references
         longer = np.maximum(source.lengths, target.lengths) + 1
         self.lengths: NDArray[np.int64] = 2 * (-(-longer // multiple) * multiple)
-        self.counts: NDArray[np.int64] = target.lengths + 1
+        self.source_lengths: NDArray[np.int64] = source.lengths + 1
+        self.target_lengths: NDArray[np.int64] = target.lengths + 1
+        """Tokens of each side, with a mark."""
+        self.counts: NDArray[np.int64] = self.target_lengths
         """Target tokens, with the end: the denominator of the loss."""
         self.total_length = float(source.lengths.sum() + target.lengths.sum() + 2 * len(source))
         """Tokens of source and target, without padding."""
@@ -183,22 +186,34 @@ def collate_packed(pairs: list[Pair]) -> dict[str, Any]:
     return _packed(pairs, [sizes.source, sizes.target], None)
 
 
-def collate_packed_ladder(pairs: list[Pair]) -> dict[str, Any]:
-    """Lay sentences one after the other in few shapes, for CUDA graphs.
+@dataclass(frozen=True)
+class PackedLadder:
+    """Lays sentences one after the other in few shapes, for CUDA graphs.
 
     The tokens of both sides, the number of sentences and the longest are padded to rungs. What tokens are added are
     sentences of their own, of padding alone, which add nothing to a loss or a gradient.
     """
-    sizes = _sizes(pairs)
-    shape = packed_shape(sizes.source, sizes.target)
-    sides = []
-    for lengths, total in ((sizes.source, shape.source), (sizes.target, shape.target)):
-        fill = np.zeros(shape.sentences - len(lengths), np.int64)
-        whole, rest = divmod(total - int(lengths.sum()), shape.longest)
-        fill[:whole] = shape.longest
-        fill[whole : whole + 1] = rest
-        sides.append(np.concatenate([lengths, fill]))
-    return _packed(pairs, sides, shape)
+
+    data: Pairs | None = None
+    """Pairs that grains are made of, to know shapes ahead."""
+
+    def __call__(self, pairs: list[Pair]) -> dict[str, Any]:
+        sizes = _sizes(pairs)
+        shape = packed_shape(sizes.source, sizes.target)
+        sides = []
+        for lengths, total in ((sizes.source, shape.source), (sizes.target, shape.target)):
+            fill = np.zeros(shape.sentences - len(lengths), np.int64)
+            whole, rest = divmod(total - int(lengths.sum()), shape.longest)
+            fill[:whole] = shape.longest
+            fill[whole : whole + 1] = rest
+            sides.append(np.concatenate([lengths, fill]))
+        return _packed(pairs, sides, shape)
+
+    def shape(self, samples: NDArray[np.int64]) -> tuple[PackedShape, float]:
+        """See `shapes.KnownShapes`: of a grain of these pairs, and its tokens."""
+        assert self.data is not None
+        shape = packed_shape(self.data.source_lengths[samples], self.data.target_lengths[samples])
+        return shape, float(shape.source + shape.target)
 
 
 class PackedShape(NamedTuple):
