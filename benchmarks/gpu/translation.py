@@ -8,8 +8,8 @@ tokens, padding counted. Lengths are spread as in newspapers (log-normal, 27 wor
 it); `NUM_BATCHES` batches follow each other, each of sentences of like length. Rates are of source and target tokens
 without padding. `bf16` is a loop as its user would write it, `bf16-compile` compiled, `bf16-graphs` compiled with CUDA
 graphs, `hf` padded batches of as many sentences as come, in any order. `head` has the last layer and the loss in
-chunks. `O0` to `O3` are our engine on padded batches; `O4` is the fastest of its ways on packed ones, in the shapes that
-a run has (`O2+kernels+graphs` and the like: one of them). `--profile` shows where a step's time goes, against the
+chunks. `O0` to `O3` are our engine on padded batches; `O4` is the fastest of its ways on packed ones, in the shapes
+that a run has (`O2+kernels+graphs` and the like: one of them). `--profile` shows where a step's time goes, against the
 least that its products (at the rate of large ones) and its bytes (at the memory's rate) would take.
 """
 
@@ -37,7 +37,7 @@ from table import Row, parser, show
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.layers import linear_cross_entropy
-from paceline.recipes.translation.data.pairs import Pair, PackedLadder
+from paceline.recipes.translation.data.pairs import PackedLadder, Pair
 from paceline.recipes.translation.fast import fused
 from paceline.recipes.translation.network.shape import SIZES, Shape
 from paceline.recipes.translation.network.transformer import Transformer

@@ -83,8 +83,8 @@ def compile_all() -> dict[str, tuple[int, int, int, int]]:
     found["product"] = build_product()
     for width in (512, 1024):
         for name, kernel, more in (
-            ("forward", added_rows._forward, {}),
-            ("backward", added_rows._backward, {"HAS_TOTAL": True}),
+            ("forward", added_rows._add_norm, {}),
+            ("backward", added_rows._add_norm_backward, {"HAS_TOTAL": True}),
         ):
             constants = {"HAS_DROPOUT": True, "WIDTH": width, **more}
             found[f"added {name} {width}"] = build(kernel, constants, {}, {"num_warps": added_rows.warps(width)}, ADDED)

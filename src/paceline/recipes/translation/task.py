@@ -18,8 +18,8 @@ from paceline.recipes.translation.data.corpus import Corpus, as_lines
 from paceline.recipes.translation.data.pairs import (
     Collate,
     Lines,
-    Pairs,
     PackedLadder,
+    Pairs,
     collate_packed,
     ladder,
 )

@@ -1,8 +1,7 @@
 """Dropout, residual and layer norm of rows: the kernels behind `layers.added_norm`.
 
-A program holds some rows, in float32. Forward keeps the sum in the dtype of the activations, and mean and 1 / deviation of
-it; backward draws dropout anew. Sums over rows are in a fixed order, without atomics: the same inputs give the same
-bits.
+A program holds some rows, in float32. Forward keeps the sum in the dtype of the activations, its mean and 1 / deviation;
+backward draws dropout anew. Sums over rows are in a fixed order, without atomics: the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def _kept(seed, number, least):
 
 
 @triton.jit
-def _forward(
+def _add_norm(
     x, shift, residual, weight, bias, seed, out, total, moments, rows, width, least, factor, eps,
     HAS_SHIFT: tl.constexpr, HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +66,7 @@ def _normed(
 
 
 @triton.jit
-def _backward(
+def _add_norm_backward(
     g, g_total, total, moments, weight, seed, of_x, of_residual, parts, rows, width, rows_each, least, factor,
     HAS_TOTAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +123,7 @@ def forward(
     x, residual = x.contiguous(), residual.contiguous()
     way = tile(width)
     if rows:
-        _forward[(-(-rows // way.rows),)](
+        _add_norm[(-(-rows // way.rows),)](
             x, x if shift is None else shift, residual, weight, bias, x if seed is None else seed, out, total, moments,
             rows, width, least, factor, eps, HAS_SHIFT=shift is not None, HAS_DROPOUT=seed is not None, ROWS=way.rows,
             WIDTH=way.width, num_warps=way.warps,
@@ -150,7 +149,7 @@ def backward(
     groups = -(-rows // rows_each)
     parts = torch.empty(groups, 3, width, dtype=torch.float32, device=g.device)
     if rows:
-        _backward[(groups,)](
+        _add_norm_backward[(groups,)](
             g, g if g_total is None else g_total, total, moments, weight, g if seed is None else seed,
             of_x, of_residual, parts, rows, width, rows_each, least, factor,
             HAS_TOTAL=g_total is not None, HAS_DROPOUT=seed is not None, ROWS=way.rows, WIDTH=way.width,

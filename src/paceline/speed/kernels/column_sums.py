@@ -19,7 +19,8 @@ MOST_PROGRAMS = 1056
 
 @triton.jit
 def _sums(
-    g, out, changed, parts, rows, width, stride, rows_each, HAS_RELU: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    g, out, changed, parts, rows, width, stride, rows_each,
+    HAS_RELU: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     c = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)

@@ -16,7 +16,7 @@ from paceline.speed.layers.occurrences import Occurrences
 
 
 @triton.jit
-def _forward(
+def _embed(
     table, tokens, places, positions, weight, bias, seed, out, total, moments, rows, width, longest, scale, least,
     factor, eps, HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def forward(
     moments = torch.empty(rows, 2, dtype=torch.float32, device=table.device)
     way = tile(width)
     if rows:
-        _forward[(-(-rows // way.rows),)](
+        _embed[(-(-rows // way.rows),)](
             table, tokens, places, positions, weight, bias, table if seed is None else seed, out, total, moments, rows,
             width, longest, scale, least, factor, eps, HAS_DROPOUT=seed is not None, ROWS=way.rows, WIDTH=way.width,
             num_warps=way.warps,

@@ -46,7 +46,7 @@ def _seen(rows, columns, num_keys, IS_CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def _forward(
+def _attend(
     q, k, v, out, logs, q_offsets, k_offsets, q_stride, k_stride, out_stride, heads, scale,
     IS_CAUSAL: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -96,17 +96,17 @@ def _slopes(
 
 
 @triton.jit
-def _backward(
+def _attend_backward(
     q, k, v, out, logs, g, of_q, of_k, of_v, q_offsets, k_offsets, q_stride, k_stride, out_stride, of_q_stride,
-    of_k_stride, heads, scale, IS_CAUSAL: tl.constexpr, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    of_k_stride, heads, scale,
+    IS_CAUSAL: tl.constexpr, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     sequence, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     q_first, k_first = tl.load(q_offsets + sequence), tl.load(k_offsets + sequence)
     num_queries = tl.load(q_offsets + sequence + 1) - q_first
     num_keys = tl.load(k_offsets + sequence + 1) - k_first
     own = block * BLOCK + tl.arange(0, BLOCK)
-    if not IS_WHOLE:
+    if not IS_WHOLE:  # noqa: SIM102 (known when it is compiled)
         if block * BLOCK < num_keys:
             key = _part(k + head * WIDTH, k_first, own, num_keys, k_stride, WIDTH)
             value = _part(v + head * WIDTH, k_first, own, num_keys, k_stride, WIDTH)
@@ -195,7 +195,7 @@ def forward(
     out = torch.empty(tokens, heads, width, dtype=query.dtype, device=query.device)
     logs = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
     way = plan(longest)
-    _forward[(len(offsets) - 1, heads, way.blocks)](
+    _attend[(len(offsets) - 1, heads, way.blocks)](
         query, key, value, out, logs, offsets, key_offsets, query.stride(0), key.stride(0), out.stride(0), heads, scale,
         IS_CAUSAL=is_causal, BLOCK=way.block, WIDTH=width, PRECISION=_precision(query), num_warps=way.warps,
     )  # fmt: skip
@@ -224,10 +224,11 @@ def backward(
     assert key.stride(0) == value.stride(0)
     assert g.stride(0) == out.stride(0)
     way = plan(longest)
-    _backward[(len(offsets) - 1, heads, way.blocks)](
+    _attend_backward[(len(offsets) - 1, heads, way.blocks)](
         query, key, value, out, logs, g, of_query, of_key, of_value, offsets, key_offsets, query.stride(0),
-        key.stride(0), out.stride(0), of_query.stride(0), of_key.stride(0), heads, scale, IS_CAUSAL=is_causal, IS_WHOLE=way.blocks == 1,
-        BLOCK=way.block, WIDTH=width, PRECISION=_precision(query), num_warps=way.warps,
+        key.stride(0), out.stride(0), of_query.stride(0), of_key.stride(0), heads, scale,
+        IS_CAUSAL=is_causal, IS_WHOLE=way.blocks == 1, BLOCK=way.block, WIDTH=width, PRECISION=_precision(query),
+        num_warps=way.warps,
     )  # fmt: skip
 
 

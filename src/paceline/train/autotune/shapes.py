@@ -109,7 +109,11 @@ def _shapes(steps: Sequence[tuple[int, Plan, int]], collate: object) -> Iterator
             yield [collate.shape(samples) for samples in plan.grains(step)]
         return
     known = [plan.shapes(step) for _, plan, step in steps]
-    width = collate.padded if isinstance(collate, Padding) else _even(max(longest for grains in known for _, longest in grains))
+    width = (
+        collate.padded
+        if isinstance(collate, Padding)
+        else _even(max(longest for grains in known for _, longest in grains))
+    )
     for grains in known:
         shapes = [(size, width(longest)) for size, longest in grains]
         yield [(shape, shape[0] * max(1, shape[1])) for shape in shapes]

@@ -258,9 +258,7 @@ def _sizes(pairs: list[Pair]) -> _Sizes:
 _BEGIN, _END = np.array([BEGIN], np.int32), np.array([END], np.int32)
 
 
-def _packed(
-    pairs: list[Pair], lengths: Sequence[NDArray[np.int64]], shape: PackedShape | None
-) -> dict[str, Any]:
+def _packed(pairs: list[Pair], lengths: Sequence[NDArray[np.int64]], shape: PackedShape | None) -> dict[str, Any]:
     longest = None if shape is None else shape.longest
     packings = tuple(Packing.of(torch.from_numpy(each), longest) for each in lengths)
     rows = {

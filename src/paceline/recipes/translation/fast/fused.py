@@ -1,7 +1,7 @@
 """Training a Transformer on sentences without padding, through our own kernels: same parameters, same state dict.
 
-Tokens of all sentences lie one after the other, in bfloat16. A bias, dropout, residual and norm behind a part of a layer
-are one kernel with it; keys and values that all layers of the decoder make of the source are one product; the scores of
+Tokens of all sentences lie one after the other, in bfloat16. Bias, dropout, residual and norm behind a part of a layer
+are one kernel; keys and values that all layers of the decoder make of the source are one product; the scores of
 all units are never in memory. Evaluation, rows with padding, and whatever is not bfloat16 autocast go the plain way.
 """
 
@@ -186,11 +186,16 @@ class Pass:
         positions = model.positions
         if longest > KNOWN_POSITIONS:
             positions = sinusoids(longest, model.shape.width, tokens.device)
-        return Place(tokens, packing, occurrences, positions, math.sqrt(model.shape.width), self.tables.get(table) or TableGradient(1))
+        return Place(
+            tokens,
+            packing,
+            occurrences,
+            positions,
+            math.sqrt(model.shape.width),
+            self.tables.get(table) or TableGradient(1),
+        )
 
-    def _through(
-        self, table: Tensor, place: Place, parts: Sequence[Part], norms: Sequence[nn.LayerNorm]
-    ) -> Tensor:
+    def _through(self, table: Tensor, place: Place, parts: Sequence[Part], norms: Sequence[nn.LayerNorm]) -> Tensor:
         """Return the output of residual parts; the last norm stands behind all of them."""
         shape = self.model.shape
         if shape.norm == "pre":
@@ -213,9 +218,7 @@ class Pass:
         rate = 0.0 if seed is None else self.model.shape.dropout
         return Joint(norm.weight, norm.bias, norm.eps, rate, seed)
 
-    def _ends(
-        self, x: Tensor, linear: nn.Linear, residual: Tensor, norm: nn.LayerNorm
-    ) -> tuple[Tensor, Tensor]:
+    def _ends(self, x: Tensor, linear: nn.Linear, residual: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
         joint, narrow = self._joint(norm), self.narrow[linear.weight]
         ends: tuple[Tensor, Tensor] = LinearNorm.apply(  # type: ignore[no-untyped-call]
             x, linear.weight, linear.bias, narrow, residual, joint.weight, joint.bias, joint

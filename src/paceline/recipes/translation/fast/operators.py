@@ -192,9 +192,7 @@ def self_attention(joined: Tensor, packing: Packing, heads: int, *, is_causal: b
     return packed_attention(*parts, packing, is_causal=is_causal).flatten(1)
 
 
-def attention_to(
-    query: Tensor, joined: Tensor, packing: Packing, keys: Packing, heads: int, where: Where
-) -> Tensor:
+def attention_to(query: Tensor, joined: Tensor, packing: Packing, keys: Packing, heads: int, where: Where) -> Tensor:
     """(tokens, width) and (source tokens, 2 * width): keys and values -> (tokens, width)."""
     (queries,), (key, value) = _heads(query, 1, heads), _heads(joined, 2, heads)
     if has_kernel(queries):
@@ -335,9 +333,7 @@ class TableGradient:
         self._sum = gradient
         return gradient if not self._left else None
 
-    def add(
-        self, like: Tensor, tokens: Tensor, rows: Tensor, occurrences: Occurrences, scale: float
-    ) -> Tensor | None:
+    def add(self, like: Tensor, tokens: Tensor, rows: Tensor, occurrences: Occurrences, scale: float) -> Tensor | None:
         """Add rows to those of their tokens; return the sum if that is all."""
         if self._sum is None:
             self._sum = torch.zeros_like(like)
