@@ -6,9 +6,9 @@
 DATA has train, val and test_2016_flickr as .en.gz and .de.gz. The recipe is that of Wu et al. 2021 (4 + 4 layers,
 width 128, dropout 0.3, labels smoothed by 0.1, inverse square root with a peak of 0.005 after 2,000 steps, the mean of
 the last ten checkpoints, beam 5). All runs train at once, each a process of its own. The length penalty is the one of
-`PENALTIES` with which the validation set scores best. `tokenised` is BLEU as that paper has it: in small letters, cut by Moses'
-tokeniser (sacremoses), byte-pair units joined; `cased` is sacreBLEU's own on plain text, of runs that keep capitals
-(`--set lowercase=false`). Translations lie in OUT; `--score` scores them once more, where sacremoses may be.
+`PENALTIES` with which the validation set scores best. `tokenised` is BLEU as that paper has it: in small letters, cut
+by Moses' tokeniser (sacremoses), byte-pair units joined; `cased` is sacreBLEU's own on plain text, of runs that keep
+capitals (`--set lowercase=false`). Translations lie in OUT; `--score` scores them once more, where sacremoses may be.
 """
 
 from __future__ import annotations

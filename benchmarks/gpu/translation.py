@@ -224,8 +224,49 @@ def ours(name: str, shape: Shape, vocabulary: int, device: str, batches: Sequenc
     return timing.TimedSteps(choice.candidate, workload), choice.candidate.name
 
 
-def show_profile(step: Callable[[], None]) -> None:
-    """Kernels of one call by the time they take."""
+PARTS = {
+    "products": ("nvjet", "gemm", "cutlass", "splitK"),
+    "attention": ("_attend", "flash", "sdpa", "fmha"),
+    "dropout, residual, norm": ("_add_norm", "layer_norm", "dropout", "GammaBeta"),
+    "loss": ("_losses", "SoftMax", "nll_loss"),
+    "embedding": ("_embed", "_sum_pieces", "_add_tokens", "embedding"),
+    "sums over rows, ReLU": ("_sums", "_sum_parts", "reduce_kernel"),
+    "update, sums and checks of gradients": ("multi_tensor_apply", "FusedAdam"),
+}
+"""Kernels by what their names contain; what is in none is copies, fills and the like."""
+PRODUCTS_PER_S, BYTES_PER_S = 788e12, 4.3e12
+"""Of an H200, measured: large products in bf16, and reading and writing large tensors."""
+
+
+def floor_ms(shape: Shape, vocabulary: int, batch: Sentences) -> dict[str, float]:
+    """Return the least milliseconds of the parts of a step: the arithmetic, and activations read and written once."""
+    width, num_target = shape.width, batch.num_target
+    num_source = batch.num_tokens - num_target
+    inner = 2 * width * shape.ffn_width
+    weights = num_source * (shape.encoder_layers * (4 * width**2 + inner) + shape.decoder_layers * 2 * width**2)
+    weights += num_target * (shape.decoder_layers * (6 * width**2 + inner) + width * vocabulary)
+    rows = 2 * num_source * shape.encoder_layers + 3 * num_target * shape.decoder_layers
+    attended = num_source * shape.encoder_layers + 2 * num_target * shape.decoder_layers
+    parameters = sum(parameter.numel() for parameter in Transformer(shape, vocabulary).parameters())
+    row_bytes = 2 * width
+    many_bytes = {
+        "dropout, residual, norm": rows * row_bytes * (4 + 5),
+        "attention": attended * row_bytes * (4 + 8),
+        "loss": num_target * vocabulary * 2 * 2,
+        "sums over rows, ReLU": (num_source * shape.encoder_layers + num_target * shape.decoder_layers)
+        * 2
+        * (3 * shape.ffn_width + 3 * width),
+        "embedding": batch.num_tokens * width * (4 + 2 + 2 + 2 + 4 + 4),
+        "update, sums and checks of gradients": parameters * (4 + 12 + 4 + 28 + 6),
+    }
+    return {
+        "products": 1e3 * 6 * weights / PRODUCTS_PER_S,
+        **{name: 1e3 * number / BYTES_PER_S for name, number in many_bytes.items()},
+    }
+
+
+def show_profile(step: Callable[[], None], shape: Shape, vocabulary: int, batches: Sequence[Sentences]) -> None:
+    """Kernels of a round, by the time they take, and the parts of a step beside the least that they would take."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -237,9 +278,23 @@ def show_profile(step: Callable[[], None]) -> None:
         if event.device_type == torch.autograd.DeviceType.CUDA:
             spent[event.name] += event.device_time
             calls[event.name] += 1
-    print(f"{sum(spent.values()) / 1e3:.2f} ms in {sum(calls.values())} kernels")
+    number = len(batches)
+    print(f"{sum(spent.values()) / 1e3 / number:.2f} ms in {sum(calls.values()) // number} kernels a step")
     for name, microseconds in spent.most_common(30):
-        print(f"  {microseconds / 1e3:7.3f} ms  x{calls[name]:4d}  {name[:100]}")
+        print(f"  {microseconds / 1e3 / number:7.3f} ms  x{calls[name] / number:6.1f}  {name[:100]}")
+    floors = [floor_ms(shape, vocabulary, batch) for batch in batches]
+    rest = sum(spent.values())
+    print(f"{'part of a step':40s} {'ms':>8s} {'floor':>8s}")
+    for part, words in PARTS.items():
+        taken = sum(value for name, value in spent.items() if _part_of(name) == part)
+        rest -= taken
+        least = statistics.mean(floor[part] for floor in floors)
+        print(f"{part:40s} {taken / 1e3 / number:8.3f} {least:8.3f}  {', '.join(words)}")
+    print(f"{'copies, fills and the rest':40s} {rest / 1e3 / number:8.3f}")
+
+
+def _part_of(kernel: str) -> str | None:
+    return next((part for part, words in PARTS.items() if any(word in kernel for word in words)), None)
 
 
 def measure(name: str, shape: Shape, options: Any, budget: int) -> list[Row]:
@@ -254,8 +309,9 @@ def measure(name: str, shape: Shape, options: Any, budget: int) -> list[Row]:
     else:
         step = by_hand(name, shape, vocabulary, device, batches)
         ms = round_ms(step, len(batches), device)
-    if options.profile:
-        show_profile(step)
+    if options.profile and device == "cuda":
+        ours_or_not = step if name.startswith("O") else lambda: [step() for _ in batches]
+        show_profile(ours_or_not, shape, vocabulary, batches)
     case = f"{'-' if name.startswith('O') else ''}{name}, {budget:,} padded tokens"
     rate, of_target = 1e3 * tokens / ms, 1e3 * sum(each.num_target for each in batches) / ms
     padded = sum(each.source.numel() + each.target.numel() for each in batches)

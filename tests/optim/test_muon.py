@@ -257,7 +257,7 @@ def test_on_a_gpu_against_float64(dtype: Any, allowed: float) -> None:
     start = [torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64) for shape in shapes]
     results = []
     for device, kind in (("cpu", torch.float64), ("cuda", torch.float32)):
-        weights = [each.to(device, kind).requires_grad_() for each in start]
+        weights = [each.to(device, kind, copy=True).requires_grad_() for each in start]
         parts = [{"params": weights[:3]}, {"params": weights[3:], "rule": "adamw"}]
         muon = Muon(parts, lr=0.02, weight_decay=0.1, ns_dtype=dtype if device == "cuda" else "auto")
         dice = torch.Generator().manual_seed(4)

@@ -70,8 +70,8 @@ class TextSettings(Section):
     tokenizer: AbsolutePlace | None = free(None)
     """Units of another run (its folder, or its tokenizer.json) instead of new ones: for fine-tuning (`init_from`)."""
     packed: bool = False
-    """Train on sentences that lie one after the other instead of in padded rows (Transformer): less work where a GPU
-    has attention for it, the same numbers to rounding."""
+    """Train on sentences that lie one after the other instead of in padded rows (Transformer): less work on a GPU, the
+    same numbers to rounding. `auto` and -O4 do so on a GPU without being asked."""
     pad_multiple: Positive = 1
     """Lengths are counted in multiples of this, and grains padded to it where few shapes are wanted: 8 lets a GPU work
     with few CUDA graphs."""
@@ -194,13 +194,6 @@ class TranslationSettings(TextSettings, ModelSettings, UseSettings, TrainConfig)
         """A loss is the better the lower."""
         is_loss = isinstance(values, dict) and str(values.get("monitor") or "").endswith("loss")
         return {**values, "monitor_mode": "min"} if is_loss and "monitor_mode" not in values else values
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_graphs_of_packed(cls, values: Any) -> Any:
-        """A CUDA graph is for one shape, and packed batches have shapes of their own."""
-        is_packed = isinstance(values, dict) and str(values.get("packed", False)).lower() in ("true", "1", "yes")
-        return {**values, "cuda_graphs": False} if is_packed and "cuda_graphs" not in values else values
 
     @model_validator(mode="after")
     def _width_for_noam(self) -> TranslationSettings:

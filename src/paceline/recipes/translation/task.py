@@ -92,10 +92,11 @@ class Translation(Task):
 
     def train_collate(self, data: Any) -> Callable[[list[Any]], Any]:
         settings = self.settings
+        is_open = settings.level in ("auto", 4) and self.link.device.type == "cuda"  # kernels for it may be chosen
+        is_packed = settings.packed or (is_open and settings.model == "transformer")
         if self.few_shapes:
-            is_packed = settings.model == "transformer"
             return PackedLadder(data) if is_packed else ladder(data, settings.pad_multiple)
-        return collate_packed if settings.packed else self.collate
+        return collate_packed if is_packed else self.collate
 
     def accelerate(self, model: nn.Module) -> Sequence[str]:
         """Train a Transformer through our kernels; of others let the loss never have all scores in memory."""

@@ -1,6 +1,6 @@
 """Dropout, residual and layer norm of rows: the kernels behind `layers.added_norm`.
 
-A program holds some rows, in float32. Forward keeps the sum in the dtype of the activations, its mean and 1 / deviation;
+A program holds some rows, in float32. Forward keeps the sum in the dtype of activations, its mean and 1 / deviation;
 backward draws dropout anew. Sums over rows are in a fixed order, without atomics: the same inputs give the same bits.
 """
 

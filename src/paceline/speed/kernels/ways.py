@@ -34,18 +34,29 @@ class Ways:
     listed_weights: bool = False
     """With `listed`, weight gradients of large batches by `product` as well."""
     added_norm: bool = False
-    """Dropout, residual and layer norm by `added_rows`; not yet run on a GPU."""
+    """Dropout, residual and layer norm by `added_rows`."""
     aside: bool = False
     """Weight gradients of a Conformer's layers on a stream of their own, beside the rest of a layer's backward."""
     scores: bool = False
-    """Cross-entropy of a chunk of logits, and its gradient in place, by `score_rows`; not yet run on a GPU."""
+    """Cross-entropy of a chunk of logits, and its gradient in place, by `score_rows`."""
     packed: bool = False
-    """Attention of packed sequences by `packed_rows` instead of torch's; not yet run on a GPU."""
+    """Attention of packed sequences by `packed_rows` instead of torch's varlen attention."""
 
 
-MEASURED = Ways(fetched=True, flat=True, turned=True, cut=True, sorted=True, listed=True, listed_weights=True)
-"""On an H200, 2026-11-16: see "QuartzNet 15x5 with further kernels" and "with products of our own" in
-benchmarks/RESULTS.md."""
+MEASURED = Ways(
+    fetched=True,
+    flat=True,
+    turned=True,
+    cut=True,
+    sorted=True,
+    listed=True,
+    listed_weights=True,
+    added_norm=True,
+    scores=True,
+    packed=True,
+)
+"""On an H200, 2026-11-16 and 17: see "QuartzNet 15x5 with further kernels", "with products of our own" and "The
+Transformer" in benchmarks/RESULTS.md."""
 _in_use = [MEASURED]
 
 

@@ -42,7 +42,7 @@ def _head_loss(
     losses = torch.zeros(num_tokens, dtype=wide, device=hidden.device)
     of_hidden = torch.empty_like(hidden) if has_gradients else hidden.new_empty(0)
     sums = torch.promote_types(weight.dtype, torch.float32)
-    of_weight = torch.zeros(weight.shape if has_gradients else 0, dtype=sums, device=weight.device)
+    of_weight: Tensor | None = None
     of_bias = torch.zeros(vocabulary if has_gradients and bias is not None else 0, dtype=sums, device=weight.device)
     rows = weight.to(dtype)
     fused = _has_kernel(hidden, dtype, bias)
@@ -58,8 +58,13 @@ def _head_loss(
         if bias is not None:
             of_bias += slope.sum(0)
         narrow = slope.to(dtype)
-        of_hidden[start : start + chunk] = narrow @ rows
-        of_weight = _added_product(of_weight, narrow, x, is_first=start == 0)
+        if of_hidden.dtype == dtype:
+            torch.mm(narrow, rows, out=of_hidden[start : start + chunk])
+        else:
+            of_hidden[start : start + chunk] = narrow @ rows
+        of_weight = _added_product(of_weight, narrow, x, sums)
+    if of_weight is None:
+        of_weight = torch.zeros(weight.shape if has_gradients else 0, dtype=sums, device=weight.device)
     return losses, of_hidden, of_weight.to(weight.dtype), of_bias.to(weight.dtype if bias is None else bias.dtype)
 
 
@@ -116,14 +121,14 @@ def _has_kernel(hidden: Tensor, dtype: torch.dtype, bias: Tensor | None) -> bool
     return hidden.is_cuda and ways.in_use().scores and bias is None and dtype in (torch.bfloat16, torch.float16)
 
 
-def _added_product(sums: Tensor, slope: Tensor, x: Tensor, *, is_first: bool) -> Tensor:
-    """Return sums + slope.T @ x; on a GPU products of half types go into float32 as they are."""
-    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and sums.dtype == torch.float32:
-        if is_first:
+def _added_product(so_far: Tensor | None, slope: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum so far, in this dtype, and slope.T @ x; on a GPU half types are added up in float32."""
+    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32:
+        if so_far is None:
             return torch.mm(slope.T, x, out_dtype=torch.float32)
-        return torch.addmm(sums, slope.T, x, out_dtype=torch.float32)
-    sums += slope.T @ x
-    return sums
+        return torch.addmm(so_far, slope.T, x, out_dtype=torch.float32)
+    product = (slope.T @ x).to(dtype)
+    return product if so_far is None else so_far.add_(product)
 
 
 @_head_loss.register_fake
