@@ -26,7 +26,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from table import Row, parser, show
 
-PENALTIES = (0.6, 1.0, 1.4)
+PENALTIES = (0.6, 1.2)
+HEAD_START_S = 15
+"""Seconds that the first run has to compile kernels, which the others then find."""
 RECIPE = {
     "size": "tiny",
     "vocabulary": "10000",
@@ -39,6 +41,7 @@ RECIPE = {
     "keep_last": "10",
     "val_every_epochs": "100000",
     "progress": "none",
+    "workers": "2",
 }
 
 
@@ -70,24 +73,33 @@ def train(data: Path, out: Path, directions: Sequence[str], seeds: Sequence[int]
             with (out / f"{direction}.{seed}.log").open("w", encoding="utf-8") as log:
                 words = command(data, folder, direction, seed, {**RECIPE, **changes})
                 running.append(subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT))
+            if len(running) == 1 and len(directions) * len(seeds) > 1:
+                time.sleep(HEAD_START_S)
     codes = [process.wait() for process in running]
     if any(codes):
         raise SystemExit(f"runs ended with {codes}: see {out}/*.log")
     return time.monotonic() - began
 
 
-def translate(data: Path, out: Path) -> None:
-    """Write translations of all runs with each length penalty."""
+def translate_all(data: Path, out: Path) -> None:
+    """Write translations of all runs, each in a process of its own."""
+    runs = sorted(path for path in out.glob("*-*.*") if path.is_dir())
+    words = [sys.executable, __file__, str(data), str(out), "--translate"]
+    processes = [subprocess.Popen([*words, run.name]) for run in runs]
+    if any(process.wait() for process in processes):
+        raise SystemExit("not all runs could be translated with")
+
+
+def translate(data: Path, out: Path, run: str) -> None:
+    """Write translations by a run with each length penalty."""
     from paceline.translation import load
 
-    for run in sorted(path for path in out.glob("*-*.*") if path.is_dir()):
-        source = run.name.partition("-")[0]
-        translator = load(run, checkpoint="last", average=10)
-        for name in ("val", "test_2016_flickr"):
-            lines = lines_of(data, name, source)
-            for penalty in PENALTIES:
-                written = translator.translate(lines, beam=5, length_penalty=penalty)
-                (out / f"{run.name}.{name}.{penalty}.txt").write_text("\n".join(written) + "\n", encoding="utf-8")
+    translator = load(out / run, checkpoint="last", average=10)
+    for name in ("val", "test_2016_flickr"):
+        lines = lines_of(data, name, run.partition("-")[0])
+        for penalty in PENALTIES:
+            written = translator.translate(lines, beam=5, length_penalty=penalty)
+            (out / f"{run}.{name}.{penalty}.txt").write_text("\n".join(written) + "\n", encoding="utf-8")
 
 
 def score(data: Path, out: Path) -> list[Row]:
@@ -141,14 +153,18 @@ def main() -> None:
     arguments.add_argument("--directions", nargs="+", default=["en-de", "de-en"])
     arguments.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE")
     arguments.add_argument("--score", action="store_true")
+    arguments.add_argument("--translate", metavar="RUN", help="only this: one run of OUT")
     options = arguments.parse_args()
+    if options.translate:
+        translate(options.data, options.out, options.translate)
+        return
     rows: list[Row] = []
     if not options.score:
         options.out.mkdir(parents=True, exist_ok=True)
         changes = dict(each.split("=", 1) for each in options.set)
         seconds = train(options.data, options.out, options.directions, options.seeds, changes)
         began = time.monotonic()
-        translate(options.data, options.out)
+        translate_all(options.data, options.out)
         rows += [Row("training, all runs at once", "time", seconds / 60, "min")]
         rows += [Row("translating", "time", (time.monotonic() - began) / 60, "min")]
         (options.out / "recipe.json").write_text(json.dumps({**RECIPE, **changes}), encoding="utf-8")

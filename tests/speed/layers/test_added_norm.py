@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.layers import DropoutAddNorm, dropout_add_norm
-from paceline.speed.kernels import ways
 from paceline.speed.kernels.row_norm import factor, kept, threshold
 from paceline.speed.layers.added_norm import added_norm, added_norm_backward
 from tests.speed.kernels.separable import distance

@@ -26,7 +26,8 @@ def fused_attention(
         scores = (query @ key.transpose(2, 3)).float() * query.shape[3] ** -0.5
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
-        return scores.softmax(-1).to(value.dtype) @ value
+        mixed: Tensor = scores.softmax(-1).to(value.dtype) @ value
+        return mixed
     if query.is_cuda and not torch.is_grad_enabled():  # lengths of any number
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             return F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal)
