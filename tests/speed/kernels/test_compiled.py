@@ -17,6 +17,16 @@ ADDED = {
     **{"seed": "*i32", "width": "i32", "rows": "i32", "rows_each": "i32", "least": "i64", "factor": "fp32"},
 }
 """Types of the arguments of `added_rows`."""
+PACKED = {
+    **ADDED,
+    **dict.fromkeys(("q", "k", "v", "of_q", "of_k", "of_v", "scores", "changed"), "*bf16"),
+    **dict.fromkeys(("q_offsets", "k_offsets"), "*i32"),
+    **dict.fromkeys(("target", "tokens", "places"), "*i64"),
+    **dict.fromkeys(("q_stride", "k_stride", "out_stride", "of_q_stride", "of_k_stride", "heads", "stride"), "i32"),
+    **dict.fromkeys(("vocabulary", "ignored", "longest"), "i32"),
+    **{"scale": "fp32", "smoothing": "fp32"},
+}
+"""Types of the arguments of `packed_rows`, `score_rows`, `column_sums` and `embedded_rows`."""
 CONFORMER = {
     **dict.fromkeys(("qkv", "p", "shifted", "slopes", "of_qkv", "g", "mels", "of_x", "of_y"), "*bf16"),
     **dict.fromkeys(("time", "heads", "width", "pitch", "p_stride", "parts_stride", "channels", "batch"), "i32"),
@@ -26,7 +36,7 @@ CONFORMER = {
     **{"seed": "*i32", "lengths": "*i32", "least": "i64", "factor": "fp32", "scale": "fp32", "natural": "fp32"},
 }
 """Types of the arguments of `relative`, `striding` and `gated_rows`."""
-SPILLED = {"backward 75": 16, "backward 75, cut": 48, "product": 16}
+SPILLED = {"backward 75": 16, "backward 75, cut": 48, "product": 16, "attention": 8, "attention back": 192}
 """Bytes of a thread's registers that lie in memory for want of room, where the kernel was measured with them."""
 
 
@@ -42,10 +52,10 @@ def test_compile_for_an_h200() -> None:
         assert stack_bytes <= SPILLED.get(name, 0), f"{name}: {stack_bytes} bytes of registers in memory"
         assert shared_bytes <= 227 * 1024, f"{name}: {shared_bytes} bytes of shared memory"
         is_stream = name.startswith(("fetched", "backward", "product"))
-        multiplies_too = name.startswith("relative") or name == "strides first"
+        multiplies_too = name.startswith(("relative", "attention")) or name == "strides first"
         assert (multiplies > 0) == (is_stream or multiplies_too), f"{name}: products on the warpgroups' tensor cores"
         assert (fetches > 0) == is_stream, f"{name}: fetched by the accelerator"
-    assert len(found) == 17
+    assert len(found) == 22
 
 
 def compile_all() -> dict[str, tuple[int, int, int, int]]:
@@ -82,13 +92,34 @@ def compile_all() -> dict[str, tuple[int, int, int, int]]:
     found["pieces"] = build(norm._piece_moments, {"PIECE": norm.PIECE, "GROUPS": 32}, {}, {"num_warps": 8})
     found["product"] = build_product()
     for width in (512, 1024):
+        rows, wide, warps = added_rows.tile(width)
         for name, kernel, more in (
-            ("forward", added_rows._add_norm, {}),
+            ("forward", added_rows._add_norm, {"HAS_SHIFT": True}),
             ("backward", added_rows._add_norm_backward, {"HAS_TOTAL": True}),
         ):
-            constants = {"HAS_DROPOUT": True, "WIDTH": width, **more}
-            found[f"added {name} {width}"] = build(kernel, constants, {}, {"num_warps": added_rows.warps(width)}, ADDED)
-    return {**found, **compile_conformer()}
+            constants = {"HAS_DROPOUT": True, "ROWS": rows, "WIDTH": wide, **more}
+            found[f"added {name} {width}"] = build(kernel, constants, {}, {"num_warps": warps}, ADDED)
+    return {**found, **compile_transformer(), **compile_conformer()}
+
+
+def compile_transformer() -> dict[str, tuple[int, int, int, int]]:
+    """Kernels of a Transformer with heads of 64 channels, on sentences of at most 64 tokens."""
+    from paceline.speed.kernels import added_rows, column_sums, embedded_rows, packed_rows, score_rows
+
+    block, warps, _ = packed_rows.plan(64)
+    attention = {"IS_CAUSAL": True, "BLOCK": block, "WIDTH": 64, "PRECISION": "tf32"}
+    back = {**attention, "IS_WHOLE": True}
+    rows, wide, row_warps = added_rows.tile(512)
+    table = {"HAS_DROPOUT": True, "ROWS": rows, "WIDTH": wide}
+    sums = {"HAS_RELU": True, "ROWS": column_sums.ROWS, "WIDTH": column_sums.WIDTH}
+    losses = {"HAS_GRADIENT": True, "BLOCK": score_rows.BLOCK}
+    return {
+        "attention": build(packed_rows._attend, attention, {}, {"num_warps": warps}, PACKED),
+        "attention back": build(packed_rows._attend_backward, back, {}, {"num_warps": warps}, PACKED),
+        "embedding": build(embedded_rows._embed, table, {}, {"num_warps": row_warps}, PACKED),
+        "relu": build(column_sums._sums, sums, {}, {"num_warps": 4}, PACKED),
+        "losses": build(score_rows._losses, losses, {}, {"num_warps": 8}, PACKED),
+    }
 
 
 def compile_conformer() -> dict[str, tuple[int, int, int, int]]:

@@ -158,7 +158,7 @@ def packed_attention(
 def has_kernel(query: Tensor) -> bool:
     """Return True if our own kernels attend: they are made for sentences, of some dozen tokens each."""
     is_fitting = query.shape[-1] in (16, 32, 64, 128) and query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and is_fitting and ways.in_use().packed
+    return query.is_cuda and is_fitting and ways.in_use().packed and not torch.compiler.is_compiling()
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, keys: Packing, is_causal: bool) -> Tensor:
