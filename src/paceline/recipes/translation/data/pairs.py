@@ -239,7 +239,7 @@ def packed_shape(source: NDArray[np.int64], target: NDArray[np.int64]) -> Packed
 
 def _rung(number: int, steps: int) -> int:
     """Return the next of `steps` rungs from one power of two to the next; of 16 those are 3 % apart on average."""
-    size = max(16, 2 ** (max(1, number) - 1).bit_length() // 2 // steps)
+    size = max(16, (1 << (max(1, number) - 1).bit_length()) // 2 // steps)
     return -(-number // size) * size
 
 
@@ -272,8 +272,8 @@ def _packed(pairs: list[Pair], lengths: Sequence[NDArray[np.int64]], shape: Pack
         joined = np.concatenate(parts)
         tokens[name][: len(joined)] = joined
     data: dict[str, Any] = {name: torch.from_numpy(ids) for name, ids in tokens.items()}
-    occurrences = (Occurrences.of(tokens[name]) for name in ("source", "target"))
-    return {**data, "packings": Packings(*packings, *occurrences)}
+    in_source, in_target = (Occurrences.of(tokens[name]) for name in ("source", "target"))
+    return {**data, "packings": Packings(packings[0], packings[1], in_source, in_target)}
 
 
 def ladder(data: Pairs, multiple: int) -> Collate:

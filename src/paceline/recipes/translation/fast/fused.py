@@ -200,6 +200,7 @@ class Pass:
         shape = self.model.shape
         if shape.norm == "pre":
             joint = self._joint(norms[0])
+            normed: Tensor
             normed, x = EmbeddingNorm.apply(table, joint.weight, joint.bias, place, joint, self.dtype)  # type: ignore[no-untyped-call]
             for part, norm in zip(parts, norms[1:], strict=True):
                 normed, x = part(normed, x, norm)
@@ -293,8 +294,10 @@ def _narrowed(model: Transformer, dtype: torch.dtype) -> tuple[dict[Tensor, Tens
         whole += [layer.linear1.weight, layer.linear1.bias, layer.linear2.weight]
     narrow = {wide: torch.empty_like(wide, dtype=dtype) for wide in whole}
     of, to = [wide.detach() for wide in whole], list(narrow.values())
-    like = {"dtype": dtype, "device": model.head_weight.device}
-    stacked = Narrow(torch.empty(num * 2 * width, width, **like), torch.empty(num * 2 * width, **like))
+    device, rows_below = model.head_weight.device, num * 2 * width
+    stacked = Narrow(
+        torch.empty(rows_below, width, dtype=dtype, device=device), torch.empty(rows_below, dtype=dtype, device=device)
+    )
     for number, attention in enumerate(asking):
         below = slice(number * 2 * width, (number + 1) * 2 * width)
         for wide, rows in ((attention.in_proj_weight, stacked.weight), (attention.in_proj_bias, stacked.bias)):

@@ -133,8 +133,12 @@ class _SelfAttention(Function):
 
         joined, out, logs, offsets = ctx.saved_tensors
         of_joined = torch.empty_like(joined)
-        parts, of_parts = _heads(joined, 3, ctx.heads), _heads(of_joined, 3, ctx.heads)
-        packed_rows.backward(_heads(g, 1, ctx.heads)[0], *parts, out, logs, *of_parts, offsets, offsets, *ctx.given)
+        query, key, value = _heads(joined, 3, ctx.heads)
+        of_query, of_key, of_value = _heads(of_joined, 3, ctx.heads)
+        upper = _heads(g, 1, ctx.heads)[0]
+        packed_rows.backward(
+            upper, query, key, value, out, logs, of_query, of_key, of_value, offsets, offsets, *ctx.given
+        )
         return of_joined, None, None, None
 
 
@@ -161,9 +165,9 @@ class _AttentionTo(Function):
 
         query, joined, out, logs, *offsets = ctx.saved_tensors
         of_query, of_joined = torch.empty_like(query), ctx.where.place(joined)
-        parts, of_parts = _heads(joined, 2, ctx.heads), _heads(of_joined, 2, ctx.heads)
+        (key, value), (of_key, of_value) = _heads(joined, 2, ctx.heads), _heads(of_joined, 2, ctx.heads)
         upper = _heads(g, 1, ctx.heads)[0]
-        packed_rows.backward(upper, query, *parts, out, logs, of_query, *of_parts, *offsets, *ctx.given)
+        packed_rows.backward(upper, query, key, value, out, logs, of_query, of_key, of_value, *offsets, *ctx.given)
         return of_query.flatten(1), of_joined, None, None, None, None
 
 
@@ -180,16 +184,17 @@ class Where(NamedTuple):
 
 def _heads(joined: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
     """(tokens, parts * width) -> of each part (tokens, heads, width / heads)."""
-    return joined.unflatten(-1, (parts, heads, -1)).unbind(1)
+    each: tuple[Tensor, ...] = joined.unflatten(-1, (parts, heads, -1)).unbind(1)
+    return each
 
 
 def self_attention(joined: Tensor, packing: Packing, heads: int, *, is_causal: bool) -> Tensor:
     """(tokens, 3 * width): queries, keys and values -> (tokens, width)."""
-    parts = _heads(joined, 3, heads)
-    if has_kernel(parts[0]):
+    query, key, value = _heads(joined, 3, heads)
+    if has_kernel(query):
         out: Tensor = _SelfAttention.apply(joined, packing, heads, is_causal)  # type: ignore[no-untyped-call]
         return out
-    return packed_attention(*parts, packing, is_causal=is_causal).flatten(1)
+    return packed_attention(query, key, value, packing, is_causal=is_causal).flatten(1)
 
 
 def attention_to(query: Tensor, joined: Tensor, packing: Packing, keys: Packing, heads: int, where: Where) -> Tensor:
