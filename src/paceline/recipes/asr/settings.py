@@ -33,7 +33,7 @@ OPTIMIZER: OptimizerName = "novograd"
 BETAS = (0.95, 0.5)
 """QuartzNet's, where NovoGrad's own are 0.95, 0.25."""
 VOCABULARY = 128
-"""Subwords of `--labels bpe`: few enough for hours of speech, and about 3 characters long."""
+"""Subwords of `--labels bpe`: few enough for hours of speech, and about 2 characters long."""
 Network = Annotated[NetworkSettings, BeforeValidator(read_network)]
 
 

@@ -20,6 +20,7 @@ from paceline.recipes.asr.exchange.export import WeightsDiffer
 from paceline.recipes.asr.exchange.nemo import NotANemoArchive, read_nemo
 from paceline.recipes.asr.network.config import NetworkInvalid, read_network
 from paceline.recipes.asr.network.encoder import Decoder, Encoder
+from paceline.recipes.asr.text.pieces import Pieces
 
 LABELS = [" ", "a", "b", "'"]
 BLOCKS: list[dict[str, Any]] = [
@@ -338,6 +339,19 @@ def test_files_that_are_no_archive(tmp_path: Path) -> None:
         tar.addfile(tarfile.TarInfo("other"))
     with pytest.raises(NotANemoArchive, match="there is no model_config.yaml in it"):
         read_nemo(path)
+
+
+def test_subwords_are_labels_too(tmp_path: Path) -> None:
+    """Of SentencePiece as they are; of BERT in the same form."""
+    for named, labels in (("\u2581a", "b"), ("\u2581a", "b")), (("a", "##b"), ("\u2581a", "b")):
+        described = config(BLOCKS)
+        more = [f"{named[1]}{letter}" for letter in "cde"[: len(LABELS) - 3]]
+        described["decoder"]["vocabulary"] = ["<unk>", *named, *more]
+        described["tokenizer"] = {"dir": "???", "type": "bpe", "model_path": "nemo:0a1b_tokenizer.model"}
+        network, _ = read_nemo(archive(tmp_path / "q.nemo", described, saved(their_model().state_dict())))
+        assert network.labels[:3] == ("<unk>", *labels)
+        assert Pieces(network.labels).decode([1, 2, 0]) == "ab \u2047"
+        assert "tokenizer (dir, model_path, type)" in network.unread
 
 
 def test_models_that_are_not_ours_are_refused_with_the_reason(tmp_path: Path) -> None:
