@@ -129,15 +129,18 @@ def test_replacement_joins_when_it_is_ready() -> None:
     job.exit(0, -signal.SIGKILL)
     job.poll()
     assert job.num_members == 3
+    assert not job.coordinator.is_steady
     job.ready(1, after=0, holds=5)
     job.poll()
     assert job.members == [1]  # nobody waits for a process that starts
+    assert not job.coordinator.is_steady  # but it is looked for often
     job.ready(2, after=-1)
     job.poll()
     assert job.now == Now(1, is_wanted=True)
     job.ready(1, after=1, holds=9)
     job.poll()
     assert (job.members, job.round.holders, job.round.joined) == ([2, 1], (1,), (0,))
+    assert job.coordinator.is_steady
 
 
 def test_restarts_are_limited() -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from paceline.world.rendezvous.channel import SecretRefused, StrangerAnswers, answer, call
-from paceline.world.rendezvous.client import StoreClient, StoreGone, StoreSilent, TorchStoreClient
+from paceline.world.rendezvous.client import NearStore, StoreClient, StoreGone, StoreSilent, TorchStoreClient
 from paceline.world.rendezvous.secret import Secret
 from paceline.world.rendezvous.server import StoreServer
 from paceline.world.store import MeetingPointUnknownHere, listen_address, serve
@@ -46,7 +46,11 @@ def torch_store(server: StoreServer) -> dist.Store:
     return dist.HashStore()
 
 
-STORES: list[Callable[[StoreServer], Any]] = [client, torch_store]
+def near(server: StoreServer) -> NearStore:
+    return NearStore(server, 10.0)
+
+
+STORES: list[Callable[[StoreServer], Any]] = [client, near, torch_store]
 
 
 @pytest.mark.parametrize("make", STORES)
@@ -73,6 +77,15 @@ def test_every_operation_is_that_of_torch_s_own_stores(make: Callable[[StoreServ
     assert store.delete_key("d")
     assert not store.delete_key("d")
     assert not store.check(["d"])
+
+
+def test_the_process_that_serves_and_its_clients_have_one_table(server: StoreServer) -> None:
+    here, there = near(server), client(server)
+    here.set("a", "1")
+    assert there.get("a") == b"1"
+    assert there.add("n", 2) == 2
+    assert here.add("n", 0) == 2  # a look
+    assert here.compare_set("b", "", "2") == there.get("b") == b"2"
 
 
 def test_keys_that_come_late_are_waited_for(server: StoreServer) -> None:
