@@ -214,3 +214,9 @@ def test_a_step_that_was_replaced_is_taken() -> None:
     weight.grad = torch.ones(2)
     plain_step(optimizer)
     scheduler.step()  # warns, and so fails, if it has not seen the optimizer's step
+
+
+def test_a_relu_behind_a_product() -> None:
+    bias, first, second = torch.randn(4), torch.randn(5, 3), torch.randn(3, 4)
+    for function in (torch_private.relu_of_product, FALLBACKS["_addmm_activation"]):
+        torch.testing.assert_close(function(bias, first, second), torch.relu(bias + first @ second))
