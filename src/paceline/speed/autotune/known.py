@@ -20,8 +20,8 @@ Generation = tuple[int, int]
 _KERNELS, _PLAIN = Candidate(2, kernels=True, graphs=True), Candidate(2, graphs=True)
 _MEASURED: dict[Generation, dict[Kind, Candidate]] = {
     # QuartzNet 15x5 on an H200: 26 ms a step, -O2 340. Jasper 10x5dr: 171 ms, -O2 256. What the kernels leave as it was
-    # may be faster compiled, after minutes, which nobody should wait for unasked. Transformer base on 25,000 tokens: 13 ms,
-    # -O2 36.
+    # may be faster compiled, after minutes, which nobody should wait for unasked. Transformer base, 25,000 tokens:
+    # 13 ms, -O2 36.
     (9, 0): {"covered": _KERNELS, "partly": _KERNELS, "plain": _PLAIN},
 }
 _ELSEWHERE: dict[Kind, Candidate] = {"covered": _PLAIN, "partly": _PLAIN, "plain": _PLAIN}
