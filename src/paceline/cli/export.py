@@ -19,7 +19,8 @@ class ExportOptions(Section):
     run: Place
     """Folder of the run, or its address."""
     folder: Place
-    """Where to; must not be there yet, or hold an export."""
+    """Where to; must not be there yet, or hold an export. Of a speech model, a file that ends in `.nemo` is an archive
+    for NeMo."""
     checkpoint: Literal["best", "last"] | Place = "best"
     """The one with the best score (the newest where none has one), the newest, or one by its path or name."""
     average: Positive = 1
@@ -62,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
             form: exchange.Format = "safetensors" if options.format == "auto" else options.format
             weights = apply.read_weights(checkpoint, options.average)
             exchange.write(options.folder, form, weights, {**about, "task": str(record.task)})
-    files = ", ".join(sorted(path.name for path in options.folder.iterdir()))
+    files = ", ".join(sorted(path.name for path in options.folder.iterdir())) if options.folder.is_dir() else "written"
     send(options.folder)
     tell(f"{shown(checkpoint)}\n{shown(options.folder)}: {files}\n")
     return 0

@@ -23,6 +23,7 @@ from paceline.recipes.asr.data.utterances import Utterances, collate
 from paceline.recipes.asr.error_analysis import ErrorBook, joined
 from paceline.recipes.asr.error_file import Analysis, kinds, write_analyses
 from paceline.recipes.asr.exchange.export import write_export
+from paceline.recipes.asr.exchange.nemo import write_nemo
 from paceline.recipes.asr.exchange.weights import read_weights
 from paceline.recipes.asr.network.config import NetworkSettings
 from paceline.recipes.asr.network.flops import training_flops
@@ -197,7 +198,11 @@ class Asr(Task):
 
     def export(self, folder: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         labels = self._labels
-        write_export(folder, self.network, weights, about, labels.tokenizer if isinstance(labels, Subwords) else None)
+        tokenizer = labels.tokenizer if isinstance(labels, Subwords) else None
+        if folder.suffix == ".nemo":
+            write_nemo(folder, self.network, weights, tokenizer)
+        else:
+            write_export(folder, self.network, weights, about, tokenizer)
 
     # -- what these are made of ----------------------------------------------------------------------------------
 

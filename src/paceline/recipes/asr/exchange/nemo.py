@@ -1,4 +1,5 @@
-"""Weights from a `.nemo` archive of a QuartzNet or Jasper: a tar with `model_config.yaml` and `model_weights.ckpt`.
+"""Weights from and for a `.nemo` archive of a Conformer, QuartzNet or Jasper with CTC: a tar with `model_config.yaml`,
+`model_weights.ckpt` and, where it writes subwords, the files of its tokenizer.
 
 Nothing of the archive is unpacked to a path it names, and nothing in it is executed: the configuration is read as plain
 YAML, the weights with torch's loader for tensors only.
@@ -6,6 +7,7 @@ YAML, the weights with torch's loader for tensors only.
 
 from __future__ import annotations
 
+import io
 import lzma
 import re
 import shutil
@@ -17,14 +19,20 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+import yaml
 from torch import Tensor
 
 from paceline.config.yaml_text import MAX_BYTES as MAX_YAML_BYTES
 from paceline.config.yaml_text import NotYaml
+from paceline.core.disk import replacing
 from paceline.core.errors import PacelineError
 from paceline.recipes.asr.exchange.document import parse
-from paceline.recipes.asr.exchange.export import WeightsDiffer, check_weights
+from paceline.recipes.asr.exchange.export import ExportFailed, WeightsDiffer, check_weights
+from paceline.recipes.asr.exchange.nemo_yaml import nemo_config
 from paceline.recipes.asr.network.config import BlockSettings, NetworkInvalid, NetworkSettings, build_network
+from paceline.recipes.asr.network.encoder import weight_shapes
+from paceline.recipes.asr.text.pieces import WORD_START
+from paceline.recipes.asr.text.subwords.tokenizer import MODEL, WORD_PIECES, Tokenizer
 
 CONFIG = "model_config.yaml"
 WEIGHTS = "model_weights.ckpt"
@@ -33,7 +41,8 @@ MAX_BYTES = {CONFIG: MAX_YAML_BYTES, WEIGHTS: 2**32}
 MAX_MEMBERS = 10_000
 _NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 # Window, filters and transform of the front end, which ours computes itself, and the spectrogram augmentation.
-_IGNORED = re.compile(r"(preprocessor|spec_augmentation)\.")
+# Positions are computed here.
+_IGNORED = re.compile(r"(preprocessor|spec_augmentation)\.|encoder\.pos_enc\.pe$")
 
 
 class NotANemoArchive(PacelineError):
@@ -69,6 +78,45 @@ def read_nemo(path: Path) -> tuple[NetworkSettings, dict[str, Tensor]]:
     return network, renamed
 
 
+def write_nemo(
+    path: Path, network: NetworkSettings, weights: Mapping[str, Tensor], tokenizer: Tokenizer | None = None
+) -> None:
+    """Write an archive that NeMo restores, whole or not at all; a file that is there is replaced."""
+    check_weights(network, weights, path)
+    files: dict[str, bytes] = {}
+    section, values = None, network.model_dump(mode="json")
+    if tokenizer is not None:
+        files = {tokenizer.file: tokenizer.content}
+        section = {"dir": "", "type": "wpe", "vocab_path": f"nemo:{WORD_PIECES}"}
+        if tokenizer.file == MODEL:
+            section |= {"type": "bpe", "model_path": f"nemo:{MODEL}"}
+            files[WORD_PIECES] = "".join(f"{_word_piece(piece)}\n" for piece in tokenizer.pieces).encode()
+        else:
+            values["labels"] = [line for line in tokenizer.content.decode().splitlines() if line]
+    config = nemo_config(values, network.features.front_end, section)
+    names = nemo_names(network, is_masked=network.conv_mask)
+    theirs = {names[name]: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()}
+    stored = io.BytesIO()
+    torch.save(theirs, stored)
+    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=10_000)
+    files |= {CONFIG: text.encode(), WEIGHTS: stored.getvalue()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, "wb") as file, tarfile.open(fileobj=file, mode="w") as archive:
+            for name, content in files.items():
+                member = tarfile.TarInfo(f"./{name}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    except OSError as error:
+        why = str(error.strerror or error)
+        raise ExportFailed(path, why, "free some space or choose another file") from error
+
+
+def _word_piece(piece: str) -> str:
+    """Return a piece as NeMo lists it beside a SentencePiece model: `##` before those that go on with a word."""
+    return piece.removeprefix(WORD_START) if piece.startswith((WORD_START, "<")) else f"##{piece}"
+
+
 def read_nemo_network(path: Path) -> NetworkSettings:
     """The network of an archive, without its weights."""
     with tempfile.TemporaryFile() as nothing:
@@ -84,6 +132,8 @@ def nemo_names(network: NetworkSettings, *, is_masked: bool) -> dict[str, str]:
     """
     conv = "conv.weight" if is_masked else "weight"
     names = {f"decoder.conv.{part}": f"decoder.decoder_layers.0.{part}" for part in ("weight", "bias")}
+    if network.conformer is not None:  # a Conformer has NeMo's names
+        return names | {name: name for name in weight_shapes(network) if name.startswith("encoder.")}
     chain = 0
     for index, block in enumerate(network.blocks):
         ours, theirs = f"encoder.blocks.{index}", f"encoder.encoder.{index}"

@@ -1,4 +1,4 @@
-"""NeMo's ways of writing a network in YAML, brought to ours.
+"""NeMo's ways of writing a network in YAML, brought to ours, and ours brought to those of its archives.
 
 NeMo 0.x names sections for classes (`JasperEncoder`), 1.x for roles (`encoder`), perhaps inside of `model` and with
 arguments inside of `params`; a few 0.11 files put all into `init_params`. What a section says about the network is
@@ -59,6 +59,52 @@ _ENCODER_ONLY: dict[str, Any] = {
     "jasper": _ANY,
     "feat_in": _ANY,
 }
+_CONFORMER = {
+    name: name
+    for name in (
+        "d_model",
+        "n_layers",
+        "n_heads",
+        "subsampling",
+        "subsampling_factor",
+        "subsampling_conv_channels",
+        "causal_downsampling",
+        "ff_expansion_factor",
+        "self_attention_model",
+        "att_context_size",
+        "att_context_probs",
+        "att_context_style",
+        "xscaling",
+        "untie_biases",
+        "conv_kernel_size",
+        "conv_norm_type",
+        "conv_context_size",
+        "use_bias",
+        "dropout",
+        "dropout_pre_encoder",
+        "dropout_emb",
+        "dropout_att",
+        "stochastic_depth_drop_prob",
+        "stochastic_depth_mode",
+        "stochastic_depth_start_layer",
+    )
+}
+_CONFORMER_ONLY: dict[str, Any] = {
+    "feat_in": _ANY,
+    "feat_out": -1,
+    "reduction": None,
+    "reduction_position": _ANY,  # of a reduction
+    "reduction_factor": _ANY,
+    "conv_dual_mode": False,
+    "global_tokens": 0,
+    "global_tokens_spacing": _ANY,  # of global tokens
+    "global_attn_separate": _ANY,
+    "pos_emb_max_len": _ANY,  # positions are computed for any length
+    "subsampling_conv_chunking_factor": _ANY,  # other ways to the same numbers
+    "use_pytorch_sdpa": _ANY,
+    "use_pytorch_sdpa_backends": _ANY,
+    "sync_max_audio_length": _ANY,
+}
 _FEATURES = {
     "features": "num_mels",
     "window_size": "window_s",
@@ -111,6 +157,7 @@ _ABSENT: dict[str, Any] = {"preemphasis": 0.0, "normalize": "none", "window": "o
 _GUARDS = {"tiny": torch.finfo(torch.float32).tiny, "eps": torch.finfo(torch.float32).eps}
 _CLASSES = {
     "encoder": ("ConvASREncoder", "JasperEncoder"),
+    "conformer": ("ConformerEncoder",),
     "preprocessor": ("AudioToMelSpectrogramPreprocessor", "AudioPreprocessing"),
     "spec_augment": ("SpectrogramAugmentation",),
     "decoder": ("ConvASRDecoder", "JasperDecoderForCTC"),
@@ -124,6 +171,7 @@ _UNREAD = (
     "trainer",
     "exp_manager",
     "tokenizer",
+    "interctc",
 )
 _HEADS = ("_target_", "cls", "header", "params", "init_params")
 _INTERPOLATION = re.compile(r"\$\{([\w.-]+)\}")
@@ -179,6 +227,70 @@ def front_end_of(version: str) -> str | None:
     return "nemo-1.0" if (major, minor) < (2, 5) else "nemo-2.5"
 
 
+VERSIONS = {"nemo-0.11": "0.11.0", "nemo-1.0": "1.23.0", "nemo-2.5": "2.5.0"}
+"""A version of NeMo that hears as each front end does."""
+_CLASS_PLACES = {
+    "preprocessor": "nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor",
+    "spec_augment": "nemo.collections.asr.modules.SpectrogramAugmentation",
+    "blocks": "nemo.collections.asr.modules.ConvASREncoder",
+    "conformer": "nemo.collections.asr.modules.ConformerEncoder",
+    "decoder": "nemo.collections.asr.modules.ConvASRDecoder",
+    "characters": "nemo.collections.asr.models.ctc_models.EncDecCTCModel",
+    "subwords": "nemo.collections.asr.models.ctc_bpe_models.EncDecCTCModelBPE",
+}
+
+
+def nemo_config(network: Mapping[str, Any], front_end: str, tokenizer: Mapping[str, str] | None) -> dict[str, Any]:
+    """Return the `model_config.yaml` of an archive, from a network's settings as plain values.
+
+    `tokenizer` is that section's content; None for characters.
+    """
+    features, labels, rate = network["features"], list(network["labels"]), network["sample_rate"]
+    theirs = {name: features[ours] for name, ours in _FEATURES.items() if features.get(ours) is not None}
+    conformer = network.get("conformer")
+    encoder: dict[str, Any] = {"feat_in": features["num_mels"]}
+    if conformer is not None:
+        contexts = conformer["att_context_size"]
+        encoder |= {name: conformer[name] for name in _CONFORMER}
+        encoder["att_context_size"] = contexts[0] if len(contexts) == 1 else contexts
+        encoder["att_context_probs"] = conformer["att_context_probs"] or None
+    else:
+        encoder |= {name: network[name] for name in _ENCODER}
+        lists = ("kernel", "stride", "dilation")
+        encoder["jasper"] = [
+            {name: [block[name]] if name in lists else block[name] for name in _BLOCK} for block in network["blocks"]
+        ]
+    width = conformer["d_model"] if conformer is not None else network["blocks"][-1]["filters"]
+    masks = dict(network["spec_augment"])
+    if masks["time_width"] >= 1:
+        masks["time_width"] = int(masks["time_width"])  # NeMo takes every other number for a share
+    trim = network.get("trim_silence", "no")
+    config: dict[str, Any] = {
+        "target": _CLASS_PLACES["characters" if tokenizer is None else "subwords"],
+        "nemo_version": VERSIONS[front_end],
+        "sample_rate": rate,
+        "train_ds": {"trim_silence": trim != "no", "sample_rate": rate},
+        "validation_ds": {"trim_silence": trim == "all", "sample_rate": rate},
+        "preprocessor": {
+            "_target_": _CLASS_PLACES["preprocessor"],
+            "sample_rate": rate,
+            **theirs,
+            "preemph": features["preemphasis"] or None,
+            "window": None if features["window"] == "ones" else features["window"],
+            "normalize": None if features["normalize"] == "none" else features["normalize"],
+        },
+        "spec_augment": {"_target_": _CLASS_PLACES["spec_augment"], **masks},
+        "encoder": {"_target_": _CLASS_PLACES["blocks" if conformer is None else "conformer"], **encoder},
+        "decoder": {
+            "_target_": _CLASS_PLACES["decoder"],
+            "feat_in": width,
+            "num_classes": len(labels),
+            "vocabulary": labels,
+        },
+    }
+    return config | ({"labels": labels} if tokenizer is None else {"tokenizer": dict(tokenizer)})
+
+
 def unread(value: Mapping[str, Any]) -> list[str]:
     """Return the sections of a NeMo file that are not read, with the names in them: of data, optimizer and trainer."""
     model = _mapping(value.get("model"))
@@ -209,8 +321,11 @@ class _Translator:
         self.done.values["features"] = {name: value for name, value in features.items() if name != "log_guard" or value}
         self._front_end()
         self.done.values["spec_augment"] = self._section("spec_augment", _AUGMENT, _AUGMENT_ONLY, ("spec_augment",))
-        self.done.values |= self._section("encoder", _ENCODER, _ENCODER_ONLY, ())
-        self._blocks()
+        if "conformer" in self.places:
+            self.done.values["conformer"] = self._section("conformer", _CONFORMER, _CONFORMER_ONLY, ("conformer",))
+        else:
+            self.done.values |= self._section("encoder", _ENCODER, _ENCODER_ONLY, ())
+            self._blocks()
         self._labels()
         self._sample_rate()
         self._trim_silence()
@@ -434,8 +549,11 @@ def _places(value: Mapping[str, Any]) -> dict[str, Location]:
         found = {
             role: _arguments(value, (*above, role + suffix)) for role in roles if role + suffix in _mapping(inside)
         }
-        if "encoder" in found and "jasper" in _mapping(_at(value, found["encoder"])):
+        encoder = _mapping(_at(value, found["encoder"])) if "encoder" in found else {}
+        if "jasper" in encoder:
             return found
+        if {"d_model", "n_layers"} <= encoder.keys():
+            return {**found, "conformer": found["encoder"]}
     return {}
 
 

@@ -39,8 +39,8 @@ def where() -> Path | None:
     return Path(spec.origin).parent.parent if spec is not None and spec.origin else None
 
 
-def text_of(folder: Path, module: str) -> str:
-    path = module.replace(".", "/") + ".py"
+def text_of(folder: Path, path: str) -> str:
+    """Content of a file of a checkout or of a bare git folder."""
     if (folder / path).exists():
         return (folder / path).read_text()
     shown = subprocess.run(["git", f"--git-dir={folder}", "show", f"HEAD:{path}"], capture_output=True, check=True)
@@ -111,7 +111,7 @@ def encoder_class(folder: Path) -> Iterator[Any]:
             _register(name, content)
         for name in READ:
             module = _register(name, {})
-            code = compile(text_of(folder, name), name, "exec")
+            code = compile(text_of(folder, name.replace(".", "/") + ".py"), name, "exec")
             exec(code, module.__dict__)
         yield sys.modules[READ[-1]].ConformerEncoder
     finally:
