@@ -184,6 +184,25 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
         is_recipe = isinstance(values, dict) and values.get("optimizer", OPTIMIZER) == OPTIMIZER
         return {**values, "betas": BETAS} if is_recipe and "betas" not in values else values
 
+    @model_validator(mode="before")
+    @classmethod
+    def _recipe_of_network(cls, values: Any) -> Any:
+        """Train as the network's file advises, where nothing else is set; another optimizer has its own rates."""
+        network = values.get("network") if isinstance(values, dict) else None
+        if not isinstance(network, str | Path | NetworkSettings):
+            return values
+        recipe = dict(read_network(network).recipe)
+        unknown = [name for name in recipe if name not in cls.model_fields or name == "network"]
+        if unknown:
+            raise ValueError(
+                f"{unknown[0]}: there is no such setting of training, in the `recipe` of the network's file"
+            )
+        if values.get("optimizer", recipe.get("optimizer")) != recipe.get("optimizer"):
+            recipe = {name: value for name, value in recipe.items() if name not in ("lr", "betas", "weight_decay")}
+        if "warmup_steps" in values:
+            recipe.pop("warmup_ratio", None)
+        return {**recipe, **values}
+
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         conformer = self.network.conformer

@@ -78,6 +78,8 @@ class Asr(Task):
     def model(self) -> AcousticModel:
         if self.settings.network.unread and not self._is_introduced:
             self.say(self.settings.network.unread)
+        if not self._is_introduced and self.settings.mode in ("train", "train_eval"):
+            self._say_recipe()
         self._is_introduced = True
         objective = self._objective
         return AcousticModel(
@@ -264,6 +266,14 @@ class Asr(Task):
         log_probs: Tensor = model(grain["audio"], grain["lengths"], grain["keys"] if model.training else None)
         return log_probs
 
+    def _say_recipe(self) -> None:
+        """Name the settings that come from the network's file."""
+        shown = self.settings.model_dump(mode="json", include=set(self.settings.network.recipe))
+        advised = {name: shown[name] for name, value in self.settings.network.recipe.items() if shown[name] == value}
+        if advised:
+            listed = ", ".join(f"{name} {_plain(value)}" for name, value in advised.items())
+            self.say(f"the network's file trains with {listed}; what you set yourself wins")
+
     @property
     def _objective(self) -> Objective:
         settings = self.settings
@@ -300,6 +310,10 @@ class Asr(Task):
     def _read(self, model: nn.Module, grain: Grain, log_probs: Tensor) -> list[str]:
         beam_width = self.settings.beam_width if self.settings.decoder == "beam" else None
         return transcripts(log_probs, self._frames(model, grain), self._labels, beam_width)
+
+
+def _plain(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _place(line: BadLine) -> tuple[str, int]:

@@ -44,6 +44,10 @@ ALSO_CALLED = {"jasper15x5sep": "quartznet15x5"}
 """NeMo's own earlier names of shipped networks."""
 
 
+RECIPE = "recipe"
+"""Section of a network's file with settings of training."""
+
+
 class NetworkInvalid(PacelineError, ValueError):
     """A network that cannot be built, with every reason. Also a ValueError, so that settings can hold networks."""
 
@@ -165,11 +169,17 @@ class NetworkSettings(Section):
     conformer: ConformerSettings | None = None
     """A Conformer instead of blocks; the settings between `spec_augment` and `blocks` have no effect on it."""
     _unread: str = PrivateAttr("")
+    _recipe: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @property
     def unread(self) -> str:
         """What of its file was not read, in words; empty where all was, and in a network that a run has stored."""
         return self._unread
+
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        """Settings of training that its file advises; a network that a run has stored has none, the run has them."""
+        return self._recipe
 
     def __eq__(self, other: object) -> bool:
         """Compare the networks, not the files."""
@@ -317,19 +327,24 @@ def build_network(document: Document) -> NetworkSettings:
     if is_nemo(value):
         ours = translate(document)
     elif "blocks" in value or "conformer" in value:
-        ours = Translated(dict(value))
+        ours = Translated({name: each for name, each in value.items() if name != RECIPE})
     else:
         what = "is no network: it has neither `blocks`, `conformer` nor NeMo's `JasperEncoder` or `encoder`"
         near = {key: nearest(str(key), ["blocks", "conformer", "JasperEncoder", "encoder"]) for key in value}
         hint = next((f"{key}: did you mean {meant}?" for key, meant in near.items() if meant), "")
         raise NetworkInvalid(document.name, [Problem(document.name, what, hint)])
     problems = [*document.repeated, *ours.problems]
+    recipe = {} if is_nemo(value) else value.get(RECIPE) or {}
+    if not isinstance(recipe, Mapping):
+        problems.append(Problem(document.where((RECIPE,)), "must hold lines of the form `name: value`"))
+        recipe = {}
     try:
         network = NetworkSettings.model_validate(ours.values)
     except ValidationError as error:
         problems += _problems(error, document, ours)
     if problems:
         raise NetworkInvalid(document.name, problems)
+    network._recipe = {str(name): setting for name, setting in recipe.items()}
     sections = unread(value) if is_nemo(value) else []
     if sections:
         network._unread = f"{document.name}: not read here: {', '.join(sections)}; these are settings of the run"
