@@ -248,7 +248,7 @@ def epochs(options: Any) -> list[Row]:
         if value is not None
     }
     with tempfile.TemporaryDirectory() as folder:
-        data = synthetic(Path(folder), like_speech(options.utterances), LABELS_PER_S)
+        data = synthetic(Path(folder), like_speech(options.utterances), options.labels_per_s)
         link, task = link_of(options), Asr()
         config = settings(options, data, level=options.level, augment_on=options.augment_on, **perturbed)
         config = unkept(config, options.epochs * -(-options.utterances // options.batch) + 1)
@@ -432,6 +432,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=160)
     arguments.add_argument("--utterances", type=int, default=1024)
     arguments.add_argument("--seconds", type=float, default=SECONDS)
+    arguments.add_argument("--labels-per-s", type=float, default=LABELS_PER_S, help="of `epochs`; subwords are 3 or 4")
     arguments.add_argument("--lr", type=float, default=0.01)
     arguments.add_argument("--data", type=Path, help="folder of librispeech with train.json; of `train`, a packed file")
     arguments.add_argument("--seed", type=int, default=0, help="of `train`, which is one run of `curve`")
