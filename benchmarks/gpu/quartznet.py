@@ -38,6 +38,7 @@ from table import Row, parser, show
 
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
+from paceline.optim.adamw import AdamW
 from paceline.recipes.asr.fast import accelerate
 from paceline.recipes.asr.network.config import NetworkSettings, read_network
 from paceline.recipes.asr.network.encoder import Decoder, Encoder
@@ -108,7 +109,7 @@ class Bench(Task):
         return grain.data
 
     def optimizer(self, groups: list[dict[str, Any]], settings: Any, device: torch.device) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(groups, lr=1e-3, fused=True)
+        return AdamW(groups, lr=1e-3, fused=True)
 
 
 def frames_after(network: NetworkSettings, batch: dict[str, Tensor]) -> Tensor:
@@ -276,7 +277,9 @@ def fastest(ours: Ours, profile: bool) -> tuple[float, float, str]:
         print(f"  {way.name}: {1e3 * found:.4g} ms", file=sys.stderr, flush=True)
         return found
 
-    choice = choose(ways, seconds, partial(timing.in_turns, workload=workload))
+    began = time.perf_counter()
+    choice = choose(ways, seconds, partial(timing.in_turns, workload=workload), lambda: time.perf_counter() - began)
+    print(f"  contest: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     print("\n".join([choice.line("measured"), *choice.notes]), file=sys.stderr, flush=True)
     clean()
     torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""NovoGrad, LARC and clipping by kernels on a real GPU: against torch's kernels, bitwise in every run, in a graph."""
+"""NovoGrad, AdamW, LARC and clipping by kernels on a GPU: against torch's kernels, bitwise in every run, in a graph."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.optim.adamw import AdamW
 from paceline.optim.clip import ClipNorm
+from paceline.optim.finite import FiniteCheck
 from paceline.optim.larc import Larc, Rule
 from paceline.optim.novograd import NovoGrad
 
@@ -115,3 +117,67 @@ def test_a_captured_update_follows_the_rate(in_place: bool) -> None:
         update(plain, clips[1], theirs)
         for mine, other in zip(ours, theirs, strict=True):
             assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.95)], ids=str)
+def test_adamw_as_torchs_fused_kernel(betas: tuple[float, float]) -> None:
+    """Within rounding of float64, as torch's own is; the same bits in every run, with torch's state."""
+    ours, again, theirs = make(), make(), make()
+    exact = [each.detach().double().requires_grad_() for each in ours]
+    made = [
+        (ours, AdamW(ours, lr=0.02, betas=betas, fused=True)),
+        (again, AdamW(again, lr=0.02, betas=betas, fused=True)),
+        (theirs, torch.optim.AdamW(theirs, lr=0.02, betas=betas, fused=True)),
+        (exact, torch.optim.AdamW(exact, lr=0.02, betas=betas, fused=True)),
+    ]
+    for step in range(6):
+        for parameters, optimizer in made:
+            give(parameters, step)
+            if parameters is exact:
+                for parameter, gradient in zip(exact, make(seed=100 + step), strict=True):
+                    parameter.grad = gradient.detach().double()
+            skipped = torch.full((), float(step == 3), device="cuda")
+            optimizer.found_inf, optimizer.grad_scale = skipped, None  # type: ignore[attr-defined]
+            optimizer.step()
+    tables = made[0][1]._tables._recent  # type: ignore[attr-defined]
+    assert tables, "our kernel was not used"
+    for mine, same, other, wanted in zip(ours, again, theirs, exact, strict=True):
+        assert torch.equal(mine, same)
+        # Of each of five steps, weights are rounded, and the update, which is of the size of the rate, four times.
+        bound = 5 * torch.finfo(torch.float32).eps * (float(wanted.detach().abs().max()) + 4 * 0.02)
+        assert float((mine - wanted).detach().abs().max()) <= bound
+        assert float((other - wanted).detach().abs().max()) <= bound
+        first, second = made[0][1].state[mine], made[2][1].state[other]
+        assert first.keys() == second.keys()
+        for name, value in first.items():
+            torch.testing.assert_close(value, second[name], rtol=1e-6, atol=1e-9)
+
+
+def test_adamw_and_the_check_leave_neighbours_alone() -> None:
+    """Weights, gradients and moments that lie between nan, of sizes that end within a chunk."""
+    room = torch.full((5, 30_000), torch.nan, device="cuda")
+    sizes, start, cut = (1, 2047, 2048, 2049, 5000), 16, []
+    for size in sizes:
+        cut.append((start, size))
+        start += -(-size // 16) * 16 + 16
+    rows = [[row[begin : begin + size] for begin, size in cut] for row in room]
+    weights = [torch.nn.Parameter(each.fill_(0.5)) for each in rows[0]]
+    optimizer = AdamW(weights, lr=0.1, fused=True)
+    for number, weight in enumerate(weights):
+        weight.grad = rows[1][number].fill_(1.0)
+        optimizer.state[weight] = {
+            "step": torch.zeros((), device="cuda"),
+            "exp_avg": rows[2][number].zero_(),
+            "exp_avg_sq": rows[3][number].zero_(),
+        }
+    num_nan = int(room.isnan().sum())
+    found_inf = torch.zeros((), device="cuda")
+    assert FiniteCheck().find_inf([weight.grad for weight in weights if weight.grad is not None], found_inf)
+    assert not bool(found_inf)
+    optimizer.step()
+    assert int(room.isnan().sum()) == num_nan
+    for weight in weights:
+        torch.testing.assert_close(weight, torch.full_like(weight, 0.5 * (1 - 0.1 * 0.01) - 0.1))
+    rows[1][4][4999] = torch.inf
+    assert FiniteCheck().find_inf([weight.grad for weight in weights if weight.grad is not None], found_inf)
+    assert bool(found_inf)

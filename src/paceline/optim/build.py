@@ -19,6 +19,7 @@ from paceline.core import plugins
 from paceline.core.errors import PacelineError
 from paceline.core.language import said
 from paceline.core.torch_private import defer_compiler
+from paceline.optim.adamw import AdamW
 from paceline.optim.lamb import Lamb
 from paceline.optim.muon import Muon, NothingForMuon, Rule, hidden_matrices, is_matrix
 from paceline.optim.novograd import NovoGrad
@@ -127,7 +128,8 @@ def optimizer(settings: OptimSettings, groups: list[dict[str, Any]], device: tor
     """torch's own optimizer, or ours where torch has none.
 
     torch's is fused on CUDA, where it leaves the weights alone if its `found_inf` says so, without asking the host; as
-    torch chooses on CPU, bitwise what a hand-written loop gets. Ours are the same everywhere.
+    torch chooses on CPU, bitwise what a hand-written loop gets. AdamW is torch's, too, but for its kernel on CUDA. Ours
+    are the same everywhere.
     """
     defer_compiler()
     fused = True if device.type == "cuda" else None
@@ -139,7 +141,7 @@ def optimizer(settings: OptimSettings, groups: list[dict[str, Any]], device: tor
         case "adam":
             return torch.optim.Adam(groups, lr=settings.lr, betas=betas, fused=fused)
         case "adamw":
-            return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, fused=fused)
+            return AdamW(groups, lr=settings.lr, betas=betas, fused=fused)
         case "novograd":
             return NovoGrad(groups, lr=settings.lr, betas=betas)
         case "lamb":

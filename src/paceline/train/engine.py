@@ -395,7 +395,8 @@ class Engine:
 
     def _look_for_inf(self, prepared: Prepared, gradients: list[Tensor]) -> None:
         """Take the loss scale off, and note for all ranks if a gradient is not finite."""
-        self.scale.unscale_and_check(gradients, self._found_inf)
+        if self.precision.scaled or not prepared.finite.find_inf(gradients, self._found_inf):
+            self.scale.unscale_and_check(gradients, self._found_inf)
         for number in (self._found_inf, *self.scale.observed()):
             prepared.strategy.agree(number)
 

@@ -23,6 +23,7 @@ from paceline.observe.clock import Clock
 from paceline.optim.build import zero_first_momentum
 from paceline.optim.clip import ClipNorm
 from paceline.optim.ema import WeightAverage
+from paceline.optim.finite import FiniteCheck
 from paceline.optim.layerwise import Layerwise
 from paceline.optim.swa import StochasticAverage
 from paceline.parallel.averaged import Averaged
@@ -144,6 +145,7 @@ class Prepared:
     updated: list[Tensor]
     """Tensors that the optimizer updates."""
     clip_norm: ClipNorm | None
+    finite: FiniteCheck
     skips_on_device: bool
     """The optimizer itself leaves the weights alone if its `found_inf` says so; the host does not wait."""
     grains: GrainPass
@@ -155,7 +157,7 @@ class Prepared:
 
     def begin_step(self, batch: Batch) -> None:
         self.strategy.begin(batch)
-        self.grains.begin_step(self.strategy.divisor(batch))
+        self.grains.begin_step(self.strategy.divisor(batch), len(batch.grains))
         self.statistics.begin_step(batch.num_grains)
         if self.norms is not None:
             self.norms.begin_step(batch)
@@ -271,6 +273,7 @@ def prepare(
         autocast=autocast,
         updated=[parameter for group in optimizer.param_groups for parameter in group["params"]],
         clip_norm=None if config.clip_norm is None else ClipNorm(config.clip_norm),
+        finite=FiniteCheck(),
         skips_on_device=takes_amp_scaling(optimizer),
     )
 
@@ -344,7 +347,8 @@ def _check_pair(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
 def _check_state(optimizer: torch.optim.Optimizer, chosen: Precision) -> None:
     """Check that a state in the dtype of the weights has room for what the optimizer divides by."""
     kind = type(optimizer)
-    if chosen.weights is not torch.float16 or chosen.master or not kind.__module__.startswith("torch.optim"):
+    is_torchs = kind.__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.Adam)
+    if chosen.weights is not torch.float16 or chosen.master or not is_torchs:
         return
     for group in optimizer.param_groups if "eps" in optimizer.defaults else ():
         if not torch.tensor(group["eps"], dtype=torch.float16, device="cpu"):

@@ -1,14 +1,16 @@
-"""NovoGrad, LARC and clipping by a handful of Triton kernels over all tensors of one dtype: what is launched when.
+"""NovoGrad, AdamW, LARC and clipping by a handful of Triton kernels over all tensors of one dtype: their launches.
 
-The formulas are in `novograd.py` and `larc.py`, whose way through torch's own kernels is for everything else. Nothing
-is read by the host and no memory is asked for, so that an update can be captured in a CUDA graph.
+The formulas are in `novograd.py`, `adamw.py` and `larc.py`, whose way through torch's own kernels is for everything
+else. Nothing is read by the host and no memory is asked for, so that an update can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -88,6 +90,48 @@ def novograd(
             STAGE=STAGE,
         )
         kernels.descend_kernel[each_chunk](*places, weights, momenta, factors, found_inf, **layout, CHUNK=CHUNK)
+
+
+def adamw(table: Table, group: dict[str, Any], found_inf: Tensor, grad_scale: Tensor | None) -> None:
+    """One step of float32 weights and state. The columns: weights, gradients, both moments, counts of steps."""
+    weights, gradients, firsts, seconds, steps = table.columns.unbind()
+    beta1, beta2 = map(float, group["betas"])
+    lr, factors = _rate(group["lr"], found_inf.device), table.room[2 * table.num_chunks :]
+    kernels.corrections_kernel[(triton.cdiv(table.num_tensors, STAGE),)](
+        steps,
+        factors,
+        found_inf,
+        table.num_tensors,
+        BETA1=beta1,
+        BETA2=beta2,
+        LOG_BETA1=math.log(beta1) if beta1 else 0.0,
+        LOG_BETA2=math.log(beta2) if beta2 else 0.0,
+        STAGE=STAGE,
+    )
+    kernels.adamw_kernel[(table.num_chunks,)](
+        *(table.owners, table.numbers, table.sizes, weights, gradients, firsts, seconds, factors, found_inf),
+        found_inf if grad_scale is None else grad_scale,
+        table.num_tensors,
+        lr,
+        beta1,
+        1.0 - beta1,
+        beta2,
+        1.0 - beta2,
+        float(group["eps"]),
+        float(group["weight_decay"]),
+        ALIGNED=table.is_aligned,
+        HAS_SCALE=grad_scale is not None,
+        LR_IS_TENSOR=isinstance(lr, Tensor),
+        CHUNK=CHUNK,
+        num_warps=WARPS,
+    )
+
+
+def find_inf(table: Table, dtype: torch.dtype, found_inf: Tensor) -> None:
+    """Set `found_inf` to 1 if a number of the one column is inf or nan, else leave it."""
+    layout = {"DTYPE": DTYPES[dtype], "ALIGNED": table.is_aligned, "CHUNK": CHUNK, "num_warps": WARPS}
+    places = (table.owners, table.numbers, table.sizes, table.columns)
+    kernels.finite_kernel[(table.num_chunks,)](*places, found_inf, **layout)
 
 
 def larc(table: Table, dtype: torch.dtype, rule: Rule, lr: float | Tensor, decay: float) -> Tensor:

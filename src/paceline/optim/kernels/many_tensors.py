@@ -1,5 +1,5 @@
-"""Triton kernels over many tensors at once: norms, NovoGrad and LARC in a handful of launches, whatever the number of
-tensors.
+"""Triton kernels over many tensors at once: norms, NovoGrad, AdamW and LARC in a handful of launches, whatever the
+number of tensors.
 
 A tensor is cut into chunks, one program each; which chunk is of which tensor, and where the tensors lie, is in a table
 on the device (`pointers.py`). Norms have two stages, so that every run adds in the same order. What changes from step
@@ -304,3 +304,105 @@ def clip_kernel(
     is_whole = (number + 1) * CHUNK <= size
     gradient = _pointer(gradients, tensor, DTYPE, ALIGNED)
     _write(gradient, offsets, size, is_whole, (factor * _read(gradient, offsets, size, is_whole)).to(DTYPE))
+
+
+@triton.jit
+def corrections_kernel(
+    steps,  # (tensors,) addresses of the counts of steps
+    factors,  # (2, tensors) float32: 1 / (1 - beta1 ** step), 1 / sqrt(1 - beta2 ** step)
+    found_inf,
+    num_tensors,
+    BETA1: tl.constexpr,
+    BETA2: tl.constexpr,
+    LOG_BETA1: tl.constexpr,
+    LOG_BETA2: tl.constexpr,
+    STAGE: tl.constexpr,
+):
+    """Count a step of AdamW for each tensor, unless it is skipped, and correct for moments that began at zero.
+
+    In float64: of 1 - 0.999, float32 keeps four digits.
+    """
+    tensor = tl.program_id(0) * STAGE + tl.arange(0, STAGE)
+    there = tensor < num_tensors
+    is_taken = (tl.load(found_inf) > 0.0) == 0
+    step = tl.load(steps + tensor, mask=there, other=0).to(tl.pointer_type(tl.float32))
+    now = tl.load(step, mask=there, other=0.0) + 1.0
+    tl.store(step, now, mask=there & is_taken)
+    number = now.to(tl.float64)
+    first = tl.full([STAGE], 1.0, tl.float64)
+    second = tl.full([STAGE], 1.0, tl.float64)
+    if BETA1 > 0.0:
+        first -= tl.exp(number * LOG_BETA1)
+    if BETA2 > 0.0:
+        second -= tl.exp(number * LOG_BETA2)
+    tl.store(factors + tensor, (1.0 / first).to(tl.float32), mask=there)
+    tl.store(factors + num_tensors + tensor, (1.0 / tl.sqrt(second)).to(tl.float32), mask=there)
+
+
+@triton.jit
+def adamw_kernel(
+    owners,
+    numbers,
+    sizes,
+    weights,  # (tensors,) addresses
+    gradients,
+    firsts,
+    seconds,
+    factors,  # as `corrections_kernel` leaves them
+    found_inf,
+    grad_scale,
+    num_tensors,
+    lr,
+    beta1,
+    share1,  # 1 - beta1
+    beta2,
+    share2,
+    eps,
+    weight_decay,
+    ALIGNED: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    LR_IS_TENSOR: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """w -= lr * weight_decay * w; m = beta1 * m + share1 * g; v = beta2 * v + share2 * g * g; with both corrected,
+    w -= lr * m / (sqrt(v) + eps)."""
+    chunk = tl.program_id(0)
+    if tl.load(found_inf) > 0.0:
+        return
+    tensor, number = tl.load(owners + chunk), tl.load(numbers + chunk)
+    size = tl.load(sizes + tensor)
+    offsets = number * CHUNK + tl.arange(0, CHUNK)
+    is_whole = (number + 1) * CHUNK <= size
+    weight = _pointer(weights, tensor, tl.float32, ALIGNED)
+    first = _pointer(firsts, tensor, tl.float32, ALIGNED)
+    second = _pointer(seconds, tensor, tl.float32, ALIGNED)
+    gradient = _read(_pointer(gradients, tensor, tl.float32, ALIGNED), offsets, size, is_whole)
+    values = _read(weight, offsets, size, is_whole)
+    mean = _read(first, offsets, size, is_whole)
+    square = _read(second, offsets, size, is_whole)
+    rate = _number(lr, LR_IS_TENSOR)
+    if HAS_SCALE:
+        gradient = gradient / tl.load(grad_scale)
+    values -= rate * weight_decay * values
+    mean = beta1 * mean + share1 * gradient
+    square = beta2 * square + share2 * gradient * gradient
+    divisor = tl.sqrt_rn(square) * tl.load(factors + num_tensors + tensor) + eps
+    values -= tl.div_rn(rate * tl.load(factors + tensor) * mean, divisor)
+    _write(weight, offsets, size, is_whole, values)
+    _write(first, offsets, size, is_whole, mean)
+    _write(second, offsets, size, is_whole, square)
+
+
+@triton.jit
+def finite_kernel(
+    owners, numbers, sizes, gradients, found_inf, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Set `found_inf` to 1 if a number is inf or nan; nothing is written otherwise."""
+    chunk = tl.program_id(0)
+    tensor, number = tl.load(owners + chunk), tl.load(numbers + chunk)
+    size = tl.load(sizes + tensor)
+    offsets = number * CHUNK + tl.arange(0, CHUNK)
+    values = _read(_pointer(gradients, tensor, DTYPE, ALIGNED), offsets, size, (number + 1) * CHUNK <= size)
+    is_finite = tl.abs(values) <= 3.4028234663852886e38  # False for nan
+    if tl.min(is_finite.to(tl.int32), 0) == 0:
+        tl.store(found_inf, 1.0)

@@ -18,8 +18,8 @@ ALIGNMENT = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of weights that the kernels know; float64 would lose digits in them."""
 _PLAIN = {Tensor, torch.nn.Parameter}  # a DTensor does not lie in one place
-KEPT = 8
-"""Tables per optimizer: gradients come to lie in a few places in turn."""
+KEPT = 40
+"""Tables per optimizer: gradients come to lie in a few places in turn, those of recorded steps by shape."""
 RESERVE = 32
 """Tables that may be made while CUDA graphs are captured, where no page-locked memory can be had."""
 
