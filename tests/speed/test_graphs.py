@@ -25,6 +25,9 @@ class Again:
     def warm(self, function: Callable[[], None]) -> None:
         function()
 
+    def alias(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def recover(self) -> bool:
         return False
 
@@ -87,7 +90,7 @@ def train(net: nn.Module, graphs: Graphs | None, sizes: list[int], grains: int =
         for parameter in net.parameters():
             parameter.grad = None
         if graphs is not None:
-            graphs.start_step()
+            graphs.start_step(grains)
         for number in range(grains):
             index = step * grains + number
             data = make_data(sizes[index], index, device)
@@ -116,13 +119,14 @@ SIZES = [4, 6, 4, 6, 6, 4, 3, 4, 4, 4, 6, 6, 4, 3, 3, 6]
 CPU = torch.device("cpu")
 
 
-def check(device: torch.device, make: Callable[[nn.Module], Recorder], warm: bool) -> Graphs:
+def check(device: torch.device, make: Callable[[nn.Module], Recorder], warm: bool, grains: int) -> Graphs:
     plain, net = make_net(device), make_net(device)
     graphs = Graphs(net, make(net))
+    graphs.expect(grains)
     if warm:
         for size in (4, 6, 3):
             assert graphs.warm(loss_of(net), make_data(size, 77, device)), graphs.failures
-    expected, found = train(plain, None, SIZES), train(net, graphs, SIZES)
+    expected, found = train(plain, None, SIZES, grains), train(net, graphs, SIZES, grains)
     assert found == expected
     for (name, one), other in zip(plain.state_dict().items(), net.state_dict().values(), strict=True):
         assert torch.equal(one, other), name
@@ -130,10 +134,11 @@ def check(device: torch.device, make: Callable[[nn.Module], Recorder], warm: boo
     return graphs
 
 
+@pytest.mark.parametrize("grains", [1, 2])
 @pytest.mark.parametrize("warm", [False, True])
-def test_replayed_training_is_bitwise_the_same(warm: bool) -> None:
+def test_replayed_training_is_bitwise_the_same(warm: bool, grains: int) -> None:
     """Batch norm's statistics, dropout's numbers, accumulation over grains of different shapes."""
-    graphs = check(CPU, Again, warm)
+    graphs = check(CPU, Again, warm, grains)
     assert graphs.num_recorded == 3
     assert graphs.num_plain == (0 if warm else 3)  # the first sight of each shape
     assert graphs.num_replayed == len(SIZES) - graphs.num_plain
@@ -144,10 +149,27 @@ def test_replayed_training_is_bitwise_the_same(warm: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore")  # torch tells of a thread that has no CUDA context yet
+@pytest.mark.parametrize("grains", [1, 2])
 @pytest.mark.parametrize("warm", [False, True])
-def test_replayed_training_is_bitwise_the_same_on_a_gpu(warm: bool) -> None:
+def test_replayed_training_is_bitwise_the_same_on_a_gpu(warm: bool, grains: int) -> None:
     device = torch.device("cuda")
-    assert check(device, lambda net: CudaRecorder(device), warm).num_recorded == 3
+    assert check(device, lambda net: CudaRecorder(device), warm, grains).num_recorded == 3
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.filterwarnings("ignore")
+def test_steps_of_one_grain_and_of_several_in_turns(device: str) -> None:
+    """A shape has a recording for either; neither sees gradients that the other has left."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    where = torch.device(device)
+    plain, net = make_net(where), make_net(where)
+    graphs = Graphs(net, Again(net) if device == "cpu" else CudaRecorder(where))
+    for grains in (1, 2, 1, 2, 4, 1):
+        assert train(net, graphs, SIZES[:8], grains) == train(plain, None, SIZES[:8], grains)
+    for (name, one), other in zip(plain.state_dict().items(), net.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+    assert graphs.num_recorded == 6
 
 
 def test_gradients_are_added_where_groups_have_their_place() -> None:

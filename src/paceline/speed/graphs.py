@@ -2,10 +2,11 @@
 
 What a recorded grain reads lies in buffers of fixed address, into which each new grain is copied; its gradients are
 added to tensors that all graphs share; everything between lives in one pool of memory that graphs use in turn, since
-only one of them runs at a time. Where gradients have a place already (buckets that ranks sum), they are added there
-bucket by bucket while backward runs, and a mark in the graph tells when a bucket is complete: its sum over the ranks
-starts beside the rest of the replay. Random numbers are drawn from the generator's seed at replay, which the engine
-sets for every grain as always, so that a replay draws what the same grain would have drawn without a graph.
+only one of them runs at a time. In a step of a single grain there is nothing to add: its gradients are those of the
+graph itself, where they lie until the next replay. Where gradients have a place already (buckets that ranks sum), they
+are added there bucket by bucket while backward runs, and a mark in the graph tells when a bucket is complete: its sum
+over the ranks starts beside the rest of the replay. Random numbers are drawn from the generator's seed at replay, which
+the engine sets for every grain as always, so that a replay draws what the same grain would have drawn without a graph.
 
 A shape is recorded when it is seen for the second time, or before the first step (`warm`), up to `MOST_GRAPHS` of them;
 other grains run as they always do, into the same gradients. `CudaRecorder` is all that touches CUDA.
@@ -55,8 +56,24 @@ class Recorder(Protocol):
     def mark(self) -> Mark:
         """Return a mark of what the function has done so far; called by it while it is warmed or recorded."""
 
+    def alias(self, tensor: Tensor) -> Tensor:
+        """Return a recorded tensor that does not hold its memory: replays of other recordings may use it."""
+
     def recover(self) -> bool:
         """Clean up after a recording that failed; return True if recordings made before are lost."""
+
+
+class _Address:
+    """Memory of a CUDA tensor, in the words that libraries have agreed on."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * tensor.element_size() for stride in tensor.stride()),
+            "typestr": "<f4",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
 
 
 class CudaRecorder:
@@ -87,6 +104,12 @@ class CudaRecorder:
         event.record()
         return event
 
+    def alias(self, tensor: Tensor) -> Tensor:
+        # The pool keeps the memory for as long as one of its graphs is there.
+        if tensor.dtype is not torch.float32 or not tensor.numel():
+            return tensor
+        return torch.as_tensor(_Address(tensor), device=tensor.device)
+
     def recover(self) -> bool:
         generator = torch.cuda.default_generators[self._device.index or 0]
         try:
@@ -108,7 +131,8 @@ class Recorded:
     seed: Tensor
     """Gradient that backward starts from: 1 over the step's count."""
     results: Mapping[str, Any]
-    """`total`, `count`, `outputs`: tensors that a replay writes to."""
+    """`total`, `count`, `outputs`: tensors that a replay writes to; `gradients` by parameter, where they are not added
+    to others."""
     replay: Callable[[], None]
     used: frozenset[Tensor]
     """Parameters that backward has a gradient for."""
@@ -138,6 +162,7 @@ class Graphs:
         most: int = MOST_GRAPHS,
     ) -> None:
         """`groups`: gradients that have a place, by parameter. Somebody else zeroes them; each group gets a mark."""
+        self._is_single = False
         self._recorder, self._most = recorder, most
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._buffers = list(model.buffers())
@@ -162,8 +187,18 @@ class Graphs:
     def num_recorded(self) -> int:
         return len(self._recorded)
 
-    def start_step(self) -> None:
-        """All gradients 0, in the tensors that the graphs add to; those of groups are left to their owner."""
+    def expect(self, num_grains: int) -> None:
+        """Record and replay for steps of so many grains from now on."""
+        self._is_single = num_grains == 1 and not self._groups
+
+    def start_step(self, num_grains: int) -> None:
+        """All gradients 0, in the tensors that the graphs add to; those of groups are left to their owner. Where there
+        is nothing to add to, no gradients."""
+        self.expect(num_grains)
+        if self._is_single:
+            for parameter in self._own:
+                parameter.grad = None
+            return
         if self._own:
             foreach_zero_(list(self._own.values()))
         for parameter, gradient in self._own.items():
@@ -176,7 +211,7 @@ class Graphs:
         """
         leaves = list(tensors(data))
         shape = signature(leaves)
-        recorded = self._recorded.get(shape)
+        recorded = self._recorded.get((shape, self._is_single))
         if recorded is None:
             self._seen[shape] += 1
             if self._seen[shape] < 2 or self.num_recorded >= self._most or _words(shape) in self.failures:
@@ -191,9 +226,10 @@ class Graphs:
     def warm(self, run: Pass, data: Any) -> bool:
         """Record the shape of a grain before the first step; return True if it is recorded now."""
         shape = signature(list(tensors(data)))
-        if shape not in self._recorded and self.num_recorded < self._most and _words(shape) not in self.failures:
+        is_recorded = (shape, self._is_single) in self._recorded
+        if not is_recorded and self.num_recorded < self._most and _words(shape) not in self.failures:
             self._record(shape, run, data)
-        return shape in self._recorded
+        return (shape, self._is_single) in self._recorded
 
     def lines(self) -> list[str]:
         """For the console, at the end of a run."""
@@ -213,6 +249,8 @@ class Graphs:
         recorded.seed.copy_(seed(results["total"]))
         recorded.replay()
         self.num_replayed += 1
+        for parameter, gradient in results["gradients"].items():
+            parameter.grad = gradient
         # The next replay writes over these.
         copies = _cloned(results["total"]), _cloned(results["count"]), _cloned(results["outputs"])
         return Replay(copies, recorded)
@@ -227,7 +265,8 @@ class Graphs:
 
         fixed = map_leaves(held, data, Tensor)
         seed = torch.zeros((), dtype=torch.float32, device=inputs[0].device)
-        last: dict[str, Any] = {}
+        last: dict[str, Any] = {"gradients": {}}
+        is_single = self._is_single
         used: set[Tensor] = set()
         marks: list[Mark | None] = [None] * len(self._groups)
 
@@ -237,7 +276,11 @@ class Graphs:
                 backward(total, seed.to(total.dtype))
                 # Without what backward has kept of the run.
                 last["total"], last["count"], last["outputs"] = detached((total, count, outputs))
-                used.update(self._land(self._parameters))
+                if is_single:
+                    last["gradients"] = {each: each.grad for each in self._parameters if each.grad is not None}
+                    used.update(last["gradients"])
+                else:
+                    used.update(self._land(self._parameters))
 
         try:
             with self._kept():
@@ -246,6 +289,7 @@ class Graphs:
                     self._recorder.warm(once)
                 self._rewind()
                 replay = self._recorder.record(once)
+                last["gradients"] = {each: self._recorder.alias(grad) for each, grad in last["gradients"].items()}
         except Exception as error:  # whatever a loss does that cannot be recorded
             self.failures[_words(shape)] = first_line(error)
             if self._recorder.recover():
@@ -255,7 +299,7 @@ class Graphs:
         finally:
             self._rewind()
         recorded = Recorded(inputs, seed, last, replay, frozenset(used), marks)
-        self._recorded[shape] = recorded
+        self._recorded[shape, is_single] = recorded
         return recorded
 
     def _land(self, parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -23,12 +23,13 @@ Loss = Callable[[Grain], Any]
 
 
 class GrainPass(Protocol):
-    """Forward and backward of the grains of a step. A loss is divided by `divisor` before backward."""
+    """Forward and backward of the grains of a step, of which this rank has `num_grains`. A loss is divided by `divisor`
+    before backward."""
 
     doing: Doing
     """What a rank that runs steps in this way is doing, for the report on a rank that is lost."""
 
-    def begin_step(self, divisor: float) -> None: ...
+    def begin_step(self, divisor: float, num_grains: int) -> None: ...
 
     def forward(self, loss: Loss, grain: Grain) -> tuple[Tensor, Any, Any]:
         """Return (sum, count, outputs)."""
@@ -51,7 +52,7 @@ class PlainPass:
         self._scale, self._autocast, self._has_shards = scale, autocast, has_shards
         self._divisor = 1.0
 
-    def begin_step(self, divisor: float) -> None:
+    def begin_step(self, divisor: float, num_grains: int) -> None:
         self._divisor = divisor
 
     def forward(self, loss: Loss, grain: Grain) -> tuple[Tensor, Any, Any]:
@@ -93,9 +94,9 @@ class RecordedPass:
         self._tensors, self._plain, self._strategy, self._logged = tensors, plain, strategy, logged
         self._backward: Callable[[], None] = lambda: None
 
-    def begin_step(self, divisor: float) -> None:
-        self._plain.begin_step(divisor)
-        self.graphs.start_step()
+    def begin_step(self, divisor: float, num_grains: int) -> None:
+        self._plain.begin_step(divisor, num_grains)
+        self.graphs.start_step(num_grains)
 
     def warm(self, loss: Loss, grain: Grain) -> bool:
         """Record the shape of this grain, if that is possible; return True if it is recorded."""

@@ -69,6 +69,7 @@ class TimedSteps:
         loss = self._loss = partial(task.loss, model)
         if candidate.graphs:
             recorded = engine.record(CudaRecorder(link.device), recordable_of(task))
+            recorded.graphs.expect(1)
             for grain in workload.grains:
                 if not recorded.warm(loss, grain):
                     raise CannotRun(f"no CUDA graph: {next(iter(recorded.graphs.failures.values()))}")
@@ -89,6 +90,8 @@ class TimedSteps:
                 prepared.begin_step(batch)
                 total, _, _ = prepared.plain.forward(self._loss, batch.grains[0])
                 prepared.plain.backward(total)
+            found_inf = torch.zeros((), dtype=torch.float32, device=self._engine.device)
+            prepared.finite.find_inf(prepared.gradients(), found_inf)
             if clip is not None:
                 clip.scale(prepared.updated, clip.norm(prepared.gradients()))
             plain_step(prepared.optimizer)
