@@ -185,6 +185,24 @@ def test_a_measurement_may_stop_at_twice_the_best() -> None:
     assert limits["-O0"] == 2.0
 
 
+def test_a_contest_ends() -> None:
+    """Likely winners have been timed by then; compiling is the first thing that is left out."""
+    names = [way.name for way in ALL]
+    seconds = dict.fromkeys(names, 0.3) | {names[0]: 0.2}
+
+    def tried(each_s: float) -> list[str]:
+        asked: list[str] = []
+        measure, in_turns = clocks(seconds, asked=asked)
+        choice = choose(ALL, measure, in_turns, lambda: each_s * len(asked))
+        assert choice.candidate.name == names[0]
+        assert all("the contest had taken" in note for note in choice.notes if "was not tried" in note) or each_s == 0
+        return asked
+
+    assert "-O3 + kernels + graphs" in tried(0.0)
+    assert tried(14.0) == [*(name for name in names if "-O2" in name), "-O1"]
+    assert tried(1000.0) == names[:1]
+
+
 def test_what_is_said() -> None:
     choice = Choice(Candidate(2, graphs=True), {"-O2 + graphs": 29.12, "-O0": 1234.5})
     assert choice.line("measured") == "-O4 is -O2 + graphs: 29.1 ms a step, measured; -O0 1,234 ms"

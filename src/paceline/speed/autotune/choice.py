@@ -28,6 +28,11 @@ on an H200 without them: QuartzNet 15x5 1.13 times, Jasper 10x5dr 1.19 times.)""
 MOST_BY_FP32 = 2.0
 """-O0 takes what -O1 does and multiplies fp32 whole, which costs a large network a minute to time on a GPU: it is not
 tried beside kernels or graphs where -O1 is this many times slower than the best."""
+CONTEST_S = 60.0
+"""No further candidate begins after so many seconds, once one has been measured: likely winners have come first, and a
+large network takes a minute for each of the others."""
+COMPILING_S = 30.0
+"""The same for one that has to be compiled, which takes a large network two minutes, where kernels lead."""
 
 
 class CannotRun(Exception):
@@ -78,6 +83,7 @@ def choose(
     candidates: Sequence[Candidate],
     measure: Callable[[Candidate, float], float],
     in_turns: Callable[[Sequence[Candidate]], Mapping[Candidate, float]],
+    spent_s: Callable[[], float] = lambda: 0.0,
 ) -> Choice:
     """Return the fastest candidate; of those that are as fast, the one that changes least.
 
@@ -87,6 +93,7 @@ def choose(
             return what it has once steps take longer than `limit_s`. Whatever else the machine does meanwhile counts
             against that candidate alone.
         in_turns: Gives seconds per step of several, measured in a race. Only that decides between those which may win.
+        spent_s: Gives the seconds since the contest began.
     """
     seconds: dict[Candidate, float] = {}
     failures: dict[Candidate, CannotRun] = {}
@@ -95,7 +102,7 @@ def choose(
         best = min(seconds.values(), default=float("inf"))
         most = _most_by_compiling(candidates, seconds)
         why = _not_worth_compiling(candidate, seconds, best, most) if candidate.is_compiled else None
-        why = why or _not_worth_fp32(candidate, seconds, best)
+        why = why or _not_worth_fp32(candidate, seconds, best) or _too_late(candidate, seconds, spent_s())
         if why is not None:
             notes.append(f"{candidate.name} was not tried: {why}")
             continue
@@ -149,6 +156,16 @@ def _not_worth_fp32(candidate: Candidate, seconds: Mapping[Candidate, float], be
     if not (leader.kernels or leader.graphs) or slower <= MOST_BY_FP32:
         return None
     return f"{rounded.name} is {slower:.1f} times slower than the best"
+
+
+def _too_late(candidate: Candidate, seconds: Mapping[Candidate, float], spent_s: float) -> str | None:
+    """Return that the contest has taken long enough, or None."""
+    if not seconds:
+        return None
+    leader = min(seconds, key=lambda each: seconds[each])
+    if spent_s <= (COMPILING_S if candidate.is_compiled and leader.kernels else CONTEST_S):
+        return None
+    return f"the contest had taken {spent_s:.0f} s"
 
 
 def finalists(seconds: Mapping[Candidate, float]) -> list[Candidate]:

@@ -10,6 +10,7 @@ import copy
 import hashlib
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -243,7 +244,7 @@ class Autotuner:
                 return
 
     def _measure(self, to_try: Sequence[Candidate], workload: timing.Workload) -> Choice:
-        steps = len(workload.grains)
+        steps, began = len(workload.grains), time.perf_counter()
         shown, places = self._progress.countdown("timing ways"), {way: place for place, way in enumerate(to_try)}
 
         def measure(candidate: Candidate, limit_s: float) -> float:
@@ -262,7 +263,7 @@ class Autotuner:
             return seconds
 
         try:
-            return choose(to_try, measure, in_turns)
+            return choose(to_try, measure, in_turns, lambda: time.perf_counter() - began)
         finally:
             shown(len(to_try), len(to_try))
 
@@ -337,6 +338,7 @@ def record_shapes(engine: Engine, task: Task, feed: Feed, progress: Progress, ep
     loss = partial(task.loss, engine.model)
     ahead = shapes_ahead(map(feed.plan, epochs), MOST_GRAPHS, feed.collate)
     picks = ahead.picks if engine.precision.scaled else ahead.worth_recording(RECORDED_SHARE)
+    recorded.graphs.expect(-(-feed.plan(epochs[0]).max_grains // engine.link.world.size))
     shown = progress.countdown("recording CUDA graphs")
     shown(0, len(picks))
     for number, grain in enumerate(_read(feed, picks, epochs), 1):
