@@ -319,6 +319,30 @@ def _join_backward(
         tl.store(parts + (group * 3 + 2) * channels + channel, tl.sum(tl.sum(away, 1), 0))
 
 
+@triton.jit
+def _add_parts(
+    parts, sums, other_sums, groups, channels, HAS_OTHER: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr
+):
+    """The sums for either batch norm from those of all groups, in one order."""
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    is_channel = channel < channels
+    slope = tl.zeros([CHANNELS], tl.float32)
+    level = tl.zeros([CHANNELS], tl.float32)
+    other_slope = tl.zeros([CHANNELS], tl.float32)
+    for first in range(0, groups, GROUPS):
+        group = first + tl.arange(0, GROUPS)
+        there = (group < groups)[:, None] & is_channel[None, :]
+        at = parts + (group * 3 * channels)[:, None] + channel[None, :]
+        slope += tl.sum(tl.load(at, mask=there, other=0.0), 0)
+        level += tl.sum(tl.load(at + channels, mask=there, other=0.0), 0)
+        if HAS_OTHER:
+            other_slope += tl.sum(tl.load(at + 2 * channels, mask=there, other=0.0), 0)
+    tl.store(sums + channel, slope, mask=is_channel)
+    tl.store(sums + channels + channel, level, mask=is_channel)
+    tl.store(other_sums + channel, other_slope, mask=is_channel)
+    tl.store(other_sums + channels + channel, level, mask=is_channel)
+
+
 def statistics(
     y: Tensor,
     lengths: Tensor,
@@ -476,7 +500,7 @@ def join_backward(
     channels, batch, row = y.shape
     groups, tiles_of_time, shape = _cut(y, 256)
     h = torch.empty_like(y)
-    parts = (torch.empty if other is not None else torch.zeros)(groups, 3, channels, device=y.device)
+    parts = torch.empty(groups, 3, channels, dtype=torch.float32, device=y.device)
     _join_backward[(groups, channels)](
         g,
         y,
@@ -498,8 +522,11 @@ def join_backward(
         HAS_OTHER=other is not None,
         HAS_ORDER=order is not None,
     )
-    totals = parts.sum(0)
-    return h, totals[:2], totals.flip(0)[:2]
+    sums, other_sums = (torch.empty(2, channels, dtype=torch.float32, device=y.device) for _ in range(2))
+    _add_parts[(triton.cdiv(channels, 16),)](
+        parts, sums, other_sums, groups, channels, HAS_OTHER=other is not None, GROUPS=64, CHANNELS=16
+    )
+    return h, sums, other_sums
 
 
 def _strides(x: Tensor, *, is_packed: bool) -> tuple[int, int, int]:

@@ -13,6 +13,8 @@ Written in Gluon, Triton's language beneath: what a warp does is said here, not 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -29,20 +31,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor as PlainDescriptor
 
+from paceline.speed.kernels import ways
 from paceline.speed.kernels.norm import Statistics
 from paceline.speed.kernels.tiles import PRODUCT_WIDTH as WIDTH
 from paceline.speed.kernels.tiles import num_listed, product_dtype
 
-DEPTH = 64
-"""Channels that are fetched at a time."""
-STAGES = 4
-"""Fetches that are under way."""
 PROGRAMS = 132
 """Multiprocessors of an H200."""
 MANY_FRAMES = 131072
 """Of a channel: between batches of 64 and of 256 utterances, at which gradients were measured beside the library's."""
 _FLAT = gl.NVMMASharedLayout(128, 16, rank=2)
 _DEEP = gl.NVMMASharedLayout(128, 16, rank=3)
+
+
+class Pipeline(NamedTuple):
+    """Division of a product's work in time."""
+
+    depth: int
+    """Channels that are fetched at a time."""
+    stages: int
+    """Fetches that are under way."""
+    is_apart: bool
+    """Two groups of warps take tiles in turns, instead of a half of each: one stores while the other multiplies."""
 
 
 @triton.jit
@@ -87,8 +97,11 @@ def _fetch(
 ):
     num_reached = gl.load(tiles)
     turn = 0
+    # Read one tile ahead: a fetch must not wait for where it lies. (The list has others behind those with speech.)
+    following = gl.load(tiles + 1 + begin, mask=begin < num_reached, other=0)
     for number in range(begin, num_reached, step):
-        tile = gl.load(tiles + 1 + number)
+        tile = following
+        following = gl.load(tiles + 1 + number + step, mask=number + step < num_reached, other=0)
         utterance = tile >> 16
         start = (tile & 65535) * WIDTH
         for k in gl.static_range(DEPTHS):
@@ -129,6 +142,7 @@ def _multiply(
     w_ready,
     full,
     empty,
+    order,
     parts,
     tiles,
     filters,
@@ -143,9 +157,13 @@ def _multiply(
     WIDTH: gl.constexpr,
     HAS_SUMS: gl.constexpr,
     IS_TURNED: gl.constexpr,
+    IS_APART: gl.constexpr,
 ):
+    """One of two groups of warps: a half of the filters of every tile, or, apart, all filters of every other tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    BLOCKS: gl.constexpr = 2 * ROWS
+    BLOCKS: gl.constexpr = ROWS if IS_APART else 2 * ROWS
+    FIRST: gl.constexpr = 0 if IS_APART else HALF * ROWS
+    TURNS: gl.constexpr = DEPTHS // STAGES
     num_reached = gl.load(tiles)
     total = gl.zeros([64, WIDTH], gl.float32, LAYOUT)
     other = gl.zeros([64, WIDTH], gl.float32, LAYOUT)
@@ -156,40 +174,73 @@ def _multiply(
     other_pivot = nothing
     other_sums = nothing
     other_squares = nothing
-    own = first + HALF * ROWS * 64
+    own = first + FIRST * 64
+    START: gl.constexpr = HALF * TURNS if IS_APART else 0
     turn = 0
+    parity = 0
+    if IS_APART:
+        begin += HALF * step
+        step *= 2
+        turn += START
+    following = gl.load(tiles + 1 + begin, mask=begin < num_reached, other=0)
     for number in range(begin, num_reached, step):
-        tile = gl.load(tiles + 1 + number)
+        tile = following
+        following = gl.load(tiles + 1 + number + step, mask=number + step < num_reached, other=0)
         utterance = tile >> 16
         start = (tile & 65535) * WIDTH
-        for k in gl.static_range(DEPTHS):
-            mbarrier.wait(w_ready.index(k), 0)
-            mbarrier.wait(full.index(k % STAGES), (turn + k // STAGES) & 1)
-            x = x_held.index(k % STAGES)
-            w = w_held.index(k * BLOCKS + HALF * ROWS)
-            if IS_TURNED:
-                w = w.permute((1, 0))
-            total = warpgroup_mma(w, x, total, use_acc=k > 0, is_async=True)
-            if ROWS == 2:
-                w = w_held.index(k * BLOCKS + HALF * ROWS + 1)
+        if IS_APART:
+            # Not before the other group has seen all of its fetches come: a barrier tells even from odd alone.
+            mbarrier.wait(order.index(HALF), parity ^ 1 if HALF == 0 else parity)
+            parity ^= 1
+            # Not unrolled: the assembler takes a minute for what has hardly room in its registers.
+            for k in range(DEPTHS):
+                if turn == START:
+                    mbarrier.wait(w_ready.index(k), 0)
+                stage = k % STAGES
+                mbarrier.wait(full.index(stage), (turn + k // STAGES) & 1)
+                x = x_held.index(stage)
+                w = w_held.index(k * BLOCKS)
+                more_w = w_held.index(k * BLOCKS + 1)
                 if IS_TURNED:
                     w = w.permute((1, 0))
-                other = warpgroup_mma(w, x, other, use_acc=k > 0, is_async=True)
-            if k > 0:
-                # The products before these are done: their tile may be fetched over.
-                if ROWS == 2:
-                    total, other = warpgroup_mma_wait(2, deps=(total, other))
-                else:
-                    total = warpgroup_mma_wait(1, deps=(total,))
-                mbarrier.arrive(empty.index((k - 1) % STAGES), count=1)
-        if ROWS == 2:
+                    more_w = more_w.permute((1, 0))
+                total = warpgroup_mma(w, x, total, use_acc=k > 0, is_async=True)
+                other = warpgroup_mma(more_w, x, other, use_acc=k > 0, is_async=True)
+                total, other = warpgroup_mma_wait(2, deps=(total, other))
+                if k > 0:
+                    mbarrier.arrive(empty.index((k - 1) % STAGES), count=1)
+            mbarrier.arrive(order.index(1 - HALF), count=1)
             total, other = warpgroup_mma_wait(0, deps=(total, other))
         else:
-            total = warpgroup_mma_wait(0, deps=(total,))
+            for k in gl.static_range(DEPTHS):
+                if turn == START:
+                    mbarrier.wait(w_ready.index(k), 0)
+                mbarrier.wait(full.index(k % STAGES), (turn + k // STAGES) & 1)
+                x = x_held.index(k % STAGES)
+                w = w_held.index(k * BLOCKS + FIRST)
+                if IS_TURNED:
+                    w = w.permute((1, 0))
+                total = warpgroup_mma(w, x, total, use_acc=k > 0, is_async=True)
+                if ROWS == 2:
+                    w = w_held.index(k * BLOCKS + FIRST + 1)
+                    if IS_TURNED:
+                        w = w.permute((1, 0))
+                    other = warpgroup_mma(w, x, other, use_acc=k > 0, is_async=True)
+                if k > 0:
+                    # The products before these are done: their tile may be fetched over.
+                    if ROWS == 2:
+                        total, other = warpgroup_mma_wait(2, deps=(total, other))
+                    else:
+                        total = warpgroup_mma_wait(1, deps=(total,))
+                    mbarrier.arrive(empty.index((k - 1) % STAGES), count=1)
+            if ROWS == 2:
+                total, other = warpgroup_mma_wait(0, deps=(total, other))
+            else:
+                total = warpgroup_mma_wait(0, deps=(total,))
         mbarrier.arrive(empty.index((DEPTHS - 1) % STAGES), count=1)
         values = _store(total, out_tiles, out_held, own, utterance, start)
         if HAS_SUMS:
-            if turn == 0:
+            if turn == START:
                 pivot = gl.sum(values, 1) * (1.0 / WIDTH)
             away = values - gl.expand_dims(pivot, 1)
             sums += gl.sum(away, 1)
@@ -197,12 +248,12 @@ def _multiply(
         if ROWS == 2:
             values = _store(other, out_tiles, out_held, own + 64, utterance, start)
             if HAS_SUMS:
-                if turn == 0:
+                if turn == START:
                     other_pivot = gl.sum(values, 1) * (1.0 / WIDTH)
                 away = values - gl.expand_dims(other_pivot, 1)
                 other_sums += gl.sum(away, 1)
                 other_squares += gl.sum(away * away, 1)
-        turn += DEPTHS // STAGES
+        turn += 2 * TURNS if IS_APART else TURNS
     if HAS_SUMS:
         at = parts + begin * 3 * filters + own + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
         gl.store(at, pivot)
@@ -238,28 +289,34 @@ def _product(
     DEPTH: gl.constexpr,
     WIDTH: gl.constexpr,
     LAYOUT: gl.constexpr,
+    W_LAYOUT: gl.constexpr,
     HAS_SUMS: gl.constexpr,
     IS_TURNED: gl.constexpr,
+    IS_APART: gl.constexpr,
 ):
-    """A block of 128 * `ROWS` filters of every `step`-th tile, from channels in `DEPTHS` pieces."""
-    BLOCKS: gl.constexpr = 2 * ROWS
+    """A block of 128 filters (256, if a group of warps has two blocks of half the filters) of every `step`-th tile,
+    from channels in `DEPTHS` pieces."""
+    BLOCKS: gl.constexpr = ROWS if IS_APART else 2 * ROWS
     num_blocks = filters // (64 * BLOCKS)
     first = (gl.program_id(0) % num_blocks) * 64 * BLOCKS
     begin = gl.program_id(0) // num_blocks
     step = gl.num_programs(0) // num_blocks
     w_held = gl.allocate_shared_memory(
-        gl.bfloat16, [DEPTHS * BLOCKS, DEPTH, 64] if IS_TURNED else [DEPTHS * BLOCKS, 64, DEPTH], LAYOUT
+        gl.bfloat16, [DEPTHS * BLOCKS, DEPTH, 64] if IS_TURNED else [DEPTHS * BLOCKS, 64, DEPTH], W_LAYOUT
     )
     x_held = gl.allocate_shared_memory(gl.bfloat16, [STAGES, DEPTH, WIDTH], LAYOUT)
     out_held = gl.allocate_shared_memory(gl.bfloat16, [2, 64, WIDTH], LAYOUT)
     w_ready = gl.allocate_shared_memory(gl.int64, [DEPTHS, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for half in gl.static_range(2):
+        mbarrier.init(order.index(half), count=1)
     for k in gl.static_range(DEPTHS):
         mbarrier.init(w_ready.index(k), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=1 if IS_APART else 2)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -273,6 +330,7 @@ def _product(
                     w_ready,
                     full,
                     empty,
+                    order,
                     parts,
                     tiles,
                     filters,
@@ -287,6 +345,7 @@ def _product(
                     WIDTH,
                     HAS_SUMS,
                     IS_TURNED,
+                    IS_APART,
                 ),
             ),
             (
@@ -299,6 +358,7 @@ def _product(
                     w_ready,
                     full,
                     empty,
+                    order,
                     parts,
                     tiles,
                     filters,
@@ -313,6 +373,7 @@ def _product(
                     WIDTH,
                     HAS_SUMS,
                     IS_TURNED,
+                    IS_APART,
                 ),
             ),
             (
@@ -362,15 +423,20 @@ def _combine(
     """Chan's rule; frames behind the lengths are zeros, which count, those behind the last frame do not."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     number = tl.arange(0, STEPS)
+    # All loads at once: the kernel is short, and one that waits for another would double its time.
+    is_program = (number < step)[:, None]
+    at = parts + (number * 3 * filters)[:, None] + channel[None, :]
+    pivot = tl.load(at, mask=is_program, other=0.0)
+    sums = tl.load(at + filters, mask=is_program, other=0.0)
+    about_pivot = tl.load(at + 2 * filters, mask=is_program, other=0.0)
+    slope, level = tl.load(weight + channel), tl.load(bias + channel)
     num_tiles = tl.where(number < step, (tl.load(tiles) - number + step - 1) // step, 0)
     count = (WIDTH * num_tiles).to(tl.float32)[:, None]
     there = (num_tiles > 0)[:, None]
-    at = parts + (number * 3 * filters)[:, None] + channel[None, :]
-    pivot = tl.load(at, mask=there, other=0.0)
-    sums = tl.load(at + filters, mask=there, other=0.0)
+    sums = tl.where(there, sums, 0.0)
     shift = sums / tl.maximum(count, 1.0)
-    mean = pivot + shift
-    inner = tl.load(at + 2 * filters, mask=there, other=0.0) - sums * shift
+    mean = tl.where(there, pivot + shift, 0.0)
+    inner = tl.where(there, about_pivot - sums * shift, 0.0)
     counted = tl.sum(count, 0)
     mean_here = tl.sum(mean * count, 0) / tl.maximum(counted, 1.0)
     away = tl.where(there, mean - mean_here[None, :], 0.0)
@@ -379,12 +445,12 @@ def _combine(
     mean_of_all = mean_here * (counted / size)
     squares = tl.maximum(squares + mean_here * mean_of_all * (size - counted), 0.0)
     scale = 1.0 / tl.sqrt(squares / size + eps)
-    slope = tl.load(weight + channel) * scale
+    slope = slope * scale
     tl.store(moments + channel, mean_of_all)
     tl.store(moments + filters + channel, scale)
     tl.store(moments + 2 * filters + channel, squares / (size - 1))
     tl.store(affine + channel, slope)
-    tl.store(affine + filters + channel, tl.load(bias + channel) - mean_of_all * slope)
+    tl.store(affine + filters + channel, level - mean_of_all * slope)
 
 
 @triton.jit
@@ -455,8 +521,8 @@ def forward(
     matrix: Tensor, x: Tensor, tiles: Tensor, frames: int, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Statistics]:
     """(filter, channel) times (channel, batch, row), and the statistics of what comes out; `x` is 0 behind lengths."""
-    filters, (_, batch, _) = matrix.shape[0], x.shape
-    step = _step(filters, x.shape[0])
+    filters, (channels, batch, _) = matrix.shape[0], x.shape
+    step = _step(filters, channels) * (2 if pipeline(channels).is_apart else 1)
     parts = torch.empty(step, 3, filters, dtype=torch.float32, device=x.device)
     y = _launch(matrix, x, tiles, filters, parts)
     affine = torch.empty(2, filters, dtype=torch.float32, device=x.device)
@@ -518,26 +584,42 @@ def _step(filters: int, channels: int) -> int:
     return PROGRAMS // (filters // (128 * _rows(channels)))
 
 
+def pipeline(channels: int) -> Pipeline:
+    """Return the fastest way on an H200. Apart, a group of warps has registers for 128 filters."""
+    return (
+        Pipeline(32, 8, is_apart=True) if channels == 512 and ways.in_use().apart else Pipeline(64, 4, is_apart=False)
+    )
+
+
+def matrix_layout(depth: int, is_turned: bool) -> gl.NVMMASharedLayout:
+    """Return the layout of a piece of the matrix in shared memory: its rows are as long as a fetch is deep."""
+    return _FLAT if is_turned else gl.NVMMASharedLayout(min(128, 2 * depth), 16, rank=2)
+
+
 def _launch(matrix: Tensor, x: Tensor, tiles: Tensor, filters: int, parts: Tensor | None) -> Tensor:
     channels, batch, row = x.shape
     out = x.new_empty(filters, batch, row)
     is_turned, rows = parts is None, _rows(channels)
+    depth, stages, is_apart = pipeline(channels)
+    w_layout = matrix_layout(depth, is_turned)
     _product[(_step(filters, channels) * (filters // (128 * rows)),)](
-        TensorDescriptor.from_tensor(matrix, [DEPTH, 64] if is_turned else [64, DEPTH], _FLAT),
-        _cut(x, DEPTH),
+        TensorDescriptor.from_tensor(matrix, [depth, 64] if is_turned else [64, depth], w_layout),
+        _cut(x, depth),
         _cut(out, 64),
         x if parts is None else parts,
         tiles,
         filters,
         batch * triton.cdiv(row, WIDTH),
-        DEPTHS=channels // DEPTH,
-        STAGES=STAGES,
-        ROWS=rows,
-        DEPTH=DEPTH,
+        DEPTHS=channels // depth,
+        STAGES=stages,
+        ROWS=2 * rows if is_apart else rows,
+        DEPTH=depth,
         WIDTH=WIDTH,
         LAYOUT=_FLAT,
+        W_LAYOUT=w_layout,
         HAS_SUMS=parts is not None,
         IS_TURNED=is_turned,
+        IS_APART=is_apart,
         num_warps=4,
     )
     return out

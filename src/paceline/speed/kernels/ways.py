@@ -25,12 +25,16 @@ class Ways:
     """Every other kernel goes through the channels from the last to the first: see `order`."""
     cut: bool = False
     """Depthwise backward as a stream ends at the longest utterance of a group."""
+    unfilled: bool = False
+    """With `cut`, behind the longest utterance of a group nothing is written, where nobody reads."""
     sorted: bool = False
     """Utterances of a batch lie by their length, if there are several groups of them."""
     batched: bool = False
     """The weight gradient of a product over channels as products of groups of utterances, added up."""
     listed: bool = False
     """Products over channels on Hopper by `product`, of tiles with speech alone, with batch norm's statistics."""
+    apart: bool = False
+    """With `listed`, the groups of warps of a product of 512 channels take tiles in turns."""
     listed_weights: bool = False
     """With `listed`, weight gradients of large batches by `product` as well."""
     added_norm: bool = False
