@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from paceline.cli.eval import DataTwice, UseOptions, call_data_function, open_run, run_here_or_on_procs
 from paceline.core.cloud.address import Place, shown
 from paceline.core.cloud.file_copy import send
 from paceline.core.terminal import tell
 
+if TYPE_CHECKING:
+    from paceline.config.settings import TrainConfig
+    from paceline.train.task import Task
+    from paceline.world.link import Link
+
 
 class InferOptions(UseOptions):
     """Predict with a checkpoint of RUN."""
 
     inputs: tuple[str, ...] = ()
-    """What to predict (files, folders), for a task that reads them."""
+    """What to predict (files, folders), for a task that reads them; `-` is standard input: lines to translate, or audio
+    to transcribe while it arrives."""
     data: str | None = None
     """A function without arguments that returns a data set, as `path/to/file.py:function`; the task's `infer_data` if
     not set, which is its first validation set."""
@@ -46,6 +54,10 @@ def infer(options: InferOptions) -> int:
         data = None if options.data is None else call_data_function(options.data)
         if inputs:
             apply.attach(task, config, link)
+            if isinstance(task, tasks.StreamsInputs) and task.is_stream(inputs):
+                return _stream(task, config, link, inputs, options)
+        if inputs:
+            apply.attach(task, config, link)
             data = tasks.read_inputs(task, inputs)
         elif data is None:
             apply.attach(task, config, link)
@@ -58,4 +70,30 @@ def infer(options: InferOptions) -> int:
     if link.is_first and options.out is not None:
         send(options.out)
         tell(f"{number} predictions in {shown(options.out)}\n")
+    return 0
+
+
+def _stream(task: Task, config: TrainConfig, link: Link, inputs: Sequence[str], options: InferOptions) -> int:
+    """Predict inputs piece by piece, on the first rank."""
+    from paceline.core.disk import CannotWrite
+    from paceline.train import apply
+    from paceline.train import task as tasks
+
+    assert isinstance(task, tasks.StreamsInputs)
+    checkpoint = apply.find_checkpoint(options.run, options.checkpoint)
+    engine = apply.restore_for_use(task, config, link, checkpoint, options.average)
+    if not link.is_first:
+        return 0
+    with engine.evaluating():
+        if options.out is None:
+            task.stream(engine.model, inputs, sys.stdout, as_json=options.json)
+            return 0
+        try:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            with options.out.open("w", encoding="utf-8") as file:
+                number = task.stream(engine.model, inputs, file, as_json=options.json)
+        except OSError as error:
+            raise CannotWrite(options.out, error) from error
+    send(options.out)
+    tell(f"{number} predictions in {shown(options.out)}\n")
     return 0

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, cast, get_args, get_origin, runtime_checkable
+from typing import IO, TYPE_CHECKING, Any, Generic, Protocol, cast, get_args, get_origin, runtime_checkable
 
 import torch
 from numpy.typing import NDArray
@@ -359,6 +359,17 @@ class HasScheduler(Protocol):
     def scheduler(self, optimizer: torch.optim.Optimizer, num_steps: int | None) -> LRScheduler:
         """Return a scheduler of this optimizer; it is stepped after every step (`ReduceLROnPlateau` after every
         validation, with the monitored score) and saved. `num_steps` are those of the run, None if unknown."""
+
+
+@runtime_checkable
+class StreamsInputs(Protocol):
+    """Inputs that are predicted piece by piece while they are read, such as audio of any length."""
+
+    def is_stream(self, words: Sequence[str]) -> bool:
+        """Return True if these inputs are to be read so."""
+
+    def stream(self, model: torch.nn.Module, words: Sequence[str], out: IO[str], *, as_json: bool) -> int:
+        """Predict them, and write to `out` as text or JSON comes; return the number of lines."""
 
 
 @runtime_checkable

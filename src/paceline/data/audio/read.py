@@ -25,7 +25,7 @@ from paceline.data.audio.file import (
 
 _LOUDEST = 64.0
 """In full scales. Decoded sound may reach a few; more is damage, or integers stored as floats."""
-_EXACT = frozenset(("PCM_16", "PCM_S8", "PCM_U8", "ULAW", "ALAW"))
+EXACT = frozenset(("PCM_16", "PCM_S8", "PCM_U8", "ULAW", "ALAW"))
 """Encodings that libsndfile converts to 16 bits exactly. It truncates others (PCM_24), does not scale them (FLOAT) or
 lets them wrap around above full scale (Vorbis and Opus, observed with 1.2.2): those are read as floats."""
 
@@ -47,7 +47,7 @@ def read_audio(
         wanted = min(wanted, frames - start)
         if start:
             file.seek(start)
-        samples = read_frames(file, wanted, "int16" if file.subtype in _EXACT else "float32")
+        samples = read_frames(file, wanted, "int16" if file.subtype in EXACT else "float32")
         if is_short(len(samples), wanted, rate):
             raise AudioUnreadable(path, truncated(start + len(samples), frames, rate))
     if samples.dtype == np.int16 and samples.ndim == 1 and rate == sample_rate:

@@ -20,6 +20,8 @@ from paceline.recipes.asr.data.utterances import Utterance, collate
 from paceline.recipes.asr.exchange.weights import read_model
 from paceline.recipes.asr.network.config import NetworkSettings, read_network
 from paceline.recipes.asr.network.model import AcousticModel
+from paceline.recipes.asr.streaming.use import LongText, StreamsAreGreedy, Windows, transcribe_long
+from paceline.recipes.asr.streaming.windows import PAUSE_S, Listener, Norm
 from paceline.recipes.asr.text.decode import transcripts
 from paceline.recipes.asr.text.pieces import Pieces
 from paceline.recipes.asr.text.subwords.tokenizer import stored
@@ -119,6 +121,39 @@ class Recognizer:
             for place, text in zip(batch, heard, strict=True):
                 texts[place] = text
         return texts
+
+    def transcribe_long(
+        self,
+        path: str | Path,
+        *,
+        window_s: float = 30.0,
+        overlap_s: float = 4.0,
+        pause_s: float = PAUSE_S,
+        norm: Norm = "file",
+    ) -> LongText:
+        """Return text and word times of a file of any length, read in windows: memory does not grow with it."""
+        self._check_greedy(str(path))
+        return transcribe_long(self.model, self.labels, Path(path), Windows(window_s, overlap_s, norm, pause_s))
+
+    def stream(
+        self,
+        *,
+        chunk_s: float = 0.5,
+        lookahead_s: float = 1.0,
+        overlap_s: float = 4.0,
+        pause_s: float = PAUSE_S,
+        norm: Literal["running", "window"] = "running",
+    ) -> Listener:
+        """Return an object that hears audio as it comes: `feed(samples)` (16 bits, at `sample_rate`) returns the text
+        so far, `finish()` the whole text."""
+        self._check_greedy("a stream")
+        return Listener(
+            self.model, self.labels, step_s=chunk_s, left_s=overlap_s, right_s=lookahead_s, pause_s=pause_s, norm=norm
+        )
+
+    def _check_greedy(self, what: str) -> None:
+        if self.beam_width is not None:
+            raise StreamsAreGreedy(what)
 
     def _lengths(self, given: Sequence[Path | NDArray[Any]]) -> list[int]:
         """Return lengths in samples; raise for everything that cannot be used, before anything is transcribed."""

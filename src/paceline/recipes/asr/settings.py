@@ -109,6 +109,23 @@ class UseSettings(Section):
     max_too_short: Annotated[float, Field(ge=0, le=1)] = free(0.5)
     """Largest share of the training utterances that may have fewer frames at the network's output than their
     transcripts need: they add nothing. Fewer are reported, more refused."""
+    long_s: PositiveFloat = free(120.0)
+    """Audio files longer than this are transcribed in windows by `infer`, with times and in constant memory."""
+    window_s: PositiveFloat = free(30.0)
+    """Seconds of a long recording that are read at a time."""
+    overlap_s: Annotated[float, Field(ge=0)] = free(4.0)
+    """Seconds that are heard before each window and behind it, for context; of live audio, before each chunk."""
+    chunk_s: PositiveFloat = free(0.5)
+    """Seconds of live audio (`infer RUN -`) that become text at a time."""
+    lookahead_s: Annotated[float, Field(ge=0)] = free(1.0)
+    """Seconds of live audio that are heard behind each chunk before its text is final."""
+    pause_s: Annotated[float, Field(ge=0)] = free(0.5)
+    """Seconds without a letter that end a word of long or live audio; 0: only a space does."""
+    stream_norm: Literal["auto", "file", "running", "window"] = free("auto")
+    """Mean and deviation that features of long and live audio are normalized by: of the whole file, of the last minute,
+    or of each window; `auto` is `file` for files, and `running` for live audio."""
+    rate: Annotated[int, Field(ge=1000, le=768000)] | None = free(None)
+    """Sample rate of raw audio on standard input; the model's if not set. A WAV says its own."""
     check_audio: bool = free(True)
     """Look at every audio file before the first step: is it there, whole, and as long as the manifest says."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from torch import Tensor, nn
 
@@ -32,9 +32,22 @@ from paceline.recipes.asr.objective import Objective
 from paceline.recipes.asr.settings import AsrSettings, UseSettings
 from paceline.recipes.asr.sound.perturb import check_clips, is_active
 from paceline.recipes.asr.sound.placement import Placement, describe, place
+from paceline.recipes.asr.streaming.use import (
+    STANDARD_INPUT,
+    NoFileYet,
+    NotAlone,
+    StreamsAreGreedy,
+    Windows,
+    infer_live,
+    infer_long,
+    long_files,
+    standard_input,
+)
+from paceline.recipes.asr.streaming.windows import Listener, Norm
 from paceline.recipes.asr.text.decode import transcripts
 from paceline.recipes.asr.text.error_rate import character_errors
 from paceline.recipes.asr.text.labels import Labels
+from paceline.recipes.asr.text.pieces import Pieces
 from paceline.recipes.asr.text.subwords.labels import Subwords
 from paceline.train.task import Sums, Task
 
@@ -174,6 +187,38 @@ class Asr(Task):
             say=self.say,
             trim=settings.network.trims(is_training=False),
         )
+
+    def is_stream(self, words: Sequence[str]) -> bool:
+        return STANDARD_INPUT in words or long_files(words, self.settings.long_s) is not None
+
+    def stream(self, model: nn.Module, words: Sequence[str], out: IO[str], *, as_json: bool) -> int:
+        """Text of long files in windows, or of audio on standard input while it arrives."""
+        assert isinstance(model, AcousticModel)
+        settings, labels = self.settings, Pieces(self.network.labels)
+        is_live = STANDARD_INPUT in words
+        if is_live and len(words) > 1:
+            raise NotAlone(words)
+        if settings.decoder == "beam":
+            raise StreamsAreGreedy("standard input" if is_live else words[0])
+        norm: Norm = settings.stream_norm if settings.stream_norm != "auto" else "running" if is_live else "file"
+        if is_live and norm == "file":
+            raise NoFileYet
+        if not is_live:
+            paths = long_files(words, settings.long_s) or []
+            windows = Windows(settings.window_s, settings.overlap_s, norm, settings.pause_s)
+            return infer_long(model, labels, paths, windows, out, as_json=as_json)
+        listener = Listener(
+            model,
+            labels,
+            step_s=settings.chunk_s,
+            left_s=settings.overlap_s,
+            right_s=settings.lookahead_s,
+            pause_s=settings.pause_s,
+            norm=norm,
+        )
+        with standard_input() as pipe:
+            infer_live(listener, pipe, out, rate=settings.rate, as_json=as_json, screen=out.isatty())
+        return 1
 
     def read_weights(self, path: Path) -> Mapping[str, Tensor]:
         return read_weights(path, self.network, new_decoder=self.settings.new_decoder, say=self.say)

@@ -185,9 +185,29 @@ class LogMel(nn.Module):
             if keys is None:
                 keys = torch.randint(2**62, (len(audio),), device=audio.device)
             signal.add_(normal(keys, KeyStream.DITHER, audio.shape[1]), alpha=self.settings.dither)
-        energies = self._log_energies(self._with_edges(signal, lengths), self.num_frames(audio.shape[1]))
+        window, filters = self.window_bits.view(torch.float64), self.filter_bits.view(torch.float64)
+        energies = self._log_energies(
+            self._with_edges(signal, lengths), self.num_frames(audio.shape[1]), window, filters
+        )
         frames = self.num_frames(lengths)
         return self._normalized(energies, frames), frames
+
+    @torch.no_grad()
+    def log_energies(self, samples: Tensor) -> Tensor:
+        """(samples) int16 -> (frame, mel) float64 on the CPU, before it is normalized: for whoever knows mean and
+        deviation of more than these samples."""
+        signal = samples.to("cpu", torch.float64)[None] * 2.0**-15
+        number = self.num_frames(len(samples))
+        if not number:
+            return torch.zeros(0, self.settings.num_mels, dtype=torch.float64, device="cpu")
+        edged = self._with_edges(signal, torch.tensor([len(samples)], device="cpu"))
+        window, filters = (bits.cpu().view(torch.float64) for bits in (self.window_bits, self.filter_bits))
+        return self._log_energies(edged, number, window, filters)[0]
+
+    @property
+    def edge_frames(self) -> int:
+        """Frames at the end of a signal that look beyond it."""
+        return -(-self._after // self.hop_samples) + 1
 
     def computed(self, features: Tensor) -> Tensor:
         """(batch, frame, mel) that `forward` would have given, padded as it pads: (batch, mel, frame)."""
@@ -211,9 +231,8 @@ class LogMel(nn.Module):
         edged[:, :before] = head
         return edged.scatter_(1, before + positions, tail)
 
-    def _log_energies(self, edged: Tensor, num_frames: int) -> Tensor:
+    def _log_energies(self, edged: Tensor, num_frames: int, window: Tensor, filters: Tensor) -> Tensor:
         """(batch, samples) -> (batch, frame, mel), some frames of all utterances at a time."""
-        window, filters = self.window_bits.view(torch.float64), self.filter_bits.view(torch.float64)
         frames = edged.unfold(1, self.window_samples, self.hop_samples)  # `num_frames`, or one more
         energies = edged.new_empty(len(edged), num_frames, self.settings.num_mels)
         step = max(1, FRAMES_AT_ONCE[edged.device.type] // max(len(edged), 1))
