@@ -150,7 +150,8 @@ def test_adamw_as_torchs_fused_kernel(betas: tuple[float, float]) -> None:
         first, second = made[0][1].state[mine], made[2][1].state[other]
         assert first.keys() == second.keys()
         for name, value in first.items():
-            torch.testing.assert_close(value, second[name], rtol=1e-6, atol=1e-9)
+            # A mean of gradients of either sign is near 0 here and there: what is rounded is the gradients.
+            torch.testing.assert_close(value, second[name], rtol=1e-6, atol=2e-8)
 
 
 def test_adamw_and_the_check_leave_neighbours_alone() -> None:
