@@ -34,8 +34,8 @@ class Ways:
     listed: bool = False
     """Products over channels on Hopper by `product`, of tiles with speech alone, with batch norm's statistics."""
     apart: bool = False
-    """With `listed`, the groups of warps of a product of 512 channels take tiles in turns. Not shown to end on a device:
-    not for use."""
+    """With `listed`, the groups of warps of a product of 512 channels take tiles in turns. Not for use: it was
+    not seen to end on a device."""
     listed_weights: bool = False
     """With `listed`, weight gradients of large batches by `product` as well."""
     added_norm: bool = False
