@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import math
 import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -154,60 +156,67 @@ def _read_counts(lines: _Lines) -> list[int]:
 
 
 def _read_level(lines: _Lines, order: int, count: int, words: dict[str, int]) -> Level:
-    if order > 1:
-        line = lines.next_filled()
-        if line != f"\\{order}-grams:":
-            why = phrase("`\\{order}-grams:` expected, after {count} {below}-grams", order=order, count=count, below=order - 1)
-            raise lines.broken(why)
-    ids = np.empty((count, order), np.int64)
-    probs, backoffs = np.empty(count), np.zeros(count)
-    seen: set[tuple[int, ...]] = set()
-    place = 0
-    for line in lines.file:
-        lines.number += 1
-        fields = line.split()
-        if not fields:
-            if place == count:
-                break
-            continue
-        if place == count or fields[0].startswith("\\"):
-            lines.text = line
-            why = phrase("{count} {order}-grams are announced, {found} are there", count=count, order=order, found=place)
-            raise lines.broken(why if place != count else phrase("more {order}-grams than announced", order=order))
-        try:
-            probs[place] = float(fields[0])
-            if len(fields) == order + 2:
-                backoffs[place] = float(fields[-1])
-            elif len(fields) != order + 1:
-                raise ValueError
-        except ValueError:
-            lines.text = line
-            why = phrase("a logarithm, {order} words and perhaps a back-off weight expected", order=order)
-            raise lines.broken(why) from None
-        if not (probs[place] <= 0 and np.isfinite(backoffs[place])):
-            lines.text = line
-            raise lines.broken(phrase("a probability above 1, or no number"))
+    if order > 1 and lines.next_filled() != f"\\{order}-grams:":
+        raise lines.broken(phrase("`\\{order}-grams:` expected: more n-grams are there than announced", order=order))
+    begin = lines.number
+    rows = [line.split() for line in islice(lines.file, count)]
+    lines.number += len(rows)
+    level = _converted(rows, order, count, words)
+    if level is None:
+        raise _first_broken(lines, rows, begin, order, count, words)
+    return level
+
+
+def _converted(rows: list[list[str]], order: int, count: int, words: dict[str, int]) -> Level | None:
+    """Return n-grams; None if something is wrong with any of them."""
+    try:
+        if not set(map(len, rows)) <= {order + 1, order + 2} or len(rows) != count:
+            return None
+        probs = np.array([row[0] for row in rows], np.float64) if rows else np.zeros(0)
+        backoffs = np.array([row[order + 1] if len(row) > order + 1 else "0" for row in rows], np.float64)
         if order == 1:
-            if fields[1] in words:
-                lines.text = line
-                raise lines.broken(phrase("the word {word!r} stands there twice", word=fields[1]))
-            ids[place, 0] = words.setdefault(fields[1], len(words))
+            words.update({row[1]: number for number, row in enumerate(rows)})
+            ids = np.arange(count)[:, None]
+            is_once = len(words) == count
         else:
-            try:
-                row = tuple([words[word] for word in fields[1 : order + 1]])
-            except KeyError as error:
-                lines.text = line
-                raise lines.broken(phrase("the word {word!r} is not among the 1-grams", word=error.args[0])) from None
-            if row in seen:
-                lines.text = line
-                raise lines.broken(phrase("the same n-gram stands there twice"))
-            seen.add(row)
-            ids[place] = row
-        place += 1
-        if place == count:
-            break
-    if place < count:
-        lines.text = ""
-        why = phrase("{count} {order}-grams are announced, {found} are there", count=count, order=order, found=place)
-        raise lines.broken(why)
-    return Level(ids, np.maximum(probs, MISSING_UNKNOWN), backoffs)
+            flat = [words[word] for row in rows for word in row[1 : order + 1]]
+            ids = np.array(flat, np.int64).reshape(count, order)
+            is_once = len({row.tobytes() for row in ids}) == count
+    except (ValueError, KeyError, IndexError):
+        return None
+    are_numbers = (probs <= 0).all() and np.isfinite(backoffs).all()
+    return Level(ids, np.maximum(probs, MISSING_UNKNOWN), backoffs) if is_once and are_numbers else None
+
+
+def _first_broken(
+    lines: _Lines, rows: list[list[str]], begin: int, order: int, count: int, words: dict[str, int]
+) -> BrokenArpa:
+    """Return the error of the first line that cannot be used."""
+    seen: set[tuple[str, ...]] = set()
+    for number, row in enumerate(rows):
+        gram = tuple(row[1 : order + 1])
+        why = _wrong(row, order, gram, seen, words)
+        if why is not None:
+            is_end = not row or row[0].startswith("\\")
+            found = phrase("{count} {order}-grams are announced, {found} are there", count=count, order=order, found=number)
+            return BrokenArpa(lines.path, begin + number + 1, found if is_end else why, " ".join(row))
+        seen.add(gram)
+    found = phrase("{count} {order}-grams are announced, {found} are there", count=count, order=order, found=len(rows))
+    return BrokenArpa(lines.path, begin + len(rows), found)
+
+
+def _wrong(
+    row: list[str], order: int, gram: tuple[str, ...], seen: set[tuple[str, ...]], words: dict[str, int]
+) -> str | None:
+    try:
+        numbers = [float(row[0]), *map(float, row[order + 1 :])]
+        if not order + 1 <= len(row) <= order + 2:
+            raise ValueError
+    except (ValueError, IndexError):
+        return phrase("a logarithm, {order} words and perhaps a back-off weight expected", order=order)
+    if not (numbers[0] <= 0 and math.isfinite(numbers[-1] if len(row) == order + 2 else 0.0)):
+        return phrase("a probability above 1, or no number")
+    missing = [word for word in gram if order > 1 and word not in words]
+    if missing:
+        return phrase("the word {word!r} is not among the 1-grams", word=missing[0])
+    return phrase("the same n-gram stands there twice") if gram in seen else None

@@ -144,13 +144,12 @@ def _tables(num_words: int, levels: Sequence[Level]) -> Tables:
     begin = 1  # first node of the order below
     nexts = np.zeros(0, np.int64)
     unigrams = first.log_probs
-    missing = _missing(levels)
     for order in range(2, len(levels) + 1):
         level = levels[order - 1]
-        ids = np.concatenate([level.ids, missing[order - 1]])
-        level_probs = np.concatenate([level.log_probs, np.full(len(missing[order - 1]), np.nan)])
-        level_backoffs = np.concatenate([level.backoffs, np.zeros(len(missing[order - 1]))])
+        ids, level_probs, level_backoffs = level.ids, level.log_probs, level.backoffs
         contexts = _contexts(ids[:, :-1], keys, num_words)
+        if contexts is None:
+            return _tables(num_words, _with_beginnings(levels))
         level_keys = contexts * num_words + ids[:, -1]
         by_key = np.argsort(level_keys, kind="stable")
         level_keys, level_probs, level_backoffs = level_keys[by_key], level_probs[by_key], level_backoffs[by_key]
@@ -177,26 +176,29 @@ def _tables(num_words: int, levels: Sequence[Level]) -> Tables:
     )
 
 
-def _contexts(ids: NDArray[np.int64], keys: NDArray[np.int64], num_words: int) -> NDArray[np.int64]:
-    """Return the node of each context, word by word from its beginning; all are there."""
+def _contexts(ids: NDArray[np.int64], keys: NDArray[np.int64], num_words: int) -> NDArray[np.int64] | None:
+    """Return the node of each context, word by word from its beginning; None if one is not there."""
     nodes = 1 + ids[:, 0]
     for column in ids.T[1:]:
         places, is_there = find(keys, nodes * num_words + column)
-        assert is_there.all()
+        if not is_there.all():
+            return None
         nodes = 1 + num_words + places
     return nodes
 
 
-def _missing(levels: Sequence[Level]) -> list[NDArray[np.int64]]:
-    """Return, of each order, the beginnings of longer n-grams that the model does not have: pruned models lack some."""
-    missing = [np.zeros((0, order + 1), np.int64) for order in range(len(levels))]
+def _with_beginnings(levels: Sequence[Level]) -> list[Level]:
+    """Return levels with all beginnings of longer n-grams: pruned models lack some. Their probabilities are not known
+    yet."""
+    complete = list(levels)
     for order in range(len(levels) - 1, 1, -1):
-        longer = np.concatenate([levels[order].ids, missing[order]])[:, :-1]
-        wanted = np.unique(longer, axis=0) if len(longer) else longer
-        present = levels[order - 1].ids
-        rows = np.concatenate([present, wanted])
-        _, numbers = np.unique(rows, axis=0, return_inverse=True)
-        numbers = numbers.reshape(-1)
-        is_new = ~np.isin(numbers[len(present) :], numbers[: len(present)])
-        missing[order - 1] = wanted[is_new]
-    return missing
+        level, longer = complete[order - 1], complete[order].ids[:, :-1]
+        present = set(map(tuple, level.ids.tolist()))
+        missing = [row for row in np.unique(longer, axis=0).tolist() if tuple(row) not in present]
+        if missing:
+            complete[order - 1] = Level(
+                np.concatenate([level.ids, np.array(missing, np.int64)]),
+                np.append(level.log_probs, np.full(len(missing), np.nan)),
+                np.append(level.backoffs, np.zeros(len(missing))),
+            )
+    return complete

@@ -36,16 +36,25 @@ typedef struct {
 } Decoder;
 
 typedef struct {
-    double acoustic, lm, hot, partial, score;
-    uint64_t text, part;
+    double acoustic, lm, hot, partial;
+    uint64_t text, part, done_text;  /* done_text: with the word finished */
     int64_t state;
-    int32_t part_length, part_word, part_hot, last, num_words, trace;
+    int32_t part_length, part_word, part_hot, last, trace;
     int32_t is_done;                 /* done_* hold what finishing the word gives */
-    double done_lm;
+    double done_lm, done_hot;
     int64_t done_state;
     uint64_t history[MAX_HISTORY];
     uint64_t past;                   /* hash of the last words */
 } Beam;
+
+/* A beam continued by a label, before it is known to be worth making. */
+typedef struct {
+    double acoustic, partial, score;
+    uint64_t text, part;
+    int32_t from, label, kind, trace, part_word, part_hot, part_length;
+} Candidate;
+
+enum { SAME, STARTS, GROWS };
 
 static uint64_t mixed(uint64_t value) {
     value ^= value >> 32; value *= 0xD6E8FEB86659FD93u;
@@ -143,26 +152,33 @@ static double word_score(const Decoder *d, int64_t state, int32_t word, int is_l
     return d->weight * found * LN10 + d->bonus;
 }
 
-static void look_at_part(const Decoder *d, Beam *beam) {
-    beam->part_word = -1; beam->part_hot = 0; beam->partial = 0; beam->is_done = 0;
-    if (!beam->part_length) return;
-    const Slot *slot = find_word(d, beam->part);
-    if (slot) { beam->part_word = slot->word; beam->part_hot = slot->hot; beam->partial = slot->partial; return; }
+static void look_at_part(const Decoder *d, Candidate *one) {
+    one->part_word = -1; one->part_hot = 0; one->partial = 0;
+    if (!one->part_length) return;
+    const Slot *slot = find_word(d, one->part);
+    if (slot) { one->part_word = slot->word; one->part_hot = slot->hot; one->partial = slot->partial; return; }
     if (d->has_model) {
-        beam->partial = d->unknown_offset;
-        if (beam->part_length > 6) beam->partial = beam->partial * beam->part_length / 6;
+        one->partial = d->unknown_offset;
+        if (one->part_length > 6) one->partial = one->partial * one->part_length / 6;
     }
 }
 
 static uint64_t longer(uint64_t text, uint64_t word) { return mixed(text * 0x9FB21C651E98DF25u + word); }
 
-/* The beam with its word finished. */
-static void finish_word(const Decoder *d, const Beam *from, Beam *to, int num_history) {
+/* What finishing its word gives a beam. */
+static void score_done(const Decoder *d, Beam *beam) {
+    if (beam->is_done) return;
+    beam->is_done = 1;
+    beam->done_lm = beam->lm; beam->done_state = beam->state; beam->done_hot = beam->hot;
+    if (!beam->part_length) return;
+    if (beam->part_hot) beam->done_hot += d->hotword_weight;
+    if (d->has_model) beam->done_lm += word_score(d, beam->state, beam->part_word, 0, &beam->done_state);
+}
+
+/* A beam with the word of `from` finished. */
+static void finish_word(const Beam *from, Beam *to, int num_history) {
+    to->lm = from->done_lm; to->state = from->done_state; to->hot = from->done_hot;
     if (!from->part_length) return;
-    to->text = longer(from->text, from->part);
-    to->num_words = from->num_words + 1;
-    if (from->part_hot) to->hot = from->hot + d->hotword_weight;
-    if (d->has_model) { to->lm = from->done_lm; to->state = from->done_state; }
     for (int i = num_history - 1; i > 0; i--) to->history[i] = from->history[i - 1];
     to->history[0] = from->part;
     uint64_t past = 0;
@@ -188,7 +204,7 @@ static int32_t seen(Mark *marks, int64_t num_marks, uint64_t key, int32_t stamp,
 }
 
 /* Numbers of the best, best first; those equal in score in the order they come. */
-static int32_t best_of(const Beam *beams, int32_t count, int32_t width, double prune, int32_t *order) {
+static int32_t best_of(const Candidate *beams, int32_t count, int32_t width, double prune, int32_t *order) {
     double most = -INFINITY;
     for (int32_t i = 0; i < count; i++) if (beams[i].score > most) most = beams[i].score;
     int32_t num = 0;
@@ -218,14 +234,18 @@ int32_t paceline_decode(
     int32_t *tokens = malloc(classes * sizeof *tokens);
     Beam *beams = malloc(width * sizeof *beams), *kept = malloc(width * sizeof *kept);
     int64_t room = (int64_t)width * 8;
-    Beam *cands = malloc(room * sizeof *cands);
+    Candidate *cands = malloc(room * sizeof *cands);
     int32_t *order = malloc(width * sizeof *order);
     Mark *marks = calloc(num_marks, sizeof *marks);
     int32_t *parents = malloc((frames * width + 1) * sizeof *parents), *labels = malloc((frames * width + 1) * sizeof *labels);
     int32_t result = -1, stamp = 0, num = 1, sole = -1;
     if (!tokens || !beams || !kept || !cands || !order || !marks || !parents || !labels) goto done;
+    /* More than any look-up can add to a score. */
+    double slack = (d->bonus > 0 ? d->bonus : 0) + (d->hotword_weight > 0 ? 2 * d->hotword_weight : 0);
+    if (d->weight < 0 || d->unknown_offset > 0) slack = INFINITY;
+    if (!d->has_model) slack -= d->bonus > 0 ? d->bonus : 0;
     memset(beams, 0, sizeof *beams);
-    beams[0].last = -1; beams[0].part_word = -1; beams[0].text = 1; beams[0].state = d->start; beams[0].trace = -1;
+    beams[0].last = -1; beams[0].part_word = -1; beams[0].text = beams[0].done_text = 1; beams[0].state = d->start; beams[0].trace = -1;
     for (int64_t frame = 0; frame < frames; frame++) {
         const float *row = log_probs + frame * stride;
         int32_t num_tokens = 0, most = 0;
@@ -250,90 +270,105 @@ int32_t paceline_decode(
             cands = malloc(room * sizeof *cands);
             if (!cands) goto done;
         }
+        /* Paths that come to the same text, word and label are one; that label is the same, so look per label. */
         int32_t count = 0;
         for (int32_t t = 0; t < num_tokens; t++) {
             int32_t c = tokens[t], starts = c != blank && d->starts[c];
             double p = row[c] < floor_log_prob ? floor_log_prob : row[c] > 0 ? 0 : row[c];
             stamp++;
             for (int32_t i = 0; i < num; i++) {
-                Beam *from = &beams[i];
-                int is_same = c == blank || from->last == c;
+                const Beam *from = &beams[i];
+                int32_t kind = c == blank || from->last == c ? SAME : starts ? STARTS : GROWS;
                 uint64_t text = from->text, part = from->part;
-                if (!is_same && starts) {
-                    if (from->part_length) text = longer(text, part);
+                if (kind == STARTS) {
+                    text = from->done_text;
                     part = (uint64_t)d->piece_hash[c];
-                } else if (!is_same) {
+                } else if (kind == GROWS) {
                     part = part * (uint64_t)d->piece_power[c] + (uint64_t)d->piece_hash[c];
                 }
-                uint64_t key = mixed(text * 0x9FB21C651E98DF25u + part);
-                int32_t same = seen(marks, num_marks, key, stamp, count);
+                int32_t same = seen(marks, num_marks, mixed(text * 0x9FB21C651E98DF25u + part), stamp, count);
                 if (same >= 0) {
-                    double acoustic = log_add(cands[same].acoustic, from->acoustic + p);
-                    cands[same].acoustic = acoustic;
-                    cands[same].score = acoustic + cands[same].lm + cands[same].hot + cands[same].partial;
+                    cands[same].acoustic = log_add(cands[same].acoustic, from->acoustic + p);
                     cands[same].trace = from->trace;
                     continue;
                 }
-                Beam *to = &cands[count++];
-                *to = *from;
-                to->acoustic += p;
-                to->last = c;
-                if (!is_same && starts) {
-                    if (from->part_length && d->has_model && !from->is_done) {
-                        from->done_lm = from->lm + word_score(d, from->state, from->part_word, 0, &from->done_state);
-                        from->is_done = 1;
-                    }
-                    finish_word(d, from, to, num_history);
-                    to->part = part; to->part_length = d->piece_length[c];
-                    look_at_part(d, to);
-                } else if (!is_same) {
-                    to->part = part; to->part_length += d->piece_length[c];
-                    look_at_part(d, to);
-                }
-                to->score = to->acoustic + to->lm + to->hot + to->partial;
+                Candidate *to = &cands[count++];
+                to->acoustic = from->acoustic + p;
+                to->text = text; to->part = part;
+                to->from = i; to->label = c; to->kind = kind; to->trace = from->trace;
             }
+        }
+        /* Scores: first those that need no look-up, then of the others only those that can still be kept. */
+        double most_score = -INFINITY;
+        for (int32_t i = 0; i < count; i++) {
+            Candidate *one = &cands[i];
+            const Beam *from = &beams[one->from];
+            if (one->kind != SAME) continue;
+            one->score = one->acoustic + from->lm + from->hot + from->partial;
+            if (one->score > most_score) most_score = one->score;
+        }
+        for (int32_t i = 0; i < count; i++) {
+            Candidate *one = &cands[i];
+            Beam *from = &beams[one->from];
+            if (one->kind == SAME) continue;
+            one->score = -INFINITY;
+            if (one->acoustic + from->lm + from->hot + slack < most_score + prune) continue;
+            one->part_length = d->piece_length[one->label] + (one->kind == GROWS ? from->part_length : 0);
+            look_at_part(d, one);
+            if (one->kind == STARTS) score_done(d, from);
+            double before = one->kind == STARTS ? from->done_lm + from->done_hot : from->lm + from->hot;
+            one->score = one->acoustic + before + one->partial;
+            if (one->score > most_score) most_score = one->score;
         }
         int32_t chosen = best_of(cands, count, width, prune, order), next = 0;
         stamp++;
         for (int32_t i = 0; i < chosen; i++) {
-            Beam *one = &cands[order[i]];
+            const Candidate *one = &cands[order[i]];
+            const Beam *from = &beams[one->from];
+            Beam *to = &kept[next];
+            *to = *from;
+            to->acoustic = one->acoustic; to->last = one->label; to->text = one->text; to->part = one->part;
+            if (one->kind == STARTS) finish_word(from, to, num_history);
+            if (one->kind != SAME) {
+                to->part_length = one->part_length; to->part_word = one->part_word; to->part_hot = one->part_hot;
+                to->partial = one->partial; to->is_done = 0;
+                to->done_text = to->part_length ? longer(to->text, to->part) : to->text;
+            }
             if (prune_history) {
-                uint64_t key = mixed(mixed(one->past * 0x9FB21C651E98DF25u + one->part) + (uint64_t)(one->last + 2));
+                uint64_t key = mixed(mixed(to->past * 0x9FB21C651E98DF25u + to->part) + (uint64_t)(to->last + 2));
                 if (seen(marks, num_marks, key, stamp, i) >= 0) continue;
             }
-            parents[base + next] = one->trace; labels[base + next] = one->last;
-            kept[next] = *one;
-            kept[next].trace = (int32_t)(base + next);
+            parents[base + next] = one->trace; labels[base + next] = one->label;
+            to->trace = (int32_t)(base + next);
             next++;
         }
         Beam *swap = beams; beams = kept; kept = swap;
         num = next;
     }
-    /* the last word */
+    /* The last word. Of texts that become one, the last is scored: it may end in a space, then its last word is none. */
     int32_t count = 0;
     stamp++;
     for (int32_t i = 0; i < num; i++) {
-        Beam *from = &beams[i];
-        uint64_t text = from->part_length ? longer(from->text, from->part) : from->text;
-        int32_t same = seen(marks, num_marks, mixed(text), stamp, count);
-        Beam *to = same >= 0 ? &cands[same] : &cands[count++];
-        double acoustic = same >= 0 ? log_add(to->acoustic, from->acoustic) : from->acoustic;
-        *to = *from;
-        to->acoustic = acoustic;
-        to->text = text;
+        const Beam *from = &beams[i];
+        int32_t same = seen(marks, num_marks, mixed(from->done_text), stamp, count);
+        Candidate *to = same >= 0 ? &cands[same] : &cands[count++];
+        to->acoustic = same >= 0 ? log_add(to->acoustic, from->acoustic) : from->acoustic;
+        to->from = i; to->trace = from->trace;
     }
     for (int32_t i = 0; i < count; i++) {
-        Beam *one = &cands[i];
+        Candidate *one = &cands[i];
+        const Beam *from = &beams[one->from];
+        double hot = from->part_length && from->part_hot ? from->hot + d->hotword_weight : from->hot;
         int64_t next;
-        if (d->has_model) one->lm += word_score(d, one->state, one->part_length ? one->part_word : -1, 1, &next);
-        if (one->part_length && one->part_hot) one->hot += d->hotword_weight;
-        one->score = one->acoustic + one->lm + one->hot;
+        one->partial = from->lm;  /* the language model's part, from here on */
+        if (d->has_model) one->partial += word_score(d, from->state, from->part_length ? from->part_word : -1, 1, &next);
+        one->score = one->acoustic + one->partial + hot;
     }
     result = best_of(cands, count, width, prune, order);
     if (result > num_wanted) result = num_wanted;
     for (int32_t i = 0; i < result; i++) {
-        Beam *one = &cands[order[i]];
-        scores[3 * i] = one->score; scores[3 * i + 1] = one->acoustic; scores[3 * i + 2] = one->lm;
+        const Candidate *one = &cands[order[i]];
+        scores[3 * i] = one->score; scores[3 * i + 1] = one->acoustic; scores[3 * i + 2] = one->partial;
         int32_t at = one->trace;
         for (int64_t frame = frames - 1; frame >= 0; frame--) { paths[i * frames + frame] = labels[at]; at = parents[at]; }
     }

@@ -218,9 +218,18 @@ class _OnDevice:
     # -- the whole search ----------------------------------------------------------------------------------------
 
     def search(self, log_probs: Tensor, lengths: Sequence[int], num_wanted: int) -> list[list[Found]]:
-        batch, frames, _ = log_probs.shape
-        if not batch:
+        num = len(log_probs)
+        if not num:
             return []
+        if self.device.type == "cuda":  # few sizes, so that few graphs are recorded
+            more = _batch_size(num) - num
+            log_probs = torch.nn.functional.pad(log_probs, (0, 0, 0, 0, 0, more))
+            lengths = [*lengths, *[0] * more]
+        found = self._search(log_probs, lengths, num_wanted)
+        return found[:num]
+
+    def _search(self, log_probs: Tensor, lengths: Sequence[int], num_wanted: int) -> list[list[Found]]:
+        batch = len(log_probs)
         steps = self._steps(log_probs, lengths)
         beams = self._first(batch)
         width = self.limits.beam_width
@@ -557,6 +566,12 @@ def _mixed(value: Tensor) -> Tensor:
 
 def _high(value: Tensor) -> Tensor:
     return (value >> 32) & 0xFFFFFFFF
+
+
+def _batch_size(number: int) -> int:
+    """Return the number of utterances that a batch is filled up to: four sizes between powers of two."""
+    step = max(8, 1 << max((number - 1).bit_length() - 3, 0))
+    return -(-number // step) * step
 
 
 def _fitting(number: int, most: int) -> int:
