@@ -1,13 +1,13 @@
 """Hours of audio decoded per second, beam 16 with a 3-gram model, beside pyctcdecode in the same call; same words.
 
-    python benchmarks/decoding.py --texts train.json                  # CPU: compiled C on one thread and on all, pyctcdecode on one
+    python benchmarks/decoding.py --texts train.json                  # C on one thread and on all, pyctcdecode on one
     python benchmarks/decoding.py --texts train.json --device cuda    # batches on the GPU, beside C on the CPU
 
 The network's output is made from text: each letter for one or two frames of 20 ms, blanks between, 14 letters a second,
 and normal noise on the logits, so strong that the best path has about one word in three wrong. With `--frame-ms 80
 --subwords` labels are pieces of words and frames as long as FastConformer's. The language model is made of the same
-text by `paceline lm`'s estimator. pyctcdecode decodes the first `--peer` utterances only, with KenLM, from the ARPA file
-that we wrote; words and scores are compared. Where it is not installed its rows are left out, and that is said.
+text by the estimator of `paceline lm`. pyctcdecode decodes the first `--peer` utterances only, with KenLM, from the
+ARPA file that we wrote; words and scores are compared. Where it is not installed its rows are left out, and it is said.
 """
 
 from __future__ import annotations
@@ -80,7 +80,13 @@ def _on_cpu(decoder: BeamDecoder, padded: torch.Tensor, lengths: list[int], hour
 
 
 def _on_gpu(
-    decoder: BeamDecoder, padded: torch.Tensor, lengths: list[int], hours: float, batch: int, words: list[str], rows: list[Row]
+    decoder: BeamDecoder,
+    padded: torch.Tensor,
+    lengths: list[int],
+    hours: float,
+    batch: int,
+    words: list[str],
+    rows: list[Row],
 ) -> None:
     there = padded.cuda()
 
@@ -126,7 +132,9 @@ def _beside_peer(
         worst = max(worst, abs(hypotheses[0].score - score))
     name = f"pyctcdecode {_version()} with KenLM, 1 thread"
     rows.append(Row(name, "decoded", hours / their_seconds, "h/s"))
-    rows.append(Row("C, the same utterances, 1 thread", "decoded", hours / seconds, "h/s", name, their_seconds / seconds))
+    rows.append(
+        Row("C, the same utterances, 1 thread", "decoded", hours / seconds, "h/s", name, their_seconds / seconds)
+    )
     rows.append(Row("C and pyctcdecode", "utterances with the same words", same / len(outputs) * 100, "%"))
     rows.append(Row("C and pyctcdecode", "largest difference of scores", worst, "nats"))
 
@@ -178,9 +186,7 @@ def _ids(text: str, labels: Pieces) -> list[int]:
     return ids
 
 
-def _output(
-    text: str, labels: Pieces, noise: float, frame_s: float, dice: np.random.Generator
-) -> NDArray[np.float32]:
+def _output(text: str, labels: Pieces, noise: float, frame_s: float, dice: np.random.Generator) -> NDArray[np.float32]:
     blank, path = labels.blank, []
     ids = _ids(text, labels)
     gap = max(len(text) / LETTERS_PER_SECOND / frame_s / max(len(ids), 1) - 1.5, 0.1)

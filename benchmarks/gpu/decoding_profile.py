@@ -1,4 +1,7 @@
-"""Time of the parts of the search on the GPU: preparing steps, the loop, reading results; and its kernels."""
+"""Seconds of the search on the GPU by batch size, as a kernel and in tensors, beside C on the CPU; same words.
+
+python benchmarks/gpu/decoding_profile.py train.json [--subwords]
+"""
 
 from __future__ import annotations
 
@@ -19,27 +22,40 @@ from paceline.recipes.asr.text.labels import ENGLISH
 
 dice = np.random.default_rng(0)
 texts = bench._texts(Path(sys.argv[1]), dice)
+is_subwords = "--subwords" in sys.argv
+labels, frame_s = (bench._subwords(texts), 0.08) if is_subwords else (ENGLISH, 0.02)
 model = estimate([text.split() for text in texts], 3)
-decoder = BeamDecoder(ENGLISH, lm=Ngrams(model.words, model.levels))
-outputs = [bench._output(text, ENGLISH, 2.3, 0.02, dice) for text in texts[:256]]
+decoder = BeamDecoder(labels, lm=Ngrams(model.words, model.levels))
+outputs = [bench._output(text, labels, 2.0, frame_s, dice) for text in texts[:1024]]
+outputs = outputs * (1 if is_subwords else 4)
 padded, lengths = bench._padded(outputs)
 there = padded.cuda()
-for batch in (16, 64, 256):
-    part, of = there[:batch], lengths[:batch]
-    part = part[:, : max(of)]
-    decoder.texts(part, of)
+begin = time.perf_counter()
+decoder.texts(there[:1], lengths[:1])
+print(f"first call {time.perf_counter() - begin:.2f} s")
+expected = decoder.texts(padded[:256], lengths[:256])
+found = decoder.texts(there[:256], lengths[:256])
+print("words as on the CPU:", np.mean([one == other for one, other in zip(expected, found, strict=True)]))
+for batch in (16, 64, 256, 1024, 4096):
+    if batch > len(outputs):
+        break
+    of = lengths[:batch]
+    part = there[:batch, : max(of)]
+    best, searching = float("inf"), float("inf")
+    for _ in range(3):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        decoder.on_gpu(part, of)
+        middle = time.perf_counter()
+        decoder.texts(part, of)
+        best, searching = min(best, time.perf_counter() - middle), min(searching, middle - begin)
+    hours = sum(of) * frame_s / 3600
+    print(f"batch {batch}: {hours:.3f} h, search {searching:.4f} s, with words {best:.4f} s: {hours / best:.2f} h/s")
+for batch in (256, 1024):
+    of = lengths[:batch]
+    part = there[:batch, : max(of)]
+    decoder.tensors(part, of)
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    found = decoder.on_gpu(part, of)
-    middle = time.perf_counter()
-    decoder.texts(part, of)
-    end = time.perf_counter()
-    hours = sum(of) * 0.02 / 3600
-    print(f"batch {batch}: {hours:.3f} h, search {middle - begin:.4f} s, with words {end - middle:.4f} s: {hours / (end - middle):.2f} h/s")
-inner = decoder.on_gpu._on[there.device]
-steps = inner._steps(there, lengths)
-print("steps", len(steps.num_labels), "of frames", there.shape[1], "labels", np.bincount(steps.num_labels))
-with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as seen:
-    decoder.on_gpu(there, lengths)
-    torch.cuda.synchronize()
-print(seen.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=60))
+    decoder.tensors(part, of)
+    print(f"tensors, batch {batch}: {sum(of) * frame_s / 3600 / (time.perf_counter() - begin):.2f} h/s")

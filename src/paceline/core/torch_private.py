@@ -454,3 +454,24 @@ def can_set_group_timeout() -> bool:
 def set_group_timeout(timeout: timedelta) -> None:
     """Set how long collectives of the default process group wait from now on; see `can_set_group_timeout`."""
     torch.distributed.distributed_c10d._set_pg_timeout(timeout)
+
+
+# -- kernels in CUDA's C++ ---------------------------------------------------------------------------------------------
+
+
+def can_compile_cuda() -> bool:
+    """Return True if torch compiles kernels from source (NVRTC, from 2.9 on), for NVIDIA's GPUs."""
+    return torch.version.cuda is not None and hasattr(torch.cuda, "_compile_kernel")
+
+
+def compile_cuda(source: str, name: str) -> Any:
+    """Return a kernel for the current device: called with `grid`, `block` and tensors as `args`."""
+    from torch.utils import cpp_extension
+
+    home = cpp_extension.CUDA_HOME
+    try:
+        # torch looks for CUDA's headers, which such a source does not need, and gives up where no toolkit is installed
+        cpp_extension.CUDA_HOME = home or "/nowhere"
+        return torch.cuda._compile_kernel(source, name)
+    finally:
+        cpp_extension.CUDA_HOME = home

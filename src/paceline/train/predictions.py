@@ -30,6 +30,20 @@ class NotPlain(PacelineError):
         return type(self.value).__name__
 
 
+class DetailedText(str):
+    """A predicted text with more that JSON tells of it, as plain values by name."""
+
+    details: Mapping[str, Any]
+
+    def __new__(cls, text: str, details: Mapping[str, Any]) -> DetailedText:
+        made = super().__new__(cls, text)
+        made.details = details
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DetailedText, (str(self), dict(self.details))
+
+
 def table(metrics: Mapping[str, float]) -> str:
     """Return `set/metric` numbers as a table with one line per set."""
     rows: dict[str, dict[str, float]] = {}
@@ -67,7 +81,8 @@ def write_predictions(
 def json_line(index: int, prediction: Any, names: Sequence[str] | None = None) -> str:
     """Return one sample as a line of JSON; what is not a number (JSON has no word for it) becomes null."""
     name = {} if names is None else {"name": names[index]}
-    return json_text({"index": index, **name, "prediction": plain(prediction)}) + "\n"
+    details = plain(prediction.details) if isinstance(prediction, DetailedText) else {}
+    return json_text({"index": index, **name, "prediction": plain(prediction), **details}) + "\n"
 
 
 def text_line(index: int, prediction: Any, names: Sequence[str] | None = None) -> str:
@@ -92,6 +107,8 @@ def plain(value: Any) -> Any:
         return [plain(entry) for entry in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, DetailedText):
+        return str(value)
     if value is None or isinstance(value, bool | int | str):
         return value
     raise NotPlain(value)

@@ -20,7 +20,6 @@ from paceline.core.extras import PackagesMissing
 from paceline.observe.compare.sample_scores import read_scores
 from paceline.observe.journal import read
 from paceline.recipes.asr.settings import AsrSettings
-from paceline.recipes.asr.text.decode import beam_batch
 from paceline.train.checkpoint import reader as restore
 from tests.commands import run_command
 from tests.forked import Forked
@@ -144,21 +143,38 @@ def test_eval_gives_what_training_wrote_down(folder: Path, shown: Type) -> None:
     }
 
 
-def test_eval_with_a_beam(folder: Path, shown: Type, monkeypatch: pytest.MonkeyPatch) -> None:
-    widths: list[int] = []
-
-    def spied(log_probs: Any, lengths: Any, blank: int, width: int) -> list[list[int]]:
-        widths.append(width)
-        return beam_batch(log_probs, lengths, blank, width)
-
-    monkeypatch.setattr("paceline.recipes.asr.text.decode.beam_batch", spied)
-    for words, width in (((), 16), (("--beam-width", 4), 4)):
-        widths.clear()
-        table = shown("eval", "--decoder", "beam", "--device", "cpu", *words, folder / "run")
-        _, head, *rows = table.splitlines()
-        assert head.split() == ["set", "wer", "cer", "loss"]
-        assert [row.split()[0] for row in rows] == ["dev", "other"]
-        assert set(widths) == {width}
+def test_a_beam_with_a_language_model(folder: Path, shown: Type, mistake: Type, tmp_path: Path) -> None:
+    """In eval and infer, on one rank and on two, from the command line and from Python: the same words."""
+    run, lm, one = folder / "run", tmp_path / "lm.arpa", folder / "dev" / "0.flac"
+    assert "3-grams" in shown("lm", folder / "train.json", lm, "--run", run)
+    beam = ("--device", "cpu", "--decoder", "beam", "--beam", 4, "--lm", lm, "--lm-weight", 0.4, "--word-bonus", 1)
+    metrics = json.loads(shown("eval", run, *beam, "--json"))["metrics"]
+    assert metrics != logged(run)
+    assert metrics["dev/wer"] < logged(run)["dev/wer"]
+    assert json.loads(shown("eval", run, *beam, "--json", "--eval-batch", 3))["metrics"]["dev/wer"] == metrics["dev/wer"]
+    records = [json.loads(line) for line in shown("infer", run, *beam, "--json", folder / "dev").splitlines()]
+    names = [record["name"] for record in records]
+    recognizer = paceline.asr.load(
+        run, device="cpu", decoder="beam", beam_width=4, lm=lm, lm_weight=0.4, word_bonus=1.0
+    )
+    assert recognizer.transcribe(names) == [record["prediction"] for record in records]
+    for record, (best, *_) in zip(records, recognizer.hypotheses(names, 3), strict=True):
+        assert record["score"] == pytest.approx(best.score, abs=1e-3)
+        assert " ".join(word["word"] for word in record["words"]) == record["prediction"]
+        assert all(0 <= word["start"] < word["end"] and word["score"] <= 0 for word in record["words"])
+        assert record["score"] == pytest.approx(record["acoustic_score"] + record["lm_score"], abs=1e-6)
+    plain = shown("infer", run, "--device", "cpu", "--decoder", "beam", one)
+    heard = shown("infer", run, "--device", "cpu", "--decoder", "beam", "--hotwords", "two,one two", one)
+    assert plain.startswith(f"{one}\t")
+    assert heard.count("two") >= plain.count("two")
+    assert "add `--decoder beam`" in mistake("eval", run, "--device", "cpu", "--lm", lm)
+    assert "no label writes: ö" in mistake("infer", run, *beam, "--hotwords", "zwölf", one)
+    lm.write_text(lm.read_text().upper().replace("<S>", "<s>").replace("</S>", "</s>").replace("<UNK>", "<unk>"))
+    lm.write_text(lm.read_text().replace("DATA", "data").replace("NGRAM", "ngram").replace("-GRAMS", "-grams"))
+    lm.write_text(lm.read_text().replace("END", "end"))
+    assert "none of the words" in mistake("eval", run, *beam)
+    lm.write_text("once upon a time")
+    assert "is no language model" in mistake("eval", run, *beam)
 
 
 def test_eval_skips_bad_data_only_when_told(folder: Path, shown: Type, mistake: Type, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,12 +17,12 @@ from paceline.data.audio.read import read_audio
 from paceline.data.audio.trim import trimmed
 from paceline.recipes.asr.data.inputs import InputsUnreadable, measure_all
 from paceline.recipes.asr.data.utterances import Utterance, collate
+from paceline.recipes.asr.decoding.decoder import BeamDecoder, GreedyDecoder, Hypothesis, TextDecoder
 from paceline.recipes.asr.exchange.weights import read_model
 from paceline.recipes.asr.network.config import NetworkSettings, read_network
 from paceline.recipes.asr.network.model import AcousticModel
 from paceline.recipes.asr.streaming.use import LongText, StreamsAreGreedy, Windows, transcribe_long
 from paceline.recipes.asr.streaming.windows import PAUSE_S, Listener, Norm
-from paceline.recipes.asr.text.decode import transcripts
 from paceline.recipes.asr.text.pieces import Pieces
 from paceline.recipes.asr.text.subwords.tokenizer import stored
 from paceline.train.apply import Which, find_checkpoint, read_run, read_weights
@@ -72,13 +72,23 @@ def load(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     decoder: Literal["greedy", "beam"] = "greedy",
     beam_width: int = 16,
+    lm: str | Path | None = None,
+    lm_weight: float = 0.5,
+    word_bonus: float = 1.5,
+    hotwords: Sequence[str] = (),
+    hotword_weight: float = 10.0,
 ) -> Recognizer:
     """Return a recogniser from a run's folder (`checkpoint` as in `paceline eval`), an exported folder or a NeMo
-    archive."""
+    archive. A language model (ARPA file or KenLM binary) and hot words are for `decoder="beam"`."""
     _check_choice("device", device, ("auto", "cpu", "cuda"))
     _check_choice("decoder", decoder, ("greedy", "beam"))
     if beam_width < 1:
         raise NoSuchChoice(f"`beam_width` is {beam_width}", "give a number of hypotheses, 1 or more")
+    if decoder == "greedy" and (lm is not None or hotwords):
+        what = "`lm`" if lm is not None else "`hotwords`"
+        raise NoSuchChoice(f"{what} with `decoder` 'greedy', which has no use for it", 'give `decoder="beam"`')
+    if isinstance(hotwords, str):
+        raise NoSuchChoice(f"`hotwords` is the text {hotwords!r}", "give a list of words")
     if device == "cuda" and not torch.cuda.is_available():
         raise NoSuchChoice("`device` is 'cuda', but torch finds no GPU here", 'leave it out, or give `device="cpu"`')
     path = Path(path)
@@ -86,7 +96,20 @@ def load(
     model = AcousticModel(network)
     model.load_state_dict(dict(weights))
     chosen = "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
-    return Recognizer(model.to(chosen), network, beam_width=beam_width if decoder == "beam" else None)
+    labels, frame_seconds = Pieces(network.labels), model.frame_seconds
+    if decoder == "greedy":
+        return Recognizer(model.to(chosen), network, GreedyDecoder(labels, frame_seconds=frame_seconds))
+    beam = BeamDecoder(
+        labels,
+        beam_width=beam_width,
+        lm=lm,
+        lm_weight=lm_weight,
+        word_bonus=word_bonus,
+        hotwords=hotwords,
+        hotword_weight=hotword_weight,
+        frame_seconds=frame_seconds,
+    )
+    return Recognizer(model.to(chosen), network, beam)
 
 
 def _read_run(folder: Path, checkpoint: Which) -> tuple[NetworkSettings, Mapping[str, Tensor]]:
@@ -103,24 +126,38 @@ def _read_run(folder: Path, checkpoint: Which) -> tuple[NetworkSettings, Mapping
 class Recognizer:
     """Transcribes files and arrays, in batches by length, in the order in which they are given."""
 
-    def __init__(self, model: AcousticModel, network: NetworkSettings, beam_width: int | None = None) -> None:
+    def __init__(self, model: AcousticModel, network: NetworkSettings, decoder: TextDecoder | None = None) -> None:
         self.model, self.network = model.eval(), network
         self.labels = Pieces(network.labels)
         """Its classes: see `Pieces` for how they make words."""
         self.sample_rate = network.sample_rate
-        self.beam_width = beam_width
-        """None: greedy."""
+        self.decoder = decoder or GreedyDecoder(self.labels, frame_seconds=model.frame_seconds)
 
     @torch.inference_mode()
     def transcribe(self, audio: Audio | Sequence[Audio]) -> list[str]:
         """Return the text of each file or array (of the model's sample rate); always a list."""
+        texts: dict[int, str] = {}
+        for places, log_probs, lengths in self._outputs(audio):
+            texts |= dict(zip(places, self.decoder.texts(log_probs, lengths), strict=True))
+        return [texts[place] for place in range(len(texts))]
+
+    @torch.inference_mode()
+    def hypotheses(self, audio: Audio | Sequence[Audio], num_best: int = 1) -> list[list[Hypothesis]]:
+        """Return what each recording may say, best first: text, scores, and words with their times in seconds.
+
+        Greedy decoding knows one hypothesis. Times count from where the audio begins, or with `trim_silence` from
+        where its sound does.
+        """
+        found: dict[int, list[Hypothesis]] = {}
+        for places, log_probs, lengths in self._outputs(audio):
+            found |= dict(zip(places, self.decoder(log_probs, lengths, num_best), strict=True))
+        return [found[place] for place in range(len(found))]
+
+    def _outputs(self, audio: Audio | Sequence[Audio]) -> Iterator[tuple[list[int], Tensor, list[int]]]:
+        """Yield places of recordings, log-probabilities of their labels, and their lengths in frames."""
         given = [each if isinstance(each, np.ndarray) else Path(each) for each in _listed(audio)]
-        texts = [""] * len(given)
         for batch in _batches(self._lengths(given), int(BATCH_SECONDS * self.sample_rate)):
-            heard = self._transcribe([self._samples(given[place]) for place in batch])
-            for place, text in zip(batch, heard, strict=True):
-                texts[place] = text
-        return texts
+            yield batch, *self._listen([self._samples(given[place]) for place in batch])
 
     def transcribe_long(
         self,
@@ -152,7 +189,7 @@ class Recognizer:
         )
 
     def _check_greedy(self, what: str) -> None:
-        if self.beam_width is not None:
+        if not isinstance(self.decoder, GreedyDecoder):
             raise StreamsAreGreedy(what)
 
     def _lengths(self, given: Sequence[Path | NDArray[Any]]) -> list[int]:
@@ -179,14 +216,13 @@ class Recognizer:
         # In double precision: in half precision full scale has no number.
         return np.clip(np.rint(audio.astype(np.float64) * 32768.0), -32768, 32767).astype(np.int16)
 
-    def _transcribe(self, audio: list[NDArray[np.int16]]) -> list[str]:
+    def _listen(self, audio: list[NDArray[np.int16]]) -> tuple[Tensor, list[int]]:
         device = next(self.model.parameters()).device
         nothing = np.zeros(0, dtype=np.uint8)
         padded = collate([Utterance(samples, nothing, 0) for samples in audio])
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             log_probs = self.model(padded["audio"].to(device), padded["lengths"].to(device))
-        lengths = [self.model.output_length(number) for number in padded["num_samples"]]
-        return transcripts(log_probs, lengths, self.labels, self.beam_width)
+        return log_probs, [self.model.output_length(number) for number in padded["num_samples"]]
 
 
 def _listed(audio: Audio | Sequence[Audio]) -> list[Audio]:

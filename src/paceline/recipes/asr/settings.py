@@ -34,6 +34,7 @@ BETAS = (0.95, 0.5)
 """QuartzNet's, where NovoGrad's own are 0.95, 0.25."""
 VOCABULARY = 128
 """Subwords of `--labels bpe`: few enough for hours of speech, and about 2 characters long."""
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Network = Annotated[NetworkSettings, BeforeValidator(read_network)]
 
 
@@ -96,10 +97,24 @@ class SpeechSettings(Section):
 class UseSettings(Section):
     """What may be chosen anew whenever a model is used."""
 
+    aliases: ClassVar[dict[str, str]] = {"beam": "beam_width"}
+
     decoder: Literal["greedy", "beam"] = free("greedy")
     """How letters are read off the network's output."""
     beam_width: Positive = free(16)
-    """Hypotheses that the beam decoder keeps."""
+    """Hypotheses that the beam decoder keeps (`--beam` for short)."""
+    lm: AbsolutePlace | None = free(None)
+    """Language model for the beam decoder: an ARPA file (.arpa, .arpa.gz; `paceline lm` makes one of text) or a binary
+    of KenLM."""
+    lm_weight: Finite = free(0.5)
+    """Factor of the language model's log-probabilities."""
+    word_bonus: Finite = free(1.5)
+    """Added for each word where a language model is used, which else prefers few words."""
+    hotwords: tuple[str, ...] = free(())
+    """Words to be heard rather than others, with commas between them, for the beam decoder; the language model need not
+    know them."""
+    hotword_weight: Finite = free(10.0)
+    """Added for each hot word."""
     bad_data: Literal["stop", "skip"] = free("stop")
     """Whether a bad line or file ends the run before it starts, or is left out and listed. Of a file whose damage shows
     only when it is read whole: whether it ends the run then, or adds nothing to it."""

@@ -20,6 +20,8 @@ from paceline.recipes.asr.data.ladder import ladder
 from paceline.recipes.asr.data.packing import check_packed
 from paceline.recipes.asr.data.run_labels import RunLabels
 from paceline.recipes.asr.data.utterances import Utterances, collate
+from paceline.recipes.asr.decoding.decoder import TextDecoder
+from paceline.recipes.asr.decoding.from_settings import detailed, make_decoder
 from paceline.recipes.asr.error_analysis import ErrorBook, joined
 from paceline.recipes.asr.error_file import Analysis, kinds, write_analyses
 from paceline.recipes.asr.exchange.export import write_export
@@ -44,7 +46,6 @@ from paceline.recipes.asr.streaming.use import (
     standard_input,
 )
 from paceline.recipes.asr.streaming.windows import Listener, Norm
-from paceline.recipes.asr.text.decode import transcripts
 from paceline.recipes.asr.text.error_rate import character_errors
 from paceline.recipes.asr.text.labels import Labels
 from paceline.recipes.asr.text.pieces import Pieces
@@ -87,6 +88,7 @@ class Asr(Task):
         self._is_introduced = False
         self._finding_labels: RunLabels | None = None
         self._placement: Placement | None = None
+        self._reader: TextDecoder | None = None
 
     def model(self) -> AcousticModel:
         if self.settings.network.unread and not self._is_introduced:
@@ -95,12 +97,14 @@ class Asr(Task):
             self._say_recipe()
         self._is_introduced = True
         objective = self._objective
-        return AcousticModel(
+        model = AcousticModel(
             self.network,
             spec_augment=self.settings.spec_augment,
             views=objective.views,
             inter_layers=self.settings.interctc_layers,
         )
+        self._decoder(model)  # a language model that cannot be used is told now, not at the first validation
+        return model
 
     def train_data(self) -> Utterances:
         settings = self.settings
@@ -170,7 +174,10 @@ class Asr(Task):
         return dict(kinds(whole))
 
     def predict(self, model: nn.Module, grain: Grain) -> list[str]:
-        return self._read(model, grain, self._listen(model, grain))
+        log_probs = self._listen(model, grain)
+        if self.settings.mode != "infer" or self.settings.decoder != "beam":
+            return self._read(model, grain, log_probs)
+        return [detailed(best[:1]) for best in self._decoder(model)(log_probs, self._frames(model, grain))]
 
     def samples(self, model: nn.Module, grain: Grain) -> Sequence[Mapping[str, str]]:
         texts = zip(self._references(grain), self.predict(model, grain), grain["bad"], strict=True)
@@ -353,8 +360,15 @@ class Asr(Task):
         return [self._labels.decode(ids[:length]) for ids, length in zip(texts, grain["num_labels"], strict=True)]
 
     def _read(self, model: nn.Module, grain: Grain, log_probs: Tensor) -> list[str]:
-        beam_width = self.settings.beam_width if self.settings.decoder == "beam" else None
-        return transcripts(log_probs, self._frames(model, grain), self._labels, beam_width)
+        return self._decoder(model).texts(log_probs, self._frames(model, grain))
+
+    def _decoder(self, model: nn.Module) -> TextDecoder:
+        assert isinstance(model, AcousticModel)
+        if self._reader is None:
+            self._reader = make_decoder(self.settings, self._labels, model.frame_seconds)
+            if self._reader.note is not None:
+                self.say(self._reader.note)
+        return self._reader
 
 
 def _plain(value: Any) -> str:

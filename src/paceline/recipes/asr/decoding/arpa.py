@@ -45,7 +45,9 @@ class NoLanguageModel(PacelineError):
     path: Path
     why: str
     sentence = "{path} is no language model: {why}"
-    hint = "give an ARPA file (.arpa, .arpa.gz) or a binary of KenLM; `paceline lm train.json lm.arpa` makes one of text"
+    hint = (
+        "give an ARPA file (.arpa, .arpa.gz) or a binary of KenLM; `paceline lm train.json lm.arpa` makes one of text"
+    )
 
 
 def read_arpa(path: Path) -> Ngrams:
@@ -105,7 +107,7 @@ def _opened(path: Path) -> Iterator[TextIO]:
             is_packed = raw.read(2) == _GZIP_MAGIC
         opener = gzip.open if is_packed else open
         with opener(path, "rt", encoding="utf-8", newline="\n") as file:
-            yield file  # type: ignore[misc]
+            yield file
     except UnicodeDecodeError as error:
         raise NoLanguageModel(path, phrase("it is not UTF-8 ({error})", error=error.reason)) from None
     except (OSError, EOFError, zlib.error) as error:
@@ -198,7 +200,9 @@ def _first_broken(
         why = _wrong(row, order, gram, seen, words)
         if why is not None:
             is_end = not row or row[0].startswith("\\")
-            found = phrase("{count} {order}-grams are announced, {found} are there", count=count, order=order, found=number)
+            found = phrase(
+                "{count} {order}-grams are announced, {found} are there", count=count, order=order, found=number
+            )
             return BrokenArpa(lines.path, begin + number + 1, found if is_end else why, " ".join(row))
         seen.add(gram)
     found = phrase("{count} {order}-grams are announced, {found} are there", count=count, order=order, found=len(rows))

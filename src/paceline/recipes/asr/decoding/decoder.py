@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -16,14 +17,17 @@ from torch import Tensor
 from paceline.core.cloud.address import local_path
 from paceline.core.cloud.file_copy import bring
 from paceline.core.errors import PacelineError
-from paceline.core.language import phrase
+from paceline.core.language import phrase, said
+from paceline.core.terminal import warn
+from paceline.core.torch_private import can_compile_cuda
 from paceline.recipes.asr.decoding.arpa import NoLanguageModel, read_arpa
 from paceline.recipes.asr.decoding.kenlm_file import KenlmModel, is_kenlm
 from paceline.recipes.asr.decoding.limits import Found, Limits, Weights
-from paceline.recipes.asr.decoding.native import NativeSearch, why_not
+from paceline.recipes.asr.decoding.native import CannotCompile, KernelSearch, NativeSearch, why_not
 from paceline.recipes.asr.decoding.ngram import END, START, UNKNOWN, LanguageModel
 from paceline.recipes.asr.decoding.search import TensorSearch
 from paceline.recipes.asr.decoding.words import Alphabet, word_table
+from paceline.recipes.asr.text.decode import greedy
 from paceline.recipes.asr.text.pieces import WORD_START, Pieces
 
 LEAST_SPELLED: Final = 0.1
@@ -38,15 +42,11 @@ class WordsUnspelled(PacelineError):
     example: str
     labels: str
     sentence = "the labels can write {percent} of the words of {where}: not {example!r}, with the labels {labels}"
-    hint = "{advice}"
+    hint = "make a model of text that is written as the labels are: `paceline lm train.json lm.arpa`"
 
     @property
     def percent(self) -> str:
-        return f"{self.share:.1%}" if self.share else "none"
-
-    @property
-    def advice(self) -> str:
-        return "make a model of text as the labels have it: `paceline lm train.json lm.arpa` takes the transcripts of a run's data"
+        return f"{self.share:.1%}" if self.share else said("none")
 
 
 class HotwordUnspelled(PacelineError):
@@ -73,10 +73,10 @@ class Word:
     """A word with its place in the audio."""
 
     text: str
-    start: int
-    """First output frame."""
-    end: int
-    """Output frame behind the last."""
+    start: float
+    """Seconds from the beginning of the audio, of the first frame (frames, where a decoder does not know seconds)."""
+    end: float
+    """Behind its last frame."""
     score: float
     """Mean log-probability of its labels in its frames: 0 is certain."""
 
@@ -97,6 +97,44 @@ class Hypothesis:
 
 class _Search(Protocol):
     def __call__(self, log_probs: Tensor, lengths: Sequence[int], num_wanted: int = 1) -> list[list[Found]]: ...
+
+
+class TextDecoder(Protocol):
+    """Reads texts off a network's output."""
+
+    note: str | None
+    """What users should know of how it is done here; None if there is nothing."""
+
+    def __call__(self, log_probs: Tensor, lengths: Sequence[int], num_best: int = 1) -> list[list[Hypothesis]]:
+        """Return up to `num_best` hypotheses of each utterance, best first."""
+        ...
+
+    def texts(self, log_probs: Tensor, lengths: Sequence[int]) -> list[str]:
+        """Return the best text of each utterance; `log_probs` is (batch, frames, classes), the blank last."""
+        ...
+
+
+class GreedyDecoder:
+    """The best label of each frame, repeats and blanks taken out."""
+
+    note: str | None = None
+
+    def __init__(self, labels: Pieces, *, frame_seconds: float = 1.0) -> None:
+        self.labels = labels
+        self._paths = _Paths(labels, Alphabet.of(labels.pieces), " ", frame_seconds)
+
+    def __call__(self, log_probs: Tensor, lengths: Sequence[int], num_best: int = 1) -> list[list[Hypothesis]]:
+        best, labels = log_probs.max(-1)
+        scores, paths = best.double().cpu().numpy(), labels.to(torch.int32).cpu().numpy()
+        results = []
+        for score, path, length in zip(scores, paths, lengths, strict=True):
+            total = float(score[:length].sum())
+            results.append([self._paths.hypothesis(Found(path[:length], total, total, 0.0), score[:length])])
+        return results
+
+    def texts(self, log_probs: Tensor, lengths: Sequence[int]) -> list[str]:
+        found = greedy(log_probs, lengths, self.labels.blank)
+        return [" ".join(self.labels.decode(ids).split()) for ids in found]
 
 
 class BeamDecoder:
@@ -120,6 +158,7 @@ class BeamDecoder:
         beam_log_prob: float = -10.0,
         token_log_prob: float = -5.0,
         prune_history: bool = True,
+        frame_seconds: float = 1.0,
     ) -> None:
         numbers = {"lm_weight": lm_weight, "word_bonus": word_bonus, "hotword_weight": hotword_weight}
         for name, value in numbers.items():
@@ -131,22 +170,26 @@ class BeamDecoder:
         self.model = load_language_model(lm) if isinstance(lm, str | Path) else lm
         where = str(lm) if isinstance(lm, str | Path) else "the language model"
         pieces = list(labels.pieces)
-        self._joined_by = " "
+        between = " "
         if self.model is not None and not any(piece.startswith(WORD_START) for piece in pieces):
             # Chinese, Thai, ...: no label parts words, so each is one, for a language model of characters.
             pieces = [WORD_START + piece if piece else piece for piece in pieces]
-            self._joined_by = ""
+            between = ""
         _check_words(self.model, hotwords, pieces, where)
-        self._alphabet = Alphabet.of(pieces)
-        self._weights = Weights(lm_weight, word_bonus, unknown_offset, hotword_weight, score_boundary)
-        self._limits = Limits(beam_width, beam_log_prob, token_log_prob, prune_history)
+        alphabet = Alphabet.of(pieces)
+        weights = Weights(lm_weight, word_bonus, unknown_offset, hotword_weight, score_boundary)
+        limits = Limits(beam_width, beam_log_prob, token_log_prob, prune_history)
         table = word_table(self.model, hotwords, hotword_weight)
-        parts = (self._alphabet, table, self.model, self._weights, self._limits)
+        self._paths = _Paths(labels, alphabet, between, frame_seconds)
+        parts = (alphabet, table, self.model, weights, limits)
         reason = why_not()
         self.on_cpu: _Search = TensorSearch(*parts) if reason else NativeSearch(*parts)
-        self.on_gpu: _Search = TensorSearch(*parts) if self.model is None or self.model.tables else self.on_cpu
-        self.note = None if reason is None else f"the beam is searched without compiled C, many times slower: {reason}"
-        """What users should know of how it is searched here; None if there is nothing."""
+        self.tensors: _Search = TensorSearch(*parts)
+        self.on_gpu: _Search = self.on_cpu
+        if self.model is None or self.model.tables is not None:
+            self.on_gpu = KernelSearch(*parts) if can_compile_cuda() else self.tensors
+        slow = "the beam is searched without compiled C, which is many times slower on a CPU: {reason}"
+        self.note = None if reason is None else said(slow).format(reason=reason)
 
     def __call__(self, log_probs: Tensor, lengths: Sequence[int], num_best: int = 1) -> list[list[Hypothesis]]:
         """Return up to `num_best` hypotheses of each utterance, best first.
@@ -159,46 +202,70 @@ class BeamDecoder:
 
     def texts(self, log_probs: Tensor, lengths: Sequence[int]) -> list[str]:
         """Return the best text of each utterance."""
-        found = self._found(log_probs, lengths, 1)
-        return [self._joined_by.join(self._words(results[0].path)[0]) if results else "" for results in found]
+        return [self._paths.text(results[0].path) if results else "" for results in self._found(log_probs, lengths, 1)]
 
     def _found(self, log_probs: Tensor, lengths: Sequence[int], num_best: int) -> list[list[Found]]:
-        search = self.on_gpu if log_probs.is_cuda else self.on_cpu
-        # On the GPU in one piece, elsewhere as it comes: results do not depend on what is searched together.
-        return search(log_probs, list(lengths), num_best)
+        # Results do not depend on what is searched together, nor on where.
+        if not log_probs.is_cuda:
+            return self.on_cpu(log_probs, list(lengths), num_best)
+        try:
+            return self.on_gpu(log_probs, list(lengths), num_best)
+        except CannotCompile as error:
+            slow = said("the beam is searched by tensors on the GPU, which is many times slower: {reason}")
+            warn(f"{slow.format(reason=error)}\n")
+            self.on_gpu = self.tensors
+            return self.on_gpu(log_probs, list(lengths), num_best)
 
     def _hypothesis(self, found: Found, row: NDArray[np.float32]) -> Hypothesis:
-        texts, spans = self._words(found.path)
-        frames = np.arange(len(found.path))
-        of_path = np.append(0.0, np.cumsum(row[frames, found.path], dtype=np.float64))
-        words = [
-            Word(text, begin, end, float(of_path[end] - of_path[begin]) / (end - begin))
-            for text, (begin, end) in zip(texts, spans, strict=True)
-        ]
-        return Hypothesis(self._joined_by.join(texts), tuple(words), found.score, found.acoustic, found.lm)
+        return self._paths.hypothesis(found, row[np.arange(len(found.path)), found.path])
 
-    def _words(self, path: NDArray[np.int32]) -> tuple[list[str], list[tuple[int, int]]]:
+
+@dataclass(frozen=True)
+class _Paths:
+    """Paths of labels over frames as words with times."""
+
+    labels: Pieces
+    alphabet: Alphabet
+    between: str
+    """Stands between words."""
+    frame_seconds: float
+
+    def text(self, path: NDArray[np.int32]) -> str:
+        return self.between.join(text for text, _, _ in self._words(path))
+
+    def hypothesis(self, found: Found, of_path: NDArray[np.floating[Any]]) -> Hypothesis:
+        """Return a result in words; `of_path` has the log-probability of the path's label in each frame."""
+        summed = np.append(0.0, np.cumsum(of_path, dtype=np.float64))
+        words = [
+            Word(
+                text,
+                round(begin * self.frame_seconds, 6),
+                round(end * self.frame_seconds, 6),
+                float(summed[end] - summed[begin]) / (end - begin),
+            )
+            for text, begin, end in self._words(found.path)
+        ]
+        text = self.between.join(word.text for word in words)
+        return Hypothesis(text, tuple(words), found.score, found.acoustic, found.lm)
+
+    def _words(self, path: NDArray[np.int32]) -> list[tuple[str, int, int]]:
         """Return the words of a path, and the frames of each: from its first label to behind its last."""
-        alphabet = self._alphabet
+        alphabet = self.alphabet
         heard = np.flatnonzero(path != alphabet.blank)
         if not len(heard):
-            return [], []
-        is_new = np.append(True, (path[heard[1:]] != path[heard[:-1]]) | (np.diff(heard) > 1))
+            return []
         labels = path[heard]
-        is_start = is_new & alphabet.starts[labels]
-        bounds = np.unique(np.concatenate([[0], np.flatnonzero(is_start), [len(heard)]]))
-        texts, spans = [], []
-        for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-            ids = labels[first:last][is_new[first:last]].tolist()
-            text = self.labels.decode(ids).strip()
+        is_new = np.append(True, (labels[1:] != labels[:-1]) | (np.diff(heard) > 1))
+        bounds = [0, *np.flatnonzero(is_new & alphabet.starts[labels]).tolist(), len(heard)]
+        words = []
+        for first, last in pairwise(bounds):
+            text = self.labels.decode(labels[first:last][is_new[first:last]].tolist()).strip()
             if not text:
                 continue
-            inside = np.arange(first, last)
-            if alphabet.space_is_silent:
-                inside = inside[~alphabet.starts[labels[first:last]]]
-            texts.append(text)
-            spans.append((int(heard[inside[0]]), int(heard[inside[-1]]) + 1))
-        return texts, spans
+            # the label of a space is the gap before a word, a piece with a space in it is the word's first sound
+            skipped = int(np.count_nonzero(alphabet.starts[labels[first:last]])) if alphabet.space_is_silent else 0
+            words.append((text, int(heard[first + skipped]), int(heard[last - 1]) + 1))
+        return words
 
 
 def load_language_model(path: str | Path) -> LanguageModel:
@@ -217,9 +284,7 @@ def _loaded(path: Path, changed: int, size: int) -> LanguageModel:
     return KenlmModel(path) if is_kenlm(path) else read_arpa(path)
 
 
-def _check_words(
-    model: LanguageModel | None, hotwords: Sequence[str], pieces: Sequence[str], where: str
-) -> None:
+def _check_words(model: LanguageModel | None, hotwords: Sequence[str], pieces: Sequence[str], where: str) -> None:
     characters = set("".join(pieces)) - {WORD_START}
     if any(piece.startswith("<0x") for piece in pieces):
         return  # bytes write everything
@@ -234,4 +299,6 @@ def _check_words(
     share = 1 - len(unspelled) / max(len(words), 1)
     if not words or share < LEAST_SPELLED:
         shown = "".join(sorted(characters))
-        raise WordsUnspelled(where, share, unspelled[0] if unspelled else "", f"{shown[:40]}{'...' * (len(shown) > 40)}")
+        raise WordsUnspelled(
+            where, share, unspelled[0] if unspelled else "", f"{shown[:40]}{'...' * (len(shown) > 40)}"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,7 +46,7 @@ class KenlmModel:
         except (OSError, RuntimeError) as error:
             raise NoLanguageModel(path, str(error)) from None
         self.order = int(self._model.order)
-        self.words = known
+        self.words: Sequence[str] = known
         self._new_state = kenlm.State
         ids = {word: number for number, word in enumerate(self.words)}
         self.end, self.unknown = ids[END], ids[UNKNOWN]

@@ -1,16 +1,17 @@
 """N-gram language model from text: interpolated modified Kneser-Ney.
 
-Chen and Goodman 1999, "An empirical study of smoothing techniques for language modeling": three discounts per order, for
-n-grams seen once, twice and more often, from the numbers of n-grams seen one to four times. The lower orders count how
-many different words an n-gram followed, not how often; those that begin a sentence are counted as they are. The lowest
-order is interpolated with the uniform distribution, whose share is also the probability of unknown words. Same numbers
-as KenLM's `lmplz`.
+Chen and Goodman 1999, "An empirical study of smoothing techniques for language modeling": three discounts per order,
+for n-grams seen once, twice and more often, from the numbers of n-grams seen one to four times. The lower orders count
+how many different words an n-gram followed, not how often; those that begin a sentence are counted as they are. The
+lowest order is interpolated with the uniform distribution, whose share is also the probability of unknown words. Same
+numbers as KenLM's `lmplz`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -102,7 +103,7 @@ def _count(tokens: NDArray[np.int64], num_words: int, order: int) -> list[_Grams
 def _adjusted(grams: Sequence[_Grams]) -> list[NDArray[np.int64]]:
     """Return counts of the highest order, and below it how many different words each n-gram followed."""
     result = []
-    for level, longer in zip(grams, grams[1:], strict=False):
+    for level, longer in pairwise(grams):
         followed = np.bincount(longer.suffix, minlength=len(level.counts))
         result.append(np.where(level.first == 1, level.counts, followed))
     result.append(grams[-1].counts.copy())

@@ -1,13 +1,14 @@
 """The search in C: compiled when it is first used, kept in the user's cache, run by one thread per core.
 
-A C compiler is all it needs (Triton needs one for its launchers as well). Where there is none, `search.py` does the same
-in tensors: same words, same scores, several times slower on a CPU; `why_not` says what is missing.
+A C compiler is all it needs (Triton needs one for its launchers as well). Where there is none, `search.py` does the
+same in tensors: same words, same scores, many times slower on a CPU; `why_not` says what is missing.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
 import shlex
@@ -18,13 +19,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.core.torch_private import compile_cuda
 from paceline.recipes.asr.decoding.limits import FLOOR, Found, Limits, Weights
 from paceline.recipes.asr.decoding.ngram import LanguageModel
 from paceline.recipes.asr.decoding.words import Alphabet, WordTable
@@ -111,17 +113,120 @@ def _compile(compiler: list[str], path: Path) -> None:
 
 
 def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    number, size, real, array = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
-    found.paceline_decoder_new.restype = ctypes.c_void_p
-    found.paceline_decoder_new.argtypes = [number, *[array] * 4, size, *[array] * 4, *[real] * 4]
-    found.paceline_decoder_model.argtypes = [
-        array, number, number, *[size] * 4, array, size, array, array, array, size, array, array, _ADVANCE,
-    ]  # fmt: skip
-    found.paceline_decoder_free.argtypes = [array]
-    found.paceline_decoder_free.restype = None
-    found.paceline_decode.argtypes = [array, array, size, size, number, real, real, real, number, number, array, array]
-    found.paceline_decode.restype = number
+    found.paceline_search.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+    ]
+    found.paceline_search.restype = ctypes.c_int32
     return found
+
+
+_REALS: Final = ("weight", "bonus", "unknown_offset", "hotword_weight", "prune", "least", "floor_log_prob")
+_FIELDS: Final = (
+    "num_labels", "piece_hash", "piece_power", "piece_length", "starts", "num_slots", "slots",
+    "has_model", "order", "boundary", "num_words", "start", "end", "unknown",
+    "unigrams", "keys", "first", "log_probs", "nexts", "backoffs", "fails", "advance",
+    "weight", "bonus", "unknown_offset", "hotword_weight",
+    "width", "prune_history", "num_wanted", "max_tokens", "prune", "least", "floor_log_prob",
+)  # fmt: skip
+
+
+class _Decoder(ctypes.Structure):
+    """`Decoder` of search.c: pointers and whole numbers of 8 bytes, and doubles."""
+
+    _fields_ = [(name, ctypes.c_double if name in _REALS else ctypes.c_int64) for name in _FIELDS]
+
+
+_SLOT: Final = np.dtype([("key", "<u8"), ("partial", "<f8"), ("word", "<i4"), ("hot", "<i4")])
+_FREE: Final = -2
+
+
+class Parts(NamedTuple):
+    """Arrays and numbers of a search, by the names of search.c."""
+
+    arrays: dict[str, NDArray[Any]]
+    numbers: dict[str, float]
+
+
+def parts_of(
+    alphabet: Alphabet, table: WordTable, model: LanguageModel | None, weights: Weights, limits: Limits
+) -> Parts:
+    """Return what search.c is told."""
+    arrays: dict[str, NDArray[Any]] = {
+        "piece_hash": alphabet.hashes,
+        "piece_power": alphabet.powers,
+        "piece_length": alphabet.lengths.astype(np.int64),
+        "starts": alphabet.starts.astype(np.uint8),
+        "slots": _slots(table),
+    }
+    # of labels that are probable enough, no frame has more
+    likely = math.exp(min(-limits.token_log_prob, 700.0)) + 2
+    numbers: dict[str, float] = {
+        "num_labels": alphabet.blank,
+        "num_slots": len(arrays["slots"]),
+        "order": 1,
+        "weight": weights.lm_weight,
+        "bonus": weights.word_bonus,
+        "unknown_offset": weights.unknown_offset,
+        "hotword_weight": weights.hotword_weight,
+        "width": limits.beam_width,
+        "prune_history": int(limits.prune_history),
+        "max_tokens": int(min(alphabet.blank + 1, likely)),
+        "prune": limits.beam_log_prob,
+        "least": limits.token_log_prob,
+        "floor_log_prob": FLOOR,
+    }
+    if model is None:
+        return Parts(arrays, numbers)
+    numbers |= {
+        "has_model": 1,
+        "order": model.order,
+        "boundary": int(weights.boundary),
+        "num_words": len(model.words),
+        "start": model.start if weights.boundary else model.empty,
+        "end": model.end,
+        "unknown": model.unknown,
+    }
+    tables = model.tables
+    if tables is not None:
+        nodes = np.arange(len(tables.backoffs) + 1)
+        arrays |= {
+            "unigrams": tables.unigrams,
+            "keys": tables.keys,
+            "first": np.searchsorted(tables.keys, nodes * tables.num_words),
+            "log_probs": tables.log_probs,
+            "nexts": tables.nexts,
+            "backoffs": tables.backoffs,
+            "fails": tables.fails,
+        }
+    return Parts(arrays, numbers)
+
+
+def _slots(table: WordTable) -> NDArray[Any]:
+    """Return the table of words as a hash table: a word is at its place, or at the first free one after it."""
+    if not len(table.hashes):
+        return np.zeros(0, _SLOT)
+    size = 1 << max(4, (2 * len(table.hashes) - 1).bit_length())
+    slots = np.zeros(size, _SLOT)
+    slots["word"] = _FREE
+    hashes = table.hashes.view(np.uint64)
+    rest = np.arange(len(hashes))
+    places = (mixed(hashes) & np.uint64(size - 1)).astype(np.int64)
+    while len(rest):
+        is_free = slots["word"][places] == _FREE
+        _, firsts = np.unique(places, return_index=True)
+        is_first = np.zeros(len(rest), bool)
+        is_first[firsts] = True
+        now = is_free & is_first
+        numbers, at = rest[now], places[now]
+        slots["key"][at], slots["partial"][at] = hashes[numbers], table.partials[numbers]
+        slots["word"][at], slots["hot"][at] = table.words[numbers], table.is_hot[numbers]
+        rest, places = rest[~now], places[~now]
+        places = np.where(slots["word"][places] == _FREE, places, (places + 1) % size)
+    return slots
 
 
 class NativeSearch:
@@ -132,65 +237,118 @@ class NativeSearch:
     ) -> None:
         self._library = library()
         self._limits = limits
-        self._blank = alphabet.blank
-        arrays = [alphabet.hashes, alphabet.powers, alphabet.lengths, alphabet.starts.astype(np.uint8)]
-        words = [table.hashes, table.words, table.partials, table.is_hot.astype(np.uint8)]
-        self._held: list[Any] = [*arrays, *words]  # the library points into them
-        self._decoder = self._library.paceline_decoder_new(
-            alphabet.blank, *map(_address, arrays), len(table.hashes), *map(_address, words),
-            weights.lm_weight, weights.word_bonus, weights.unknown_offset, weights.hotword_weight,
-        )  # fmt: skip
-        if not self._decoder:
-            raise MemoryError("tables of the words")
-        self._threads = True
-        if model is not None:
-            self._add(model, weights)
-
-    def _add(self, model: LanguageModel, weights: Weights) -> None:
-        tables = model.tables
-        start = model.start if weights.boundary else model.empty
-        facts = (model.order, int(weights.boundary), len(model.words), start, model.end, model.unknown)
-        if tables is None:
-            self._threads = False  # Python answers, one question at a time
+        parts = parts_of(alphabet, table, model, weights, limits)
+        self._held: list[Any] = [np.ascontiguousarray(array) for array in parts.arrays.values()]
+        addresses = {name: array.ctypes.data for name, array in zip(parts.arrays, self._held, strict=True)}
+        self._decoder = _Decoder(**parts.numbers, **addresses, num_wanted=limits.beam_width)
+        self._is_threaded = model is None or model.tables is not None
+        if model is not None and model.tables is None:  # Python answers, one question at a time
             ask = _ADVANCE(_asker(model))
             self._held.append(ask)
-            self._library.paceline_decoder_model(self._decoder, *facts, None, 0, None, None, None, 0, None, None, ask)
-            return
-        self._held.append(tables)
-        failed = self._library.paceline_decoder_model(
-            self._decoder, *facts, _address(tables.unigrams),
-            len(tables.keys), *map(_address, (tables.keys, tables.log_probs, tables.nexts)),
-            len(tables.backoffs), _address(tables.backoffs), _address(tables.fails), _ADVANCE(),
-        )  # fmt: skip
-        if failed:
-            raise MemoryError("tables of the language model")
-
-    def __del__(self) -> None:
-        if getattr(self, "_decoder", None):
-            self._library.paceline_decoder_free(self._decoder)
-            self._decoder = None
+            self._decoder.advance = ctypes.cast(ask, ctypes.c_void_p).value
 
     def __call__(self, log_probs: Tensor, lengths: Sequence[int], num_wanted: int = 1) -> list[list[Found]]:
         """Return the best results of each utterance; `log_probs` is (batch, frames, classes)."""
         rows = np.ascontiguousarray(log_probs.detach().float().cpu().numpy())
         jobs = [(rows[number, :length], num_wanted) for number, length in enumerate(lengths)]
-        threads = min(torch.get_num_threads(), len(jobs)) if self._threads else 1
+        threads = min(torch.get_num_threads(), len(jobs)) if self._is_threaded else 1
         if threads < 2:
             return [self._search(*job) for job in jobs]
         with ThreadPoolExecutor(threads) as pool:
             return list(pool.map(lambda job: self._search(*job), jobs))
 
     def _search(self, frames: NDArray[np.float32], num_wanted: int) -> list[Found]:
-        limits, num = self._limits, min(num_wanted, self._limits.beam_width)
-        paths = np.empty((num, len(frames)), np.int32)
-        scores = np.empty((num, 3))
-        count = self._library.paceline_decode(
-            self._decoder, _address(frames), len(frames), frames.shape[1], limits.beam_width, limits.beam_log_prob,
-            limits.token_log_prob, FLOOR, int(limits.prune_history), num, _address(paths), _address(scores),
-        )  # fmt: skip
+        paths = np.empty((self._limits.beam_width, len(frames)), np.int32)
+        scores = np.empty((self._limits.beam_width, 3))
+        count = self._library.paceline_search(
+            ctypes.addressof(self._decoder), frames.ctypes.data, len(frames), paths.ctypes.data, scores.ctypes.data
+        )
         if count < 0:
             raise MemoryError("beams of a search")
+        count = min(count, num_wanted)
         return [Found(path, *map(float, score)) for path, score in zip(paths[:count], scores[:count], strict=True)]
+
+
+class KernelSearch:
+    """Search of utterances on a GPU: the same source compiled for it, a warp for each utterance."""
+
+    def __init__(
+        self, alphabet: Alphabet, table: WordTable, model: LanguageModel | None, weights: Weights, limits: Limits
+    ) -> None:
+        self._parts = parts_of(alphabet, table, model, weights, limits)
+        self._limits = limits
+        self._held: dict[torch.device, dict[str, Tensor]] = {}
+        self._kernels: dict[torch.device, Any] = {}
+
+    def __call__(self, log_probs: Tensor, lengths: Sequence[int], num_wanted: int = 1) -> list[list[Found]]:
+        """Return the best results of each utterance; `log_probs` is (batch, frames, classes)."""
+        batch, frames, _ = log_probs.shape
+        device = log_probs.device
+        num = min(num_wanted, self._limits.beam_width)
+        if not batch:
+            return []
+        with torch.cuda.device(device):
+            kernel = self._kernel(device)
+            held = self._held[device]
+            addresses = {name: tensor.data_ptr() for name, tensor in held.items()}
+            decoder = _Decoder(**self._parts.numbers, **addresses, num_wanted=num)
+            there = torch.frombuffer(bytearray(decoder), dtype=torch.uint8).to(device)
+            room = _room(self._limits.beam_width, int(self._parts.numbers["max_tokens"]), frames)
+            paths = torch.empty(batch, num, max(frames, 1), dtype=torch.int32, device=device)
+            scores = torch.empty(batch, num, 3, dtype=torch.float64, device=device)
+            counts = torch.empty(batch, dtype=torch.int32, device=device)
+            kernel(
+                grid=(batch, 1, 1),
+                block=(32, 1, 1),
+                args=[
+                    there,
+                    log_probs.detach().float().contiguous(),
+                    torch.tensor(list(lengths), dtype=torch.int64).to(device),
+                    torch.tensor([frames, room], dtype=torch.int64).to(device),
+                    torch.zeros(batch * room, dtype=torch.uint8, device=device),
+                    paths,
+                    scores,
+                    counts,
+                ],
+            )
+            found_paths, found_scores = paths.cpu().numpy(), scores.cpu().numpy()
+            found = counts.tolist()
+        return [
+            [Found(found_paths[row, rank, :length], *map(float, found_scores[row, rank])) for rank in range(found[row])]
+            for row, length in enumerate(lengths)
+        ]
+
+    def _kernel(self, device: torch.device) -> Any:
+        if device not in self._kernels:
+            try:
+                self._kernels[device] = compile_cuda(SOURCE.read_text(encoding="utf-8"), "paceline_search")
+            except (RuntimeError, OSError) as error:
+                raise CannotCompile(f"NVRTC: {str(error)[-500:]}") from error
+            self._held[device] = {
+                name: torch.from_numpy(np.ascontiguousarray(array).view(np.uint8)).to(device)
+                for name, array in self._parts.arrays.items()
+            }
+        return self._kernels[device]
+
+
+_BEAM, _CANDIDATE, _MARK = 200, 80, 16
+"""Bytes of the structures of search.c, which rounds nothing."""
+
+
+def _room(width: int, max_tokens: int, frames: int) -> int:
+    """Return the bytes that an utterance is searched in: `room_of` in search.c, in full lines of 128 bytes."""
+    marks = 64
+    while marks < 4 * width:
+        marks *= 2
+    beams = 2 * width * _BEAM + max_tokens * width * _CANDIDATE + marks * _MARK
+    return -(-(beams + 8 * (frames * width + 1) + 8 * width + 8 * max_tokens) // 128) * 128
+
+
+def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return 64-bit numbers with their bits well mixed, as search.c does."""
+    for _ in range(2):
+        values = (values ^ (values >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+    return values ^ (values >> np.uint64(32))
 
 
 def _asker(model: LanguageModel) -> Any:
@@ -205,8 +363,3 @@ def _asker(model: LanguageModel) -> Any:
         return found[0]
 
     return ask
-
-
-def _address(array: NDArray[Any]) -> int:
-    assert array.flags.c_contiguous
-    return array.ctypes.data

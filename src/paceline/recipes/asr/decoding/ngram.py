@@ -1,11 +1,11 @@
-"""N-gram language model with back-off, as an automaton in arrays: contexts are nodes, a word leads from one to the next.
+"""N-gram language model with back-off, as an automaton in arrays: a context is a node, a word leads to the next one.
 
-The probability of a word in a context is that of the longest n-gram that the model has; each context that is given up on
-the way costs its back-off weight. Numbers are base-10 logarithms, as in ARPA files.
+The probability of a word in a context is that of the longest n-gram that the model has; each context that is given up
+on the way costs its back-off weight. Numbers are base-10 logarithms, as in ARPA files.
 
-Node 0 is the empty context, node 1 + w the context of word w alone; longer contexts follow in the order of their n-grams,
-which are sorted by (node of the context, last word). So the n-grams of each order lie together, and their keys rise over
-all orders.
+Node 0 is the empty context, node 1 + w the context of word w alone; longer contexts follow in the order of their
+n-grams, which are sorted by (node of the context, last word). So the n-grams of each order lie together, and their keys
+rise over all orders.
 """
 
 from __future__ import annotations
@@ -68,17 +68,18 @@ class Ngrams:
     """Language model in tables, from the n-grams of an ARPA file or of `kneser_ney`."""
 
     def __init__(self, words: list[str], levels: Sequence[Level]) -> None:
-        self.words = words
+        self.words: Sequence[str] = words
         self.order = len(levels)
         ids = {word: number for number, word in enumerate(words)}
         self.end, self.unknown = ids[END], ids[UNKNOWN]
-        self.tables: Tables = _tables(len(words), levels)
+        self._tables = _tables(len(words), levels)
+        self.tables: Tables | None = self._tables
         self.start, self.empty = (1 + ids[START] if self.order > 1 else 0), 0
 
     def advance(
         self, states: NDArray[np.int64], words: NDArray[np.int64]
     ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        return advance(self.tables, states, words, self.order)
+        return advance(self._tables, states, words, self.order)
 
     def log_probs(self, sentences: Sequence[Sequence[str]]) -> list[NDArray[np.float64]]:
         """Return the base-10 logarithms of the probabilities of each sentence's words and of its end."""

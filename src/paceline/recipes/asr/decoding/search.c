@@ -1,42 +1,53 @@
 /* Beam search over CTC log-probabilities of one utterance, with an n-gram model, hot words and word bonus.
  *
- * Compiled at first use (native.py); the same search in tensors is in search.py, which says what is searched.
- * Plain C99: no library but libm, nothing global, so that threads may search at the same time.
+ * Compiled at first use, for the CPU by a C compiler (one utterance per thread) and for GPUs by NVRTC (one utterance per
+ * warp): native.py. The same search in tensors is in search.py, which says what is searched. Plain C99 and C++ alike; no
+ * library but the mathematical functions, nothing global.
  */
+#ifdef __CUDACC_RTC__
+typedef unsigned long long uint64_t;
+typedef long long int64_t;
+typedef int int32_t;
+typedef unsigned char uint8_t;
+#define FUNCTION static __device__
+#define INFINITY __longlong_as_double(0x7ff0000000000000LL)
+#else
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
+#define FUNCTION static
+#endif
 
 #define MAX_HISTORY 9
 #define LN10 2.302585092994045684
 
-typedef struct { uint64_t key; int32_t word; int32_t hot; double partial; } Slot;
+typedef struct { uint64_t key; double partial; int32_t word, hot; } Slot;
 
 /* Asks Python for a word's log-probability (base 10) and the next state, where the model has no tables. */
 typedef double (*Advance)(int64_t state, int64_t word, int64_t *next);
 
+/* Everything that a search knows; native.py fills it, every field has 8 bytes. */
 typedef struct {
-    int32_t num_labels;              /* the blank is the label after the last */
-    const int64_t *piece_hash, *piece_power;
-    const int32_t *piece_length;
+    int64_t num_labels;              /* the blank is the label after the last */
+    const int64_t *piece_hash, *piece_power, *piece_length;
     const uint8_t *starts;
-    /* words */
     int64_t num_slots;               /* power of two; 0 without words */
-    Slot *slots;
-    /* language model */
-    int32_t has_model, order, boundary;
-    int64_t num_words, num_keys, num_nodes, start, end, unknown;
-    const float *unigrams, *log_probs, *backoffs;
-    const int64_t *keys;
-    const int32_t *nexts, *fails;
-    int64_t *first;                  /* first key of each node */
+    const Slot *slots;
+    int64_t has_model, order, boundary, num_words, start, end, unknown;
+    const float *unigrams;
+    const int64_t *keys, *first;     /* first: the first key of each node */
+    const float *log_probs;
+    const int32_t *nexts;
+    const float *backoffs;
+    const int32_t *fails;
     Advance advance;
     double weight, bonus, unknown_offset, hotword_weight;
+    int64_t width, prune_history, num_wanted, max_tokens;
+    double prune, least, floor_log_prob;
 } Decoder;
 
 typedef struct {
-    double acoustic, lm, hot, partial;
+    double acoustic, path, lm, hot, partial;  /* acoustic: of all paths; path: of the best one, whose times are told */
     uint64_t text, part, done_text;  /* done_text: with the word finished */
     int64_t state;
     int32_t part_length, part_word, part_hot, last, trace;
@@ -49,74 +60,22 @@ typedef struct {
 
 /* A beam continued by a label, before it is known to be worth making. */
 typedef struct {
-    double acoustic, partial, score;
+    double acoustic, path, partial, score;
     uint64_t text, part;
-    int32_t from, label, kind, trace, part_word, part_hot, part_length;
+    int32_t from, label, kind, trace, part_word, part_hot, part_length, unused;
 } Candidate;
+
+typedef struct { uint64_t key; int32_t stamp, place; } Mark;
 
 enum { SAME, STARTS, GROWS };
 
-static uint64_t mixed(uint64_t value) {
+FUNCTION uint64_t mixed(uint64_t value) {
     value ^= value >> 32; value *= 0xD6E8FEB86659FD93u;
     value ^= value >> 32; value *= 0xD6E8FEB86659FD93u;
     return value ^ (value >> 32);
 }
 
-Decoder *paceline_decoder_new(
-    int32_t num_labels, const int64_t *piece_hash, const int64_t *piece_power, const int32_t *piece_length,
-    const uint8_t *starts, int64_t num_hashes, const int64_t *hashes, const int32_t *words, const double *partials,
-    const uint8_t *is_hot, double weight, double bonus, double unknown_offset, double hotword_weight)
-{
-    Decoder *made = calloc(1, sizeof *made);
-    if (!made) return NULL;
-    made->num_labels = num_labels;
-    made->piece_hash = piece_hash; made->piece_power = piece_power;
-    made->piece_length = piece_length; made->starts = starts;
-    made->weight = weight; made->bonus = bonus;
-    made->unknown_offset = unknown_offset; made->hotword_weight = hotword_weight;
-    made->order = 1;
-    if (num_hashes) {
-        made->num_slots = 16;
-        while (made->num_slots < 2 * num_hashes) made->num_slots *= 2;
-        made->slots = calloc(made->num_slots, sizeof(Slot));
-        if (!made->slots) { free(made); return NULL; }
-        for (int64_t i = 0; i < made->num_slots; i++) made->slots[i].word = -2;  /* free */
-        for (int64_t i = 0; i < num_hashes; i++) {
-            uint64_t place = mixed((uint64_t)hashes[i]) & (made->num_slots - 1);
-            while (made->slots[place].word != -2) place = (place + 1) & (made->num_slots - 1);
-            made->slots[place] = (Slot){(uint64_t)hashes[i], words[i], is_hot[i], partials[i]};
-        }
-    }
-    return made;
-}
-
-int paceline_decoder_model(
-    Decoder *made, int32_t order, int32_t boundary, int64_t num_words, int64_t start, int64_t end, int64_t unknown,
-    const float *unigrams, int64_t num_keys, const int64_t *keys, const float *log_probs, const int32_t *nexts,
-    int64_t num_nodes, const float *backoffs, const int32_t *fails, Advance advance)
-{
-    made->has_model = 1; made->order = order; made->boundary = boundary;
-    made->num_words = num_words; made->start = start; made->end = end; made->unknown = unknown;
-    made->unigrams = unigrams; made->num_keys = num_keys; made->keys = keys;
-    made->log_probs = log_probs; made->nexts = nexts; made->backoffs = backoffs; made->fails = fails;
-    made->num_nodes = num_nodes; made->advance = advance;
-    if (advance) return 0;
-    made->first = malloc((num_nodes + 1) * sizeof(int64_t));
-    if (!made->first) return 1;
-    int64_t place = 0;
-    for (int64_t node = 0; node <= num_nodes; node++) {
-        while (place < num_keys && keys[place] < node * num_words) place++;
-        made->first[node] = place;
-    }
-    return 0;
-}
-
-void paceline_decoder_free(Decoder *made) {
-    if (!made) return;
-    free(made->slots); free(made->first); free(made);
-}
-
-static const Slot *find_word(const Decoder *d, uint64_t hash) {
+FUNCTION const Slot *find_word(const Decoder *d, uint64_t hash) {
     if (!d->num_slots) return NULL;
     uint64_t place = mixed(hash) & (d->num_slots - 1);
     while (d->slots[place].word != -2) {
@@ -126,8 +85,10 @@ static const Slot *find_word(const Decoder *d, uint64_t hash) {
     return NULL;
 }
 
-static double word_log_prob(const Decoder *d, int64_t state, int64_t word, int64_t *next) {
+FUNCTION double word_log_prob(const Decoder *d, int64_t state, int64_t word, int64_t *next) {
+#ifndef __CUDACC_RTC__
     if (d->advance) return d->advance(state, word, next);
+#endif
     double result = 0;
     while (state > 0) {
         int64_t low = d->first[state], high = d->first[state + 1], end = high;
@@ -145,14 +106,14 @@ static double word_log_prob(const Decoder *d, int64_t state, int64_t word, int64
 }
 
 /* Score of a word (weighted, natural logarithm) after a state; word -1 is none that the model knows. */
-static double word_score(const Decoder *d, int64_t state, int32_t word, int is_last, int64_t *next) {
+FUNCTION double word_score(const Decoder *d, int64_t state, int32_t word, int is_last, int64_t *next) {
     double found = word_log_prob(d, state, word < 0 ? d->unknown : word, next);
     if (word < 0) found += d->unknown_offset;
     if (is_last && d->boundary) { int64_t after; found += word_log_prob(d, *next, d->end, &after); }
     return d->weight * found * LN10 + d->bonus;
 }
 
-static void look_at_part(const Decoder *d, Candidate *one) {
+FUNCTION void look_at_part(const Decoder *d, Candidate *one) {
     one->part_word = -1; one->part_hot = 0; one->partial = 0;
     if (!one->part_length) return;
     const Slot *slot = find_word(d, one->part);
@@ -163,10 +124,10 @@ static void look_at_part(const Decoder *d, Candidate *one) {
     }
 }
 
-static uint64_t longer(uint64_t text, uint64_t word) { return mixed(text * 0x9FB21C651E98DF25u + word); }
+FUNCTION uint64_t longer(uint64_t text, uint64_t word) { return mixed(text * 0x9FB21C651E98DF25u + word); }
 
 /* What finishing its word gives a beam. */
-static void score_done(const Decoder *d, Beam *beam) {
+FUNCTION void score_done(const Decoder *d, Beam *beam) {
     if (beam->is_done) return;
     beam->is_done = 1;
     beam->done_lm = beam->lm; beam->done_state = beam->state; beam->done_hot = beam->hot;
@@ -176,7 +137,7 @@ static void score_done(const Decoder *d, Beam *beam) {
 }
 
 /* A beam with the word of `from` finished. */
-static void finish_word(const Beam *from, Beam *to, int num_history) {
+FUNCTION void finish_word(const Beam *from, Beam *to, int num_history) {
     to->lm = from->done_lm; to->state = from->done_state; to->hot = from->done_hot;
     if (!from->part_length) return;
     for (int i = num_history - 1; i > 0; i--) to->history[i] = from->history[i - 1];
@@ -186,25 +147,23 @@ static void finish_word(const Beam *from, Beam *to, int num_history) {
     to->past = past;
 }
 
-static double log_add(double one, double other) {
+FUNCTION double log_add(double one, double other) {
     return one >= other ? one + log1p(exp(other - one)) : other + log1p(exp(one - other));
 }
 
-typedef struct { uint64_t key; int32_t stamp, place; } Mark;
-
 /* Index of the same key seen before under this stamp, or -1 after noting `place`. */
-static int32_t seen(Mark *marks, int64_t num_marks, uint64_t key, int32_t stamp, int32_t place) {
+FUNCTION int32_t seen(Mark *marks, int64_t num_marks, uint64_t key, int32_t stamp, int32_t place) {
     uint64_t at = key & (num_marks - 1);
     while (marks[at].stamp == stamp) {
         if (marks[at].key == key) return marks[at].place;
         at = (at + 1) & (num_marks - 1);
     }
-    marks[at] = (Mark){key, stamp, place};
+    marks[at].key = key; marks[at].stamp = stamp; marks[at].place = place;
     return -1;
 }
 
 /* Numbers of the best, best first; those equal in score in the order they come. */
-static int32_t best_of(const Candidate *beams, int32_t count, int32_t width, double prune, int32_t *order) {
+FUNCTION int32_t best_of(const Candidate *beams, int32_t count, int32_t width, double prune, int32_t *order) {
     double most = -INFINITY;
     for (int32_t i = 0; i < count; i++) if (beams[i].score > most) most = beams[i].score;
     int32_t num = 0;
@@ -219,35 +178,42 @@ static int32_t best_of(const Candidate *beams, int32_t count, int32_t width, dou
     return num;
 }
 
-/* Searches one utterance. `log_probs` has `frames` rows, `stride` numbers apart. Writes up to `num_wanted` results, best
- * first: the label of each frame (`paths`, frames apart) and three scores each (combined, acoustic, language model).
- * Returns how many there are, or -1 without memory. */
-int32_t paceline_decode(
-    const Decoder *d, const float *log_probs, int64_t frames, int64_t stride, int32_t width, double prune,
-    double least, double floor_log_prob, int32_t prune_history, int32_t num_wanted, int32_t *paths, double *scores)
+FUNCTION int64_t num_marks_of(const Decoder *d) {
+    int64_t found = 64;
+    while (found < 4 * d->width) found *= 2;
+    return found;
+}
+
+/* Bytes that the search of so many frames works in; `_room` of native.py, where memory comes from torch. */
+FUNCTION int64_t room_of(const Decoder *d, int64_t frames) {
+    return 2 * d->width * (int64_t)sizeof(Beam) + d->max_tokens * d->width * (int64_t)sizeof(Candidate)
+        + num_marks_of(d) * (int64_t)sizeof(Mark) + 8 * (frames * d->width + 1) + 8 * d->width + 8 * d->max_tokens;
+}
+
+/* Searches one utterance. `log_probs` has `frames` rows of labels. Writes up to `num_wanted` results, best first: the
+ * label of each frame (`paths`, `path_stride` apart) and three scores each (combined, acoustic, language model). Returns
+ * how many there are. `room` is zeroed. */
+FUNCTION int32_t search(
+    const Decoder *d, const float *log_probs, int64_t frames, char *room, int32_t *paths, int64_t path_stride, double *scores)
 {
-    const int32_t blank = d->num_labels, classes = blank + 1;
-    int num_history = d->has_model && d->order > 2 ? d->order - 1 : 1;
+    const int32_t blank = (int32_t)d->num_labels, classes = blank + 1, width = (int32_t)d->width;
+    const double prune = d->prune, least = d->least, floor_log_prob = d->floor_log_prob;
+    int num_history = d->has_model && d->order > 2 ? (int)d->order - 1 : 1;
     if (num_history > MAX_HISTORY) num_history = MAX_HISTORY;
-    int64_t num_marks = 64;
-    while (num_marks < 4 * (int64_t)width) num_marks *= 2;
-    int32_t *tokens = malloc(classes * sizeof *tokens);
-    Beam *beams = malloc(width * sizeof *beams), *kept = malloc(width * sizeof *kept);
-    int64_t room = (int64_t)width * 8;
-    Candidate *cands = malloc(room * sizeof *cands);
-    int32_t *order = malloc(width * sizeof *order);
-    Mark *marks = calloc(num_marks, sizeof *marks);
-    int32_t *parents = malloc((frames * width + 1) * sizeof *parents), *labels = malloc((frames * width + 1) * sizeof *labels);
-    int32_t result = -1, stamp = 0, num = 1, sole = -1;
-    if (!tokens || !beams || !kept || !cands || !order || !marks || !parents || !labels) goto done;
+    const int64_t num_marks = num_marks_of(d);
+    Beam *beams = (Beam *)room, *kept = beams + width;
+    Candidate *cands = (Candidate *)(kept + width);
+    Mark *marks = (Mark *)(cands + d->max_tokens * width);
+    int32_t *parents = (int32_t *)(marks + num_marks), *labels = parents + frames * width + 1;
+    int32_t *order = labels + frames * width + 1, *tokens = order + 2 * width;
+    int32_t stamp = 0, num = 1, sole = -1;
     /* More than any look-up can add to a score. */
     double slack = (d->bonus > 0 ? d->bonus : 0) + (d->hotword_weight > 0 ? 2 * d->hotword_weight : 0);
     if (d->weight < 0 || d->unknown_offset > 0) slack = INFINITY;
     if (!d->has_model) slack -= d->bonus > 0 ? d->bonus : 0;
-    memset(beams, 0, sizeof *beams);
     beams[0].last = -1; beams[0].part_word = -1; beams[0].text = beams[0].done_text = 1; beams[0].state = d->start; beams[0].trace = -1;
     for (int64_t frame = 0; frame < frames; frame++) {
-        const float *row = log_probs + frame * stride;
+        const float *row = log_probs + frame * classes;
         int32_t num_tokens = 0, most = 0;
         for (int32_t c = 0; c < classes; c++) {
             if (row[c] > row[most]) most = c;
@@ -258,18 +224,12 @@ int32_t paceline_decode(
         if (num_tokens == 1 && tokens[0] == sole) {  /* every beam ends in this label already: nothing but scores moves */
             double p = row[sole] < floor_log_prob ? floor_log_prob : row[sole] > 0 ? 0 : row[sole];
             for (int32_t i = 0; i < num; i++) {
-                beams[i].acoustic += p;
+                beams[i].acoustic += p; beams[i].path += p;
                 parents[base + i] = beams[i].trace; labels[base + i] = sole; beams[i].trace = (int32_t)(base + i);
             }
             continue;
         }
         sole = num_tokens == 1 ? tokens[0] : -1;
-        if (room < (int64_t)num_tokens * num) {
-            room = (int64_t)num_tokens * width;
-            free(cands);
-            cands = malloc(room * sizeof *cands);
-            if (!cands) goto done;
-        }
         /* Paths that come to the same text, word and label are one; that label is the same, so look per label. */
         int32_t count = 0;
         for (int32_t t = 0; t < num_tokens; t++) {
@@ -289,11 +249,14 @@ int32_t paceline_decode(
                 int32_t same = seen(marks, num_marks, mixed(text * 0x9FB21C651E98DF25u + part), stamp, count);
                 if (same >= 0) {
                     cands[same].acoustic = log_add(cands[same].acoustic, from->acoustic + p);
-                    cands[same].trace = from->trace;
+                    if (from->path + p > cands[same].path) {
+                        cands[same].path = from->path + p;
+                        cands[same].trace = from->trace;
+                    }
                     continue;
                 }
                 Candidate *to = &cands[count++];
-                to->acoustic = from->acoustic + p;
+                to->acoustic = from->acoustic + p; to->path = from->path + p;
                 to->text = text; to->part = part;
                 to->from = i; to->label = c; to->kind = kind; to->trace = from->trace;
             }
@@ -327,14 +290,14 @@ int32_t paceline_decode(
             const Beam *from = &beams[one->from];
             Beam *to = &kept[next];
             *to = *from;
-            to->acoustic = one->acoustic; to->last = one->label; to->text = one->text; to->part = one->part;
+            to->acoustic = one->acoustic; to->path = one->path; to->last = one->label; to->text = one->text; to->part = one->part;
             if (one->kind == STARTS) finish_word(from, to, num_history);
             if (one->kind != SAME) {
                 to->part_length = one->part_length; to->part_word = one->part_word; to->part_hot = one->part_hot;
                 to->partial = one->partial; to->is_done = 0;
                 to->done_text = to->part_length ? longer(to->text, to->part) : to->text;
             }
-            if (prune_history) {
+            if (d->prune_history) {
                 uint64_t key = mixed(mixed(to->past * 0x9FB21C651E98DF25u + to->part) + (uint64_t)(to->last + 2));
                 if (seen(marks, num_marks, key, stamp, i) >= 0) continue;
             }
@@ -353,7 +316,8 @@ int32_t paceline_decode(
         int32_t same = seen(marks, num_marks, mixed(from->done_text), stamp, count);
         Candidate *to = same >= 0 ? &cands[same] : &cands[count++];
         to->acoustic = same >= 0 ? log_add(to->acoustic, from->acoustic) : from->acoustic;
-        to->from = i; to->trace = from->trace;
+        to->from = i;
+        if (same < 0 || from->path > to->path) { to->path = from->path; to->trace = from->trace; }
     }
     for (int32_t i = 0; i < count; i++) {
         Candidate *one = &cands[i];
@@ -364,15 +328,37 @@ int32_t paceline_decode(
         if (d->has_model) one->partial += word_score(d, from->state, from->part_length ? from->part_word : -1, 1, &next);
         one->score = one->acoustic + one->partial + hot;
     }
-    result = best_of(cands, count, width, prune, order);
-    if (result > num_wanted) result = num_wanted;
+    int32_t result = best_of(cands, count, width, prune, order);
+    if (result > d->num_wanted) result = (int32_t)d->num_wanted;
     for (int32_t i = 0; i < result; i++) {
         const Candidate *one = &cands[order[i]];
         scores[3 * i] = one->score; scores[3 * i + 1] = one->acoustic; scores[3 * i + 2] = one->partial;
         int32_t at = one->trace;
-        for (int64_t frame = frames - 1; frame >= 0; frame--) { paths[i * frames + frame] = labels[at]; at = parents[at]; }
+        for (int64_t frame = frames - 1; frame >= 0; frame--) { paths[i * path_stride + frame] = labels[at]; at = parents[at]; }
     }
-done:
-    free(tokens); free(beams); free(kept); free(cands); free(order); free(marks); free(parents); free(labels);
     return result;
 }
+
+#ifdef __CUDACC_RTC__
+extern "C" __global__ void paceline_search(
+    const Decoder *d, const float *log_probs, const int64_t *lengths, const int64_t *sizes, char *room, int32_t *paths,
+    double *scores, int32_t *counts)
+{
+    /* sizes: frames of the longest utterance, bytes of room for one */
+    const int64_t number = blockIdx.x, frames = sizes[0];
+    if (threadIdx.x) return;
+    counts[number] = search(d, log_probs + number * frames * (d->num_labels + 1), lengths[number],
+        room + number * sizes[1], paths + number * d->num_wanted * frames, frames, scores + number * d->num_wanted * 3);
+}
+#else
+int64_t paceline_room(const Decoder *d, int64_t frames) { return room_of(d, frames); }
+
+/* Returns -1 without memory. */
+int32_t paceline_search(const Decoder *d, const float *log_probs, int64_t frames, int32_t *paths, double *scores) {
+    char *room = (char *)calloc(1, (size_t)room_of(d, frames));
+    if (!room) return -1;
+    int32_t found = search(d, log_probs, frames, room, paths, frames, scores);
+    free(room);
+    return found;
+}
+#endif

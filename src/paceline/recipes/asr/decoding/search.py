@@ -2,10 +2,10 @@
 
 Prefix beam search over CTC log-probabilities, as pyctcdecode 0.5 does it, with the same scores. A beam is a text, the
 word that is being written, and the last label (or blank). In each frame every beam is continued by every label that is
-probable enough; beams that became the same text, word and last label are one, their probabilities added. A beam's score
-is its acoustic log-probability, that of its finished words in the language model (times a weight, with a bonus for each
-word), and that of its unfinished word, which is only about whether any known word begins so. The best `beam_width` beams
-go on, without those far below the best one and those whose last words are the same as a better one's.
+probable enough; beams that became the same text, word and last label are one, their probabilities added. A beam's
+score is its acoustic log-probability, that of its finished words in the language model (times a weight, with a bonus
+for each word), and that of its unfinished word, which is only about whether any known word begins so. The best
+`beam_width` beams go on, without those far below the best one and those whose last words are a better one's, too.
 
 Texts and words are 64-bit hashes (`words.py`): no string is looked at before the results. Frames in which one and the
 same label is the only probable one change nothing but scores, so a run of them is one step; most frames of a trained
@@ -117,9 +117,7 @@ class TensorSearch:
         """Return the best results of each utterance; `log_probs` is (batch, frames, classes)."""
         device = log_probs.device
         if device not in self._on:
-            self._on[device] = _OnDevice(
-                device, self._alphabet, self._table, self._model, self._weights, self._limits
-            )
+            self._on[device] = _OnDevice(device, self._alphabet, self._table, self._model, self._weights, self._limits)
         with torch.no_grad():
             return self._on[device].search(log_probs, lengths, min(num_wanted, self._limits.beam_width))
 
@@ -129,6 +127,8 @@ class _Beams:
     """State of a search: (utterances, beams) each, `history` with one more dimension."""
 
     acoustic: Tensor
+    path: Tensor
+    """Log-probability of the best path alone, whose times are told."""
     lm: Tensor
     hot: Tensor
     partial: Tensor
@@ -211,6 +211,7 @@ class _OnDevice:
         self.num_history = max(1, order - 1)
         self.earlier = torch.ones(limits.beam_width, limits.beam_width, dtype=torch.bool, device=device).tril(-1)
         self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._states: dict[int, _Beams] = {}
 
     def _put(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
@@ -283,10 +284,6 @@ class _OnDevice:
             self._graphs[key] = _Graph(self, self._shared(batch), batch, size)
         return self._graphs[key]
 
-    @property
-    def _states(self) -> dict[int, _Beams]:
-        return self.__dict__.setdefault("_state_by_batch", {})
-
     def _steps(self, log_probs: Tensor, lengths: Sequence[int]) -> _Steps:
         """Return the probable labels of each frame, runs of frames with the same sole one made one."""
         batch, frames, classes = log_probs.shape
@@ -339,6 +336,7 @@ class _OnDevice:
         state = 0 if self.model is None else self.model.start
         return _Beams(
             acoustic=acoustic,
+            path=full(0.0, torch.float64),
             lm=full(0.0, torch.float64),
             hot=full(0.0, torch.float64),
             partial=full(0.0, torch.float64),
@@ -354,12 +352,10 @@ class _OnDevice:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def _step(
-        self, beams: _Beams, tokens: Tensor, scores: Tensor, active: Tensor
-    ) -> tuple[_Beams, Tensor, Tensor]:
+    def _step(self, beams: _Beams, tokens: Tensor, scores: Tensor, active: Tensor) -> tuple[_Beams, Tensor, Tensor]:
         """Return the beams after a step, where each came from, and its last label. `tokens` is (utterances, labels)."""
         width = self.limits.beam_width
-        batch, size = tokens.shape
+        size = tokens.shape[1]
         # (utterances, labels, beams) from here on: beams of one label may become the same, those of two never
         token = tokens[:, :, None]
         is_same = (token == self.blank) | (token == beams.last[:, None])
@@ -383,8 +379,8 @@ class _OnDevice:
         summed = torch.where(equal, (acoustic - most).exp()[..., None, :], 0.0).sum(-1).log() + most
         alone = equal.sum(-1) == 1
         acoustic = torch.where(alone, acoustic, summed)
-        beam_numbers = torch.arange(width, device=self.device)
-        latest = torch.where(equal, beam_numbers, -1).amax(-1)
+        paths = beams.path[:, None] + scores[:, :, None]
+        path, likeliest = torch.where(equal, paths[..., None, :], _NONE).max(-1)
 
         # unfinished words
         part_length = self.piece_lengths[token] + torch.where(starts, 0, beams.part_length[:, None])
@@ -404,9 +400,7 @@ class _OnDevice:
 
         score = torch.where(is_first, acoustic + lm + hot + partial, _NONE).flatten(1)
         chosen_score, chosen = score.topk(width, -1)
-        chosen_score = torch.where(
-            chosen_score >= chosen_score[:, :1] + self.limits.beam_log_prob, chosen_score, _NONE
-        )
+        chosen_score = torch.where(chosen_score >= chosen_score[:, :1] + self.limits.beam_log_prob, chosen_score, _NONE)
         origin = chosen % width
 
         def from_beam(values: Tensor) -> Tensor:
@@ -422,6 +416,7 @@ class _OnDevice:
         changed = did_start | did_grow
         after = _Beams(
             acoustic=torch.where(chosen_score > _NONE, picked(acoustic), _NONE),
+            path=picked(path),
             lm=picked(lm),
             hot=picked(hot),
             partial=picked(partial),
@@ -441,7 +436,7 @@ class _OnDevice:
             is_alive = after.acoustic > _NONE
             twice = ((past[:, :, None] == past[:, None]) & is_alive[:, None] & self.earlier).any(-1)
             after.acoustic = torch.where(twice, _NONE, after.acoustic)
-        origin = picked(latest)  # of beams that became one, word times are those of the last
+        origin = picked(likeliest)
         return self._where(active, after, beams, origin, tokens.gather(1, chosen // width))
 
     def _where(
@@ -488,7 +483,9 @@ class _OnDevice:
         most = beams.acoustic.amax(-1, keepdim=True).clamp_min(-1e300)
         summed = torch.where(equal, (beams.acoustic - most).exp()[:, None], 0.0).sum(-1).log() + most
         acoustic = torch.where(equal.sum(-1) == 1, beams.acoustic, summed)
+        # Of texts that become one the last is scored: it may end in a space, then its last word is none.
         latest = torch.where(equal, torch.arange(equal.shape[-1], device=self.device), -1).amax(-1).clamp_min(0)
+        likeliest = torch.where(equal, beams.path[:, None], _NONE).argmax(-1)
         lm = beams.lm
         if self.model is not None:
             word = torch.where(is_word, beams.part_word, -1)
@@ -498,7 +495,7 @@ class _OnDevice:
         score = torch.where(is_first, acoustic + lm + hot, _NONE)
         best, chosen = score.topk(num_wanted, -1)
         best = torch.where(best >= best[:, :1] + self.limits.beam_log_prob, best, _NONE)
-        return best, latest.gather(1, chosen), lm.gather(1, chosen), acoustic.gather(1, chosen)
+        return best, likeliest.gather(1, chosen), lm.gather(1, chosen), acoustic.gather(1, chosen)
 
     def _results(
         self,
@@ -532,7 +529,7 @@ class _OnDevice:
 
 
 class _Graph:
-    """A step for one number of utterances and labels, recorded on CUDA; it reads and writes the same beams each time."""
+    """A step for one number of utterances and labels, recorded on CUDA; it always works on the same beams."""
 
     def __init__(self, search: _OnDevice, beams: _Beams, batch: int, size: int) -> None:
         device = search.device

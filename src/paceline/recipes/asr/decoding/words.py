@@ -100,7 +100,7 @@ def word_table(model: LanguageModel | None, hotwords: Sequence[str], hotword_wei
 
 
 def _prefixes(words: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return hashes of all beginnings, some more than once, and the number of the word that each is as a whole, or -1."""
+    """Return hashes of all beginnings, some more than once, and which word each is as a whole, or -1."""
     lengths = np.array([len(word) for word in words], np.int64)
     codes = np.frombuffer("".join(words).encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
     begins = np.cumsum(lengths) - lengths

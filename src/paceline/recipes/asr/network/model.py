@@ -77,5 +77,12 @@ class AcousticModel(nn.Module):
         return self.encoder.output_length(num_frames)
 
     @property
+    def frame_seconds(self) -> float:
+        """Seconds from one output frame to the next."""
+        many = 1 << 20
+        factor = round(many / self.output_frames(many))
+        return factor * self.features.hop_samples / self.features.sample_rate
+
+    @property
     def _dtype(self) -> torch.dtype:
         return self.decoder.weight_dtype

@@ -1,0 +1,60 @@
+"""The decoder that settings ask for, and what it tells of a result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.core.errors import PacelineError
+from paceline.core.language import said
+from paceline.recipes.asr.decoding.decoder import BeamDecoder, GreedyDecoder, Hypothesis, TextDecoder
+from paceline.recipes.asr.settings import UseSettings
+from paceline.recipes.asr.text.pieces import Pieces
+from paceline.train.predictions import DetailedText
+
+
+class NoBeam(PacelineError):
+    """A language model or hot words for the greedy decoder, which has no use for them."""
+
+    name: str
+    value: str
+    sentence = "`{name}` is {value}, and the decoder is greedy, which asks no language model and knows no hot words"
+    hint = "{advice}"
+
+    @property
+    def advice(self) -> str:
+        leave = said("leave out `--{name}`").format(name=self.name)
+        if self.name == "lm":
+            leave = said("for greedy: `--lm none`")
+        return said("add `--decoder beam`; {leave}").format(leave=leave)
+
+
+def make_decoder(settings: UseSettings, labels: Pieces, frame_seconds: float) -> TextDecoder:
+    """Return the decoder of a run; raise for language models and hot words that do not fit its labels."""
+    if settings.decoder == "greedy":
+        for name, value in (("lm", settings.lm), ("hotwords", ",".join(settings.hotwords))):
+            if value:
+                raise NoBeam(name, str(value))
+        return GreedyDecoder(labels, frame_seconds=frame_seconds)
+    return BeamDecoder(
+        labels,
+        beam_width=settings.beam_width,
+        lm=settings.lm,
+        lm_weight=settings.lm_weight,
+        word_bonus=settings.word_bonus,
+        hotwords=settings.hotwords,
+        hotword_weight=settings.hotword_weight,
+        frame_seconds=frame_seconds,
+    )
+
+
+def detailed(best: Sequence[Hypothesis]) -> DetailedText:
+    """Return the text of the best hypothesis, with scores and the times of words; an empty one where there is none."""
+    if not best:
+        return DetailedText("", {"score": None, "words": []})
+    found = best[0]
+    words: list[dict[str, Any]] = [
+        {"word": word.text, "start": word.start, "end": word.end, "score": round(word.score, 6)} for word in found.words
+    ]
+    scores = {"score": found.score, "acoustic_score": found.acoustic, "lm_score": found.lm}
+    return DetailedText(found.text, {**scores, "words": words})
