@@ -26,6 +26,7 @@ COMMANDS = {
     "infer": "predict with a trained run",
     "average": "write the mean of a run's last or best checkpoints as one, and validate it",
     "manifest": "make, check and split manifests of speech data",
+    "lm": "make an n-gram language model of text, or measure one",
     "pack": "pack data into HDF5 that is read at memory speed",
     "export": "write a trained model as files that other programs can read",
     "launch": "start a command as several ranks, on this machine or on each of several",

@@ -103,11 +103,11 @@ def test_no_more_than_a_batch_is_in_memory(
     folder: Path, recognizer: Recognizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    transcribe = recognizer._transcribe
+    transcribe = recognizer._listen
     monkeypatch.setattr(recognizer_module, "BATCH_SECONDS", 0.01)  # each recording is a batch of its own
     read = recognizer_module.read_audio
     monkeypatch.setattr(recognizer_module, "read_audio", lambda *a, **b: order.append("read") or read(*a, **b))
-    monkeypatch.setattr(recognizer, "_transcribe", lambda audio: order.append("heard") or transcribe(audio))
+    monkeypatch.setattr(recognizer, "_listen", lambda audio: order.append("heard") or transcribe(audio))
     recognizer.transcribe(paths(folder))
     assert order == ["read", "heard"] * 9
 

@@ -1,7 +1,7 @@
 """Words and scores beside pyctcdecode's, with KenLM; skipped where these are not installed.
 
-Times of words are not compared: of paths that become one text it tells those of the least probable beam, we those of the
-most probable path (`test_search.py`).
+Times of words are not compared: of paths that become one text it tells those of the least probable beam, we those of
+the most probable path (`test_search.py`).
 
 To run it: `pip install pyctcdecode --no-deps; pip install pygtrie kenlm`.
 """

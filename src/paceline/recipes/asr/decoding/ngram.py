@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,19 +83,55 @@ class Ngrams:
 
     def log_probs(self, sentences: Sequence[Sequence[str]]) -> list[NDArray[np.float64]]:
         """Return the base-10 logarithms of the probabilities of each sentence's words and of its end."""
-        ids = {word: number for number, word in enumerate(self.words)}
-        rows = [[*(ids.get(word, self.unknown) for word in sentence), self.end] for sentence in sentences]
-        lengths = np.array([len(row) for row in rows], np.int64)
-        padded = np.full((len(rows), int(lengths.max(initial=0))), self.end, np.int64)
-        for number, row in enumerate(rows):
-            padded[number, : len(row)] = row
-        states = np.full(len(rows), self.start, np.int64)
-        columns = []
-        for column in padded.T:
-            found, states = self.advance(states, column)
-            columns.append(found)
-        whole = np.stack(columns, 1) if columns else np.zeros((len(rows), 0))
-        return [whole[number, :length] for number, length in enumerate(lengths)]
+        return [found for found, _ in _scored(self, sentences)]
+
+
+class Fit(NamedTuple):
+    """How well a model predicts text."""
+
+    perplexity: float
+    """Of words and ends of sentences, 10 to the minus mean logarithm."""
+    known_perplexity: float
+    """The same without the words that the model does not know."""
+    log10_prob: float
+    sentences: int
+    words: int
+    unknown_words: int
+
+
+def measure(model: LanguageModel, sentences: Sequence[Sequence[str]]) -> Fit:
+    """Return how well a model predicts sentences."""
+    pairs = _scored(model, sentences)
+    scores = np.concatenate([found for found, _ in pairs])
+    is_unknown = np.concatenate([words for _, words in pairs]) == model.unknown
+    known = scores[~is_unknown]
+    return Fit(
+        float(10 ** -scores.mean()),
+        float(10 ** -known.mean()) if len(known) else float("nan"),
+        float(scores.sum()),
+        len(pairs),
+        len(scores) - len(pairs),
+        int(is_unknown.sum()),
+    )
+
+
+def _scored(
+    model: LanguageModel, sentences: Sequence[Sequence[str]]
+) -> list[tuple[NDArray[np.float64], NDArray[np.int64]]]:
+    """Return log-probabilities and ids of each sentence's words and of its end, a place in all sentences at a time."""
+    ids = {word: number for number, word in enumerate(model.words)}
+    rows = [[*(ids.get(word, model.unknown) for word in sentence), model.end] for sentence in sentences]
+    order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
+    scores = [np.empty(len(row)) for row in rows]
+    states = np.full(len(rows), model.start, np.int64)
+    for place in range(len(rows[order[0]]) if rows else 0):
+        while len(rows[order[len(states) - 1]]) <= place:  # the shortest have ended
+            states = states[:-1]
+        words = np.array([rows[number][place] for number in order[: len(states)]], np.int64)
+        found, states = model.advance(states, words)
+        for number, score in zip(order, found.tolist(), strict=False):
+            scores[number][place] = score
+    return [(score, np.array(row, np.int64)) for score, row in zip(scores, rows, strict=True)]
 
 
 @dataclass(frozen=True)
