@@ -231,7 +231,9 @@ class _Paths:
     frame_seconds: float
 
     def text(self, path: NDArray[np.int32]) -> str:
-        return self.between.join(text for text, _, _ in self._words(path))
+        is_new = path != self.alphabet.blank
+        is_new[1:] &= path[1:] != path[:-1]
+        return self.between.join(self.labels.decode(path[is_new].tolist()).split())
 
     def hypothesis(self, found: Found, of_path: NDArray[np.floating[Any]]) -> Hypothesis:
         """Return a result in words; `of_path` has the log-probability of the path's label in each frame."""
