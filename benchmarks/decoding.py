@@ -42,7 +42,7 @@ def main() -> None:
     arguments.add_argument("--peer", type=int, default=16, help="utterances that pyctcdecode decodes")
     arguments.add_argument("--beam", type=int, default=16)
     arguments.add_argument("--batch", type=int, default=256, help="utterances searched together on the GPU")
-    arguments.add_argument("--noise", type=float, default=2.3)
+    arguments.add_argument("--noise", type=float, default=2.0)
     arguments.add_argument("--frame-ms", type=float, default=20.0)
     arguments.add_argument("--subwords", action="store_true")
     arguments.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
