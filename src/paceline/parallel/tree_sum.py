@@ -14,6 +14,7 @@ its own, and nothing waits.
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Lock, Thread
-from time import perf_counter
+from time import monotonic, perf_counter
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,10 @@ _ROWS, _SUMS = 1, 2
 _SLICE = 32_704
 """Numbers that are added at a time beside a backward pass of several threads: few enough for torch to stay in one."""
 _PATIENCE = timedelta(minutes=30)
+_FAREWELL_S = 1.0
+"""Seconds that a process which ends in the middle of sums waits for their threads."""
+_threads: weakref.WeakKeyDictionary[Thread, SimpleQueue[Callable[[], None] | None]] = weakref.WeakKeyDictionary()
+"""Threads beside the backward pass, and what they are told."""
 
 
 @dataclass
@@ -116,7 +121,9 @@ class TreeSum:
         if self._tasks is None:
             self._tasks = SimpleQueue()
             # It does not know this object, which ends it.
-            Thread(target=_work_off, args=(self._tasks,), name="sums", daemon=True).start()
+            thread = Thread(target=_work_off, args=(self._tasks,), name="sums", daemon=True)
+            _threads[thread] = self._tasks
+            thread.start()
             weakref.finalize(self, self._tasks.put, None)
         self._tasks.put(self._go_on_beside)
 
@@ -211,6 +218,18 @@ class TreeSum:
             rooms[:] = [each for each in rooms if each is not room]
         rooms.append(torch.empty(length, dtype=like.dtype, device=like.device))
         return rooms[-1]
+
+
+@atexit.register
+def _let_threads_end() -> None:
+    """Wait for threads whose peers are leaving, too.
+
+    One that comes back from a wait for a peer while Python is being torn down would abort the process.
+    """
+    until = monotonic() + _FAREWELL_S
+    for thread, tasks in list(_threads.items()):
+        tasks.put(None)
+        thread.join(max(0.0, until - monotonic()))
 
 
 def _work_off(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
