@@ -24,7 +24,7 @@ from paceline.core.cloud.address import AbsolutePlace
 from paceline.core.run_folder import BrokenRecord, RunFolder, read_record
 from paceline.core.together import SettingsExclusion
 from paceline.recipes.asr.exchange.weights import front_end_of
-from paceline.recipes.asr.network.config import NetworkSettings, Trim, read_network, read_trim
+from paceline.recipes.asr.network.config import NetworkInvalid, NetworkSettings, Trim, read_network, read_trim
 from paceline.recipes.asr.sound.features import FrontEnd
 from paceline.recipes.asr.sound.perturb import PerturbSettings
 from paceline.recipes.asr.text.labels import Labels, TextMode, read_labels
@@ -194,7 +194,10 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
         front_end = values.get("front_end") or _front_end_of_weights(values)
         if not changes and front_end not in get_args(FrontEnd):
             return values
-        network = read_network(values.get("network", cls.model_fields["network"].default))
+        try:
+            network = read_network(values.get("network", cls.model_fields["network"].default))
+        except NetworkInvalid:
+            return values
         if front_end in get_args(FrontEnd) and (
             values.get("front_end") or "front_end" not in network.features.model_fields_set
         ):
@@ -223,7 +226,10 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
         network = values.get("network") if isinstance(values, dict) else None
         if not isinstance(network, str | Path | NetworkSettings):
             return values
-        recipe = dict(read_network(network).recipe)
+        try:
+            recipe = dict(read_network(network).recipe)
+        except NetworkInvalid:
+            return values  # told when the field is read, with its place and the other mistakes
         unknown = [name for name in recipe if name not in cls.model_fields or name == "network"]
         if unknown:
             raise ValueError(

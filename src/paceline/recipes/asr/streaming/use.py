@@ -145,7 +145,7 @@ def long_files(words: Sequence[str], long_s: float) -> list[Path] | None:
     """Return the audio files that words name, if one of them is longer than `long_s`; None if none is, or if one of the
     words is no audio file: then all are read as usual, and what is wrong is said there."""
     paths = [Path(word) for word in words]
-    if not paths or not all(path.is_file() for path in paths) or any(_is_list(path) for path in paths):
+    if not paths or not all(map(os.path.isfile, paths)) or any(_is_list(path) for path in paths):
         return None
     measured = measure_all(paths)
     if not any(isinstance(facts, AudioFacts) and facts.seconds > long_s for facts in measured.values()):
