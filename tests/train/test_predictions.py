@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from paceline.train import predictions as outcome
+from paceline.world.link import Link
+from tests.ranks import ranks
 
 
 def test_lines() -> None:
@@ -26,3 +28,17 @@ def test_lines() -> None:
 def test_a_table_has_one_line_per_set() -> None:
     shown = outcome.table({"dev/loss": 0.25, "dev/wer": 12.5, "test-other/loss": 1234.5})
     assert shown == "set           loss   wer\ndev           0.25  12.5\ntest-other  1234.5     -\n"
+
+
+@ranks(1, 2)
+def test_details_cross_ranks_whole(link: Link) -> None:
+    made = outcome.DetailedText("two words", {"score": -0.5, "words": [{"word": "two", "start": link.world.rank}]})
+    for rank, text in enumerate(link.gather_objects(made)):
+        assert outcome.text_line(0, text) == "0\ttwo words\n"
+        assert outcome.bare_line(0, text) == "two words\n"
+        assert json.loads(outcome.json_line(0, text)) == {
+            "index": 0,
+            "prediction": "two words",
+            "score": -0.5,
+            "words": [{"word": "two", "start": rank}],
+        }

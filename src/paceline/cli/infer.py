@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
 from paceline.cli.eval import DataTwice, UseOptions, call_data_function, open_run, run_here_or_on_procs
 from paceline.core.cloud.address import Place, shown
 from paceline.core.cloud.file_copy import send
+from paceline.core.errors import PacelineError
+from paceline.core.language import said
 from paceline.core.terminal import tell
 
 if TYPE_CHECKING:
@@ -31,6 +34,20 @@ class InferOptions(UseOptions):
     """File for the predictions instead of the console."""
 
 
+class OneRankStreams(PacelineError):
+    """More than one rank, for inputs that are predicted while they are read."""
+
+    inputs: Sequence[str]
+    ranks: int
+    sentence = "{first} is predicted piece by piece while it is read, which one rank does alone; there are {ranks}"
+    hint = "leave out `--procs`, and start it without a launcher"
+
+    @property
+    def first(self) -> str:
+        return said("standard input") if _STANDARD_INPUT in self.inputs else self.inputs[0]
+
+
+_STANDARD_INPUT = "-"
 OPTIONS, POSITIONAL = InferOptions, ("run", "inputs")
 
 
@@ -55,6 +72,8 @@ def infer(options: InferOptions) -> int:
         if inputs:
             apply.attach(task, config, link)
             if isinstance(task, tasks.StreamsInputs) and task.is_stream(inputs):
+                if link.world.size > 1:
+                    raise OneRankStreams(inputs, link.world.size)
                 return _stream(task, config, link, inputs, options)
         if inputs:
             apply.attach(task, config, link)
@@ -74,26 +93,26 @@ def infer(options: InferOptions) -> int:
 
 
 def _stream(task: Task, config: TrainConfig, link: Link, inputs: Sequence[str], options: InferOptions) -> int:
-    """Predict inputs piece by piece, on the first rank."""
-    from paceline.core.disk import CannotWrite
+    """Predict inputs piece by piece, on the only rank."""
+    from paceline.core.disk import CannotWrite, replacing
     from paceline.train import apply
     from paceline.train import task as tasks
 
     assert isinstance(task, tasks.StreamsInputs)
     checkpoint = apply.find_checkpoint(options.run, options.checkpoint)
     engine = apply.restore_for_use(task, config, link, checkpoint, options.average)
-    if not link.is_first:
-        return 0
-    with engine.evaluating():
+    with engine.evaluating(), ExitStack() as stack:
         if options.out is None:
             task.stream(engine.model, inputs, sys.stdout, as_json=options.json)
             return 0
         try:
             options.out.parent.mkdir(parents=True, exist_ok=True)
-            with options.out.open("w", encoding="utf-8") as file:
-                number = task.stream(engine.model, inputs, file, as_json=options.json)
+            # Live audio may have no end: what was heard so far is there to be read.
+            opened = options.out.open("w", encoding="utf-8") if _STANDARD_INPUT in inputs else replacing(options.out)
+            file = stack.enter_context(opened)
         except OSError as error:
             raise CannotWrite(options.out, error) from error
+        number = task.stream(engine.model, inputs, file, as_json=options.json)
     send(options.out)
     tell(f"{number} predictions in {shown(options.out)}\n")
     return 0

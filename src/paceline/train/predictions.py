@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,18 @@ class NotPlain(PacelineError):
         return type(self.value).__name__
 
 
-class DetailedText(str):
-    """A predicted text with more that JSON tells of it, as plain values by name."""
+@dataclass(frozen=True)
+class DetailedText:
+    """A predicted text with more that JSON tells of it, as plain values by name.
 
+    No `str`: of a class of strings only the text would reach another rank.
+    """
+
+    text: str
     details: Mapping[str, Any]
 
-    def __new__(cls, text: str, details: Mapping[str, Any]) -> DetailedText:
-        made = super().__new__(cls, text)
-        made.details = details
-        return made
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return DetailedText, (str(self), dict(self.details))
+    def __str__(self) -> str:
+        return self.text
 
 
 def table(metrics: Mapping[str, float]) -> str:
@@ -87,8 +88,8 @@ def json_line(index: int, prediction: Any, names: Sequence[str] | None = None) -
 
 def text_line(index: int, prediction: Any, names: Sequence[str] | None = None) -> str:
     """Return one sample as `index<TAB>prediction` (or its name), one line: text as it is, everything else as JSON."""
-    is_line = isinstance(prediction, str) and prediction.isprintable()
-    shown = prediction if is_line else json_text(plain(prediction))
+    value = plain(prediction)
+    shown = value if isinstance(value, str) and value.isprintable() else json_text(value)
     return f"{index if names is None else names[index]}\t{shown}\n"
 
 
@@ -108,7 +109,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, DetailedText):
-        return str(value)
+        return value.text
     if value is None or isinstance(value, bool | int | str):
         return value
     raise NotPlain(value)

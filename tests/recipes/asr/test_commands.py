@@ -154,6 +154,9 @@ def test_a_beam_with_a_language_model(folder: Path, shown: Type, mistake: Type, 
         json.loads(shown("eval", run, *beam, "--json", "--eval-batch", 3))["metrics"]["dev/wer"] == metrics["dev/wer"]
     )
     records = [json.loads(line) for line in shown("infer", run, *beam, "--json", folder / "dev").splitlines()]
+    two = run_command([*map(str, ("infer", run, *beam, "--json", folder / "dev", "--procs", 2))])
+    assert two.code == 0, two.err
+    assert [json.loads(line) for line in two.out.splitlines()] == records
     names = [record["name"] for record in records]
     recognizer = paceline.asr.load(
         run, device="cpu", decoder="beam", beam_width=4, lm=lm, lm_weight=0.4, word_bonus=1.0

@@ -135,7 +135,7 @@ def test_beam(folder: Path) -> None:
     found = paceline.asr.load(folder / "run", device="cpu", decoder="beam", beam_width=8).transcribe(paths(folder))
     config = tiny.settings(folder, mode="infer", **tiny.LEARN, decoder="beam", beam_width=8)
     predicted = list(apply.predict_run(tiny.task(), config, alone(), folder / "run"))
-    assert found == [text for _, text in predicted]
+    assert found == [str(text) for _, text in predicted]
 
 
 def test_an_exported_folder_hears_the_same(folder: Path, tmp_path: Path, recognizer: Recognizer) -> None:

@@ -50,6 +50,7 @@ from paceline.recipes.asr.text.error_rate import character_errors
 from paceline.recipes.asr.text.labels import Labels
 from paceline.recipes.asr.text.pieces import Pieces
 from paceline.recipes.asr.text.subwords.labels import Subwords
+from paceline.train.predictions import DetailedText
 from paceline.train.task import Sums, Task
 
 
@@ -173,7 +174,7 @@ class Asr(Task):
             write_scores(out, self._scores)
         return dict(kinds(whole))
 
-    def predict(self, model: nn.Module, grain: Grain) -> list[str]:
+    def predict(self, model: nn.Module, grain: Grain) -> list[str] | list[DetailedText]:
         log_probs = self._listen(model, grain)
         if self.settings.mode != "infer" or self.settings.decoder != "beam":
             return self._read(model, grain, log_probs)
@@ -181,7 +182,7 @@ class Asr(Task):
 
     def samples(self, model: nn.Module, grain: Grain) -> Sequence[Mapping[str, str]]:
         texts = zip(self._references(grain), self.predict(model, grain), grain["bad"], strict=True)
-        return [{"reference": said, "hypothesis": heard} for said, heard, bad in texts if bad is None]
+        return [{"reference": said, "hypothesis": str(heard)} for said, heard, bad in texts if bad is None]
 
     def read_inputs(self, words: Sequence[str]) -> Utterances:
         settings = self.settings

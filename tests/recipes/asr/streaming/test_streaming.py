@@ -28,6 +28,7 @@ from paceline.recipes.asr.streaming.sound import NotPcm, pipe_blocks
 from paceline.recipes.asr.streaming.use import Windows, file_statistics, infer_live, transcribe_long
 from paceline.recipes.asr.streaming.windows import Reading, Statistics
 from paceline.recipes.asr.text.pieces import Pieces
+from tests.commands import run_command
 from tests.recipes.asr import tiny
 
 RATE = tiny.RATE
@@ -256,7 +257,13 @@ def test_commands(folder: Path, recognizer: Recognizer, tmp_path: Path, capfd: p
     assert (line["prediction"], len(line["words"])) == (whole, len(whole.split()))
     capfd.readouterr()
     assert main([*words, "--decoder", "beam"]) == 2
-    assert "--long-s" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "--decoder greedy" in said
+    assert "--long-s" in said
+    two = run_command([*words, "--procs", "2"])
+    assert (two.code, two.out) == (2, "")
+    assert two.err.count("one rank does alone; there are 2") == 1
+    assert "leave out `--procs`" in two.err
     raw = samples_of(folder)[: 5 * RATE].tobytes()
     command = [sys.executable, "-m", "paceline", "infer", run, "-", "--device", "cpu"]
     told = subprocess.run(

@@ -35,7 +35,7 @@ class StreamsAreGreedy(PacelineError):
 
     what: str
     sentence = "{what} is read in windows, and `--decoder beam` reads whole recordings"
-    hint = "leave it out, or set `--long-s` above the length of the recording to read it as a whole"
+    hint = "set `--decoder greedy`, or set `--long-s` above the length of the recording to read it as a whole"
 
 
 class NotAlone(PacelineError):
