@@ -16,7 +16,7 @@ from paceline.data.manifest.read import read_manifests
 from paceline.recipes.asr.network.config import read_network
 from paceline.recipes.asr.recognizer import NotSpeech
 from paceline.recipes.asr.text.labels import ENGLISH, Labels, TextMode, normalized, read_labels
-from paceline.recipes.asr.text.pieces import WORD_START, Pieces
+from paceline.recipes.asr.text.pieces import UNKNOWN, WORD_START, Pieces, is_byte
 from paceline.recipes.asr.text.subwords.tokenizer import stored
 from paceline.train.apply import read_run
 
@@ -56,8 +56,10 @@ def spelling(run: Path | None, labels: str | None, rules: TextMode | None) -> Sp
             raise NotSpeech(run, str(record.task))
         tokenizer = stored(run)
         symbols = read_network(record.settings["network"]).labels if tokenizer is None else tokenizer.pieces
-        characters = set("".join(Pieces(tuple(symbols)).pieces)) - {WORD_START}
-        letters, of_run = Labels((" ", *sorted(characters))), record.settings.get("text_rules", "en")
+        pieces = [piece for piece in Pieces(tuple(symbols)).pieces if not is_byte(piece)]
+        space = (" ",) if any(piece.startswith(WORD_START) for piece in pieces) else ()
+        characters = set("".join(pieces)) - {WORD_START, UNKNOWN}
+        letters, of_run = Labels((*space, *sorted(characters))), record.settings.get("text_rules", "en")
     if labels is not None:
         letters = Labels(tuple(read_labels(labels)))
     return Spelling(letters, rules or of_run)  # type: ignore[arg-type]

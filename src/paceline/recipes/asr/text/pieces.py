@@ -92,6 +92,11 @@ class Pieces:
         return any(_BYTE.fullmatch(symbol) for symbol in self.symbols)
 
 
+def is_byte(symbol: str) -> bool:
+    """Return True for a byte of SentencePiece's byte fallback (`<0xC3>`)."""
+    return _BYTE.fullmatch(symbol) is not None
+
+
 def are_subwords(symbols: Sequence[str]) -> bool:
     """Return True if labels are pieces of words in SentencePiece's convention, not characters."""
     return " " not in symbols and any(symbol.startswith(WORD_START) for symbol in symbols)
