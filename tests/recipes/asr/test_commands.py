@@ -144,7 +144,7 @@ def test_eval_gives_what_training_wrote_down(folder: Path, shown: Type) -> None:
 
 
 def test_a_beam_with_a_language_model(folder: Path, shown: Type, mistake: Type, tmp_path: Path) -> None:
-    """In eval and infer, on one rank and on two, from the command line and from Python: the same words."""
+    """In eval and infer, in batches of any size, from the command line and from Python: the same words."""
     run, lm, one = folder / "run", tmp_path / "lm.arpa", folder / "dev" / "0.flac"
     assert "3-grams" in shown("lm", folder / "train.json", lm, "--run", run)
     beam = ("--device", "cpu", "--decoder", "beam", "--beam", 4, "--lm", lm, "--lm-weight", 0.4, "--word-bonus", 1)
@@ -171,7 +171,8 @@ def test_a_beam_with_a_language_model(folder: Path, shown: Type, mistake: Type, 
     heard = shown("infer", run, one, "--device", "cpu", "--decoder", "beam", "--hotwords", "c,ab c")
     assert plain.startswith(f"{one}\t")
     assert heard.count("c") >= plain.count("c")
-    assert "add `--decoder beam`" in mistake("eval", run, "--device", "cpu", "--lm", lm)
+    assert "add `--decoder beam`; for greedy: `--lm none`" in mistake("eval", run, "--device", "cpu", "--lm", lm)
+    assert "for greedy: `--hotwords none`" in mistake("eval", run, "--device", "cpu", "--hotwords", "c")
     assert "no label writes: z w ö l f" in mistake("infer", run, one, *beam, "--hotwords", "zwölf")
     lm.write_text(lm.read_text().upper().replace("<S>", "<s>").replace("</S>", "</s>").replace("<UNK>", "<unk>"))
     lm.write_text(lm.read_text().replace("DATA", "data").replace("NGRAM", "ngram").replace("-GRAMS", "-grams"))

@@ -51,6 +51,8 @@ def test_a_model_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("ngram 3=3", "ngram 3=2", 24, "`\\end\\` is missing"),
         ("ngram 2=5", "ngram 2=4", 19, "`\\3-grams:` expected"),
         ("ngram 2=5\n", "", 3, "number of 2-grams expected"),
+        ("ngram 2=5", f"ngram 2={2**63}", 3, "more n-grams are announced than any file holds"),
+        ("ngram 2=5", f"ngram 2={'9' * 5000}", 3, "more n-grams are announced than any file holds"),
     ],
 )
 def test_broken_lines_are_named(tmp_path: Path, before: str, after: str, line: int, why: str) -> None:

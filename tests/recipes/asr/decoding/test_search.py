@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.recipes.asr.decoding.arpa import read_arpa
 from paceline.recipes.asr.decoding.decoder import BeamDecoder
+from paceline.recipes.asr.decoding.limits import WrongOutputs
 from paceline.recipes.asr.decoding.native import NativeSearch, why_not
 from paceline.recipes.asr.text.pieces import Pieces
 from tests.recipes.asr.alignments import collapse, log_prob_of_texts, random_log_probs
@@ -156,3 +157,40 @@ def test_the_beam_sums_paths_where_greedy_takes_one() -> None:
     best = BeamDecoder(Pieces(("a",)), beam_width=3)(log_probs, [2])[0][0]
     assert best.text == "a"
     assert best.score == pytest.approx(math.log(0.64))
+
+
+@pytest.mark.parametrize("kind", ["C", "tensors"])
+@pytest.mark.parametrize(
+    ("shape", "lengths", "why"),
+    [
+        ((1, 5, 3), [5], "there are 4 labels"),
+        ((5, 4), [5], "there are 4 labels"),
+        ((1, 5, 4), [6], "the length 6"),
+        ((1, 5, 4), [-1], "the length -1"),
+        ((2, 5, 4), [5], "lengths of 1"),
+    ],
+)
+def test_outputs_of_another_shape_are_refused(kind: str, shape: tuple[int, ...], lengths: list[int], why: str) -> None:
+    with pytest.raises(WrongOutputs, match=why):
+        decoder(kind, CHARACTERS).texts(torch.full(shape, -2.0), lengths)
+
+
+@pytest.mark.parametrize("kind", ["C", "tensors"])
+def test_numbers_that_are_no_log_probabilities_are_refused(kind: str) -> None:
+    """Those behind the end of an utterance are not looked at."""
+    search = decoder(kind, CHARACTERS)
+    log_probs = torch.zeros(1, 3, 4).log_softmax(-1)
+    log_probs[0, 2] = 7.0
+    assert search.texts(log_probs, [2]) == search.texts(log_probs[:, :2], [2])
+    with pytest.raises(WrongOutputs, match="more than 1"):
+        search.texts(log_probs, [3])
+
+
+def test_the_compiled_search_writes_no_more_labels_than_it_has_room_for() -> None:
+    """A frame has at most e^5 labels above e^-5; rounded to 16 bits a few more, and without being normalised any."""
+    labels = Pieces(tuple(chr(0x4E00 + number) for number in range(5000)))
+    search = decoder("C", labels, beam_width=64)
+    with pytest.raises(WrongOutputs, match="more than 1"):
+        search.texts(torch.zeros(2, 20, 5001), [20, 20])
+    few = decoder("C", Pieces(labels.symbols[:151]))
+    assert len(few.texts(torch.zeros(1, 3, 152).log_softmax(-1).bfloat16(), [3])) == 1

@@ -19,7 +19,9 @@ from paceline.core.errors import PacelineError
 from paceline.core.language import phrase
 from paceline.recipes.asr.decoding.ngram import END, MAX_ORDER, MISSING_UNKNOWN, START, UNKNOWN, Level, Ngrams
 
-_COUNT: Final = re.compile(r"ngram\s+(\d+)\s*=\s*(\d+)")
+_COUNT: Final = re.compile(r"ngram\s+(\d{1,9})\s*=\s*(\d+)")
+_MOST_DIGITS: Final = 18
+"""Of a count; those that have more are no 64-bit numbers."""
 _SECTION: Final = re.compile(r"\\(\d+)-grams:")
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 
@@ -148,6 +150,8 @@ def _read_counts(lines: _Lines) -> list[int]:
     while line is not None and (match := _COUNT.fullmatch(line)):
         if int(match[1]) != len(counts) + 1:
             raise lines.broken(phrase("number of {order}-grams expected", order=len(counts) + 1))
+        if len(match[2]) > _MOST_DIGITS:
+            raise lines.broken(phrase("more n-grams are announced than any file holds"))
         counts.append(int(match[2]))
         line = lines.next_filled()
     if not counts or line != "\\1-grams:":

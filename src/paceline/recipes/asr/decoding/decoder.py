@@ -22,7 +22,7 @@ from paceline.core.terminal import warn
 from paceline.core.torch_private import can_compile_cuda
 from paceline.recipes.asr.decoding.arpa import NoLanguageModel, read_arpa
 from paceline.recipes.asr.decoding.kenlm_file import KenlmModel, is_kenlm
-from paceline.recipes.asr.decoding.limits import Found, Limits, Weights
+from paceline.recipes.asr.decoding.limits import Found, Limits, Weights, check_outputs
 from paceline.recipes.asr.decoding.native import CannotCompile, KernelSearch, NativeSearch, why_not
 from paceline.recipes.asr.decoding.ngram import END, START, UNKNOWN, LanguageModel
 from paceline.recipes.asr.decoding.search import TensorSearch
@@ -205,6 +205,7 @@ class BeamDecoder:
         return [self._paths.text(results[0].path) if results else "" for results in self._found(log_probs, lengths, 1)]
 
     def _found(self, log_probs: Tensor, lengths: Sequence[int], num_best: int) -> list[list[Found]]:
+        check_outputs(log_probs, lengths, self.labels.blank + 1)
         # Results do not depend on what is searched together, nor on where.
         if not log_probs.is_cuda:
             return self.on_cpu(log_probs, list(lengths), num_best)

@@ -23,10 +23,8 @@ class NoBeam(PacelineError):
 
     @property
     def advice(self) -> str:
-        leave = said("leave out `--{name}`").format(name=self.name)
-        if self.name == "lm":
-            leave = said("for greedy: `--lm none`")
-        return said("add `--decoder beam`; {leave}").format(leave=leave)
+        # what the run's record has counts until it is taken back
+        return said("add `--decoder beam`; for greedy: `--{name} none`").format(name=self.name)
 
 
 def make_decoder(settings: UseSettings, labels: Pieces, frame_seconds: float) -> TextDecoder:

@@ -3,14 +3,59 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.core.errors import PacelineError
+from paceline.core.language import phrase
 
 FLOOR: Final = math.log(1e-15)
 """Smallest log-probability of a label in a frame; less counts as this."""
+MOST: Final = 0.05
+"""Largest value that is still taken for a log-probability: rounding to 16 bits may put one above 0."""
+
+
+class WrongOutputs(PacelineError):
+    """A network's output that cannot be searched: of another shape, or no log-probabilities."""
+
+    why: str
+    sentence = "`log_probs` cannot be searched: {why}"
+    hint = (
+        "give logarithms of probabilities (`log_softmax(-1)`) as (batch, frames, labels + 1), the blank last, and the "
+        "number of frames of each utterance"
+    )
+
+
+def not_log_probs() -> WrongOutputs:
+    return WrongOutputs(phrase("the probabilities of a frame are together more than 1"))
+
+
+def check_outputs(log_probs: Tensor, lengths: Sequence[int], classes: int) -> None:
+    """Raise for what no search may read: beyond its end, or other numbers than log-probabilities."""
+    shape = tuple(log_probs.shape)
+    if len(shape) != 3 or shape[-1] != classes:
+        why = phrase(
+            "its shape is {shape}, and there are {classes} labels with the blank", shape=shape, classes=classes
+        )
+        raise WrongOutputs(why)
+    if len(lengths) != shape[0]:
+        raise WrongOutputs(
+            phrase("it has {batch} utterances, and lengths of {count}", batch=shape[0], count=len(lengths))
+        )
+    wrong = next((length for length in lengths if not 0 <= length <= shape[1]), None)
+    if wrong is not None:
+        raise WrongOutputs(phrase("the length {length} is not one of {frames} frames", length=wrong, frames=shape[1]))
+    if not log_probs.numel():
+        return
+    is_frame = torch.arange(shape[1]) < torch.tensor(list(lengths), dtype=torch.int64)[:, None]
+    if bool(((log_probs.detach().amax(-1) > MOST) & is_frame.to(log_probs.device)).any()):
+        raise not_log_probs()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -26,8 +27,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.core.language import phrase, said
+from paceline.core.terminal import warn
 from paceline.core.torch_private import compile_cuda
-from paceline.recipes.asr.decoding.limits import FLOOR, Found, Limits, Weights
+from paceline.recipes.asr.decoding.limits import FLOOR, Found, Limits, Weights, not_log_probs
 from paceline.recipes.asr.decoding.ngram import LanguageModel
 from paceline.recipes.asr.decoding.words import Alphabet, WordTable
 
@@ -51,11 +54,15 @@ def library() -> ctypes.CDLL:
     what = "\n".join([*compiler, *FLAGS, platform.machine(), platform.libc_ver()[1]]).encode()
     name = f"search-{hashlib.sha256(source + what).hexdigest()[:24]}.so"
     path = _folder() / name
-    if not path.exists():
-        _compile(compiler, path)
+    if _is_ours(path):
+        try:
+            return _declared(ctypes.CDLL(str(path)))
+        except (OSError, AttributeError):
+            pass  # cut short, or of another system: made anew
+    _compile(compiler, path)
     try:
         return _declared(ctypes.CDLL(str(path)))
-    except OSError as error:
+    except (OSError, AttributeError) as error:
         raise CannotCompile(f"{path} cannot be loaded: {error}") from error
 
 
@@ -80,17 +87,40 @@ def _folder() -> Path:
     folder = Path(base) / "paceline" / "native"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+        if not _is_private(folder.stat()):
+            why = phrase("others may write it")
+        elif os.access(folder, os.W_OK):
             return folder
+        else:
+            why = phrase("it cannot be written")
+    except OSError as error:
+        why = error.strerror or str(error)
+    own = _own_folder()
+    told = said("the beam search is compiled for this process alone, for it cannot be kept in {folder}: {why}")
+    warn(f"{told.format(folder=folder, why=why)}\n")
+    return own
+
+
+def _is_private(facts: os.stat_result) -> bool:
+    """Return True for what is this user's, and nobody else may change."""
+    return facts.st_uid == os.geteuid() and not facts.st_mode & 0o022
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        facts = path.lstat()
     except OSError:
-        pass
-    return _own_folder()
+        return False
+    return stat.S_ISREG(facts.st_mode) and _is_private(facts)
 
 
 @lru_cache(maxsize=1)
 def _own_folder() -> Path:
     """A folder of this process, where the user's cache cannot be written."""
-    holder = tempfile.TemporaryDirectory(prefix="paceline-")
+    try:
+        holder = tempfile.TemporaryDirectory(prefix="paceline-")
+    except OSError as error:
+        raise CannotCompile(f"there is no folder for it: {error}") from error
     _HOLDERS.append(holder)
     return Path(holder.name)
 
@@ -99,12 +129,18 @@ _HOLDERS: list[Any] = []
 
 
 def _compile(compiler: list[str], path: Path) -> None:
-    aside = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        file, name = tempfile.mkstemp(".tmp", f"{path.stem}.", path.parent)  # machines may share the folder
+    except OSError as error:
+        raise CannotCompile(f"{path.parent} cannot be written: {error}") from error
+    os.close(file)
+    aside = Path(name)
     command = [*compiler, *FLAGS, str(SOURCE), "-o", str(aside), "-lm"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode:
             raise CannotCompile(f"`{shlex.join(command)}` failed: {done.stderr.strip()[-500:]}")
+        aside.chmod(0o700)
         aside.replace(path)
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotCompile(f"`{shlex.join(command)}` failed: {error}") from error
@@ -162,8 +198,8 @@ def parts_of(
         "starts": alphabet.starts.astype(np.uint8),
         "slots": _slots(table),
     }
-    # of labels that are probable enough, no frame has more
-    likely = math.exp(min(-limits.token_log_prob, 700.0)) + 2
+    # of labels that are probable enough, no frame has more, though each be rounded up to 16 bits
+    likely = 1.05 * math.exp(min(-limits.token_log_prob, 700.0)) + 2
     numbers: dict[str, float] = {
         "num_labels": alphabet.blank,
         "num_slots": len(arrays["slots"]),
@@ -241,9 +277,10 @@ class NativeSearch:
         self._held: list[Any] = [np.ascontiguousarray(array) for array in parts.arrays.values()]
         addresses = {name: array.ctypes.data for name, array in zip(parts.arrays, self._held, strict=True)}
         self._decoder = _Decoder(**parts.numbers, **addresses, num_wanted=limits.beam_width)
+        self._failures: list[BaseException] = []
         self._is_threaded = model is None or model.tables is not None
         if model is not None and model.tables is None:  # Python answers, one question at a time
-            ask = _ADVANCE(_asker(model))
+            ask = _ADVANCE(_asker(model, self._failures))
             self._held.append(ask)
             self._decoder.advance = ctypes.cast(ask, ctypes.c_void_p).value
 
@@ -263,8 +300,12 @@ class NativeSearch:
         count = self._library.paceline_search(
             ctypes.addressof(self._decoder), frames.ctypes.data, len(frames), paths.ctypes.data, scores.ctypes.data
         )
+        if self._failures:
+            first = self._failures[0]
+            self._failures.clear()
+            raise first
         if count < 0:
-            raise MemoryError("beams of a search")
+            raise not_log_probs() if count == _TOO_MANY_LABELS else MemoryError("beams of a search")
         count = min(count, num_wanted)
         return [Found(path, *map(float, score)) for path, score in zip(paths[:count], scores[:count], strict=True)]
 
@@ -313,6 +354,8 @@ class KernelSearch:
             )
             found_paths, found_scores = paths.cpu().numpy(), scores.cpu().numpy()
             found = counts.tolist()
+        if min(found) < 0:
+            raise not_log_probs()
         return [
             [Found(found_paths[row, rank, :length], *map(float, found_scores[row, rank])) for rank in range(found[row])]
             for row, length in enumerate(lengths)
@@ -331,6 +374,7 @@ class KernelSearch:
         return self._kernels[device]
 
 
+_TOO_MANY_LABELS: Final = -2
 _BEAM, _CANDIDATE, _MARK = 200, 80, 16
 """Bytes of the structures of search.c, which rounds nothing."""
 
@@ -351,15 +395,23 @@ def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(32))
 
 
-def _asker(model: LanguageModel) -> Any:
+def _asker(model: LanguageModel, failures: list[BaseException]) -> Any:
+    """Return a function for C to ask; what it raises, Ctrl-C too, would be lost there and is kept in `failures`."""
     known: dict[tuple[int, int], tuple[float, int]] = {}
 
     def ask(state: int, word: int, following: Any) -> float:
-        found = known.get((state, word))
-        if found is None:
-            log_probs, states = model.advance(np.array([state]), np.array([word]))
-            found = known[state, word] = float(log_probs[0]), int(states[0])
-        following[0] = found[1]
-        return found[0]
+        following[0] = state
+        if failures:
+            return -math.inf
+        try:
+            found = known.get((state, word))
+            if found is None:
+                log_probs, states = model.advance(np.array([state]), np.array([word]))
+                found = known[state, word] = float(log_probs[0]), int(states[0])
+            following[0] = found[1]
+            return found[0]
+        except BaseException as error:
+            failures.append(error)
+            return -math.inf
 
     return ask

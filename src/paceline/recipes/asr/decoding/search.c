@@ -19,6 +19,7 @@ typedef unsigned char uint8_t;
 #endif
 
 #define MAX_HISTORY 9
+#define TOO_MANY_LABELS (-2)
 #define LN10 2.302585092994045684
 
 typedef struct { uint64_t key; double partial; int32_t word, hot; } Slot;
@@ -192,7 +193,8 @@ FUNCTION int64_t room_of(const Decoder *d, int64_t frames) {
 
 /* Searches one utterance. `log_probs` has `frames` rows of labels. Writes up to `num_wanted` results, best first: the
  * label of each frame (`paths`, `path_stride` apart) and three scores each (combined, acoustic, language model). Returns
- * how many there are. `room` is zeroed. */
+ * how many there are, or TOO_MANY_LABELS where a row has more probable ones than rows of probabilities can, for which
+ * there is no room. `room` is zeroed. */
 FUNCTION int32_t search(
     const Decoder *d, const float *log_probs, int64_t frames, char *room, int32_t *paths, int64_t path_stride, double *scores)
 {
@@ -217,7 +219,9 @@ FUNCTION int32_t search(
         int32_t num_tokens = 0, most = 0;
         for (int32_t c = 0; c < classes; c++) {
             if (row[c] > row[most]) most = c;
-            if (row[c] >= least) tokens[num_tokens++] = c;
+            if (!(row[c] >= least)) continue;
+            if (num_tokens == d->max_tokens) return TOO_MANY_LABELS;
+            tokens[num_tokens++] = c;
         }
         if (row[most] < least) tokens[num_tokens++] = most;
         int64_t base = frame * width;
@@ -353,7 +357,7 @@ extern "C" __global__ void paceline_search(
 #else
 int64_t paceline_room(const Decoder *d, int64_t frames) { return room_of(d, frames); }
 
-/* Returns -1 without memory. */
+/* Returns -1 without memory, else what `search` does. */
 int32_t paceline_search(const Decoder *d, const float *log_probs, int64_t frames, int32_t *paths, double *scores) {
     char *room = (char *)calloc(1, (size_t)room_of(d, frames));
     if (!room) return -1;
