@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import lzma
 import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paceline.recipes.asr.text.labels import encode_all
+from paceline.recipes.asr.text.subwords import tokenizer
 from paceline.recipes.asr.text.subwords.labels import Subwords
-from paceline.recipes.asr.text.subwords.model_file import parse_model
+from paceline.recipes.asr.text.subwords.model_file import Damaged, parse_model
+from paceline.recipes.asr.text.subwords.normalizer import Charsmap
 from paceline.recipes.asr.text.subwords.tokenizer import (
     MODEL,
     BadTokenizer,
@@ -147,6 +152,46 @@ def test_nemo_archives_have_their_subwords_in_them(tmp_path: Path) -> None:
     assert read_tokenizer(tmp_path / "a.nemo") == learned
     with pytest.raises(BadTokenizer, match="writes characters"):
         read_tokenizer(tmp_path / "b.nemo")
+
+
+def test_archives_of_strangers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learned = learn_bpe(SPOKEN, 100).content
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w") as archive:
+        for name in (f"a_en_{MODEL}", f"b_es_{MODEL}"):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(learned)
+            archive.addfile(entry, io.BytesIO(learned))
+    path = tmp_path / "m.nemo"
+    path.write_bytes(plain.getvalue())
+    with pytest.raises(BadTokenizer, match=f"several files of subwords: a_en_{MODEL}, b_es_{MODEL}"):
+        read_tokenizer(path)
+    for packed in (gzip.compress(plain.getvalue()), lzma.compress(plain.getvalue())):
+        for at in range(100, len(packed), len(packed) // 8):
+            path.write_bytes(packed[:at] + b"\xff" * 40 + packed[at + 40 :])
+            with pytest.raises(BadTokenizer):
+                read_tokenizer(path)
+    path.write_bytes(plain.getvalue())
+    monkeypatch.setattr(tokenizer, "_MOST_MEMBERS", 1)
+    with pytest.raises(BadTokenizer, match="more than 1 files"):
+        read_tokenizer(path)
+
+
+def test_tables_of_characters_that_point_nowhere_are_refused() -> None:
+    content = sentencepiece_model(REAL[:50], vocab_size=300, model_type="bpe")
+    table = parse_model(content).precompiled_charsmap
+    size = int.from_bytes(table[:4], "little")
+    Charsmap(table)
+    rule, value = 1 << 8 | ord("a"), 1 << 31 | 5
+    for units, texts in (([], b""), ([0, rule | 500 << 10], b"x\0"), ([0, rule, value], b"x\0"), ([0, rule, 0], b"x")):
+        data = np.array([len(units) * 4, *units], "<u4").tobytes() + texts
+        with pytest.raises(Damaged, match="table of characters"):
+            Charsmap(data)
+    with pytest.raises(Damaged, match="points outside"):
+        Charsmap(table[: 4 + size + 10])
+    bad = content.replace(table, table[: 4 + size] + b"x" * (len(table) - 4 - size))
+    with pytest.raises(BadTokenizer, match="points outside of itself"):
+        parse_tokenizer(bad, MODEL, "m")
 
 
 def test_files_that_are_no_subwords_are_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from paceline.recipes.asr.text.pieces import WORD_START
 from paceline.recipes.asr.text.subwords.model_file import Damaged, SentencePieceModel
 
 _ASCII = range(0x20, 0x7F)
+_VALUE = 0x7FFFFFFF
 
 
 class Charsmap:
@@ -23,10 +24,18 @@ class Charsmap:
 
     def __init__(self, data: bytes) -> None:
         size = int.from_bytes(data[:4], "little")
-        if len(data) < 4 or size % 4 or 4 + size > len(data):
+        if len(data) < 4 or not size or size % 4 or 4 + size > len(data):
             raise Damaged("its table of characters is cut off")
-        self._units: list[int] = np.frombuffer(data, "<u4", size // 4, 4).tolist()
+        units = np.frombuffer(data, "<u4", size // 4, 4).astype(np.int64)
+        self._units: list[int] = units.tolist()
         self._texts = data[4 + size :]
+        ends = np.flatnonzero((units >> 31 == 0) & (units >> 8 & 1 == 1))  # of rules
+        leaves = ends ^ (units[ends] >> 10 << ((units[ends] & 1 << 9) >> 6))
+        is_inside = bool(np.all(leaves < len(units)))
+        if is_inside and len(leaves):
+            is_inside = self._texts.endswith(b"\0") and bool(np.all(units[leaves] & _VALUE < len(self._texts)))
+        if not is_inside:
+            raise Damaged("its table of characters points outside of itself")
 
     def longest(self, text: bytes, at: int) -> tuple[int, bytes] | None:
         """Return the length of the longest rule that fits at a place, and what it puts there."""
@@ -38,7 +47,7 @@ class Charsmap:
             unit = self._units[node]
             node ^= _offset(unit)
             if unit >> 8 & 1:  # a rule ends here
-                found = place + 1 - at, self._units[node] & 0x7FFFFFFF
+                found = place + 1 - at, self._units[node] & _VALUE
         if found is None:
             return None
         length, value = found

@@ -6,8 +6,10 @@ reads such files reads these.
 
 from __future__ import annotations
 
+import lzma
 import os
 import tarfile
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -43,6 +45,8 @@ WORD_PIECES: Final = "vocab.txt"
 """Names of the file in a run, an export, and a folder of NeMo's."""
 _UNKNOWN_NAMES = ("[UNK]", "<unk>")
 _PARALLEL = "TOKENIZERS_PARALLELISM"
+_MOST_MEMBERS = 10_000
+"""Of an archive; those of NeMo have a dozen."""
 
 
 class BadTokenizer(PacelineError):
@@ -192,19 +196,31 @@ def _of_archive(path: Path) -> Tokenizer:
     """Read the subwords in an archive of NeMo's: the names of its files begin with a key."""
     try:
         with tarfile.open(path, "r:*") as archive:
-            members = [member for member in archive if member.isreg() and member.size <= MAX_BYTES]
-            files: tuple[FileName, ...] = (MODEL, WORD_PIECES)
-            for file in files:
-                for member in members:
-                    if member.name.endswith(file):
-                        content = archive.extractfile(member)
-                        assert content is not None
-                        return parse_tokenizer(content.read(), file, f"{path}/{member.name.removeprefix('./')}")
+            members: dict[str, tarfile.TarInfo] = {}
+            for number, member in enumerate(archive):
+                if number >= _MOST_MEMBERS:
+                    raise BadTokenizer(path, phrase("has more than {most:,} files in it", most=_MOST_MEMBERS))
+                if member.isreg() and member.name.endswith((MODEL, WORD_PIECES)):
+                    members[member.name.removeprefix("./")] = member  # of one name, the last counts
+            models = [name for name in members if name.endswith(MODEL)]
+            names = models or list(members)
+            if not names:
+                raise BadTokenizer(path, phrase("is an archive of a model that writes characters: it has no subwords"))
+            if len(names) > 1:
+                several = phrase("has several files of subwords: {names}; unpack it", names=", ".join(names[:3]))
+                raise BadTokenizer(path, several)
+            member = members[names[0]]
+            origin = f"{path}/{names[0]}"
+            if member.size > MAX_BYTES:
+                raise BadTokenizer(origin, phrase("has more than {most:,} bytes", most=MAX_BYTES))
+            file = archive.extractfile(member)
+            assert file is not None
+            content = file.read()
     except FileNotFoundError:
         raise BadTokenizer(path, phrase("there is no such file")) from None
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error, lzma.LZMAError) as error:
         raise BadTokenizer(path, phrase("cannot be read ({why})", why=str(error))) from None
-    raise BadTokenizer(path, phrase("is an archive of a model that writes characters: it has no subwords"))
+    return parse_tokenizer(content, MODEL if models else WORD_PIECES, origin)
 
 
 # -- learned subwords --------------------------------------------------------------------------------------------------
