@@ -3,10 +3,13 @@ wrong."""
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
+import os
 import tarfile
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +161,8 @@ def test_a_member_may_hold_several_utterances(tmp_path: Path) -> None:
 def test_lines_about_shards_that_are_wrong(tmp_path: Path) -> None:
     path = nemo(tmp_path)
     good = lines_of(path)
-    write(path, [*good, good[4], good[2] | {"audio_filepath": "none.wav"}, good[1] | {"shard_id": "1"}])
+    odd = [good[1] | {"shard_id": "1"}, good[3] | {"offset": []}]
+    write(path, [*good, good[4], good[2] | {"audio_filepath": "none.wav"}, *odd])
     with pytest.raises(BadManifest) as caught:
         read_manifests([path])
     said = str(caught.value)
@@ -166,8 +170,9 @@ def test_lines_about_shards_that_are_wrong(tmp_path: Path) -> None:
     assert "audio_1.tar/utt4.wav again, as line 5 does" in said
     assert 'audio_2.tar has no member "none.wav"' in said
     assert '"shard_id" must be a whole number' in said
+    assert '"offset" must be a number, not a list' in said
     kept, reading = read_manifests([path], bad_data="skip")
-    assert (len(kept), reading.num_bad) == (12, 3)
+    assert (len(kept), reading.num_bad) == (12, 4)
 
 
 def test_a_wrong_number_of_shards(tmp_path: Path) -> None:
@@ -217,6 +222,23 @@ def test_a_shard_is_walked_over_once(tmp_path: Path, cache: Path) -> None:
     module._index.cache_clear()
     read_manifests([path])
     assert {file: file.stat().st_mtime_ns for file in (cache / ".shards").iterdir()} == made
+    for file in made:
+        content = file.read_bytes()
+        for damaged in (content[: len(content) // 2], content[:200] + bytes(100) + content[300:], b"PK\x03\x04", b""):
+            module._index.cache_clear()
+            file.write_bytes(damaged)
+            assert len(read_manifests([path])[0]) == 12
+            assert file.read_bytes() == content
+
+
+def test_more_shards_than_indexes_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.data.shards import tar_index as module
+
+    path = nemo(tmp_path, 24, 12)
+    lines = lines_of(path)
+    write(path, [line | {"audio_filepath": line["audio_filepath"].replace(".wav", ".flac")} for line in lines])
+    monkeypatch.setattr(module, "_index", lru_cache(maxsize=1)(module._index.__wrapped__))
+    assert_heard(read_manifests([path])[0], range(24))
 
 
 # -- WebDataset ----------------------------------------------------------------------------------------------------
@@ -277,6 +299,46 @@ def test_samples_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         read_manifests([tmp_path / "none.tar"])
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # libsndfile cannot pass it on
+@pytest.mark.parametrize("kind", ["flac", "wav", "txt"])
+def test_a_disk_that_fails_once_costs_no_sample(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tarfile.open(tmp_path / "s.tar", "w") as tar:
+        for number in (1, 2):
+            sound_kind = "flac" if kind == "txt" else kind
+            add(tar, f"{number}.{sound_kind}", encoded(sound(number), sound_kind.upper()))
+            add(tar, f"{number}.txt", f"text {number}".encode())
+    member = tar_index(tmp_path / "s.tar").find(f"2.{kind}")
+    assert member is not None
+    read = os.pread
+
+    def fail(descriptor: int, size: int, offset: int) -> bytes:
+        if member.offset <= offset < member.offset + member.size:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(descriptor, size, offset)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pread", fail)
+        with pytest.raises(ShardUnreadable, match=r"s\.tar: cannot be read: Input/output error"):
+            read_manifests([tmp_path / "s.tar"], bad_data="skip")
+    assert_heard(read_manifests([tmp_path / "s.tar"], bad_data="skip")[0], [1, 2])
+
+
+def test_a_json_beside_audio_names_no_other_files(tmp_path: Path) -> None:
+    strange = {"shard_id": 7, "unusable": "no", "audio_filename": "/etc/hostname", "offset": 3, "type": "MonoCut"}
+    with tarfile.open(tmp_path / "s.tar", "w") as tar:
+        add(tar, "1.flac", encoded(sound(1)))
+        about = {"text": "text 1", "accent": "x", "supervisions": [], "recording": {}}
+        add(tar, "1.json", json.dumps(strange | about).encode())
+        add(tar, "2.flac", encoded(sound(2)))
+        add(tar, "2.json", json.dumps({"text_filepath": "/etc/hostname"}).encode())
+        add(tar, "3.flac", encoded(sound(3)))
+        add(tar, "3.json", b"[" * 100_000)
+    manifest, reading = read_manifests([tmp_path / "s.tar"], bad_data="skip")
+    assert_heard(manifest, [1])
+    assert json.loads(extra_keys(manifest)[0]) == {"accent": "x"}
+    assert ['"text" is missing' in reading.bad[0].what, "nested" in reading.bad[1].what] == [True, True]
+
+
 # -- Lhotse --------------------------------------------------------------------------------------------------------
 
 
@@ -335,12 +397,24 @@ def test_parts_of_recordings_and_several_supervisions(tmp_path: Path) -> None:
     np.testing.assert_array_equal(Recordings(manifest, RATE).read(2), sound(3)[320:960])
 
 
+def test_supervisions_that_begin_together_keep_their_speakers(tmp_path: Path) -> None:
+    told = [
+        {"id": name, "start": 0.0, "duration": seconds, "text": text, "speaker": name}
+        for name, seconds, text in (("a", 0.05, "one"), ("b", 0.08, "one"), ("c", 0.05, "two"), ("d", 0.05, "one"))
+    ]
+    path = write(tmp_path / "cuts.jsonl", [cut(tmp_path, 3, supervisions=told)] * 2)
+    for needs_text in (True, False):
+        manifest, _ = read_manifests([path], min_seconds=0.0, needs_text=needs_text)
+        assert [json.loads(extra_keys(manifest)[row])["speaker"] for row in range(8)] == list("abcdabcd")
+
+
 def test_cuts_that_cannot_be_read_say_why(tmp_path: Path) -> None:
     base = cut(tmp_path, 1)
     source = {"type": "command", "channels": [0], "source": "rm -rf /"}
     wrong = {
         "only MonoCut is read": base | {"type": "MixedCut", "tracks": []},
         "channel 1": base | {"channel": 1},
+        '"start" of a supervision': base | {"supervisions": [{"start": "1"}, {"start": 0.0, "duration": 0.1}]},
         "of type command": base | {"recording": base["recording"] | {"sources": [source]}},
         "to be transformed": base | {"recording": base["recording"] | {"transforms": [{"name": "Speed"}]}},
         "no audio": {key: value for key, value in base.items() if key != "recording"},

@@ -21,7 +21,15 @@ from paceline.core.cloud.file_copy import bring_missing
 from paceline.core.errors import PacelineError
 from paceline.core.language import phrase
 from paceline.core.paths import near
-from paceline.data.shards.tar_index import SUFFIX, Member, ShardUnreadable, open_member, split_member, tar_index
+from paceline.data.shards.tar_index import (
+    SUFFIX,
+    Member,
+    ShardUnreadable,
+    failure_of,
+    open_member,
+    split_member,
+    tar_index,
+)
 
 SUFFIXES = frozenset((".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au", ".sph", ".w64", ".caf"))
 """Suffixes of audio files in a folder."""
@@ -91,10 +99,10 @@ def opened(path: Path) -> Iterator[soundfile.SoundFile]:
                 descriptor = os.open(path, flags)
             else:
                 raise
-    except FileNotFoundError:
-        raise AudioUnreadable(path, phrase("there is no such file")) from None
+    except FileNotFoundError as error:
+        raise AudioUnreadable(path, phrase("there is no such file")) from error
     except OSError as error:
-        raise AudioUnreadable(path, phrase("cannot be opened: {reason}", reason=error.strerror or error)) from None
+        raise AudioUnreadable(path, phrase("cannot be opened: {reason}", reason=error.strerror or error)) from error
     except ValueError as error:  # a name with a zero byte
         raise AudioUnreadable(path, phrase("cannot be opened: {reason}", reason=error)) from None
     if descriptor < 0:
@@ -125,13 +133,21 @@ def _opened_member(path: Path) -> Iterator[soundfile.SoundFile]:
     if member.size == 0:
         raise AudioUnreadable(path, phrase("is empty"))
     try:
-        with open_member(shard, member) as raw, _Sound(raw) as file:
-            _check_rate(path, file)
-            yield file
+        with open_member(shard, member) as raw:
+            try:
+                with _Sound(raw) as file:
+                    _check_rate(path, file)
+                    yield file
+            except (soundfile.LibsndfileError, AudioUnreadable):
+                if (failure := failure_of(raw)) is not None:  # libsndfile takes it for the end of the file
+                    raise failure from None
+                raise
+            if (failure := failure_of(raw)) is not None:
+                raise failure
     except soundfile.LibsndfileError as error:
         raise AudioUnreadable(path, _why(error)) from None
     except OSError as error:
-        raise AudioUnreadable(path, phrase("cannot be read: {why}", why=error.strerror)) from None
+        raise AudioUnreadable(path, phrase("cannot be read: {why}", why=error.strerror)) from error
 
 
 def _is_inside(path: Path) -> bool:
@@ -146,7 +162,7 @@ def _member(path: Path) -> tuple[Path, Member]:
     try:
         member = tar_index(shard).find(name)
     except ShardUnreadable as unreadable:
-        raise AudioUnreadable(shard, unreadable.why) from None
+        raise AudioUnreadable(shard, unreadable.why) from unreadable
     if member is None:
         raise AudioUnreadable(path, phrase('{shard} has no member "{name}"', shard=near(shard), name=name))
     return shard, member

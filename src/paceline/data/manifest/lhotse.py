@@ -40,7 +40,8 @@ def lines_of_cut(entry: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]
     if len(supervisions) < 2:
         about = _about(supervisions[0]) if supervisions else {}
         return [{"audio_filepath": audio, "offset": begin, "duration": length, **about}]
-    return [_part(audio, begin, length, each) for each in sorted(supervisions, key=lambda each: each.get("start", 0))]
+    parts = [(each.get("start", 0.0), _part(audio, begin, length, each)) for each in supervisions]
+    return [line for _, line in sorted(parts, key=lambda part: part[0])]
 
 
 def _part(audio: str, begin: float, length: float, supervision: Mapping[str, Any]) -> dict[str, Any]:

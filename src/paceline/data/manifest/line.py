@@ -59,8 +59,8 @@ def line_of(entry: dict[str, Any], folder: Path, needs_text: bool = True) -> Lin
             raise LineInvalid(phrase('"duration" is 0, and must be above'))
     if type(text) is not str:
         text = _text(entry, folder) if needs_text else ""
-    offset = _NAN if entry.get("offset") is None else _seconds(entry, "offset")
-    return Line(_bytes(audio_of(entry), AUDIO_KEYS[0], "surrogateescape"), seconds, _bytes(text, "text"), offset)
+    audio = _bytes(audio_of(entry), AUDIO_KEYS[0], "surrogateescape")
+    return Line(audio, seconds, _bytes(text, "text"), offset_of(entry))
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
@@ -87,6 +87,11 @@ def audio_of(entry: dict[str, Any]) -> str:
     if "\0" in audio:
         raise LineInvalid(phrase('"{key}" is no path: {path!r}', key=key, path=audio))
     return audio
+
+
+def offset_of(entry: dict[str, Any]) -> float:
+    """Return where in its file an utterance begins, in seconds; NaN if its line does not say."""
+    return _NAN if entry.get("offset") is None else _seconds(entry, "offset")
 
 
 def resolve(folder: Path, written: str) -> Path:

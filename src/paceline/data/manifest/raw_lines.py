@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,9 @@ def raw_lines(manifest: Manifest) -> Iterator[tuple[int, bytes]]:
             yield from ((row, _as_line(manifest, row, packed.extra(manifest.line(row) - 1))) for row in rows.tolist())
             continue
         lines = _lines_of_file(_file_of(path), rows.tolist(), manifest.lines[rows].tolist())
-        yield from (
-            (row, _own_line(manifest, row, path, raw) if b'"supervisions"' in raw else raw) for row, raw in lines
-        )
+        taken: Counter[tuple[int, int]] = Counter()
+        for row, raw in lines:
+            yield row, _own_line(manifest, row, path, raw, taken) if b'"supervisions"' in raw else raw
 
 
 def _file_of(path: Path) -> Path:
@@ -60,13 +61,24 @@ def _file_of(path: Path) -> Path:
     return shard_lines(path)
 
 
-def _own_line(manifest: Manifest, row: int, path: Path, raw: bytes) -> bytes:
-    """Return the line of a row that is a cut, or one of the supervisions of a cut."""
+def _own_line(manifest: Manifest, row: int, path: Path, raw: bytes, taken: Counter[tuple[int, int]]) -> bytes:
+    """Return the line of a row that is a cut, or one of the supervisions of a cut.
+
+    Of supervisions that do not differ in place and text, rows get one after the other: `taken` counts them.
+    """
     entry = parse_object(raw)
     if not is_cut(entry):
         return raw
     lines = lines_of_cut(entry, path.parent)
-    return json_text(min(lines, key=lambda line: abs(line["offset"] - manifest.offset(row)))).encode()
+    offset, seconds, text = manifest.offset(row), float(manifest.durations[row]), manifest.text(row)
+    far = [
+        (abs(line["offset"] - offset), abs(line["duration"] - seconds), line.get("text", "") != text) for line in lines
+    ]
+    alike = [number for number, each in enumerate(far) if each == min(far)]
+    group = manifest.line(row), alike[0]
+    chosen = alike[taken[group] % len(alike)]
+    taken[group] += 1
+    return json_text(lines[chosen]).encode()
 
 
 def extra_keys(manifest: Manifest) -> Strings:

@@ -350,10 +350,12 @@ class _Reader:
     def _parse(self, source: int, number: int, raw: bytes) -> list[Line]:
         """Return the utterances of a line: one, or those of a cut."""
         entry, path = parse_object(raw), self._paths[source]
+        if self._sources[source].are_samples:  # written by us: the path is that of the member
+            if "unusable" in entry:
+                raise LineInvalid(str(entry["unusable"]))
+            return [line_of(entry, path.parent, self._needs_text)]
         if "supervisions" in entry or "recording" in entry:
             return [line_of(each, path.parent, self._needs_text) for each in _utterances(entry, path.parent)]
-        if "unusable" in entry:
-            raise LineInvalid(str(entry["unusable"]))
         shards = self._sources[source].shards
         if shards is None and "shard_id" in entry:
             shards = self._beside.setdefault(path, beside(path))

@@ -9,10 +9,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,7 +21,7 @@ from paceline.core.cloud.file_copy import bring
 from paceline.core.errors import PacelineError
 from paceline.core.language import phrase
 from paceline.core.paths import near
-from paceline.data.manifest.line import LineInvalid, audio_of
+from paceline.data.manifest.line import LineInvalid, audio_of, offset_of
 from paceline.data.shards.pattern import expand
 from paceline.data.shards.tar_index import SUFFIX, ShardUnreadable, TarIndex, tar_index
 
@@ -88,7 +88,7 @@ class Shards:
 
     def locate(self, entry: dict[str, Any], folder: Path, number: int) -> dict[str, Any]:
         """Return a line with the path of its member instead of the bare name; raises `LineInvalid`."""
-        name, shard_id = audio_of(entry), entry.get("shard_id")
+        name, shard_id, offset = audio_of(entry), entry.get("shard_id"), offset_of(entry)
         if shard_id is not None and type(shard_id) is not int:
             raise LineInvalid(phrase('"shard_id" must be a whole number'))
         if shard_id is None:
@@ -104,8 +104,7 @@ class Shards:
                 )
         self._used.add(place)
         path = self.files[place] / member
-        offset = entry.get("offset")
-        line = self._first_line.setdefault((str(path), -1.0 if offset is None else offset), number)
+        line = self._first_line.setdefault((str(path), -1.0 if math.isnan(offset) else offset), number)
         if line != number:
             raise LineInvalid(phrase("names {member} again, as line {line} does", member=near(path), line=line))
         inside = path.relative_to(folder) if path.is_relative_to(folder) else path
@@ -126,11 +125,6 @@ class Shards:
         first, last = min(self._used), max(self._used)
         advice = phrase("lines have shard_id {first} to {last}: name those shards", first=first, last=last)
         raise ShardsMisfit(self.pattern, why, advice)
-
-    @cached_property
-    def _stems(self) -> dict[int, dict[str, str]]:
-        """Members by the name without folder and suffix, as NeMo looks for them, of each shard that was asked for."""
-        return {}
 
     def _index(self, shard_id: int, number: int) -> TarIndex:
         if shard_id not in self.files:
@@ -154,9 +148,7 @@ class Shards:
         for candidate in dict.fromkeys((name, PurePosixPath(name).name)):
             if index.find(candidate) is not None:
                 return candidate
-        if id(index) not in self._stems:
-            self._stems[id(index)] = {PurePosixPath(each).stem: each for each, _ in index.rows()}
-        return self._stems[id(index)].get(PurePosixPath(name).stem)
+        return index.by_stem.get(PurePosixPath(name).stem)
 
     def _search(self, name: str) -> tuple[int, str]:
         """Return shard and member of a line that does not say its shard."""

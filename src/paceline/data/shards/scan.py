@@ -6,7 +6,6 @@ Files of one sample follow each other in the tar and differ in what comes behind
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,17 +13,22 @@ from typing import Any
 
 from paceline.core.cloud.file_copy import alone
 from paceline.core.disk import CannotWrite, replacing
-from paceline.core.json_text import json_text
+from paceline.core.json_text import json_text, parse_json
 from paceline.core.language import phrase
 from paceline.core.paths import near
 from paceline.data.audio.check import measure
 from paceline.data.audio.file import SUFFIXES, AudioUnreadable
+from paceline.data.manifest.line import AUDIO_KEYS
 from paceline.data.shards.tar_index import Member, ShardUnreadable, cache_path, open_member, tar_index
 
 TEXTS = ("txt", "text", "transcript")
 _DIGITS = 6
 """A microsecond is less than a sample at any rate of speech."""
 MOST_TEXT_BYTES = 1 << 20
+_NOT_TAKEN = frozenset(
+    (*AUDIO_KEYS, "duration", "offset", "shard_id", "text_filepath", "unusable", "supervisions", "recording", "type")
+)
+"""Keys of a sample's `.json` that mean something in a manifest: there they are about other files, or a cut."""
 
 
 @dataclass
@@ -100,19 +104,28 @@ def _line(path: Path, sample: Sample) -> dict[str, Any]:
             **about,
         }
     except AudioUnreadable as unreadable:
+        if isinstance(unreadable.__cause__, OSError | ShardUnreadable):
+            raise _not_now(path, unreadable.why) from unreadable.__cause__
         return {"audio_filepath": name, "unusable": f"{near(unreadable.path)}: {unreadable.why}"}
+    except OSError as error:
+        raise _not_now(path, phrase("cannot be read: {why}", why=error.strerror)) from error
     except ValueError as error:
         return {"audio_filepath": name, "unusable": f"{sample.key}: {error}"}
+
+
+def _not_now(path: Path, why: str) -> ShardUnreadable:
+    """Return the error of a disk or a network: what it stops may be readable the next time, and is not kept."""
+    return ShardUnreadable(path, why, phrase("try again; if it happens again, copy it again from where it was made"))
 
 
 def _about(path: Path, sample: Sample) -> dict[str, Any]:
     """Return what the files beside the audio say; of the length, the audio itself is believed."""
     about: dict[str, Any] = {}
     if "json" in sample.others:
-        found = json.loads(_read(path, sample.others["json"]))
+        found = parse_json(_read(path, sample.others["json"]))
         if not isinstance(found, dict):
             raise ValueError(phrase("its .json holds no object"))
-        about |= {key: value for key, value in found.items() if key not in ("audio_filepath", "duration", "offset")}
+        about |= {key: value for key, value in found.items() if key not in _NOT_TAKEN}
     for kind in TEXTS:
         if kind in sample.others:
             about["text"] = _read(path, sample.others[kind]).strip()

@@ -9,9 +9,11 @@ from __future__ import annotations
 import io
 import os
 import tarfile
+import zipfile
+import zlib
 from collections.abc import Iterator
-from functools import lru_cache
-from pathlib import Path
+from functools import cached_property, lru_cache
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +30,7 @@ from paceline.data.strings import Strings
 
 SUFFIX = ".tar"
 _BLOCK = tarfile.BLOCKSIZE
-_VERSION = 1
+_VERSION = 2
 """Of the files in the cache."""
 _INDEXES_HELD = 4096
 
@@ -84,6 +86,11 @@ class TarIndex:
         for row in range(len(self)):
             yield self.names[row], self.member(row)
 
+    @cached_property
+    def by_stem(self) -> dict[str, str]:
+        """Members by the name without folder and suffix, as NeMo looks for them."""
+        return {PurePosixPath(name).stem: name for name, _ in self.rows()}
+
 
 def tar_index(path: Path) -> TarIndex:
     """Return the members of a tar file, from the cache if it has not changed; all of it was walked over then."""
@@ -135,17 +142,27 @@ def open_member(shard: Path, member: Member) -> io.BufferedReader:
     return io.BufferedReader(_Window(os.open(shard, os.O_RDONLY | os.O_CLOEXEC), member), 1 << 16)
 
 
+def failure_of(file: io.BufferedReader) -> OSError | None:
+    """Return why a member could not be read on, for callers that have lost the exception."""
+    return file.raw.failure if isinstance(file.raw, _Window) else None
+
+
 class _Window(io.RawIOBase):
     """Some bytes of an open file, as a file."""
 
     def __init__(self, descriptor: int, member: Member) -> None:
         self._descriptor, self._member, self._at = descriptor, member, 0
+        self.failure: OSError | None = None
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         wanted = min(len(buffer), self._member.size - self._at)
         if wanted <= 0:
             return 0
-        data = os.pread(self._descriptor, wanted, self._member.offset + self._at)
+        try:
+            data = os.pread(self._descriptor, wanted, self._member.offset + self._at)
+        except OSError as error:
+            self.failure = error
+            raise
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
@@ -210,11 +227,11 @@ def _walk(path: Path, size: int) -> TarIndex:
 
 def _read_cached(path: Path) -> TarIndex | None:
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             starts = np.zeros(len(stored["lengths"]) + 1, np.int64)
             np.cumsum(stored["lengths"], out=starts[1:])
             return TarIndex(Strings(stored["names"], starts), stored["offsets"], stored["sizes"])
-    except (OSError, ValueError, KeyError, EOFError):
+    except (OSError, ValueError, LookupError, TypeError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error):
         return None  # not there yet, or damaged: it is made again
 
 
