@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -417,6 +418,11 @@ def _is_idle_in_schedule(option: str, facts: Facts) -> bool:
 
 
 _NO_EFFECT: list[_Row] = [
+    (
+        "in a run that ends before that step",
+        ("swa_start", "swa_every", "swa_lr", "swa_statistics"),
+        lambda facts: (facts.config.swa_start or 0) > (facts.schedule_steps or math.inf),
+    ),
     ("at a level that does not compile", ("compile_mode",), lambda facts: not facts.precision.compile),
     (
         "without validation sets",

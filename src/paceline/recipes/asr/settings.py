@@ -101,7 +101,7 @@ class UseSettings(Section):
 
     decoder: Literal["greedy", "beam"] = free("greedy")
     """How letters are read off the network's output."""
-    beam_width: Positive = free(16)
+    beam_width: Annotated[int, Field(gt=0, le=10_000)] = free(16)
     """Hypotheses that the beam decoder keeps (`--beam` for short)."""
     lm: AbsolutePlace | None = free(None)
     """Language model for the beam decoder: an ARPA file (.arpa, .arpa.gz; `paceline lm` makes one of text) or a binary

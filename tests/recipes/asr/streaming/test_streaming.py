@@ -218,8 +218,8 @@ def test_pipes_of_samples_and_of_wavs() -> None:
     )
     twice = np.concatenate(list(pipe_blocks(io.BytesIO(samples.tobytes()), 16000, 8000)))
     assert len(twice) == pytest.approx(10000, abs=20)
-    assert len(np.concatenate(list(pipe_blocks(io.BytesIO(b""), RATE, None)))) == 0
-    for wrong in (b"fLaC" + bytes(100), wav(samples, RATE, bits=24), wav(samples, RATE)[:30]):
+    mp3, mp4 = b"\xff\xfb\x90\x64" + bytes(100), b"\0\0\0\x20ftypM4A " + bytes(100)
+    for wrong in (b"", b"fLaC" + bytes(100), mp3, mp4, wav(samples, RATE, bits=24), wav(samples, RATE)[:30]):
         with pytest.raises(NotPcm):
             list(pipe_blocks(io.BytesIO(wrong), RATE, None))
 
