@@ -149,3 +149,24 @@ def test_on_a_gpu_as_near_to_float64_as_the_plain_way(batch: int, frames: int, a
             assert (found[name].double() - gradient).norm() <= allowed, name
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_grain_past_32_bits_goes_the_plain_way(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the same weights, within a run whose other grains go through the kernels; it is said once."""
+    plain = make()
+    ours = copy.deepcopy(plain)
+    assert fast.accelerate(ours) == []
+    monkeypatch.setattr(fast, "MOST_ELEMENTS", 3 * 13 * 61)
+    monkeypatch.setattr(fast, "_is_plain_said", False)
+    features, lengths = heard(3, 61)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, gradients = trained(plain, plain, features, lengths)
+        for _ in range(2):
+            found, own = trained(ours, ours, features, lengths)
+            assert torch.equal(found, out)
+            assert all(torch.equal(own[name], gradient) for name, gradient in gradients.items())
+    errors = capsys.readouterr().err
+    assert errors.count("a grain of 3 utterances of 61 frames is past the 2^31 elements of the kernels") == 1
+    assert errors.count("\n") == 1

@@ -7,7 +7,7 @@ layer are added up at once. The norm at a layer's end and the one at the next on
 are multiplied at once, for all layers; weights are rounded once in a pass. What stands behind an utterance's length is
 finite, is read by nobody, and has no gradient.
 
-Evaluation, and whatever is not training in bfloat16 autocast, goes the plain way.
+Evaluation, and whatever is not training in bfloat16 autocast, goes the plain way; so do grains past 2^31 elements.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.core.language import phrase
+from paceline.core.terminal import warn
 from paceline.core.torch_private import foreach_copy_
-from paceline.core.units import counted
 from paceline.recipes.asr.fast.running import Seen, track
 from paceline.recipes.asr.network.conformer.attention import dropped, sinusoids
 from paceline.recipes.asr.network.conformer.convolution import SpeechBatchNorm
 from paceline.recipes.asr.network.conformer.encoder import ConformerEncoder, ConformerLayer
 from paceline.recipes.asr.network.conformer.settings import UNLIMITED, ConformerSettings
-from paceline.speed.autotune.choice import CannotRun
 from paceline.speed.kernels import gated_conv, residual_norm, subsampling, ways
 from paceline.speed.kernels.relative_attention import attend, attend_backward, places_backward
 
@@ -39,6 +39,8 @@ DROPOUTS = 7
 HALF = 0.5
 """Of what a feed-forward module adds."""
 MOST_HEAD = 256
+MOST_ELEMENTS = 2**31
+_is_plain_said = False
 
 
 def accelerate(encoder: ConformerEncoder) -> list[str]:
@@ -86,7 +88,7 @@ def takes_frames(encoder: ConformerEncoder) -> bool:
 def _forward(
     self: ConformerEncoder, features: Tensor, lengths: Tensor, capture: tuple[int, ...] = ()
 ) -> tuple[Tensor, Tensor]:
-    if not self.trains_in_bfloat16(features.device):
+    if not self.trains_in_bfloat16(features.device) or not _fits(self.conformer, features.shape):
         return ConformerEncoder.forward(self, features, lengths, capture)
     return encode(self, features.to(torch.bfloat16), lengths, capture)
 
@@ -96,7 +98,6 @@ def encode(
 ) -> tuple[Tensor, Tensor]:
     """The encoder's training pass, in the dtype of its features: bfloat16, or float64 to check it on a CPU."""
     settings = encoder.conformer
-    _check_size(settings, features.shape)
     layers = [layer for layer in encoder.layers if isinstance(layer, ConformerLayer)]
     has_kernels = takes_frames(encoder)
     matrices = _matrices(encoder, layers, features.dtype, has_kernels)
@@ -145,8 +146,9 @@ def encode(
     return outputs.transpose(1, 2), after
 
 
-def _check_size(settings: ConformerSettings, shape: torch.Size) -> None:
-    """The kernels count elements in 32 bits; the contest of ways tries the largest grains, and takes another way."""
+def _fits(settings: ConformerSettings, shape: torch.Size) -> bool:
+    """The kernels count elements in 32 bits: a grain past that goes the plain way, which is said once. It is decided by
+    shape alone, so that a CUDA graph holds one way or the other."""
     batch, mels, frames = shape
     time = settings.output_length(frames)
     widest = max(
@@ -154,8 +156,23 @@ def _check_size(settings: ConformerSettings, shape: torch.Size) -> None:
         batch * time * max(4, settings.ff_expansion_factor) * settings.d_model,
         batch * settings.n_heads * time * (time + 64),
     )
-    if widest >= 2**31:
-        raise CannotRun(f"{counted(batch, 'utterance')} of {frames} frames are past 2^31 elements")
+    if widest < MOST_ELEMENTS:
+        return True
+    _say_plain(batch, frames)
+    return False
+
+
+def _say_plain(batch: int, frames: int) -> None:
+    global _is_plain_said
+    if not _is_plain_said:
+        _is_plain_said = True
+        text = phrase(
+            "a grain of {batch:#utterance} of {frames} frames is past the 2^31 elements of the kernels: such grains "
+            "are computed the plain way, which is slower; more `--grains` make them smaller",
+            batch=batch,
+            frames=frames,
+        )
+        warn(f"{text}\n")
 
 
 def _plain_begin(encoder: ConformerEncoder, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
