@@ -5,7 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.core.sum_tree import even_starts, layout
+from paceline.parallel.tree_sum import TreeSum
 
 LEAVE = """
 import os, sys
@@ -55,3 +63,52 @@ def test_ranks_that_leave_in_the_middle_of_a_sum_keep_their_exit_code(tmp_path: 
         check=False,
     )
     assert "codes [3, 3, 3]" in done.stdout, done.stdout + done.stderr
+
+
+class Silent:
+    """A message from a peer that is gone: whoever waits for it learns so."""
+
+    def __init__(self, waited: list[int], number: int) -> None:
+        self._waited, self._number = waited, number
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self._waited.append(self._number)
+        raise RuntimeError(f"message {self._number} did not come")
+
+
+class Gone:
+    """A group of three ranks of which only this one is there."""
+
+    def __init__(self) -> None:
+        self.waited: list[int] = []
+        self._num_messages = 0
+
+    def size(self) -> int:
+        return 3
+
+    def rank(self) -> int:
+        return 0
+
+    def recv(self, *_: Any) -> Silent:
+        self._num_messages += 1
+        return Silent(self.waited, self._num_messages)
+
+    send = recv
+
+
+def test_after_an_error_nothing_more_is_waited_for() -> None:
+    """Neither for a sum that was started later, nor for those of the same time; the first error is raised, once."""
+    group = Gone()
+    sums, plan = TreeSum(group, torch.device("cpu")), layout(even_starts(3, 3))  # type: ignore[arg-type]
+    for _ in range(2):
+        sums.start(torch.ones(6), [torch.ones(6)], plan)
+    sums._go_on_beside()  # as the thread beside the backward pass does
+    assert group.waited == [1]
+    sums.start(torch.ones(6), [torch.ones(6)], plan)
+    sums._plain.append(Silent(group.waited, 99))  # type: ignore[arg-type]
+    sums._go_on_beside()
+    with pytest.raises(RuntimeError, match="^message 1 did not come$"):
+        sums.finish()
+    assert group.waited == [1]
+    sums.finish()
+    assert group.waited == [1]

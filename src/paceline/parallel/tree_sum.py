@@ -128,7 +128,8 @@ class TreeSum:
         self._tasks.put(self._go_on_beside)
 
     def finish(self) -> None:
-        """Wait for all sums; on a GPU only the current stream does."""
+        """Wait for all sums; on a GPU only the current stream does. After an error nothing more is waited for: it is
+        raised, and no sum counts."""
         began, share = perf_counter(), 0.0
         if self._flights:
             rows = self._flights[-1].layout.rows
@@ -136,13 +137,13 @@ class TreeSum:
         self._has_news = False
         while self._go_on():
             pass
-        for work in self._plain:
-            work.wait()
-        self._plain.clear()
         flights, self._flights = self._flights, []
+        plain, self._plain = self._plain, []
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+        for work in plain:
+            work.wait()
         for flight in flights:
             for work in (*flight.sums, *flight.sends):
                 work.wait(self._timeout)
@@ -174,6 +175,8 @@ class TreeSum:
     def _go_on(self, at_once: int | None = None) -> bool:
         """Wait for the first hop of the next sum, add its rows, `at_once` numbers at a time, and begin the second."""
         with self._lock:
+            if self._error is not None:  # of a sum before these: nobody waits for what will not come
+                self._first_hops.clear()
             if not self._first_hops:
                 return False
             flight = self._first_hops.popleft()
