@@ -21,8 +21,11 @@ from paceline.train.average import (
     LastAndBest,
     NameTaken,
     NothingToMeasureOn,
+    OnlyInOne,
     TooFewCheckpoints,
     choose_parts,
+    mean_of,
+    write_mean,
 )
 from paceline.train.checkpoint import reader
 from paceline.train.checkpoint.format import listed
@@ -195,7 +198,7 @@ def test_what_cannot_be_averaged(run: Path, tmp_path: Path, capsys: pytest.Captu
     assert "there is no such folder" in capsys.readouterr().err
     with pytest.raises(LastAndBest):
         paceline.average(run, last=2, best=2)
-    for name in ("step-00000001", "a/b", ".hidden"):
+    for name in ("step-00000001", "a/b", ".hidden", "best", "last"):
         with pytest.raises(NameTaken):
             paceline.average(run, last=2, name=name)
     with pytest.raises(ValueError, match="last"):
@@ -204,6 +207,40 @@ def test_what_cannot_be_averaged(run: Path, tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(NothingToMeasureOn, match="the model has none"):
         paceline.average(tmp_path / "plain", statistics=3)
     assert paceline.average(tmp_path / "plain", device="cpu").path.name == "average-all"
+
+
+def test_names_that_not_all_parts_have(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest, older = choose_parts(run, last=2)
+    weights = {newest.path: {"a": torch.ones(2)}, older.path: {"a": torch.ones(2), "b": torch.ones(1)}}
+    monkeypatch.setattr(apply, "read_weights", weights.__getitem__)
+    with pytest.raises(OnlyInOne, match="^b is in step-00000011 and not in step-00000012: they have no mean"):
+        mean_of([newest, older])
+    with pytest.raises(OnlyInOne, match="^b is in step-00000011 and not in step-00000012"):
+        mean_of([older, newest])
+
+
+def test_a_mean_is_there_until_another_has_its_name(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = choose_parts(run, last=2)
+    weights = mean_of(parts)
+    old = write_mean(run, "kept", weights, parts, score=1.0)
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name == ".writing-kept":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                write_mean(run, "kept", weights, parts, score=2.0)
+            assert reader.load(apply.find_checkpoint(run, Path("kept")), []).score == 1.0
+    assert (
+        write_mean(run, "kept", weights, parts, score=3.0) == old == apply.find_checkpoint(run, Path("kept")).resolve()
+    )
+    assert reader.load(old, []).score == 3.0
+    assert not list(old.parent.glob(".*kept"))
 
 
 # -- while a run trains ------------------------------------------------------------------------------------------------
@@ -257,6 +294,23 @@ def test_a_run_validates_and_saves_the_mean(swa: Path) -> None:
         x, y = points(10, 2)[:]
         loss = (model.eval()(x.double()) - y).square().mean().item()
     assert reader.load(steps[12], []).score == pytest.approx(loss, rel=1e-9)
+
+
+class CountedTask(NormedTask):
+    """Says how often its data was asked for."""
+
+    asked = 0
+
+    def train_data(self) -> Any:
+        type(self).asked += 1
+        return super().train_data()
+
+
+def test_its_statistics_are_measured_on_the_data_that_is_there(tmp_path: Path) -> None:
+    train(tmp_path / "plain", CountedTask, precision="fp64")
+    without, CountedTask.asked = CountedTask.asked, 0
+    train(tmp_path / "swa", CountedTask, **SWA)
+    assert CountedTask.asked == without
 
 
 def again(link: Link, out: Path, changes: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from paceline.train import setup
 from paceline.train import task as tasks
 from paceline.train.autotune.autotuner import precision_for_use
 from paceline.train.checkpoint import reader, state
-from paceline.train.checkpoint.format import DIGESTS, listed
+from paceline.train.checkpoint.format import DIGESTS, REPLACED, listed
 from paceline.train.engine import Engine
 from paceline.train.position import Position
 from paceline.train.task import Surroundings, Task, overrides
@@ -180,7 +180,8 @@ def find_checkpoint(folder: Path, which: Which) -> Path:
     read_run(folder)
     checkpoints = RunFolder(folder).checkpoints
     if isinstance(which, Path):
-        for path in (which, checkpoints / which):
+        # A mean that is being replaced counts until the new one has its name.
+        for path in (which, checkpoints / which, checkpoints / f"{REPLACED}{which}"):
             if (path / DIGESTS).exists():
                 return path
         names = ", ".join(path.name for path in listed(checkpoints)) or "none"

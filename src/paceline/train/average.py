@@ -26,8 +26,10 @@ from paceline.train import task as tasks
 from paceline.train.checkpoint import reader
 from paceline.train.checkpoint.format import (
     DIGESTS,
+    REPLACED,
     STATE,
     TENSORS,
+    WRITING,
     StateFile,
     by_score,
     entries_of,
@@ -40,8 +42,6 @@ from paceline.train.checkpoint.snapshot import refill, write_file
 from paceline.train.norm_statistics import measure_statistics, norm_layers
 from paceline.train.validate import fixed_set
 from paceline.world.link import Link
-
-_WRITING = ".writing-"
 
 
 class TooFewCheckpoints(PacelineError):
@@ -90,6 +90,16 @@ class ShapesDiffer(PacelineError):
     first: Path
     second: Path
     sentence = "{name} has another shape in {first.name} than in {second.name}: they have no mean"
+    hint = "average checkpoints of one stage: `--from-step`, `--to-step`"
+
+
+class OnlyInOne(PacelineError):
+    """A weight that not all checkpoints have, as of a model that grows from stage to stage."""
+
+    name: str
+    first: Path
+    second: Path
+    sentence = "{name} is in {first.name} and not in {second.name}: they have no mean"
     hint = "average checkpoints of one stage: `--from-step`, `--to-step`"
 
 
@@ -154,18 +164,23 @@ def default_name(*, last: int | None, best: int | None, from_step: int | None, t
 
 
 def check_name(folder: Path, name: str) -> None:
-    """Refuse names that would hide a checkpoint of the run, or leave its folder."""
+    """Refuse names that would hide a checkpoint of the run, that mean another one, or leave its folder."""
+    if name in ("best", "last"):
+        raise NameTaken(name, phrase("`--checkpoint {name}` is the {name} checkpoint of the run itself", name=name))
     if "step-" in name or name.startswith(".") or Path(name).name != name or not name:
         raise NameTaken(name, phrase("names of checkpoints are `step-...`, and a name is one word without /"))
 
 
 def mean_of(parts: Sequence[Part]) -> dict[str, Tensor]:
     """Return the mean of the weights of checkpoints, by name: added in float64, newest first; of a run with a moving
-    average, the mean of that."""
+    average, the mean of that. All must have the same names and shapes."""
     each = [apply.read_weights(part.path) for part in parts]
     for part, weights in zip(parts, each, strict=True):
+        for name in sorted(each[0].keys() ^ weights.keys()):
+            has, lacks = (parts[0], part) if name in each[0] else (part, parts[0])
+            raise OnlyInOne(name, has.path, lacks.path)
         for name, tensor in each[0].items():
-            if name not in weights or weights[name].shape != tensor.shape:
+            if weights[name].shape != tensor.shape:
                 raise ShapesDiffer(name, parts[0].path, part.path)
     return apply.mean_weights(each)
 
@@ -204,7 +219,8 @@ def validated(
 def write_mean(
     folder: Path, name: str, weights: Mapping[str, Tensor], parts: Sequence[Part], score: float | None = None
 ) -> Path:
-    """Write weights as a checkpoint of a run, whole or not at all; return its path. One of that name is replaced."""
+    """Write weights as a checkpoint of a run, whole or not at all; return its path. One of that name is replaced, and
+    counts (`apply.find_checkpoint`) until the new one has its name."""
     newest = reader.load(parts[0].path, [], verify=False)
     mode = score_of(parts[0].path)[1]
     try:
@@ -213,7 +229,7 @@ def write_mean(
         more = {}
     state: dict[str, Any] = {**newest.state, "average": [part.path.name for part in parts]}
     final = RunFolder(folder).checkpoints / name
-    aside = final.with_name(_WRITING + name)
+    aside = final.with_name(WRITING + name)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     snapshots: dict[str, Any] = {}
@@ -223,8 +239,11 @@ def write_mean(
     digest = write_file(aside / STATE, replace(values, files=entries).to_json())
     write_file(aside / DIGESTS, entries_to_json({**entries, **entries_of({STATE: digest})}))
     sync(aside)
+    replaced = final.with_name(REPLACED + name)
     if final.exists():
-        shutil.rmtree(final)
+        shutil.rmtree(replaced, ignore_errors=True)  # left by a process that was killed when the new one was there
+        final.rename(replaced)
     aside.rename(final)
     sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
     return final

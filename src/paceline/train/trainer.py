@@ -173,6 +173,8 @@ class Trainer:
         self._measured = -1
         """Step of which the average's batch-norm statistics are."""
         self._current: Feed | None = None
+        self._stage_data: object = None
+        """Of the stage that is trained, as the task gave it."""
         self._stream_saved: dict[str, torch.Tensor] = {}
         self._build(is_new=checkpoint is None)
         self._resumed = None if checkpoint is None else self._resume(checkpoint)
@@ -512,9 +514,8 @@ class Trainer:
         if not norm_layers(engine.model):
             return
         self._measured = step
-        stage = self.stages[self._began_stage]
-        data = stage.data() if callable(stage.data) else stage.data
-        batches = fixed_set(self.task, engine, self.config, self.checkpoints.grains, "training data", data)
+        assert self._stage_data is not None, "a stage has its data before its first step"
+        batches = fixed_set(self.task, engine, self.config, self.checkpoints.grains, "training data", self._stage_data)
         average.statistics = measure_statistics(
             self.task, engine, batches, self.config.swa_statistics, self.config.seed
         )
@@ -621,7 +622,10 @@ class Trainer:
         self._began_stage = number
 
     def _feed(self, number: int, stage: Stage) -> Feed:
-        source, lines = take_out_for_training(stage.data() if callable(stage.data) else stage.data, self.config)
+        given = stage.data() if callable(stage.data) else stage.data
+        if number == self._began_stage:  # else a later one, whose steps are counted
+            self._stage_data = given
+        source, lines = take_out_for_training(given, self.config)
         data, config, task = source.dataset, self.config, self.task
         collate, lengths = tasks.train_collate_of(task, data), tasks.lengths_of(task, data)
         for line in lines:
