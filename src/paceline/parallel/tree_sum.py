@@ -18,11 +18,13 @@ import atexit
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Lock, Thread
-from time import monotonic, perf_counter
+from time import perf_counter
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,15 +34,23 @@ from paceline.core.sum_tree import Layout
 from paceline.parallel.wire import all_gather_flat, goes_by_host
 from paceline.world.failure.flight_recorder import trail
 
-_ROWS, _SUMS = 1, 2
-"""Tags of the two hops. Messages of one tag between two ranks come in the order in which they are sent."""
+_ROWS, _SUMS, _NEVER = 1, 2, 3
+"""Tags of the two hops, and of what nobody sends. Messages of one tag between two ranks keep their order."""
 _SLICE = 32_704
 """Numbers that are added at a time beside a backward pass of several threads: few enough for torch to stay in one."""
 _PATIENCE = timedelta(minutes=30)
-_FAREWELL_S = 1.0
-"""Seconds that a process which ends in the middle of sums waits for their threads."""
-_threads: weakref.WeakKeyDictionary[Thread, SimpleQueue[Callable[[], None] | None]] = weakref.WeakKeyDictionary()
-"""Threads beside the backward pass, and what they are told."""
+_FAREWELL_S = 2.0
+"""Seconds that a process which ends in the middle of sums waits for their threads, at most."""
+
+
+class _Beside(NamedTuple):
+    """Tasks of a thread beside the backward pass, and the group that it waits in."""
+
+    tasks: SimpleQueue[Callable[[], None] | None]
+    group: dist.ProcessGroup
+
+
+_threads: weakref.WeakKeyDictionary[Thread, _Beside] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -122,7 +132,7 @@ class TreeSum:
             self._tasks = SimpleQueue()
             # It does not know this object, which ends it.
             thread = Thread(target=_work_off, args=(self._tasks,), name="sums", daemon=True)
-            _threads[thread] = self._tasks
+            _threads[thread] = _Beside(self._tasks, self._group)
             thread.start()
             weakref.finalize(self, self._tasks.put, None)
         self._tasks.put(self._go_on_beside)
@@ -225,14 +235,19 @@ class TreeSum:
 
 @atexit.register
 def _let_threads_end() -> None:
-    """Wait for threads whose peers are leaving, too.
+    """End threads that wait for a peer: one that comes back while Python is being torn down would abort the process.
 
-    One that comes back from a wait for a peer while Python is being torn down would abort the process.
+    gloo has nothing to end a wait with. A receive that runs out of time breaks all of its group's connections, and with
+    them every wait; the process is leaving, and its peers will see that anyway.
     """
-    until = monotonic() + _FAREWELL_S
-    for thread, tasks in list(_threads.items()):
-        tasks.put(None)
-        thread.join(max(0.0, until - monotonic()))
+    for thread, beside in list(_threads.items()):
+        beside.tasks.put(None)
+        thread.join(_FAREWELL_S / 20)
+        if thread.is_alive():
+            other = (beside.group.rank() + 1) % beside.group.size()
+            with suppress(RuntimeError):
+                beside.group.recv([torch.empty(1)], other, _NEVER).wait(timedelta(milliseconds=1))
+            thread.join(_FAREWELL_S)
 
 
 def _work_off(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
