@@ -246,7 +246,9 @@ def _let_threads_end() -> None:
         if thread.is_alive():
             other = (beside.group.rank() + 1) % beside.group.size()
             with suppress(RuntimeError):
-                beside.group.recv([torch.empty(1)], other, _NEVER).wait(timedelta(milliseconds=1))
+                beside.group.recv([torch.empty(1, dtype=torch.float32, device="cpu")], other, _NEVER).wait(
+                    timedelta(milliseconds=1)
+                )
             thread.join(_FAREWELL_S)
 
 

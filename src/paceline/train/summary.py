@@ -339,7 +339,7 @@ def _optimizer(config: TrainConfig, name: str) -> str:
     if config.ema:
         parts.append(f"weights averaged with decay {config.ema:g}")
     if config.swa_start is not None:
-        parts.append(f"mean of the weights of every {config.swa_every} steps from step {config.swa_start:,} on")
+        parts.append(f"mean of the weights every {counted(config.swa_every, 'step')} from step {config.swa_start:,} on")
     return ", ".join(parts)
 
 

@@ -53,7 +53,9 @@ def check_outputs(log_probs: Tensor, lengths: Sequence[int], classes: int) -> No
         raise WrongOutputs(phrase("the length {length} is not one of {frames} frames", length=wrong, frames=shape[1]))
     if not log_probs.numel():
         return
-    is_frame = torch.arange(shape[1]) < torch.tensor(list(lengths), dtype=torch.int64)[:, None]
+    is_frame = (
+        torch.arange(shape[1], device="cpu") < torch.tensor(list(lengths), dtype=torch.int64, device="cpu")[:, None]
+    )
     if bool(((log_probs.detach().amax(-1) > MOST) & is_frame.to(log_probs.device)).any()):
         raise not_log_probs()
 

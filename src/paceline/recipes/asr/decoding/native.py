@@ -344,8 +344,8 @@ class KernelSearch:
                 args=[
                     there,
                     log_probs.detach().float().contiguous(),
-                    torch.tensor(list(lengths), dtype=torch.int64).to(device),
-                    torch.tensor([frames, room], dtype=torch.int64).to(device),
+                    torch.tensor(list(lengths), dtype=torch.int64, device="cpu").to(device),
+                    torch.tensor([frames, room], dtype=torch.int64, device="cpu").to(device),
                     torch.zeros(batch * room, dtype=torch.uint8, device=device),
                     paths,
                     scores,

@@ -287,7 +287,7 @@ class _OnDevice:
     def _steps(self, log_probs: Tensor, lengths: Sequence[int]) -> _Steps:
         """Return the probable labels of each frame, runs of frames with the same sole one made one."""
         batch, frames, classes = log_probs.shape
-        lengths_there = torch.tensor(list(lengths), dtype=torch.int64).to(self.device)
+        lengths_there = torch.tensor(list(lengths), dtype=torch.int64, device="cpu").to(self.device)
         is_frame = torch.arange(frames, device=self.device) < lengths_there[:, None]
         rows = log_probs.double()
         best = rows.argmax(-1, keepdim=True)

@@ -188,4 +188,6 @@ class SelfAttention(nn.Module):
 def new_biases(settings: ConformerSettings) -> tuple[nn.Parameter, nn.Parameter]:
     """Biases of content and position, (head, size) of zeros each."""
     shape = settings.n_heads, settings.d_model // settings.n_heads
-    return nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.zeros(shape))
+    return nn.Parameter(
+        torch.zeros(shape, dtype=torch.get_default_dtype(), device=torch.get_default_device())
+    ), nn.Parameter(torch.zeros(shape, dtype=torch.get_default_dtype(), device=torch.get_default_device()))

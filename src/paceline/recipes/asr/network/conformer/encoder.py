@@ -85,7 +85,7 @@ class ConformerEncoder(AcousticEncoder):
         everything = torch.ones(time, time, dtype=torch.bool, device=device)
         shares = settings.att_context_probs or [1 / len(contexts)] * len(contexts)
         limits = torch.tensor(shares, dtype=torch.float32, device="cpu").cumsum(0)[:-1].to(device)
-        drawn = (torch.rand(1, device=device) >= limits).sum(0, keepdim=True)
+        drawn = (torch.rand(1, dtype=torch.float32, device=device) >= limits).sum(0, keepdim=True)
         return torch.stack([everything if mask is None else mask for mask in masks])[drawn].squeeze(0)
 
     def perhaps_without(self, number: int, x: Tensor, y: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class ConformerEncoder(AcousticEncoder):
         share = self.conformer.drop_probability(number)
         if not self.training or share == 0.0:
             return y
-        factor = (torch.rand((), device=x.device) >= share).to(x.dtype) / (1.0 - share)
+        factor = (torch.rand((), dtype=torch.float32, device=x.device) >= share).to(x.dtype) / (1.0 - share)
         return x + (y - x) * factor
 
 
