@@ -40,14 +40,10 @@ def check_outputs(log_probs: Tensor, lengths: Sequence[int], classes: int) -> No
     """Raise for what no search may read: beyond its end, or other numbers than log-probabilities."""
     shape = tuple(log_probs.shape)
     if len(shape) != 3 or shape[-1] != classes:
-        why = phrase(
-            "its shape is {shape}, and there are {classes} labels with the blank", shape=shape, classes=classes
-        )
+        why = phrase("its shape is {shape}; labels, the blank among them: {classes}", shape=shape, classes=classes)
         raise WrongOutputs(why)
     if len(lengths) != shape[0]:
-        raise WrongOutputs(
-            phrase("it has {batch} utterances, and lengths of {count}", batch=shape[0], count=len(lengths))
-        )
+        raise WrongOutputs(phrase("utterances: {batch}, lengths: {count}", batch=shape[0], count=len(lengths)))
     wrong = next((length for length in lengths if not 0 <= length <= shape[1]), None)
     if wrong is not None:
         raise WrongOutputs(phrase("the length {length} is not one of {frames} frames", length=wrong, frames=shape[1]))

@@ -199,7 +199,7 @@ def _of_archive(path: Path) -> Tokenizer:
             members: dict[str, tarfile.TarInfo] = {}
             for number, member in enumerate(archive):
                 if number >= _MOST_MEMBERS:
-                    raise BadTokenizer(path, phrase("has more than {most:,} files in it", most=_MOST_MEMBERS))
+                    raise BadTokenizer(path, phrase("has more files in it than {most:,}", most=_MOST_MEMBERS))
                 if member.isreg() and member.name.endswith((MODEL, WORD_PIECES)):
                     members[member.name.removeprefix("./")] = member  # of one name, the last counts
             models = [name for name in members if name.endswith(MODEL)]
