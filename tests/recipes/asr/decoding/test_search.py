@@ -167,7 +167,7 @@ def test_the_beam_sums_paths_where_greedy_takes_one() -> None:
         ((5, 4), [5], "there are 4 labels"),
         ((1, 5, 4), [6], "the length 6"),
         ((1, 5, 4), [-1], "the length -1"),
-        ((2, 5, 4), [5], "lengths of 1"),
+        ((2, 5, 4), [5], "lengths: 1"),
     ],
 )
 def test_outputs_of_another_shape_are_refused(kind: str, shape: tuple[int, ...], lengths: list[int], why: str) -> None:
