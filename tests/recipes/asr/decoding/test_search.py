@@ -163,8 +163,8 @@ def test_the_beam_sums_paths_where_greedy_takes_one() -> None:
 @pytest.mark.parametrize(
     ("shape", "lengths", "why"),
     [
-        ((1, 5, 3), [5], "there are 4 labels"),
-        ((5, 4), [5], "there are 4 labels"),
+        ((1, 5, 3), [5], "the blank among them: 4"),
+        ((5, 4), [5], "the blank among them: 4"),
         ((1, 5, 4), [6], "the length 6"),
         ((1, 5, 4), [-1], "the length -1"),
         ((2, 5, 4), [5], "lengths: 1"),
