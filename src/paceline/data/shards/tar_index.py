@@ -1,4 +1,4 @@
-"""Where each member of a tar file lies: found once by walking over its headers, and kept in a cache.
+"""Places of the members of a tar file: found once by walking over its headers, and kept in a cache.
 
 A member is then read as fast as a file, in any order. A member has a path below its tar file, as if that were a folder:
 `audio_0.tar/one.flac`.

@@ -13,8 +13,8 @@ from paceline.recipes.asr.text.ctc import Lengths, ctc_loss_sum
 
 @dataclass(frozen=True)
 class Objective:
-    """How the passes of a batch make one loss: (1 - `inter_weight`) of the last layer's CTC, `inter_weight` of the mean
-    of those in the middle, each the mean of the views', and `consistency_weight` of the divergence between views."""
+    """Weights of the passes of a batch in one loss: (1 - `inter_weight`) of the last layer's CTC, `inter_weight` of the
+    mean of those in the middle, each the mean of the views', and `consistency_weight` of their divergence."""
 
     num_layers: int = 1
     """Layers that are read, the last one included."""

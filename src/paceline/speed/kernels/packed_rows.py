@@ -166,7 +166,7 @@ def _attend_backward(
 
 
 class Plan(NamedTuple):
-    """How many tokens a program has, of how many warps it is, and how many blocks a sequence may have."""
+    """Tokens and warps of a program, and the most blocks of a sequence."""
 
     block: int
     warps: int

@@ -122,7 +122,7 @@ def _shares(
     dropout: float,
     heads: int,
 ) -> tuple[Tensor, Tensor]:
-    """What each query takes of each key, before and after dropout."""
+    """Return the weights of keys for each query, before and after dropout."""
     q, k, _ = _heads(qkv, heads)
     wide, time = q.dtype, q.shape[2]
     places = p.to(wide).unflatten(1, (heads, -1)).transpose(0, 1)

@@ -103,7 +103,7 @@ class TextDecoder(Protocol):
     """Reads texts off a network's output."""
 
     note: str | None
-    """What users should know of how it is done here; None if there is nothing."""
+    """Remark for users on how it is done here; None if there is nothing."""
 
     def __call__(self, log_probs: Tensor, lengths: Sequence[int], num_best: int = 1) -> list[list[Hypothesis]]:
         """Return up to `num_best` hypotheses of each utterance, best first."""

@@ -1,4 +1,4 @@
-"""What a search weighs and what it keeps, and what it finds."""
+"""Weights and limits of a search, and its results."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Limits:
-    """What is kept after each frame; the defaults are pyctcdecode's, but for the width."""
+    """Limits of what is kept after each frame; the defaults are pyctcdecode's, but for the width."""
 
     beam_width: int = 16
     beam_log_prob: float = -10.0

@@ -87,7 +87,7 @@ class Ngrams:
 
 
 class Fit(NamedTuple):
-    """How well a model predicts text."""
+    """Score of a model on a text."""
 
     perplexity: float
     """Of words and ends of sentences, 10 to the minus mean logarithm."""

@@ -149,7 +149,7 @@ class _Beams:
 
 @dataclass
 class _Steps:
-    """What is searched: runs of equal frames of each utterance as one step each, (utterances, steps, ...)."""
+    """Input of a search: runs of equal frames of each utterance as one step each, (utterances, steps, ...)."""
 
     labels: Tensor
     """Of the probable ones of a step, the most probable first; beyond their number any."""

@@ -203,7 +203,7 @@ class _Seeds:
 
 
 def _shares(settings: ConformerSettings) -> tuple[float, ...]:
-    """What each dropout of a layer drops, in the order that they are used in."""
+    """Return the shares that the dropouts of a layer drop, in the order that they are used in."""
     usual = settings.dropout
     return usual, usual, settings.dropout_att, usual, usual, usual, usual
 
@@ -344,7 +344,7 @@ def _taps(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Start:
-    """What `_Begin` reads without a gradient."""
+    """Inputs of `_Begin` without a gradient."""
 
     features: Tensor
     lengths: Tensor
@@ -435,7 +435,7 @@ LAYER_NORM_EPS = 1e-5
 
 @dataclass(frozen=True)
 class _Layer:
-    """What `_Through` reads without a gradient."""
+    """Inputs of `_Through` without a gradient."""
 
     lengths: Tensor
     places: Tensor

@@ -9,7 +9,7 @@ from paceline.recipes.asr.network.config import NetworkSettings
 
 
 class AcousticEncoder(nn.Module):
-    """What a model asks of its encoder, whatever that is made of."""
+    """Interface of an encoder to its model, whatever it is made of."""
 
     def __init__(self, settings: NetworkSettings) -> None:
         super().__init__()

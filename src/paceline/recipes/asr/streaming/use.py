@@ -67,7 +67,7 @@ class LongText:
 
 @dataclass(frozen=True)
 class Windows:
-    """How long recordings are cut."""
+    """Windows in which long recordings are read."""
 
     window_s: float = 30.0
     overlap_s: float = 4.0

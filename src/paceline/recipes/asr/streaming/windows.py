@@ -203,7 +203,7 @@ class Listener:
 
     @property
     def partial(self) -> str:
-        """What follows `final`, as it looks now."""
+        """Text behind `final`, as it looks now."""
         return self._guess.text(self._guess.words[self._final.whole_words() :])
 
     def take_final(self) -> list[Word]:

@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """What of a model decides how a text is cut; the names are those of SentencePiece."""
+    """Fields of a model that decide how a text is cut; the names are those of SentencePiece."""
 
     pieces: tuple[Piece, ...]
     model_type: int = 1
