@@ -173,7 +173,7 @@ def test_archives_of_strangers_are_refused(tmp_path: Path, monkeypatch: pytest.M
                 read_tokenizer(path)
     path.write_bytes(plain.getvalue())
     monkeypatch.setattr(tokenizer, "_MOST_MEMBERS", 1)
-    with pytest.raises(BadTokenizer, match="more than 1 files"):
+    with pytest.raises(BadTokenizer, match="has more files in it than 1"):
         read_tokenizer(path)
 
 
