@@ -73,6 +73,22 @@ def test_table_and_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert values["pairs"][0]["steps_ratio"] == 1.5
 
 
+def test_as_many_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in range(2):
+        make(tmp_path / str(seed), [0.5, 0.4], seed=seed)
+    assert main(["compare", str(tmp_path)]) == 2
+    assert "hold seeds against each other: `--group seed`" in capsys.readouterr().err
+    assert main(["compare", str(tmp_path), "--group", "seed"]) == 0
+    assert "steps to the same value: as many" in capsys.readouterr().out
+
+
+def test_metrics_that_only_some_have_are_not_offered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "a", [0.5], metric="dev/loss", lr=1)
+    make(tmp_path / "b", [0.5], metric="test/loss", lr=2)
+    assert main(["compare", str(tmp_path)]) == 2
+    assert "no metric is common to all of these runs" in capsys.readouterr().err
+
+
 def test_scores_of_samples_are_drawn_anew(tmp_path: Path) -> None:
     words = [(10 + n % 5) for n in range(200)]
     for name, extra in (("a", 2), ("b", 1)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +266,15 @@ def test_unsupported_level_names_the_way_out() -> None:
         resolve(2, None, DEVICES["GPU"])
     assert str(caught.value) == "-O2 cannot run on a V100: it has no bf16"
     assert caught.value.hint == "use `-O1` or `--precision fp16`"
+
+
+def test_fp16_that_is_slower_than_fp32() -> None:
+    slow = replace(DEVICES["CPU"], slow_fp16=True)
+    with pytest.raises(LevelUnsupported) as caught:
+        resolve(3, None, slow)
+    assert caught.value.hint == "use `-O1`"
+    assert "an old CPU computes fp16 many times slower than fp32" in resolve("auto", "fp16", slow).notes[0]
+    assert resolve("auto", "fp16", DEVICES["GPU"]).notes == ()
     ancient = Capabilities("cuda", "a K80", bf16=False, tf32=False, fp16=False, compiler=False)
     with pytest.raises(LevelUnsupported, match="no fp16"):
         resolve("auto", "fp16-pure", ancient)

@@ -233,6 +233,11 @@ def test_missing_things_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
         use(Bare(), tmp_path / "absent")
     with pytest.raises(apply.NoRun, match="it has files but no run.json"):
         use(Bare(), out / "checkpoints")
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported/model.safetensors").touch()
+    with pytest.raises(apply.NoRun) as exported:
+        use(Bare(), tmp_path / "exported")
+    assert exported.value.hint.startswith("it is an export")
     assert apply.find_checkpoint(out, "best").name == "step-00000006"
     assert (
         f"no checkpoint of {out} has a validation score: taking the last one, step-00000006" in capsys.readouterr().err

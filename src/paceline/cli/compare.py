@@ -146,7 +146,8 @@ def _words(pair: Pair) -> list[str]:
         lines.append(f"  paired bootstrap of {samples}: p = {_p(b.p)}, 95% interval {b.low:+.4g} to {b.high:+.4g}")
     if pair.steps_ratio is not None:
         ratio, word = (pair.steps_ratio, "fewer") if pair.steps_ratio >= 1 else (1 / pair.steps_ratio, "more")
-        lines.append(f"  steps to the same value: {ratio:.2f} times {word}")
+        how = "as many" if f"{ratio:.2f}" == "1.00" else f"{ratio:.2f} times {word}"
+        lines.append(f"  steps to the same value: {how}")
     if pair.welch is None and pair.bootstrap is None:
         lines.append("  no p-value: one run on a side, and no scores of samples")
     return lines

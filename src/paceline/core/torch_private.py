@@ -419,13 +419,23 @@ def mark_dynamic(tensor: Tensor, sizes: Iterable[int]) -> None:
 
 def cpu_has_bf16() -> bool:
     """Return True if oneDNN computes bf16 on this CPU without falling back to fp32."""
+    return _onednn_has("bf16", default="AVX512")
+
+
+def cpu_has_fp16() -> bool:
+    """Return True if oneDNN computes fp16 on this CPU without falling back to fp32."""
+    return _onednn_has("fp16", default="AVX512_FP16")
+
+
+def _onednn_has(dtype: str, *, default: str) -> bool:
+    """Ask oneDNN; where a version of torch has no way to, a capability of the CPU that begins with `default`."""
     backends: Any = torch.backends
     if not backends.mkldnn.is_available():
         return False
     try:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{dtype}_supported")())
     except (AttributeError, RuntimeError):
-        return str(backends.cpu.get_cpu_capability()).startswith("AVX512")
+        return str(backends.cpu.get_cpu_capability()).startswith(default)
 
 
 def record_allocations(most: int | None) -> None:

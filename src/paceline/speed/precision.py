@@ -19,7 +19,7 @@ import torch
 from paceline.core.errors import PacelineError
 from paceline.core.language import phrase
 from paceline.core.together import Exclusion
-from paceline.core.torch_private import cpu_has_bf16
+from paceline.core.torch_private import cpu_has_bf16, cpu_has_fp16
 from paceline.speed.autotune.candidates import Candidate
 from paceline.world.guest import set_precisions
 from paceline.world.installed import has_triton
@@ -71,6 +71,8 @@ class Capabilities:
     compiler: bool
     generation: tuple[int, int] | None = None
     """Compute capability of a GPU."""
+    slow_fp16: bool = False
+    """fp16 is computed, but slower than fp32."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ def capabilities(device: torch.device) -> Capabilities:
         bf16=cpu_has_bf16(),
         tf32=False,
         fp16=True,
+        slow_fp16=not cpu_has_fp16(),
         # The compiler that inductor will look for.
         compiler=shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")) is not None,
     )
@@ -137,6 +140,8 @@ def resolve(level: Level, precision: PrecisionName | None, capabilities: Capabil
     _check_supported(number, name, precision, capabilities)
     if number == 1 and not capabilities.tf32:
         notes.append(f"-O1: {capabilities.name} has no TF32, so fp32 matmuls stay exact fp32 as at -O0")
+    if precision is not None and capabilities.slow_fp16:
+        notes.append(f"{name}: {capabilities.name} computes fp16 many times slower than fp32 (`-O0`): for trying out")
     half_weights = precision in ("fp16-master", "fp16-pure")
     return Precision(
         level=number,
@@ -156,7 +161,8 @@ def _check_supported(level: int, name: str, precision: PrecisionName | None, cap
     if precision is not None and not capabilities.fp16:
         raise LevelUnsupported(name, capabilities.name, phrase("it has no fp16"), phrase("use `-O0`"))
     if precision is None and level >= 2 and not capabilities.bf16:
-        hint = phrase("use `-O1` or `--precision fp16`") if capabilities.fp16 else phrase("use `-O1`")
+        has_fp16 = capabilities.fp16 and not capabilities.slow_fp16
+        hint = phrase("use `-O1` or `--precision fp16`") if has_fp16 else phrase("use `-O1`")
         raise LevelUnsupported(name, capabilities.name, phrase("it has no bf16"), hint)
     if level == 3 and not capabilities.compiler:
         package = "Triton (`pip install triton`)" if capabilities.device == "cuda" else "g++ (`apt install g++`)"

@@ -32,6 +32,7 @@ from paceline.train.autotune.autotuner import precision_for_use
 from paceline.train.checkpoint import reader, state
 from paceline.train.checkpoint.format import DIGESTS, REPLACED, listed
 from paceline.train.engine import Engine
+from paceline.train.exchange import is_export
 from paceline.train.position import Position
 from paceline.train.task import Surroundings, Task, overrides
 from paceline.train.validate import FixedSet, Validation, fixed_set
@@ -48,8 +49,17 @@ class NoRun(PacelineError):
     """A folder that is no run, or none that can be used."""
 
     what: str | PacelineError
+    is_export: bool = False
     sentence = "{what}"
-    hint = "give the folder of a run (the one with run.json in it); `paceline runs` lists them"
+    hint = "{advice}"
+
+    @property
+    def advice(self) -> str:
+        if self.is_export:
+            return phrase(
+                "it is an export, for other programs, `--init-from` and a recipe's `load`: give the run itself"
+            )
+        return phrase("give the folder of a run (the one with run.json in it); `paceline runs` lists them")
 
 
 class NoCheckpoint(PacelineError):
@@ -143,7 +153,7 @@ def read_run(folder: Path) -> RunRecord:
     try:
         record = RunFolder(folder).check(may_exist=True)
     except NotARun as error:
-        raise NoRun(error) from error
+        raise NoRun(error, is_export=is_export(folder)) from error
     if record is None:
         why = phrase("it is empty") if folder.exists() else phrase("there is no such folder")
         if RunFolder(folder).is_run:

@@ -77,6 +77,11 @@ class OnnxInputs(PacelineError):
     hint = "give the task an `example_inputs(grain)` that returns a tuple: what its model is called with"
 
 
+def is_export(folder: Path) -> bool:
+    """Return True of a folder that `paceline export` may have written, in any of its forms."""
+    return any((folder / name).is_file() for name in (ABOUT, *NAMES.values()))
+
+
 def is_foreign(path: Path) -> bool:
     """Return True if a path looks like weights of another program."""
     if path.is_file():

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from paceline.config.settings import TrainConfig
 from paceline.core.errors import PacelineError
+from paceline.core.language import phrase
 from paceline.core.units import counted
 from paceline.observe.compare.sample_scores import SampleScores, read_scores
 from paceline.observe.compare.significance import Bootstrap, Permutation, Welch, paired_bootstrap, permutation, welch
@@ -57,11 +58,17 @@ class NothingDiffers(PacelineError):
     number: int
     setting: str | None
     sentence = "{number:#run} with {what}: there is one group, and nothing to compare it with"
-    hint = "add runs with another setting; `paceline diff RUN RUN` shows how two differ"
+    hint = "{advice}"
 
     @property
     def what(self) -> str:
         return "the same settings but for the seed" if self.setting is None else f"the same `{self.setting}`"
+
+    @property
+    def advice(self) -> str:
+        if self.setting is None and self.number > 1:
+            return phrase("add runs with another setting, or hold seeds against each other: `--group seed`")
+        return phrase("add runs with another setting; `paceline diff RUN RUN` shows how two differ")
 
 
 class NoSuchSetting(PacelineError):
@@ -83,6 +90,7 @@ class NotValidated(PacelineError):
     run: str
     metric: str | None
     known: list[str]
+    """Metrics that all runs have."""
     sentence = "{run} has no {what}"
     hint = "{advice}"
 
@@ -94,6 +102,8 @@ class NotValidated(PacelineError):
     def advice(self) -> str:
         if self.known:
             return f"`--metric` one of {', '.join(self.known)}; or leave the run out"
+        if self.metric is not None:
+            return phrase("leave it out: no metric is common to all of these runs; or train on the same sets")
         return "let it validate (a task with `val_data`), or leave it out"
 
 
@@ -217,7 +227,8 @@ def _metric(runs: Sequence[ReportedRun], metric: str | None) -> str:
         raise NotValidated(runs[0].name, None, runs[0].metrics)
     for run in runs:
         if not _curve(run, named):
-            raise NotValidated(run.name, named if run.metrics else None, run.metrics)
+            common = [name for name in run.metrics if all(_curve(other, name) for other in runs)]
+            raise NotValidated(run.name, named if run.metrics else None, common)
     return named
 
 

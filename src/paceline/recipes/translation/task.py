@@ -162,7 +162,9 @@ class Translation(Task):
 
     def read_inputs(self, words: Sequence[str]) -> Lines:
         here = sys.stdin.buffer.read() if STANDARD_INPUT in words and self.world.rank == 0 else b""
-        lines = read_lines([Path(word) for word in words], self.gather(here)[0])
+        languages = self.settings.source_lang, self.settings.target_lang
+        paths = [Path(word) for word in words]
+        lines = read_lines(paths, self.gather(here)[0], languages, is_reversed=self.settings.reverse)
         return as_lines(self.vocabulary, lines)
 
     def pack_data(self) -> Mapping[str, ParallelText]:

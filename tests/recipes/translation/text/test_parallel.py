@@ -10,9 +10,11 @@ from paceline.recipes.translation.text.parallel import (
     BadText,
     FilesDiffer,
     LinesDiffer,
+    NoInput,
     NoText,
     ParallelText,
     TextFiles,
+    read_lines,
     read_parallel,
 )
 
@@ -47,6 +49,28 @@ def test_every_form_gives_the_same_pairs(tmp_path: Path) -> None:
         assert as_pairs(read_parallel(files)) == LINES
         backwards = TextFiles("train", pairs=(tmp_path / name,), languages=("en", "de"), is_reversed=True)
         assert as_pairs(read_parallel(backwards)) == [(b, a) for a, b in LINES]
+
+
+def test_sources_of_pairs_are_what_is_translated(tmp_path: Path) -> None:
+    sources = [source for source, _ in LINES]
+    (tmp_path / "a.tsv").write_text("".join(f"{a}\t{b}\n" for a, b in LINES) + "\nalone\n", encoding="utf-8")
+    assert read_lines([tmp_path / "a.tsv"]) == [*sources, "", "alone"]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"en": a}) + "\n" for a in sources), encoding="utf-8")
+    assert read_lines([tmp_path / "b.jsonl"], languages=("en", "de")) == sources
+    (tmp_path / "c.tsv").write_text("".join(f"{b}\t{a}\n" for a, b in LINES), encoding="utf-8")
+    assert read_lines([tmp_path / "c.tsv"], is_reversed=True) == sources
+    (tmp_path / "d.tsv").write_text("one\ttwo\tthree\n", encoding="utf-8")
+    with pytest.raises(BadText, match=r"d.tsv:1: 3 columns instead of a sentence"):
+        read_lines([tmp_path / "d.tsv"])
+
+
+def test_standard_input_is_read_as_a_file_is(tmp_path: Path) -> None:
+    raw = b"\xef\xbb\xbfone\rtwo\r\n\nthree"
+    (tmp_path / "lines").write_bytes(raw)
+    assert read_lines([Path("-")], raw) == read_lines([tmp_path / "lines"]) == ["one\rtwo", "", "three"]
+    with pytest.raises(NoInput, match="A dog runs.: there is no such file") as caught:
+        read_lines([Path("A dog runs.")])
+    assert "paceline infer RUN -" in caught.value.hint
 
 
 def test_lines_that_do_not_pair_up(tmp_path: Path) -> None:

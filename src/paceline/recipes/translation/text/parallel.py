@@ -6,9 +6,10 @@ Lines are read as bytes, so that what is wrong is named by file and line.
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,19 @@ class NoText(PacelineError):
     why: str
     sentence = "{place}: {why}"
     hint = "give text files with one sentence per line, .tsv, .jsonl or packed files (.h5); each may be .gz"
+
+    @property
+    def place(self) -> str:
+        return near(self.path)
+
+
+class NoInput(PacelineError):
+    """Something to translate that cannot be read."""
+
+    path: Path
+    why: str
+    sentence = "{place}: {why}"
+    hint = "give files with one sentence per line, .tsv, .jsonl or .h5; or one: `echo 'A dog.' | paceline infer RUN -`"
 
     @property
     def place(self) -> str:
@@ -109,7 +123,7 @@ class BadText(PacelineError):
         if self.is_all:
             return f"mend {these}: without {these} nothing is left"
         if not self.can_skip:
-            return f"mend {these}: `iconv -f latin1 -t utf8 FILE`, say"
+            return f"mend {these} (bytes that are no UTF-8: `iconv -f latin1 -t utf8 FILE`, say)"
         return f"mend {these}, or go on without {these} with `--bad-data skip`"
 
 
@@ -201,26 +215,60 @@ class _Line:
     """Which part of the line it is, where that has both."""
 
 
-def read_lines(paths: Sequence[Path], standard_input: bytes = b"") -> list[str]:
+def read_lines(
+    paths: Sequence[Path],
+    standard_input: bytes = b"",
+    languages: tuple[str, str] = ("source", "target"),
+    *,
+    is_reversed: bool = False,
+) -> list[str]:
     """Return lines to translate; empty ones stay, so that line N of what is written belongs to line N of what was read.
 
-    A path `-` is standard input.
+    A path `-` is standard input. Of a file of pairs the source is taken; a translation need not be there.
     """
     texts: list[str] = []
     bad: list[BadPair] = []
-    for path in paths:
-        lines = standard_input.splitlines() if str(path) == STANDARD_INPUT else _lines(path)
-        for number, line in enumerate(lines, 1):
-            wrong = _wrong(_Line(path, number, line)) if line.strip() else None
-            if wrong is not None:
-                bad.append(wrong)
-            else:
-                texts.append(line.decode("utf-8").strip())
+    try:
+        for path in paths:
+            is_input = str(path) == STANDARD_INPUT
+            lines = _bare(io.BytesIO(standard_input)) if is_input else _lines_of(path, languages, is_reversed)
+            for number, line in enumerate(lines, 1):
+                if isinstance(line, str):
+                    bad.append(BadPair(path, number, line))
+                elif line.strip() and (wrong := _wrong(_Line(path, number, line))) is not None:
+                    bad.append(wrong)
+                else:
+                    texts.append(line.decode("utf-8").strip())
+    except NoText as error:
+        raise NoInput(error.path, error.why) from None
     if bad:
         raise BadText(bad, len(bad), can_skip=False)
     if not texts:
-        raise NoText(paths[0], "there is no line in it")
+        raise NoInput(paths[0], "there is no line in it")
     return texts
+
+
+def _lines_of(path: Path, languages: tuple[str, str], is_reversed: bool) -> Iterator[bytes | str]:
+    """Yield the source of each row of a file, or what is wrong with it; all of a line where the file is no pairs."""
+    side = int(is_reversed)
+    name = path.name.removesuffix(".gz")
+    if is_packed(path):
+        for pair in _packed_pairs(path):
+            yield pair[side]
+    elif name.endswith((".jsonl", ".json")):
+        key = ("source", "target")[side], languages[side]
+        for line in _lines(path):
+            columns = _from_json(line, [key])
+            yield columns if isinstance(columns, str) else columns[0]
+    elif name.endswith(".tsv"):
+        for line in _lines(path):
+            if is_reversed or b"\t" in line:
+                columns = _from_tsv(line)
+                yield columns if isinstance(columns, str) else columns[side]
+            else:
+                yield line
+    else:
+        yield from _lines(path)
 
 
 def read_parallel(files: TextFiles, *, skip_bad: bool = False) -> ParallelText:
@@ -252,8 +300,9 @@ def _read_pairs(reader: _Reader, path: Path, files: TextFiles) -> None:
         _read_packed(reader, path, files)
         return
     is_json = path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
+    keys = list(zip(("source", "target"), files.languages, strict=True))
     for number, line in enumerate(_lines(path), 1):
-        columns = _from_json(line, files.languages) if is_json else _from_tsv(line)
+        columns = _from_json(line, keys) if is_json else _from_tsv(line)
         if isinstance(columns, str):
             reader.note(BadPair(path, number, columns, _beginning(line)))
             continue
@@ -262,6 +311,12 @@ def _read_pairs(reader: _Reader, path: Path, files: TextFiles) -> None:
 
 
 def _read_packed(reader: _Reader, path: Path, files: TextFiles) -> None:
+    for row, pair in enumerate(_packed_pairs(path), 1):
+        first, second = reversed(pair) if files.is_reversed else pair
+        reader.add(_Line(path, row, first, "source"), _Line(path, row, second, "target"))
+
+
+def _packed_pairs(path: Path) -> Iterator[tuple[bytes, bytes]]:
     from paceline.data.packed.dataset import PackedDataset
 
     packed = PackedDataset(path)
@@ -270,8 +325,7 @@ def _read_packed(reader: _Reader, path: Path, files: TextFiles) -> None:
         pair = [sample.get(name) for name in ("source", "target")] if isinstance(sample, dict) else []
         if len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise NoText(path, "holds no texts called source and target: pack them with `paceline pack`")
-        first, second = (str(text).encode() for text in (reversed(pair) if files.is_reversed else pair))
-        reader.add(_Line(path, row + 1, first, "source"), _Line(path, row + 1, second, "target"))
+        yield str(pair[0]).encode(), str(pair[1]).encode()
 
 
 def _from_tsv(line: bytes) -> tuple[bytes, bytes] | str:
@@ -282,8 +336,8 @@ def _from_tsv(line: bytes) -> tuple[bytes, bytes] | str:
     return columns[0], columns[1]
 
 
-def _from_json(line: bytes, languages: tuple[str, str]) -> tuple[bytes, bytes] | str:
-    """Return source and target of an object, or what is wrong; also as Hugging Face has it, in `translation`."""
+def _from_json(line: bytes, keys_of_texts: Sequence[tuple[str, str]]) -> list[bytes] | str:
+    """Return texts of an object, each by one of two keys, or what is wrong; also of Hugging Face's `translation`."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -292,13 +346,13 @@ def _from_json(line: bytes, languages: tuple[str, str]) -> tuple[bytes, bytes] |
     if not isinstance(inner, dict):
         return "no JSON object"
     texts = []
-    for keys in zip(("source", "target"), languages, strict=True):
+    for keys in keys_of_texts:
         value = next((inner[key] for key in keys if key in inner), None)
         if not isinstance(value, str):
             names = " or ".join(f'"{key}"' for key in dict.fromkeys(keys))
             return f"{names} is missing" if value is None else f"{names} is no text"
         texts.append(" ".join(value.splitlines()).encode("utf-8", "surrogatepass"))
-    return texts[0], texts[1]
+    return texts
 
 
 def _wrong(line: _Line) -> BadPair | None:
@@ -325,11 +379,16 @@ def _lines(path: Path) -> Iterator[bytes]:
     opened: Any = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rb") as file:
-            for number, line in enumerate(file):
-                yield (line.removeprefix(BOM) if number == 0 else line).rstrip(b"\r\n")
+            yield from _bare(file)
     except FileNotFoundError:
         raise NoText(path, "there is no such file") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise NoText(path, f"is no whole gzip file ({error})") from None
     except OSError as error:
         raise NoText(path, f"cannot be read ({error.strerror or error})") from None
+
+
+def _bare(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield lines without their ends, and without the mark that some editors put before the first."""
+    for number, line in enumerate(lines):
+        yield (line.removeprefix(BOM) if number == 0 else line).rstrip(b"\r\n")
