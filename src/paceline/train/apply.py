@@ -113,7 +113,7 @@ class InputsUnknown(PacelineError):
     task: Task
     entries: Sequence[str]
     sentence = "what the model of {name} is called with is not known: its grains have no `x`, but {listed_entries}"
-    hint = "give the task `def example_inputs(self, grain)` that returns a tuple, such as `(grain.{first},)`"
+    hint = "{advice}"
 
     @property
     def name(self) -> str:
@@ -126,6 +126,15 @@ class InputsUnknown(PacelineError):
     @property
     def first(self) -> str:
         return self.entries[0] if self.entries else "x"
+
+    @property
+    def advice(self) -> str:
+        if isinstance(self.task, tasks.Exports):
+            return phrase("leave out `--format`: the task has a form of its own; or give it `example_inputs(grain)`")
+        return phrase(
+            "give the task `def example_inputs(self, grain)` that returns a tuple, such as `(grain.{first},)`",
+            first=self.first,
+        )
 
 
 class PredictionContract(PacelineError):

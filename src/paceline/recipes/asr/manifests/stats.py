@@ -119,8 +119,11 @@ def show(stats: Stats) -> list[str]:
         + (f"; {stats.empty_texts:,} empty texts" if stats.empty_texts else ""),
         f"characters    {_characters(stats.characters)}",
     ]
-    if stats.outside_labels:
-        outside = {letter: stats.characters[letter] for letter in stats.outside_labels}
+    # A run writes capitals as small letters by itself.
+    outside = {
+        letter: stats.characters[letter] for letter in stats.outside_labels if letter.lower() not in ENGLISH.characters
+    }
+    if outside:
         lines.append(f"outside the 28 labels of English: {_characters(outside)}")
     lines += ["", "shortest", *_rows(stats.shortest), "longest", *_rows(stats.longest)]
     if stats.repeated_texts:

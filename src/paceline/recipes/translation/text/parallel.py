@@ -328,12 +328,12 @@ def _packed_pairs(path: Path) -> Iterator[tuple[bytes, bytes]]:
         yield str(pair[0]).encode(), str(pair[1]).encode()
 
 
-def _from_tsv(line: bytes) -> tuple[bytes, bytes] | str:
+def _from_tsv(line: bytes) -> list[bytes] | str:
     """Return both columns, or what is wrong."""
     columns = line.split(b"\t")
     if len(columns) != 2:
         return f"{counted(len(columns), 'column')} instead of a sentence, a tab and its translation"
-    return columns[0], columns[1]
+    return columns
 
 
 def _from_json(line: bytes, keys_of_texts: Sequence[tuple[str, str]]) -> list[bytes] | str:
