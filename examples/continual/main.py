@@ -3,7 +3,8 @@
     python examples/continual/main.py --model derpp --dataset seq-mnist --buffer_size 500 --minibatch_size 10 \\
         --batch_size 10 --n_epochs 1 --lr 0.03 --alpha 1 --beta 0.5 --base_path data -O 2 --distributed=dp
 
-It only translates, and runs `paceline train continual`, which it prints first, with what has no meaning here.
+It only translates, and runs `paceline train continual`, which it prints first, with what has no meaning here;
+`--print_command` shows that and leaves.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--scheduler_mode", choices=("epoch", "iter"), default="epoch")
     options.add_argument("--lr_milestones", type=int, nargs="+", default=[])
     options.add_argument("--sched_multistep_lr_gamma", default="0.1")
+    options.add_argument("--print_command", action="store_true", help="show the translation, and leave")
     for name in (*NOTHING_TO_DO, *REFUSED):
         options.add_argument(f"--{name}", help=argparse.SUPPRESS)
     for name in SAME:
@@ -190,5 +192,6 @@ def translate(argv: Sequence[str]) -> list[str]:
 
 if __name__ == "__main__":
     translated = translate(sys.argv[1:])
-    print(*notes(read(sys.argv[1:])), f"paceline {shlex.join(translated)}", sep="\n", flush=True)
-    sys.exit(paceline(translated))
+    given = read(sys.argv[1:])
+    print(*notes(given), f"paceline {shlex.join(translated)}", sep="\n", flush=True)
+    sys.exit(0 if given.print_command else paceline(translated))

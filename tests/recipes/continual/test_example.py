@@ -45,6 +45,7 @@ def test_mammoths_words_mean_the_same(example: ModuleType) -> None:
         " --alpha 1 --beta 0.5 -O 2 --distributed=dp --savecheck task --seed 3 --backbone mnistmlp"
     )
     words = example.translate(line.split())
+    assert example.translate([*line.split(), "--print_command"]) == words
     settings = settings_of(words)
     assert (settings.method, settings.dataset, settings.buffer_size, settings.minibatch_size) == (
         "derpp",
