@@ -132,6 +132,43 @@ def test_equals_torch_ddp(link: Link) -> None:
 
 
 @ranks(2)
+def test_nothing_of_a_step_is_left_in_the_next(link: Link) -> None:
+    model = Branches()
+    strategy = Summed(list(model.parameters()), link, bucket_bytes=600)
+    for use_rare in (True, False, True):
+        strategy.begin(BATCH)
+        for grain in range(2):  # the rare layer has a gradient in the first grain of the first rank alone
+            is_rare = use_rare and link.is_first and grain == 0
+            if grain == 1:
+                strategy.last_backward()
+            model(data(10 * link.world.rank + grain), is_rare).sum().backward()
+        strategy.reduce(numbers(0.0, 8, True, False))
+        alone = Branches()
+        for rank in range(2):
+            for grain in range(2):
+                alone(data(10 * rank + grain), use_rare and rank == grain == 0).sum().backward()
+        for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-13, atol=1e-13)
+
+
+@ranks(2)
+def test_sparse_gradients_are_summed(link: Link) -> None:
+    torch.manual_seed(1)
+    table = nn.Embedding(6, 3, sparse=True, dtype=torch.float64)
+    strategy = Summed(list(table.parameters()), link)
+    for _ in range(2):
+        strategy.begin(BATCH)
+        for grain, words in enumerate(([0, 2, 2], [1 + link.world.rank])):
+            if grain == 1:
+                strategy.last_backward()
+            table(torch.tensor(words)).sum().backward()
+        strategy.reduce(numbers(0.0, 1, True, False))
+        assert table.weight.grad is not None
+        assert table.weight.grad.layout == torch.strided
+        assert table.weight.grad[:, 0].tolist() == [2, 1, 5, 0, 0, 0]
+
+
+@ranks(2)
 def test_half_precision_keeps_the_tally_exact(link: Link) -> None:
     model = nn.Linear(4, 4).half()
     strategy = Summed(list(model.parameters()), link)
