@@ -42,8 +42,15 @@ def run(size: int, folder: Path, *, has_norm: bool = False, machines: int = 1, *
 # -- the same numbers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("precision", "bound"), [("fp64", 1e-10), (None, 1e-6)])
+@pytest.mark.parametrize(
+    ("size", "precision", "bound"),
+    [
+        (4, "fp64", 1e-10),
+        (2, None, 1e-6),
+        pytest.param(2, "fp64", 1e-10, marks=pytest.mark.long),
+        pytest.param(4, None, 1e-6, marks=pytest.mark.long),
+    ],
+)
 def test_sharded_is_whole(tmp_path: Path, size: int, precision: Any, bound: float) -> None:
     """AdamW with decay and clipping, several grains per rank, steps in which ranks have fewer grains or none."""
     common = {"precision": precision}
@@ -88,7 +95,7 @@ def test_one_machine_or_one_rank_on_each(tmp_path: Path, size: int, machines: in
     assert sum(rank["weights"] for rank in cut) == machines * cut[0]["parameters"]
 
 
-@pytest.mark.parametrize("wire", ["fp16", "bf16"])
+@pytest.mark.parametrize("wire", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
 def test_gradients_travel_as_those_of_whole_models(tmp_path: Path, wire: str) -> None:
     """The sum of two rounded numbers is the same whoever adds them; grains of a rank are added before they travel."""
     common: dict[str, Any] = {"precision": "fp64", "wire": wire, "clip_norm": None}
@@ -122,10 +129,10 @@ def test_joined_batch_norms(tmp_path: Path, cut: dict[str, Any], group: Any) -> 
 @pytest.mark.parametrize(
     ("size", "settings"),
     [
-        (2, {"precision": "fp16-master"}),
+        pytest.param(2, {"precision": "fp16-master"}, marks=pytest.mark.long),
         (4, {"precision": "fp16-master", "checkpoint_activations": ("blocks.*",), "lr": 0.004, "ema": 0.5}),
         (2, {"precision": "fp16-pure", "optimizer": "sgd"}),
-        (4, {"precision": "fp16", "loss_scale": "logmax"}),
+        pytest.param(4, {"precision": "fp16", "loss_scale": "logmax"}, marks=pytest.mark.long),
         (2, {"precision": "fp16-master", "loss_scale": "logmax"}),
     ],
     ids=["masters", "masters-recomputed", "pure", "logmax", "masters-logmax"],
@@ -146,7 +153,7 @@ def test_half_precision(tmp_path: Path, size: int, settings: dict[str, Any]) -> 
         assert all(ours.parts[part][name].dtype == names[name].dtype for name in names), part
 
 
-@pytest.mark.parametrize("grains", [4, 6])
+@pytest.mark.parametrize("grains", [6, pytest.param(4, marks=pytest.mark.long)])
 def test_statistics_and_averages_as_on_one_rank(tmp_path: Path, grains: int) -> None:
     """Six grains on four ranks: two ranks run a grain for nothing, which batch norms must not see."""
     common: dict[str, Any] = {"precision": "fp64", "grains": grains, "ema": 0.8, "has_norm": True}
@@ -176,7 +183,7 @@ def test_other_ways_to_train(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert losses(tmp_path / "cut") == pytest.approx(losses(tmp_path / "one"), rel=1e-10)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [4, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -314,12 +321,12 @@ Candidate = tuple[int, str]
     ("before", "after"),
     [
         ((4, "full"), (2, "full")),
-        ((4, "full"), (1, "full")),
-        ((4, "full"), (1, "none")),
+        pytest.param((4, "full"), (1, "full"), marks=pytest.mark.long),
+        pytest.param((4, "full"), (1, "none"), marks=pytest.mark.long),
         ((4, "full"), (2, "none")),
         ((2, "full"), (4, "full")),
-        ((1, "none"), (4, "full")),
-        ((2, "none"), (2, "full")),
+        pytest.param((1, "none"), (4, "full"), marks=pytest.mark.long),
+        pytest.param((2, "none"), (2, "full"), marks=pytest.mark.long),
         ((4, "node"), (2, "full")),
         ((2, "full"), (4, "node")),
     ],
