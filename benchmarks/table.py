@@ -16,6 +16,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+WIDTH = 180
+
 
 @dataclass(frozen=True)
 class Row:
@@ -42,7 +44,7 @@ def show(rows: Iterable[Row], title: str, as_json: bool) -> None:
     """Print the rows for a reader, or for a program."""
     if as_json:
         for row in rows:
-            print(json.dumps(asdict(row)))
+            print(json.dumps(asdict(row)), flush=True)
         return
     table = Table(title=title, title_justify="left")
     for name in ("case", "metric", "value", "unit", "versus", "ratio"):
@@ -55,7 +57,9 @@ def show(rows: Iterable[Row], title: str, as_json: bool) -> None:
         previous = row.case
         table.add_row(row.case, row.metric, _readable(row.value), row.unit, row.versus or "", ratio)
     print(machine())
-    Console().print(table)
+    # A file has no width: what is cut off there is lost.
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
+    sys.stdout.flush()
 
 
 def machine() -> str:

@@ -4,6 +4,7 @@
     python benchmarks/gpu/end_to_end.py augment [--batch 256] [--seconds 16.7]
     python benchmarks/gpu/end_to_end.py rate [--batch 64] [--steps 160] [--utterances 1024] [--network quartznet15x5]
     python benchmarks/gpu/end_to_end.py curve --data .../librispeech [--steps 500] [--csv curve.csv]
+    python benchmarks/gpu/end_to_end.py epochs --device cpu --level 0 --network small --batch 2 --utterances 6    (dry)
 
 `epochs`: whole epochs of packed utterances with the lengths of real speech (LibriSpeech's train-clean-5), beside the
 bare step: the padded batches of the last epoch, kept on the GPU, trained on again by the same engine. The speed of each
@@ -19,7 +20,6 @@ others, in windows of 25 steps.
 from __future__ import annotations
 
 import csv
-import gc
 import json
 import subprocess
 import sys
@@ -35,6 +35,8 @@ import torch
 from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+from device import announce, clear, wait
 from table import Row, machine, parser, show
 
 from paceline.data.grain import Batch, Grain, map_tensors
@@ -104,8 +106,10 @@ def like_speech(number: int) -> NDArray[np.float64]:
     return np.round(np.interp(shares, np.linspace(0, 1, len(LENGTHS_S)), LENGTHS_S), 2)
 
 
-def synthetic(folder: Path, lengths_s: NDArray[np.float64], labels_per_s: float) -> Path:
-    """Noise, and letters to go with it, packed."""
+def synthetic(folder: Path, lengths_s: NDArray[np.float64], labels_per_s: float, packed: Path | None) -> Path:
+    """Noise, and letters to go with it, packed; `packed` is made where it is missing, and kept for the next call."""
+    if packed is not None and packed.exists():
+        return packed
     random = np.random.default_rng(0)
     longest = random.integers(-8000, 8000, 2 * round(lengths_s.max() * RATE), dtype=np.int16)
     letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
@@ -117,45 +121,50 @@ def synthetic(folder: Path, lengths_s: NDArray[np.float64], labels_per_s: float)
         lines.append(json.dumps({"audio_filepath": f"{index}.wav", "duration": samples / RATE, "text": text}))
     manifest = folder / "train.json"
     manifest.write_text("\n".join(lines))
-    return pack(manifest, folder / "train.h5")
+    if packed is None:
+        return pack(manifest, folder / "train.h5")
+    packed.parent.mkdir(parents=True, exist_ok=True)
+    return pack(manifest, packed)
 
 
-def bare(task: Asr, config: AsrSettings, link: Link, num_steps: int) -> float:
-    """Utterances per second of the step alone, set up as the run would be, on one grain that is on the device."""
-    trainer = Trainer(task, config.model_copy(update={"progress": "none"}), link)
-    feed = trainer._feed(0, trainer.stages[0])
-    if config.level == 4:
-        trainer._tune(feed)
-    engine = trainer.engine
-    [grain] = feed.read([(0, 0)])
-    feed.close()
-    batch = Batch(0, 0, 1, len(grain), len(grain), [Grain(grain.data, 0, grain.samples)], own_count=len(grain))
+class Bare(Probe):
+    """Times the step alone when the run is set up, on one grain that is on the device."""
 
-    def run(number: int) -> float:
-        if link.device.type == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(number):
-            engine.step(lambda each: task.loss(engine.model, each), batch)
-        if link.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
+    def __init__(self, loss: Any, num_steps: int) -> None:
+        self._loss, self._num_steps = loss, num_steps
+        self.rate = 0.0
+        """Utterances per second."""
 
-    run(4)
-    return len(grain) * num_steps / run(num_steps)
+    def begin(self, trainer: Trainer, feed: Feed) -> None:
+        engine, device = trainer.engine, trainer.link.device
+        [grain] = feed.read([(0, 0)])
+        batch = Batch(0, 0, 1, len(grain), len(grain), [Grain(grain.data, 0, grain.samples)], own_count=len(grain))
+
+        def run(number: int) -> float:
+            wait(device)
+            began = time.perf_counter()
+            for _ in range(number):
+                engine.step(partial(self._loss, engine.model), batch)
+            wait(device)
+            return time.perf_counter() - began
+
+        run(4)
+        self.rate = len(grain) * self._num_steps / run(self._num_steps)
+        self.is_over = True
 
 
 def rate(options: Any) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         lengths_s = np.full(options.utterances, options.seconds)
-        data = synthetic(Path(folder), lengths_s, NUM_LABELS / options.seconds)
-        link = link_of(options)
+        data = synthetic(Path(folder), lengths_s, NUM_LABELS / options.seconds, options.packed)
+        link, task = link_of(options), Asr()
         timed = {"bench_steps": options.steps, "bench_start": options.steps // 4}
         config = settings(options, data, level=options.level, **timed)
-        alone = bare(Asr(), config, link, max(8, options.steps // 4))
+        probe = Bare(task.loss, max(8, options.steps // 4))
+        Trainer(task, unkept(config.model_copy(update={"progress": "none"}), 1), link, probe=probe).fit()
+        alone = probe.rate
         print(f"bare step: {alone:,.0f} utterances/s", flush=True)
-        gc.collect()  # its recorded graphs hold as much memory as those of the run
-        torch.cuda.empty_cache()
+        clear(link.device)  # its recorded graphs hold as much memory as those of the run
         found = benchmark(Asr(), config, link)
         waited = found.seconds.get("data", 0.0) / found.wall_s
         print(
@@ -223,12 +232,12 @@ class Epochs(Probe):
             now, _ = self._now()
             if number:  # the first is for whatever must settle
                 self.bare.append(sum(batch.num_samples for batch in self._batches) / (now - began))
+                print(f"bare step: {self.bare[-1]:,.0f} utterances/s", flush=True)
         self.bare_bytes = _peak_bytes(device) - held
         self.shapes = len({tuple(batch.grains[0]["audio"].shape) for batch in self._batches})
 
     def _now(self) -> tuple[float, dict[str, float]]:
-        if self._trainer.link.device.type == "cuda":
-            torch.cuda.synchronize()
+        wait(self._trainer.link.device)
         self._trainer.clock.lap("compute")
         return time.perf_counter(), self._trainer.clock.read()
 
@@ -248,7 +257,9 @@ def epochs(options: Any) -> list[Row]:
         if value is not None
     }
     with tempfile.TemporaryDirectory() as folder:
-        data = synthetic(Path(folder), like_speech(options.utterances), options.labels_per_s)
+        began = time.perf_counter()
+        data = synthetic(Path(folder), like_speech(options.utterances), options.labels_per_s, options.packed)
+        print(f"packed in {time.perf_counter() - began:.1f} s", flush=True)
         link, task = link_of(options), Asr()
         config = settings(options, data, level=options.level, augment_on=options.augment_on, **perturbed)
         config = unkept(config, options.epochs * -(-options.utterances // options.batch) + 1)
@@ -294,22 +305,21 @@ def augment(options: Any) -> list[Row]:
     change = Augmentation.of(settings)
 
     def run(number: int) -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        wait(device)
         began = time.perf_counter()
         for _ in range(number):
             change.finish(data)
         launched = time.perf_counter() - began
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        wait(device)
         return launched if number == 1 else (time.perf_counter() - began) / number
 
     run(3)
     launch_ms, device_ms = 1e3 * run(1), 1e3 * run(max(2, options.steps // 8))
     began = time.perf_counter()
-    for key in range(4):
+    few = min(4, len(audio))
+    for key in range(few):
         perturb(audio[key], RATE, settings, np.random.default_rng(key))
-    core_ms = 1e3 * (time.perf_counter() - began) / 4
+    core_ms = 1e3 * (time.perf_counter() - began) / few
     name = f"batch of {options.batch}"
     return [
         Row("soxr on a core", "utterance", core_ms, "ms"),
@@ -337,7 +347,7 @@ def losses(options: Any, folder: Path, ways: list[tuple[int, int]]) -> list[list
     """Of each (level, seed), all trained at the same time."""
     running = []
     for level, seed in ways:
-        out = folder / f"level{level}-seed{seed}"
+        out = folder / f"run{len(running)}-level{level}-seed{seed}"
         words = [
             "train",
             "--level",
@@ -377,8 +387,9 @@ def losses(options: Any, folder: Path, ways: list[tuple[int, int]]) -> list[list
 
 
 def smooth(curve: list[float]) -> NDArray[np.float64]:
-    whole = len(curve) // WINDOW * WINDOW
-    return np.asarray(curve[:whole]).reshape(-1, WINDOW).mean(1)
+    width = min(WINDOW, len(curve))
+    whole = len(curve) // width * width
+    return np.asarray(curve[:whole]).reshape(-1, width).mean(1)
 
 
 def distance(one: NDArray[np.float64], others: list[NDArray[np.float64]]) -> float:
@@ -388,15 +399,19 @@ def distance(one: NDArray[np.float64], others: list[NDArray[np.float64]]) -> flo
 
 
 def curve(options: Any) -> list[Row]:
-    ways = [(options.level, 0), *((2, seed) for seed in SEEDS)]
+    plain_level = 2 if options.device == "cuda" else 0  # not every CPU has bf16
+    ways = [(options.level, 0), *((plain_level, seed) for seed in SEEDS)]
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         options.data = pack(options.data / "train.json", Path(folder) / "train.h5")
         found = losses(options, Path(folder), ways)
         print(f"{len(ways)} runs of {options.steps} steps in {time.perf_counter() - began:.0f} s", flush=True)
-        log = (Path(folder) / f"level{options.level}-seed0.log").read_text().splitlines()
-        print("\n".join(line for line in log if line.startswith(("-O4", "CUDA graphs"))), flush=True)
-    curves = {f"-O{level} seed {seed}": values for (level, seed), values in zip(ways, found, strict=True)}
+        log = (Path(folder) / f"run0-level{options.level}-seed0.log").read_text().splitlines()
+        print("\n".join(line for line in log if line.startswith(("-O4", "auto is", "CUDA graphs"))), flush=True)
+    curves = {
+        f"{'ours' if not number else 'plain'}, -O{level} seed {seed}": values
+        for number, ((level, seed), values) in enumerate(zip(ways, found, strict=True))
+    }
     with options.csv.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["step", *curves])
@@ -409,12 +424,14 @@ def curve(options: Any) -> list[Row]:
     verdict = "within" if ours_off <= spread else "outside"
     print(
         f"-O{options.level} is {100 * ours_off:.2f}% off the mean of three seeds, one of them {100 * spread:.2f}% off"
-        f" the others': {verdict} their spread; {100 * inside:.0f}% of {len(ours)} windows lie in between"
+        f" the others': {verdict} their spread; {100 * inside:.0f}% of {len(ours)} windows lie in between",
+        flush=True,
     )
-    print("window means, ours and the three: last", [round(float(each[-1]), 2) for each in (ours, *plain)])
+    last = [round(float(each[-1]), 2) for each in (ours, *plain)]
+    print("window means, ours and the three: last", last, flush=True)
     return [
-        Row(f"-O{options.level}", "distance", 100 * ours_off, "%", "-O2 seeds", ours_off / spread),
-        Row("-O2 seeds", "distance", 100 * spread, "%"),
+        Row(f"-O{options.level}", "distance", 100 * ours_off, "%", f"-O{plain_level} seeds", ours_off / spread),
+        Row(f"-O{plain_level} seeds", "distance", 100 * spread, "%"),
     ]
 
 
@@ -437,11 +454,13 @@ def main() -> None:
     arguments.add_argument("--data", type=Path, help="folder of librispeech with train.json; of `train`, a packed file")
     arguments.add_argument("--seed", type=int, default=0, help="of `train`, which is one run of `curve`")
     arguments.add_argument("--out", type=Path, help="run folder of `train`")
+    arguments.add_argument("--packed", type=Path, help="of `epochs` and `rate`: file of packed noise, made if missing")
     arguments.add_argument("--csv", type=Path, default=Path("curve.csv"))
     options = arguments.parse_args()
     if options.part == "train":
         train(options)
         return
+    announce(options.device)
     print(machine(), flush=True)
     parts = {"epochs": epochs, "augment": augment, "rate": rate, "curve": curve}
     rows = parts[options.part](options)

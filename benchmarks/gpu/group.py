@@ -1,6 +1,7 @@
 """A step at `-O2 + kernels + graphs` with a process group of one rank (NCCL), beside the same without a group.
 
     python benchmarks/gpu/group.py [--json] [--batches 64 256] [--network quartznet15x5] [--profile]
+    python benchmarks/gpu/group.py --device cpu --network small --batches 2 --frames 160 --labels 8 --steps 1    dry run
 
 QuartzNet 15x5 on a batch of 16.7 s utterances that lies on the GPU, as in quartznet.py; fused AdamW. With a group there
 are buckets, their all-reduces beside the replay, the tally and shared-out batch statistics: what several ranks do, but
@@ -9,7 +10,6 @@ for the network. Ways are timed in turns, 16 steps each without a pause; medians
 
 from __future__ import annotations
 
-import gc
 import statistics
 import sys
 import time
@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
-from quartznet import Bench, make_batch, show_profile
+from device import add_device, announce, clear, is_cuda, wait
+from quartznet import FRAMES, LABELS, Bench, make_batch, show_profile
 from table import Row, parser, show
 
 from paceline.config.settings import TrainConfig
@@ -48,15 +49,15 @@ WAYS: dict[str, tuple[bool, Candidate, dict[str, Any]]] = {
 }
 
 
-def seconds(steps: TimedSteps) -> tuple[float, float]:
+def seconds(steps: TimedSteps, number: int, device: str) -> tuple[float, float]:
     """Seconds of a step, and of launching it."""
-    torch.cuda.synchronize()
+    wait(device)
     began = time.perf_counter()
-    for _ in range(STEPS):
+    for _ in range(number):
         steps()
     launched = time.perf_counter()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - began) / STEPS, (launched - began) / STEPS
+    wait(device)
+    return (time.perf_counter() - began) / number, (launched - began) / number
 
 
 def main() -> None:
@@ -65,17 +66,23 @@ def main() -> None:
     arguments.add_argument("--batches", type=int, nargs="+", default=[64, 256])
     arguments.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     arguments.add_argument("--profile", action="store_true")
+    add_device(arguments)
+    arguments.add_argument("--frames", type=int, default=FRAMES)
+    arguments.add_argument("--labels", type=int, default=LABELS)
+    arguments.add_argument("--steps", type=int, default=STEPS)
     options = arguments.parse_args()
+    announce(options.device)
     torch.backends.cudnn.benchmark = True
-    group = start(World(0, 0, 1, 1, 0, 1, "benchmark", None), device="cuda", group_of_one=True)
-    assert "cuda:nccl" in dist.get_backend_config()
+    group = start(World(0, 0, 1, 1, 0, 1, "benchmark", None), device=options.device, group_of_one=True)
+    assert not is_cuda(options.device) or "cuda:nccl" in dist.get_backend_config()
     alone = Link(group.world, group.device, group.threads, group.hosts)
-    task, rows = Bench(read_network(options.network)), []
+    task, rows = Bench(read_network(options.network), options.device), []
     for size in options.batches:
-        grain = Grain(make_batch(size), 0, np.arange(size))
+        grain = Grain(make_batch(size, options.device, 1, options.frames, options.labels), 0, np.arange(size))
         entrants: dict[str, TimedSteps] = {}
         for name in options.ways:
             has_group, candidate, settings = WAYS[name]
+            candidate = candidate if is_cuda(options.device) else Candidate(0)
             config = TrainConfig(global_batch=size, optimizer="adamw", lr=1e-3, steps=1000, **settings)
             workload = Workload(task, config, group if has_group else alone, task.model(), [grain])
             if not entrants:
@@ -83,7 +90,10 @@ def main() -> None:
             entrants[name] = TimedSteps(candidate, workload)
             for _ in range(3):
                 entrants[name]()
-        rounds = [{name: seconds(steps) for name, steps in entrants.items()} for _ in range(ROUNDS)]
+        rounds = [
+            {name: seconds(steps, options.steps, options.device) for name, steps in entrants.items()}
+            for _ in range(ROUNDS)
+        ]
         found = {name: 1e3 * statistics.median(each[name][0] for each in rounds) for name in entrants}
         launching = {name: 1e3 * statistics.median(each[name][1] for each in rounds) for name in entrants}
         for name, ms in found.items():
@@ -95,13 +105,12 @@ def main() -> None:
                 else Row(f"{name}, batch {size}", "step", ms, "ms")
             )
             print(f"batch {size}: {name}: {ms:.3f} ms, launched in {launching[name]:.3f}", file=sys.stderr, flush=True)
-        if options.profile:
+        if options.profile and is_cuda(options.device):
             for name, steps in entrants.items():
                 print(name)
                 show_profile(steps)
         entrants.clear()
-        gc.collect()
-        torch.cuda.empty_cache()
+        clear(options.device)
     show(rows, f"{options.network}: a group of one rank", options.json)
     group.close()
 

@@ -27,8 +27,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from table import Row, parser, show
 
 PENALTIES = (0.6, 1.2)
-HEAD_START_S = 15
-"""Seconds that the first run has to compile kernels, which the others then find."""
 RECIPE = {
     "size": "tiny",
     "vocabulary": "10000",
@@ -64,7 +62,14 @@ def command(data: Path, out: Path, direction: str, seed: int, settings: dict[str
     return words
 
 
-def train(data: Path, out: Path, directions: Sequence[str], seeds: Sequence[int], changes: dict[str, str]) -> float:
+def train(
+    data: Path,
+    out: Path,
+    directions: Sequence[str],
+    seeds: Sequence[int],
+    changes: dict[str, str],
+    head_start_s: float,
+) -> float:
     """Train all runs at once; return the seconds."""
     began, running = time.monotonic(), []
     for direction in directions:
@@ -74,11 +79,13 @@ def train(data: Path, out: Path, directions: Sequence[str], seeds: Sequence[int]
                 words = command(data, folder, direction, seed, {**RECIPE, **changes})
                 running.append(subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT))
             if len(running) == 1 and len(directions) * len(seeds) > 1:
-                time.sleep(HEAD_START_S)
+                time.sleep(head_start_s)
     codes = [process.wait() for process in running]
     if any(codes):
         raise SystemExit(f"runs ended with {codes}: see {out}/*.log")
-    return time.monotonic() - began
+    seconds = time.monotonic() - began
+    print(f"trained in {seconds:.0f} s, all runs at once", flush=True)
+    return seconds
 
 
 def translate_all(data: Path, out: Path) -> None:
@@ -152,6 +159,8 @@ def main() -> None:
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments.add_argument("--directions", nargs="+", default=["en-de", "de-en"])
     arguments.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE")
+    help_ = "seconds that the first run has to compile kernels, which the others then find"
+    arguments.add_argument("--head-start-s", type=float, default=15.0, help=help_)
     arguments.add_argument("--score", action="store_true")
     arguments.add_argument("--translate", metavar="RUN", help="only this: one run of OUT")
     options = arguments.parse_args()
@@ -162,7 +171,7 @@ def main() -> None:
     if not options.score:
         options.out.mkdir(parents=True, exist_ok=True)
         changes = dict(each.split("=", 1) for each in options.set)
-        seconds = train(options.data, options.out, options.directions, options.seeds, changes)
+        seconds = train(options.data, options.out, options.directions, options.seeds, changes, options.head_start_s)
         began = time.monotonic()
         translate_all(options.data, options.out)
         rows += [Row("training, all runs at once", "time", seconds / 60, "min")]

@@ -133,7 +133,8 @@ def fp16(options: Any, data: Path, folder: Path) -> Iterator[Row]:
     epochs = run(words(options, data, out, *more), out)
     rates = [rate(record) for record in epochs]
     skipped = sum(record["skipped"] for record in epochs)
-    print(f"fp16: {', '.join(f'{each:,.0f}' for each in rates)} utterances/s, skipped {skipped}", file=sys.stderr)
+    line = ", ".join(f"{each:,.0f}" for each in rates)
+    print(f"fp16: {line} utterances/s, skipped {skipped}", file=sys.stderr, flush=True)
     yield Row("fp16, epoch 2", "rate", rates[1], "utterances/s")
     yield Row("fp16, epoch 1", "rate", rates[0], "utterances/s", "epoch 2", rates[0] / rates[1])
     yield Row("fp16", "skipped", float(skipped), "steps")

@@ -1,21 +1,22 @@
 """The Transformer in training on one GPU: the plain ways to run it beside our levels, from sentences on the device.
 
     python benchmarks/gpu/translation.py [--json] [--budgets 25000 100000] [--only bf16 O4] [--size big] [--profile]
+        [--compile-only]
     python benchmarks/gpu/translation.py --device cpu --size tiny --budgets 400 --vocabulary 500 --only bf16 O0 O2
 
 A step is forward, cross-entropy with smoothed labels, backward and fused AdamW on a batch of so many source and target
 tokens, padding counted. Lengths are spread as in newspapers (log-normal, 27 words on average, targets 0.8 to 1.3 of
 it); `NUM_BATCHES` batches follow each other, each of sentences of like length. Rates are of source and target tokens
-without padding. `bf16` is a loop as its user would write it, `bf16-compile` compiled, `bf16-graphs` compiled with CUDA
-graphs, `hf` padded batches of as many sentences as come, in any order. `head` has the last layer and the loss in
-chunks. `O0` to `O3` are our engine on padded batches; `O4` is the fastest of its ways on packed ones, in the shapes
-that a run has (`O2+kernels+graphs` and the like: one of them). `--profile` shows where a step's time goes, against the
-least that its products (at the rate of large ones) and its bytes (at the memory's rate) would take.
+without padding. `bf16` is a loop as its user would write it, `bf16-compile` compiled once for all shapes, `bf16-graphs`
+compiled with CUDA graphs, `hf` padded batches of as many sentences as come, in any order. `head` has the last layer and
+the loss in chunks. `O0` to `O3` are our engine on padded batches; `O4` is the fastest of its ways on packed ones, in
+the shapes that a run has (`O2+kernels+graphs` and the like: one of them). `--profile` shows where a step's time goes,
+against the least that its products (at the rate of large ones) and its bytes (at the memory's rate) would take.
+`--compile-only` fills the caches of torch and Triton for later, and times nothing.
 """
 
 from __future__ import annotations
 
-import gc
 import statistics
 import sys
 import time
@@ -32,6 +33,8 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+from device import add_device, announce, candidate, clear, compile_kernels, is_cuda, peak_gib, wait
 from table import Row, parser, show
 
 from paceline.config.settings import TrainConfig
@@ -159,26 +162,27 @@ def by_hand(name: str, shape: Shape, vocabulary: int, device: str, batches: Sequ
     """Return a step, on the next of the batches."""
     model = make_network(shape, vocabulary, device)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-    losses: dict[str, Callable[[Any], tuple[Tensor, Any]]] = {
-        "plain": lambda each: (smoothed_loss(model(each.source, each.target), each.truth, SMOOTHING), each.num_target),
-        "head": lambda each: linear_cross_entropy(
-            model.hidden(each.source, each.target),
-            model.head_weight,
-            each.truth,
-            label_smoothing=SMOOTHING,
-            ignore_index=PAD,
+    # Functions of tensors alone: a compiler would guard whatever else they are given, and compile again.
+    losses: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Any]]] = {
+        "plain": lambda source, target, truth: (
+            smoothed_loss(model(source, target), truth, SMOOTHING),
+            (truth != PAD).sum(),
+        ),
+        "head": lambda source, target, truth: linear_cross_entropy(
+            model.hidden(source, target), model.head_weight, truth, label_smoothing=SMOOTHING, ignore_index=PAD
         ),
     }
     loss = losses["head" if name == "head" else "plain"]
     if name.endswith("compile"):
-        loss = torch.compile(loss)
+        loss = torch.compile(loss, dynamic=True)
     elif name == "bf16-graphs":
-        loss = torch.compile(loss, mode="reduce-overhead")
+        loss = torch.compile(loss, dynamic=True, mode="reduce-overhead")
     row = cycle(batches)
 
     def step() -> None:
+        batch = next(row)
         with torch.autocast(torch.device(device).type, torch.bfloat16):
-            total, count = loss(next(row))
+            total, count = loss(batch.source, batch.target, batch.truth)
         optimizer.zero_grad()
         (total / count).backward()
         optimizer.step()
@@ -186,23 +190,17 @@ def by_hand(name: str, shape: Shape, vocabulary: int, device: str, batches: Sequ
     return step
 
 
-def round_ms(step: Callable[[], None], steps: int, device: str) -> float:
+def round_ms(round_: Callable[[], None], device: str) -> float:
     """Return the milliseconds of a round of steps: one after the other, as a run has them."""
     times = []
     for number in range(WARM + ROUNDS):
         wait(device)
         began = time.perf_counter()
-        for _ in range(steps):
-            step()
+        round_()
         wait(device)
         if number >= WARM:
             times.append(1e3 * (time.perf_counter() - began))
     return statistics.median(times)
-
-
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def ours(name: str, shape: Shape, vocabulary: int, device: str, batches: Sequence[Sentences]) -> tuple[Any, str]:
@@ -215,11 +213,20 @@ def ours(name: str, shape: Shape, vocabulary: int, device: str, batches: Sequenc
     config = TrainConfig(global_batch=len(grains[0]), steps=1000)
     workload = timing.Workload(task, config, link, task.model(), grains)
     if name != "O4":
-        level, *more = name[1:].split("+")
-        return timing.TimedSteps(Candidate(int(level), "kernels" in more, "graphs" in more), workload), ""
-    ways = candidates([0, 1, 2, 3], has_kernels=device == "cuda", can_graph=device == "cuda", leaves_some=False)
-    seconds = partial(timing.step_seconds, workload=workload)
-    choice = choose(ways, seconds, partial(timing.in_turns, workload=workload))
+        way = candidate(name, device)
+        compile_kernels(way, workload)
+        return timing.TimedSteps(way, workload), ""
+    ways = candidates([0, 1, 2, 3], has_kernels=is_cuda(device), can_graph=is_cuda(device), leaves_some=False)
+    began = time.perf_counter()
+    compile_kernels(ways[0], workload)
+
+    def seconds(way: Candidate, limit_s: float) -> float:
+        found = timing.step_seconds(way, limit_s, workload=workload)
+        print(f"  {way.name}: {1e3 * found:.4g} ms a round", file=sys.stderr, flush=True)
+        return found
+
+    choice = choose(ways, seconds, partial(timing.in_turns, workload=workload), lambda: time.perf_counter() - began)
+    print(f"  contest: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     print("\n".join([choice.line("measured"), *choice.notes]), file=sys.stderr, flush=True)
     return timing.TimedSteps(choice.candidate, workload), choice.candidate.name
 
@@ -302,31 +309,39 @@ def measure(name: str, shape: Shape, options: Any, budget: int) -> list[Row]:
     multiple = 1 if name in ("bf16", "hf", "head") else 8
     batches = make_batches(budget, vocabulary, device, is_sorted=name != "hf", multiple=multiple)
     tokens = sum(each.num_tokens for each in batches)
-    way = ""
+    case = f"{'-' if name.startswith('O') else ''}{name}, {budget:,} padded tokens"
+    way, began = "", time.perf_counter()
     if name.startswith("O"):
-        step, way = ours(name, shape, vocabulary, device, batches)
-        ms = round_ms(step, 1, device)
+        round_, way = ours(name, shape, vocabulary, device, batches)
     else:
         step = by_hand(name, shape, vocabulary, device, batches)
-        ms = round_ms(step, len(batches), device)
-    if options.profile and device == "cuda":
-        ours_or_not = step if name.startswith("O") else lambda: [step() for _ in batches]
-        show_profile(ours_or_not, shape, vocabulary, batches)
-    case = f"{'-' if name.startswith('O') else ''}{name}, {budget:,} padded tokens"
+
+        def round_() -> None:
+            for _ in batches:
+                step()
+
+    round_()
+    wait(device)
+    print(f"{case}: ready in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+    if options.compile_only:
+        return []
+    ms = round_ms(round_, device)
     rate, of_target = 1e3 * tokens / ms, 1e3 * sum(each.num_target for each in batches) / ms
+    print(f"{case}: {rate:,.0f} tokens/s, of target {of_target:,.0f} {way}", file=sys.stderr, flush=True)
+    if options.profile and is_cuda(device):
+        show_profile(round_, shape, vocabulary, batches)
     padded = sum(each.source.numel() + each.target.numel() for each in batches)
     if name == "O4" or "kernels" in name:
         packed = [PackedLadder()(each.pairs) for each in batches]
         padded = sum(len(each["source"]) + len(each["target"]) for each in packed)
-    print(f"{case}: {rate:,.0f} tokens/s {way}", file=sys.stderr, flush=True)
     rows = [
         Row(case, "step", ms / len(batches), "ms"),
         Row(case, "padding", 100 * (1 - tokens / padded), "%"),
         Row(case, "rate of target", of_target, "tokens/s"),
         Row(case, "rate", rate, "tokens/s"),
     ]
-    if device == "cuda":
-        rows.insert(1, Row(case, "peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB"))
+    if is_cuda(device):
+        rows.insert(1, Row(case, "peak memory", peak_gib(device), "GiB"))
     return rows
 
 
@@ -336,30 +351,35 @@ def main() -> None:
     arguments.add_argument("--vocabulary", type=int, default=32_768)
     arguments.add_argument("--budgets", type=int, nargs="+", default=[25_000, 100_000])
     arguments.add_argument("--only", nargs="+", default=[*PLAIN, *OURS])
-    arguments.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    add_device(arguments)
     arguments.add_argument("--ways", nargs="+", default=[], choices=["scores", "packed", "added_norm"])
     arguments.add_argument("--profile", action="store_true")
+    arguments.add_argument("--compile-only", action="store_true", help="one round of each way, nothing is timed")
     options = arguments.parse_args()
+    announce(options.device)
     shape = SIZES["transformer", options.size]
     rows: list[Row] = []
     for budget in options.budgets:
-        best = 0.0
+        found: dict[str, list[Row]] = {}
         for name in options.only:
-            gc.collect()
-            torch.compiler.reset()
-            if options.device == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
+            clear(options.device)
             try:
                 with using(replace(MEASURED, **dict.fromkeys(options.ways, True))):
-                    *more, rate = measure(name, shape, options, budget)
+                    found[name] = measure(name, shape, options, budget)
             except Exception as error:  # the others still count
                 print(f"{name}, {budget}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr, flush=True)
-                continue
-            best = max(best, rate.value) if name in PLAIN else best
-            ratio = rate.value / best if best else None
-            rows += [*more, replace(rate, versus="best plain way" if best else None, ratio=ratio)]
+        rows += beside_best(found)
     show(rows, f"Transformer {options.size} in training on one {options.device.upper()}", options.json)
+
+
+def beside_best(found: dict[str, list[Row]]) -> list[Row]:
+    """Return all rows, rates beside that of the best plain way, whichever came first."""
+    rates = [row.value for name in PLAIN for row in found.get(name, []) if row.metric == "rate"]
+    return [
+        replace(row, versus="best plain way", ratio=row.value / max(rates)) if row.metric == "rate" and rates else row
+        for rows in found.values()
+        for row in rows
+    ]
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from device import add_device, announce, wait
 from table import Row, parser, show
 from translation import spread
 
@@ -80,6 +80,7 @@ class Epochs(Probe):
         now, clock = self._now()
         self.walls_s.append(now - self._at)
         self.waits_s.append(elapsed(self._clock, clock)["data"])
+        print(f"epoch {len(self.walls_s)}: {self.walls_s[-1]:.3f} s, {self._steps} steps", file=sys.stderr, flush=True)
         self._steps = 0
         if len(self.walls_s) == self._epochs:
             self._replay()
@@ -95,10 +96,10 @@ class Epochs(Probe):
             now, _ = self._now()
             if number:  # the first is for whatever must settle
                 self.bare_s.append(now - began)
+                print(f"bare: {self.bare_s[-1]:.3f} s", file=sys.stderr, flush=True)
 
     def _now(self) -> tuple[float, dict[str, float]]:
-        if self._trainer.link.device.type == "cuda":
-            torch.cuda.synchronize()
+        wait(self._trainer.link.device)
         self._trainer.clock.lap("compute")
         return time.perf_counter(), self._trainer.clock.read()
 
@@ -127,6 +128,7 @@ def measure(options: Any, budget: int) -> list[Row]:
     settled = probe.walls_s[1:] or probe.walls_s  # the first has what is set up once
     bare, whole = tokens / statistics.median(probe.bare_s), tokens / statistics.median(settled)
     slowest = tokens / max(settled)
+    print(f"{case}: bare {bare:,.0f}, from files {whole:,.0f} tokens/s", file=sys.stderr, flush=True)
     return [
         Row(f"bare step, {case}", "rate", bare, "tokens/s"),
         Row(f"from files, {case}", "rate", whole, "tokens/s", "bare step", whole / bare),
@@ -143,8 +145,9 @@ def main() -> None:
     arguments.add_argument("--epochs", type=int, default=4)
     arguments.add_argument("--pairs", type=int, default=60_000)
     arguments.add_argument("--level", default="auto")
-    arguments.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    add_device(arguments)
     options = arguments.parse_args()
+    announce(options.device)
     rows = [row for budget in options.budgets for row in measure(options, budget)]
     show(rows, f"Transformer {options.size} trained from files", options.json)
 
