@@ -88,20 +88,20 @@ def train(
     return seconds
 
 
-def translate_all(data: Path, out: Path) -> None:
+def translate_all(data: Path, out: Path, average: int) -> None:
     """Write translations of all runs, each in a process of its own."""
     runs = sorted(path for path in out.glob("*-*.*") if path.is_dir())
-    words = [sys.executable, __file__, str(data), str(out), "--translate"]
+    words = [sys.executable, __file__, str(data), str(out), "--average", str(average), "--translate"]
     processes = [subprocess.Popen([*words, run.name]) for run in runs]
     if any(process.wait() for process in processes):
         raise SystemExit("not all runs could be translated with")
 
 
-def translate(data: Path, out: Path, run: str) -> None:
+def translate(data: Path, out: Path, run: str, average: int) -> None:
     """Write translations by a run with each length penalty."""
     from paceline.translation import load
 
-    translator = load(out / run, checkpoint="last", average=10)
+    translator = load(out / run, checkpoint="last", average=average)
     for name in ("val", "test_2016_flickr"):
         lines = lines_of(data, name, run.partition("-")[0])
         for penalty in PENALTIES:
@@ -161,11 +161,12 @@ def main() -> None:
     arguments.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE")
     help_ = "seconds that the first run has to compile kernels, which the others then find"
     arguments.add_argument("--head-start-s", type=float, default=15.0, help=help_)
+    arguments.add_argument("--average", type=int, default=10, help="checkpoints whose mean translates")
     arguments.add_argument("--score", action="store_true")
     arguments.add_argument("--translate", metavar="RUN", help="only this: one run of OUT")
     options = arguments.parse_args()
     if options.translate:
-        translate(options.data, options.out, options.translate)
+        translate(options.data, options.out, options.translate, options.average)
         return
     rows: list[Row] = []
     if not options.score:
@@ -173,7 +174,8 @@ def main() -> None:
         changes = dict(each.split("=", 1) for each in options.set)
         seconds = train(options.data, options.out, options.directions, options.seeds, changes, options.head_start_s)
         began = time.monotonic()
-        translate_all(options.data, options.out)
+        translate_all(options.data, options.out, options.average)
+        print(f"translated in {time.monotonic() - began:.0f} s", flush=True)
         rows += [Row("training, all runs at once", "time", seconds / 60, "min")]
         rows += [Row("translating", "time", (time.monotonic() - began) / 60, "min")]
         (options.out / "recipe.json").write_text(json.dumps({**RECIPE, **changes}), encoding="utf-8")

@@ -172,8 +172,8 @@ JOBS = (
     Job(
         "multi30k", 19, "en-de BLEU 41.0, three seeds",
         "multi30k.py {data}/multi30k {out}/multi30k --directions en-de", 200, 340,
-        "multi30k.py {data}/multi30k {out}/multi30k --directions en-de --seeds 0 1 --head-start-s 0 --set device=cpu"
-        " level=0 steps=4 vocabulary=300 batch_cost=400 warmup_steps=2 save_every_steps=2 workers=0",
+        "multi30k.py {data}/multi30k {out}/multi30k --directions en-de --seeds 0 1 --head-start-s 0 --average 2 --set"
+        " device=cpu level=0 steps=4 vocabulary=300 batch_cost=400 warmup_steps=2 save_every_steps=2 workers=0",
         is_timing=False, cores=6, data=("multi30k",),
     ),
     Job(
