@@ -8,9 +8,10 @@
 Jobs run in the order in which they are named. Those that time something have the machine to themselves; others that
 follow each other (tests, training for quality, compilation ahead) run side by side, as far as there are cores. A job
 begins if its usual seconds are left of the budget, and is ended with all its children at its bound or at the end of the
-budget, whichever comes first; what it printed stands. Lines of a job go to OUT/NAME.log and to the output. Jobs share
-Triton's and torch's caches of compiled code in CACHES, which may be kept for a later call. DATA has the folders
-librispeech, mini-librispeech and multi30k; jobs whose data is not there are left out.
+budget, whichever comes first; what it printed stands. Its lines go to OUT/NAME.log and to the output, its files to
+OUT/NAME (NAME-2 where an earlier call has left some). Jobs share the caches of compiled code of Triton and of torch in
+CACHES, which may be kept for a later call. DATA has the folders librispeech, mini-librispeech and multi30k; jobs whose
+data is not there are left out.
 """
 
 from __future__ import annotations
@@ -128,9 +129,9 @@ JOBS = (
     ),
     Job(
         "node", 16, "node.sh with one GPU: DDP, Lightning and ours",
-        "bash {here}/node.sh --batches 64 --out {out}/node", 90, 140,
+        "bash {here}/node.sh --batches 64 --out {out}", 90, 140,
         "bash {here}/node.sh --device cpu --ranks 1 --network small --batches 2 --frames 160 --steps 1 --rounds 1"
-        ' --ways "ddp-bf16 ours" --out {out}/node',
+        ' --ways "ddp-bf16 ours" --out {out}',
     ),
     Job(
         "tests-speed", 16, "kernels against float64", f"{PYTEST} -n 6 tests/speed", 120, 200, None,
@@ -171,15 +172,15 @@ JOBS = (
     ),
     Job(
         "multi30k", 19, "en-de BLEU 41.0, three seeds",
-        "multi30k.py {data}/multi30k {out}/multi30k --directions en-de", 200, 340,
-        "multi30k.py {data}/multi30k {out}/multi30k --directions en-de --seeds 0 1 --head-start-s 0 --average 2 --set"
+        "multi30k.py {data}/multi30k {out} --directions en-de", 200, 340,
+        "multi30k.py {data}/multi30k {out} --directions en-de --seeds 0 1 --head-start-s 0 --average 2 --set"
         " device=cpu level=0 steps=4 vocabulary=300 batch_cost=400 warmup_steps=2 save_every_steps=2 workers=0",
         is_timing=False, cores=6, data=("multi30k",),
     ),
     Job(
         "muon", 19, "Muon needs fewer steps than AdamW, same search, three seeds",
-        "muon_steps.py {data}/multi30k {out}/muon --steps 400", 110, 200,
-        "muon_steps.py {data}/multi30k {out}/muon --steps 2 --rates 0.001 --set device=cpu level=0 size=tiny"
+        "muon_steps.py {data}/multi30k {out} --steps 400", 110, 200,
+        "muon_steps.py {data}/multi30k {out} --steps 2 --rates 0.001 --set device=cpu level=0 size=tiny"
         " vocabulary=300 batch_cost=400 workers=0",
         is_timing=False, cores=10, data=("multi30k",),
     ),
@@ -212,8 +213,8 @@ JOBS = (
     ),
     Job(
         "speech-quality", 21, "FastConformer with BPE beats QuartzNet for the same GPU seconds, with a p-value",
-        "speech_quality.py {data} {out}/speech-quality --seconds 105", 340, 440,
-        "speech_quality.py {data} {out}/speech-quality --seconds 1 --seeds 1 2 --device cpu",
+        "speech_quality.py {data} {out} --seconds 105", 340, 440,
+        "speech_quality.py {data} {out} --seconds 1 --seeds 1 2 --device cpu",
         data=("mini-librispeech", "librispeech"),
     ),
 )  # fmt: skip
@@ -261,6 +262,15 @@ def limit_s(job: Job, left_s: float) -> float:
     return max(0.0, min(job.bound_s, left_s - GRACE_S))
 
 
+def fresh(folder: Path, name: str) -> Path:
+    """Return a path in the folder that an earlier call has not written to."""
+    number, path = 1, folder / name
+    while path.exists() or path.with_name(f"{path.name}.log").exists():
+        number += 1
+        path = folder / f"{name}-{number}"
+    return path
+
+
 def missing(job: Job, data: Path | None) -> list[str]:
     """Return the folders of data that a job needs and that are not there."""
     return [name for name in job.data if data is None or not (data / name).is_dir()]
@@ -274,6 +284,7 @@ class Running:
     """A job that has begun, and what it left."""
 
     job: Job
+    out: Path
     process: subprocess.Popen[str]
     began: float
     limit_s: float
@@ -326,7 +337,6 @@ class Runner:
         caches: Path = options.caches.resolve()
         self.fields = {
             "data": str(options.data.resolve()) if options.data else "",
-            "out": str(self.out),
             "packed": str(caches / "packed"),
             "here": str(HERE),
         }
@@ -346,22 +356,24 @@ class Runner:
     def say(self, line: str) -> None:
         print(f"[{time.monotonic() - self.began:5.0f} s] {line}", flush=True)
 
-    def command(self, job: Job) -> str:
+    def command(self, job: Job, out: Path) -> str:
         """Return what the shell runs."""
-        words = (job.words if self.options.device == "cuda" else job.dry or "").format(**self.fields)
+        words = (job.words if self.options.device == "cuda" else job.dry or "").format(out=out, **self.fields)
         first, _, rest = words.partition(" ")
         if first.endswith(".py"):
             return f"exec {sys.executable} {HERE / first} {rest}"
         return f"exec {sys.executable} {rest}" if first == "python" else f"PYTHON={sys.executable} exec {words}"
 
     def start(self, job: Job) -> Running:
+        out = fresh(self.out, job.name)
+        out.mkdir()
         process = subprocess.Popen(
-            self.command(job), shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            self.command(job, out), shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             errors="replace", env=self.environment, cwd=HERE.parents[1], start_new_session=True,
         )  # fmt: skip
         # A dry run may take as long as the CPU needs.
         limit = limit_s(job, self.left_s) if self.options.device == "cuda" else self.left_s
-        running = Running(job, process, time.monotonic(), limit)
+        running = Running(job, out, process, time.monotonic(), limit)
         self.say(f"{job.name} begins, at most {running.limit_s:.0f} s")
         running.reader = threading.Thread(target=self._read, args=(running,), daemon=True)
         running.reader.start()
@@ -369,7 +381,7 @@ class Runner:
 
     def _read(self, running: Running) -> None:
         assert running.process.stdout is not None
-        with (self.out / f"{running.job.name}.log").open("w", encoding="utf-8") as log:
+        with running.out.with_name(f"{running.out.name}.log").open("w", encoding="utf-8") as log:
             for line in running.process.stdout:
                 log.write(line)
                 log.flush()

@@ -72,6 +72,13 @@ def test_a_job_that_does_not_fit_is_passed_over_and_one_that_may_is_cut_at_the_e
     assert rows.limit_s(short, 30) == 30 - rows.GRACE_S
 
 
+def test_an_earlier_call_is_not_written_over(tmp_path: Path) -> None:
+    assert rows.fresh(tmp_path, "muon") == tmp_path / "muon"
+    (tmp_path / "muon").mkdir()
+    (tmp_path / "muon-2.log").touch()
+    assert rows.fresh(tmp_path, "muon") == tmp_path / "muon-3"
+
+
 def test_jobs_have_bounds_data_and_scripts_that_exist(tmp_path: Path) -> None:
     assert len({each.name for each in rows.JOBS}) == len(rows.JOBS)
     for each in rows.JOBS:
