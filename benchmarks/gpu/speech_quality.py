@@ -17,12 +17,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,8 @@ def shared_gpu(bench: Bench) -> Iterator[None]:
     try:
         yield
     finally:
-        subprocess.run([control], input=b"quit\n", env=dict(bench.environment), check=False, timeout=20)
+        with suppress(subprocess.TimeoutExpired):  # figures matter more
+            subprocess.run([control], input=b"quit\n", env=dict(bench.environment), check=False, timeout=20)
 
 
 def epochs_within(seconds: float, epoch_s: float) -> int:
@@ -289,6 +291,7 @@ def main() -> None:
     options.data = options.data.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(options.data, options.out.resolve(), options.device)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that MPS ends, too
     print(machine(), flush=True)
     if options.device == "cpu":
         bench.say("dry run on a CPU: no figures")
