@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -316,14 +317,10 @@ def end(process: subprocess.Popen[str]) -> None:
     family = descendants(process.pid)
     for how, seconds in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
         for pid in dict.fromkeys([*family, *descendants(process.pid)]):
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, how)
-            except ProcessLookupError:
-                continue
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            continue
 
 
 class Runner:
@@ -394,6 +391,8 @@ class Runner:
         if running.process.poll() is None:
             running.is_cut = True
             end(running.process)
+        with suppress(ProcessLookupError):  # what a job that failed has left would disturb the next one
+            os.killpg(running.process.pid, signal.SIGKILL)
         running.seconds = time.monotonic() - running.began
         running.code = running.process.returncode
         if running.reader is not None:
