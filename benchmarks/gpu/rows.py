@@ -135,7 +135,7 @@ JOBS = (
         ' --ways "ddp-bf16 ours" --out {out}',
     ),
     Job(
-        "tests-speed", 16, "kernels against float64", f"{PYTEST} -n 6 tests/speed", 120, 200, None,
+        "tests-speed", 16, "kernels against float64", f"{PYTEST} -n 6 tests/speed", 160, 280, None,
         is_timing=False, cores=6,
     ),
     Job(
@@ -144,7 +144,7 @@ JOBS = (
     ),
     Job(
         "tests-sharding", 16, "shards with levels, wire, masters", f"{PYTEST} -n 6 tests/train/test_sharding_gpu.py",
-        90, 160, None, is_timing=False, cores=6,
+        110, 220, None, is_timing=False, cores=6,
     ),
     Job(
         "translation-ahead", 19, "compilation ahead of the plain ways",

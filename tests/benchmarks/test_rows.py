@@ -141,6 +141,7 @@ def test_every_benchmark_runs_to_its_end_on_a_cpu(name: str, tmp_path: Path) -> 
 
 def dry_run(folder: Path, *names: str) -> str:
     words = ["--device", "cpu", "--data", folder / "data", "--out", folder / "out", "--caches", folder / "caches"]
+    words += ["--budget-s", "3000"]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, FOLDER / "rows.py", *names, *words]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
