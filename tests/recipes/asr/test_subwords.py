@@ -144,8 +144,25 @@ def test_text_that_the_subwords_cannot_write(tmp_path: Path, data: Path) -> None
         LabelsLackLetters, match=r"% of the words lose letters that are not among the labels: c"
     ) as caught:
         tiny.train(tiny.settings(data, tokenizer=tmp_path / "ab.model"))
-    assert "the tokenizer does not know them: give another, or learn one" in caught.value.hint
-    assert "--vocabulary 128" in caught.value.hint
+    assert "give another, or learn one instead of `--tokenizer`, with `--vocabulary 128 --labels" in caught.value.hint
+
+
+def test_advice_for_letters_that_learned_subwords_lack(tmp_path: Path, data: Path) -> None:
+    """`--labels` of the characters of the network and the lost ones where that helps; never what was typed already."""
+    lines = tiny.lines_of(data / "train.json")
+    for folder in ("train", "dev"):
+        (tmp_path / folder).symlink_to(data / folder)
+    tiny.manifest(tmp_path / "train.json", [{**line, "text": line["text"].replace("c", "b")} for line in lines])
+    dev = tiny.manifest(tmp_path / "dev.json", [{**line, "text": "cab"} for line in tiny.lines_of(data / "dev.json")])
+    with pytest.raises(LabelsLackLetters, match="lose letters that are not among the labels: c") as caught:
+        tiny.train(tiny.settings(tmp_path, vocabulary=6, val_manifest=(str(dev),)))
+    assert "none of those has them: train on transcripts that do" in caught.value.hint
+    assert "--labels" not in caught.value.hint
+    tiny.manifest(tmp_path / "train.json", [{**line, "text": line["text"] + "\u00f6"} for line in lines])
+    more = {**tiny.NETWORK, "labels": [*" abcd"]}
+    with pytest.raises(LabelsLackLetters) as caught:
+        tiny.train(tiny.settings(tmp_path, vocabulary=6, val_manifest=(), network=more))
+    assert '`--labels " abcd\u00f6"`' in caught.value.hint
 
 
 def test_transcripts_that_are_longer_than_the_output(data: Path) -> None:

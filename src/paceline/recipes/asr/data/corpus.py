@@ -38,6 +38,7 @@ from paceline.recipes.asr.text.labels import (
     LabelsLackLetters,
     TextReport,
     encode_all,
+    lost_letters,
     required_frames,
 )
 from paceline.train.checkpoint.format import listed
@@ -228,9 +229,17 @@ class Opening:
             if part.name in names:
                 together.add(report)
         is_training = settings.mode in ("train", "train_eval")
-        is_given = settings.tokenizer is not None
+        is_learned = settings.vocabulary is not None
+        training = [report for part, report in reports.items() if part.is_training]
         refused = LabelsLackLetters(
-            ", ".join(names), together, labels.letters, settings.text_rules, is_training, is_given
+            ", ".join(names),
+            together,
+            labels.letters,
+            settings.text_rules,
+            is_training,
+            is_given=settings.tokenizer is not None,
+            learned_from=Labels(settings.network.labels) if is_learned else None,
+            taught=frozenset(character for report in training for character in lost_letters(report)),
         )
         self._refuse_new(refused)
 

@@ -451,6 +451,10 @@ class LabelsLackLetters(PacelineError):
     is_training: bool = True
     is_given: bool = False
     """The labels are subwords from a file: others cannot be added to them."""
+    learned_from: Labels | None = None
+    """Characters that subwords were learned of, from training transcripts; None if labels are something else."""
+    taught: frozenset[str] = frozenset()
+    """Of learned subwords: characters that training transcripts have, and lose."""
     sentence = "{part}: {share} of the words lose letters that are not among the labels: {letters}{example}"
     hint = "{advice}"
 
@@ -460,7 +464,7 @@ class LabelsLackLetters(PacelineError):
 
     @property
     def letters(self) -> str:
-        return counted(_hurt(self.report))
+        return counted(lost_letters(self.report))
 
     @property
     def example(self) -> str:
@@ -473,15 +477,24 @@ class LabelsLackLetters(PacelineError):
         go_on = f"`--max-lost-words {share:g}` goes on without them"
         if not self.is_training:
             return f"the model cannot write them, and its error rate would be that of other words; {go_on}"
-        rules, lost = _better_rules(self.labels, list(_hurt(self.report)), self.mode)
+        rules, lost = _better_rules(self.labels, list(lost_letters(self.report)), self.mode)
         words = [f"--text-rules {rules}"] * (rules != self.mode)
         if not lost:
             return f"bring the transcripts to the labels with `{words[0]}`; {go_on}"
         if self.is_given:
             symbols = "".join(covering(self.labels, lost, rules).symbols)
-            learn = f"`--vocabulary 128 --labels {_quoted(symbols)}`"
-            return f"the tokenizer does not know them: give another, or learn one with {learn}; {go_on}"
-        symbols = "".join(covering(self.labels, lost, rules).symbols)
+            learn = f"instead of `--tokenizer`, with `--vocabulary 128 --labels {_quoted(symbols)}`"
+            return f"the tokenizer does not know them: give another, or learn one {learn}; {go_on}"
+        base = self.labels
+        if self.learned_from is not None:
+            # A subword is learned of characters that training transcripts have: labels of others change nothing.
+            base, lost = self.learned_from, [each for each in lost if each in self.taught]
+            if not lost:
+                return (
+                    "subwords are learned from the training transcripts, and none of those has them: train on "
+                    f"transcripts that do, or validate on others; {go_on}"
+                )
+        symbols = "".join(covering(base, lost, rules).symbols)
         words.append(f"--labels {_quoted(symbols)}")
         yaml = f"in YAML `labels: {json.dumps(symbols, ensure_ascii=False)}`"
         return f"set labels that have them: `{' '.join(words)}`, {yaml}; {go_on}"
@@ -501,7 +514,8 @@ def covering(labels: Labels, characters: Iterable[str], mode: TextMode) -> Label
     return Labels((*labels.symbols, *sorted(symbol for symbol in more if symbol not in labels.characters)))
 
 
-def _hurt(report: TextReport) -> Counter[str]:
+def lost_letters(report: TextReport) -> Counter[str]:
+    """Return characters that were lost or changed, and are heard."""
     return Counter({char: count for char, count in (report.dropped + report.stripped).items() if is_heard(char)})
 
 
