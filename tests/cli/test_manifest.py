@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -182,6 +183,31 @@ def test_a_manifest_is_measured_anew(tmp_path: Path, capsys: Shown) -> None:
     assert main(["manifest", "scan", str(path)]) == 0  # beside it
     assert lines(tmp_path / "train.measured.json")[1]["audio_filename"] == "b.flac"
     assert main(["manifest", "stats", str(tmp_path / "train.measured.json"), "--check"]) == 0
+
+
+def test_scan_of_cuts(tmp_path: Path) -> None:
+    """Each supervision is an utterance with its text; a name in .gz is compressed."""
+    sounds(tmp_path, "a.wav", "b.wav")
+
+    def cut(name: str, *supervisions: tuple[float, str]) -> dict[str, Any]:
+        spoken = [{"id": text, "start": start, "duration": 0.1, "text": text} for start, text in supervisions]
+        source = {"type": "file", "channels": [0], "source": name}
+        return {
+            **{"type": "MonoCut", "id": name, "start": 0.1, "duration": 0.2, "channel": 0},
+            **{"supervisions": spoken, "recording": {"id": name, "sources": [source], "sampling_rate": 16000}},
+        }
+
+    path = manifest(tmp_path / "cuts.jsonl", cut("b.wav", (0.0, "one"), (0.1, "two")), cut("b.wav", (0.0, "three")))
+    wanted = [("one", 0.1, 0.1), ("two", 0.2, 0.1), ("three", 0.1, 0.2)]
+    assert main(["manifest", "scan", str(path)]) == 0
+    found = lines(tmp_path / "cuts.measured.jsonl")
+    assert [(line["text"], line["offset"], line["duration"]) for line in found] == wanted
+    path.with_suffix(".jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    for action in (["scan"], ["split", "--parts", "all=1"]):
+        assert main(["manifest", action[0], f"{path}.gz", *action[1:]]) == 0
+    for name in ("cuts.measured.jsonl.gz", "cuts-all.jsonl.gz"):
+        again, _ = read_manifests(str(tmp_path / name))
+        assert [again.text(row) for row in range(3)] == ["one", "two", "three"]
 
 
 def test_scan_of_what_is_not_there(tmp_path: Path, capsys: Shown) -> None:

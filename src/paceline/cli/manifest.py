@@ -180,7 +180,7 @@ def _split(options: SplitOptions) -> int:
     from paceline.data.manifest.read import NotAManifest, manifest_paths, read_manifests
     from paceline.data.packed.errors import is_packed
     from paceline.recipes.asr.manifests import split as splitting
-    from paceline.recipes.asr.manifests.scan import refuse_overwriting
+    from paceline.recipes.asr.manifests.scan import named_like, refuse_overwriting
 
     shares = splitting.parse_parts(options.parts)
     for path in filter(is_packed, manifest_paths(options.path)):
@@ -188,7 +188,7 @@ def _split(options: SplitOptions) -> int:
         raise NotAManifest(path, "is packed, and has no lines to write", hint)
     first = manifest_paths(options.path)[0]
     folder = options.out or first.parent
-    outs = {part: folder / f"{first.stem}-{part}{first.suffix}" for part in shares}
+    outs = {part: folder / named_like(first, f"-{part}").name for part in shares}
     refuse_overwriting(list(outs.values()), options.force)
     manifest, _ = read_manifests(options.path, min_seconds=0.0)
     for part in splitting.split(manifest, shares, outs, seed=options.seed, by=options.by):

@@ -93,6 +93,21 @@ def test_commands_take_shards(folder: Path, tmp_path: Path, capfd: pytest.Captur
     assert len([json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]) == NUMBER
 
 
+def test_lines_of_shards_that_move_name_their_members(folder: Path, tmp_path: Path) -> None:
+    """`scan` and `split` write lines that are read without the pattern, and from another folder."""
+    for number, word in enumerate(SOURCES):
+        out = tmp_path / str(number)
+        assert main(["manifest", "scan", str(folder / word), "--out", str(out / "scan.json")]) == 0
+        assert main(["manifest", "split", str(folder / word), "--parts", "all=1", "--out", str(out)]) == 0
+        for path in (out / "scan.json", out / ("s-0-all.json" if "web" in word else "train-all.json")):
+            assert main(["manifest", "stats", str(path), "--check"]) == 0
+            texts = [line["text"] for line in tiny.lines_of(path)]
+            assert texts == [line["text"] for line in tiny.lines_of(folder / "train.json")]
+    beside = [folder / "tarred" / "train-all.json", folder / "tarred" / "train.json"]
+    assert main(["manifest", "split", str(beside[1]), "--parts", "all=1"]) == 0
+    assert tiny.lines_of(beside[0]) == tiny.lines_of(beside[1])  # as NeMo has them
+
+
 def test_a_mistake_is_told_with_exit_code_2(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["train", "asr", "--train-manifest", f"{folder}/tarred/train.json@audio_{{0..1}}.tar", "--epochs", "1"]
     assert main([*words, "--device", "cpu", "--network", "small", "--out", str(tmp_path / "run")]) == 2

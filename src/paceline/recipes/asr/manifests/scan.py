@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +16,16 @@ from paceline.core.json_text import json_text
 from paceline.data.audio.check import in_threads, measure
 from paceline.data.audio.file import AudioUnreadable
 from paceline.data.manifest.bad_line import MOST_SHOWN
+from paceline.data.manifest.lhotse import is_cut, lines_of_cut
 from paceline.data.manifest.line import AUDIO_KEYS, LineInvalid, line_of, parse_object, resolve
 from paceline.data.manifest.read import read_lines
-from paceline.data.manifest.sources import sources_of
+from paceline.data.manifest.sources import Source, beside, sources_of
 from paceline.data.shards.pattern import expand
 from paceline.data.shards.scan import shard_lines
 from paceline.data.shards.tar_index import SUFFIX
 from paceline.recipes.asr.manifests.transcripts import TABLES, find_in_folder, find_in_table
 
+COMPRESSED = ".gz"
 _DIGITS = 6
 """A microsecond is less than a sample at any rate of speech."""
 
@@ -97,15 +100,27 @@ def default_out(path: Path) -> Path:
     if path.is_dir():
         return path / "manifest.json"
     if path.suffix == SUFFIX:
+        source = sources_of([path])[0]
+        if not source.are_samples:  # lines, and the shards that they are about
+            return default_out(source.path)
         first = next(iter(expand(path).values()))
         return first.with_name("manifest.json" if first != path else f"{path.stem}.json")
-    return path.with_suffix(".json" if path.suffix in TABLES else f".measured{path.suffix}")
+    return path.with_suffix(".json") if path.suffix in TABLES else named_like(path, ".measured")
+
+
+def named_like(path: Path, more: str) -> Path:
+    """Return the path of a manifest made of another: its name, with more before its suffix (`train.measured.json.gz`);
+    lines of a shard become JSON."""
+    suffix = ".json" if path.suffix == SUFFIX else path.suffix
+    stem = path.stem
+    if suffix == COMPRESSED:
+        inner = Path(stem)
+        stem, suffix = inner.stem, inner.suffix + suffix
+    return path.with_name(f"{stem}{more}{suffix}")
 
 
 def gather(path: Path, out: Path) -> Sources:
     """Return the utterances of a folder, a table or a manifest, for a manifest at `out`."""
-    if path.suffix == SUFFIX:
-        return _gather_shards(path, out)
     if not path.is_dir() and path.suffix not in TABLES:
         return _gather_lines(path, out)
     corpus = find_in_folder(path) if path.is_dir() else find_in_table(path)
@@ -144,11 +159,15 @@ def refuse_overwriting(paths: Sequence[Path], force: bool) -> None:
 
 
 def write_lines(out: Path, lines: Iterable[bytes]) -> None:
-    """Write lines, whole or not at all: a file at `out` is replaced when all is written."""
+    """Write lines, whole or not at all: a file at `out` is replaced when all is written; `.gz` is compressed."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(out, "wb") as file:
-            file.writelines(lines)
+            if out.suffix == COMPRESSED:
+                with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:
+                    packed.writelines(lines)
+            else:
+                file.writelines(lines)
     except OSError as error:
         raise CannotWrite(out, error) from error
 
@@ -164,36 +183,55 @@ def path_from(out: Path, audio: Path) -> str:
 
 
 def _gather_lines(path: Path, out: Path) -> Sources:
-    """Return the lines of a manifest; their durations are measured again, and may be missing or wrong."""
-    entries, bad = [], []
+    """Return the lines of a manifest, of cuts or of shards; their durations are measured again, and may be missing or
+    wrong."""
+    entries: list[Entry] = []
+    bad: list[str] = []
+    samples: list[str] = []
+    for source in sources_of([path]):
+        if source.are_samples:
+            _add_samples(source.path, entries, samples)
+        else:
+            _add_lines(source, out, entries, bad)
+    return Sources(entries, {"lines that cannot be read": bad, "samples that cannot be used": samples})
+
+
+def _add_lines(source: Source, out: Path, entries: list[Entry], bad: list[str]) -> None:
+    path, shards = source.path, source.shards
     for number, raw in read_lines(path):
         where = f"{path}:{number}"
         try:
             fields = parse_object(raw)
-            line_of({**fields, "duration": 1.0}, path.parent)
+            if shards is None and "shard_id" in fields:
+                shards = beside(path)
+            if is_cut(fields):
+                lines = lines_of_cut(fields, path.parent)
+            else:
+                lines = [fields if shards is None else shards.locate(fields, path.parent, number)]
+            for line in lines:
+                line_of({**line, "duration": 1.0}, path.parent)
         except LineInvalid as invalid:
             bad.append(f"{where}: {invalid.why}")
             continue
-        if fields.get("text_filepath") is not None:
-            fields["text_filepath"] = path_from(out, resolve(path.parent, str(fields["text_filepath"])))
-        key = next(key for key in AUDIO_KEYS if fields.get(key) is not None)
-        entries.append(Entry(resolve(path.parent, fields[key]), fields, where, key))
-    return Sources(entries, {"lines that cannot be read": bad})
+        for line in lines:
+            if line.get("text_filepath") is not None:
+                line["text_filepath"] = path_from(out, resolve(path.parent, str(line["text_filepath"])))
+            key = next(key for key in AUDIO_KEYS if line.get(key) is not None)
+            audio = resolve(path.parent, line[key])
+            if shards is not None:
+                line.pop("shard_id", None)  # the path names the shard
+            entries.append(Entry(audio, line, where, key))
 
 
-def _gather_shards(path: Path, out: Path) -> Sources:
-    """Return the samples of WebDataset shards; they have been measured, and are measured again like all audio."""
-    entries: list[Entry] = []
-    bad: list[str] = []
-    for source in sources_of([path]):
-        for number, raw in read_lines(shard_lines(source.path)):
-            fields = parse_object(raw)
-            where = f"{source.path}:{number}"
-            if "unusable" in fields or "text" not in fields:
-                bad.append(f"{where}: {fields.get('unusable', 'there is no text beside the audio')}")
-                continue
-            entries.append(Entry(source.path.parent / fields["audio_filepath"], fields, where))
-    return Sources(entries, {"samples that cannot be used": bad})
+def _add_samples(path: Path, entries: list[Entry], bad: list[str]) -> None:
+    """Add the samples of a WebDataset shard; they have been measured, and are measured again like all audio."""
+    for number, raw in read_lines(shard_lines(path)):
+        fields = parse_object(raw)
+        where = f"{path}:{number}"
+        if "unusable" in fields or "text" not in fields:
+            bad.append(f"{where}: {fields.get('unusable', 'there is no text beside the audio')}")
+            continue
+        entries.append(Entry(path.parent / fields["audio_filepath"], fields, where))
 
 
 def _line(entry: Entry, out: Path) -> dict[str, Any] | str:

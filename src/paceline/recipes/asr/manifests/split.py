@@ -15,6 +15,7 @@ from paceline.core.units import counted, plural
 from paceline.data.manifest.columns import Manifest
 from paceline.data.manifest.line import AUDIO_KEYS, parse_object, resolve
 from paceline.data.manifest.raw_lines import raw_lines
+from paceline.data.manifest.sources import NEMO_SHARDS
 from paceline.recipes.asr.manifests.scan import as_line, path_from, write_lines
 
 
@@ -161,15 +162,21 @@ def _order(seed: int, group: str) -> bytes:
 
 
 def moved_lines(manifest: Manifest, out: Path) -> Iterator[bytes]:
-    """Yield the lines of a manifest, with paths relative to the place where they will be."""
+    """Yield the lines of a manifest, with paths relative to the place where they will be.
+
+    A member of a shard that is not found by its `shard_id` there is named by its path, which needs no pattern.
+    """
     folder = Path(os.path.abspath(out.parent))
     for row, raw in raw_lines(manifest):
-        home = manifest.source(row).parent
-        if Path(os.path.abspath(home)) == folder:
+        home, name = manifest.source(row).parent, manifest.audio_names[row]
+        entry = parse_object(raw)
+        key = next(key for key in AUDIO_KEYS if entry.get(key) is not None)
+        is_found = entry[key] == name or name.startswith(f"{NEMO_SHARDS.format(entry.get('shard_id'))}/")
+        if is_found and Path(os.path.abspath(home)) == folder:
             yield raw.strip() + b"\n"
             continue
-        entry = parse_object(raw)
-        for key in (*AUDIO_KEYS, "text_filepath"):
-            if isinstance(entry.get(key), str):
-                entry[key] = path_from(out, resolve(home, entry[key]))
+        entry[key] = path_from(out, manifest.audio(row))
+        entry.pop("shard_id", None)
+        if isinstance(entry.get("text_filepath"), str):
+            entry["text_filepath"] = path_from(out, resolve(home, entry["text_filepath"]))
         yield as_line(entry)
