@@ -36,6 +36,16 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert "usage: paceline" in capsys.readouterr().out
 
 
+def test_a_full_disk_for_the_output() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "paceline", "--help"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == "error: the output cannot be written: No space left on device"
+    assert len(done.stderr.splitlines()) == 2
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts_know_commands_and_options(
     shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path

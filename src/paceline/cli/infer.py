@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -94,25 +93,21 @@ def infer(options: InferOptions) -> int:
 
 def _stream(task: Task, config: TrainConfig, link: Link, inputs: Sequence[str], options: InferOptions) -> int:
     """Predict inputs piece by piece, on the only rank."""
-    from paceline.core.disk import CannotWrite, replacing
+    from paceline.core.disk import OutputFile
     from paceline.train import apply
     from paceline.train import task as tasks
 
     assert isinstance(task, tasks.StreamsInputs)
     checkpoint = apply.find_checkpoint(options.run, options.checkpoint)
     engine = apply.restore_for_use(task, config, link, checkpoint, options.average)
-    with engine.evaluating(), ExitStack() as stack:
+    with engine.evaluating():
         if options.out is None:
             task.stream(engine.model, inputs, sys.stdout, as_json=options.json)
             return 0
-        try:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            # Live audio may have no end: what was heard so far is there to be read.
-            opened = options.out.open("w", encoding="utf-8") if _STANDARD_INPUT in inputs else replacing(options.out)
-            file = stack.enter_context(opened)
-        except OSError as error:
-            raise CannotWrite(options.out, error) from error
-        number = task.stream(engine.model, inputs, file, as_json=options.json)
+        # Hours may pass, and live audio may have no end: what was heard so far is there to be read.
+        advice = said("what was predicted so far is in it: make room, or choose another `--out`")
+        with OutputFile(options.out, advice) as file:
+            number = task.stream(engine.model, inputs, file, as_json=options.json)
     send(options.out)
     tell(f"{number} predictions in {shown(options.out)}\n")
     return 0

@@ -8,7 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.language import ENGLISH, VARIABLE, can_be_written, said
@@ -68,8 +68,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             words = without_local_rank(words, os.environ)
         except PacelineError as error:
             return _mistake(error)
-    with _plugins_as_asked(words):
-        return _command(words)
+    try:
+        with _plugins_as_asked(words):
+            code = _command(words)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `paceline runs | head`
+        sys.stderr.close()
+        return 0
+    except OSError as error:
+        from paceline.core.disk import OutputFull, is_full
+
+        if not is_full(error):
+            raise
+        _drop_output()
+        return _mistake(OutputFull(error))
+    return code
 
 
 @contextmanager
@@ -134,10 +147,16 @@ def _run(name: str, words: list[str]) -> int:
         return _mistake(CommandNeedsPackages(name, package, name if name == "demo" else EXTRAS[package]))
     except SystemExit as left:  # after `--help`
         return left.code if isinstance(left.code, int) else 0
-    except BrokenPipeError:  # `paceline runs | head`
-        sys.stderr.close()
-        return 0
     return code
+
+
+def _drop_output() -> None:
+    """Drop what waits to be written to a full disk, or the interpreter would try once more when it ends."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _mistake(error: PacelineError) -> int:

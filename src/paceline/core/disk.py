@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import io
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, overload
 
 from paceline.core.errors import PacelineError
+from paceline.core.language import said
 from paceline.core.paths import near
 from paceline.core.units import size
 
@@ -42,6 +44,22 @@ class DiskFull(CannotWrite):
     """No space is left on the disk, or in the user's quota."""
 
 
+class OutputFull(PacelineError):
+    """No space for what a command prints, or for a file that nobody has an advice for."""
+
+    error: OSError
+    sentence = "{what} cannot be written: {reason}"
+    hint = "make room there, or write to another disk, and type the same command again"
+
+    @property
+    def what(self) -> str:
+        return said("the output") if self.error.filename is None else near(self.error.filename)
+
+    @property
+    def reason(self) -> str:
+        return str(self.error.strerror or self.error)
+
+
 def is_full(error: BaseException) -> bool:
     """Return True if the disk or the user's quota is full."""
     return isinstance(error, OSError) and error.errno in _FULL
@@ -62,6 +80,42 @@ def cannot_write(path: Path, error: OSError, num_bytes: int, then: str) -> Canno
     free = "" if num_free is None else f", and {size(num_free)} are free"
     needed = f"about {size(num_bytes)} more are needed there{free}"
     return DiskFull(path, error, f"{needed}: make room, and type the same command: {then}")
+
+
+class OutputFile(io.TextIOWrapper):
+    """A file for lines that are there to be read as they are written; what was written stays, whatever happens.
+
+    Raises `CannotWrite` where the disk refuses, not `OSError`, which readers of other files raise.
+    """
+
+    def __init__(self, path: Path, advice: str) -> None:
+        self._path, self._advice = path, advice
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            super().__init__(path.open("wb"), encoding="utf-8", errors="surrogateescape")
+        except OSError as error:
+            raise CannotWrite(path, error) from error
+
+    def write(self, text: str, /) -> int:
+        try:
+            return super().write(text)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> CannotWrite:
+        return DiskFull(self._path, error, self._advice) if is_full(error) else CannotWrite(self._path, error)
 
 
 def sync(path: Path) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.core.disk import CannotWrite, replacing
+from paceline.core.disk import CannotWrite, DiskFull, is_full, replacing
 from paceline.core.errors import PacelineError
 from paceline.core.json_text import json_text
+from paceline.core.language import said
 from paceline.core.terminal import emit
 from paceline.world.link import Link
 
@@ -71,12 +72,17 @@ def write_predictions(
         for number, pair in enumerate(pairs, 1):  # noqa: B007
             emit(line(*pair))
         return number
-    with ExitStack() as stack:
-        try:
-            file = stack.enter_context(replacing(path, errors="surrogateescape"))
-        except OSError as error:
-            raise CannotWrite(path, error) from error
-        return sum(1 for pair in pairs if file.write(line(*pair)))
+    try:
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context(replacing(path, errors="surrogateescape"))
+            except OSError as error:
+                raise CannotWrite(path, error) from error
+            return sum(1 for pair in pairs if file.write(line(*pair)))
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise DiskFull(path, error, said("make room, or choose another `--out`")) from error
 
 
 def json_line(index: int, prediction: Any, names: Sequence[str] | None = None) -> str:

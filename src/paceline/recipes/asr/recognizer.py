@@ -168,9 +168,13 @@ class Recognizer:
         pause_s: float = PAUSE_S,
         norm: Norm = "file",
     ) -> LongText:
-        """Return text and word times of a file of any length, read in windows: memory does not grow with it."""
+        """Return text and word times of a file of any length, read in windows: memory does not grow with it.
+
+        Silence at its ends is cut off where the network's `trim_silence` says so; times count from its beginning.
+        """
         self._check_greedy(str(path))
-        return transcribe_long(self.model, self.labels, Path(path), Windows(window_s, overlap_s, norm, pause_s))
+        trims = self.network.trims(is_training=False)
+        return transcribe_long(self.model, self.labels, Path(path), Windows(window_s, overlap_s, norm, pause_s, trims))
 
     def stream(
         self,
@@ -182,7 +186,8 @@ class Recognizer:
         norm: Literal["running", "window"] = "running",
     ) -> Listener:
         """Return an object that hears audio as it comes: `feed(samples)` (16 bits, at `sample_rate`) returns the text
-        so far, `finish()` the whole text."""
+        so far, `finish()` the whole text. Silence is never cut off: where a stream ends, and what its loudest part
+        is, nobody knows."""
         self._check_greedy("a stream")
         return Listener(
             self.model, self.labels, step_s=chunk_s, left_s=overlap_s, right_s=lookahead_s, pause_s=pause_s, norm=norm

@@ -213,7 +213,8 @@ class Asr(Task):
             raise NoFileYet
         if not is_live:
             paths = long_files(words, settings.long_s) or []
-            windows = Windows(settings.window_s, settings.overlap_s, norm, settings.pause_s)
+            trims = self.network.trims(is_training=False)
+            windows = Windows(settings.window_s, settings.overlap_s, norm, settings.pause_s, trims)
             return infer_long(model, labels, paths, windows, out, as_json=as_json)
         listener = Listener(
             model,
@@ -224,6 +225,11 @@ class Asr(Task):
             pause_s=settings.pause_s,
             norm=norm,
         )
+        if self.network.trims(is_training=False):
+            self.say(
+                "the network was trained with `trim_silence`: of live audio no silence is cut off, because its loudest "
+                "part is not known before its end"
+            )
         with standard_input() as pipe:
             infer_live(listener, pipe, out, rate=settings.rate, as_json=as_json, screen=out.isatty())
         return 1

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 import paceline.asr
 from paceline.cli.main import main
+from paceline.data.audio.trim import Loudness, bounds
 from paceline.recipes.asr.network.config import read_network
 from paceline.recipes.asr.network.model import AcousticModel
 from paceline.recipes.asr.recognizer import Recognizer
@@ -198,13 +199,60 @@ def test_memory_does_not_grow_with_the_recording(tmp_path: Path, recognizer: Rec
     assert used[1] < 1.3 * used[0] + 1_000_000
 
 
+def test_silence_of_long_files_is_trimmed_as_of_others(folder: Path, recognizer: Recognizer, tmp_path: Path) -> None:
+    """Also of a stream that is heard piece by piece: exactly where the whole recording is cut."""
+    random = np.random.default_rng(0)
+    for number in (0, 1, 511, 512, 2048, 2049, 30_001):
+        samples = (random.standard_normal(number) * 3000).astype(np.int16)
+        samples[: number // 3] = samples[number - number // 4 :] = 0
+        heard = Loudness()
+        for part in np.array_split(samples, 7):
+            heard.add(part)
+        assert heard.bounds() == bounds(samples)
+    network = recognizer.network.model_copy(update={"trim_silence": "all"})
+    trimming = Recognizer(recognizer.model, network)
+    silence = np.zeros(3 * RATE, np.int16)
+    sound = (samples_of(folder) // 4)[: 10 * RATE]
+    sound[:4] = 20000  # loud, so that silence is told from it
+    soundfile.write(tmp_path / "x.flac", np.concatenate([silence, sound, silence]), RATE)
+    whole = trimming.transcribe(tmp_path / "x.flac")[0]
+    long = trimming.transcribe_long(tmp_path / "x.flac", window_s=2.0, overlap_s=0.5)
+    assert long.text == whole
+    assert long.text != recognizer.transcribe_long(tmp_path / "x.flac", window_s=2.0, overlap_s=0.5).text
+    assert 2.8 < long.words[0].start_s < long.words[-1].end_s < 13.2  # in the file
+
+
 # -- pipes ---------------------------------------------------------------------------------------------------------
 
 
-def wav(samples: NDArray[Any], rate: int, channels: int = 1, bits: int = 16) -> bytes:
+def wav(samples: NDArray[Any], rate: int, channels: int = 1, bits: int = 16, length: int = 0xFFFFFFFF) -> bytes:
     """A header as a program writes it that does not know the length yet."""
     form = struct.pack("<HHIIHH", 1, channels, rate, rate * 2 * channels, 2 * channels, bits)
-    return b"RIFF\xff\xff\xff\xffWAVEfmt " + struct.pack("<I", 16) + form + b"data\xff\xff\xff\xff" + samples.tobytes()
+    data = b"data" + struct.pack("<I", length) + samples.tobytes()
+    return b"RIFF\xff\xff\xff\xffWAVEfmt " + struct.pack("<I", 16) + form + data
+
+
+def test_what_follows_the_samples_of_a_wav_is_not_heard() -> None:
+    samples = (np.random.default_rng(0).standard_normal(5001) * 3000).astype(np.int16)
+    chunks = b"LIST\x05\0\0\0INFO?\0" + b"id3 \x04\0\0\0\x01\x02\x03\x04"
+    known = wav(samples, RATE, length=samples.nbytes)
+
+    def heard(raw: bytes, rate: int | None = None) -> NDArray[np.int16]:
+        return np.concatenate(list(pipe_blocks(io.BytesIO(raw), RATE, rate)))
+
+    for raw in (known, known + chunks, known + chunks[:-3], known + b"LIST\xff\xff\xff\xff?"):
+        np.testing.assert_array_equal(heard(raw), samples)
+    for length in (0, 0x7FFFF000, 0xFFFFFFFF):  # the header does not know: to the end
+        np.testing.assert_array_equal(heard(wav(samples, RATE, length=length)), samples)
+    np.testing.assert_array_equal(heard(known[:-100]), samples[:-50])
+    np.testing.assert_array_equal(heard(known + chunks + known), np.tile(samples, 2))
+    odd = np.frombuffer(samples.tobytes()[:-1], np.uint8)
+    np.testing.assert_array_equal(heard(wav(odd, RATE, length=len(odd)) + b"\0" + chunks), samples[:-1])
+    junk = known[:12] + b"JUNK" + struct.pack("<I", 1 << 20) + bytes(1 << 20) + known[12:]
+    np.testing.assert_array_equal(heard(junk), samples)
+    np.testing.assert_array_equal(heard(known, RATE), samples)
+    with pytest.raises(NotPcm, match="is a WAV of 8000 Hz, and `--rate` says 16000"):
+        heard(known, 16000)
 
 
 def test_pipes_of_samples_and_of_wavs() -> None:
@@ -264,6 +312,11 @@ def test_commands(folder: Path, recognizer: Recognizer, tmp_path: Path, capfd: p
     assert (two.code, two.out) == (2, "")
     assert two.err.count("one rank does alone; there are 2") == 1
     assert "leave out `--procs`" in two.err
+    assert main([*words, "--out", "/dev/full"]) == 2
+    assert capfd.readouterr().err.endswith(
+        "error: /dev/full cannot be written: No space left on device\n"
+        "  what was predicted so far is in it: make room, or choose another `--out`\n"
+    )
     raw = samples_of(folder)[: 5 * RATE].tobytes()
     command = [sys.executable, "-m", "paceline", "infer", run, "-", "--device", "cpu"]
     told = subprocess.run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import soxr
@@ -18,7 +18,10 @@ from paceline.data.audio.read import EXACT
 
 BLOCK_S = 1.0
 _HEADER = 12
-_MOST_HEADER_BYTES = 1 << 16
+_MOST_HEADER_BYTES = 1 << 24
+_LEAST_RATE, _MOST_RATE = 1000, 768_000
+_UNKNOWN_FROM = 0x7FFFF000
+"""Lengths in a header that was written before the samples: 0 (GStreamer), 2 GiB (sox, arecord), 4 GiB (ffmpeg)."""
 _PCM, _EXTENSIBLE = 1, 0xFFFE
 
 
@@ -71,22 +74,46 @@ def file_blocks(path: Path, sample_rate: int) -> Iterator[NDArray[np.int16]]:
 
 
 def pipe_blocks(pipe: IO[bytes], sample_rate: int, rate: int | None) -> Iterator[NDArray[np.int16]]:
-    """Yield samples as they arrive: raw ones of 16 bits, little-endian, at `rate` (the model's, if None), or those
-    behind the header of a WAV, which says its rate itself."""
+    """Yield samples as they arrive: raw ones of 16 bits, little-endian, at `rate` (the model's, if None), or those of a
+    WAV, which says its rate itself. WAVs that follow each other are read as one recording."""
     begin = _read_exactly(pipe, _HEADER)
-    channels = 1
-    if begin[:4] == b"RIFF" and begin[8:] == b"WAVE":
-        rate, channels = _wav_header(pipe)
-        begin = b""
-    elif _is_compressed(begin):
-        raise NotPcm(phrase("is a compressed file, not samples"))
-    elif not begin:
+    if not begin:
         raise NotPcm(phrase("ended before the first sample"))
-    resampled = _Resampler(rate or sample_rate, sample_rate)
+    if _is_compressed(begin):
+        raise NotPcm(phrase("is a compressed file, not samples"))
+    if not _is_wav(begin):
+        yield from _samples(_pieces(pipe, begin), 1, _Resampler(rate or sample_rate, sample_rate))
+        return
+    while _is_wav(begin):
+        form = _wav_header(pipe)
+        if rate is not None and form.rate != rate:
+            why = phrase("is a WAV of {own} Hz, and `--rate` says {rate}: leave it out", own=form.rate, rate=rate)
+            raise NotPcm(why)
+        pieces = _pieces(pipe, b"", form.num_bytes)
+        yield from _samples(pieces, form.channels, _Resampler(form.rate, sample_rate))
+        begin = _behind_samples(pipe, form.num_bytes)
+
+
+def _pieces(pipe: IO[bytes], begin: bytes, most: int | None = None) -> Iterator[bytes]:
+    """Yield bytes as they arrive, up to `most`, and at the end b""."""
+    left = float("inf") if most is None else most
+    if begin:
+        yield begin
+    while left > 0:
+        number = int(min(left, 1 << 16))
+        more = pipe.read1(number) if hasattr(pipe, "read1") else pipe.read(min(number, 1 << 12))
+        if not more:
+            break
+        left -= len(more)
+        yield more
+    yield b""
+
+
+def _samples(pieces: Iterator[bytes], channels: int, resampled: _Resampler) -> Iterator[NDArray[np.int16]]:
+    """Yield samples of one channel at the model's rate; half a sample at the end is dropped."""
     frame = 2 * channels
-    rest = begin
-    while True:
-        more = pipe.read1(1 << 16) if hasattr(pipe, "read1") else pipe.read(1 << 12)
+    rest = b""
+    for more in pieces:
         rest += more
         whole = len(rest) // frame * frame
         samples: NDArray[Any] = np.frombuffer(rest[:whole], "<i2").astype(np.int16)
@@ -95,8 +122,10 @@ def pipe_blocks(pipe: IO[bytes], sample_rate: int, rate: int | None) -> Iterator
             samples = samples.reshape(-1, channels).astype(np.float32).mean(axis=1)
         if len(samples) or not more:
             yield resampled(samples, is_last=not more)
-        if not more:
-            return
+
+
+def _is_wav(begin: bytes) -> bool:
+    return begin[:4] == b"RIFF" and begin[8:12] == b"WAVE"
 
 
 def _is_compressed(begin: bytes) -> bool:
@@ -109,8 +138,17 @@ def _is_compressed(begin: bytes) -> bool:
     return begin[:4] in names or begin[4:8] == b"ftyp" or is_mp3
 
 
-def _wav_header(pipe: IO[bytes]) -> tuple[int, int]:
-    """Read up to the samples; return rate and channels."""
+class _Form(NamedTuple):
+    """Form of a WAV's samples."""
+
+    rate: int
+    channels: int
+    num_bytes: int | None
+    """Bytes of samples; None if the program that wrote the header did not know, and they go on to the end."""
+
+
+def _wav_header(pipe: IO[bytes]) -> _Form:
+    """Read up to the samples."""
     found: tuple[int, int] | None = None
     num_bytes = 0
     while True:
@@ -126,14 +164,36 @@ def _wav_header(pipe: IO[bytes]) -> tuple[int, int]:
         body = _read_exactly(pipe, length + length % 2)
         if name == b"fmt " and len(body) >= 16:
             kind, channels, rate, _, _, bits = struct.unpack("<HHIIHH", body[:16])
-            if kind not in (_PCM, _EXTENSIBLE) or bits != 16 or not channels or not rate:
+            if kind == _EXTENSIBLE and len(body) >= 26:  # the first two bytes of an identifier say what it is
+                kind = struct.unpack("<H", body[24:26])[0]
+            if kind not in (_PCM, _EXTENSIBLE) or bits != 16 or not channels or not _LEAST_RATE <= rate <= _MOST_RATE:
                 raise NotPcm(
-                    phrase("is a WAV of {bits} bits, format {kind}; only 16-bit PCM is read", bits=bits, kind=kind)
+                    phrase(
+                        "is a WAV of {bits} bits, format {kind}, {rate} Hz; only 16-bit PCM is read",
+                        bits=bits,
+                        kind=kind,
+                        rate=rate,
+                    )
                 )
             found = rate, channels
     if found is None:
         raise NotPcm(phrase("is a WAV that does not say its format"))
-    return found
+    return _Form(*found, num_bytes=None if length == 0 or length >= _UNKNOWN_FROM else length)
+
+
+def _behind_samples(pipe: IO[bytes], num_bytes: int | None) -> bytes:
+    """Skip chunks behind the samples (LIST, id3) up to the end; return how another WAV begins if one follows."""
+    if num_bytes is None:
+        return b""
+    _read_exactly(pipe, num_bytes % 2)
+    while len(chunk := _read_exactly(pipe, 8)) == 8:
+        name, length = struct.unpack("<4sI", chunk)
+        if name == b"RIFF":
+            return chunk + _read_exactly(pipe, _HEADER - 8)
+        left = length + length % 2
+        while left > 0 and (skipped := pipe.read(min(left, 1 << 16))):
+            left -= len(skipped)
+    return b""
 
 
 def _read_exactly(pipe: IO[bytes], number: int) -> bytes:

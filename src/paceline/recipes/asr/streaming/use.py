@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from paceline.core.errors import PacelineError
 from paceline.core.json_text import json_text
 from paceline.data.audio.file import AudioFacts, AudioUnreadable
+from paceline.data.audio.trim import Loudness
 from paceline.observe.bars import SideBar
 from paceline.recipes.asr.data.inputs import InputsUnreadable, measure_all
 from paceline.recipes.asr.network.model import AcousticModel
@@ -73,6 +74,8 @@ class Windows:
     overlap_s: float = 4.0
     norm: Norm = "file"
     pause_s: float = PAUSE_S
+    trims: bool = False
+    """Silence at both ends of a recording is cut off, as of one that is read as a whole."""
 
 
 def file_statistics(
@@ -105,8 +108,8 @@ def transcribe_long(
     windows: Windows,
     progress: Callable[[int], None] | None = None,
 ) -> LongText:
-    """Read a file of any length in windows; memory does not grow with it. `progress` gets samples, twice as many where
-    the file is also read for its statistics."""
+    """Read a file of any length in windows; memory does not grow with it. `progress` gets samples, of each time that
+    the file is read (`num_passes`). Times count from the beginning of the file, trimmed or not."""
     rate = model.features.sample_rate
     total = 0
 
@@ -118,8 +121,16 @@ def transcribe_long(
             if progress is not None:
                 progress(total)
 
+    begin, end = 0, None
+    if windows.trims:
+        loudness = Loudness()
+        for block in counted():
+            loudness.add(block)
+        begin, end = loudness.bounds()
     is_normalized = model.features.settings.normalize != "none"
-    statistics = file_statistics(model, counted()) if windows.norm == "file" and is_normalized else None
+    statistics = None
+    if windows.norm == "file" and is_normalized:
+        statistics = file_statistics(model, _between(counted(), begin, end))
     if statistics is not None and statistics.mean is None:
         return LongText("", [])
     listener = Listener(
@@ -133,12 +144,27 @@ def transcribe_long(
         statistics=statistics,
     )
     words: list[Word] = []
-    for block in counted():
+    for block in _between(counted(), begin, end):
         listener.feed(block)
         words += listener.take_final()
     listener.finish()
     words += listener.words()
+    words = [word._replace(start_s=word.start_s + begin / rate, end_s=word.end_s + begin / rate) for word in words]
     return LongText(" ".join(word.text for word in words), words)
+
+
+def num_passes(model: AcousticModel, windows: Windows) -> int:
+    """Return how often `transcribe_long` reads a file."""
+    has_statistics = windows.norm == "file" and model.features.settings.normalize != "none"
+    return 1 + has_statistics + windows.trims
+
+
+def _between(blocks: Iterable[NDArray[np.int16]], begin: int, end: int | None) -> Iterator[NDArray[np.int16]]:
+    """Yield samples from `begin` up to `end`; all blocks are read."""
+    done = 0
+    for block in blocks:
+        yield block[max(0, begin - done) : None if end is None else max(0, end - done)]
+        done += len(block)
 
 
 def long_files(words: Sequence[str], long_s: float) -> list[Path] | None:
@@ -163,8 +189,7 @@ def infer_long(
     for path in paths:
         facts = measure_all([path])[path]
         assert isinstance(facts, AudioFacts)
-        passes = 2 if windows.norm == "file" else 1
-        with SideBar(path.name, passes * round(facts.seconds * model.features.sample_rate)) as bar:
+        with SideBar(path.name, num_passes(model, windows) * round(facts.seconds * model.features.sample_rate)) as bar:
             found = transcribe_long(model, labels, path, windows, bar.show)
         if as_json:
             line = {"name": str(path), "prediction": found.text, "words": [_json(word) for word in found.words]}
