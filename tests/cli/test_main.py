@@ -33,7 +33,15 @@ def test_help_does_not_wait_for_torch(words: list[str]) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
-    assert "usage: paceline" in capsys.readouterr().out
+    assert f"usage: paceline {command} " in capsys.readouterr().out
+
+
+def test_help_of_the_demo_has_its_own_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "TASK" not in shown
+    assert "(default: small)" in shown
+    assert "demo-speech/train.json" in shown
 
 
 def test_a_full_disk_for_the_output() -> None:

@@ -126,6 +126,10 @@ def test_the_last_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "dev/loss: " in said
     assert "--checkpoint average-last-3" in said
     assert listed(run / "checkpoints")[0].name == "step-00000012"  # a run goes on from its own
+    assert main(["average", str(run), "--best", "1", "--json", "--no-validate"]) == 0
+    shown = capsys.readouterr()
+    (part,) = json.loads(shown.out)["parts"]
+    assert f"nothing is averaged: average-best-1 is a copy of {part['checkpoint']}; choose several" in shown.err
 
 
 def test_it_is_used_as_any_checkpoint(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from paceline.config.settings import Positive, Section
 from paceline.core.cloud.address import Place, local_path, shown
 from paceline.core.language import said
 from paceline.core.run_folder import RunRecord
-from paceline.core.terminal import emit, tell
+from paceline.core.terminal import emit, tell, warn
 
 if TYPE_CHECKING:
     from paceline.config.settings import TrainConfig
@@ -138,6 +138,10 @@ def _average(options: AverageOptions, task: Task | None = None) -> Averaged:
     name = options.name or means.default_name(**chosen)
     means.check_name(options.run, name)
     parts = means.choose_parts(options.run, **chosen)
+    if len(parts) == 1:
+        only = said("one checkpoint was chosen, and nothing is averaged: {name} is a copy of {part}")
+        more = said("choose several: `--last 5` or `--best 5`")
+        warn(f"{only.format(name=name, part=parts[0].path.name)}; {more}\n")
     weights = means.mean_of(parts)
     if options.statistics:
         with _attached(options, task, record, "train") as (own, config, link):

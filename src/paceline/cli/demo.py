@@ -8,7 +8,9 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from pydantic import create_model
 
 from paceline.cli import train
 from paceline.cli.options import POSITIONAL as POSITIONAL
@@ -18,6 +20,7 @@ from paceline.config.command_line import asks_for_help, dashed, read_words
 from paceline.config.load import load
 from paceline.config.parse import Given
 from paceline.config.yaml_file import read_file
+from paceline.core.language import said
 from paceline.core.run_folder import METRICS
 from paceline.core.terminal import tell
 from paceline.core.units import counted
@@ -47,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
     from paceline.recipes.asr.settings import AsrSettings
 
     if asks_for_help(argv):
-        return train.run(["asr", *argv])
+        _show_help(train_options(AsrSettings))
     began = time.monotonic()
     options = train_options(AsrSettings)
     given = _given(options, argv)
@@ -64,6 +67,23 @@ def run(argv: Sequence[str]) -> int:
     if code == 0 and out is not None and (out / METRICS).exists():
         tell("\n".join(["", *closing(out, corpus, time.monotonic() - began, _report(out)), ""]))
     return code
+
+
+def _show_help(options: type[TrainCommand]) -> NoReturn:
+    """Show the options of training with the demo's own defaults; the task is always speech recognition."""
+    from paceline.config.help import show_help
+
+    corpus = Path("runs") / CORPUS
+    own = {
+        **SETTINGS,
+        "train_manifest": (corpus / "train.json",),
+        "val_manifest": (f"unseen-voices={corpus / 'val-unseen.json'}", f"seen-voices={corpus / 'val-seen.json'}"),
+    }
+    changed: dict[str, Any] = {name: (options.model_fields[name].annotation, value) for name, value in own.items()}
+    shown = create_model(
+        "DemoOptions", __base__=options, __doc__=said("Let espeak-ng speak a corpus, and train on it."), **changed
+    )
+    show_help(shown, prog="paceline demo", hidden=POSITIONAL)
 
 
 def _given(options: type[TrainCommand], argv: Sequence[str]) -> dict[str, Any]:

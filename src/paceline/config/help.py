@@ -32,12 +32,14 @@ Command = tuple[type[BaseModel], Sequence[str]]
 """A model and its positional fields."""
 
 
-def show_help(model: type[BaseModel], *, prog: str, positional: Sequence[str] = ()) -> NoReturn:
-    """Print a command's options, section by section, and leave."""
+def show_help(
+    model: type[BaseModel], *, prog: str, positional: Sequence[str] = (), hidden: Sequence[str] = ()
+) -> NoReturn:
+    """Print a command's options, section by section, without those that are not the user's to give, and leave."""
     if language() != ENGLISH:
-        _show_translated(model, prog, positional)
+        _show_translated(model, prog, positional, hidden)
         raise SystemExit(0)
-    tyro.cli(_screen(model, positional), prog=prog, description=_about(model), args=["--help"])
+    tyro.cli(_screen(model, positional, hidden), prog=prog, description=_about(model), args=["--help"])
     raise SystemExit(0)
 
 
@@ -52,10 +54,10 @@ def completion(commands: Mapping[str, Command], *, prog: str, shell: Literal["ba
     raise SystemExit(0)
 
 
-def _screen(model: type[BaseModel], positional: Sequence[str]) -> type[BaseModel]:
+def _screen(model: type[BaseModel], positional: Sequence[str], hidden: Sequence[str] = ()) -> type[BaseModel]:
     """Return a model with one group per section: tyro shows a box for each."""
     fields: dict[str, Any] = {}
-    for part in _all_parts(model):
+    for part in _all_parts(model, hidden):
         chosen: dict[str, Any] = {option.name: _field(option, option.name in positional) for option in part.options}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Field name", category=UserWarning)  # `json`
@@ -65,8 +67,11 @@ def _screen(model: type[BaseModel], positional: Sequence[str]) -> type[BaseModel
     return screen
 
 
-def _all_parts(model: type[BaseModel]) -> list[Part]:
-    groups = parts(model)
+def _all_parts(model: type[BaseModel], hidden: Sequence[str] = ()) -> list[Part]:
+    groups = [
+        Part(part.name, part.about, tuple(option for option in part.options if option.name not in hidden))
+        for part in parts(model)
+    ]
     return [Part(groups[0].name, groups[0].about, (*groups[0].options, CONFIG_OPTION)), *groups[1:]]
 
 
@@ -127,17 +132,19 @@ _MARGIN = 18
 """Columns of the names of options; a longer one has a line of its own."""
 
 
-def _show_translated(model: type[BaseModel], prog: str, positional: Sequence[str]) -> None:
+def _show_translated(model: type[BaseModel], prog: str, positional: Sequence[str], hidden: Sequence[str]) -> None:
     """Print help as tyro does, in the language of the reader."""
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    for text in _translated(model, prog, positional, min(console.width, 120)):
+    for text in _translated(model, prog, positional, hidden, min(console.width, 120)):
         console.print(text)
 
 
-def _translated(model: type[BaseModel], prog: str, positional: Sequence[str], width: int) -> Iterator[str]:
-    groups = _all_parts(model)
+def _translated(
+    model: type[BaseModel], prog: str, positional: Sequence[str], hidden: Sequence[str], width: int
+) -> Iterator[str]:
+    groups = _all_parts(model, hidden)
     words = [_words(option, True) for part in groups for option in part.options if option.name in positional]
     yield " ".join([said("usage:"), prog, "[-h]", said("[OPTIONS]"), *words]) + "\n"
     yield "\n".join(wrapped(said(" ".join(_about(model).split())), width)) + "\n"
