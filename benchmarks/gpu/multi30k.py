@@ -129,6 +129,7 @@ def score(data: Path, out: Path) -> list[Row]:
         try:
             cut = tokenised(texts, language), tokenised(references, language)
         except ImportError:
+            print("no scores of tokenised text: `pip install sacremoses` (it is in the extra `bench`)", file=sys.stderr)
             return found
         return {"tokenised": bleu(*cut, tokenize="none", force=True), **found}
 

@@ -35,8 +35,13 @@ COMPILING_S = 30.0
 """The same for one that has to be compiled, which takes a large network two minutes, where kernels lead."""
 
 
-class CannotRun(Exception):
+class CannotRun(PacelineError):
     """A candidate that does not work here, and why."""
+
+    why: str
+    advice: str = ""
+    sentence = "{why}"
+    hint = "{advice}"
 
 
 class NothingRuns(PacelineError):

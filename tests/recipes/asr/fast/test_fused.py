@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.core.errors import PacelineError
 from paceline.recipes.asr.fast import fused
 from paceline.recipes.asr.network.config import read_network
 from paceline.recipes.asr.network.encoder import Encoder
@@ -223,5 +224,7 @@ def test_compiles_in_one_graph() -> None:
 
 def test_a_grain_past_32_bits_is_refused() -> None:
     fused.check_size(1024, 64, 1680)
-    with pytest.raises(CannotRun, match="past 2\\^31 elements"):
+    with pytest.raises(CannotRun, match="past 2\\^31 elements") as caught:
         fused.check_size(1024, 1300, 1680)
+    assert isinstance(caught.value, PacelineError)  # no traceback, where a run meets it and not the contest of ways
+    assert "set more `--grains` or a smaller batch, or `-O2`" in caught.value.hint

@@ -17,12 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.core.units import counted
+from paceline.recipes.asr.fast.fused import check_size
 from paceline.recipes.asr.fast.running import Seen, track
 from paceline.recipes.asr.network.encoder import Block, Encoder, Residual
 from paceline.recipes.asr.network.frames import Frames, frames_of
 from paceline.recipes.asr.network.separable import BATCH_NORM_MOMENTUM, PlainConv, SeparableConv, SubBlock
-from paceline.speed.autotune.choice import CannotRun
 from paceline.speed.kernels.row_norm import row_norm
 from paceline.speed.time_conv import time_conv
 
@@ -50,10 +49,8 @@ class Pass:
 def encode(encoder: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """The encoder's training pass, in the dtype of its features."""
     frames = frames_of(lengths, features.shape[-1])
-    if features.is_cuda and max(encoder.settings.channels) * features.shape[0] * features.shape[2] >= 2**31:
-        raise CannotRun(
-            f"{counted(features.shape[0], 'utterance')} of {features.shape[2]} frames are past 2^31 elements"
-        )
+    if features.is_cuda:
+        check_size(max(encoder.settings.channels), features.shape[0], features.shape[2])
     layers = [module for module in encoder.modules() if isinstance(module, SubBlock)]
     shared = Pass(_seeds(layers, features.device))
     x = _masked(features.transpose(1, 2), frames, encoder.settings.conv_mask).contiguous()

@@ -138,10 +138,12 @@ def encode(encoder: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor,
 
 
 def check_size(channels: int, batch: int, frames: int) -> None:
-    """The kernels count elements in 32 bits; the contest of ways tries the largest grains, and takes another way."""
+    """Refuse what kernels cannot count in 32 bits. The contest of ways tries the largest grains of a run, and takes
+    another way; a run that goes on with larger ones ends with this."""
     if channels * batch * frames >= 2**31:
         raise CannotRun(
-            f"{counted(batch, 'utterance')} of {frames} frames in {channels} channels are past 2^31 elements"
+            f"{counted(batch, 'utterance')} of {frames} frames in {channels} channels are past 2^31 elements",
+            "the kernels of `-O4` count no further: set more `--grains` or a smaller batch, or `-O2`",
         )
 
 
