@@ -37,6 +37,7 @@ UNSAMPLED = {
         "BadManifest",
         "BadText",
         "CallInvalid",
+        "CutUnknown",
         "DefaultFails",
         "DuplicateRank",
         "FirstRankUnreached",
@@ -53,6 +54,7 @@ UNSAMPLED = {
         "SettingsInvalid",
         "SettingsOutdated",
         "StreamsDiffer",
+        "TranscriptsTooLong",
     ),
 }
 """Classes that take objects of ours; tests of what raises them read their messages."""

@@ -40,7 +40,7 @@ class ShardUnreadable(PacelineError):
 
     path: Path
     why: str
-    advice: str = ""
+    advice: str = "name tar files that are there and whole, such as `shard-{0..7}.tar`"
     sentence = "{place}: {why}"
     hint = "{advice}"
 
