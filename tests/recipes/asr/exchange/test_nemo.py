@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,26 @@ def test_shapes_must_be_those_of_the_network(tmp_path: Path) -> None:
     state["decoder.decoder_layers.0.bias"] = torch.zeros(29)
     with pytest.raises(WeightsDiffer, match="decoder.conv.bias is 29 instead of 5"):
         read_nemo(archive(tmp_path / "q.nemo", config(BLOCKS), saved(state)))
+
+
+def test_only_plain_numbers_are_weights(tmp_path: Path) -> None:
+    state = their_model().state_dict()
+    name = "decoder.decoder_layers.0.bias"
+    for tensor, said in (
+        (torch.zeros(1, dtype=torch.int8).expand(10**12), "is 1000000000000 instead of 5"),  # of which no copy is made
+        (state[name].to_sparse(), "is no plain tensor, but torch.sparse_coo"),
+        (state[name].to("meta"), "is no plain tensor, but on no device"),
+        (state[name].to(torch.complex64), "is no plain tensor, but torch.complex64"),
+        (state[name] * float("nan"), "holds values that are no numbers"),
+    ):
+        with pytest.raises(PacelineError, match=said):
+            read_nemo(archive(tmp_path / "q.nemo", config(BLOCKS), saved({**state, name: tensor})))
+    packed, plain = io.BytesIO(), zipfile.ZipFile(io.BytesIO(saved(state)))
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as bomb:
+        for each in plain.namelist():
+            bomb.writestr(each, bytes(2**24) if each.endswith("data/0") else plain.read(each))
+    with pytest.raises(NotANemoArchive, match="is compressed, and has 1[67],[0-9,]* bytes when it is unpacked"):
+        read_nemo(archive(tmp_path / "q.nemo", config(BLOCKS), packed.getvalue()))
 
 
 class Bomb:

@@ -13,6 +13,7 @@ import re
 import shutil
 import tarfile
 import tempfile
+import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ CONFIG = "model_config.yaml"
 WEIGHTS = "model_weights.ckpt"
 MAX_BYTES = {CONFIG: MAX_YAML_BYTES, WEIGHTS: 2**32}
 """Jasper 10x5 DR takes 1.3 GB."""
+MAX_OTHER_BYTES = 2**34
 MAX_MEMBERS = 10_000
 _NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 # Window, filters and transform of the front end, which ours computes itself, and the spectrogram augmentation.
@@ -71,10 +73,12 @@ def read_nemo(path: Path) -> tuple[NetworkSettings, dict[str, Tensor]]:
         raise WeightsDiffer(path, (*missing, *extra))
     # Counters matter to nobody here: batch norms with a momentum never read them.
     zeros = {name: torch.zeros((), dtype=torch.int64, device="cpu") for name in counters}
-    renamed = zeros | {
-        name: tensor.to(torch.int64 if name in counters else torch.float32) for name, tensor in renamed.items()
-    }
-    check_weights(network, renamed, path)
+    renamed = zeros | renamed
+    check_weights(network, renamed, path)  # before anything is copied: a view may say that it is larger than memory
+    renamed = {name: tensor.to(torch.int64 if name in counters else torch.float32) for name, tensor in renamed.items()}
+    for name, tensor in renamed.items():
+        if not torch.isfinite(tensor).all():
+            raise NotANemoArchive(path, f"{names[name]} in its {WEIGHTS} holds values that are no numbers")
     return network, renamed
 
 
@@ -169,11 +173,15 @@ def _read_members(path: Path, weights: IO[bytes], *, only_config: bool = False) 
     found: dict[str, bytes] = {}
     try:
         with tarfile.open(path, "r:*") as archive:
+            num_bytes = 0
             for number, member in enumerate(archive):
                 name = member.name.removeprefix("./")
                 if number >= MAX_MEMBERS:
                     raise NotANemoArchive(path, f"it holds more than {MAX_MEMBERS} files")
                 if name not in MAX_BYTES:
+                    num_bytes += member.size  # which are walked over, and unpacked where the whole is compressed
+                    if num_bytes > MAX_OTHER_BYTES:
+                        raise NotANemoArchive(path, f"it holds more than {MAX_OTHER_BYTES:,} bytes of other files")
                     continue
                 _check_member(path, member, name, is_second=name in found)
                 file = archive.extractfile(member)
@@ -215,7 +223,21 @@ def _read_config(path: Path, config: bytes) -> NetworkSettings:
         raise NotANemoArchive(path, f"{CONFIG} in it is not text") from None
 
 
+def _check_unpacked(path: Path, file: IO[bytes]) -> None:
+    """Refuse weights that are far larger than they look: torch stores them as they are, and others may compress."""
+    try:
+        with zipfile.ZipFile(file) as stored:
+            num_bytes = sum(member.file_size for member in stored.infolist())
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+        num_bytes = 0  # in torch's format before 1.6, or damaged, which its loader says
+    file.seek(0, 2)
+    if num_bytes > 2 * file.tell():
+        raise NotANemoArchive(path, f"{WEIGHTS} in it is compressed, and has {num_bytes:,} bytes when it is unpacked")
+    file.seek(0)
+
+
 def _read_weights(path: Path, file: IO[bytes]) -> dict[str, Tensor]:
+    _check_unpacked(path, file)
     try:
         weights: Any = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged or hostile file can fail in any way
@@ -223,4 +245,9 @@ def _read_weights(path: Path, file: IO[bytes]) -> dict[str, Tensor]:
         raise NotANemoArchive(path, f"{WEIGHTS} in it cannot be read as tensors only: {reason}") from None
     if not isinstance(weights, Mapping) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
         raise NotANemoArchive(path, f"{WEIGHTS} in it does not hold tensors by name")
+    for name, tensor in weights.items():
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_complex():
+            kind = "quantized" if tensor.is_quantized else "on no device" if tensor.is_meta else str(tensor.layout)
+            kind = str(tensor.dtype) if tensor.is_complex() else kind
+            raise NotANemoArchive(path, f"{name} in its {WEIGHTS} is no plain tensor, but {kind}")
     return {str(name): tensor for name, tensor in weights.items()}

@@ -48,7 +48,7 @@ class FeatureSettings(Section):
     """Mel filters, the features per frame."""
     window_s: Annotated[float, Field(gt=0, le=10)] = 0.02
     """Seconds that a frame looks at."""
-    stride_s: PositiveFloat = 0.01
+    stride_s: Annotated[float, Field(gt=0, le=10)] = 0.01
     """Seconds from frame to frame."""
     n_fft: Annotated[int, Field(gt=0, le=2**20)] | None = None
     """Points of the Fourier transform; the next power of two of the window if not set."""
