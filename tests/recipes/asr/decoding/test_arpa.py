@@ -65,6 +65,16 @@ def test_broken_lines_are_named(tmp_path: Path, before: str, after: str, line: i
     assert "paceline lm" in caught.value.hint
 
 
+def test_spaces_of_unicode_part_no_words_and_a_mark_is_no_word(tmp_path: Path) -> None:
+    """A no-break space is a part of a word for KenLM, also before what looks like a back-off weight."""
+    text = "\ufeff" + models.ARPA.replace("ab", "a\u00a05")
+    assert read_arpa(models.written(tmp_path, text)).words[:6] == [
+        word.replace("ab", "a\u00a05") for word in read_arpa(models.written(tmp_path)).words[:6]
+    ]
+    with pytest.raises(BrokenArpa, match="a model without words"):
+        read_arpa(models.written(tmp_path, "\\data\\\nngram 1=0\n\n\\1-grams:\n\n\\end\\\n"))
+
+
 def test_files_that_are_none(tmp_path: Path) -> None:
     text, bytes_, packed = tmp_path / "a.txt", tmp_path / "b.bin", tmp_path / "c.gz"
     text.write_text("once upon a time\n")

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.recipes.asr.decoding.arpa import read_arpa
-from paceline.recipes.asr.decoding.decoder import BeamDecoder
+from paceline.recipes.asr.decoding.decoder import BeamDecoder, WrongBeam
 from paceline.recipes.asr.decoding.limits import WrongOutputs
 from paceline.recipes.asr.decoding.native import NativeSearch, why_not
 from paceline.recipes.asr.text.pieces import Pieces
@@ -194,3 +195,19 @@ def test_the_compiled_search_writes_no_more_labels_than_it_has_room_for() -> Non
         search.texts(torch.zeros(2, 20, 5001), [20, 20])
     few = decoder("C", Pieces(labels.symbols[:151]))
     assert len(few.texts(torch.zeros(1, 3, 152).log_softmax(-1).bfloat16(), [3])) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"beam_width": 2.5},
+        {"beam_width": 10**9},
+        {"lm_weight": "heavy"},
+        {"hotwords": [None]},
+        {"hotwords": ["ab" * 5000]},
+        {"hotword_weight": float("inf")},
+    ],
+)
+def test_arguments_that_no_search_has(wrong: dict[str, Any]) -> None:
+    with pytest.raises(WrongBeam, match=f"`{next(iter(wrong))}` is "):
+        BeamDecoder(Pieces((" ", "a", "b")), **wrong)

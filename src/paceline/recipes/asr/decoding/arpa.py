@@ -23,6 +23,7 @@ _COUNT: Final = re.compile(r"ngram\s+(\d{1,9})\s*=\s*(\d+)")
 _MOST_DIGITS: Final = 18
 """Of a count; those that have more are no 64-bit numbers."""
 _SECTION: Final = re.compile(r"\\(\d+)-grams:")
+_SPACES: Final = re.compile(r"[ \t\r\n]+")
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 
 
@@ -108,7 +109,7 @@ def _opened(path: Path) -> Iterator[TextIO]:
         with path.open("rb") as raw:
             is_packed = raw.read(2) == _GZIP_MAGIC
         opener = gzip.open if is_packed else open
-        with opener(path, "rt", encoding="utf-8", newline="\n") as file:
+        with opener(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             yield file
     except UnicodeDecodeError as error:
         raise NoLanguageModel(path, phrase("it is not UTF-8 ({error})", error=error.reason)) from None
@@ -156,6 +157,8 @@ def _read_counts(lines: _Lines) -> list[int]:
         line = lines.next_filled()
     if not counts or line != "\\1-grams:":
         raise lines.broken(phrase("`ngram 1=...` or `\\1-grams:` expected"))
+    if not counts[0]:
+        raise lines.broken(phrase("a model without words: `ngram 1=0`"))
     if len(counts) > MAX_ORDER:
         raise lines.broken(phrase("n-grams of more than {most} words are not read", most=MAX_ORDER))
     return counts
@@ -165,12 +168,17 @@ def _read_level(lines: _Lines, order: int, count: int, words: dict[str, int]) ->
     if order > 1 and lines.next_filled() != f"\\{order}-grams:":
         raise lines.broken(phrase("`\\{order}-grams:` expected: more n-grams are there than announced", order=order))
     begin = lines.number
-    rows = [line.split() for line in islice(lines.file, count)]
+    rows = list(map(_split, islice(lines.file, count)))
     lines.number += len(rows)
     level = _converted(rows, order, count, words)
     if level is None:
         raise _first_broken(lines, rows, begin, order, count, words)
     return level
+
+
+def _split(line: str) -> list[str]:
+    """Return the fields of a line; spaces of Unicode belong to words, as KenLM has it."""
+    return line.split() if line.isascii() else [field for field in _SPACES.split(line) if field]
 
 
 def _converted(rows: list[list[str]], order: int, count: int, words: dict[str, int]) -> Level | None:

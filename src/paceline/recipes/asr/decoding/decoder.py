@@ -58,11 +58,16 @@ class HotwordUnspelled(PacelineError):
     hint = "spell it as transcripts do: in their case, numbers as words"
 
 
+MOST_HYPOTHESES = 10_000
+MOST_CHARACTERS = 1000
+"""Of a hot word: all of its beginnings are kept."""
+
+
 class WrongBeam(PacelineError):
     """Numbers with which nothing can be searched."""
 
     name: str
-    value: float
+    value: Any
     why: str
     sentence = "`{name}` is {value}: {why}"
     hint = "the defaults are beam_width 16, lm_weight 0.5, word_bonus 1.5, hotword_weight 10"
@@ -162,10 +167,18 @@ class BeamDecoder:
     ) -> None:
         numbers = {"lm_weight": lm_weight, "word_bonus": word_bonus, "hotword_weight": hotword_weight}
         for name, value in numbers.items():
-            if not np.isfinite(value):
+            if not isinstance(value, int | float | np.number) or not np.isfinite(value):
                 raise WrongBeam(name, value, phrase("it must be a number"))
+        if not isinstance(beam_width, int | np.integer) or beam_width > MOST_HYPOTHESES:
+            why = phrase("it must be a whole number, up to {most:,}", most=MOST_HYPOTHESES)
+            raise WrongBeam("beam_width", beam_width, why)
         if beam_width < 1:
             raise WrongBeam("beam_width", beam_width, phrase("at least one hypothesis must be kept"))
+        for word in hotwords:
+            if not isinstance(word, str) or len(word) > MOST_CHARACTERS:
+                shown = word[:20] + "..." if isinstance(word, str) else word
+                why = phrase("a hot word is a text of up to {most:,} characters", most=MOST_CHARACTERS)
+                raise WrongBeam("hotwords", repr(shown), why)
         self.labels = labels
         self.model = load_language_model(lm) if isinstance(lm, str | Path) else lm
         where = str(lm) if isinstance(lm, str | Path) else "the language model"
