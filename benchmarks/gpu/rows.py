@@ -68,7 +68,7 @@ EPOCHS = "end_to_end.py epochs --level auto --epochs 20"
 PERTURBED = "--speed-range 0.9 1.1 --gain-db -6 6"
 DRY_STEP = "--device cpu --network small --batches 2 --frames 160 --labels 8 --steps 1"
 DRY_EPOCHS = "end_to_end.py epochs --device cpu --level 0 --network small --batch 2 --utterances 6 --epochs 2"
-DRY_TRANSLATION = "translation.py --device cpu --size tiny --budgets 400 --vocabulary 500"
+DRY_TRANSLATION = "translation.py --device cpu --size tiny --budgets 300 --batches 1 --vocabulary 100"
 DRY_CONFORMER = (
     "conformer.py --device cpu --networks fastconformer-s --layers 1 --batches 2 --frames 96 --subwords 2 --steps 1"
 )
@@ -209,13 +209,19 @@ JOBS = (
         "conformer-epochs", 21, "FastConformer: the whole run at 95 % of the bare step",
         "end_to_end.py epochs --network fastconformer-m --level auto --batch 64 --utterances 2048 --epochs 10"
         " --labels-per-s 4 --packed {packed}/noise-4-letters.h5", 55, 100,
-        "end_to_end.py epochs --device cpu --level 0 --network fastconformer-s --batch 2 --utterances 4 --epochs 2"
+        "end_to_end.py epochs --device cpu --level 0 --network fastconformer-s --batch 2 --utterances 2 --epochs 2"
         " --labels-per-s 4",
     ),
     Job(
         "speech-quality", 21, "FastConformer with BPE beats QuartzNet for the same GPU seconds, with a p-value",
         "speech_quality.py {data} {out} --seconds 105", 340, 440,
         "speech_quality.py {data} {out} --seconds 1 --seeds 1 2 --device cpu",
+        data=("mini-librispeech", "librispeech"),
+    ),
+    Job(
+        "speech-quality-tuned", 21, "the same, learning rates of both found by three trials each",
+        "speech_quality.py {data} {out} --seconds 90 --trials 3", 395, 470,
+        "speech_quality.py {data} {out} --seconds 1 --seeds 1 2 --trials 2 --device cpu",
         data=("mini-librispeech", "librispeech"),
     ),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/translation.py [--json] [--budgets 25000 100000] [--only bf16 O4] [--size big] [--profile]
         [--compile-only]
-    python benchmarks/gpu/translation.py --device cpu --size tiny --budgets 400 --vocabulary 500 --only bf16 O0 O2
+    python benchmarks/gpu/translation.py --device cpu --size tiny --budgets 300 --batches 1 --vocabulary 100    dry run
 
 A step is forward, cross-entropy with smoothed labels, backward and fused AdamW on a batch of so many source and target
 tokens, padding counted. Lengths are spread as in newspapers (log-normal, 27 words on average, targets 0.8 to 1.3 of
@@ -85,14 +85,14 @@ def spread(number: int, dice: np.random.Generator) -> tuple[np.ndarray, np.ndarr
     return source, target
 
 
-def cut(budget: int, *, is_sorted: bool, seed: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def cut(budget: int, number: int, *, is_sorted: bool, seed: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield lengths of batches: of like lengths within the budget, or as many sentences as are in it on average."""
     dice = np.random.default_rng(seed)
     source, target = spread(max(64, NUM_BATCHES * budget // 20), dice)
     if not is_sorted:
         each = max(1, budget // int(source.max() + target.max()))
-        for number in range(NUM_BATCHES):
-            part = slice(number * each, (number + 1) * each)
+        for place in range(number):
+            part = slice(place * each, (place + 1) * each)
             yield source[part], target[part]
         return
     order = np.argsort(np.maximum(source, target), kind="stable")
@@ -102,14 +102,16 @@ def cut(budget: int, *, is_sorted: bool, seed: int = 0) -> Iterator[tuple[np.nda
         if end == len(order) or len(part) * (source[part].max() + target[part].max()) > budget:
             batches.append(order[first:end])
             first = end
-    for number in dice.permutation(len(batches))[:NUM_BATCHES]:
-        yield source[batches[number]], target[batches[number]]
+    for place in dice.permutation(len(batches))[:number]:
+        yield source[batches[place]], target[batches[place]]
 
 
-def make_batches(budget: int, vocabulary: int, device: str, *, is_sorted: bool, multiple: int) -> list[Sentences]:
+def make_batches(
+    budget: int, number: int, vocabulary: int, device: str, *, is_sorted: bool, multiple: int
+) -> list[Sentences]:
     dice = torch.Generator().manual_seed(1)
     made = []
-    for source, target in cut(budget, is_sorted=is_sorted):
+    for source, target in cut(budget, number, is_sorted=is_sorted):
         longest = [-(-int(each.max()) // multiple) * multiple for each in (source, target)]
         rows = [torch.randint(END + 5, vocabulary, (len(source), length), generator=dice) for length in longest]
         for ids, lengths in zip(rows, (source, target), strict=True):
@@ -307,7 +309,7 @@ def _part_of(kernel: str) -> str | None:
 def measure(name: str, shape: Shape, options: Any, budget: int) -> list[Row]:
     device, vocabulary = options.device, options.vocabulary
     multiple = 1 if name in ("bf16", "hf", "head") else 8
-    batches = make_batches(budget, vocabulary, device, is_sorted=name != "hf", multiple=multiple)
+    batches = make_batches(budget, options.batches, vocabulary, device, is_sorted=name != "hf", multiple=multiple)
     tokens = sum(each.num_tokens for each in batches)
     case = f"{'-' if name.startswith('O') else ''}{name}, {budget:,} padded tokens"
     way, began = "", time.perf_counter()
@@ -350,6 +352,7 @@ def main() -> None:
     arguments.add_argument("--size", default="base", choices=["tiny", "small", "base", "big"])
     arguments.add_argument("--vocabulary", type=int, default=32_768)
     arguments.add_argument("--budgets", type=int, nargs="+", default=[25_000, 100_000])
+    arguments.add_argument("--batches", type=int, default=NUM_BATCHES, help="different ones, one after the other")
     arguments.add_argument("--only", nargs="+", default=[*PLAIN, *OURS])
     add_device(arguments)
     arguments.add_argument("--ways", nargs="+", default=[], choices=["scores", "packed", "added_norm"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import importlib.util
 import json
@@ -123,13 +124,28 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_dry_run_keeps_what_each_job_printed(tmp_path: Path) -> None:
-    out = dry_run(tmp_path, "translation-big")
-    log = (tmp_path / "out" / "translation-big.log").read_text(encoding="utf-8")
-    assert "dry run on a CPU: no figures" in log
-    assert "-O2+kernels+graphs, 400 padded tokens" in log
-    assert "translation-big ended with 0" in out
-    assert "what ran" in out
+def test_a_job_over_its_bound_is_ended_and_what_it_printed_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "import time; print(7, flush=True); time.sleep(60)"
+    slow = rows.Job("slow", 1, "", f"python -c {shlex.quote(code)}", 1, 2)
+    quick = rows.Job("quick", 1, "", "python -c 'import sys; print(8); sys.exit(3)'", 1, 20)
+    late = rows.Job("late", 1, "", "python -c 'print(9)'", 500, 550)
+    options = argparse.Namespace(
+        device="cuda", data=None, out=tmp_path / "out", caches=tmp_path / "caches", budget_s=100.0
+    )
+    runner = rows.Runner(options)
+    done = {each.job.name: each for each in runner.run([slow, late, quick], 2)}
+    assert set(done) == {"slow", "quick"}
+    assert done["slow"].is_cut
+    assert done["slow"].lines == ["7"]
+    assert done["quick"].code == 3
+    assert (tmp_path / "out" / "quick.log").read_text(encoding="utf-8") == "8\n"
+    rows.show_summary(list(done.values()), runner)
+    printed = capsys.readouterr().out
+    assert "slow was ended at its limit" in printed
+    assert "late was not begun: it takes 500 s" in printed
+    assert "what ran" in printed
 
 
 @pytest.mark.long
