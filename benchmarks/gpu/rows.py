@@ -384,8 +384,9 @@ class Runner:
 
     def _read(self, running: Running) -> None:
         assert running.process.stdout is not None
-        with running.out.with_name(f"{running.out.name}.log").open("w", encoding="utf-8") as log:
-            for line in running.process.stdout:
+        path = running.out.with_name(f"{running.out.name}.log")
+        with running.process.stdout as lines, path.open("w", encoding="utf-8") as log:
+            for line in lines:
                 log.write(line)
                 log.flush()
                 if line.strip():
