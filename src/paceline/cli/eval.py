@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from pydantic import ValidationError, create_model
 
 from paceline.cli.procs import check_procs
-from paceline.config.command_line import Typed, read_words
+from paceline.config import messages
+from paceline.config.command_line import Typed, dashed, read_words
 from paceline.config.load import load
+from paceline.config.parse import Given
 from paceline.config.plugin_name import RECORDED
+from paceline.config.problems import WORDS, SettingsInvalid
 from paceline.config.settings import Positive, Section, TrainConfig
 from paceline.core.cloud.address import Place, local_path, shown
 from paceline.core.cloud.run_copy import bring_run
 from paceline.core.errors import PacelineError
 from paceline.core.language import phrase, said
+from paceline.core.paths import near
 from paceline.core.plugins import are_enabled
 from paceline.core.plugins import names as plugin_names
 from paceline.core.run_folder import BrokenRecord, RunRecord, read_record
@@ -250,7 +254,8 @@ def open_run(
     record = read_run(options.run)
     task = task_of(options.run, options.task, record)
     values = {**record.settings, "device": options.device, **changes}
-    values |= {name: getattr(options, name) for name in options.model_fields_set & set(task.Use.model_fields)}
+    typed = {name: getattr(options, name) for name in options.model_fields_set & set(task.Use.model_fields)}
+    values |= typed
     for name, manifest in manifests.items():
         if manifest and name not in task.Settings.model_fields:
             raise NoManifests(str(record.task))
@@ -260,8 +265,26 @@ def open_run(
     for name in ("eval_batch", "limit_batches"):
         if getattr(options, name) is not None:
             values[name] = getattr(options, name)
-    config = settings_of(task, options.run, values)
+    try:
+        config = settings_of(task, options.run, values)
+    except SettingsOutdated as outdated:
+        settings_of(task, options.run, record.settings)  # raises where the run itself is the reason
+        raise _wrong_options(task, typed, outdated.error, f"paceline {changes['mode']}") from outdated
     return task, config, from_settings(config)
+
+
+def _wrong_options(task: Task, typed: Mapping[str, Any], error: ValidationError, prog: str) -> SettingsInvalid:
+    """Return the mistake of options that do not go together, or not with the settings of the run."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, tuple):
+            return ",".join(map(text, value))
+        return near(str(value))
+
+    given = {name: Given(value, dashed(name), text(value), (WORDS, 0)) for name, value in typed.items()}
+    by_field = messages.problems(error, task.Settings, given)
+    problems = [*by_field.values(), *messages.across(error, task.Settings, given, set(by_field))]
+    return SettingsInvalid(problems, prog)
 
 
 def task_of(run: Path, spec_now: str | None, record: RunRecord) -> Task:

@@ -80,6 +80,13 @@ def test_standard_input(run: Path, capsys: pytest.CaptureFixture[str], monkeypat
     assert capsys.readouterr().out.splitlines() == load(run).translate(["two one", "six"], beam=1, output_ratio=1.0)
 
 
+def test_options_that_do_not_go_together(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(run), "--val-source", "a.en,b.en"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --val-source a.en,b.en: --val-source and --val-target need as many files each")
+    assert "`paceline eval --help` lists all options" in said
+
+
 def test_export_is_the_model(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(run), str(tmp_path / "model"), "--checkpoint", "last"]) == 0
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [

@@ -154,3 +154,15 @@ def test_settings() -> None:
     assert TranslationSettings(**known, monitor="val/loss").monitor_mode == "min"
     assert TranslationSettings(**known, warmup_ratio=0.1).warmup_steps == 0
     assert json.loads(settings.model_dump_json())["train_source"][0].endswith("/a")
+
+
+def test_settings_without_effect_are_said() -> None:
+    known = {"train_source": ["a"], "train_target": ["b"], "epochs": 1}
+    assert list(TranslationSettings(**known, heads=8, vocabulary=500).idle()) == []
+    lines = list(
+        TranslationSettings(**known, model="lstm", heads=8, norm="post", tokenizer="run", tokens="words").idle()
+    )
+    assert lines == [
+        "`heads` and `norm` have no effect: `--model lstm` has no such part",
+        "`tokens` has no effect: units are those of `--tokenizer`",
+    ]

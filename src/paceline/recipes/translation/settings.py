@@ -35,6 +35,8 @@ _SHAPED = (
     "attention_dropout",
     "activation_dropout",
 )
+_OF_TRANSFORMERS = ("ffn_width", "heads", "norm", "attention_dropout", "activation_dropout")
+_OF_UNITS = ("tokens", "vocabulary", "lowercase")
 
 
 class TextSettings(Section):
@@ -155,7 +157,7 @@ class TranslationSettings(TextSettings, ModelSettings, UseSettings, TrainConfig)
             "hardware",
             "Packed batches never have the same shape twice, so that a compiler would compile each; a recurrent layer "
             "has a step for each position, and needs rows.",
-            "`packed` is for a Transformer that is not compiled: leave it out, or set `level` 2",
+            "`packed` is for a Transformer that is not compiled: leave it out, or `model` lstm or `level` 3",
             lambda s: s.packed and (s.level == 3 or s.model == "lstm"),
         ),
     )
@@ -213,3 +215,15 @@ class TranslationSettings(TextSettings, ModelSettings, UseSettings, TrainConfig)
         shape = self.shape
         if shape.kind == "transformer" and shape.width % shape.heads:
             yield f"`heads` {shape.heads} do not divide `width` {shape.width}: heads share the width evenly"
+
+    def idle(self) -> Iterator[str]:
+        """Yield a line for settings that were changed and have no effect in this run."""
+        reasons = (
+            (self.model == "lstm", _OF_TRANSFORMERS, "`--model lstm` has no such part"),
+            (self.tokenizer is not None, _OF_UNITS, "units are those of `--tokenizer`"),
+        )
+        for applies, names, reason in reasons:
+            changed = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+            if applies and changed:
+                words = " and ".join(f"`{name}`" for name in changed)
+                yield f"{words} {'has' if len(changed) == 1 else 'have'} no effect: {reason}"

@@ -82,6 +82,8 @@ class Translation(Task):
 
     def train_data(self) -> Pairs:
         self._store_vocabulary()
+        for line in self.settings.idle():
+            self.say(line)
         return self._texts.train(self.vocabulary)
 
     def val_data(self) -> Mapping[str, Pairs]:
