@@ -398,6 +398,10 @@ def distance(one: NDArray[np.float64], others: list[NDArray[np.float64]]) -> flo
     return float(np.mean(np.abs(one - mean) / mean))
 
 
+def _name(level: int | str) -> str:
+    return f"-O{level}" if isinstance(level, int) else level
+
+
 def curve(options: Any) -> list[Row]:
     plain_level = 2 if options.device == "cuda" else 0  # not every CPU has bf16
     ways = [(options.level, 0), *((plain_level, seed) for seed in SEEDS)]
@@ -409,7 +413,7 @@ def curve(options: Any) -> list[Row]:
         log = (Path(folder) / f"run0-level{options.level}-seed0.log").read_text().splitlines()
         print("\n".join(line for line in log if line.startswith(("-O4", "auto is", "CUDA graphs"))), flush=True)
     curves = {
-        f"{'ours' if not number else 'plain'}, -O{level} seed {seed}": values
+        f"{'plain' if number else 'ours'}, {_name(level)} seed {seed}": values
         for number, ((level, seed), values) in enumerate(zip(ways, found, strict=True))
     }
     with options.csv.open("w", newline="") as file:
@@ -423,14 +427,14 @@ def curve(options: Any) -> list[Row]:
     inside = float(np.mean((ours >= low) & (ours <= high)))
     verdict = "within" if ours_off <= spread else "outside"
     print(
-        f"-O{options.level} is {100 * ours_off:.2f}% off the mean of three seeds, one of them {100 * spread:.2f}% off"
-        f" the others': {verdict} their spread; {100 * inside:.0f}% of {len(ours)} windows lie in between",
+        f"{_name(options.level)} is {100 * ours_off:.2f}% off the mean of three seeds, one of them "
+        f"{100 * spread:.2f}% off the others': {verdict} their spread; {100 * inside:.0f}% of {len(ours)} windows lie in between",
         flush=True,
     )
     last = [round(float(each[-1]), 2) for each in (ours, *plain)]
     print("window means, ours and the three: last", last, flush=True)
     return [
-        Row(f"-O{options.level}", "distance", 100 * ours_off, "%", f"-O{plain_level} seeds", ours_off / spread),
+        Row(_name(options.level), "distance", 100 * ours_off, "%", f"-O{plain_level} seeds", ours_off / spread),
         Row(f"-O{plain_level} seeds", "distance", 100 * spread, "%"),
     ]
 

@@ -118,7 +118,8 @@ JOBS = (
     ),
     Job(
         "curve", 16, "500 steps of real speech within the spread of three seeds",
-        "end_to_end.py curve --data {data}/librispeech --batch 8 --steps 500 --lr 0.005 --csv {out}/curve.csv", 80, 150,
+        "end_to_end.py curve --data {data}/librispeech --level auto --batch 8 --steps 500 --lr 0.005"
+        " --csv {out}/curve.csv", 140, 240,
         "end_to_end.py curve --data {data}/librispeech --batch 2 --steps 2 --device cpu --level 0 --network small"
         " --csv {out}/curve.csv",
         is_timing=False, cores=4, data=("librispeech",),
