@@ -428,7 +428,8 @@ def curve(options: Any) -> list[Row]:
     verdict = "within" if ours_off <= spread else "outside"
     print(
         f"{_name(options.level)} is {100 * ours_off:.2f}% off the mean of three seeds, one of them "
-        f"{100 * spread:.2f}% off the others': {verdict} their spread; {100 * inside:.0f}% of {len(ours)} windows lie in between",
+        f"{100 * spread:.2f}% off the others': {verdict} their spread; "
+        f"{100 * inside:.0f}% of {len(ours)} windows lie in between",
         flush=True,
     )
     last = [round(float(each[-1]), 2) for each in (ours, *plain)]
