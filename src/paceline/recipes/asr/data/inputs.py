@@ -23,6 +23,7 @@ from paceline.recipes.asr.text.labels import EncodedTexts
 
 THREADS = 8
 SKIP_HINT = "mend them, leave them out, or add `--bad-data skip`"
+NOTHING_LEFT = "without them nothing is left: give audio files, folders of them, manifests, or `-` for live audio"
 
 
 class NothingToHear(PacelineError):
@@ -82,7 +83,7 @@ def open_inputs(
     ]
     parts = [part for part in parts if len(part)]
     if problems.total and (not skip_bad or not parts):
-        raise InputsUnreadable(problems.listed, problems.total, SKIP_HINT if parts else "without them nothing is left")
+        raise InputsUnreadable(problems.listed, problems.total, SKIP_HINT if parts else NOTHING_LEFT)
     for problem in problems.listed:
         say(f"skipped {problem}")
     manifest = Manifest.concat(parts)
