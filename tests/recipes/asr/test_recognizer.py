@@ -131,6 +131,17 @@ def test_choices_that_cannot_be(
     assert hint in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [({"chunk_s": 0}, "above 0"), ({"lookahead_s": -1.0}, "at least 0"), ({"norm": "file"}, "running, window")],
+)
+def test_streams_that_would_stand_still(recognizer: Recognizer, given: dict[str, Any], hint: str) -> None:
+    ((name, value),) = given.items()
+    with pytest.raises(NoSuchChoice, match=f"`{name}` is {value!r}") as caught:
+        recognizer.stream(**given)
+    assert hint in caught.value.hint
+
+
 def test_beam(folder: Path) -> None:
     found = paceline.asr.load(folder / "run", device="cpu", decoder="beam", beam_width=8).transcribe(paths(folder))
     config = tiny.settings(folder, mode="infer", **tiny.LEARN, decoder="beam", beam_width=8)

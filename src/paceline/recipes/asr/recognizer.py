@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -52,7 +53,7 @@ class NotAudio(PacelineError):
 
 
 class NoSuchChoice(PacelineError):
-    """An argument of `load` that cannot be."""
+    """An argument of `load`, or of a recogniser, that cannot be."""
 
     what: str
     advice: str
@@ -63,6 +64,14 @@ class NoSuchChoice(PacelineError):
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise NoSuchChoice(f"`{name}` is {value!r}", f"choose one of {', '.join(choices)}")
+
+
+def _check_seconds(*, above_0: Mapping[str, float], others: Mapping[str, float]) -> None:
+    """Raise where a window or stream would stand still: some times must be above 0, the others at least 0."""
+    for name, value in {**above_0, **others}.items():
+        if not (value > 0 or (value == 0 and name in others)) or value == math.inf:
+            advice = "give seconds, at least 0" if name in others else "give seconds, above 0"
+            raise NoSuchChoice(f"`{name}` is {value}", advice)
 
 
 def load(
@@ -173,6 +182,8 @@ class Recognizer:
         Silence at its ends is cut off where the network's `trim_silence` says so; times count from its beginning.
         """
         self._check_greedy(str(path))
+        _check_seconds(above_0={"window_s": window_s}, others={"overlap_s": overlap_s, "pause_s": pause_s})
+        _check_choice("norm", norm, get_args(Norm))
         trims = self.network.trims(is_training=False)
         return transcribe_long(self.model, self.labels, Path(path), Windows(window_s, overlap_s, norm, pause_s, trims))
 
@@ -189,6 +200,9 @@ class Recognizer:
         so far, `finish()` the whole text. Silence is never cut off: where a stream ends, and what its loudest part
         is, nobody knows."""
         self._check_greedy("a stream")
+        others = {"lookahead_s": lookahead_s, "overlap_s": overlap_s, "pause_s": pause_s}
+        _check_seconds(above_0={"chunk_s": chunk_s}, others=others)
+        _check_choice("norm", norm, ("running", "window"))
         return Listener(
             self.model, self.labels, step_s=chunk_s, left_s=overlap_s, right_s=lookahead_s, pause_s=pause_s, norm=norm
         )
