@@ -15,7 +15,8 @@ import paceline.recipes.asr.recognizer as recognizer_module
 from paceline.core.errors import PacelineError
 from paceline.recipes.asr.data.inputs import InputsUnreadable
 from paceline.recipes.asr.exchange.export import write_export
-from paceline.recipes.asr.recognizer import NoSuchChoice, NotAudio, NotSpeech, Recognizer, _batches
+from paceline.recipes.asr.recognizer import NoSuchChoice, NotSpeech, Recognizer, _batches
+from paceline.recipes.asr.sound.arrays import NotAudio
 from paceline.train import apply
 from tests.recipes.asr import tiny
 from tests.train.small import SmallTask, alone, trainer

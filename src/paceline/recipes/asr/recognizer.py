@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,6 +22,7 @@ from paceline.recipes.asr.decoding.decoder import BeamDecoder, GreedyDecoder, Hy
 from paceline.recipes.asr.exchange.weights import read_model
 from paceline.recipes.asr.network.config import NetworkSettings, read_network
 from paceline.recipes.asr.network.model import AcousticModel
+from paceline.recipes.asr.sound.arrays import NoRecording, as_array, as_samples
 from paceline.recipes.asr.streaming.use import LongText, StreamsAreGreedy, Windows, transcribe_long
 from paceline.recipes.asr.streaming.windows import PAUSE_S, Listener, Norm
 from paceline.recipes.asr.text.pieces import Pieces
@@ -41,15 +42,6 @@ class NotSpeech(PacelineError):
     task: str
     sentence = "{path} is a run of the task {task}, not of speech recognition"
     hint = "give a run of `paceline train asr`, a folder of `paceline export`, or a .nemo archive"
-
-
-class NotAudio(PacelineError):
-    """An array that cannot be a recording."""
-
-    array: NDArray[Any]
-    why: str = "is no audio"
-    sentence = "an array of {array.dtype} with shape {array.shape} {why}"
-    hint = "give int16 samples, or floats between -1 and 1, of one channel at the model's `sample_rate`"
 
 
 class NoSuchChoice(PacelineError):
@@ -164,7 +156,7 @@ class Recognizer:
 
     def _outputs(self, audio: Audio | Sequence[Audio]) -> Iterator[tuple[list[int], Tensor, list[int]]]:
         """Yield places of recordings, log-probabilities of their labels, and their lengths in frames."""
-        given = [each if isinstance(each, np.ndarray) else Path(each) for each in _listed(audio)]
+        given = _listed(audio)
         for batch in _batches(self._lengths(given), int(BATCH_SECONDS * self.sample_rate)):
             yield batch, *self._listen([self._samples(given[place]) for place in batch])
 
@@ -196,9 +188,9 @@ class Recognizer:
         pause_s: float = PAUSE_S,
         norm: Literal["running", "window"] = "running",
     ) -> Listener:
-        """Return an object that hears audio as it comes: `feed(samples)` (16 bits, at `sample_rate`) returns the text
-        so far, `finish()` the whole text. Silence is never cut off: where a stream ends, and what its loudest part
-        is, nobody knows."""
+        """Return an object that hears audio as it comes: `feed(samples)` (int16 or floats, at `sample_rate`) returns
+        the text so far, `finish()` the whole text. Silence is never cut off: where a stream ends, and what its loudest
+        part is, nobody knows."""
         self._check_greedy("a stream")
         others = {"lookahead_s": lookahead_s, "overlap_s": overlap_s, "pause_s": pause_s}
         _check_seconds(above_0={"chunk_s": chunk_s}, others=others)
@@ -218,9 +210,6 @@ class Recognizer:
         if bad:
             raise InputsUnreadable(bad, len(bad), "mend them or leave them out")
         seconds = {path: found.seconds for path, found in measured.items() if isinstance(found, AudioFacts)}
-        for each in given:
-            if isinstance(each, np.ndarray):
-                _check_array(each)
         return [round(seconds[each] * self.sample_rate) if isinstance(each, Path) else len(each) for each in given]
 
     def _samples(self, audio: Path | NDArray[Any]) -> NDArray[np.int16]:
@@ -230,10 +219,7 @@ class Recognizer:
     def _read(self, audio: Path | NDArray[Any]) -> NDArray[np.int16]:
         if isinstance(audio, Path):
             return read_audio(audio, sample_rate=self.sample_rate)
-        if audio.dtype == np.int16:
-            return audio
-        # In double precision: in half precision full scale has no number.
-        return np.clip(np.rint(audio.astype(np.float64) * 32768.0), -32768, 32767).astype(np.int16)
+        return as_samples(audio)
 
     def _listen(self, audio: list[NDArray[np.int16]]) -> tuple[Tensor, list[int]]:
         device = next(self.model.parameters()).device
@@ -244,15 +230,18 @@ class Recognizer:
         return log_probs, [self.model.output_length(number) for number in padded["num_samples"]]
 
 
-def _listed(audio: Audio | Sequence[Audio]) -> list[Audio]:
-    return [audio] if isinstance(audio, str | Path | np.ndarray) else list(audio)
+def _listed(audio: Any) -> list[Path | NDArray[Any]]:
+    """Return files and arrays, of one of them or of several."""
+    is_one = isinstance(audio, str | Path | np.ndarray | Tensor) or not isinstance(audio, Iterable)
+    return [_one(each) for each in ([audio] if is_one else audio)]
 
 
-def _check_array(array: NDArray[Any]) -> None:
-    if array.ndim != 1 or (array.dtype != np.int16 and array.dtype.kind != "f"):
-        raise NotAudio(array)
-    if array.dtype != np.int16 and not np.isfinite(array).all():
-        raise NotAudio(array, "holds values that are no numbers")
+def _one(audio: Any) -> Path | NDArray[Any]:
+    if isinstance(audio, np.ndarray | Tensor):
+        return as_array(audio)
+    if not isinstance(audio, str | Path):
+        raise NoRecording(type(audio).__name__)
+    return Path(audio)
 
 
 def _batches(lengths: Sequence[int], most: int) -> list[list[int]]:

@@ -23,7 +23,8 @@ from paceline.cli.main import main
 from paceline.data.audio.trim import Loudness, bounds
 from paceline.recipes.asr.network.config import read_network
 from paceline.recipes.asr.network.model import AcousticModel
-from paceline.recipes.asr.recognizer import Recognizer
+from paceline.recipes.asr.recognizer import NoSuchChoice, Recognizer
+from paceline.recipes.asr.sound.arrays import NoRecording, NotAudio
 from paceline.recipes.asr.sound.features import FeatureSettings, LogMel
 from paceline.recipes.asr.streaming.sound import NotPcm, pipe_blocks
 from paceline.recipes.asr.streaming.use import Windows, file_statistics, infer_live, transcribe_long
@@ -166,6 +167,29 @@ def test_nothing_and_little(recognizer: Recognizer) -> None:
         listener = recognizer.stream()
         listener.feed(np.zeros(number, np.int16))
         assert listener.finish() == ""
+
+
+def test_streams_take_what_whole_recordings_are_given_as(folder: Path, recognizer: Recognizer) -> None:
+    samples = samples_of(folder)[: 4 * RATE]
+    texts = set()
+    for audio in (samples, samples / 32768, torch.from_numpy(samples)):
+        listener = recognizer.stream()
+        listener.feed(audio)
+        texts.add(listener.finish())
+        assert recognizer.transcribe(audio) == recognizer.transcribe([samples])
+    assert len(texts) == 1
+    for wrong in (samples[None], samples.astype(np.int32), samples * np.nan, [1, 2], None):
+        with pytest.raises((NotAudio, NoRecording)):
+            recognizer.stream().feed(wrong)  # type: ignore[arg-type]
+        with pytest.raises((NotAudio, NoRecording)):
+            recognizer.transcribe(wrong)  # type: ignore[arg-type]
+    for lengths in ({"chunk_s": 0.0}, {"overlap_s": -1.0}, {"lookahead_s": float("nan")}, {"pause_s": float("inf")}):
+        with pytest.raises(NoSuchChoice, match=next(iter(lengths))):
+            recognizer.stream(**lengths)
+    with pytest.raises(NoSuchChoice, match="window_s"):
+        recognizer.transcribe_long(folder / "long.flac", window_s=-1.0)
+    with pytest.raises(NoSuchChoice, match="norm"):
+        recognizer.stream(norm="file")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("factor", [4, 8])

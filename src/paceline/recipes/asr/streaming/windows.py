@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.recipes.asr.network.model import AcousticModel
+from paceline.recipes.asr.sound.arrays import as_samples
 from paceline.recipes.asr.sound.features import STD_GUARD
 from paceline.recipes.asr.text.pieces import WORD_START, Pieces
 
@@ -178,8 +179,9 @@ class Listener:
         return self._next * self.unit / self.sample_rate
 
     def feed(self, samples: NDArray[Any]) -> str:
-        """Hear 16-bit samples at the model's rate; return the text so far, with what is not final yet."""
-        self._samples = np.concatenate([self._samples, samples])
+        """Hear samples at the model's rate, int16 or floats between -1 and 1; return the text so far, with what is not
+        final yet."""
+        self._samples = np.concatenate([self._samples, as_samples(samples)])
         while len(self._samples) >= (self._next - self._first + self._step + self._right) * self.unit:
             self._hear(is_last=False)
         return self.text
