@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from paceline.core.errors import PacelineError
 from paceline.data.audio.check import check_all
+from paceline.data.audio.read import read_audio
 from paceline.data.audio.recordings import Recordings
 from paceline.data.manifest.bad_line import BadManifest
 from paceline.data.manifest.raw_lines import extra_keys
@@ -210,6 +211,23 @@ def test_shards_that_are_cut_or_something_else(tmp_path: Path) -> None:
         read_manifests([path])
     shard.write_bytes(whole)
     assert_heard(read_manifests([path])[0], range(12))
+
+
+def test_members_that_lead_out_of_their_shard(tmp_path: Path) -> None:
+    """A name like that of a file elsewhere is the member's; one that climbs is refused."""
+    outside = tmp_path / "outside.wav"
+    outside.write_bytes(encoded(sound(3), "WAV"))
+    shard = tmp_path / "s-0.tar"
+    with tarfile.open(shard, "w") as tar:
+        add(tar, str(outside), encoded(sound(0), "WAV"))
+        add(tar, str(outside.with_suffix(".txt")), b"inside")
+    manifest, _ = read_manifests([shard])
+    assert manifest.audio(0) == Path(f"{shard}{outside}")
+    np.testing.assert_array_equal(read_audio(manifest.audio(0), sample_rate=RATE), sound(0))
+    with tarfile.open(shard, "w") as tar:
+        add(tar, "../outside.wav", encoded(sound(0), "WAV"))
+    with pytest.raises(ShardUnreadable, match=r"has a member '\.\./outside.wav', which is no file in it"):
+        read_manifests([shard])
 
 
 def test_a_shard_is_walked_over_once(tmp_path: Path, cache: Path) -> None:

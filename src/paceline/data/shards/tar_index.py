@@ -30,7 +30,7 @@ from paceline.data.strings import Strings
 
 SUFFIX = ".tar"
 _BLOCK = tarfile.BLOCKSIZE
-_VERSION = 2
+_VERSION = 3
 """Of the files in the cache."""
 _INDEXES_HELD = 4096
 
@@ -202,7 +202,7 @@ def _walk(path: Path, size: int) -> TarIndex:
                     archive.members.clear()  # type: ignore[attr-defined]  # it would keep all of them
                     end = info.offset_data + -(-info.size // _BLOCK) * _BLOCK
                     if info.isreg():
-                        names.append(info.name.removeprefix("./").encode("utf-8", "surrogateescape"))
+                        names.append(_inside(path, info.name).encode("utf-8", "surrogateescape"))
                         places.append(Member(info.offset_data, info.size))
             file.seek(end)
             is_whole = file.read(_BLOCK) == bytes(_BLOCK) and end <= size
@@ -223,6 +223,15 @@ def _walk(path: Path, size: int) -> TarIndex:
         raise ShardUnreadable(path, why, phrase("copy it again from where it was made"))
     offsets, sizes = (np.array([place[part] for place in places], np.int64) for part in (0, 1))
     return TarIndex(Strings.pack(names), offsets, sizes)
+
+
+def _inside(path: Path, name: str) -> str:
+    """Return the name of a member as a path below its tar file: without a leading /, which tar drops, too."""
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if ".." in parts or not parts:
+        advice = phrase("write it anew, with names that do not lead out of it")
+        raise ShardUnreadable(path, phrase("has a member {name!r}, which is no file in it", name=name), advice)
+    return "/".join(parts)
 
 
 def _read_cached(path: Path) -> TarIndex | None:
