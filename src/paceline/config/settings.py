@@ -77,6 +77,8 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other names of fields that are accepted in files and on the command line."""
+    together: ClassVar[tuple[str, ...]] = ()
+    """Fields that say one thing: where a run is used, giving one of them anew forgets what the run had for all."""
 
     if not TYPE_CHECKING:  # type checkers know the fields as arguments
 

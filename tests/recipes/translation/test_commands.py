@@ -85,6 +85,8 @@ def test_options_that_do_not_go_together(run: Path, capsys: pytest.CaptureFixtur
     said = capsys.readouterr().err
     assert said.startswith("error: --val-source a.en,b.en: --val-source and --val-target need as many files each")
     assert "`paceline eval --help` lists all options" in said
+    assert main(["eval", str(run), "--val-source", "a.en"]) == 2  # not with the run's own translations
+    assert "--val-source and --val-target need as many files each" in capsys.readouterr().err
 
 
 def test_export_is_the_model(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

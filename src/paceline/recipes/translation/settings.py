@@ -119,6 +119,8 @@ class ModelSettings(Section):
 class UseSettings(Section):
     """What may be chosen anew whenever a model is used."""
 
+    together: ClassVar[tuple[str, ...]] = ("val_source", "val_target", "val_pairs")
+
     val_source: tuple[SetWord, ...] = free(())
     """Sentences to validate on; each file is a set of its own, named by the file or as `name=val.en`."""
     val_target: tuple[AbsolutePlace, ...] = free(())
