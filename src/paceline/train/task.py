@@ -305,6 +305,11 @@ class Task(Generic[S_co]):
         return self._around("few_shapes").few_shapes
 
     @property
+    def can_record(self) -> bool:
+        """False if the settings ask for a loss that cannot be recorded, of a task that is `Recordable` with others."""
+        return True
+
+    @property
     def say(self) -> Callable[[str], None]:
         """`self.say(text)` shows the user a line, once for all ranks."""
         return self._around("say").say

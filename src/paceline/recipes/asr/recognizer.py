@@ -19,11 +19,13 @@ from paceline.data.audio.trim import trimmed
 from paceline.recipes.asr.data.inputs import InputsUnreadable, measure_all
 from paceline.recipes.asr.data.utterances import Utterance, collate
 from paceline.recipes.asr.decoding.decoder import BeamDecoder, GreedyDecoder, Hypothesis, TextDecoder
+from paceline.recipes.asr.decoding.transducer import MAX_SYMBOLS, TransducerReader, TransducersAreGreedy
 from paceline.recipes.asr.exchange.weights import read_model
 from paceline.recipes.asr.network.config import NetworkSettings, read_network
 from paceline.recipes.asr.network.model import AcousticModel
+from paceline.recipes.asr.network.transducer.decoder import TransducerDecoder
 from paceline.recipes.asr.sound.arrays import NoRecording, as_array, as_samples
-from paceline.recipes.asr.streaming.use import LongText, StreamsAreGreedy, Windows, transcribe_long
+from paceline.recipes.asr.streaming.use import LongText, StreamsAreForCtc, StreamsAreGreedy, Windows, transcribe_long
 from paceline.recipes.asr.streaming.windows import PAUSE_S, Listener, Norm
 from paceline.recipes.asr.text.pieces import Pieces
 from paceline.recipes.asr.text.subwords.tokenizer import stored
@@ -72,6 +74,7 @@ def load(
     checkpoint: Which = "best",
     device: Literal["auto", "cpu", "cuda"] = "auto",
     decoder: Literal["greedy", "beam"] = "greedy",
+    max_symbols: int = 10,
     beam_width: int = 16,
     lm: str | Path | None = None,
     lm_weight: float = 0.5,
@@ -80,11 +83,14 @@ def load(
     hotword_weight: float = 10.0,
 ) -> Recognizer:
     """Return a recogniser from a run's folder (`checkpoint` as in `paceline eval`), an exported folder or a NeMo
-    archive. A language model (ARPA file or KenLM binary) and hot words are for `decoder="beam"`."""
+    archive. A language model (ARPA file or KenLM binary) and hot words are for `decoder="beam"`. A transducer writes at
+    most `max_symbols` labels in a frame; it has no beam."""
     _check_choice("device", device, ("auto", "cpu", "cuda"))
     _check_choice("decoder", decoder, ("greedy", "beam"))
     if beam_width < 1:
         raise NoSuchChoice(f"`beam_width` is {beam_width}", "give a number of hypotheses, 1 or more")
+    if max_symbols < 1:
+        raise NoSuchChoice(f"`max_symbols` is {max_symbols}", "give a number of labels, 1 or more")
     if decoder == "greedy" and (lm is not None or hotwords):
         what = "`lm`" if lm is not None else "`hotwords`"
         raise NoSuchChoice(f"{what} with `decoder` 'greedy', which has no use for it", 'give `decoder="beam"`')
@@ -99,7 +105,9 @@ def load(
     chosen = "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
     labels, frame_seconds = Pieces(network.labels), model.frame_seconds
     if decoder == "greedy":
-        return Recognizer(model.to(chosen), network, GreedyDecoder(labels, frame_seconds=frame_seconds))
+        return Recognizer(model.to(chosen), network, greedy_reader(model, labels, max_symbols))
+    if network.transducer is not None:
+        raise TransducersAreGreedy
     beam = BeamDecoder(
         labels,
         beam_width=beam_width,
@@ -124,6 +132,14 @@ def _read_run(folder: Path, checkpoint: Which) -> tuple[NetworkSettings, Mapping
     return network, read_weights(find_checkpoint(folder, checkpoint))
 
 
+def greedy_reader(model: AcousticModel, labels: Pieces, max_symbols: int = MAX_SYMBOLS) -> TextDecoder:
+    """Return what reads the best text off a model's output: of CTC, or of a transducer."""
+    network, frame_seconds = model.decoder, model.frame_seconds
+    if isinstance(network, TransducerDecoder):
+        return TransducerReader(network, labels, frame_seconds=frame_seconds, max_symbols=max_symbols)
+    return GreedyDecoder(labels, frame_seconds=frame_seconds)
+
+
 class Recognizer:
     """Transcribes files and arrays, in batches by length, in the order in which they are given."""
 
@@ -132,14 +148,14 @@ class Recognizer:
         self.labels = Pieces(network.labels)
         """Its classes: see `Pieces` for how they make words."""
         self.sample_rate = network.sample_rate
-        self.decoder = decoder or GreedyDecoder(self.labels, frame_seconds=model.frame_seconds)
+        self.decoder = decoder or greedy_reader(model, self.labels)
 
     @torch.inference_mode()
     def transcribe(self, audio: Audio | Sequence[Audio]) -> list[str]:
         """Return the text of each file or array (of the model's sample rate); always a list."""
         texts: dict[int, str] = {}
-        for places, log_probs, lengths in self._outputs(audio):
-            texts |= dict(zip(places, self.decoder.texts(log_probs, lengths), strict=True))
+        for places, outputs, lengths in self._outputs(audio):
+            texts |= dict(zip(places, self.decoder.texts(outputs, lengths), strict=True))
         return [texts[place] for place in range(len(texts))]
 
     @torch.inference_mode()
@@ -150,12 +166,12 @@ class Recognizer:
         where its sound does.
         """
         found: dict[int, list[Hypothesis]] = {}
-        for places, log_probs, lengths in self._outputs(audio):
-            found |= dict(zip(places, self.decoder(log_probs, lengths, num_best), strict=True))
+        for places, outputs, lengths in self._outputs(audio):
+            found |= dict(zip(places, self.decoder(outputs, lengths, num_best), strict=True))
         return [found[place] for place in range(len(found))]
 
     def _outputs(self, audio: Audio | Sequence[Audio]) -> Iterator[tuple[list[int], Tensor, list[int]]]:
-        """Yield places of recordings, log-probabilities of their labels, and their lengths in frames."""
+        """Yield places of recordings, what their text is read off, and their lengths in frames."""
         given = _listed(audio)
         for batch in _batches(self._lengths(given), int(BATCH_SECONDS * self.sample_rate)):
             yield batch, *self._listen([self._samples(given[place]) for place in batch])
@@ -200,6 +216,8 @@ class Recognizer:
         )
 
     def _check_greedy(self, what: str) -> None:
+        if self.network.transducer is not None:
+            raise StreamsAreForCtc(what)
         if not isinstance(self.decoder, GreedyDecoder):
             raise StreamsAreGreedy(what)
 
@@ -226,8 +244,8 @@ class Recognizer:
         nothing = np.zeros(0, dtype=np.uint8)
         padded = collate([Utterance(samples, nothing, 0) for samples in audio])
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            log_probs = self.model(padded["audio"].to(device), padded["lengths"].to(device))
-        return log_probs, [self.model.output_length(number) for number in padded["num_samples"]]
+            outputs = self.model(padded["audio"].to(device), padded["lengths"].to(device))
+        return outputs, [self.model.output_length(number) for number in padded["num_samples"]]
 
 
 def _listed(audio: Any) -> list[Path | NDArray[Any]]:

@@ -25,6 +25,7 @@ from paceline.core.run_folder import BrokenRecord, RunFolder, read_record
 from paceline.core.together import SettingsExclusion
 from paceline.recipes.asr.exchange.weights import front_end_of
 from paceline.recipes.asr.network.config import NetworkInvalid, NetworkSettings, Trim, read_network, read_trim
+from paceline.recipes.asr.network.transducer.settings import TransducerSettings, usual_sizes
 from paceline.recipes.asr.sound.features import FrontEnd
 from paceline.recipes.asr.sound.perturb import PerturbSettings
 from paceline.recipes.asr.text.labels import Labels, TextMode, read_labels
@@ -34,6 +35,7 @@ BETAS = (0.95, 0.5)
 """QuartzNet's, where NovoGrad's own are 0.95, 0.25."""
 VOCABULARY = 128
 """Subwords of `--labels bpe`: few enough for hours of speech, and about 2 characters long."""
+HEADS = ("ctc", "transducer", "hybrid")
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Network = Annotated[NetworkSettings, BeforeValidator(read_network)]
 
@@ -54,6 +56,14 @@ class SpeechSettings(Section):
     ...) or a YAML file, NeMo's too."""
     spec_augment: bool = True
     """Mask parts of the spectrogram in training, as the network's file says."""
+    head: Literal["ctc", "transducer", "hybrid"] | None = free(None)
+    """What reads labels off the encoder and gives the loss, instead of what the network's file has: CTC, a transducer
+    (RNN-T), or a transducer with CTC beside it in training."""
+    ctc_weight: Fraction = 0.3
+    """Share of CTC in the loss of a hybrid."""
+    fastemit: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Let a transducer write labels earlier: this share more of their gradients, which is 0.001 to 0.01 in practice
+    (FastEmit)."""
     interctc_layers: tuple[int, ...] = ()
     """Layers of a Conformer, counted from 0, that the decoder reads in training beside the last one (InterCTC)."""
     interctc_weight: Fraction = 0.3
@@ -101,6 +111,8 @@ class UseSettings(Section):
 
     decoder: Literal["greedy", "beam"] = free("greedy")
     """How letters are read off the network's output."""
+    max_symbols: Positive = free(10)
+    """Labels that a transducer may write in one frame."""
     beam_width: Annotated[int, Field(gt=0, le=10_000)] = free(16)
     """Hypotheses that the beam decoder keeps (`--beam` for short)."""
     lm: AbsolutePlace | None = free(None)
@@ -165,6 +177,14 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
             "`vocabulary` learns subwords, `tokenizer` takes those of a file: set one of them",
             lambda s: s.vocabulary is not None and s.tokenizer is not None,
         ),
+        SettingsExclusion(
+            "`--cr-ctc-weight`",
+            "a transducer",
+            "mathematics",
+            "The divergence is between outputs of CTC in the same frame; those of a transducer depend on its labels.",
+            "`cr_ctc_weight` compares outputs of CTC frame by frame, which a transducer has not: train with `--head ctc`",
+            lambda s: bool(s.cr_ctc_weight) and s.network.transducer is not None,
+        ),
     )
 
     optimizer: OptimizerName = OPTIMIZER
@@ -179,7 +199,7 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
     @model_validator(mode="before")
     @classmethod
     def _into_network(cls, values: Any) -> Any:
-        """Put `labels`, `trim_silence` and `front_end` into the network, where everything looks for them."""
+        """Put `labels`, `trim_silence`, `front_end` and `head` into the network, where everything looks for them."""
         if not isinstance(values, dict):
             return values
         changes: dict[str, Any] = {}
@@ -192,7 +212,8 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
         if read_trim(values.get("trim_silence")) in ("no", "train", "all"):
             changes["trim_silence"] = read_trim(values["trim_silence"])
         front_end = values.get("front_end") or _front_end_of_weights(values)
-        if not changes and front_end not in get_args(FrontEnd):
+        head = values.get("head")
+        if not changes and front_end not in get_args(FrontEnd) and head not in HEADS:
             return values
         try:
             network = read_network(values.get("network", cls.model_fields["network"].default))
@@ -202,6 +223,8 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
             values.get("front_end") or "front_end" not in network.features.model_fields_set
         ):
             changes["features"] = network.features.model_copy(update={"front_end": front_end})
+        if head in HEADS:
+            changes["transducer"] = with_head(network, head)
         return {**values, "network": network.model_copy(update=changes)}
 
     @model_validator(mode="before")
@@ -253,10 +276,25 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
                 yield f"`interctc_layers` are 0 to {last} of this network, below its last layer, not {wrong[0]}"
             if len(set(self.interctc_layers)) < len(self.interctc_layers):
                 yield "`interctc_layers` names a layer twice"
+        transducer = self.network.transducer
+        if self.interctc_layers and transducer is not None and not transducer.ctc:
+            yield "`interctc_layers` are read by CTC, which a transducer has not: set `--head hybrid`"
+        if self.fastemit and transducer is None:
+            yield "`fastemit` is for transducers: set `--head transducer`"
         if self.cr_ctc_weight and not self.spec_augment:
             yield "`cr_ctc_weight` compares two sets of masks, and `spec_augment` is off"
         if not self.train_manifest and self.mode in ("train", "train_eval"):
             yield "set `train_manifest`: what to train on (`paceline manifest scan FOLDER` makes one)"
+
+
+def with_head(network: NetworkSettings, head: str) -> TransducerSettings | None:
+    """Return the transducer that a network has with this head: its file's, or one of the usual sizes."""
+    if head == "ctc":
+        return None
+    is_hybrid = head == "hybrid"
+    if network.transducer is not None:
+        return network.transducer.model_copy(update={"ctc": is_hybrid})
+    return usual_sizes(network.channels[-1], ctc=is_hybrid)
 
 
 def _front_end_of_weights(values: dict[str, Any]) -> str | None:

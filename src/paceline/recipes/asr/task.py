@@ -1,4 +1,4 @@
-"""Speech recognition with CTC: `paceline train asr`."""
+"""Speech recognition with CTC or a transducer: `paceline train asr`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from paceline.recipes.asr.exchange.weights import read_weights
 from paceline.recipes.asr.network.config import NetworkSettings
 from paceline.recipes.asr.network.flops import training_flops
 from paceline.recipes.asr.network.model import AcousticModel
+from paceline.recipes.asr.network.transducer.decoder import Shares, TransducerDecoder, Transcripts
 from paceline.recipes.asr.objective import Objective
 from paceline.recipes.asr.settings import AsrSettings, UseSettings
 from paceline.recipes.asr.sound.perturb import check_clips, is_active
@@ -38,6 +39,7 @@ from paceline.recipes.asr.streaming.use import (
     STANDARD_INPUT,
     NoFileYet,
     NotAlone,
+    StreamsAreForCtc,
     StreamsAreGreedy,
     Windows,
     infer_live,
@@ -103,6 +105,7 @@ class Asr(Task):
             spec_augment=self.settings.spec_augment,
             views=objective.views,
             inter_layers=self.settings.interctc_layers,
+            shares=Shares(self.settings.ctc_weight, objective, self.settings.fastemit),
         )
         self._decoder(model)  # a language model that cannot be used is told now, not at the first validation
         return model
@@ -139,17 +142,25 @@ class Asr(Task):
         assert isinstance(model, AcousticModel)
         return accelerate(model.encoder)
 
+    @property
+    def can_record(self) -> bool:
+        """False of a transducer, whose chunks of scores are computed twice with the same dropout."""
+        return self.settings.network.transducer is None
+
     def recordable(self, grain: Grain) -> dict[str, Tensor]:
         self._note_unread(grain)
         return {name: grain[name] for name in ("audio", "lengths", "keys", "text", "out_frames", "text_lengths")}
 
     def loss(self, model: nn.Module, grain: Grain) -> tuple[Tensor, int]:
         """Return the loss summed over utterances and, later, divided by how many there are on all ranks."""
+        if self.settings.network.transducer is not None:
+            transcripts = self._transcripts(model, grain)
+            return model(grain["audio"], grain["lengths"], grain["keys"], transcripts), len(grain)
         return self._loss(model, grain, self._listen(model, grain), self._objective), len(grain)
 
     def metrics(self, model: nn.Module, grain: Grain) -> Mapping[str, Sums]:
-        log_probs = self._listen(model, grain)
-        texts = zip(self._references(grain), self._read(model, grain, log_probs), strict=True)
+        outputs = self._listen(model, grain)
+        texts = zip(self._references(grain), self._read(model, grain, outputs), strict=True)
         read = zip(grain.samples.tolist(), texts, grain["bad"], strict=True)
         utterances = [(sample, pair) for sample, pair, bad in read if bad is None]
         pairs = [pair for _, pair in utterances]
@@ -158,7 +169,7 @@ class Asr(Task):
         return {
             "wer": (sum(edits.errors for edits in words), sum(edits.words for edits in words)),
             "cer": (sum(errors for errors, _ in characters), sum(weight for _, weight in characters)),
-            "loss": (self._loss(model, grain, log_probs, Objective()), len(pairs)),
+            "loss": (self._plain_loss(model, grain, outputs), len(pairs)),
         }
 
     def analysis(self, name: str, data: Any) -> dict[str, float]:
@@ -175,10 +186,11 @@ class Asr(Task):
         return dict(kinds(whole))
 
     def predict(self, model: nn.Module, grain: Grain) -> list[str] | list[DetailedText]:
-        log_probs = self._listen(model, grain)
-        if self.settings.mode != "infer" or self.settings.decoder != "beam":
-            return self._read(model, grain, log_probs)
-        return [detailed(best[:1]) for best in self._decoder(model)(log_probs, self._frames(model, grain))]
+        outputs = self._listen(model, grain)
+        has_details = self.settings.decoder == "beam" or self.settings.network.transducer is not None
+        if self.settings.mode != "infer" or not has_details:
+            return self._read(model, grain, outputs)
+        return [detailed(best[:1]) for best in self._decoder(model)(outputs, self._frames(model, grain))]
 
     def samples(self, model: nn.Module, grain: Grain) -> Sequence[Mapping[str, str]]:
         texts = zip(self._references(grain), self.predict(model, grain), grain["bad"], strict=True)
@@ -206,6 +218,8 @@ class Asr(Task):
         is_live = STANDARD_INPUT in words
         if is_live and len(words) > 1:
             raise NotAlone(words)
+        if settings.network.transducer is not None:
+            raise StreamsAreForCtc("standard input" if is_live else words[0])
         if settings.decoder == "beam":
             raise StreamsAreGreedy("standard input" if is_live else words[0])
         norm: Norm = settings.stream_norm if settings.stream_norm != "auto" else "running" if is_live else "file"
@@ -322,8 +336,9 @@ class Asr(Task):
             list_bad(out, opening.bad, opening.num_bad)
 
     def _listen(self, model: nn.Module, grain: Grain) -> Tensor:
-        log_probs: Tensor = model(grain["audio"], grain["lengths"], grain["keys"] if model.training else None)
-        return log_probs
+        """Return log-probabilities of CTC, or frames of a transducer."""
+        outputs: Tensor = model(grain["audio"], grain["lengths"], grain["keys"] if model.training else None)
+        return outputs
 
     def _say_recipe(self) -> None:
         """Name the settings that come from the network's file."""
@@ -350,6 +365,16 @@ class Asr(Task):
             return objective.loss_sum(log_probs, grain["text"], grain["out_frames"], grain["text_lengths"])
         return objective.loss_sum(log_probs, grain["text"], self._frames(model, grain), grain["num_labels"])
 
+    def _plain_loss(self, model: nn.Module, grain: Grain, outputs: Tensor) -> Tensor:
+        """Return the loss of validation, of what `_listen` has returned."""
+        assert isinstance(model, AcousticModel)
+        if isinstance(model.decoder, TransducerDecoder):
+            return model.decoder.loss_sum(outputs, self._transcripts(model, grain))
+        return self._loss(model, grain, outputs, Objective())
+
+    def _transcripts(self, model: nn.Module, grain: Grain) -> Transcripts:
+        return Transcripts.of(grain["text"], self._frames(model, grain), grain["num_labels"])
+
     def _frames(self, model: nn.Module, grain: Grain) -> list[int]:
         """Return the output frames of each utterance, without asking the device; none of one that could not be read,
         so that it adds nothing to a loss and has no text."""
@@ -366,13 +391,15 @@ class Asr(Task):
         texts = grain["text"].tolist()
         return [self._labels.decode(ids[:length]) for ids, length in zip(texts, grain["num_labels"], strict=True)]
 
-    def _read(self, model: nn.Module, grain: Grain, log_probs: Tensor) -> list[str]:
-        return self._decoder(model).texts(log_probs, self._frames(model, grain))
+    def _read(self, model: nn.Module, grain: Grain, outputs: Tensor) -> list[str]:
+        return self._decoder(model).texts(outputs, self._frames(model, grain))
 
     def _decoder(self, model: nn.Module) -> TextDecoder:
         assert isinstance(model, AcousticModel)
+        if isinstance(model.decoder, TransducerDecoder):
+            return make_decoder(self.settings, self._labels, model)  # it reads with the weights of this very model
         if self._reader is None:
-            self._reader = make_decoder(self.settings, self._labels, model.frame_seconds)
+            self._reader = make_decoder(self.settings, self._labels, model)
             if self._reader.note is not None:
                 self.say(self._reader.note)
         return self._reader

@@ -89,6 +89,12 @@ GRAPHS = (
         lambda facts: not isinstance(facts.task, Recordable),
     ),
     Limit(
+        "a task whose `can_record` is False",
+        "Its settings ask for a loss that cannot be recorded, as a transducer's, which keeps random states aside.",
+        "the loss of these settings cannot be recorded",
+        lambda facts: not facts.task.can_record,
+    ),
+    Limit(
         "a CPU",
         "They are a feature of GPUs.",
         "{name} is no GPU",

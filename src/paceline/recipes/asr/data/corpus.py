@@ -211,7 +211,7 @@ class Opening:
         texts, report = encode_all(texts_of(manifest), labels, self._settings.text_rules)
         if report.num_changed or report.dropped or report.num_empty:
             self._say(f"{part.name}: {report}")
-        num_short = too_short(manifest, texts, network)
+        num_short = too_short(manifest, texts, network) if network.transducer is None else 0  # it needs one frame
         if num_short:
             self._say(f"{part.name}: {num_short:,} too short for their transcripts add nothing to the loss")
         if part.is_training and num_short > self._settings.max_too_short * len(manifest):

@@ -1,4 +1,4 @@
-"""The decoder that settings ask for, and what it tells of a result."""
+"""The decoder that settings and a model ask for, and what it tells of a result."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 from paceline.core.errors import PacelineError
 from paceline.core.language import said
 from paceline.recipes.asr.decoding.decoder import BeamDecoder, GreedyDecoder, Hypothesis, TextDecoder
+from paceline.recipes.asr.decoding.transducer import TransducerReader, TransducersAreGreedy
+from paceline.recipes.asr.network.model import AcousticModel
+from paceline.recipes.asr.network.transducer.decoder import TransducerDecoder
 from paceline.recipes.asr.settings import UseSettings
 from paceline.recipes.asr.text.pieces import Pieces
 from paceline.train.predictions import DetailedText
@@ -27,8 +30,13 @@ class NoBeam(PacelineError):
         return said("add `--decoder beam`; for greedy: `--{name} none`").format(name=self.name)
 
 
-def make_decoder(settings: UseSettings, labels: Pieces, frame_seconds: float) -> TextDecoder:
+def make_decoder(settings: UseSettings, labels: Pieces, model: AcousticModel) -> TextDecoder:
     """Return the decoder of a run; raise for language models and hot words that do not fit its labels."""
+    frame_seconds, network = model.frame_seconds, model.decoder
+    if isinstance(network, TransducerDecoder):
+        if settings.decoder == "beam" or settings.lm or settings.hotwords:
+            raise TransducersAreGreedy
+        return TransducerReader(network, labels, frame_seconds=frame_seconds, max_symbols=settings.max_symbols)
     if settings.decoder == "greedy":
         for name, value in (("lm", settings.lm), ("hotwords", ",".join(settings.hotwords))):
             if value:

@@ -1,5 +1,5 @@
-"""Weights from and for a `.nemo` archive of a Conformer, QuartzNet or Jasper with CTC: a tar with `model_config.yaml`,
-`model_weights.ckpt` and, where it writes subwords, the files of its tokenizer.
+"""Weights from and for a `.nemo` archive of a Conformer, QuartzNet or Jasper with CTC or a transducer: a tar with
+`model_config.yaml`, `model_weights.ckpt` and, where it writes subwords, the files of its tokenizer.
 
 Nothing of the archive is unpacked to a path it names, and nothing in it is executed: the configuration is read as plain
 YAML, the weights with torch's loader for tensors only.
@@ -135,7 +135,7 @@ def nemo_names(network: NetworkSettings, *, is_masked: bool) -> dict[str, str]:
     convolutions are masked, a convolution lies inside of a module as `conv`.
     """
     conv = "conv.weight" if is_masked else "weight"
-    names = {f"decoder.conv.{part}": f"decoder.decoder_layers.0.{part}" for part in ("weight", "bias")}
+    names = _decoder_names(network)
     if network.conformer is not None:  # a Conformer has NeMo's names
         return names | {name: name for name in weight_shapes(network) if name.startswith("encoder.")}
     chain = 0
@@ -147,6 +147,20 @@ def nemo_names(network: NetworkSettings, *, is_masked: bool) -> dict[str, str]:
             names[f"{ours}.residuals.{number}.conv.weight"] = f"{theirs}.res.{number}.0.{conv}"
             for part in _NORM:
                 names[f"{ours}.residuals.{number}.norm.{part}"] = f"{theirs}.res.{number}.1.{part}"
+    return names
+
+
+def _decoder_names(network: NetworkSettings) -> dict[str, str]:
+    """Return names of a decoder. A joint network is a list of activation, dropout if any, and the layer of scores."""
+    parts = ("weight", "bias")
+    if network.transducer is None:
+        return {f"decoder.conv.{part}": f"decoder.decoder_layers.0.{part}" for part in parts}
+    names = {name: name for name in weight_shapes(network) if name.startswith("decoder.prediction.")}
+    names |= {f"decoder.joint.{side}.{part}": f"joint.{side}.{part}" for side in ("enc", "pred") for part in parts}
+    last = 2 if network.transducer.joint_dropout else 1
+    names |= {f"decoder.joint.out.{part}": f"joint.joint_net.{last}.{part}" for part in parts}
+    if network.transducer.ctc:
+        names |= {f"decoder.ctc.conv.{part}": f"ctc_decoder.decoder_layers.0.{part}" for part in parts}
     return names
 
 

@@ -105,6 +105,36 @@ _CONFORMER_ONLY: dict[str, Any] = {
     "use_pytorch_sdpa_backends": _ANY,
     "sync_max_audio_length": _ANY,
 }
+_PREDICTION = {"pred_hidden": "pred_hidden", "pred_rnn_layers": "pred_rnn_layers", "dropout": "pred_dropout"}
+_PREDICTION_ONLY: dict[str, Any] = {
+    "rnn_hidden_size": -1,
+    "t_max": _ANY,  # of weights at the start
+    "forget_gate_bias": _ANY,
+    "weights_init_scale": _ANY,
+    "hidden_hidden_bias_scale": _ANY,
+}
+_PREDICTION_AROUND: dict[str, Any] = {
+    "prednet": _ANY,
+    "normalization_mode": None,
+    "random_state_sampling": False,
+    "blank_as_pad": True,
+    "vocab_size": _ANY,
+}
+_JOINT = {"joint_hidden": "joint_hidden", "activation": "joint_activation", "dropout": "joint_dropout"}
+_JOINT_ONLY: dict[str, Any] = {"encoder_hidden": _ANY, "pred_hidden": _ANY}  # those of the other sections
+_JOINT_AROUND: dict[str, Any] = {
+    "jointnet": _ANY,
+    "num_classes": _ANY,
+    "vocabulary": _ANY,
+    "num_extra_outputs": 0,
+    "masking_prob": -1,
+    "log_softmax": _ANY,  # ways to the same numbers
+    "preserve_memory": _ANY,
+    "fuse_loss_wer": _ANY,
+    "experimental_fuse_loss_wer": _ANY,
+    "fused_batch_size": _ANY,
+}
+_TRANSDUCER_LOSSES = ("default", "warprnnt", "warprnnt_numba", "pytorch", "graph_rnnt")
 _FEATURES = {
     "features": "num_mels",
     "window_size": "window_s",
@@ -161,6 +191,8 @@ _CLASSES = {
     "preprocessor": ("AudioToMelSpectrogramPreprocessor", "AudioPreprocessing"),
     "spec_augment": ("SpectrogramAugmentation",),
     "decoder": ("ConvASRDecoder", "JasperDecoderForCTC"),
+    "prediction": ("RNNTDecoder",),
+    "joint": ("RNNTJoint",),
 }
 _UNREAD = (
     "AudioToTextDataLayer",
@@ -172,6 +204,8 @@ _UNREAD = (
     "exp_manager",
     "tokenizer",
     "interctc",
+    "aux_ctc",
+    "loss",
 )
 _HEADS = ("_target_", "cls", "header", "params", "init_params")
 _INTERPOLATION = re.compile(r"\$\{([\w.-]+)\}")
@@ -235,9 +269,18 @@ _CLASS_PLACES = {
     "blocks": "nemo.collections.asr.modules.ConvASREncoder",
     "conformer": "nemo.collections.asr.modules.ConformerEncoder",
     "decoder": "nemo.collections.asr.modules.ConvASRDecoder",
-    "characters": "nemo.collections.asr.models.ctc_models.EncDecCTCModel",
-    "subwords": "nemo.collections.asr.models.ctc_bpe_models.EncDecCTCModelBPE",
+    "prediction": "nemo.collections.asr.modules.RNNTDecoder",
+    "joint": "nemo.collections.asr.modules.RNNTJoint",
 }
+_MODEL_PLACES = {
+    "ctc": ("ctc_models.EncDecCTCModel", "ctc_bpe_models.EncDecCTCModelBPE"),
+    "transducer": ("rnnt_models.EncDecRNNTModel", "rnnt_bpe_models.EncDecRNNTBPEModel"),
+    "hybrid": (
+        "hybrid_rnnt_ctc_models.EncDecHybridRNNTCTCModel",
+        "hybrid_rnnt_ctc_bpe_models.EncDecHybridRNNTCTCBPEModel",
+    ),
+}
+"""Classes for characters and for subwords."""
 
 
 def nemo_config(network: Mapping[str, Any], front_end: str, tokenizer: Mapping[str, str] | None) -> dict[str, Any]:
@@ -265,8 +308,12 @@ def nemo_config(network: Mapping[str, Any], front_end: str, tokenizer: Mapping[s
     if masks["time_width"] >= 1:
         masks["time_width"] = int(masks["time_width"])  # NeMo takes every other number for a share
     trim = network.get("trim_silence", "no")
+    transducer = network.get("transducer")
+    of_ctc = {"_target_": _CLASS_PLACES["decoder"], "feat_in": width, "num_classes": len(labels), "vocabulary": labels}
+    head = "ctc" if transducer is None else "hybrid" if transducer["ctc"] else "transducer"
+    place = _MODEL_PLACES[head][0 if tokenizer is None else 1]
     config: dict[str, Any] = {
-        "target": _CLASS_PLACES["characters" if tokenizer is None else "subwords"],
+        "target": f"nemo.collections.asr.models.{place}",
         "nemo_version": VERSIONS[front_end],
         "sample_rate": rate,
         "train_ds": {"trim_silence": trim != "no", "sample_rate": rate},
@@ -281,14 +328,45 @@ def nemo_config(network: Mapping[str, Any], front_end: str, tokenizer: Mapping[s
         },
         "spec_augment": {"_target_": _CLASS_PLACES["spec_augment"], **masks},
         "encoder": {"_target_": _CLASS_PLACES["blocks" if conformer is None else "conformer"], **encoder},
-        "decoder": {
-            "_target_": _CLASS_PLACES["decoder"],
-            "feat_in": width,
-            "num_classes": len(labels),
-            "vocabulary": labels,
-        },
+        **({"decoder": of_ctc} if transducer is None else _transducer_config(transducer, of_ctc)),
     }
     return config | ({"labels": labels} if tokenizer is None else {"tokenizer": dict(tokenizer)})
+
+
+def _transducer_config(transducer: Mapping[str, Any], of_ctc: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of a transducer, and of the CTC decoder of a hybrid; `of_ctc` is what that would be."""
+    predicted, labels = transducer["pred_hidden"], of_ctc["vocabulary"]
+    config: dict[str, Any] = {
+        "model_defaults": {
+            "enc_hidden": of_ctc["feat_in"],
+            "pred_hidden": predicted,
+            "joint_hidden": transducer["joint_hidden"],
+        },
+        "decoder": {
+            "_target_": _CLASS_PLACES["prediction"],
+            "normalization_mode": None,
+            "random_state_sampling": False,
+            "blank_as_pad": True,
+            "vocab_size": len(labels),
+            "prednet": {name: transducer[ours] for name, ours in _PREDICTION.items()},
+        },
+        "joint": {
+            "_target_": _CLASS_PLACES["joint"],
+            "log_softmax": None,
+            "num_classes": len(labels),
+            "vocabulary": labels,
+            "jointnet": {
+                **{name: transducer[ours] for name, ours in _JOINT.items()},
+                "encoder_hidden": of_ctc["feat_in"],
+                "pred_hidden": predicted,
+            },
+        },
+        "decoding": {"strategy": "greedy_batch", "greedy": {"max_symbols": 10}},
+        "loss": {"loss_name": "default"},
+    }
+    if transducer["ctc"]:
+        config["aux_ctc"] = {"ctc_loss_weight": 0.3, "decoder": dict(of_ctc), "decoding": {"strategy": "greedy"}}
+    return config
 
 
 def unread(value: Mapping[str, Any]) -> list[str]:
@@ -326,6 +404,8 @@ class _Translator:
         else:
             self.done.values |= self._section("encoder", _ENCODER, _ENCODER_ONLY, ())
             self._blocks()
+        if "joint" in self.places:
+            self._transducer()
         self._labels()
         self._sample_rate()
         self._trim_silence()
@@ -424,12 +504,40 @@ class _Translator:
                 blocks.append(block)
         self.done.values["blocks"] = blocks
 
+    def _transducer(self) -> None:
+        """Read the prediction network and the joint network, whose sizes are in sections of their own."""
+        taken: dict[str, Any] = {"ctc": "aux_ctc" in self.places}
+        parts = (
+            ("decoder", "prediction", "prednet", _PREDICTION, _PREDICTION_ONLY, _PREDICTION_AROUND),
+            ("joint", "joint", "jointnet", _JOINT, _JOINT_ONLY, _JOINT_AROUND),
+        )
+        for role, kind, inner, names, only, around in parts:
+            place = self.places.get(role, (role,))
+            section = self._get(place)
+            inside = self._get((*place, inner))
+            if not isinstance(section, Mapping) or not isinstance(inside, Mapping):
+                self._refuse(place, f"must be there, with `{inner}`: there is a joint network of a transducer")
+                continue
+            self._check_class(kind, place)
+            self._take(section, place, {}, around, ("transducer",))
+            taken |= self._take(inside, (*place, inner), names, only, ("transducer",))
+        for name in ("pred_dropout", "joint_dropout"):
+            taken[name] = taken.get(name) or 0.0  # nothing is dropped where nothing is said
+        taken["joint_activation"] = str(taken.get("joint_activation", "relu")).lower()
+        for place in (("loss", "loss_name"), ("model", "loss", "loss_name")):
+            loss = self._get(place)
+            if loss is not None and loss not in _TRANSDUCER_LOSSES:
+                self._refuse(place, "is not supported; only the plain transducer loss is", str(loss))
+        self.done.values["transducer"] = taken
+
     def _labels(self) -> None:
-        decoder = self._get(self.places["decoder"]) if "decoder" in self.places else None
+        role = "joint" if "joint" in self.places else "decoder"
+        decoder = self._get(self.places[role]) if role in self.places else None
         places: list[Location] = []
         if isinstance(decoder, Mapping):
-            self._check_class("decoder", self.places["decoder"])
-            places.append((*self.places["decoder"], "vocabulary"))
+            if role == "decoder":
+                self._check_class(role, self.places[role])
+            places.append((*self.places[role], "vocabulary"))
         places += [("labels",), ("model", "labels")]
         for place in places:
             labels = self._get(place)
@@ -441,7 +549,7 @@ class _Translator:
         told = self.done.values.get("labels")
         if isinstance(told, list) and isinstance(classes, int) and classes > 0 and classes != len(told):
             self._refuse(
-                (*self.places["decoder"], "num_classes"),
+                (*self.places[role], "num_classes"),
                 f"but there {plural(len(told), 'is')} {counted(len(told), 'label')}",
                 str(classes),
             )
@@ -541,7 +649,7 @@ def _places(value: Mapping[str, Any]) -> dict[str, Location]:
         if "AudioPreprocessing" in value:  # its name up to 0.8
             old["preprocessor"] = "AudioPreprocessing"
         return {role: _arguments(value, (name,)) for role, name in old.items() if name in value}
-    roles = ("encoder", "preprocessor", "spec_augment", "decoder")
+    roles = ("encoder", "preprocessor", "spec_augment", "decoder", "joint", "aux_ctc")
     for above, suffix in (((), ""), (("model",), ""), (("init_params",), "_params")):
         inside: Any = value
         for part in above:

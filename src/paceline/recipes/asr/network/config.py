@@ -34,6 +34,7 @@ from paceline.recipes.asr.exchange.document import Document, Location, parse
 from paceline.recipes.asr.exchange.nemo_yaml import Translated, is_nemo, translate, unread
 from paceline.recipes.asr.network.conformer.settings import ConformerSettings
 from paceline.recipes.asr.network.frames import strided_length
+from paceline.recipes.asr.network.transducer.settings import TransducerSettings
 from paceline.recipes.asr.sound.features import FeatureSettings
 from paceline.recipes.asr.sound.spec_augment import SpecAugmentSettings
 from paceline.recipes.asr.text.pieces import check_symbols, from_wordpiece
@@ -149,8 +150,7 @@ class NetworkSettings(Section):
     sample_rate: Annotated[int, Field(gt=0, le=1_000_000)] = 16000
     """Samples per second that the network hears."""
     labels: tuple[str, ...] = ENGLISH
-    """What it writes: characters, or subwords with `▁` at the beginning of a word; class `len(labels)` is the blank of
-    CTC."""
+    """What it writes: characters, or subwords with `▁` at the beginning of a word; class `len(labels)` is the blank."""
     trim_silence: Trim = "no"
     """Silence cut off both ends of recordings before they are heard: in training (`train`), or wherever the network is
     used (`all`)."""
@@ -168,6 +168,8 @@ class NetworkSettings(Section):
     """From the mels upwards, of a network of convolutions."""
     conformer: ConformerSettings | None = None
     """A Conformer instead of blocks; the settings between `spec_augment` and `blocks` have no effect on it."""
+    transducer: TransducerSettings | None = None
+    """A transducer (RNN-T) instead of CTC."""
     _unread: str = PrivateAttr("")
     _recipe: dict[str, Any] = PrivateAttr(default_factory=dict)
 
@@ -199,6 +201,8 @@ class NetworkSettings(Section):
             values.pop("conformer", None)
         else:
             values.pop("blocks", None)
+        if values.get("transducer") is None:
+            values.pop("transducer", None)
         return values
 
     @field_validator("labels", mode="before")
@@ -239,9 +243,11 @@ class NetworkSettings(Section):
     @property
     def num_weights(self) -> int:
         """Weights of the products, groups and residuals left out."""
+        transducer = self.transducer
+        decoder = 0 if transducer is None else transducer.num_weights(self.channels[-1], self.num_classes)
         if self.conformer is not None:
-            return self.conformer.num_weights(self.features.num_mels)
-        return sum(
+            return decoder + self.conformer.num_weights(self.features.num_mels)
+        return decoder + sum(
             block.repeat * block.filters * max(channels, block.filters) * (1 if block.separable else block.kernel)
             for block, channels in zip(self.blocks, self.channels, strict=False)
         )
@@ -384,7 +390,7 @@ def _phrase(detail: Any) -> str:
 
 def _own_part(location: tuple[int | str, ...]) -> Location:
     """Down to a setting, without the names that pydantic gives to the types a setting may have."""
-    depth = {"blocks": 3, "conformer": 2, "features": 2, "spec_augment": 2, "labels": 2}
+    depth = {"blocks": 3, "conformer": 2, "transducer": 2, "features": 2, "spec_augment": 2, "labels": 2}
     return location[: depth.get(str(location[0]), 1)] if location else ()
 
 
@@ -395,6 +401,7 @@ def _model_at(location: Location) -> type[BaseModel]:
         "spec_augment": SpecAugmentSettings,
         "blocks": BlockSettings,
         "conformer": ConformerSettings,
+        "transducer": TransducerSettings,
     }
     return inner.get(location[0], NetworkSettings) if len(location) > 1 else NetworkSettings
 

@@ -1,4 +1,4 @@
-"""QuartzNet and Jasper: blocks of masked convolutions over mel frames, and the decoder that reads letters off them.
+"""QuartzNet and Jasper: blocks of masked convolutions over mel frames; and the parts that a network's settings ask for.
 
 Lengths are exact: a stride of s leaves ceil(length / s) frames, and no output of an utterance depends on how far its
 batch was padded. In training the batch statistics count padded frames as zeros, as in NeMo.
@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.recipes.asr.network.acoustic_encoder import AcousticEncoder
 from paceline.recipes.asr.network.config import BlockSettings, NetworkSettings
 from paceline.recipes.asr.network.conformer.encoder import ConformerEncoder
+from paceline.recipes.asr.network.ctc_decoder import Decoder
 from paceline.recipes.asr.network.frames import Frames, frames_of
 from paceline.recipes.asr.network.separable import PlainConv, SeparableConv, batch_norm
+from paceline.recipes.asr.network.transducer.decoder import Shares, TransducerDecoder
 
 _INITIALIZERS: dict[str, Callable[[Tensor], Tensor]] = {
     "xavier_uniform": nn.init.xavier_uniform_,
@@ -109,37 +110,23 @@ class Residual(nn.Module):
         return y
 
 
-class Decoder(nn.Module):
-    """Log-probabilities of labels and blank at each frame."""
-
-    def __init__(self, channels: int, num_classes: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(channels, num_classes, 1)
-        _initialize(self, "xavier_uniform")
-
-    def forward(self, encoded: Tensor) -> Tensor:
-        """(batch, channels, time) -> (batch, time, classes) in float32, or float64 if it was computed in that."""
-        if self.training and encoded.stride(1) == 1:  # a frame's channels side by side: one product as it lies
-            scores = F.linear(encoded.transpose(1, 2), self.conv.weight.squeeze(2), self.conv.bias)
-        else:
-            scores = self.conv(encoded).transpose(1, 2)
-        return F.log_softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """Dtype of the network's computation without autocast."""
-        return self.conv.weight.dtype
-
-
 def make_encoder(network: NetworkSettings) -> AcousticEncoder:
     """Return the encoder that the settings describe: a Conformer, or blocks of convolutions."""
     return Encoder(network) if network.conformer is None else ConformerEncoder(network)
 
 
+def make_decoder(network: NetworkSettings, shares: Shares | None = None) -> Decoder | TransducerDecoder:
+    """Return the decoder that the settings describe: for CTC, or a transducer with these shares of its loss."""
+    channels, classes = network.channels[-1], network.num_classes
+    if network.transducer is None:
+        return Decoder(channels, classes)
+    return TransducerDecoder(network.transducer, channels, classes, shares or Shares())
+
+
 def weight_shapes(network: NetworkSettings) -> dict[str, torch.Size]:
     """Name and shape of everything that a model of this network keeps, without making it."""
     with torch.device("meta"):
-        parts = {"encoder": make_encoder(network), "decoder": Decoder(network.channels[-1], network.num_classes)}
+        parts = {"encoder": make_encoder(network), "decoder": make_decoder(network)}
     return {
         f"{part}.{name}": tensor.shape for part, module in parts.items() for name, tensor in module.state_dict().items()
     }

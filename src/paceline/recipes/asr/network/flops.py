@@ -7,6 +7,7 @@ import math
 from paceline.recipes.asr.network.config import BlockSettings, NetworkSettings
 from paceline.recipes.asr.network.conformer.settings import KERNEL, ConformerSettings
 from paceline.recipes.asr.network.frames import strided_length
+from paceline.recipes.asr.text.pieces import are_subwords
 
 PASSES = 3
 """Forward, and backward for the inputs and for the weights, which cost about as much each."""
@@ -15,10 +16,14 @@ ATTENTION_S = 10.0
 """Length of an utterance whose attention is counted; those of LibriSpeech have 12 seconds on average."""
 
 
+CHARACTERS_PER_S, SUBWORDS_PER_S = 15.0, 6.0
+"""Labels that are spoken in a second, about: of a transducer's scores there are as many as frames times labels."""
+
+
 def training_flops(network: NetworkSettings) -> float:
     """Return the operations per second of audio; the front end, norms and the loss are left out, as is usual."""
     if network.conformer is not None:
-        return PASSES * _conformer(network, network.conformer)
+        return PASSES * (_conformer(network, network.conformer) + _decoder(network))
     frames_per_s = 1 / network.features.stride_s
     total = 0.0
     chain: list[int] = []  # channels of the inputs of the dense blocks directly before
@@ -28,7 +33,23 @@ def training_flops(network: NetworkSettings) -> float:
         frames_per_s /= block.stride
         per_frame = _layers(block, channels) + sum(2 * width * block.filters for width in residuals)
         total += frames_per_s * per_frame
-    return PASSES * (total + frames_per_s * 2 * network.channels[-1] * network.num_classes)
+    return PASSES * (total + _decoder(network))
+
+
+def _decoder(network: NetworkSettings) -> float:
+    """Return the operations of a forward pass per second of audio; those of a transducer's joint network, which grow
+    with the length, are counted for `ATTENTION_S` seconds."""
+    many = 1 << 20
+    rate = network.output_length(many) / many / network.features.stride_s
+    of_ctc = rate * 2 * network.channels[-1] * network.num_classes
+    transducer = network.transducer
+    if transducer is None:
+        return of_ctc
+    labels = SUBWORDS_PER_S if are_subwords(network.labels) else CHARACTERS_PER_S
+    joint, predicted = transducer.joint_hidden, transducer.pred_hidden
+    scores = rate * labels * ATTENTION_S * 2 * joint * network.num_classes
+    recurrent = labels * 2 * predicted * (8 * predicted * transducer.pred_rnn_layers + joint)
+    return scores + recurrent + rate * 2 * network.channels[-1] * joint + (of_ctc if transducer.ctc else 0.0)
 
 
 def _conformer(network: NetworkSettings, conformer: ConformerSettings) -> float:
@@ -48,7 +69,7 @@ def _conformer(network: NetworkSettings, conformer: ConformerSettings) -> float:
     # Feed-forward modules, projections, products with keys, values and positions, gate, convolution, product.
     layer = 2 * 2 * 2 * width * conformer.d_ff + 4 * 2 * width * width + (3 if is_relative else 2) * 2 * seen * width
     layer += 2 * 2 * width * width + 2 * conformer.conv_kernel_size * width + 2 * width * width
-    return total + rate * (conformer.n_layers * layer + 2 * width * network.num_classes)
+    return total + rate * conformer.n_layers * layer
 
 
 def _window(conformer: ConformerSettings) -> float:

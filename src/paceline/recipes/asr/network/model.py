@@ -9,14 +9,16 @@ from torch import Tensor, nn
 from paceline.core.keys_torch import keyed
 from paceline.core.torch_private import mark_dynamic, not_compiled
 from paceline.recipes.asr.network.config import NetworkSettings
-from paceline.recipes.asr.network.encoder import Decoder, make_encoder
+from paceline.recipes.asr.network.encoder import make_decoder, make_encoder
+from paceline.recipes.asr.network.transducer.decoder import Shares, Transcripts
 from paceline.recipes.asr.sound.features import LogMel
 from paceline.recipes.asr.sound.key_streams import KeyStream
 from paceline.recipes.asr.sound.spec_augment import SpecAugment, SpecAugmentSettings
 
 
 class AcousticModel(nn.Module):
-    """Log-probabilities of labels and blank, for every frame of int16 audio."""
+    """Log-probabilities of labels and blank, for every frame of int16 audio; of a transducer, what its joint network
+    takes from each frame."""
 
     def __init__(
         self,
@@ -25,17 +27,22 @@ class AcousticModel(nn.Module):
         spec_augment: bool = True,
         views: int = 1,
         inter_layers: tuple[int, ...] = (),
+        shares: Shares | None = None,
     ) -> None:
-        """In training an utterance is masked in `views` ways, and the decoder reads the layers `inter_layers`, too."""
+        """In training an utterance is masked in `views` ways, and the decoder reads the layers `inter_layers`, too;
+        `shares` are the parts of a transducer's loss."""
         super().__init__()
         self.views, self.inter_layers = views, inter_layers
         self.features = LogMel(network.features, network.sample_rate)
         self.spec_augment = SpecAugment(network.spec_augment if spec_augment else SpecAugmentSettings())
         self.encoder = make_encoder(network)
-        self.decoder = Decoder(network.channels[-1], network.num_classes)
+        self.decoder = make_decoder(network, shares)
 
-    def forward(self, audio: Tensor, lengths: Tensor, keys: Tensor | None = None) -> Tensor:
-        """(batch, samples) with their true lengths -> (batch, frames, labels + 1), the blank last.
+    def forward(
+        self, audio: Tensor, lengths: Tensor, keys: Tensor | None = None, transcripts: Transcripts | None = None
+    ) -> Tensor:
+        """(batch, samples) with their true lengths -> (batch, frames, labels + 1), the blank last; of a transducer
+        (batch, frames, joint channels), or with `transcripts` the sum of the losses.
 
         Features that were computed before are taken as (batch, frames, mels).
 
@@ -46,8 +53,8 @@ class AcousticModel(nn.Module):
         capture = self.inter_layers if keys is not None and self.training else ()
         features = features.to(self._dtype)
         encoded, _ = self.encoder(features, frames, capture) if capture else self.encoder(features, frames)
-        log_probs: Tensor = self.decoder(encoded)
-        return log_probs
+        output: Tensor = self.decoder(encoded) if transcripts is None else self.decoder(encoded, transcripts)
+        return output
 
     @not_compiled
     def _hear(self, audio: Tensor, lengths: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:

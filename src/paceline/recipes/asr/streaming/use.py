@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from paceline.core.errors import PacelineError
 from paceline.core.json_text import json_text
+from paceline.core.together import Exclusion
 from paceline.data.audio.file import AudioFacts, AudioUnreadable
 from paceline.data.audio.trim import Loudness
 from paceline.observe.bars import SideBar
@@ -37,6 +38,22 @@ class StreamsAreGreedy(PacelineError):
     what: str
     sentence = "{what} is read in windows, and `--decoder beam` reads whole recordings"
     hint = "set `--decoder greedy`, or set `--long-s` above the length of the recording to read it as a whole"
+
+
+class StreamsAreForCtc(PacelineError):
+    """Windows, for a transducer."""
+
+    what: str
+    excludes = (
+        Exclusion(
+            "`infer` on long or live audio",
+            "a transducer",
+            "mathematics",
+            "A window's text depends on all labels before it, and networks are trained on utterances that begin with none.",
+        ),
+    )
+    sentence = "{what} is read in windows, and a transducer reads whole recordings: each label depends on those before"
+    hint = "set `--long-s` above the length of the recording, or cut it into utterances; live audio needs `--head ctc`"
 
 
 class NotAlone(PacelineError):
