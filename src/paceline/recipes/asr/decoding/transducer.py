@@ -139,7 +139,7 @@ class TransducerReader:
         return [[self._hypothesis(*row)] for row in rows]
 
     def texts(self, outputs: Tensor, lengths: Sequence[int]) -> list[str]:
-        return [self.labels.decode(ids) for ids in self._read(outputs, lengths).ids]
+        return [" ".join(self.labels.decode(ids).split()) for ids in self._read(outputs, lengths).ids]
 
     @torch.no_grad()
     def _read(self, outputs: Tensor, lengths: Sequence[int]) -> Reading:
@@ -152,7 +152,7 @@ class TransducerReader:
         begins = [place for place, label in enumerate(ids) if starts[label] and place]
         words = []
         for begin, end in pairwise([0, *begins, len(ids)]):
-            text = self.labels.decode(ids[begin:end])
+            text = self.labels.decode(ids[begin:end]).strip()
             if not text:
                 continue
             # the label of a space is the gap before a word, a piece with a space in it is the word's first sound

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,7 +80,6 @@ def test_the_blank_is_read_as_nothing_and_never_learned() -> None:
     assert gradient is not None
     assert not gradient[-1].any()
     assert gradient[0].any()
-    assert not gradient[1].any() or LABELS[0] == 3
 
 
 def test_padding_and_other_utterances_change_no_loss() -> None:
@@ -91,6 +91,20 @@ def test_padding_and_other_utterances_change_no_loss() -> None:
         for row, (f, n) in enumerate(zip(FRAMES, LABELS, strict=True))
     ]
     torch.testing.assert_close(together, sum(each))
+
+
+def test_half_precision_is_in_the_products_alone() -> None:
+    network = made(pred_dropout=0.0, joint_dropout=0.0).float()
+    encoded = torch.randn(2, CHANNELS, 7)
+    transcripts = Transcripts.of(TARGETS, FRAMES, LABELS)
+    exact = network(encoded, transcripts)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert network.prediction(TARGETS).dtype == torch.float32
+        rounded = network(encoded, transcripts)
+    assert rounded.dtype == torch.float32
+    assert rounded.item() == pytest.approx(exact.item(), rel=0.01)
+    rounded.backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in network.parameters())
 
 
 def test_the_loss_of_a_hybrid_is_its_formula() -> None:
@@ -111,7 +125,7 @@ def test_the_usual_sizes_are_those_of_nemos_table() -> None:
     network = network.model_copy(update={"transducer": usual_sizes(512, ctc=False), "labels": _many(1024)})
     with torch.device("meta"):
         model = AcousticModel(network)
-    assert sum(each.numel() for each in model.parameters()) == pytest.approx(114e6, rel=0.02)  # the "large" of its table
+    assert sum(each.numel() for each in model.parameters()) == pytest.approx(120e6, rel=0.01)  # its "large"
 
 
 def _many(number: int) -> tuple[str, ...]:
@@ -137,7 +151,10 @@ def nemo_modules(folder: Path) -> Iterator[Any]:
     stubs: dict[str, dict[str, Any]] = {
         "omegaconf": {},
         "nemo.utils": {},
-        "nemo.core.classes": {"typecheck": lambda: lambda function: function},
+        "nemo.core.classes": {
+            "typecheck": lambda: lambda function: function,
+            "adapter_mixins": SimpleNamespace(get_registered_adapter=bool),
+        },
         "nemo.core.classes.exportable": {},
         "nemo.core.classes.mixins": {"AdapterModuleMixin": nemo_source._Adapted},
         "nemo.core.neural_types": {},
