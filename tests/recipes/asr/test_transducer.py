@@ -166,7 +166,7 @@ def test_a_head_is_put_on_a_network() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"cr_ctc_weight": 0.2}, "cr_ctc_weight compares outputs of CTC frame by frame"),
+        ({"cr_ctc_weight": 0.2}, "cr_ctc_weight compares outputs of CTC"),
         ({"interctc_layers": (1,)}, "interctc_layers are read by CTC.*`--head hybrid`"),
         ({"fastemit": 0.1, "head": "ctc"}, "fastemit is for transducers"),
     ],

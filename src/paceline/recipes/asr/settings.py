@@ -182,7 +182,7 @@ class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):
             "a transducer",
             "mathematics",
             "The divergence is between outputs of CTC in the same frame; those of a transducer depend on its labels.",
-            "`cr_ctc_weight` compares outputs of CTC frame by frame, which a transducer has not: train with `--head ctc`",
+            "`cr_ctc_weight` compares outputs of CTC, which a transducer has not: train with `--head ctc`",
             lambda s: bool(s.cr_ctc_weight) and s.network.transducer is not None,
         ),
     )

@@ -30,7 +30,7 @@ from paceline.recipes.asr.exchange.weights import read_weights
 from paceline.recipes.asr.network.config import NetworkSettings
 from paceline.recipes.asr.network.flops import training_flops
 from paceline.recipes.asr.network.model import AcousticModel
-from paceline.recipes.asr.network.transducer.decoder import Shares, TransducerDecoder, Transcripts
+from paceline.recipes.asr.network.transducer.decoder import Shares, Transcripts, TransducerDecoder
 from paceline.recipes.asr.objective import Objective
 from paceline.recipes.asr.settings import AsrSettings, UseSettings
 from paceline.recipes.asr.sound.perturb import check_clips, is_active

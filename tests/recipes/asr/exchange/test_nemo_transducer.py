@@ -95,9 +95,7 @@ def test_an_archive_is_read_with_every_weight(hybrid: bool, dropout: float, tmp_
     model = AcousticModel(network)
     weights = {name: tensor for name, tensor in model.state_dict().items() if name.startswith("encoder.")}
     weights |= (decoder := theirs(hybrid, dropout))
-    found, read = read_nemo(
-        archive(tmp_path / "a.nemo", transducer(hybrid=hybrid, dropout=dropout), saved(weights))
-    )
+    found, read = read_nemo(archive(tmp_path / "a.nemo", transducer(hybrid=hybrid, dropout=dropout), saved(weights)))
     assert found == network
     model.load_state_dict(read)
     assert torch.equal(read["decoder.joint.out.bias"], decoder[f"joint.joint_net.{2 if dropout else 1}.bias"])

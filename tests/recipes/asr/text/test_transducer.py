@@ -191,9 +191,7 @@ def test_nemo_has_the_same_losses_and_gradients(fastemit: float, monkeypatch: py
     sizes = [torch.tensor([numbers[row] for row in kept]) for numbers in (FRAMES, LABELS)]
     # its lattice takes the largest lengths of a batch for its shape, and labels that are classes
     kind(theirs, TARGETS.clamp(0, 3)[kept], *sizes).sum().backward()
-    found = lattice_losses(
-        *arc_log_probs(ours, TARGETS[kept]), sizes[0].tolist(), sizes[1].tolist(), fastemit
-    )
+    found = lattice_losses(*arc_log_probs(ours, TARGETS[kept]), sizes[0].tolist(), sizes[1].tolist(), fastemit)
     found.sum().backward()
     assert theirs.grad is not None
     assert ours.grad is not None

@@ -110,12 +110,13 @@ class TextDecoder(Protocol):
     note: str | None
     """Remark for users on how it is done here; None if there is nothing."""
 
-    def __call__(self, log_probs: Tensor, lengths: Sequence[int], num_best: int = 1) -> list[list[Hypothesis]]:
+    def __call__(self, outputs: Tensor, lengths: Sequence[int], /, num_best: int = 1) -> list[list[Hypothesis]]:
         """Return up to `num_best` hypotheses of each utterance, best first."""
         ...
 
-    def texts(self, log_probs: Tensor, lengths: Sequence[int]) -> list[str]:
-        """Return the best text of each utterance; `log_probs` is (batch, frames, classes), the blank last."""
+    def texts(self, outputs: Tensor, lengths: Sequence[int], /) -> list[str]:
+        """Return the best text of each utterance; of CTC, `outputs` are log-probabilities (batch, frames, classes), the
+        blank last, of a transducer what its decoder returns."""
         ...
 
 

@@ -1,11 +1,12 @@
-"""Greedy reading of a transducer: at each frame the best label is written until the best is to go on, a whole batch at a
-time."""
+"""Greedy reading of a transducer: at each frame the best label is written until the best is to go on, a whole batch at
+a time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class TransducersAreGreedy(PacelineError):
         ),
     )
     sentence = (
-        "the network is a transducer, and `--decoder beam` searches the outputs of CTC, which do not depend on the labels"
+        "the network is a transducer, and `--decoder beam` searches outputs of CTC, which do not depend on the labels"
         " before"
     )
     hint = "set `--decoder greedy`, without `--lm` and `--hotwords`; for a language model train with `--head ctc`"
@@ -56,13 +57,9 @@ class Reading:
 
     @classmethod
     def begin(cls, network: TransducerDecoder, batch: int) -> Reading:
-        rows: list[list[list[int]]] = [[[] for _ in range(batch)] for _ in range(2)]
-        return cls(*network.begin(batch), *rows, [[] for _ in range(batch)], [0.0] * batch)
-
-    def copy(self) -> Reading:
-        """Return a copy that may go on by itself."""
-        ids, frames, scores = ([list(row) for row in rows] for rows in (self.ids, self.frames, self.scores))
-        return Reading(self.seen, self.state, ids, frames, scores, list(self.totals))
+        seen, state = network.begin(batch)
+        nothing = range(batch)
+        return cls(seen, state, [[] for _ in nothing], [[] for _ in nothing], [[] for _ in nothing], [0.0] * batch)
 
 
 def read(
@@ -100,13 +97,12 @@ def read(
         frame = frame + (is_heard & ~writes)
     reading.seen, reading.state = seen, state
     if steps:
-        _note(reading, *(torch.stack(columns, 1).cpu().tolist() for columns in zip(*steps, strict=True)), first)
+        _note(reading, [torch.stack(columns, 1).tolist() for columns in zip(*steps, strict=True)], first)
 
 
-def _note(
-    reading: Reading, labels: list[list[int]], frames: list[list[int]], scores: list[list[float]], first: int
-) -> None:
-    for row, path in enumerate(zip(labels, frames, scores, strict=True)):
+def _note(reading: Reading, paths: list[Any], first: int) -> None:
+    """Add steps to texts: labels (-1: none), frames and log-probabilities, each by utterance and step."""
+    for row, path in enumerate(zip(*paths, strict=True)):
         for label, frame, score in zip(*path, strict=True):
             reading.totals[row] += score
             if label >= 0:

@@ -49,7 +49,7 @@ class StreamsAreForCtc(PacelineError):
             "`infer` on long or live audio",
             "a transducer",
             "mathematics",
-            "A window's text depends on all labels before it, and networks are trained on utterances that begin with none.",
+            "The text of a window depends on all labels before it, and training is on utterances that begin with none.",
         ),
     )
     sentence = "{what} is read in windows, and a transducer reads whole recordings: each label depends on those before"

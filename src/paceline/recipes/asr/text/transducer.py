@@ -1,7 +1,9 @@
-"""Transducer loss (RNN-T): minus the log-probability of a transcript, summed over all ways to write it along the frames.
+"""Transducer loss (RNN-T): minus the log-probability of a transcript, summed over all ways to write it along the
+frames.
 
-Graves 2012, "Sequence transduction with recurrent neural networks" (arXiv 1211.3711). At frame t, with u labels written,
-a network either goes on to the next frame (blank) or writes label u. A path goes from (0, 0) to the end of the frames.
+Graves 2012, "Sequence transduction with recurrent neural networks" (arXiv 1211.3711). At frame t, with u labels
+written, a network either goes on to the next frame (blank) or writes label u. A path begins at (0, 0) and ends when the
+last frame is left.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ def arc_log_probs(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
     No normalised scores are kept: backward makes them again of what there is.
     """
-    blank, label = _Arcs.apply(scores, targets)
+    blank, label = _Arcs.apply(scores, targets)  # type: ignore[no-untyped-call]
     return blank, label
 
 
@@ -123,7 +125,9 @@ def lattice_losses(
     away from the beginning are one row. The gradient is the closed form, minus the share of all paths that go through
     an arc.
     """
-    losses: Tensor = _Lattice.apply(blank, label, frame_lengths, target_lengths, fastemit)
+    losses: Tensor = _Lattice.apply(  # type: ignore[no-untyped-call]
+        blank, label, frame_lengths, target_lengths, fastemit
+    )
     return losses
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.recipes.asr.network.config import NetworkInvalid, NetworkSettings, read_network
 from paceline.recipes.asr.network.model import AcousticModel
-from paceline.recipes.asr.network.transducer.decoder import Shares, TransducerDecoder, Transcripts
+from paceline.recipes.asr.network.transducer.decoder import Shares, Transcripts, TransducerDecoder
 from paceline.recipes.asr.network.transducer.settings import TransducerSettings, usual_sizes
 from paceline.recipes.asr.objective import Objective
 from paceline.recipes.asr.text.ctc import ctc_loss_sum

@@ -6,7 +6,7 @@ A text begins with nothing: the prediction network reads zeros first, which is a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -56,7 +56,7 @@ class Shares:
 
     ctc_weight: float = 0.0
     """Share of CTC in the loss of a hybrid."""
-    ctc: Objective = Objective()
+    ctc: Objective = field(default_factory=Objective)
     """Weights of the layers that CTC reads."""
     fastemit: float = 0.0
     """See `transducer_loss_sum`."""
@@ -142,7 +142,7 @@ class Prediction(nn.Module):
         """(batch, labels) -> (batch, labels + 1, channels): after nothing, after the first label, ..."""
         inside = torch.where((targets >= 0) & (targets < self.embed.num_embeddings), targets, 0)
         entering = F.pad(self.embed(inside), (0, 0, 1, 0))  # zeros before the first label
-        output, _ = self.dec_rnn(entering.transpose(0, 1), None)
+        output: Tensor = self.dec_rnn(entering.transpose(0, 1), None)[0]
         return output.transpose(0, 1)
 
 
@@ -162,7 +162,7 @@ class RecurrentLayers(nn.Module):
     def forward(self, entering: Tensor, state: State | None) -> tuple[Tensor, State]:
         """(labels, batch, channels) -> the same, and the memory after the last label."""
         with torch.autocast(entering.device.type, enabled=False):
-            output, after = self.lstm(entering.to(self.lstm.weight_ih_l0.dtype), state)
+            output, after = self.lstm(entering.to(self.lstm.get_parameter("weight_ih_l0").dtype), state)
         return F.dropout(output, self.share, self.training), State(*after)
 
 
