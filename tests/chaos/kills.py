@@ -288,7 +288,7 @@ class Kills:
     """See the module."""
 
     name = "kills"
-    counts = (6, 1000)
+    counts = (4, 1000)
     mostly_waits = False
 
     def why_not(self) -> str | None:

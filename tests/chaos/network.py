@@ -381,7 +381,7 @@ class Network:
     """See the module."""
 
     name = "network"
-    counts = (6, 300)
+    counts = (4, 300)
     mostly_waits = True
 
     def why_not(self) -> str | None:

@@ -38,7 +38,7 @@ class Races:
     """See the module."""
 
     name = "races"
-    counts = (6, 20)
+    counts = (4, 20)
     mostly_waits = False
 
     def why_not(self) -> str | None:

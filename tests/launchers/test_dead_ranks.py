@@ -51,7 +51,13 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("end", ["2 start killed", "1 step killed", "2 step stuck", "0 save killed", "1 save stuck"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        *("1 step killed", "0 save killed", "2 step stuck"),
+        *(pytest.param(end, marks=pytest.mark.long) for end in ("2 start killed", "1 save stuck")),
+    ],
+)
 def test_it_is_named_and_all_end_in_time(end: str, tmp_path: Path) -> None:
     bad, place, how = end.split()
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS), "END": end}

@@ -168,8 +168,14 @@ def test_overlapped_is_its_definition(every: int, overlap: int) -> None:
 # -- on the wire -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wire", ["fp16", "bf16", "int8"])
-@pytest.mark.parametrize("overlap", [0, 3])
+@pytest.mark.parametrize(
+    ("wire", "overlap"),
+    [
+        *(("bf16", 0), ("int8", 3)),
+        *(pytest.param(wire, 3, marks=pytest.mark.long) for wire in ("fp16", "bf16")),
+        *(pytest.param(wire, 0, marks=pytest.mark.long) for wire in ("fp16", "int8")),
+    ],
+)
 @pytest.mark.parametrize("optimizer", [{"momentum": 0.9}, {"optimizer": "adam", "lr": 0.01}], ids=["sgd", "adam"])
 def test_rounded_on_the_wire_reaches_the_same_loss(wire: str, overlap: int, optimizer: dict[str, Any]) -> None:
     common = {"epochs": 25, **optimizer, "reduce": "param", "sync_step": 3, "sync_overlap": overlap}

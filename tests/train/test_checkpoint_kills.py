@@ -124,7 +124,9 @@ def kill_outcomes(folder: Path, *arguments: str) -> list[int]:
     return outcomes
 
 
-@pytest.mark.parametrize("steps", [[2, 3], [1, 1]], ids=["new steps", "the same step again"])
+@pytest.mark.parametrize(
+    "steps", [[2, 3], pytest.param([1, 1], marks=pytest.mark.long)], ids=["new steps", "the same step again"]
+)
 def test_killed_before_any_of_its_disk_calls_a_save_leaves_a_sound_checkpoint(steps: list[int], tmp_path: Path) -> None:
     outcomes = kill_outcomes(tmp_path, "call", json.dumps(steps))
     assert len(outcomes) > 30

@@ -139,7 +139,7 @@ def check_same(whole: Path, broken: Path, *, bitwise: bool) -> None:
                 assert torch.allclose(tensor, other_tensor, rtol=1e-12, atol=1e-12), f"{part}: {name}"
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_same_ranks_resume_bitwise(tmp_path: Path, size: int) -> None:
     settings = {"precision": "fp64", "ema": 0.9}
     uninterrupted(tmp_path / "whole", size, settings)

@@ -46,9 +46,9 @@ NODE = {"shard": "node", "checkpoint_form": "sharded", "machines": 2}
 @pytest.mark.parametrize(
     "legs",
     [
-        [(4, CUT), (2, CUT), (1, PLAIN), (4, CUT)],
+        pytest.param([(4, CUT), (2, CUT), (1, PLAIN), (4, CUT)], marks=pytest.mark.long),
         [(2, PLAIN), (4, CUT), (2, WHOLE), (2, CUT)],
-        [(4, WHOLE), (2, CUT), (4, PLAIN), (1, CUT)],
+        pytest.param([(4, WHOLE), (2, CUT), (4, PLAIN), (1, CUT)], marks=pytest.mark.long),
         [(4, NODE), (4, CUT), (4, {**NODE, "checkpoint_form": "full"}), (2, WHOLE)],
     ],
     ids=["4-2-1-4", "ddp-cut-whole-cut", "whole-cut-ddp-1", "node-cut-node-whole"],

@@ -178,7 +178,10 @@ def train(link: Link, folder: str, stop: tuple[int, int, signal.Signals] | None)
         torch.save(weights(run), Path(folder) / f"rank{link.world.rank}.pt")
 
 
-@pytest.mark.parametrize(("size", "number"), [(1, signal.SIGUSR1), (2, signal.SIGTERM), (4, signal.SIGUSR1)])
+@pytest.mark.parametrize(
+    ("size", "number"),
+    [(2, signal.SIGTERM), *(pytest.param(size, signal.SIGUSR1, marks=pytest.mark.long) for size in (1, 4))],
+)
 def test_one_rank_is_asked_and_all_stop_at_the_same_step(tmp_path: Path, size: int, number: signal.Signals) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert run_until_death(size, train, str(whole), None) == [0] * size
