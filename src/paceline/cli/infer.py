@@ -68,18 +68,14 @@ def infer(options: InferOptions) -> int:
         if inputs and options.data is not None:
             raise DataTwice(options.data, inputs)
         data = None if options.data is None else call_data_function(options.data)
-        if inputs:
+        if data is None:
             apply.attach(task, config, link)
-            if isinstance(task, tasks.StreamsInputs) and task.is_stream(inputs):
+            if isinstance(task, tasks.StreamsInputs) and inputs and task.is_stream(inputs):
                 if link.world.size > 1:
                     raise OneRankStreams(inputs, link.world.size)
                 return _stream(task, config, link, inputs, options)
-        if inputs:
-            apply.attach(task, config, link)
-            data = tasks.read_inputs(task, inputs)
-        elif data is None:
-            apply.attach(task, config, link)
-            data = tasks.infer_data_of(task)  # here, for the names that it may have
+            # here, for the names that it may have
+            data = tasks.read_inputs(task, inputs) if inputs else tasks.infer_data_of(task)
         pairs = apply.predict_run(task, config, link, options.run, options.checkpoint, data, average=options.average)
         traits = DatasetTraits(data)
         text_line = outcome.bare_line if traits.are_lines else outcome.text_line

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -167,19 +167,7 @@ class BeamDecoder:
         frame_seconds: float = 1.0,
     ) -> None:
         numbers = {"lm_weight": lm_weight, "word_bonus": word_bonus, "hotword_weight": hotword_weight}
-        for name, value in numbers.items():
-            if not isinstance(value, int | float | np.number) or not np.isfinite(value):
-                raise WrongBeam(name, value, phrase("it must be a number"))
-        if not isinstance(beam_width, int | np.integer) or beam_width > MOST_HYPOTHESES:
-            why = phrase("it must be a whole number, up to {most:,}", most=MOST_HYPOTHESES)
-            raise WrongBeam("beam_width", beam_width, why)
-        if beam_width < 1:
-            raise WrongBeam("beam_width", beam_width, phrase("at least one hypothesis must be kept"))
-        for word in hotwords:
-            if not isinstance(word, str) or len(word) > MOST_CHARACTERS:
-                shown = word[:20] + "..." if isinstance(word, str) else word
-                why = phrase("a hot word is a text of up to {most:,} characters", most=MOST_CHARACTERS)
-                raise WrongBeam("hotwords", repr(shown), why)
+        _check_arguments(beam_width, numbers, hotwords)
         self.labels = labels
         self.model = load_language_model(lm) if isinstance(lm, str | Path) else lm
         where = str(lm) if isinstance(lm, str | Path) else "the language model"
@@ -299,6 +287,23 @@ def load_language_model(path: str | Path) -> LanguageModel:
 @lru_cache(maxsize=2)
 def _loaded(path: Path, changed: int, size: int) -> LanguageModel:
     return KenlmModel(path) if is_kenlm(path) else read_arpa(path)
+
+
+def _check_arguments(beam_width: Any, numbers: Mapping[str, Any], hotwords: Iterable[Any]) -> None:
+    """Raise for arguments of a search that are of another kind, or beyond what can be searched."""
+    for name, value in numbers.items():
+        if not isinstance(value, int | float | np.number) or not np.isfinite(value):
+            raise WrongBeam(name, value, phrase("it must be a number"))
+    if not isinstance(beam_width, int | np.integer) or beam_width > MOST_HYPOTHESES:
+        why = phrase("it must be a whole number, up to {most:,}", most=MOST_HYPOTHESES)
+        raise WrongBeam("beam_width", beam_width, why)
+    if beam_width < 1:
+        raise WrongBeam("beam_width", beam_width, phrase("at least one hypothesis must be kept"))
+    for word in hotwords:
+        if not isinstance(word, str) or len(word) > MOST_CHARACTERS:
+            shown = word[:20] + "..." if isinstance(word, str) else word
+            why = phrase("a hot word is a text of up to {most:,} characters", most=MOST_CHARACTERS)
+            raise WrongBeam("hotwords", repr(shown), why)
 
 
 def _check_words(model: LanguageModel | None, hotwords: Sequence[str], pieces: Sequence[str], where: str) -> None:
