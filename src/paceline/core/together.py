@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from paceline.core.language import said
 
-Kind = Literal["mathematics", "hardware", "one thing twice"]
+Kind = Literal["mathematics", "hardware", "one thing twice", "not written"]
 
 
 @dataclass(frozen=True)

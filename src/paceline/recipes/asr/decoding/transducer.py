@@ -29,8 +29,8 @@ class TransducersAreGreedy(PacelineError):
         Exclusion(
             "`--decoder beam`",
             "a transducer",
-            "mathematics",
-            "The search joins texts of CTC, whose frames do not depend on the labels before; a transducer's do.",
+            "not written",
+            "The search that is there joins texts of CTC, whose frames do not depend on the labels before.",
         ),
     )
     sentence = (

@@ -48,8 +48,8 @@ class StreamsAreForCtc(PacelineError):
         Exclusion(
             "`infer` on long or live audio",
             "a transducer",
-            "mathematics",
-            "The text of a window depends on all labels before it, and training is on utterances that begin with none.",
+            "not written",
+            "The text of a window depends on all labels before it: their state would have to be carried from window to window.",
         ),
     )
     sentence = "{what} is read in windows, and a transducer reads whole recordings: each label depends on those before"
