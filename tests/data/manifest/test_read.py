@@ -275,7 +275,7 @@ def test_files_that_are_no_manifests(tmp_path: Path, monkeypatch: pytest.MonkeyP
     Path("folder").mkdir()
     mistakes = {
         "trian.json": ("there is no such file", "did you mean train.json?"),
-        "no/train.json": ("there is no such file", ""),
+        "no/train.json": ("there is no such file", "`paceline manifest scan FOLDER` makes a manifest"),
         "folder": ("is a folder", "paceline manifest scan folder"),
         "empty.json": ("is empty", "paceline manifest scan"),
         "blank.json": ("is empty", ""),

@@ -413,7 +413,8 @@ def _refuse_other_things(path: Path) -> None:
     if not path.exists():
         names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         nearest = [near(path.with_name(name)) for name in difflib.get_close_matches(path.name, names, n=1)]
-        hint = phrase("did you mean {name}?", name=nearest[0]) if nearest else ""
+        scan = phrase("check the path; `paceline manifest scan FOLDER` makes a manifest of a folder of audio")
+        hint = phrase("did you mean {name}?", name=nearest[0]) if nearest else scan
         raise NotAManifest(path, phrase("there is no such file"), hint)
 
 

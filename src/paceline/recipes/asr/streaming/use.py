@@ -49,7 +49,7 @@ class StreamsAreForCtc(PacelineError):
             "`infer` on long or live audio",
             "a transducer",
             "not written",
-            "The text of a window depends on all labels before it: their state would have to be carried from window to window.",
+            "The text of a window depends on all labels before it: windows would have to carry their state on.",
         ),
     )
     sentence = "{what} is read in windows, and a transducer reads whole recordings: each label depends on those before"
