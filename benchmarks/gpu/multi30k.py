@@ -8,7 +8,8 @@ width 128, dropout 0.3, labels smoothed by 0.1, inverse square root with a peak 
 the last ten checkpoints, beam 5). All runs train at once, each a process of its own. The length penalty is the one of
 `PENALTIES` with which the validation set scores best. `tokenised` is BLEU as that paper has it: in small letters, cut
 by Moses' tokeniser (sacremoses), byte-pair units joined; `cased` is sacreBLEU's own on plain text, of runs that keep
-capitals (`--set lowercase=false`). Translations lie in OUT; `--score` scores them once more, where sacremoses may be.
+capitals (`--set lowercase=false`). Processes share the GPU through MPS where that is installed. Translations lie in
+OUT; `--score` scores them once more, where sacremoses may be.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from mps import shared_gpu
 from table import Row, parser, show
 
-PENALTIES = (0.6, 1.2)
+PENALTIES = (0.6, 1.0, 1.4)
 RECIPE = {
     "size": "tiny",
     "vocabulary": "10000",
@@ -69,6 +72,7 @@ def train(
     seeds: Sequence[int],
     changes: dict[str, str],
     head_start_s: float,
+    environment: dict[str, str],
 ) -> float:
     """Train all runs at once; return the seconds."""
     began, running = time.monotonic(), []
@@ -77,7 +81,7 @@ def train(
             folder = out / f"{direction}.{seed}"
             with (out / f"{direction}.{seed}.log").open("w", encoding="utf-8") as log:
                 words = command(data, folder, direction, seed, {**RECIPE, **changes})
-                running.append(subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT))
+                running.append(subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environment))
             if len(running) == 1 and len(directions) * len(seeds) > 1:
                 time.sleep(head_start_s)
     codes = [process.wait() for process in running]
@@ -88,11 +92,11 @@ def train(
     return seconds
 
 
-def translate_all(data: Path, out: Path, average: int) -> None:
+def translate_all(data: Path, out: Path, average: int, environment: dict[str, str]) -> None:
     """Write translations of all runs, each in a process of its own."""
     runs = sorted(path for path in out.glob("*-*.*") if path.is_dir())
     words = [sys.executable, __file__, str(data), str(out), "--average", str(average), "--translate"]
-    processes = [subprocess.Popen([*words, run.name]) for run in runs]
+    processes = [subprocess.Popen([*words, run.name], env=environment) for run in runs]
     if any(process.wait() for process in processes):
         raise SystemExit("not all runs could be translated with")
 
@@ -173,9 +177,12 @@ def main() -> None:
     if not options.score:
         options.out.mkdir(parents=True, exist_ok=True)
         changes = dict(each.split("=", 1) for each in options.set)
-        seconds = train(options.data, options.out, options.directions, options.seeds, changes, options.head_start_s)
-        began = time.monotonic()
-        translate_all(options.data, options.out, options.average)
+        with shared_gpu(options.out) as environment:
+            seconds = train(
+                options.data, options.out, options.directions, options.seeds, changes, options.head_start_s, environment
+            )
+            began = time.monotonic()
+            translate_all(options.data, options.out, options.average, environment)
         print(f"translated in {time.monotonic() - began:.0f} s", flush=True)
         rows += [Row("training, all runs at once", "time", seconds / 60, "min")]
         rows += [Row("translating", "time", (time.monotonic() - began) / 60, "min")]

@@ -174,14 +174,21 @@ JOBS = (
     ),
     Job(
         "multi30k", 19, "en-de BLEU 41.0, three seeds",
-        "multi30k.py {data}/multi30k {out} --directions en-de", 200, 340,
+        "multi30k.py {data}/multi30k {out} --directions en-de", 200, 480,
         "multi30k.py {data}/multi30k {out} --directions en-de --seeds 0 1 --head-start-s 0 --average 2 --set"
         " device=cpu level=0 steps=4 vocabulary=300 batch_cost=400 warmup_steps=2 save_every_steps=2 workers=0",
         is_timing=False, cores=6, data=("multi30k",),
     ),
     Job(
+        "multi30k-6000", 19, "the same with 6,000 units",
+        "multi30k.py {data}/multi30k {out} --directions en-de --set vocabulary=6000", 200, 480,
+        "multi30k.py {data}/multi30k {out} --directions en-de --seeds 0 --head-start-s 0 --average 2 --set"
+        " device=cpu level=0 steps=4 vocabulary=200 batch_cost=400 warmup_steps=2 save_every_steps=2 workers=0",
+        is_timing=False, cores=3, data=("multi30k",),
+    ),
+    Job(
         "muon", 19, "Muon needs fewer steps than AdamW, same search, three seeds",
-        "muon_steps.py {data}/multi30k {out} --steps 400", 110, 200,
+        "muon_steps.py {data}/multi30k {out} --steps 400", 110, 300,
         "muon_steps.py {data}/multi30k {out} --steps 2 --rates 0.001 --set device=cpu level=0 size=tiny"
         " vocabulary=300 batch_cost=400 workers=0",
         is_timing=False, cores=10, data=("multi30k",),
@@ -212,6 +219,12 @@ JOBS = (
         " --labels-per-s 4 --packed {packed}/noise-4-letters.h5", 55, 100,
         "end_to_end.py epochs --device cpu --level 0 --network fastconformer-s --batch 2 --utterances 2 --epochs 2"
         " --labels-per-s 4",
+    ),
+    Job(
+        "speech-trials", 21, "learning rates of FastConformer and QuartzNet by four trials each",
+        "speech_quality.py {data} {out} --trials 4 --only-search --epochs fastconformer=160 quartznet=80", 150, 420,
+        "speech_quality.py {data} {out} --trials 2 --only-search --epochs fastconformer=2 quartznet=2 --device cpu",
+        is_timing=False, cores=8, data=("mini-librispeech", "librispeech"),
     ),
     Job(
         "speech-quality", 21, "FastConformer with BPE beats QuartzNet for the same GPU seconds, with a p-value",

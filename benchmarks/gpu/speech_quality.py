@@ -1,14 +1,17 @@
 """Word error rates for the same seconds of a GPU: a FastConformer with subwords beside QuartzNet 15x5, several seeds.
 
     python benchmarks/gpu/speech_quality.py DATA OUT [--seconds 105] [--seeds 1 2 3] [--trials 3] [--json]
+    python benchmarks/gpu/speech_quality.py DATA OUT --trials 4 --only-search --epochs fastconformer=160 quartznet=80
+    python benchmarks/gpu/speech_quality.py DATA OUT --lr fastconformer=0.001 quartznet=0.03 [--epochs ...]
     python benchmarks/gpu/speech_quality.py DATA OUT --seconds 2 --device cpu    dry run, with networks of a few weights
 
 DATA has mini-librispeech/train.json, which is trained on, and librispeech/test.json, which is validated on. Runs of one
 kind train side by side, one process each (through MPS where that is), and nothing else beside them. A few epochs say
-first how long an epoch takes; then each kind gets as many as fill `--seconds`. Both have the same batches, speed
-perturbation and EMA. With `--trials 3` the learning rate is first searched for, for both kinds alike: so many factors
-of it, a quarter of the seconds each, on all but every 20th utterance of the training text, which validate; the test set
-is not seen by it. The language model is a 3-gram of the training text, made by `paceline lm`, with default weights.
+first how long an epoch takes; then each kind gets as many as fill `--seconds`, or as many as `--epochs` says. Both have
+the same batches, speed perturbation and EMA, and masks as their recipes have them. With `--trials 3` rates are searched
+for first, for both kinds alike: so many factors, a quarter of the epochs each, on all but every 20th utterance of the
+training text, which validate; the test set is not seen by it. The language model is a 3-gram of the training text, made
+by `paceline lm`, with default weights.
 `paceline compare` has the p-values of greedy decoding; those with the language model are Welch's, of the same runs.
 """
 
@@ -16,21 +19,22 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from mps import shared_gpu
 from table import Row, machine, parser, show
 
 COMMON: dict[str, Any] = {
@@ -78,7 +82,7 @@ KINDS: dict[str, dict[str, Any]] = {
 TINY: dict[str, dict[str, Any]] = {
     "fastconformer": {
         "network": {"conformer": {**CONFORMER, "d_model": 8, "n_layers": 1, "subsampling_conv_channels": 4}},
-        "vocabulary": 40,
+        "vocabulary": 120,
         "interctc_layers": [],
     },
     "quartznet": {"network": "small"},
@@ -141,28 +145,21 @@ class Bench:
         return 100 * float(self.records(name, "validation")[-1]["test/wer"])
 
 
-@contextmanager
-def shared_gpu(bench: Bench) -> Iterator[None]:
-    """Let processes compute at the same time on a GPU instead of in turns, where NVIDIA's MPS is there."""
-    control = shutil.which("nvidia-cuda-mps-control")
-    if bench.device != "cuda" or control is None:
-        yield
-        return
-    folders = {"CUDA_MPS_PIPE_DIRECTORY": bench.out / "mps", "CUDA_MPS_LOG_DIRECTORY": bench.out / "mps-log"}
-    for folder in folders.values():
-        folder.mkdir(exist_ok=True)
-    bench.environment = {**bench.environment, **{name: str(folder) for name, folder in folders.items()}}
-    subprocess.run([control, "-d"], env=dict(bench.environment), check=False)
-    try:
-        yield
-    finally:
-        with suppress(subprocess.TimeoutExpired):  # figures matter more
-            subprocess.run([control], input=b"quit\n", env=dict(bench.environment), check=False, timeout=20)
-
-
 def epochs_within(seconds: float, epoch_s: float) -> int:
     """Return how many epochs fill the seconds; at least two."""
     return max(2, round(seconds / epoch_s))
+
+
+def measured_epochs(bench: Bench, options: Any, data: tuple[Path, Path]) -> dict[str, int]:
+    """Return how many epochs of each kind fill the seconds, by runs of a few."""
+    numbers = {}
+    for kind in KINDS:
+        names = [f"warm-{kind}-{seed}" for seed in options.seeds]
+        bench.train(names, [settings_of(kind, bench, data, seed, WARM_EPOCHS) for seed in options.seeds])
+        epoch_s = statistics.median(value for name in names for value in bench.epoch_seconds(name)[1:])
+        numbers[kind] = epochs_within(options.seconds, epoch_s)
+        bench.say(f"{kind}: {epoch_s:.2f} s per epoch, {len(names)} runs side by side; {numbers[kind]} epochs")
+    return numbers
 
 
 def split(manifest: Path, out: Path) -> tuple[Path, Path]:
@@ -187,21 +184,28 @@ def settings_of(
     return {**COMMON, **KINDS[kind], **files, "seed": seed, "epochs": epochs, "val_every_epochs": epochs, **dry, **more}
 
 
-def search(bench: Bench, options: Any, epoch_s: Mapping[str, float]) -> dict[str, float]:
+def search(bench: Bench, options: Any, epochs: Mapping[str, int]) -> dict[str, float]:
     """Return the learning rate of each kind with the lowest word error rate on held-out training speech."""
     most, rest = split(options.data / "mini-librispeech" / "train.json", bench.out)
     packed = bench.out / "most.h5"
     bench.wait({"pack-most": bench.paceline("pack-most", "pack", most, packed)})
+    few = {kind: max(2, round(number / 4)) for kind, number in epochs.items()}
+    trials = {
+        f"trial-{kind}-{lr:g}": settings_of(kind, bench, (packed, rest), 0, few[kind], lr=lr)
+        for kind in KINDS
+        for lr in (KINDS[kind]["lr"] * factor for factor in FACTORS[: options.trials])
+    }
+    bench.train(list(trials), list(trials.values()))  # nothing is timed, so all of them at once
     rates = {}
     for kind in KINDS:
-        tried = [KINDS[kind]["lr"] * factor for factor in FACTORS[: options.trials]]
-        epochs = epochs_within(options.seconds / 4, epoch_s[kind])
-        names = [f"trial-{kind}-{lr:g}" for lr in tried]
-        bench.train(names, [settings_of(kind, bench, (packed, rest), 0, epochs, lr=lr) for lr in tried])
-        found = {lr: bench.word_error_rate(name) for lr, name in zip(tried, names, strict=True)}
+        names = {settings["lr"]: name for name, settings in trials.items() if name.startswith(f"trial-{kind}-")}
+        found = {lr: bench.word_error_rate(name) for lr, name in names.items()}
         rates[kind] = min(found, key=lambda lr: found[lr])
-        line = ", ".join(f"{lr:g}: {wer:.2f} %" for lr, wer in found.items())
-        bench.say(f"{kind}, {epochs} epochs on held-out speech: {line}; taken: {rates[kind]:g}")
+        losses = {
+            lr: bench.records(name, "validation")[-1].get("test/loss", float("nan")) for lr, name in names.items()
+        }
+        line = ", ".join(f"{lr:g}: {wer:.2f} % (loss {losses[lr]:.3g})" for lr, wer in found.items())
+        bench.say(f"{kind}, {few[kind]} epochs, on held-out speech: {line}; taken: {rates[kind]:g}")
     return rates
 
 
@@ -237,16 +241,13 @@ def measure(bench: Bench, options: Any) -> list[Row]:
         bench.wait({"pack": bench.paceline("pack", "pack", manifest, data[0])})
         bench.say("packed")
     rows: list[Row] = []
-    epoch_s: dict[str, float] = {}
-    for kind in KINDS:
-        names = [f"warm-{kind}-{seed}" for seed in options.seeds]
-        bench.train(names, [settings_of(kind, bench, data, seed, WARM_EPOCHS) for seed in options.seeds])
-        epoch_s[kind] = statistics.median(value for name in names for value in bench.epoch_seconds(name)[1:])
-        bench.say(f"{kind}: {epoch_s[kind]:.2f} s per epoch, {len(names)} runs side by side")
-    rates = search(bench, options, epoch_s) if options.trials else {}
+    numbers = options.epochs or measured_epochs(bench, options, data)
+    rates = search(bench, options, numbers) if options.trials else options.lr
+    if options.only_search:
+        return [Row(kind, "learning rate with the fewest errors", rate, "") for kind, rate in rates.items()]
     runs: dict[str, list[str]] = {}
     for kind in KINDS:
-        epochs = epochs_within(options.seconds, epoch_s[kind])
+        epochs = numbers[kind]
         runs[kind] = [f"{kind}-{seed}" for seed in options.seeds]
         more = {"lr": rates[kind]} if kind in rates else {}
         bench.train(runs[kind], [settings_of(kind, bench, data, seed, epochs, **more) for seed in options.seeds])
@@ -286,8 +287,18 @@ def main() -> None:
     arguments.add_argument("--seconds", type=float, default=105.0, help="of training, all runs of a kind side by side")
     arguments.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     arguments.add_argument("--trials", type=int, default=0, choices=range(len(FACTORS) + 1), help="of learning rates")
+    arguments.add_argument("--only-search", action="store_true", help="only the trials")
+    arguments.add_argument("--epochs", nargs="+", default=[], metavar="KIND=NUMBER", help="instead of measuring them")
+    arguments.add_argument("--lr", nargs="+", default=[], metavar="KIND=RATE")
     arguments.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     options = arguments.parse_args()
+    options.epochs = {kind: int(number) for kind, _, number in (each.partition("=") for each in options.epochs)}
+    options.lr = {kind: float(rate) for kind, _, rate in (each.partition("=") for each in options.lr)}
+    for values in (options.epochs, options.lr):
+        if values and set(values) != set(KINDS):
+            arguments.error(f"--epochs and --lr name each of {', '.join(KINDS)}")
+    if options.only_search and not options.trials:
+        arguments.error("--only-search has nothing to do without --trials")
     options.data = options.data.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(options.data, options.out.resolve(), options.device)
@@ -295,7 +306,8 @@ def main() -> None:
     print(machine(), flush=True)
     if options.device == "cpu":
         bench.say("dry run on a CPU: no figures")
-    with shared_gpu(bench):
+    with shared_gpu(bench.out) if options.device == "cuda" else nullcontext(dict(os.environ)) as environment:
+        bench.environment = environment
         rows = measure(bench, options)
     show(rows, f"{options.seconds:g} s of training on 5.3 h of speech", options.json)
 
