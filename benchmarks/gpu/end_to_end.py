@@ -4,6 +4,7 @@
     python benchmarks/gpu/end_to_end.py augment [--batch 256] [--seconds 16.7]
     python benchmarks/gpu/end_to_end.py rate [--batch 64] [--steps 160] [--utterances 1024] [--network quartznet15x5]
     python benchmarks/gpu/end_to_end.py curve --data .../librispeech [--steps 500] [--csv curve.csv]
+    python benchmarks/gpu/end_to_end.py pack --utterances 2048 --packed noise.h5
     python benchmarks/gpu/end_to_end.py epochs --device cpu --level 0 --network small --batch 2 --utterances 6    (dry)
 
 `epochs`: whole epochs of packed utterances with the lengths of real speech (LibriSpeech's train-clean-5), beside the
@@ -15,6 +16,7 @@ masks and the step. The bare step is the same engine on one grain that lies on t
 `curve`: real speech, packed, trained on at `-O4` and three times (three seeds) at `-O2`; the losses go to a CSV, and
 `-O4` lies within the spread if it is no further from the mean of the three than one of them is from the mean of the
 others, in windows of 25 steps.
+`pack`: only the packed file that `epochs` reads.
 """
 
 from __future__ import annotations
@@ -442,7 +444,7 @@ def curve(options: Any) -> list[Row]:
 
 def main() -> None:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("part", choices=["epochs", "augment", "rate", "curve", "train"])
+    arguments.add_argument("part", choices=["epochs", "augment", "rate", "curve", "train", "pack"])
     arguments.add_argument("--network", default="quartznet15x5")
     arguments.add_argument("--device", default="cuda")
     arguments.add_argument("--level", type=lambda word: word if word == "auto" else int(word), default=4)
@@ -464,6 +466,10 @@ def main() -> None:
     options = arguments.parse_args()
     if options.part == "train":
         train(options)
+        return
+    if options.part == "pack":
+        with tempfile.TemporaryDirectory() as folder:
+            synthetic(Path(folder), like_speech(options.utterances), options.labels_per_s, options.packed)
         return
     announce(options.device)
     print(machine(), flush=True)

@@ -90,6 +90,19 @@ JOBS = (
         "quartznet.py --network jasper10x5dr --batches 64 --only O2+kernels+graphs", 30, 80,
         f"quartznet.py {DRY_STEP} --only O2+kernels+graphs",
     ),
+    *(
+        Job(
+            f"noise-{number}{name}", 16, "packed noise ahead of the jobs that read it",
+            f"end_to_end.py pack --utterances {number} --packed {file}{more}", 20, 60,
+            f"end_to_end.py pack --utterances 4 --packed {{out}}/noise.h5{more}",
+            is_timing=False, cores=1,
+        )
+        for number, name, file, more in (
+            (2048, "", NOISE, ""),
+            (4096, "", MORE_NOISE, ""),
+            (2048, "-letters", "{packed}/noise-4-letters.h5", " --labels-per-s 4"),
+        )
+    ),
     Job(
         "epochs-64", 16, "end to end 95 % of the bare step, batch 64",
         f"{EPOCHS} --batch 64 --utterances 2048 --packed {NOISE}", 50, 90, DRY_EPOCHS,
@@ -149,13 +162,13 @@ JOBS = (
     ),
     Job(
         "translation-ahead", 19, "compilation ahead of the plain ways",
-        "translation.py --budgets 25000 100000 --only bf16-compile bf16-graphs --compile-only", 120, 240,
+        "translation.py --budgets 25000 100000 --only bf16-compile bf16-graphs --compile-only", 120, 260,
         f"{DRY_TRANSLATION} --only bf16 --compile-only", is_timing=False, cores=4,
     ),
     Job(
         "translation-25k", 19, "25,000 tokens: 1,400,000/s and 1.5 times the best plain way",
-        "translation.py --budgets 25000 --only O2+kernels+graphs bf16 bf16-graphs bf16-compile hf O4", 90, 210,
-        f"{DRY_TRANSLATION} --only O2+kernels+graphs bf16 hf O4",
+        "translation.py --budgets 25000 --only O2+kernels+graphs bf16 bf16-compile bf16-graphs hf", 60, 210,
+        f"{DRY_TRANSLATION} --only O2+kernels+graphs bf16 hf",
     ),
     Job(
         "translation-100k", 19, "100,000 tokens: 2,000,000/s and 1.5 times the best plain way",
@@ -195,7 +208,7 @@ JOBS = (
     ),
     Job(
         "conformer-ahead", 21, "compilation ahead of the plain ways",
-        "conformer.py --batches 64 --only bf16-layers bf16-compile --compile-only", 150, 280,
+        "conformer.py --networks fastconformer-l --batches 64 --only bf16-layers bf16-compile --compile-only", 150, 230,
         f"{DRY_CONFORMER} --only bf16 --compile-only", is_timing=False, cores=4,
     ),
     Job(
@@ -206,7 +219,7 @@ JOBS = (
     Job(
         "conformer-l", 21, "FastConformer-L, batch 64: 2 times the best plain way",
         "conformer.py --networks fastconformer-l --batches 64 --only O2+kernels+graphs bf16 bf16-layers-graphs"
-        " bf16-compile", 75, 170, f"{DRY_CONFORMER} --only O2+kernels+graphs bf16",
+        " bf16-compile", 55, 90, f"{DRY_CONFORMER} --only O2+kernels+graphs bf16",
     ),
     Job(
         "conformer-256", 21, "FastConformer-M and -L, batch 256: 2 times the best plain way",
@@ -228,9 +241,11 @@ JOBS = (
     ),
     Job(
         "speech-quality", 21, "FastConformer with BPE beats QuartzNet for the same GPU seconds, with a p-value",
-        "speech_quality.py {data} {out} --seconds 105", 340, 440,
-        "speech_quality.py {data} {out} --seconds 1 --seeds 1 2 --device cpu",
-        data=("mini-librispeech", "librispeech"),
+        "speech_quality.py {data} {out} --lr fastconformer=0.002 quartznet=0.015"
+        " --epochs fastconformer=100 quartznet=52", 240, 420,
+        "speech_quality.py {data} {out} --lr fastconformer=0.002 quartznet=0.015"
+        " --epochs fastconformer=1 quartznet=1 --seeds 1 2 --device cpu",
+        is_timing=False, cores=6, data=("mini-librispeech", "librispeech"),
     ),
     Job(
         "speech-quality-tuned", 21, "the same, learning rates of both found by three trials each",

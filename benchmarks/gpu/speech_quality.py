@@ -42,7 +42,7 @@ COMMON: dict[str, Any] = {
     "grains": 1,
     "order": "bucket",
     "speed_range": [0.9, 1.1],
-    "ema": 0.999,
+    "ema": 0.99,  # of a few thousand steps; 0.999 would keep some of the first weights
     "log_every": 20,
     "loggers": [],
     "progress": "none",
@@ -140,6 +140,10 @@ class Bench:
         found = [record["seconds"][0] for record in self.records(name, "epoch")]
         return [sum(seconds.get(phase, 0.0) for phase in IS_TRAINING) for seconds in found]
 
+    def last_loss(self, name: str) -> float:
+        """Return the mean training loss of the last epoch: what differs where a trial writes no words yet."""
+        return float(self.records(name, "epoch")[-1]["loss"])
+
     def word_error_rate(self, name: str) -> float:
         """Return the percentage of the last validation."""
         return 100 * float(self.records(name, "validation")[-1]["test/wer"])
@@ -200,7 +204,7 @@ def search(bench: Bench, options: Any, epochs: Mapping[str, int]) -> dict[str, f
     for kind in KINDS:
         names = {settings["lr"]: name for name, settings in trials.items() if name.startswith(f"trial-{kind}-")}
         found = {lr: bench.word_error_rate(name) for lr, name in names.items()}
-        rates[kind] = min(found, key=lambda lr: found[lr])
+        rates[kind] = min(found, key=lambda lr: (found[lr], bench.last_loss(names[lr])))
         losses = {
             lr: bench.records(name, "validation")[-1].get("test/loss", float("nan")) for lr, name in names.items()
         }

@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from paceline.config.settings import OptimSettings
-from paceline.optim.build import NothingToTrain, ParameterPatternUnmatched, freeze, groups, optimizer, unused
+from paceline.optim.build import (
+    NothingToTrain,
+    ParameterPatternUnmatched,
+    freeze,
+    groups,
+    optimizer,
+    unused,
+    zero_first_momentum,
+)
 from paceline.optim.lamb import Lamb
 from paceline.optim.novograd import NovoGrad
 
@@ -153,6 +161,8 @@ def test_on_gpu_a_found_inf_skips_the_update_without_waiting(kind: str, dtype: t
     ours.load_state_dict(raw.state_dict())
     chosen = settings(optimizer=kind, betas=(0.8, 0.95))
     update, reference = optimizer(chosen, groups(ours, chosen), device), RAW[kind](raw.parameters(), fused=True)
+    if isinstance(update, torch.optim.SGD):
+        zero_first_momentum(update)  # as `prepare` does
     ours.to(dtype)  # after the optimizer was built, as an engine does
     raw.to(dtype)
     draw = torch.Generator(device).manual_seed(0)

@@ -24,7 +24,7 @@ CASES: dict[str, Any] = {
     "novograd-amsgrad": lambda groups: NovoGrad(groups, lr=0.1, amsgrad=True, grad_averaging=True),
     "novograd-luc": lambda groups: NovoGrad(groups, lr=0.1, luc=True, weight_decay=0.01),
     "lamb": lambda groups: Lamb(groups, lr=0.1, weight_decay=0.01),
-    "muon": lambda groups: Muon(routed(groups), lr=0.1, weight_decay=0.01),
+    "muon": lambda groups: Muon(routed(groups), lr=0.1, weight_decay=0.01, ns_dtype="fp32"),
     "muon-bf16": lambda groups: Muon(routed(groups), lr=0.1, nesterov=False, ns_dtype="bf16", scale="original"),
     "lamb-clamped": lambda groups: Lamb(groups, lr=0.1, trust_range=(0.1, 2.0), adapt_undecayed=False),
 }

@@ -116,6 +116,7 @@ def test_kernels(kernels: Any, batch: int, time: int, heads: int, head: int, dro
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("shape", [(3, 209, 4, 64), (1, 64, 8, 64), (5, 333, 4, 44), (2, 5, 1, 16)], ids=str)
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # in autograd's thread, before it has a CUDA context
 def test_on_a_gpu_against_float64(shape: tuple[int, int, int, int]) -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
