@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.amx import avoid_undescribed
 from paceline.core.version import VERSION
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from paceline.world.discover.environment import World as World
 
 __version__ = VERSION
+avoid_undescribed()  # before oneDNN, which asks once, computes anything
 
 _HOMES = {
     "average": "paceline.cli.average",

@@ -1,0 +1,76 @@
+"""Matrix units (AMX) that a virtual machine announces but does not describe, which end a process in bf16 on its CPU.
+
+oneDNN reads the sizes of AMX's tiles from CPUID leaf 0x1D. Some hypervisors (Firecracker, seen with a guest of Linux
+6.18) pass the flags `amx_tile` and `amx_bf16` on and leave that leaf empty: oneDNN then configures tiles of no size,
+and the first product in bf16 ends the process with SIGILL, without a message. There oneDNN is kept to the vector
+units, which have bf16 and fp16, too, by its own variable ONEDNN_MAX_CPU_ISA. It reads that once, at its first product,
+so this is done when paceline is imported. Who has set the variable keeps it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import sys
+from pathlib import Path
+
+VARIABLE = "ONEDNN_MAX_CPU_ISA"
+WITHOUT_AMX = "AVX512_CORE_FP16"
+"""The highest instruction set of oneDNN before AMX, with bf16 and fp16 in vectors."""
+_TILE_SIZES = 0x1D, 1
+"""CPUID's leaf and sub-leaf of the first palette of tiles; all zero where a hypervisor hides it."""
+_CODE = bytes.fromhex("53 4989d0 89f8 89f1 0fa2 418900 41895804 41894808 4189500c 5b c3")
+"""void cpuid(uint32 leaf, uint32 sub_leaf, uint32 registers[4]) of x86-64: eax, ebx, ecx, edx."""
+_HEAD = 8192
+"""Bytes of /proc/cpuinfo that hold the flags of the first core."""
+
+
+def is_undescribed(flags: frozenset[str], tiles: tuple[int, ...] | None) -> bool:
+    """Return True if the CPU has tiles by its flags, and none by the registers of CPUID; None: not to be had."""
+    return "amx_tile" in flags and tiles is not None and not any(tiles)
+
+
+def avoid_undescribed() -> bool:
+    """Keep oneDNN from AMX where its tiles are not described; return True if that was done, by whomever."""
+    if not _is_undescribed_here():
+        return False
+    return os.environ.setdefault(VARIABLE, WITHOUT_AMX) == WITHOUT_AMX
+
+
+@functools.cache
+def _is_undescribed_here() -> bool:
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    flags = cpu_flags()
+    return "amx_tile" in flags and is_undescribed(flags, cpuid(*_TILE_SIZES))
+
+
+def cpu_flags() -> frozenset[str]:
+    """Return the features of the first core by Linux's names; none where it does not say."""
+    try:
+        with Path("/proc/cpuinfo").open(encoding="ascii", errors="replace") as file:
+            head = file.read(_HEAD)
+    except OSError:
+        return frozenset()
+    line = next((line for line in head.splitlines() if line.startswith("flags")), "")
+    return frozenset(line.partition(":")[2].split())
+
+
+def cpuid(leaf: int, sub_leaf: int) -> tuple[int, ...] | None:
+    """Return eax, ebx, ecx and edx of x86-64's instruction; None where a process may not make code of its own."""
+    import ctypes  # few CPUs need it, and every start of a command would pay for it
+    import mmap
+
+    try:
+        page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    except OSError:  # a hardened kernel
+        return None
+    page.write(_CODE)
+    registers = (ctypes.c_uint32 * 4)()
+    code = ctypes.c_char.from_buffer(page)
+    function = ctypes.CFUNCTYPE(None, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p)(ctypes.addressof(code))
+    function(leaf, sub_leaf, ctypes.addressof(registers))
+    del function, code  # the page can be closed once nothing points into it
+    page.close()
+    return tuple(registers)

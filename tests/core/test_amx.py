@@ -1,0 +1,60 @@
+"""AMX that a virtual machine announces without the sizes of its tiles."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from paceline.core import amx
+
+WITH = frozenset({"avx512f", "amx_tile", "amx_bf16"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "tiles", "expected"),
+    [
+        (WITH, (0, 0, 0, 0), True),
+        (WITH, (0x04002000, 0x00080040, 0x10, 0), False),  # a Sapphire Rapids as Intel's manual has it
+        (WITH, None, False),
+        (frozenset({"avx2"}), (0, 0, 0, 0), False),
+    ],
+)
+def test_tiles_without_sizes(flags: frozenset[str], tiles: tuple[int, ...] | None, expected: bool) -> None:
+    assert amx.is_undescribed(flags, tiles) is expected
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="CPUID is of x86")
+def test_cpuid_is_the_cpu_of_proc() -> None:
+    """Leaf 7, ebx: bit 5 is AVX2, bit 16 AVX-512; leaf 0 spells the vendor."""
+    vendor = amx.cpuid(0, 0)
+    assert vendor is not None
+    name = b"".join(part.to_bytes(4, "little") for part in (vendor[1], vendor[3], vendor[2])).decode()
+    with open("/proc/cpuinfo", encoding="ascii") as file:
+        assert any(line.startswith("vendor_id") and name in line for line in file)
+    features, flags = amx.cpuid(7, 0), amx.cpu_flags()
+    assert features is not None
+    assert bool(features[1] >> 5 & 1) == ("avx2" in flags)
+    assert bool(features[1] >> 16 & 1) == ("avx512f" in flags)
+
+
+def test_products_in_bf16_do_not_end_the_process() -> None:
+    """As a user would: torch and paceline are imported, and a product in bf16 is computed; fails on such a machine
+    without the guard (SIGILL)."""
+    program = (
+        "import torch, paceline\n"
+        "x = torch.randn(64, 64, dtype=torch.float32).to(torch.bfloat16)\n"
+        "print(float((x @ x).float().sub(x.float() @ x.float()).abs().max()) < 1)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != amx.VARIABLE}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout.strip()) == (0, "True")
+
+
+def test_a_variable_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(amx.VARIABLE, "AVX2")
+    amx.avoid_undescribed()
+    assert os.environ[amx.VARIABLE] == "AVX2"
