@@ -70,7 +70,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "vocabulary": 128,
         "optimizer": "adamw",
         "betas": [0.9, 0.98],
-        "lr": 0.002,
+        "lr": 0.001,
         "weight_decay": 0.01,
         "clip_norm": 5,
         "schedule": "cosine",
