@@ -106,6 +106,17 @@ def test_a_large_run() -> None:
     assert found["learning rate"] == "0.015, warm-up over 8,000 steps, then cosine to 1e-05 over 294,100 steps"
 
 
+def test_an_average_that_keeps_initial_weights_is_said() -> None:
+    """0.999^960 is 0.383; 0.9952^960 is 0.0099."""
+    found = dict(rows(facts({"ema": 0.999}, schedule_steps=960)))
+    assert found["optimizer"] == (
+        "AdamW, weights averaged with decay 0.999 (38% of it the initial weights, still after 960 steps:"
+        " `--ema 0.9952` keeps less than 1%)"
+    )
+    long, unknown = (dict(rows(facts({"ema": 0.999}, schedule_steps=steps))) for steps in (96_000, None))
+    assert long["optimizer"] == unknown["optimizer"] == "AdamW, weights averaged with decay 0.999"
+
+
 def test_a_warm_up_that_is_longer_than_the_run_is_said() -> None:
     found = dict(rows(facts({"epochs": 1, "warmup_steps": 500, "lr": 0.05}, schedule_steps=23)))
     assert found["learning rate"] == (

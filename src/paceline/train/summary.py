@@ -30,6 +30,10 @@ from paceline.world.link import Link
 Rows = list[tuple[str, str]]
 
 
+FELT_SHARE = 0.01
+"""Of initial weights in an average at the end of a run, from which on it is said."""
+
+
 @dataclass(frozen=True)
 class Seat:
     """Host, device and threads of one rank."""
@@ -127,7 +131,7 @@ def rows(facts: Facts) -> Rows:
         lines.append(("validation", sets))
     lines += [
         ("parameters", _parameters(facts.model)),
-        ("optimizer", _optimizer(config, facts.model.optimizer)),
+        ("optimizer", _optimizer(config, facts.model.optimizer, facts.schedule_steps)),
     ]
     if not facts.has_own_rates:
         lines.append(("learning rate", _schedule(config, facts.schedule_steps)))
@@ -322,7 +326,7 @@ def _parameters(model: ModelFacts) -> str:
     return f"{model.num_parameters:,}" + (f", {model.num_trained:,} trained, {frozen:,} frozen" if frozen else "")
 
 
-def _optimizer(config: TrainConfig, name: str) -> str:
+def _optimizer(config: TrainConfig, name: str, steps: int | None) -> str:
     parts = [name]
     if config.weight_decay:
         parts.append(f"weight decay {config.weight_decay:g}")
@@ -337,10 +341,19 @@ def _optimizer(config: TrainConfig, name: str) -> str:
     if config.clip_value is not None:
         parts.append(f"gradients clipped to values of {config.clip_value:g}")
     if config.ema:
-        parts.append(f"weights averaged with decay {config.ema:g}")
+        parts.append(f"weights averaged with decay {config.ema:g}{_initial_share(config.ema, steps)}")
     if config.swa_start is not None:
         parts.append(f"mean of the weights every {counted(config.swa_every, 'step')} from step {config.swa_start:,} on")
     return ", ".join(parts)
+
+
+def _initial_share(decay: float, steps: int | None) -> str:
+    """Return how much of an average of weights is still the first ones when the run ends, where that is felt."""
+    if steps is None or steps < 1 or decay**steps < FELT_SHARE:
+        return ""
+    share = f"{100 * decay**steps:.0f}% of it the initial weights, still after {counted(steps, 'step')}"
+    lower = math.floor(1e4 * FELT_SHARE ** (1 / steps)) / 1e4
+    return f" ({share}: `--ema {lower:g}` keeps less than {100 * FELT_SHARE:g}%)"
 
 
 def _schedule(config: TrainConfig, steps: int | None) -> str:
