@@ -161,18 +161,8 @@ JOBS = (
         110, 220, None, is_timing=False, cores=6,
     ),
     Job(
-        "translation-ahead", 19, "compilation ahead of the plain ways",
-        "translation.py --budgets 25000 100000 --only bf16-compile bf16-graphs --compile-only", 120, 260,
-        f"{DRY_TRANSLATION} --only bf16 --compile-only", is_timing=False, cores=4,
-    ),
-    Job(
-        "translation-25k", 19, "25,000 tokens: 1,400,000/s and 1.5 times the best plain way",
-        "translation.py --budgets 25000 --only O2+kernels+graphs bf16 bf16-compile bf16-graphs hf", 60, 210,
-        f"{DRY_TRANSLATION} --only O2+kernels+graphs bf16 hf",
-    ),
-    Job(
-        "translation-100k", 19, "100,000 tokens: 2,000,000/s and 1.5 times the best plain way",
-        "translation.py --budgets 100000 --only O2+kernels+graphs bf16 bf16-compile bf16-graphs hf", 70, 190,
+        "translation", 19, "1,400,000/s and 2,000,000/s, 1.5 times the best plain way, 25,000 and 100,000 tokens",
+        "translation.py --only O2+kernels+graphs bf16 hf bf16-graphs bf16-compile", 230, 300,
         f"{DRY_TRANSLATION} --only O2+kernels+graphs bf16 hf",
     ),
     Job(

@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +159,8 @@ class Bench(Task):
         return torch.optim.AdamW(groups, lr=1e-4, fused=True)
 
 
-def by_hand(name: str, shape: Shape, vocabulary: int, device: str, batches: Sequence[Sentences]) -> Callable[[], None]:
-    """Return a step, on the next of the batches."""
+def by_hand(name: str, shape: Shape, vocabulary: int, device: str) -> Callable[[Sentences], None]:
+    """Return a step on a batch, compiled once for batches of any size."""
     model = make_network(shape, vocabulary, device)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
     # Functions of tensors alone: a compiler would guard whatever else they are given, and compile again.
@@ -179,10 +178,8 @@ def by_hand(name: str, shape: Shape, vocabulary: int, device: str, batches: Sequ
         loss = torch.compile(loss, dynamic=True)
     elif name == "bf16-graphs":
         loss = torch.compile(loss, dynamic=True, mode="reduce-overhead")
-    row = cycle(batches)
 
-    def step() -> None:
-        batch = next(row)
+    def step(batch: Sentences) -> None:
         with torch.autocast(torch.device(device).type, torch.bfloat16):
             total, count = loss(batch.source, batch.target, batch.truth)
         optimizer.zero_grad()
@@ -306,21 +303,20 @@ def _part_of(kernel: str) -> str | None:
     return next((part for part, words in PARTS.items() if any(word in kernel for word in words)), None)
 
 
-def measure(name: str, shape: Shape, options: Any, budget: int) -> list[Row]:
+def measure(name: str, shape: Shape, options: Any, budget: int, plain: Callable[[Sentences], None] | None) -> list[Row]:
     device, vocabulary = options.device, options.vocabulary
     multiple = 1 if name in ("bf16", "hf", "head") else 8
     batches = make_batches(budget, options.batches, vocabulary, device, is_sorted=name != "hf", multiple=multiple)
     tokens = sum(each.num_tokens for each in batches)
     case = f"{'-' if name.startswith('O') else ''}{name}, {budget:,} padded tokens"
     way, began = "", time.perf_counter()
-    if name.startswith("O"):
+    if plain is None:
         round_, way = ours(name, shape, vocabulary, device, batches)
     else:
-        step = by_hand(name, shape, vocabulary, device, batches)
 
         def round_() -> None:
-            for _ in batches:
-                step()
+            for batch in batches:
+                plain(batch)
 
     round_()
     wait(device)
@@ -361,17 +357,18 @@ def main() -> None:
     options = arguments.parse_args()
     announce(options.device)
     shape = SIZES["transformer", options.size]
-    rows: list[Row] = []
-    for budget in options.budgets:
-        found: dict[str, list[Row]] = {}
-        for name in options.only:
-            clear(options.device)
+    found: dict[int, dict[str, list[Row]]] = {budget: {} for budget in options.budgets}
+    for name in options.only:
+        clear(options.device)
+        plain = None if name.startswith("O") else by_hand(name, shape, options.vocabulary, options.device)
+        for budget in options.budgets:
             try:
                 with using(replace(MEASURED, **dict.fromkeys(options.ways, True))):
-                    found[name] = measure(name, shape, options, budget)
+                    found[budget][name] = measure(name, shape, options, budget, plain)
             except Exception as error:  # the others still count
                 print(f"{name}, {budget}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr, flush=True)
-        rows += beside_best(found)
+        del plain
+    rows = [row for each in found.values() for row in beside_best(each)]
     show(rows, f"Transformer {options.size} in training on one {options.device.upper()}", options.json)
 
 
