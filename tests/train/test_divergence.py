@@ -14,7 +14,7 @@ from torch import nn
 from paceline.cli.main import main
 from paceline.core.run_folder import read_record
 from paceline.observe.report.runs import read_run
-from paceline.train.divergence import LossWatch, judge_skips, judge_weights
+from paceline.train.divergence import EpochLosses, LossWatch, judge_skips, judge_weights
 from paceline.train.position import Position
 from paceline.world.link import Link
 from tests.ranks import run_ranks
@@ -67,6 +67,32 @@ def test_each_stage_has_a_first_loss() -> None:
     assert verdict(losses, began=10) is None, "other data, other scale"
 
 
+def relapses(losses: list[float], stages: list[str] | None = None) -> list[int]:
+    """Return the epochs, from 0, of which something is said."""
+    watch = EpochLosses()
+    stages = stages or [""] * len(losses)
+    return [epoch for epoch, pair in enumerate(zip(stages, losses, strict=True)) if watch.note(*pair) is not None]
+
+
+def test_a_loss_that_climbs_back_to_where_it_began_is_told_once() -> None:
+    """The losses of a FastConformer at too high a rate, by ten epochs: it fell for 37 epochs and never recovered."""
+    run = [481.0, 323, 222, 166, 147, 192, 462, 456, 432, 430]
+    assert relapses(run) == [6]
+    watch = EpochLosses()
+    said = [watch.note(None, loss) for loss in run]
+    assert said[6] == "the loss is 462, after 147 at best and 481 in the first epoch"
+    assert relapses([*run, 140, 460]) == [6, 11]  # it had recovered in between
+    assert relapses([*run[:5], math.nan]) == [5]
+
+
+def test_losses_that_rise_a_little_or_never_fell_are_not() -> None:
+    assert relapses([10.0, 9, 8, 7, 8, 7.5]) == []
+    assert relapses([10.0, 9.5, 11, 12]) == []
+    assert relapses([1.0, 0.1, 1.0, 0.1], ["a", "a", "b", "b"]) == []  # another stage begins anew
+    assert relapses([-1.0, -2.0, -0.9]) == [2]
+    assert relapses([5.0]) == relapses([math.nan, 5.0, 4.0]) == []
+
+
 def test_skipped_steps() -> None:
     assert judge_skips(3, 4) is None, "a loss scale that settles"
     assert judge_skips(10, 20) is None
@@ -100,6 +126,26 @@ def test_a_learning_rate_that_is_far_too_high(tmp_path: Path, capsys: pytest.Cap
     assert len((out / "metrics.jsonl").read_text().splitlines()) >= 20
     assert main(["eval", str(out)]) == 2
     assert "no checkpoint" in capsys.readouterr().err
+
+
+class Unlearning(SmallTask):
+    """Its third epoch of three steps forgets: the weights are as far from the data as they began, and stay there."""
+
+    def after_step(self, model: nn.Module, step: Any, grains: Any) -> None:
+        if step.number >= 8:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(3.0)
+
+
+def test_a_run_that_forgets_says_so_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"epochs": 6, "lr": 0.02, "loggers": (), "progress": "lines", "mode": "train"}
+    trained = trainer(Unlearning(), tmp_path / "run", **settings)
+    assert trained.fit().status == "finished"
+    said = [line for line in capsys.readouterr().out.splitlines() if "unlearned" in line]
+    assert len(said) == 1
+    assert "at best" in said[0]
+    assert "`--lr`" in said[0]
 
 
 class Overflowing(SmallTask):

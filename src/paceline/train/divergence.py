@@ -8,6 +8,9 @@ A run has diverged if
 
 One bad batch, or the first steps of fp16 while the loss scale settles, are none of these. Losses are of all ranks,
 so that these come to the same verdict.
+
+A run whose loss climbs back to where it began has not diverged by these rules, and may recover: it goes on, and says so
+(`EpochLosses`).
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ IN_A_ROW = 10
 """Losses beyond the limit that are enough for a verdict."""
 MIN_STEPS = 20
 """Steps from which on the share of skipped ones says something."""
+LEARNED, RELAPSED = 0.2, 0.75
+"""A loss that fell by the first share of an early epoch's was learned; the second share of that lost again is told."""
 
 
 class Diverged(Exception):
@@ -65,6 +70,29 @@ class LossWatch:
             f"the loss is {self._last:.3g}, after {self._position.first_loss:.3g} at first, "
             f"more than `--max-loss-ratio` ({self._max_ratio:g}) allows"
         )
+
+
+class EpochLosses:
+    """Follows the mean losses of the epochs of a stage, for one that climbs back to where it began."""
+
+    def __init__(self) -> None:
+        self._stage: str | None = None
+        self._first = self._best = math.nan
+        self._is_told = False
+
+    def note(self, stage: str | None, loss: float) -> str | None:
+        """Return what to say of an epoch with this loss, once until there is a lower one; None if nothing."""
+        if stage != self._stage or math.isnan(self._first):
+            self._stage, self._first, self._best, self._is_told = stage, loss, loss, False
+            return None
+        if loss < self._best:
+            self._best, self._is_told = loss, False
+        won = self._first - self._best
+        has_relapsed = won > LEARNED * abs(self._first) and not loss - self._best < RELAPSED * won
+        if not has_relapsed or self._is_told:
+            return None
+        self._is_told = True
+        return f"the loss is {loss:.4g}, after {self._best:.4g} at best and {self._first:.4g} in the first epoch"
 
 
 def judge_skips(skipped: int, num_steps: int) -> str | None:

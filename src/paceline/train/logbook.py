@@ -38,7 +38,7 @@ from paceline.observe.verdict import news, verdict
 from paceline.optim.larc import Larc
 from paceline.parallel.step import Average, Step
 from paceline.speed.verdicts import slow_depthwise
-from paceline.train.divergence import LossWatch
+from paceline.train.divergence import EpochLosses, LossWatch
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
 from paceline.train.meter import Meter
@@ -86,6 +86,7 @@ class Logbook:
         self._whole: Whole | None = None
         self._stage: str | None = None
         self._padding: float | None = None
+        self._epoch_losses = EpochLosses()
         self.losses = losses or LossWatch(None, position)
         """Judge of the losses that were read."""
         self.loss = float("nan")
@@ -253,6 +254,10 @@ class Logbook:
         )
         if skipped:
             self._progress.tell(f"  {skipped} of these steps skipped: their gradients were not finite")
+        relapse = self._epoch_losses.note(self._stage, loss)
+        if relapse is not None:
+            advice = "a lower `--lr`, a longer `--warmup-steps` or a smaller `--clip-norm` may keep what was learned"
+            self._progress.tell(f"  unlearned: {relapse}: {advice}")
         if findings and record.launch is not None:
             self._progress.tell(f"  the run was resumed: what held it back is of the last {steps} of these steps")
         self._tell_findings(findings)
