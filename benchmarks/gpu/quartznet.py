@@ -1,7 +1,7 @@
 """QuartzNet 15x5 in training on one GPU: the plain ways to run it beside our levels, from random data on the device.
 
     python benchmarks/gpu/quartznet.py [--json] [--batches 64 256] [--only bf16 O4] [--network jasper10x5dr] [--profile]
-        [--ways batched no-turned]
+        [--ways no-turned]
     python benchmarks/gpu/quartznet.py --device cpu --network small --batches 2 --frames 160 --labels 8 --steps 1    dry
 
 A step is forward, CTC, backward and fused AdamW on a batch of 16.7 s utterances (1,672 frames of 64 mels, lengths 70

@@ -37,7 +37,7 @@ CONFORMER = {
 }
 """Types of the arguments of `relative`, `striding` and `gated_rows`."""
 SPILLED = {
-    **{"backward 75": 16, "backward 75, cut": 48, "backward 75, unfilled": 48, "product": 16},
+    **{"backward 75": 16, "backward 75, cut": 48, "product": 16},
     **{"attention": 8, "attention back": 192},
 }
 """Bytes of a thread's registers that lie in memory for want of room, where the kernel was measured with them."""
@@ -58,14 +58,14 @@ def test_compile_for_an_h200() -> None:
         multiplies_too = name.startswith(("relative", "attention")) or name == "strides first"
         assert (multiplies > 0) == (is_stream or multiplies_too), f"{name}: products on the warpgroups' tensor cores"
         assert (fetches > 0) == is_stream, f"{name}: fetched by the accelerator"
-    assert len(found) == 24
+    assert len(found) == 22
 
 
 def compile_all() -> dict[str, tuple[int, int, int, int]]:
     """Bytes of stack, of shared memory, tensor-core products of warpgroups, and fetches, by kernel."""
     import triton.language as tl
 
-    from paceline.speed.kernels import added_rows, norm, product, stream_backward, stream_fetched, tiles, ways
+    from paceline.speed.kernels import added_rows, norm, stream_backward, stream_fetched, tiles
 
     found = {}
     for kernel in (33, 75):
@@ -90,17 +90,10 @@ def compile_all() -> dict[str, tuple[int, int, int, int]]:
     }
     boxes = {"g_wide": back.wide, "g_more": back.more, "x_tiles": back.tile, "h_tiles": back.tile}
     options = {"num_warps": back.warps, "num_stages": back.stages}
-    for name, is_cut, is_filled in (
-        ("backward 75", False, True),
-        ("backward 75, cut", True, True),
-        ("backward 75, unfilled", True, False),
-    ):
-        constants = {**backward, "IS_CUT": is_cut, "IS_FILLED": is_filled}
-        found[name] = build(stream_backward._backward, constants, boxes, options)
+    for name, is_cut in (("backward 75", False), ("backward 75, cut", True)):
+        found[name] = build(stream_backward._backward, {**backward, "IS_CUT": is_cut}, boxes, options)
     found["pieces"] = build(norm._piece_moments, {"PIECE": norm.PIECE, "GROUPS": 32}, {}, {"num_warps": 8})
-    for name, is_apart in (("product", False), ("product, apart", True)):
-        with ways.using(ways.Ways(apart=is_apart)):
-            found[name] = build_product(product.pipeline(512))
+    found["product"] = build_product()
     for width in (512, 1024):
         rows, wide, warps = added_rows.tile(width)
         for name, kernel, more in (
@@ -167,21 +160,21 @@ def compile_conformer() -> dict[str, tuple[int, int, int, int]]:
     return found
 
 
-def build_product(way: Any) -> tuple[int, int, int, int]:
-    """Of 512 channels, forward; `way` is a `product.Pipeline`."""
+def build_product() -> tuple[int, int, int, int]:
+    """Of 512 channels, forward."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile as compile_kernel
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from paceline.speed.kernels import product
 
-    depth, stages, is_apart = way
+    depth, stages = product.PIPELINE
     wide = product.matrix_layout(depth, is_turned=False)
     fetched, stored = (f"tensordesc<bf16[1,{channels},128],{product._DEEP!r}>" for channels in (depth, 64))
     pointers = {"w_tiles": f"tensordesc<bf16[64,{depth}],{wide!r}>", "x_tiles": fetched, "out_tiles": stored}
     pointers |= {"parts": "*fp32", "tiles": "*i32"}
-    constants = {"DEPTHS": 512 // depth, "STAGES": stages, "ROWS": 1 + is_apart, "DEPTH": depth, "WIDTH": product.WIDTH}
-    constants |= {"LAYOUT": product._FLAT, "W_LAYOUT": wide, "HAS_SUMS": True, "IS_TURNED": False, "IS_APART": is_apart}
+    constants = {"DEPTHS": 512 // depth, "STAGES": stages, "ROWS": 1, "DEPTH": depth, "WIDTH": product.WIDTH}
+    constants |= {"LAYOUT": product._FLAT, "W_LAYOUT": wide, "HAS_SUMS": True, "IS_TURNED": False}
     names = product._product.arg_names
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
     aligned = [place for place, name in enumerate(names) if signature[name].startswith("*") or name == "filters"]

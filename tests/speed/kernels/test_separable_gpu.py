@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 BF16, SUMS = 2e-3, 1e-5
-ALL_WAYS = ways.Ways(**{field.name: field.name != "apart" for field in fields(ways.Ways)})
+ALL_WAYS = ways.Ways(**{field.name: True for field in fields(ways.Ways)})
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +44,7 @@ def check(case: Case) -> None:
     out = case.forward(depthwise.forward)
     assert distance(out, plain.forward(reference.depthwise_forward)) <= BF16
     assert torch.equal(out, case.forward(depthwise.forward))
-    behind = ~reference.held(case.lengths_in, case.x.shape[-1]).expand_as(case.x)
-    if not ways.in_use().unfilled:  # else nobody reads what lies there
-        behind = torch.zeros_like(behind)
     data, weight, sums = case.backward(depthwise.backward)
-    data = data.masked_fill(behind, 0.0)
     exact = plain.backward(reference.depthwise_backward)
     expected, _, expected_sums = case.exact().backward(reference.depthwise_backward)
     assert distance(data, expected) <= BF16
@@ -56,7 +52,7 @@ def check(case: Case) -> None:
     if case.affine is not None:
         assert distance(sums, expected_sums) <= SUMS
     data_again, *again = case.backward(depthwise.backward)
-    assert torch.equal(data_again.masked_fill(behind, 0.0), data)
+    assert torch.equal(data_again, data)
     assert torch.equal(again[0], weight)
     assert torch.equal(again[1], sums) or case.affine is None
     _, alone, _ = case.backward(depthwise.backward, needs_data=False)
@@ -252,32 +248,6 @@ def test_encoder_is_as_right_as_the_plain_one(way: ways.Ways) -> None:
     assert far[0] <= 1.2 * far[1]
     for (name, found), wanted in zip(ours.named_buffers(), exact.buffers(), strict=True):
         assert distance(found, wanted) < 2e-2, name
-
-
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="chosen on Hopper alone"
-)
-def test_nobody_reads_what_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit the same gradients of a network, although there is nan behind the longest of each group."""
-    decide, taken = tiles.backward_streaming, []
-
-    def of_long_ones(kernel: int, stride: int, dilation: int, channels: int, batch: int, row: int) -> Any:
-        taken.append(decide(kernel, stride, dilation, 512, 64, 848))
-        return taken[-1]
-
-    monkeypatch.setattr(depthwise.tiles, "backward_streaming", of_long_ones)
-    encoder = make_encoder()
-    assert fused.accelerate(encoder) == []
-    dice = torch.Generator("cuda").manual_seed(0)
-    mels = torch.randn(140, 64, 700, device="cuda", generator=dice)
-    lengths = torch.randint(10, 701, (140,), device="cuda", generator=dice)
-    found = []
-    for unfilled in (False, True):
-        with ways.using(replace(ALL_WAYS, unfilled=unfilled)):
-            found.append(gradients(encoder, mels, lengths))
-    assert any(way is not None for way in taken)
-    assert all(map(torch.equal, *found))
-    assert all(bool(each.isfinite().all()) for each in found[0])
 
 
 def test_encoder_under_compile_and_in_a_graph() -> None:

@@ -93,9 +93,3 @@ def test_a_stream_backward_fills_the_machine() -> None:
 
     assert [groups(channels, 64) for channels in (256, 512)] == [1, 1]
     assert [groups(channels, 256) for channels in (256, 384, 512)] == [4, 2, 4]  # 256, 768 and 512 of 264 at a time
-
-
-def test_weight_gradients_are_cut_into_as_many_parts_as_there_are_multiprocessors_for() -> None:
-    assert [tiles.weight_parts(width, width, 64, 848) for width in (256, 512, 1024)] == [32, 16, 4]
-    assert tiles.weight_parts(256, 64, 64, 848) == 64
-    assert [tiles.weight_parts(512, 512, batch, 848) for batch in (1, 6, 24, 256)] == [1, 2, 8, 16]

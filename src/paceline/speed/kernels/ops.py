@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.speed.kernels import reference, ways
-from paceline.speed.kernels.tiles import num_listed, padded_frames, weight_parts
+from paceline.speed.kernels.tiles import num_listed, padded_frames
 from paceline.speed.operators import operator
 
 # ruff: noqa: UP045 (the schema of an operator is read off these signatures, in which torch wants Optional)
@@ -392,11 +392,6 @@ def _weight_gradient(g: Tensor, x: Tensor, tiles: Tensor | None) -> Tensor:
             return product.weight_gradient(g, x, tiles)
     with torch.autocast(x.device.type, enabled=False):
         if x.is_cuda:
-            parts = weight_parts(g.shape[0], *x.shape) if ways.in_use().batched else 1
-            if parts > 1:
-                left, right = (each.view(each.shape[0], parts, -1).transpose(0, 1) for each in (g, x))
-                total: Tensor = torch.bmm(left, right.transpose(1, 2), out_dtype=torch.float32).sum(0)
-                return total
             wide: Tensor = torch.mm(g.flatten(1), x.flatten(1).t(), out_dtype=torch.float32)
             return wide
         dtype = torch.promote_types(x.dtype, torch.float32)

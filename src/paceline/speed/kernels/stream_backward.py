@@ -4,9 +4,7 @@ As in `stream`, a program walks along the time of a group of utterances of one c
 them is one product. The tensor memory accelerator fetches a tile of inputs and the window of outputs that saw it while
 the tile before is in hand, with zeros where the window leaves a row, so that these loads need no mask. One pass gives
 the tile's gradient, with ReLU, mask and the sums of batch norm, and adds to the products whose diagonals are the
-filter's. What lies behind a length is read as well: in `x` it may be anything finite. What comes out may be anything
-behind the longest utterance of a group, with `unfilled` (see `ways`): nobody reads a gradient of activations
-behind a length.
+filter's. What lies behind a length is read as well: in `x` it may be anything finite.
 """
 
 from __future__ import annotations
@@ -111,7 +109,6 @@ def _backward(
     NEEDS_DATA: tl.constexpr,
     IS_TURNED: tl.constexpr,
     IS_CUT: tl.constexpr,
-    IS_FILLED: tl.constexpr,
 ):
     part = tl.program_id(0)
     channel = nth(tl.program_id(1), channels, IS_TURNED)
@@ -173,7 +170,7 @@ def _backward(
                     sum_h += tl.sum(total, 1)
                     sum_hy += tl.sum(total * (values - mean), 1)
                 h_tiles.store([channel, first, start], total.to(tl.bfloat16).reshape(1, ROWS, TILE))
-        if NEEDS_DATA and IS_FILLED:
+        if NEEDS_DATA:
             for tile in range(num_reached, num_tiles):
                 h_tiles.store([channel, first, tile * TILE], tl.zeros([1, ROWS, TILE], tl.bfloat16))
     gradient = _diagonals(products, KERNEL_2, DILATION, AHEAD)
@@ -244,7 +241,6 @@ def backward(
         NEEDS_DATA=needs_data,
         IS_TURNED=affine is None and ways.in_use().turned,
         IS_CUT=ways.in_use().cut,
-        IS_FILLED=not ways.in_use().unfilled,
         num_warps=way.warps,
         num_stages=way.stages,
     )

@@ -157,15 +157,6 @@ def _groups(blocks: int, channels: int) -> int:
     return min(range(1, blocks + 1), key=quarters)
 
 
-def weight_parts(filters: int, channels: int, batch: int, row: int) -> int:
-    """Return the number of groups of utterances whose weight gradients are products of their own.
-
-    As many as give each of 132 multiprocessors a piece of 128 times 256 (for small weights, 128 times 128) at most.
-    """
-    pieces = -(-filters // 128) * -(-channels // (256 if channels > 256 else 128))
-    return max((parts for parts in (64, 32, 16, 8, 4, 2) if batch % parts == 0 and parts * pieces <= 132), default=1)
-
-
 def forward_tiling(rows: int) -> Tiling:
     """Return the fastest tiling on an H200 for all other filters; `rows` of tiles of 64 frames."""
     return balanced(Tiling(rows=64, tile=64, chunk=32, products=8), rows)

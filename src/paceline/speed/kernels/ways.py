@@ -2,8 +2,8 @@
 
 Tests compile a new kernel for the device that it is meant for, on any machine, and compare it with its reference in
 Triton's interpreter. That it is faster, and right on the device, only the device can tell: until then it is not chosen.
-`benchmarks/gpu/kernels.py` times both beside each other, `benchmarks/gpu/quartznet.py --ways batched no-turned`
-trains with others than those in use, and `pytest -m gpu` holds all of them to float64.
+`benchmarks/gpu/kernels.py` times both beside each other, `benchmarks/gpu/quartznet.py --ways no-turned` trains
+with others than those in use, and `pytest -m gpu` holds all of them to float64.
 """
 
 from __future__ import annotations
@@ -25,17 +25,10 @@ class Ways:
     """Every other kernel goes through the channels from the last to the first: see `order`."""
     cut: bool = False
     """Depthwise backward as a stream ends at the longest utterance of a group."""
-    unfilled: bool = False
-    """With `cut`, behind the longest utterance of a group nothing is written, where nobody reads."""
     sorted: bool = False
     """Utterances of a batch lie by their length, if there are several groups of them."""
-    batched: bool = False
-    """The weight gradient of a product over channels as products of groups of utterances, added up."""
     listed: bool = False
     """Products over channels on Hopper by `product`, of tiles with speech alone, with batch norm's statistics."""
-    apart: bool = False
-    """With `listed`, the groups of warps of a product of 512 channels take tiles in turns. Not for use: it was
-    not seen to end on a device."""
     listed_weights: bool = False
     """With `listed`, weight gradients of large batches by `product` as well."""
     added_norm: bool = False
