@@ -39,7 +39,8 @@ from table import Row, parser, show
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.layers import linear_cross_entropy
-from paceline.recipes.translation.data.pairs import PackedLadder, Pair
+from paceline.recipes.translation.data.packed import PackedLadder
+from paceline.recipes.translation.data.pairs import Pair
 from paceline.recipes.translation.fast import fused
 from paceline.recipes.translation.network.shape import SIZES, Shape
 from paceline.recipes.translation.network.transformer import Transformer

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Batch
+from paceline.train.autotune import shapes
 from paceline.train.feed import DataChanged, Feed, RanksDiffer, TrainingData, check_ranks
 from paceline.world.link import Link
 from tests.ranks import ranks
@@ -54,6 +56,29 @@ def test_a_run_is_not_resumed_on_other_data_unless_allowed(tmp_path: Path) -> No
 def feed(**settings: Any) -> Feed:
     config = TrainConfig(epochs=1, **{"global_batch": 4, **settings})
     return Feed(TrainingData.of(points(14, seed=1)), config, alone(), grains=2, seed=3)
+
+
+@dataclass(frozen=True)
+class Fits:
+    """Notes the grains that it is fitted to."""
+
+    grains: tuple[tuple[int, ...], ...] = ()
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return default_collate(samples)
+
+    def fitted(self, grains: Iterable[Any]) -> Fits:
+        return Fits(tuple(tuple(grain.tolist()) for grain in grains))
+
+
+def test_shapes_are_chosen_for_the_first_epochs_and_each_size_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "LOOKED_AT", 8)
+    data, config = points(14, seed=1), TrainConfig(epochs=9, global_batch=4, batch_schedule=("7@e6",))
+    made = Feed(TrainingData.of(data, Fits()), config, alone(), grains=1, seed=3)
+    looked_at = [made.plan(epoch).batch(step) for epoch in (5, 0, 1) for step in range(made.plan(epoch).num_steps)]
+    assert isinstance(made.collate, Fits)
+    assert list(made.collate.grains) == [tuple(batch.tolist()) for batch in looked_at]
+    assert {len(grain) for grain in made.collate.grains} == {7, 4, 2}
 
 
 def ids(batches: Iterable[Batch]) -> list[Any]:

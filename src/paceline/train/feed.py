@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from paceline.data.loader import BatchRow, EpochSteps, Loader
 from paceline.data.plan import BatchRule, Plan, RankPlan
 from paceline.data.stream import Stream
 from paceline.observe.clock import Clock
+from paceline.train.autotune.shapes import LOOKED_AT, fitted
 from paceline.world.link import Link
 from paceline.world.values import NotSendable, decode, encode
 
@@ -149,6 +150,8 @@ class Feed:
         steps = [point.step for point in (*self._batch_points, *self._length_points)]
         self._change_steps = sorted({step for step in steps if step})
         """Steps of the stage at which a schedule of batches or lengths changes."""
+        epochs = [point.epoch for point in (*self._batch_points, *self._length_points)]
+        self._change_epochs = sorted({epoch for epoch in epochs if epoch})
         self._begins = [0]
         """Steps of the stage before each of the first epochs; as many as were asked for."""
         self._planning = threading.Lock()
@@ -165,6 +168,8 @@ class Feed:
             self._stream = self._open_stream(clock)
         else:
             self.fingerprint = self._agree_on_fingerprint()
+            # Of the first epochs, wherever a run goes on: its shapes stay the same.
+            self.collate = fitted(self.collate, map(self.plan, chain(self._change_epochs, range(LOOKED_AT))))
             self._loader = self._open_loader(clock)
 
     def _open_stream(self, clock: Clock | None) -> Stream:

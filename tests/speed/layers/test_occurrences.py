@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from paceline.speed.layers import occurrences
 from paceline.speed.layers.occurrences import Occurrences, add_rows
 
+SOME = st.integers(0, 5) | st.sampled_from([65535, 65536, 65541, 2**31 - 1])
+"""A few tokens, also of more than 16 bits."""
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=100))
+
+@given(st.lists(SOME, min_size=1, max_size=100))
 def test_every_place_is_in_one_piece_of_its_token(tokens: list[int]) -> None:
     found = Occurrences.of(np.array(tokens))
     order, pieces, of_tokens, names = (each.tolist() for each in found)

@@ -15,14 +15,8 @@ from paceline.core.run_folder import RunFolder
 from paceline.data.grain import Grain
 from paceline.observe.compare.sample_scores import SampleScores, write_scores
 from paceline.recipes.translation.data.corpus import Corpus, as_lines
-from paceline.recipes.translation.data.pairs import (
-    Collate,
-    Lines,
-    PackedLadder,
-    Pairs,
-    collate_packed,
-    ladder,
-)
+from paceline.recipes.translation.data.packed import CollatePacked, PackedLadder
+from paceline.recipes.translation.data.pairs import Collate, Lines, Pairs, ladder
 from paceline.recipes.translation.exchange import write_export
 from paceline.recipes.translation.network.build import build_network
 from paceline.recipes.translation.network.flops import training_flops
@@ -98,7 +92,7 @@ class Translation(Task):
         is_packed = settings.packed or (is_open and settings.model == "transformer")
         if self.few_shapes:
             return PackedLadder(data) if is_packed else ladder(data, settings.pad_multiple)
-        return collate_packed if is_packed else self.collate
+        return CollatePacked() if is_packed else self.collate
 
     def accelerate(self, model: nn.Module) -> Sequence[str]:
         """Train a Transformer through our kernels; of others let the loss never have all scores in memory."""

@@ -28,21 +28,34 @@ class Occurrences(NamedTuple):
     @classmethod
     def of(cls, tokens: NDArray[np.int64]) -> Occurrences:
         """Return those of a batch, on the CPU."""
-        order = np.argsort(tokens, kind="stable").astype(np.int32)
+        size = len(tokens)
+        order = _stable_order(tokens)
         ordered = tokens[order]
-        starts = np.flatnonzero(np.diff(ordered, prepend=-1))
-        counts = np.diff(starts, append=len(tokens))
+        is_start = np.ones(size + 1, np.bool_)  # the end, too
+        np.not_equal(ordered[1:], ordered[:-1], out=is_start[1:-1])
+        bounds = np.flatnonzero(is_start)
+        starts, counts = bounds[:-1], bounds[1:] - bounds[:-1]
         num_pieces = -(-counts // PIECE)
-        of_tokens = np.concatenate([[0], np.cumsum(num_pieces)])
+        of_tokens = np.zeros(len(bounds), np.int64)
+        np.cumsum(num_pieces, out=of_tokens[1:])
         within = np.arange(of_tokens[-1]) - np.repeat(of_tokens[:-1], num_pieces)
         pieces = np.repeat(starts, num_pieces) + PIECE * within
-        size = len(tokens)
         return cls(
-            torch.from_numpy(order),
+            torch.from_numpy(order.astype(np.int32)),
             torch.from_numpy(_filled(pieces, size + 1, size)),
             torch.from_numpy(_filled(of_tokens, size + 1, int(of_tokens[-1]))),
             torch.from_numpy(_filled(ordered[starts], size, 0)),
         )
+
+
+def _stable_order(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return what sorts tokens and leaves equal ones in their order: by 16 bits at a time, which numpy sorts in linear
+    time."""
+    order = np.argsort(tokens.astype(np.uint16), kind="stable")
+    most = int(tokens.max(initial=0))
+    for shift in range(16, most.bit_length(), 16):
+        order = order[np.argsort((tokens[order] >> shift).astype(np.uint16), kind="stable")]
+    return order
 
 
 def _filled(values: NDArray[np.int64], size: int, rest: int) -> NDArray[np.int32]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -68,16 +69,17 @@ class Packing(NamedTuple):
 
         A length may be 0.
         """
-        each = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
-        ends = each.cumsum(0)
-        offsets = F.pad(ends, (1, 0)).to(torch.int32)
-        most = int(each.max()) if len(each) else 0
+        each = torch.as_tensor(lengths, dtype=torch.int64, device="cpu").numpy()
+        offsets = np.zeros(len(each) + 1, np.int64)
+        np.cumsum(each, out=offsets[1:])
+        most = int(each.max(initial=0))
         if longest is not None and longest < most:
             raise TooLong(most, longest)
         row = most if longest is None else longest
-        starts = torch.repeat_interleave(torch.arange(len(each), device="cpu") * row - (ends - each), each)
-        places = starts + torch.arange(int(each.sum()), device="cpu")
-        return cls(offsets, places, torch.arange(row, dtype=torch.int32, device="cpu"))
+        places = np.repeat(np.arange(len(each)) * row - offsets[:-1], each)
+        places += np.arange(len(places))
+        steps = np.arange(row, dtype=np.int32)
+        return cls(torch.from_numpy(offsets.astype(np.int32)), torch.from_numpy(places), torch.from_numpy(steps))
 
     @property
     def num_sequences(self) -> int:

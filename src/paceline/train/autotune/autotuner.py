@@ -34,7 +34,7 @@ from paceline.speed.kernels.compiling import load_early
 from paceline.speed.precision import Precision
 from paceline.train.autotune import timing
 from paceline.train.autotune.limits import why_no_graphs, why_no_kernels
-from paceline.train.autotune.shapes import Padding, Pick, costly_shapes, shapes_ahead
+from paceline.train.autotune.shapes import FitsShapes, Padding, Pick, costly_shapes, shapes_ahead
 from paceline.train.engine import Engine
 from paceline.train.feed import Feed
 from paceline.train.loss import OutOfMemory
@@ -47,7 +47,8 @@ MEASURED_SHAPES = 2
 RECORDED_SHARE = 0.98
 """Of a long run, shapes are recorded before the first step until they are so much of its cost, rarer ones when they are
 seen for the second time; of a short one those that come more than once. In fp16, where a new shape takes seconds to
-plan for, all of them are."""
+plan for, all of them are, and so are shapes that were chosen to be few: a grain that runs without a graph takes as long
+as recording it."""
 MATTERS = {
     "optimizer",
     "momentum",
@@ -337,7 +338,8 @@ def record_shapes(engine: Engine, task: Task, feed: Feed, progress: Progress, ep
         return
     loss = partial(task.loss, engine.model)
     ahead = shapes_ahead(map(feed.plan, epochs), MOST_GRAPHS, feed.collate)
-    picks = ahead.picks if engine.precision.scaled else ahead.worth_recording(RECORDED_SHARE)
+    is_every = engine.precision.scaled or isinstance(feed.collate, FitsShapes)
+    picks = ahead.picks if is_every else ahead.worth_recording(RECORDED_SHARE)
     recorded.graphs.expect(-(-feed.plan(epochs[0]).max_grains // engine.link.world.size))
     shown = progress.countdown("recording CUDA graphs")
     shown(0, len(picks))

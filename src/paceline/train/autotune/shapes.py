@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from paceline.data.dataset import Collate
 from paceline.data.partition import Ids
 from paceline.data.plan import Plan
 
@@ -17,6 +18,8 @@ RUNGS = 32
 """Number of distinct lengths, as equal parts of the longest, where nobody says what lengths are padded to."""
 LOOKED_AT = 1000
 """Steps that are looked at: spread evenly over an epoch that has more, or those of several epochs."""
+MOST_PLANNED = 2_000_000
+"""Samples of these epochs, beyond the first: to plan so many takes about a second."""
 
 
 @runtime_checkable
@@ -33,6 +36,22 @@ class KnownShapes(Protocol):
 
     def shape(self, samples: Ids) -> tuple[Hashable, float]:
         """Return what tells the shape of a grain of these samples from others, and its cost."""
+
+
+@runtime_checkable
+class FitsShapes(Protocol):
+    """A collate function that can choose its shapes: as few as can all be recorded before the first step."""
+
+    def fitted(self, grains: Iterable[Ids]) -> Collate:
+        """Return one whose shapes hold these grains, of these samples each, and such as are like them."""
+
+
+def fitted(collate: Collate | None, plans: Iterable[Plan]) -> Collate | None:
+    """Return a collate function with its shapes chosen for these epochs, as many of them as it takes to look at
+    `LOOKED_AT` steps; one that has none to choose as it is."""
+    if not isinstance(collate, FitsShapes):
+        return collate
+    return collate.fitted(grain for _, plan, step in _looked_at(plans)[0] for grain in plan.grains(step))
 
 
 @dataclass(frozen=True)
@@ -72,14 +91,7 @@ def shapes_ahead(plans: Iterable[Plan], most: int, collate: object = None) -> Ah
 
     Batches are mixed anew in every epoch, so a later one may have a shape that the first has not.
     """
-    steps: list[tuple[int, Plan, int]] = []
-    is_all = True
-    for epoch, plan in enumerate(plans):
-        is_all = is_all and len(steps) + plan.num_steps <= LOOKED_AT
-        if len(steps) >= LOOKED_AT:
-            break
-        chosen = np.unique(np.linspace(0, plan.num_steps - 1, min(plan.num_steps, LOOKED_AT)).astype(np.int64))
-        steps += [(epoch, plan, int(step)) for step in chosen]
+    steps, is_all = _looked_at(plans)
     costs: dict[Hashable, float] = {}
     times: Counter[Hashable] = Counter()
     first: dict[Hashable, tuple[int, int, int]] = {}
@@ -94,6 +106,21 @@ def shapes_ahead(plans: Iterable[Plan], most: int, collate: object = None) -> Ah
         epoch, step, number = first[shape]
         picks.append(Pick(step, number, costs[shape] / total, epoch, times[shape]))
     return Ahead(picks, is_all)
+
+
+def _looked_at(plans: Iterable[Plan]) -> tuple[list[tuple[int, Plan, int]], bool]:
+    """Return the steps to look at, each by epoch, plan and number, and True if those are all."""
+    steps: list[tuple[int, Plan, int]] = []
+    is_all, num_samples = True, 0
+    for epoch, plan in enumerate(plans):
+        is_all = is_all and len(steps) + plan.num_steps <= LOOKED_AT
+        if len(steps) >= LOOKED_AT or num_samples >= MOST_PLANNED:
+            is_all = False
+            break
+        num_samples += plan.num_samples
+        chosen = np.unique(np.linspace(0, plan.num_steps - 1, min(plan.num_steps, LOOKED_AT)).astype(np.int64))
+        steps += [(epoch, plan, int(step)) for step in chosen]
+    return steps, is_all
 
 
 def covering(picks: Sequence[Pick], share: float) -> list[Pick]:

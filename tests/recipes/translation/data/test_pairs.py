@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.data.plan import BatchRule, Plan
 from paceline.recipes.translation.data.corpus import Limits
-from paceline.recipes.translation.data.pairs import Collate, Encoded, PackedLadder, Pairs, collate_packed, ladder
+from paceline.recipes.translation.data.pairs import Collate, Encoded, Pairs, ladder
 from paceline.recipes.translation.text.vocabulary import BEGIN, END, PAD
 
 
@@ -86,23 +86,10 @@ def test_rows_outside() -> None:
         data[1]
 
 
-@settings(deadline=None, max_examples=25)
-@given(st.lists(st.tuples(st.integers(1, 70), st.integers(1, 70)), min_size=1, max_size=40))
-def test_packed_grains_of_few_shapes(lengths: list[tuple[int, int]]) -> None:
-    """The sentences as they are, then padding: its shape is known from the lengths alone, before it is made."""
-    data = made(lengths)
-    pairs = [data[number] for number in range(len(data))]
-    plain, padded = collate_packed(pairs), PackedLadder(data)(pairs)
-    for name in ("source", "target", "truth"):
-        tokens = padded[name]
-        assert torch.equal(tokens[: len(plain[name])], plain[name])
-        assert not (tokens[len(plain[name]) :] != PAD).any()
-    shape, cost = PackedLadder(data).shape(np.arange(len(data)))
-    assert (shape.source, shape.target) == (len(padded["source"]), len(padded["target"]))
-    assert cost == shape.source + shape.target
-    for packing, total in ((padded["packings"].source, shape.source), (padded["packings"].target, shape.target)):
-        assert (packing.num_sequences, packing.longest, packing.num_tokens) == (shape.sentences, shape.longest, total)
-        assert int(packing.offsets.diff().max()) <= shape.longest
-        assert int(packing.offsets[-1]) == total
-    if shape.source > 256:
-        assert shape.source < 1.07 * len(plain["source"])
+@pytest.mark.parametrize("collate", [Collate(), Collate(8, is_square=True)])
+def test_a_grain_in_one_call(collate: Collate) -> None:
+    data = made([(2, 1), (1, 3), (4, 4)])
+    samples = np.array([2, 0])
+    assert not data.reads_in_threads(collate)
+    read, wanted = data.read_grain(samples, [], collate), collate([data[2], data[0]])
+    assert all(torch.equal(read[name], wanted[name]) for name in ("source", "target", "truth"))

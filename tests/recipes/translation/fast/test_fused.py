@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from paceline.data.grain import map_tensors
-from paceline.recipes.translation.data.pairs import Collate, PackedLadder, Pair, collate_packed
+from paceline.recipes.translation.data.packed import CollatePacked, PackedLadder, PackedShape
+from paceline.recipes.translation.data.pairs import Collate, Pair
 from paceline.recipes.translation.fast import fused
 from paceline.recipes.translation.network.shape import Shape
 from paceline.recipes.translation.network.transformer import Transformer
@@ -27,12 +28,14 @@ def sentences(sizes: list[tuple[int, int]]) -> list[Pair]:
     return [Pair(*(dice.integers(5, VOCABULARY, size).astype(np.int32) for size in pair)) for pair in sizes]
 
 
+LARGE = PackedLadder(shapes=(PackedShape(96, 64, 16, 32),))
+"""More padding than sentences."""
 PAIRS = sentences([(7, 5), (1, 9), (11, 1), (4, 4)])
 
 
 @pytest.mark.parametrize("changes", [{}, {"norm": "post"}, {"share": "none"}, {"share": "target"}], ids=str)
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 2e-5), (torch.float64, 1e-11)])
-@pytest.mark.parametrize("collate", [collate_packed, PackedLadder()])
+@pytest.mark.parametrize("collate", [CollatePacked(), PackedLadder(), LARGE])
 def test_packed_is_padded(changes: Any, dtype: torch.dtype, allowed: float, collate: Any) -> None:
     torch.manual_seed(0)
     model = Transformer(replace(SHAPE, **changes), VOCABULARY).to(dtype)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.recipes.translation.data.pairs import Collate, Pair, collate_packed
+from paceline.recipes.translation.data.packed import CollatePacked
+from paceline.recipes.translation.data.pairs import Collate, Pair
 from paceline.recipes.translation.network.scores import smoothed_loss
 from paceline.recipes.translation.network.shape import SIZES, Shape
 from paceline.recipes.translation.network.transformer import KNOWN_POSITIONS, Transformer, sinusoids, source_mask
@@ -84,7 +85,7 @@ def test_packed_equals_padded(norm: str) -> None:
         for lengths in [(5, 3), (1, 6), (4, 4)]
     ]
     gradients = []
-    for collate in (Collate(), collate_packed):
+    for collate in (Collate(), CollatePacked()):
         grain = collate(pairs)
         total = model(grain["source"], grain["target"], grain["truth"], 0.1, grain.get("packings"))
         gradients.append([total.detach(), *torch.autograd.grad(total, list(model.parameters()))])

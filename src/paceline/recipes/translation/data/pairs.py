@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from paceline.data.dataset import Room
+from paceline.data.grain import map_tensors
 from paceline.data.strings import Strings
-from paceline.recipes.translation.network.scores import Packings
 from paceline.recipes.translation.text.vocabulary import BEGIN, END, PAD
-from paceline.speed.layers.occurrences import Occurrences
-from paceline.speed.layers.packed_attention import Packing
 from paceline.train.autotune.shapes import RUNGS
+
+ALIGNMENT = 64
+"""Bytes that a tensor begins at a multiple of."""
 
 
 class Pair(NamedTuple):
@@ -36,7 +39,7 @@ class Encoded:
     """Many rows of numbers in two arrays: no Python object per row, so that workers share one copy."""
 
     def __init__(self, ids: NDArray[np.int32], starts: NDArray[np.int64]) -> None:
-        self._ids, self._starts = ids, starts  # row n is ids[starts[n] : starts[n + 1]]
+        self.ids, self.starts = ids, starts  # row n is ids[starts[n] : starts[n + 1]]
 
     @classmethod
     def pack(cls, rows: Iterable[Sequence[int] | NDArray[np.int32]]) -> Encoded:
@@ -47,31 +50,46 @@ class Encoded:
             lengths.append(len(row))
         return cls(np.array(ids, np.int32), _starts(np.array(lengths, np.int64)))
 
+    @classmethod
+    def join(cls, rows: Sequence[NDArray[np.int32]]) -> Encoded:
+        """Join rows that are in memory."""
+        return cls(np.concatenate(rows), _starts(np.fromiter(map(len, rows), np.int64, len(rows))))
+
     def take(self, rows: NDArray[np.int64]) -> Encoded:
         """Return these rows, in their order."""
-        lengths = self.lengths[rows]
+        begins = self.starts[rows]
+        lengths = self.starts[1:][rows] - begins
         starts = _starts(lengths)
-        places = np.repeat(self._starts[:-1][rows] - starts[:-1], lengths) + np.arange(starts[-1])
-        return Encoded(self._ids[places], starts)
+        places = np.repeat(begins - starts[:-1], lengths)
+        places += np.arange(starts[-1])
+        return Encoded(self.ids[places], starts)
 
     def __len__(self) -> int:
-        return len(self._starts) - 1
+        return len(self.starts) - 1
 
     def __getitem__(self, row: int) -> NDArray[np.int32]:
-        return self._ids[self._starts[row] : self._starts[row + 1]]
+        return self.ids[self.starts[row] : self.starts[row + 1]]
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        return np.diff(self._starts)
+        return np.diff(self.starts)
 
     def content(self) -> list[memoryview]:
-        return [self._ids.data, self._starts.data]
+        return [self.ids.data, self.starts.data]
 
 
 def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     starts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
     return starts
+
+
+class CollatesRows(ABC):
+    """A collate function that makes a grain of rows of numbers, without an object per pair."""
+
+    @abstractmethod
+    def rows(self, source: Encoded, target: Encoded) -> dict[str, Any]:
+        """Return what it makes of these pairs, in tensors alone; rows are without marks."""
 
 
 class Pairs:
@@ -119,6 +137,21 @@ class Pairs:
             None if self._references is None else self._references[index],
         )
 
+    def read_grain(self, samples: NDArray[np.int64], seeds: Sequence[int], collate: Any) -> Any:
+        """Return what `collate` makes of these pairs: there is nothing random in them."""
+        if isinstance(collate, CollatesRows):
+            return collate.rows(self._source.take(samples), self._target.take(samples))
+        return collate([self[sample] for sample in samples.tolist()])
+
+    def reads_in_threads(self, collate: Any) -> bool:
+        return isinstance(collate, CollatesRows)
+
+    def read_grain_into(
+        self, samples: NDArray[np.int64], seeds: Sequence[int], collate: CollatesRows, room: Room
+    ) -> Any:
+        """Return what `collate` makes of these pairs, all of it in one array of `room`."""
+        return _in_one(self.read_grain(samples, seeds, collate), room)
+
     @property
     def fingerprint(self) -> str:
         """Digest of all numbers and their order."""
@@ -127,6 +160,24 @@ class Pairs:
             for part in column.content():
                 digest.update(part)
         return digest.hexdigest()
+
+
+def _in_one(data: Any, room: Room) -> Any:
+    """Return the same tensors, one behind the other in memory."""
+    num_bytes: list[int] = []
+    map_tensors(lambda tensor: num_bytes.append(tensor.nbytes), data)
+    ends = np.cumsum([-(-each // ALIGNMENT) * ALIGNMENT for each in num_bytes])
+    memory = room((int(ends[-1]),), np.uint8)
+    begins = iter([0, *ends[:-1].tolist()])
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        values = tensor.numpy()
+        begin = next(begins)
+        place = memory[begin : begin + values.nbytes].view(values.dtype).reshape(values.shape)
+        np.copyto(place, values)
+        return torch.from_numpy(place)
+
+    return map_tensors(placed, data)
 
 
 class Lines(Pairs):
@@ -178,102 +229,6 @@ class Collate:
     def _width(self, num_tokens: int) -> int:
         """Width for so many tokens and a mark."""
         return -(-(num_tokens + 1) // self.rung) * self.rung
-
-
-def collate_packed(pairs: list[Pair]) -> dict[str, Any]:
-    """Lay the sentences of a grain one after the other, without padding: (tokens) each, and where each sentence is."""
-    sizes = _sizes(pairs)
-    return _packed(pairs, [sizes.source, sizes.target], None)
-
-
-@dataclass(frozen=True)
-class PackedLadder:
-    """Lays sentences one after the other in few shapes, for CUDA graphs.
-
-    The tokens of both sides, the number of sentences and the longest are padded to rungs. What tokens are added are
-    sentences of their own, of padding alone, which add nothing to a loss or a gradient.
-    """
-
-    data: Pairs | None = None
-    """Pairs that grains are made of, to know shapes ahead."""
-
-    def __call__(self, pairs: list[Pair]) -> dict[str, Any]:
-        sizes = _sizes(pairs)
-        shape = packed_shape(sizes.source, sizes.target)
-        sides = []
-        for lengths, total in ((sizes.source, shape.source), (sizes.target, shape.target)):
-            fill = np.zeros(shape.sentences - len(lengths), np.int64)
-            whole, rest = divmod(total - int(lengths.sum()), shape.longest)
-            fill[:whole] = shape.longest
-            fill[whole : whole + 1] = rest
-            sides.append(np.concatenate([lengths, fill]))
-        return _packed(pairs, sides, shape)
-
-    def shape(self, samples: NDArray[np.int64]) -> tuple[PackedShape, float]:
-        """See `shapes.KnownShapes`: of a grain of these pairs, and its tokens."""
-        assert self.data is not None
-        shape = packed_shape(self.data.source_lengths[samples], self.data.target_lengths[samples])
-        return shape, float(shape.source + shape.target)
-
-
-class PackedShape(NamedTuple):
-    """Shape of a grain of packed sentences."""
-
-    source: int
-    """Tokens, with those that are added."""
-    target: int
-    sentences: int
-    """With those of added tokens, and empty ones."""
-    longest: int
-    """Tokens that a sentence has at most."""
-
-
-def packed_shape(source: NDArray[np.int64], target: NDArray[np.int64]) -> PackedShape:
-    """Return the shape for sentences of these lengths, marks included: the next rungs of all four numbers."""
-    sums = int(source.sum()), int(target.sum())
-    totals = _rung(sums[0], 16), _rung(sums[1], 16)
-    longest = _rung(int(max(source.max(), target.max())), 1)
-    most = max(-(-(total - number) // longest) for total, number in zip(totals, sums, strict=True))
-    return PackedShape(*totals, _rung(len(source) + most, 1), longest)
-
-
-def _rung(number: int, steps: int) -> int:
-    """Return the next of `steps` rungs from one power of two to the next; of 16 those are 3 % apart on average."""
-    size = max(16, (1 << (max(1, number) - 1).bit_length()) // 2 // steps)
-    return -(-number // size) * size
-
-
-class _Sizes(NamedTuple):
-    source: NDArray[np.int64]
-    target: NDArray[np.int64]
-
-
-def _sizes(pairs: list[Pair]) -> _Sizes:
-    """Lengths of both sides, with a mark each."""
-    source = np.fromiter((len(pair.source) for pair in pairs), np.int64, len(pairs))
-    target = np.fromiter((len(pair.target) for pair in pairs), np.int64, len(pairs))
-    return _Sizes(source + 1, target + 1)
-
-
-_BEGIN, _END = np.array([BEGIN], np.int32), np.array([END], np.int32)
-
-
-def _packed(pairs: list[Pair], lengths: Sequence[NDArray[np.int64]], shape: PackedShape | None) -> dict[str, Any]:
-    longest = None if shape is None else shape.longest
-    packings = tuple(Packing.of(torch.from_numpy(each), longest) for each in lengths)
-    rows = {
-        "source": [part for pair in pairs for part in (pair.source, _END)],
-        "target": [part for pair in pairs for part in (_BEGIN, pair.target)],
-        "truth": [part for pair in pairs for part in (pair.target, _END)],
-    }
-    tokens = {}
-    for name, parts in rows.items():
-        tokens[name] = np.full(packings[name != "source"].num_tokens, PAD, np.int64)
-        joined = np.concatenate(parts)
-        tokens[name][: len(joined)] = joined
-    data: dict[str, Any] = {name: torch.from_numpy(ids) for name, ids in tokens.items()}
-    in_source, in_target = (Occurrences.of(tokens[name]) for name in ("source", "target"))
-    return {**data, "packings": Packings(packings[0], packings[1], in_source, in_target)}
 
 
 def ladder(data: Pairs, multiple: int) -> Collate:
