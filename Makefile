@@ -25,8 +25,8 @@ demo: $(VENV)/.demo
 	$(BIN)/paceline demo
 
 # Tests of real launchers, of campaigns of kills, of ranks that fail and of commands wait much of their time: they run, with
-# those of recipes, beside the others, and their account comes last.
-BESIDE = tests/launchers tests/chaos tests/world tests/cli tests/recipes
+# those of recipes and examples, beside the others, and their account comes last.
+BESIDE = tests/launchers tests/chaos tests/world tests/cli tests/recipes tests/examples
 test: $(VENV)/.test
 	@$(BIN)/python -m pytest $(BESIDE) > $(VENV)/beside.log 2>&1 & beside=$$!; \
 	$(BIN)/python -m pytest $(BESIDE:%=--ignore %); others=$$?; \

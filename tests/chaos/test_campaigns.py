@@ -23,7 +23,7 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     amount = (
         ["--long", "--jobs", str(len(os.sched_getaffinity(0)))]
         if is_long
-        else ["--jobs", "2", "--minutes", "2", "--beside"]
+        else ["--jobs", "2", "--minutes", "1", "--beside"]
     )
     command = [sys.executable, "-m", "tests.chaos", "--seed", "15", *amount]
     command += ["--folder", str(folder / "evidence"), "--json", str(folder / "rows")]

@@ -48,7 +48,7 @@ def processes_of(folder: Path) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_nothing_is_left_of_a_search_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
     """Ranks, too, while they are still importing torch."""
     process = tuning(tmp_path, "--procs", "2", "--budget", "60")

@@ -27,6 +27,8 @@ NEEDED = {
     "gan": ("sklearn",),
     "own_loop": ("torchmetrics", "sklearn"),
 }
+HEAVY = ("timm_mixup", "gpt2_collator")
+"""Their packages take long to import: only with `--long`."""
 Answers = dict[tuple[str, int], list[dict[str, Any]]]
 
 
@@ -40,9 +42,10 @@ def skip_if_missing(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """All ports that have their packages, on 1 and 2 ranks, from one process that imports those once."""
-    jobs = [f"{name}:{size}" for name in NEEDED if not missing(name) for size in (1, 2)]
+    names = [name for name in NEEDED if request.config.getoption("--long") or name not in HEAVY]
+    jobs = [f"{name}:{size}" for name in names if not missing(name) for size in (1, 2)]
     command = [sys.executable, "-m", "tests.examples.run_ports", str(tmp_path_factory.mktemp("ports")), *jobs]
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=400, cwd=PORTS.parents[1], env=dict(os.environ)
@@ -55,7 +58,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     return found
 
 
-@pytest.mark.parametrize("name", NEEDED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in HEAVY else name for name in NEEDED]
+)
 def test_one_and_two_ranks_come_to_the_same_bits(name: str, answers: Answers) -> None:
     skip_if_missing(name)
     (alone,), both = answers[name, 1], answers[name, 2]
@@ -69,8 +74,8 @@ def test_one_and_two_ranks_come_to_the_same_bits(name: str, answers: Answers) ->
 @pytest.mark.parametrize(
     ("name", "number", "worst", "best"),
     [
-        ("timm_mixup", "val/accuracy", 0.2, 1.0),
-        ("gpt2_collator", "val/loss", 0.0, 5.9),  # ln 400 = 5.99 without training
+        pytest.param("timm_mixup", "val/accuracy", 0.2, 1.0, marks=pytest.mark.long),
+        pytest.param("gpt2_collator", "val/loss", 0.0, 5.9, marks=pytest.mark.long),  # ln 400 = 5.99 without training
         ("seq2seq_bleu", "val/loss", 0.0, 2.4),  # ln 13 = 2.56
         ("own_loop", "val_auroc", 0.95, 1.0),
     ],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.launchers import small
 from tests.launchers.conftest import need, run, run_all
 from tests.launchers.hosts import Host
@@ -51,6 +53,7 @@ def test_open_mpi_over_both(tmp_path: Path, expected: list[float], machines: lis
     small.assert_placed(tmp_path / "run", "openmpi", names(machines))
 
 
+@pytest.mark.long
 def test_mpich_over_both(tmp_path: Path, expected: list[float], machines: list[Host]) -> None:
     need("mpiexec.mpich", packages="mpich")
     where = ",".join(f"{host.name}:{PER_NODE}" for host in machines)

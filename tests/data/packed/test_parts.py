@@ -85,7 +85,7 @@ def sizes_of(path: Path) -> list[int]:
 
 @pytest.mark.parametrize(
     ("goes_on", "stride"),
-    [(True, 4), (False, 7), *(pytest.param(each, 1, marks=pytest.mark.long) for each in (True, False))],
+    [(True, 9), (False, 13), *(pytest.param(each, 1, marks=pytest.mark.long) for each in (True, False))],
 )
 def test_stopped_at_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool, stride: int) -> None:
     """Either the old data or the new is there and whole; then the same call, or one with other options, ends it."""

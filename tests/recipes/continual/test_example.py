@@ -158,7 +158,7 @@ def test_write_your_own_method_as_written(tmp_path: Path, monkeypatch: pytest.Mo
         json.loads((tmp_path / "runs" / run / "continual.json").read_text()) for run in ("careful", "alone")
     )
     assert ranks == alone
-    assert ranks["class_il"] > 40
+    assert ranks["class_il"] > 30  # 36 to 45, by CPU; 20 is a network that knows the last task alone
 
 
 def _environment() -> dict[str, str]:

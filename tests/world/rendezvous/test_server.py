@@ -225,8 +225,9 @@ class TorchStoreClientOf:
         self._host, self._port = host, port
 
     def __call__(self) -> TorchStoreClient:
+        # torch goes on trying in a thread and writes to stderr when it gives up: not while a later test looks at it.
         return TorchStoreClient(
-            lambda: dist.TCPStore(self._host, self._port, is_master=False, timeout=timedelta(seconds=60)), 0.3
+            lambda: dist.TCPStore(self._host, self._port, is_master=False, timeout=timedelta(seconds=1)), 0.3
         )
 
 

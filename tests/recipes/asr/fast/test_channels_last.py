@@ -217,6 +217,7 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, speech: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # of torch about its own compiler
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @needs_bf16
+@pytest.mark.long  # `test_compiled_for_batches_of_any_size_and_length` stands for it otherwise
 def test_a_run_is_compiled(tmp_path: Path, speech: Path) -> None:
     train(alone(), speech, tmp_path, Candidate(3, kernels=True), epochs=None, steps=2)
     assert len(tiny.losses_of(tmp_path / "run")) == 2
