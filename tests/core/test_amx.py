@@ -14,17 +14,23 @@ from paceline.core import amx
 WITH = frozenset({"avx512f", "amx_tile", "amx_bf16"})
 
 
+ABSENT = (0, 0, 0, 0)
+
+
 @pytest.mark.parametrize(
-    ("flags", "tiles", "expected"),
+    ("variable", "flags", "tiles", "expected"),
     [
-        (WITH, (0, 0, 0, 0), True),
-        (WITH, (0x04002000, 0x00080040, 0x10, 0), False),  # a Sapphire Rapids as Intel's manual has it
-        (WITH, None, False),
-        (frozenset({"avx2"}), (0, 0, 0, 0), False),
+        (None, WITH, ABSENT, amx.WITHOUT_AMX),
+        ("AVX2", WITH, ABSENT, None),  # who has set it keeps it
+        (None, WITH, (0x04002000, 0x00080040, 0x10, 0), None),  # a Sapphire Rapids as Intel's manual has it
+        (None, WITH, None, None),
+        (None, frozenset({"avx2"}), ABSENT, None),
     ],
 )
-def test_tiles_without_sizes(flags: frozenset[str], tiles: tuple[int, ...] | None, expected: bool) -> None:
-    assert amx.is_undescribed(flags, tiles) is expected
+def test_tiles_without_sizes(
+    variable: str | None, flags: frozenset[str], tiles: tuple[int, ...] | None, expected: str | None
+) -> None:
+    assert amx.wanted(variable, flags, tiles) == expected
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="CPUID is of x86")
@@ -52,9 +58,3 @@ def test_products_in_bf16_do_not_end_the_process() -> None:
     environment = {name: value for name, value in os.environ.items() if name != amx.VARIABLE}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stdout.strip()) == (0, "True")
-
-
-def test_a_variable_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(amx.VARIABLE, "AVX2")
-    amx.avoid_undescribed()
-    assert os.environ[amx.VARIABLE] == "AVX2"

@@ -9,7 +9,6 @@ so this is done when paceline is imported. Who has set the variable keeps it.
 
 from __future__ import annotations
 
-import functools
 import os
 import platform
 import sys
@@ -26,24 +25,24 @@ _HEAD = 8192
 """Bytes of /proc/cpuinfo that hold the flags of the first core."""
 
 
-def is_undescribed(flags: frozenset[str], tiles: tuple[int, ...] | None) -> bool:
-    """Return True if the CPU has tiles by its flags, and none by the registers of CPUID; None: not to be had."""
-    return "amx_tile" in flags and tiles is not None and not any(tiles)
+def wanted(variable: str | None, flags: frozenset[str], tiles: tuple[int, ...] | None) -> str | None:
+    """Return what oneDNN's variable is to be set to; None: it stays as it is.
+
+    `flags` are the CPU's features, `tiles` the registers of CPUID that describe its tiles; None: not to be had.
+    """
+    is_undescribed = "amx_tile" in flags and tiles is not None and not any(tiles)
+    return WITHOUT_AMX if is_undescribed and variable is None else None
 
 
-def avoid_undescribed() -> bool:
-    """Keep oneDNN from AMX where its tiles are not described; return True if that was done, by whomever."""
-    if not _is_undescribed_here():
-        return False
-    return os.environ.setdefault(VARIABLE, WITHOUT_AMX) == WITHOUT_AMX
-
-
-@functools.cache
-def _is_undescribed_here() -> bool:
+def avoid_undescribed() -> None:
+    """Keep oneDNN from AMX where its tiles are not described."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        return False
+        return
     flags = cpu_flags()
-    return "amx_tile" in flags and is_undescribed(flags, cpuid(*_TILE_SIZES))
+    tiles = cpuid(*_TILE_SIZES) if "amx_tile" in flags else None
+    value = wanted(os.environ.get(VARIABLE), flags, tiles)
+    if value is not None:
+        os.environ[VARIABLE] = value
 
 
 def cpu_flags() -> frozenset[str]:
