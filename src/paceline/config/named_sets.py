@@ -24,7 +24,7 @@ class NamedTwice(PacelineError):
 
     name: str
     sentence = "two validation sets are called {name!r}"
-    hint = "name them yourself: `--val-manifest first=a/test.json,second=b/test.json`"
+    hint = "name them yourself: `first=FILE,second=FILE`"
 
 
 def name_sets(words: Sequence[str]) -> dict[str, tuple[Path, ...]]:

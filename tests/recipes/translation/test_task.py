@@ -151,7 +151,8 @@ def test_settings() -> None:
     assert settings.model_size == 512
     assert settings.batch_cost == 4096
     assert TranslationSettings(**known, global_batch=8).batch_cost is None
-    assert TranslationSettings(**known, monitor="val/loss").monitor_mode == "min"
+    modes = [TranslationSettings(**known, monitor=f"val/{name}").monitor_mode for name in ("loss", "nll", "bleu")]
+    assert modes == ["min", "min", "max"]
     assert TranslationSettings(**known, warmup_ratio=0.1).warmup_steps == 0
     assert json.loads(settings.model_dump_json())["train_source"][0].endswith("/a")
 

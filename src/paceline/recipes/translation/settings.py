@@ -195,8 +195,9 @@ class TranslationSettings(TextSettings, ModelSettings, UseSettings, TrainConfig)
     @model_validator(mode="before")
     @classmethod
     def _low_losses(cls, values: Any) -> Any:
-        """A loss is the better the lower."""
-        is_loss = isinstance(values, dict) and str(values.get("monitor") or "").endswith("loss")
+        """Losses, smoothed or plain, are the better the lower."""
+        monitor = values.get("monitor") if isinstance(values, dict) else None
+        is_loss = str(monitor).rpartition("/")[2] in ("loss", "nll")
         return {**values, "monitor_mode": "min"} if is_loss and "monitor_mode" not in values else values
 
     @model_validator(mode="after")

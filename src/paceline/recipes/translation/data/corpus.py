@@ -77,11 +77,11 @@ def val_files(settings: TranslationSettings) -> list[TextFiles]:
     """Return the files of each validation set."""
     languages = settings.source_lang, settings.target_lang
     named = [
-        TextFiles(_short(name), paths, (target,), (), languages)
+        TextFiles(name, paths, (target,), (), languages)
         for (name, paths), target in zip(name_sets(settings.val_source).items(), settings.val_target, strict=True)
     ]
     named += [
-        TextFiles(_short(name), (), (), paths, languages, settings.reverse)
+        TextFiles(name, (), (), paths, languages, settings.reverse)
         for name, paths in name_sets(settings.val_pairs).items()
     ]
     names = [files.name for files in named]
@@ -89,11 +89,6 @@ def val_files(settings: TranslationSettings) -> list[TextFiles]:
         if names.count(name) > 1:
             raise NamedTwice(name)
     return named
-
-
-def _short(name: str) -> str:
-    """Return the name of a set without what its file ends in: `val` of `val.en.gz`."""
-    return name.partition(".")[0] or name
 
 
 class Corpus:
