@@ -255,9 +255,8 @@ def open_run(
     task = task_of(options.run, options.task, record)
     values = {**record.settings, "device": options.device, **changes}
     typed = {name: getattr(options, name) for name in options.model_fields_set & set(task.Use.model_fields)}
-    if typed.keys() & set(task.Use.together):
-        values = {name: value for name, value in values.items() if name not in task.Use.together}
-    values |= typed
+    forgotten = task.Use.forgotten(typed)
+    values = {name: value for name, value in values.items() if name not in forgotten} | typed
     for name, manifest in manifests.items():
         if manifest and name not in task.Settings.model_fields:
             raise NoManifests(str(record.task))

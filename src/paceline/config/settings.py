@@ -98,6 +98,11 @@ class Section(BaseModel):
     exclusions: ClassVar[tuple[SettingsExclusion, ...]] = ()
     """Settings of this section that cannot go together; a class declares those beside its bases' own."""
 
+    @classmethod
+    def forgotten(cls, typed: Mapping[str, Any]) -> frozenset[str]:
+        """Return the fields whose value in a run's record has no use beside those that were given anew."""
+        return frozenset(cls.together) if typed.keys() & set(cls.together) else frozenset()
+
     def contradictions(self) -> Iterator[str]:
         """Yield what is wrong between settings that are right by themselves: a line each, with names in backticks.
 

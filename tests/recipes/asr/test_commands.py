@@ -182,6 +182,36 @@ def test_a_beam_with_a_language_model(folder: Path, shown: Type, mistake: Type, 
     assert "is no language model" in mistake("eval", run, *beam)
 
 
+def test_greedy_leaves_out_the_language_model_of_the_run(folder: Path, shown: Type, mistake: Type) -> None:
+    """Its file may be gone; a model that is typed beside it is a contradiction."""
+    run, lm = folder / "validated-with-lm", folder / "gone.arpa"
+    shown("lm", folder / "train.json", lm, "--order", 2, "--labels", " abc")
+    beam = ("--decoder", "beam", "--lm", lm, "--hotwords", "ab")
+    shown(*typed(folder, "--steps", 1, *beam, "--progress", "none", "--out", run))
+    long = ("infer", run, min((folder / "dev").iterdir()), "--device", "cpu", "--long-s", 0.01)
+    assert "set `--decoder greedy`" in mistake(*long)
+    assert shown(*long, "--decoder", "greedy")
+    lm.unlink()
+    assert shown("eval", run, "--device", "cpu", "--decoder", "greedy")
+    assert "`--lm none`" in mistake("eval", run, "--device", "cpu", "--decoder", "greedy", "--lm", lm)
+    assert "is no language model" in mistake("eval", run, "--device", "cpu")
+
+
+def test_words_have_times_with_every_decoder_and_length(folder: Path, shown: Type) -> None:
+    run, one = folder / "run", min((folder / "dev").iterdir())
+    (line,) = shown("infer", run, one, "--device", "cpu", "--json").splitlines()
+    short = json.loads(line)
+    (best,) = paceline.asr.load(run, device="cpu").hypotheses([one])[0]
+    assert short["prediction"] == best.text
+    assert [(word["word"], word["start"], word["end"]) for word in short["words"]] == [
+        (word.text, word.start, word.end) for word in best.words
+    ]
+    assert short["words"]
+    long = json.loads(shown("infer", run, one, "--device", "cpu", "--json", "--long-s", 0.01))
+    assert long["index"] == short["index"] == 0
+    assert [set(word) for word in long["words"]] == [{"word", "start", "end"}] * len(long["prediction"].split())
+
+
 def test_eval_skips_bad_data_only_when_told(folder: Path, shown: Type, mistake: Type, tmp_path: Path) -> None:
     lines = tiny.lines_of(folder / "dev.json")
     for line in lines:
@@ -220,9 +250,8 @@ def test_infer_prints_a_line_per_recording_in_order(folder: Path, shown: Type) -
     assert shown(*words).splitlines() == [f"{name}\t{text}" for name, text in zip(names, texts, strict=True)]
     assert len(set(texts)) > 2
     records = [json.loads(line) for line in shown(*words, "--json").splitlines()]
-    assert records == [
-        {"index": index, "name": str(name), "prediction": text}
-        for index, (name, text) in enumerate(zip(names, texts, strict=True))
+    assert [(record["index"], record["name"], record["prediction"]) for record in records] == [
+        (index, str(name), text) for index, (name, text) in enumerate(zip(names, texts, strict=True))
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -155,6 +155,12 @@ class UseSettings(Section):
     """Sample rate of raw audio on standard input; the model's if not set. A WAV says its own."""
     check_audio: bool = free(True)
     """Look at every audio file before the first step: is it there, whole, and as long as the manifest says."""
+
+    @classmethod
+    def forgotten(cls, typed: Mapping[str, Any]) -> frozenset[str]:
+        """`--decoder greedy` alone leaves out the language model and the hot words that the run was validated with."""
+        unused = {"lm", "hotwords"} if typed.get("decoder") == "greedy" else set[str]()
+        return super().forgotten(typed) | unused
 
 
 class AsrSettings(SpeechSettings, PerturbSettings, UseSettings, TrainConfig):

@@ -187,8 +187,7 @@ class Asr(Task):
 
     def predict(self, model: nn.Module, grain: Grain) -> list[str] | list[DetailedText]:
         outputs = self._listen(model, grain)
-        has_details = self.settings.decoder == "beam" or self.settings.network.transducer is not None
-        if self.settings.mode != "infer" or not has_details:
+        if self.settings.mode != "infer":
             return self._read(model, grain, outputs)
         return [detailed(best[:1]) for best in self._decoder(model)(outputs, self._frames(model, grain))]
 

@@ -124,7 +124,7 @@ def test_archives_are_written_as_they_are_read(kind: str, tmp_path: Path) -> Non
     weights = dict(model(network).state_dict())
     write_nemo(tmp_path / "a.nemo", network, weights, tokenizer)
     again, found = read_nemo(tmp_path / "a.nemo")
-    assert again == network
+    assert again == network == read_network(tmp_path / "a.nemo")
     assert same(found, weights)
     if tokenizer is not None:
         assert read_tokenizer(tmp_path / "a.nemo") == tokenizer

@@ -204,8 +204,9 @@ def test_names_and_files_that_are_not_there(tmp_path: Path) -> None:
     archive = tmp_path / "model.nemo"
     archive.write_bytes(b"\xff\xfe\x00")
     message = refusal(archive)
-    assert "is not a text file" in message
-    assert "its network comes with it" in message
+    assert "it is no tar file, or a damaged one" in message
+    assert "is a tar file with model_config.yaml" in message
+    assert "there is no such file" in refusal(tmp_path / "gone.nemo")
     assert "network.yaml" in refusal(tmp_path)
 
 

@@ -6,7 +6,6 @@ shipped network, a file in our own form or in NeMo's, or what a run has stored.
 
 from __future__ import annotations
 
-import errno
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -277,7 +276,8 @@ def shipped_names() -> list[str]:
 
 
 def read_network(what: str | Path | Mapping[str, Any] | NetworkSettings) -> NetworkSettings:
-    """A shipped name, a YAML file (ours or NeMo's), a mapping of the same form, or settings as they are."""
+    """A shipped name, a YAML file (ours or NeMo's), an archive of NeMo's, a mapping of the same form, or settings as
+    they are."""
     if isinstance(what, NetworkSettings):
         return what
     if isinstance(what, Mapping):
@@ -290,7 +290,17 @@ def read_network(what: str | Path | Mapping[str, Any] | NetworkSettings) -> Netw
     # A bare name is a shipped network even where a folder is called the same; with a suffix, an existing file wins.
     if name in shipped_names() and not (given.endswith(".yaml") and Path(given).is_file()):
         return _shipped(name)
-    return build_network(read_document(Path(what)))
+    return _of_archive(Path(what)) if given.endswith(".nemo") else build_network(read_document(Path(what)))
+
+
+def _of_archive(path: Path) -> NetworkSettings:
+    """Return the network of a .nemo archive, without its weights."""
+    from paceline.recipes.asr.exchange.nemo import NotANemoArchive, read_nemo_network  # it imports this module
+
+    try:
+        return read_nemo_network(path)
+    except NotANemoArchive as error:
+        raise NetworkInvalid(str(path), [Problem(str(path), error.why, error.hint)]) from None
 
 
 def read_document(path: Path) -> Document:
@@ -302,10 +312,9 @@ def read_document(path: Path) -> Document:
     except FileNotFoundError:
         raise NetworkInvalid(str(path), [_unknown(path)]) from None
     except UnicodeDecodeError:
-        raise NetworkInvalid(str(path), [Problem(str(path), "is not a text file", _not_yaml(path))]) from None
+        raise NetworkInvalid(str(path), [Problem(str(path), "is not a text file")]) from None
     except OSError as error:
-        hint = _not_yaml(path) if error.errno == errno.EFBIG else ""
-        raise NetworkInvalid(str(path), [Problem(str(path), f"cannot be read: {error.strerror}", hint)]) from None
+        raise NetworkInvalid(str(path), [Problem(str(path), f"cannot be read: {error.strerror}")]) from None
     except NotYaml as error:
         raise NetworkInvalid(str(path), [error.problem]) from None
 
@@ -413,9 +422,3 @@ def _unknown(path: Path) -> Problem:
     meant = nearest(name, [*names, *ALSO_CALLED])
     hint = f"did you mean {meant}?" if meant else f"shipped: {', '.join(names)}; or give a YAML file"
     return Problem(str(path), "is neither a file nor a shipped network", hint)
-
-
-def _not_yaml(path: Path) -> str:
-    if path.suffix == ".nemo":
-        return "a .nemo archive holds weights too: give it where weights are read, its network comes with it"
-    return ""

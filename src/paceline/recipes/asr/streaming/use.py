@@ -203,13 +203,14 @@ def infer_long(
     model: AcousticModel, labels: Pieces, paths: Sequence[Path], windows: Windows, out: IO[str], *, as_json: bool
 ) -> int:
     """Write a line for each file; return how many there are."""
-    for path in paths:
+    for index, path in enumerate(paths):
         facts = measure_all([path])[path]
         assert isinstance(facts, AudioFacts)
         with SideBar(path.name, num_passes(model, windows) * round(facts.seconds * model.features.sample_rate)) as bar:
             found = transcribe_long(model, labels, path, windows, bar.show)
         if as_json:
-            line = {"name": str(path), "prediction": found.text, "words": [_json(word) for word in found.words]}
+            words = [_json(word) for word in found.words]
+            line = {"index": index, "name": str(path), "prediction": found.text, "words": words}
             out.write(json_text(line) + "\n")
         else:
             out.write(f"{path}\t{found.text}\n")
@@ -302,7 +303,8 @@ class _Json:
 
 
 def _json(word: Word) -> dict[str, Any]:
-    return {"word": word.text, "start_s": round(word.start_s, _DIGITS), "end_s": round(word.end_s, _DIGITS)}
+    """Return a word under the names that it has of short recordings, too."""
+    return {"word": word.text, "start": round(word.start_s, _DIGITS), "end": round(word.end_s, _DIGITS)}
 
 
 def _is_list(path: Path) -> bool:

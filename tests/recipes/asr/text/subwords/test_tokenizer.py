@@ -20,6 +20,7 @@ from paceline.recipes.asr.text.subwords.normalizer import Charsmap
 from paceline.recipes.asr.text.subwords.tokenizer import (
     MODEL,
     BadTokenizer,
+    NothingToLearn,
     VocabularyLarge,
     VocabularySmall,
     learn_bpe,
@@ -126,6 +127,8 @@ def test_a_vocabulary_has_its_limits() -> None:
     ):
         learn_bpe(["abc ab", "d"], 500)
     assert len(learn_bpe(["abc ab", "d"], 10).pieces) == 10
+    with pytest.raises(NothingToLearn, match="all of these are empty"):
+        learn_bpe(["", " "], 64)
 
 
 def test_word_pieces_are_cut_as_bert_cuts_them(tmp_path: Path) -> None:

@@ -74,6 +74,13 @@ class VocabularySmall(PacelineError):
         return max(128, -(-2 * self.least // 64) * 64)
 
 
+class NothingToLearn(PacelineError):
+    """Subwords of transcripts without a character."""
+
+    sentence = "subwords are learned from the training transcripts, and all of these are empty"
+    hint = "look at the key `text` of the training manifest, or give subwords that are there: `--tokenizer PATH`"
+
+
 class VocabularyLarge(PacelineError):
     """More subwords than the transcripts have."""
 
@@ -247,6 +254,8 @@ def learn_bpe(texts: Iterable[str], size: int) -> Tokenizer:
     characters = sorted((text for text in by_number if len(text) == 1), key=lambda text: (text != WORD_START, text))
     merged = [text for text in by_number if len(text) > 1]
     least, most = len(characters) + 1, len(by_number) + 1
+    if not characters:
+        raise NothingToLearn
     if size < least:
         raise VocabularySmall(size, least)
     if most < size:
