@@ -242,9 +242,14 @@ def test_missing_things_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (
         f"no checkpoint of {out} has a validation score: taking the last one, step-00000006" in capsys.readouterr().err
     )
-    with pytest.raises(apply.NoCheckpoint, match="step-9 is not a checkpoint") as other:
-        use(Bare(), which=Path("step-9"))
-    assert other.value.hint.endswith("step-00000006, step-00000003")
+    names: tuple[str | Path, ...] = ("step-9", Path("step-9"))
+    for name in names:
+        with pytest.raises(apply.NoCheckpoint, match="step-9 is not a checkpoint") as other:
+            use(Bare(), which=name)
+        assert other.value.hint.endswith("step-00000006, step-00000003")
+    assert apply.find_checkpoint(out, "step-00000003") == out / "checkpoints/step-00000003"
+    with pytest.raises(apply.NothingToAverage, match="`average` is 0"):
+        apply.read_weights(apply.find_checkpoint(out, "last"), 0)
     with pytest.raises(apply.NothingToValidate, match="Bare has no validation sets"):
         use(Bare())
     with pytest.raises(apply.NothingToPredict, match="Bare has neither"):

@@ -47,7 +47,7 @@ def load(
         raise NotATask(task, "paceline.load")
     _check(checkpoint, device)
     folder = local_path(run)
-    which: apply.Which = checkpoint if checkpoint in ("best", "last") else local_path(checkpoint)
+    which: apply.Which = checkpoint
     if address_of(folder) is not None:
         bring_run(folder.parent.parent if folder.parent.name == CHECKPOINTS else folder)
     if (folder / DIGESTS).is_file():

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from paceline.config.settings import TrainConfig
-from paceline.core.cloud.address import address_of, shown
+from paceline.core.cloud.address import address_of, local_path, shown
 from paceline.core.cloud.run_copy import bring_run
 from paceline.core.errors import PacelineError
 from paceline.core.keys import key
@@ -38,7 +38,7 @@ from paceline.train.task import Surroundings, Task, overrides
 from paceline.train.validate import FixedSet, Validation, fixed_set
 from paceline.world.link import Link
 
-Which = Literal["best", "last"] | Path
+Which = Literal["best", "last"] | str | Path
 """The checkpoint with the best score (the newest one where none has a score), the newest one, or one by its path (or by
 its name in the run)."""
 ROUND = 8
@@ -198,14 +198,8 @@ def find_checkpoint(folder: Path, which: Which) -> Path:
     """Return the sound checkpoint of a run that `which` means; broken ones are named on stderr."""
     read_run(folder)
     checkpoints = RunFolder(folder).checkpoints
-    if isinstance(which, Path):
-        # A mean that is being replaced counts until the new one has its name.
-        for path in (which, checkpoints / which, checkpoints / f"{REPLACED}{which}"):
-            if (path / DIGESTS).exists():
-                return path
-        names = ", ".join(path.name for path in listed(checkpoints)) or "none"
-        hint = phrase("checkpoints of {folder}: {names}", folder=shown(folder), names=names)
-        raise NoCheckpoint(phrase("{path} is not a checkpoint", path=shown(which)), hint)
+    if which not in ("best", "last"):
+        return _named_checkpoint(folder, checkpoints, local_path(which))
     found = reader.best(checkpoints) if which == "best" else reader.newest(checkpoints)
     if which == "best" and found.checkpoint is None:
         newest = reader.newest(checkpoints)
@@ -219,6 +213,25 @@ def find_checkpoint(folder: Path, which: Which) -> Path:
     if found.checkpoint is None:
         raise NoCheckpoint(*_none_found(folder, bool(found.broken)))
     return found.checkpoint.path
+
+
+def _named_checkpoint(folder: Path, checkpoints: Path, place: Path) -> Path:
+    """Return a checkpoint by its path, or by its name in the run."""
+    # A mean that is being replaced counts until the new one has its name.
+    for path in (place, checkpoints / place, checkpoints / f"{REPLACED}{place}"):
+        if (path / DIGESTS).exists():
+            return path
+    names = ", ".join(path.name for path in listed(checkpoints)) or "none"
+    hint = phrase("checkpoints of {folder}: {names}", folder=shown(folder), names=names)
+    raise NoCheckpoint(phrase("{path} is not a checkpoint", path=shown(place)), hint)
+
+
+class NothingToAverage(PacelineError):
+    """The mean of no checkpoint."""
+
+    number: int
+    sentence = "`average` is {number}"
+    hint = "give the number of checkpoints to take the mean of, 1 or more"
 
 
 class TooFewToAverage(PacelineError):
@@ -250,6 +263,8 @@ def read_weights(checkpoint: Path, average: int = 1) -> dict[str, torch.Tensor]:
 
 def last_checkpoints(checkpoint: Path, number: int) -> list[Path]:
     """Return a checkpoint and those before it, so many together, the newest first."""
+    if number < 1:
+        raise NothingToAverage(number)
     older = [path for path in listed(checkpoint.parent) if path.name <= checkpoint.name]
     if len(older) < number:
         raise TooFewToAverage(checkpoint, number, [path.name for path in older])

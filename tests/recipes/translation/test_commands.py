@@ -115,6 +115,29 @@ def test_mean_of_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "--keep-last 30" in capsys.readouterr().err
 
 
+def test_a_checkpoint_by_its_name(run: Path) -> None:
+    first, *_, last = (path.name for path in sorted((run / "checkpoints").glob("step-*")))
+    for name in (first, last):
+        assert torch.equal(
+            load(run, checkpoint=name).model.state_dict()["embedding.weight"],
+            read_weights(run / "checkpoints" / name)["embedding.weight"],
+        )
+
+
+def test_a_tokenizer_that_is_not_installed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told before training, which would come to its first validation only after an epoch."""
+    monkeypatch.setitem(sys.modules, "MeCab", None)
+    monkeypatch.delitem(sys.modules, "sacrebleu.tokenizers.tokenizer_ja_mecab", raising=False)
+    settings = toy.settings(tmp_path, epochs=1, workers=0, out=tmp_path / "run", bleu_tokenize="ja-mecab")
+    assert main(["train", "translation", *typed(settings)]) == 2
+    said = capsys.readouterr()
+    assert "error: `bleu_tokenize` ja-mecab needs packages that are not installed" in said.err
+    assert "pip install 'sacrebleu[ja]'" in said.err
+    assert "train epoch" not in said.out + said.err
+
+
 def test_packed_text_trains_the_same(run: Path, tmp_path: Path) -> None:
     train, val = run.parent / "train", run.parent / "val"
     for each in (train, val):

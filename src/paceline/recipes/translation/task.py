@@ -84,6 +84,8 @@ class Translation(Task):
         settings = self.settings
         if not (settings.val_source or settings.val_pairs) and settings.mode in ("eval", "infer"):
             raise NothingNamed(settings.mode)
+        if settings.mode != "infer" and (settings.val_source or settings.val_pairs):
+            self._bleu.check()
         return self._texts.val(self.vocabulary)
 
     def train_collate(self, data: Any) -> Callable[[list[Any]], Any]:
@@ -119,7 +121,7 @@ class Translation(Task):
         smoothed = smoothed_loss(logits, truth, settings.label_smoothing)
         plain = smoothed_loss(logits, truth, 0.0)
         hypotheses, references = self.predict(model, grain), grain["reference"]
-        bleu = Bleu(settings.bleu_tokenize, settings.bleu_lowercase)
+        bleu = self._bleu
         texts = zip(grain.samples.tolist(), hypotheses, references, strict=True)
         self._sentences += [(sample, bleu.statistics(*pair)) for sample, *pair in texts]
         return {
@@ -185,6 +187,10 @@ class Translation(Task):
             text = self._find_vocabulary() if self.world.rank == 0 else None
             self._vocabulary = Vocabulary(next(each for each in self.gather(text) if each is not None))
         return self._vocabulary
+
+    @property
+    def _bleu(self) -> Bleu:
+        return Bleu(self.settings.bleu_tokenize, self.settings.bleu_lowercase)
 
     @property
     def _texts(self) -> Corpus:

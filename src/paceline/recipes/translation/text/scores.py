@@ -7,7 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.core.errors import PacelineError
 from paceline.core.extras import imports_for
+
+
+class NoTokenizer(PacelineError):
+    """A tokenizer of sacreBLEU whose packages are not there."""
+
+    tokenize: str
+    sentence = "`bleu_tokenize` {tokenize} needs packages that are not installed"
+    hint = "pip install 'sacrebleu[{language}]'"
+
+    @property
+    def language(self) -> str:
+        return self.tokenize.partition("-")[0]
 
 
 @dataclass(frozen=True)
@@ -25,6 +38,10 @@ class Bleu:
         score = _bleu(self, True).sentence_score(hypothesis, [reference])
         return [float(number) for number in (score.sys_len, score.ref_len, *score.counts, *score.totals)]
 
+    def check(self) -> None:
+        """Raise `NoTokenizer` where texts cannot be taken apart: before training, not at its first validation."""
+        _bleu(self, False)
+
     @property
     def signature(self) -> str:
         """Return what a published score names: `case:mixed|tok:13a`."""
@@ -36,7 +53,10 @@ def _bleu(of: Bleu, is_of_sentence: bool) -> Any:
     """Return sacreBLEU's metric, whose tokenizer remembers sentences."""
     with imports_for("translation"):
         from sacrebleu.metrics.bleu import BLEU
-    return BLEU(tokenize=of.tokenize, lowercase=of.lowercase, force=True, effective_order=is_of_sentence)
+    try:
+        return BLEU(tokenize=of.tokenize, lowercase=of.lowercase, force=True, effective_order=is_of_sentence)
+    except RuntimeError:  # what sacreBLEU raises where MeCab or a dictionary is missing
+        raise NoTokenizer(of.tokenize) from None
 
 
 @dataclass(frozen=True)
