@@ -255,6 +255,8 @@ def test_mistakes_are_explained(
     assert "absent is not a run: there is no such folder" in said
     assert "`paceline runs` lists them" in said
     assert "my_task.py is not a run: it is a file" in mistake("eval", file)
+    said = mistake("eval", folder / "absent", "--option-of-a-task", 7)  # nobody knows which options that has
+    assert said.startswith(f"error: {folder / 'absent'} is not a run")
     assert "it has files but no run.json" in mistake("infer", folder)
 
     shown(*train(file, "--out", run, "--epochs", 1, task="Silent"))

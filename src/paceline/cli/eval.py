@@ -214,13 +214,17 @@ def run_here_or_on_procs(
 
 
 def with_task_options(model: type[Options], typed: Typed, argv: Sequence[str]) -> type[Options]:
-    """Return the options with those that the run's task adds; unchanged if the run cannot be read."""
+    """Return the options with those that the run's task adds; raise `NoRun` if the word that must be it is none."""
     # Before the task is known its options are not: the run may stand behind one, and pass for a part of its value.
     words = [str(typed.given["run"].raw)] if "run" in typed.given else []
     records = (_record(Path(word)) for word in [*words, *(argv[place] for place in typed.swallowed)])
     record = next((each for each in records if each is not None), None)
     if record is None:
-        return model  # said when the run is opened
+        if words:  # before options are called unknown that the task of a run may have
+            from paceline.train.apply import read_run
+
+            read_run(local_path(Path(words[0])))
+        return model  # RUN is missing
     spec = str(typed.given["task"].raw if "task" in typed.given else record.task)
     from paceline.cli.tasks import UnknownTask, find_task
 
