@@ -149,6 +149,14 @@ def test_packed_text_trains_the_same(run: Path, tmp_path: Path) -> None:
     assert read(tmp_path / "run" / "metrics.jsonl") == read(run / "metrics.jsonl")
 
 
+def test_pairs_of_json_are_packed_as_text(tmp_path: Path) -> None:
+    pairs = [{"source": "eins", "target": "one"}, {"translation": {"source": "zwei", "target": "two"}}]
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs), encoding="utf-8")
+    assert main(["pack", str(tmp_path / "a.jsonl"), str(tmp_path / "a.h5")]) == 0
+    packed = paceline.PackedDataset(tmp_path / "a.h5")
+    assert [packed[row] for row in range(2)] == [pairs[0], pairs[1]["translation"]]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -35,7 +35,7 @@ class PackOptions(Section):
     aliases: ClassVar[dict[str, str]] = {"model_config": "network"}
 
     paths: tuple[str, ...] = ()
-    """What to pack and, last, the file to write: manifests, packed files, or a task (a recipe's name or
+    """What to pack and, last, the file to write: manifests, parallel text, packed files, or a task (a recipe's name or
     `path/to/file.py:ClassName`; also a function there that returns a data set). With `--info` and `--verify` packed
     files, with `--extract` one, and a folder."""
     info: bool = False

@@ -55,11 +55,19 @@ def source_of(options: PackOptions, words: Sequence[str]) -> Source:
 
 
 def _are_texts(words: Sequence[str]) -> bool:
-    """Return True for files of pairs (.tsv), or for two text files, one the translation of the other."""
-    names = [Path(word).name.lower().removesuffix(".gz") for word in words]
+    """Return True for files of pairs (.tsv, .jsonl), or for two text files, one the translation of the other."""
+    from paceline.recipes.translation.text.parallel import has_pairs
+
+    names = [_plain_name(word) for word in words]
+    if all(name.endswith((".json", ".jsonl")) for name in names):
+        return has_pairs(local_path(words[0]))
     if any(name.endswith((".json", ".jsonl", ".nemo", ".tar")) or is_packed(Path(name)) for name in names):
         return False
     return all(name.endswith(".tsv") for name in names) or len(names) == 2
+
+
+def _plain_name(word: str) -> str:
+    return Path(word).name.lower().removesuffix(".gz")
 
 
 def _parallel(options: PackOptions, words: Sequence[str]) -> Source:
@@ -68,7 +76,7 @@ def _parallel(options: PackOptions, words: Sequence[str]) -> Source:
 
     refuse_idle(options, "on parallel text", {*_OF_SPEECH, *_OF_TASKS, *_OF_RANDOM})
     paths = tuple(local_path(word) for word in words)
-    is_pairs = words[0].lower().removesuffix(".gz").endswith(".tsv")
+    is_pairs = _plain_name(words[0]).endswith((".tsv", ".json", ".jsonl"))
     files = TextFiles("pack", pairs=paths) if is_pairs else TextFiles("pack", paths[:1], paths[1:])
     text = read_parallel(files, skip_bad=options.bad_data == "skip")
     for bad in text.bad:
@@ -196,8 +204,8 @@ def _task_data(options: PackOptions, name: str) -> Any:
         raise PackUsage("the recipe 'asr' is packed from its manifests", "type `paceline pack train.json train.h5`")
     task = load_task(name)
     # The length of training does not matter here, but every task needs one.
-    config = ["--epochs", "1"] if options.task_config is None else ["--config", str(options.task_config)]
-    settings = load(task.Settings, config, prog="paceline pack")
+    config = [] if options.task_config is None else ["--config", str(options.task_config)]
+    settings = load(task.Settings, [*config, "--epochs", "1"], prog="paceline pack")
     task.attach(Surroundings(settings, start(discover({}), device="cpu"), print))
     if isinstance(task, PacksData):
         packed = task.pack_data()

@@ -104,6 +104,7 @@ def test_all_bad_lines_are_named(tmp_path: Path) -> None:
         ("a.jsonl", "{", "no JSON"),
         ("a.jsonl", "[1]", "no JSON object"),
         ("a.jsonl", '{"source": "x"}', '"target" or "de" is missing'),
+        ("a.jsonl", '{"translation": {"fr": "x", "nl": "y"}}', '"source" or "en" is missing among "fr", "nl"'),
         ("a.jsonl", '{"source": 1, "target": "y"}', '"source" or "en" is no text'),
     ],
 )

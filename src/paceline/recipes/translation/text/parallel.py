@@ -28,6 +28,7 @@ from paceline.data.strings import Strings
 MOST_SHOWN = 20
 """Bad lines that are shown."""
 _MOST_CHARACTERS = 80
+_MOST_KEYS = 6
 BOM = b"\xef\xbb\xbf"
 STANDARD_INPUT = "-"
 
@@ -271,6 +272,15 @@ def _lines_of(path: Path, languages: tuple[str, str], is_reversed: bool) -> Iter
         yield from _lines(path)
 
 
+def has_pairs(path: Path) -> bool:
+    """Return True if a JSONL file begins with a source and a target, and not with a line of a manifest."""
+    try:
+        line = next(_lines(path), b"")
+    except NoText:
+        return False
+    return not isinstance(_from_json(line, [("source", "source"), ("target", "target")]), str)
+
+
 def read_parallel(files: TextFiles, *, skip_bad: bool = False) -> ParallelText:
     """Read all files of a data set. Raises `BadText` with all that is wrong, unless that may be left out."""
     reader = _Reader()
@@ -350,9 +360,15 @@ def _from_json(line: bytes, keys_of_texts: Sequence[tuple[str, str]]) -> list[by
         value = next((inner[key] for key in keys if key in inner), None)
         if not isinstance(value, str):
             names = " or ".join(f'"{key}"' for key in dict.fromkeys(keys))
-            return f"{names} is missing" if value is None else f"{names} is no text"
+            return f"{names} is missing{_other_keys(inner)}" if value is None else f"{names} is no text"
         texts.append(" ".join(value.splitlines()).encode("utf-8", "surrogatepass"))
     return texts
+
+
+def _other_keys(entry: dict[str, Any]) -> str:
+    """Return what an object has in place of a missing key, for people."""
+    keys = [f'"{key}"' for key in entry][:_MOST_KEYS]
+    return f" among {', '.join(keys)} (`source_lang` and `target_lang` name them)" if keys else ""
 
 
 def _wrong(line: _Line) -> BadPair | None:
