@@ -34,7 +34,7 @@ def row_norm(
         biases: Of the batch norms.
         lengths: (batch,) int32: frames behind them are zero in the output; they count in the statistics nevertheless.
         seed: (2,) int32, from which dropout follows; None without.
-        dropout: Share of the activations that become zero.
+        dropout: Share of the activations that become zero, as near as 16 bits come to it.
         eps: Of the batch norms.
 
     Returns:
@@ -45,14 +45,12 @@ def row_norm(
     dtype = torch.promote_types(y.dtype, torch.float32)
     affine = torch.empty(len(ys), 2, y.shape[-1], dtype=dtype, device=y.device)
     moments = torch.empty(len(ys), 3, y.shape[-1], dtype=dtype, device=y.device)
-    of_each = zip(ys, weights, biases, affine, moments, strict=True)
     if y.is_cuda:
         from paceline.speed.kernels import rows
 
-        for each, weight, bias, scales, found in of_each:
-            rows.statistics(each, weight, bias, eps, scales, found)
-        return rows.join(ys, affine, lengths, seed, threshold(dropout), factor(dropout)), affine, moments
-    for each, weight, bias, scales, found in of_each:
+        rows.statistics(ys, weights, biases, eps, affine, moments)
+        return rows.join(ys, affine, lengths, seed, short_threshold(dropout), short_factor(dropout)), affine, moments
+    for each, weight, bias, scales, found in zip(ys, weights, biases, affine, moments, strict=True):
         variance, mean = torch.var_mean(each.to(dtype), (0, 1), correction=0)
         count = each.shape[0] * each.shape[1]
         inverse = torch.rsqrt(variance + eps)
@@ -63,7 +61,7 @@ def row_norm(
         total += each.to(dtype) * scale + shift
     total = total.relu_() * _held(lengths, y)
     if seed is not None:
-        total = torch.where(kept(seed, y.shape, dropout), total * factor(dropout), 0.0)
+        total = torch.where(kept_of_pairs(seed, y.shape, dropout), total * short_factor(dropout), 0.0)
     return total.to(y.dtype), affine, moments
 
 
@@ -97,9 +95,9 @@ def row_norm_backward(
     if g.is_cuda:
         from paceline.speed.kernels import rows
 
-        of_ys, of_channels = rows.join_backward(g, out, ys, affine, moments, lengths, factor(dropout))
+        of_ys, of_channels = rows.join_backward(g, out, ys, affine, moments, lengths, short_factor(dropout))
         return [*of_ys, of_channels]
-    h = torch.where(out > 0, g.to(affine.dtype) * factor(dropout), 0.0) * _held(lengths, g)
+    h = torch.where(out > 0, g.to(affine.dtype) * short_factor(dropout), 0.0) * _held(lengths, g)
     count = g.shape[0] * g.shape[1]
     sums = [h.sum((0, 1))]
     gradients = []
@@ -157,9 +155,33 @@ def factor(dropout: float) -> float:
 def kept(seed: Tensor, shape: torch.Size, dropout: float) -> Tensor:
     """Activations that dropout leaves: those whose number, mixed with the seed, is not below a threshold."""
     number = torch.arange(shape.numel(), dtype=torch.int64, device=seed.device)
+    return (_drawn(seed, number) >= threshold(dropout)).view(shape)
+
+
+def short_threshold(dropout: float) -> int:
+    """Of 16 random bits: those below it are dropped."""
+    return min(round(dropout * 2**16), 2**16 - 1)
+
+
+def short_factor(dropout: float) -> float:
+    """Return what an activation that is kept is multiplied with, by the share that is really dropped."""
+    return 2**16 / (2**16 - short_threshold(dropout))
+
+
+def kept_of_pairs(seed: Tensor, shape: torch.Size, dropout: float) -> Tensor:
+    """Activations that dropout leaves, where two neighbouring channels share 32 random bits: half of the arithmetic."""
+    pairs = -(-shape[-1] // 2)
+    rows = shape.numel() // shape[-1]
+    number = torch.arange(rows * pairs, dtype=torch.int64, device=seed.device)
+    drawn = _drawn(seed, number)
+    halves = torch.stack([drawn & 0xFFFF, drawn >> 16], -1).view(rows, 2 * pairs)[:, : shape[-1]]
+    return (halves >= short_threshold(dropout)).reshape(shape)
+
+
+def _drawn(seed: Tensor, number: Tensor) -> Tensor:
+    """32 random bits for each number."""
     first, second = (seed.to(torch.int64) & 0xFFFFFFFF).unbind()
-    drawn = _mixed((_mixed(number ^ first) + second) & 0xFFFFFFFF)
-    return (drawn >= threshold(dropout)).view(shape)
+    return _mixed((_mixed(number ^ first) + second) & 0xFFFFFFFF)
 
 
 def _mixed(x: Tensor) -> Tensor:

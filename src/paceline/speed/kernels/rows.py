@@ -3,13 +3,17 @@
 Rows are (batch, time, channels) in bfloat16, a frame's channels side by side, as the library's convolutions want them.
 Every frame counts in the batch statistics, also behind a length, as in the plain module. Sums are in float32 and in a
 fixed order, without atomics: the same inputs give the same bits.
+
+All programs that run at a time are at neighbouring rows, with all their channels. Kernels with sums go from the last
+row to the first, since what the kernel before them wrote last is still in the cache; those that use the sums go from
+the first to the last, for the same reason.
 """
 
 # ruff: noqa: RUF005 (Triton knows no unpacking)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -18,9 +22,13 @@ from torch import Tensor
 
 CHANNELS = 64
 """Channels that one program reads: a cache line of bfloat16."""
+SUMMED_ROWS = 32
+"""Rows of a tile of the statistics."""
+STAGES = tl.constexpr(4)
+"""Of the statistics: the tile that is added, and those that are fetched meanwhile."""
 MOST_GROUPS = 256
 MULTIPROCESSORS = 132
-"""Of an H200: a kernel with sums has as many programs as run there at a time."""
+"""Of an H200: a kernel with sums has as many programs as run there at a time, which is four on each."""
 
 
 @triton.jit
@@ -35,11 +43,19 @@ def _mixed(x):
 
 
 @triton.jit
-def _tile(row, rows, channels, CHANNELS: tl.constexpr):
+def _place(channels, CHANNELS: tl.constexpr):
+    """Return this program's place among those of its channels, and which of these blocks it has: neighbours have the
+    same place."""
+    blocks = tl.cdiv(channels, CHANNELS)
+    place = tl.program_id(0) // blocks
+    return place, tl.program_id(0) - place * blocks
+
+
+@triton.jit
+def _tile(row, c, rows, channels):
     """Offsets of a tile, and which of them are there."""
-    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     there = (row < rows)[:, None] & (c < channels)[None, :]
-    return c, row[:, None] * channels + c[None, :], there
+    return row[:, None] * channels + c[None, :], there
 
 
 @triton.jit
@@ -53,63 +69,79 @@ def _held(row, rows, lengths, time, HAS_LENGTHS: tl.constexpr):
 
 
 @triton.jit
-def _moments(y, parts, rows, channels, rows_each, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Mean, and sum of squares about it, of the rows of each program."""
-    group = tl.program_id(0)
-    first = group * rows_each
-    count = tl.minimum(rows - first, rows_each)
-    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    # Squares about one of the values, which is as far from their mean as they are: little cancels.
-    about = tl.load(y + first * channels + c, mask=c < channels, other=0.0).to(tl.float32)
-    total = tl.zeros([ROWS, CHANNELS], tl.float32)
-    squares = tl.zeros([ROWS, CHANNELS], tl.float32)
-    for start in range(first, first + count, 2 * ROWS):
-        # Two tiles are asked for before the first one is used.
-        _, offset, there = _tile(start + tl.arange(0, ROWS), rows, channels, CHANNELS)
-        _, offset_2, there_2 = _tile(start + ROWS + tl.arange(0, ROWS), rows, channels, CHANNELS)
-        values = tl.load(y + offset, mask=there, other=0.0)
-        values_2 = tl.load(y + offset_2, mask=there_2, other=0.0)
-        away = tl.where(there, values.to(tl.float32) - about[None, :], 0.0)
-        away_2 = tl.where(there_2, values_2.to(tl.float32) - about[None, :], 0.0)
-        total += away + away_2
-        squares += away * away + away_2 * away_2
-    shift = tl.sum(total, 0) / count
-    inner = tl.sum(squares, 0) - shift * shift * count
-    tl.store(parts + (group * 2) * channels + c, about + shift, mask=c < channels)
-    tl.store(parts + (group * 2 + 1) * channels + c, inner, mask=c < channels)
+def _counts(group, groups, rows, TILE: tl.constexpr):
+    """Return how many rows a group has: every `groups`-th tile from the last one on, which may not be full."""
+    tiles = tl.cdiv(rows, TILE)
+    return tl.cdiv(tiles - group, groups) * TILE - tl.where(group == 0, tiles * TILE - rows, 0)
+
+
+@triton.jit
+def _moments(ys, parts, rows, channels, groups, NUM: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
+    """Mean of the rows of each program, and sum of squares about it, of each of the inputs in turn."""
+    group, block = _place(channels, CHANNELS)
+    c = block * CHANNELS + tl.arange(0, CHANNELS)
+    tiles = tl.cdiv(rows, ROWS)
+    count = _counts(group, groups, rows, ROWS)
+    for number in tl.static_range(NUM):
+        y = ys[number]
+        # Squares about one of the values, which is as far from their mean as they are: little cancels. It stands for
+        # what is not there, too, which so adds nothing.
+        one = tl.load(y + (tiles - 1 - group) * ROWS * channels + c, mask=c < channels, other=0.0)
+        about = one.to(tl.float32)
+        total = tl.zeros([ROWS, CHANNELS], tl.float32)
+        squares = tl.zeros([ROWS, CHANNELS], tl.float32)
+        for before in tl.range(group, tiles, groups, num_stages=STAGES):
+            offset, there = _tile((tiles - 1 - before) * ROWS + tl.arange(0, ROWS), c, rows, channels)
+            away = tl.load(y + offset, mask=there, other=one[None, :]).to(tl.float32) - about[None, :]
+            total += away
+            squares += away * away
+        shift = tl.sum(total, 0) / count
+        inner = tl.sum(squares, 0) - shift * shift * count
+        at = parts + (number * groups + group) * 2 * channels + c
+        tl.store(at, about + shift, mask=c < channels)
+        tl.store(at + channels, inner, mask=c < channels)
 
 
 @triton.jit
 def _combine(
     parts,
-    weight,
-    bias,
+    weights,
+    biases,
     affine,
     moments,
     rows,
     channels,
-    rows_each,
     groups,
     eps,
+    NUM: tl.constexpr,
     GROUPS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
+    """Of one input: the parts of all groups, by Chan's rule, and what they make of its weight and bias."""
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    is_channel = c < channels
+    weight = tl.zeros([CHANNELS], tl.float32)
+    bias = tl.zeros([CHANNELS], tl.float32)
+    for number in tl.static_range(NUM):
+        if tl.program_id(1) == number:
+            weight = tl.load(weights[number] + c, mask=is_channel, other=0.0)
+            bias = tl.load(biases[number] + c, mask=is_channel, other=0.0)
+    number = tl.program_id(1)
     group = tl.arange(0, GROUPS)
-    there = (group < groups)[:, None] & (c < channels)[None, :]
-    count = tl.where(group < groups, tl.minimum(rows - group * rows_each, rows_each), 0).to(tl.float32)[:, None]
-    at = (group * 2)[:, None] * channels + c[None, :]
+    there = (group < groups)[:, None] & is_channel[None, :]
+    count = tl.where(group < groups, _counts(group, groups, rows, TILE), 0).to(tl.float32)[:, None]
+    at = ((number * groups + group) * 2)[:, None] * channels + c[None, :]
     means = tl.load(parts + at, mask=there, other=0.0)
     inner = tl.load(parts + at + channels, mask=there, other=0.0)
-    # Chan's rule.
     mean = tl.sum(means * count, 0) / rows
     away = means - mean[None, :]
     squares = tl.maximum(tl.sum(tl.where(there, inner + away * away * count, 0.0), 0), 0.0)
     inverse = 1.0 / tl.sqrt(squares / rows + eps)
-    is_channel = c < channels
-    scale = tl.load(weight + c, mask=is_channel, other=0.0) * inverse
-    tl.store(affine + c, scale, mask=is_channel)
-    tl.store(affine + channels + c, tl.load(bias + c, mask=is_channel, other=0.0) - mean * scale, mask=is_channel)
+    scale = weight * inverse
+    tl.store(affine + 2 * number * channels + c, scale, mask=is_channel)
+    tl.store(affine + (2 * number + 1) * channels + c, bias - mean * scale, mask=is_channel)
+    moments += 3 * number * channels
     tl.store(moments + c, mean, mask=is_channel)
     tl.store(moments + channels + c, inverse, mask=is_channel)
     tl.store(moments + 2 * channels + c, squares / tl.maximum(rows - 1, 1), mask=is_channel)
@@ -133,8 +165,10 @@ def _join(
     HAS_LENGTHS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    c, offset, there = _tile(row, rows, channels, CHANNELS)
+    place, block = _place(channels, CHANNELS)
+    c = block * CHANNELS + tl.arange(0, CHANNELS)
+    row = place * ROWS + tl.arange(0, ROWS)
+    offset, there = _tile(row, c, rows, channels)
     held = there & _held(row, rows, lengths, time, HAS_LENGTHS)[:, None]
     total = tl.zeros([ROWS, CHANNELS], tl.float32)
     for number in tl.static_range(NUM):
@@ -144,8 +178,12 @@ def _join(
         total += values * scale[None, :] + shift[None, :]
     total = tl.where(held, tl.maximum(total, 0.0), 0.0)
     if HAS_DROPOUT:
-        drawn = _mixed(_mixed(offset.to(tl.uint32) ^ tl.load(seed).to(tl.uint32)) + tl.load(seed + 1).to(tl.uint32))
-        total = tl.where(drawn >= threshold.to(tl.uint32), total * factor, 0.0)
+        # Two neighbours share 32 bits, which are most of the arithmetic of this kernel.
+        pair = block * (CHANNELS // 2) + tl.arange(0, CHANNELS // 2)
+        number = row[:, None] * tl.cdiv(channels, 2) + pair[None, :]
+        drawn = _mixed(_mixed(number.to(tl.uint32) ^ tl.load(seed).to(tl.uint32)) + tl.load(seed + 1).to(tl.uint32))
+        is_kept = tl.interleave(drawn & 0xFFFF, drawn >> 16) >= threshold
+        total = tl.where(is_kept, total * factor, 0.0)
     tl.store(out + offset, total.to(tl.bfloat16), mask=there)
 
 
@@ -168,7 +206,7 @@ def _sums(
     rows,
     channels,
     time,
-    rows_each,
+    groups,
     factor,
     NUM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -176,18 +214,18 @@ def _sums(
     HAS_LENGTHS: tl.constexpr,
 ):
     """Of the gradient, and of the gradient times (y - mean) of each."""
-    group = tl.program_id(0)
-    first = group * rows_each
-    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    group, block = _place(channels, CHANNELS)
+    c = block * CHANNELS + tl.arange(0, CHANNELS)
+    tiles = tl.cdiv(rows, ROWS)
     means = ()
     slopes = ()
     for number in tl.static_range(NUM):
         means = means + (tl.load(moments + (3 * number) * channels + c, mask=c < channels, other=0.0),)  # type: ignore[assignment]
         slopes = slopes + (tl.zeros([ROWS, CHANNELS], tl.float32),)  # type: ignore[assignment]
     level = tl.zeros([ROWS, CHANNELS], tl.float32)
-    for start in range(first, tl.minimum(first + rows_each, rows), ROWS):
-        row = start + tl.arange(0, ROWS)
-        _, offset, there = _tile(row, rows, channels, CHANNELS)
+    for before in range(group, tiles, groups):
+        row = (tiles - 1 - before) * ROWS + tl.arange(0, ROWS)
+        offset, there = _tile(row, c, rows, channels)
         held = there & _held(row, rows, lengths, time, HAS_LENGTHS)[:, None]
         h = _gradient(g, out, offset, held, factor)
         level += h
@@ -222,8 +260,10 @@ def _apply(
     HAS_LENGTHS: tl.constexpr,
 ):
     """Behind a length, where the gradient is zero, the statistics still have one."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    c, offset, there = _tile(row, rows, channels, CHANNELS)
+    place, block = _place(channels, CHANNELS)
+    c = block * CHANNELS + tl.arange(0, CHANNELS)
+    row = place * ROWS + tl.arange(0, ROWS)
+    offset, there = _tile(row, c, rows, channels)
     held = there & _held(row, rows, lengths, time, HAS_LENGTHS)[:, None]
     h = _gradient(g, out, offset, held, factor)
     level = tl.load(sums + c, mask=c < channels, other=0.0) / rows
@@ -238,42 +278,44 @@ def _apply(
         tl.store(gradients[number] + offset, result.to(tl.bfloat16), mask=there)
 
 
-class Cut(NamedTuple):
-    """Division of rows among the programs of a sum."""
-
-    groups: int
-    rows_each: int
-
-
-def cut(rows: int, channels: int, rows_at_once: int, programs: int) -> Cut:
-    """At most so many programs, in whole tiles, and not more groups than are added up at once."""
+def groups_of(rows: int, channels: int, tile: int, programs: int) -> int:
+    """Return among how many groups tiles of rows are dealt out: at most so many programs, each with a tile at least,
+    and not more groups than are added up at once."""
     blocks = triton.cdiv(channels, CHANNELS)
-    wanted = max(1, min(MOST_GROUPS, programs // blocks))
-    rows_each = triton.cdiv(triton.cdiv(rows, wanted), rows_at_once) * rows_at_once
-    return Cut(triton.cdiv(rows, rows_each), rows_each)
+    return max(1, min(MOST_GROUPS, programs // int(blocks), int(triton.cdiv(rows, tile))))
 
 
-def statistics(y: Tensor, weight: Tensor, bias: Tensor, eps: float, affine: Tensor, moments: Tensor) -> None:
-    """Write scale and shift (2, channel), and mean, 1 / standard deviation and unbiased variance (3, channel)."""
+def statistics(
+    ys: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    eps: float,
+    affine: Tensor,
+    moments: Tensor,
+) -> None:
+    """Write scale and shift, (number, 2, channel), and mean, 1 / standard deviation and unbiased variance, (number, 3,
+    channel), of all `ys`."""
+    y, num = ys[0], len(ys)
     channels = y.shape[-1]
     rows = y.numel() // channels
-    groups, rows_each = cut(rows, channels, 2 * 32, 7 * MULTIPROCESSORS)
-    parts = torch.empty(groups, 2, channels, dtype=torch.float32, device=y.device)
-    grid = (groups, triton.cdiv(channels, CHANNELS))
-    _moments[grid](y, parts, rows, channels, rows_each, ROWS=32, CHANNELS=CHANNELS)
-    _combine[(triton.cdiv(channels, 16),)](
+    groups = groups_of(rows, channels, SUMMED_ROWS, 4 * MULTIPROCESSORS)
+    parts = torch.empty(num, groups, 2, channels, dtype=torch.float32, device=y.device)
+    grid = (groups * triton.cdiv(channels, CHANNELS),)
+    _moments[grid](tuple(ys), parts, rows, channels, groups, NUM=num, ROWS=SUMMED_ROWS, CHANNELS=CHANNELS)
+    _combine[(triton.cdiv(channels, 16), num)](
         parts,
-        weight,
-        bias,
+        tuple(weights),
+        tuple(biases),
         affine,
         moments,
         rows,
         channels,
-        rows_each,
         groups,
         eps,
+        NUM=num,
         GROUPS=triton.next_power_of_2(groups),
         CHANNELS=16,
+        TILE=SUMMED_ROWS,
     )
 
 
@@ -290,7 +332,7 @@ def join(
     out = torch.empty_like(y)
     channels = y.shape[-1]
     rows, tile = y.numel() // channels, _tile_rows(len(ys))
-    _join[(triton.cdiv(rows, tile), triton.cdiv(channels, CHANNELS))](
+    _join[(triton.cdiv(rows, tile) * triton.cdiv(channels, CHANNELS),)](
         tuple(ys),
         affine,
         affine if lengths is None else lengths,
@@ -299,8 +341,7 @@ def join(
         rows,
         channels,
         y.shape[1],
-        # As a number of 32 bits without a sign, which an argument is only if its value says so.
-        threshold - 2**32 if threshold >= 2**31 else threshold,
+        threshold,
         factor,
         NUM=len(ys),
         ROWS=tile,
@@ -325,17 +366,17 @@ def join_backward(
     channels = y.shape[-1]
     rows = y.numel() // channels
     tile, summed = _tile_rows(num), _summed_rows(num)
-    groups, rows_each = cut(rows, channels, summed, 4 * MULTIPROCESSORS)
+    groups = groups_of(rows, channels, summed, 4 * MULTIPROCESSORS)
     parts = torch.empty(groups, num + 1, channels, dtype=torch.float32, device=y.device)
     blocks = triton.cdiv(channels, CHANNELS)
     mask = affine if lengths is None else lengths
     common: dict[str, Any] = {"NUM": num, "CHANNELS": CHANNELS, "HAS_LENGTHS": lengths is not None}
-    _sums[(groups, blocks)](
-        g, out, tuple(ys), moments, mask, parts, rows, channels, y.shape[1], rows_each, factor, ROWS=summed, **common
+    _sums[(groups * blocks,)](
+        g, out, tuple(ys), moments, mask, parts, rows, channels, y.shape[1], groups, factor, ROWS=summed, **common
     )
     sums = parts.sum(0)
     gradients = [torch.empty_like(each) for each in ys]
-    _apply[(triton.cdiv(rows, tile), blocks)](
+    _apply[(triton.cdiv(rows, tile) * blocks,)](
         *(g, out, tuple(ys), tuple(gradients), affine, moments, sums, mask, rows, channels, y.shape[1], factor),
         ROWS=tile,
         **common,
