@@ -128,3 +128,14 @@ def test_on_a_gpu_against_float64(shape: tuple[int, int]) -> None:
             assert distance(ours[0].detach().cpu(), normed.detach()) < allowed
             for one, other in zip(found, expected, strict=True):
                 assert distance(one.cpu(), other) < 2 * allowed
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_residual_of_another_shape_is_left_to_torch() -> None:
+    """One row for all, as a table of positions has it: the kernel reads a row of the residual for each of x."""
+    x, residual = torch.randn(5000, 7, 64, device="cuda"), torch.randn(7, 64, device="cuda")
+    weight, bias = torch.ones(64, device="cuda"), torch.zeros(64, device="cuda")
+    normed, total = dropout_add_norm(x, residual, weight, bias)
+    torch.testing.assert_close(total, x + residual)
+    torch.testing.assert_close(normed, F.layer_norm(x + residual, (64,)))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.layers import LinearCrossEntropy, linear_cross_entropy
 from paceline.speed.kernels.ways import MEASURED, using
-from paceline.speed.layers.head_loss import _head_loss
+from paceline.speed.layers.head_loss import BadChunk, BadSmoothing, TargetMisfit, _head_loss
 
 TOKENS, WIDTH, VOCABULARY, IGNORED = (3, 7), 8, 29, 1
 
@@ -104,6 +104,36 @@ def test_nothing_counts() -> None:
     total, count = linear_cross_entropy(hidden, weight, torch.full_like(target, IGNORED), ignore_index=IGNORED)
     assert (total.item(), int(count)) == (0.0, 0)
     assert not torch.autograd.grad(total, [weight])[0].any()
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    """As PyTorch's own layers do."""
+    hidden, weight, _, target = case(torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        total, _ = linear_cross_entropy(hidden, weight, target, ignore_index=IGNORED)
+        expected = plainly(hidden, weight, None, target, 0.0)
+    assert total.dtype == expected.dtype == torch.float64
+    assert total.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_one_token_without_a_batch() -> None:
+    hidden, weight, _, _ = case(torch.float64)
+    label = torch.tensor(2)
+    total, count = linear_cross_entropy(hidden[0, 0], weight, label)
+    assert total.item() == pytest.approx(F.cross_entropy(F.linear(hidden[0, 0], weight), label).item())
+    assert int(count) == 1
+
+
+def test_mistakes_are_told() -> None:
+    hidden, weight, _, target = case(torch.float32)
+    for labels, number in ((target[:, :-1], "18 labels"), (target[:1, :1], "1 label")):
+        with pytest.raises(TargetMisfit, match=f"`hidden` has 21 tokens, but `target` {number}"):
+            linear_cross_entropy(hidden, weight, labels)
+    for chunk in (0, -1):
+        with pytest.raises(BadChunk, match=f"`chunk` is {chunk}"):
+            linear_cross_entropy(hidden, weight, target, chunk=chunk)
+    with pytest.raises(BadSmoothing, match="`label_smoothing` is 10.0"):
+        linear_cross_entropy(hidden, weight, target, label_smoothing=10.0)
 
 
 def test_operator_keeps_its_word() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.layers import Packing, packed_attention
 from paceline.speed.kernels.ways import MEASURED, using
-from paceline.speed.layers.packed_attention import CausalAcross, PackingMisfit
+from paceline.speed.layers.packed_attention import CausalAcross, PackingMisfit, RowsTooShort, SequencesDiffer
 from tests.speed.kernels.separable import distance
 
 HEADS, WIDTH = 2, 8
@@ -96,6 +96,14 @@ def test_dropout_is_fair_and_mistakes_are_told() -> None:
         packed_attention(inputs[0], inputs[1][:6], inputs[2], packing)
     with pytest.raises(CausalAcross):
         packed_attention(*inputs, packing, key_packing=Packing.of([4, 3]), is_causal=True)
+    with pytest.raises(SequencesDiffer, match="`key_packing` has 1 sequence, but the packing 2"):
+        packed_attention(*inputs, packing, key_packing=Packing.of([7]))
+    rows = torch.zeros(3, 5)
+    with pytest.raises(SequencesDiffer, match="the tensor has 3 sequences, but the packing 2"):
+        packing.pack(rows)
+    with pytest.raises(RowsTooShort, match="rows have room for 3 tokens, but a sequence has 4"):
+        packing.pack(rows[:2, :3])
+    assert Packing.of([4, 3], longest=9).pack(rows[:2]).shape == (7,)
 
 
 @pytest.fixture

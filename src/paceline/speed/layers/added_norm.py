@@ -161,7 +161,7 @@ def dropout_add_norm(
 
 
 def _has_kernel(x: Tensor, residual: Tensor) -> bool:
-    if not (x.is_cuda and ways.in_use().added_norm) or x.shape[-1] > MOST_WIDTH:
+    if not (x.is_cuda and ways.in_use().added_norm) or x.shape[-1] > MOST_WIDTH or x.shape != residual.shape:
         return False
     return x.dtype in (torch.bfloat16, torch.float16, torch.float32) and residual.dtype == x.dtype
 

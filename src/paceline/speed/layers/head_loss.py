@@ -14,11 +14,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.core.errors import PacelineError
 from paceline.speed.kernels import ways
 from paceline.speed.operators import operator
 
 MOST_LOGITS = 2**27
 """Logits of a chunk, where its size is not given."""
+
+
+class TargetMisfit(PacelineError):
+    """Another number of labels than of tokens."""
+
+    tokens: int
+    labels: int
+    sentence = "`hidden` has {tokens:#token}, but `target` {labels:#label}"
+    hint = (
+        "give a label for each token: `hidden` (..., width), `target` (...); labels that do not count: `ignore_index`"
+    )
+
+
+class BadSmoothing(PacelineError):
+    """A share of the label's probability that is no share."""
+
+    label_smoothing: float
+    sentence = "`label_smoothing` is {label_smoothing}"
+    hint = "give a share of the label's probability, 0 to 1"
+
+
+class BadChunk(PacelineError):
+    """A chunk without tokens."""
+
+    chunk: int
+    sentence = "`chunk` is {chunk}"
+    hint = "give the number of tokens that go through at a time, 1 or more; or leave it out"
 
 
 @operator("linear_cross_entropy")
@@ -202,14 +230,28 @@ def linear_cross_entropy(
     (..., width) and `target` (...). Products are in autocast's dtype where that is on. `chunk` is how many tokens go
     through at a time; as many as make 2**27 logits if not given.
     """
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    tokens = hidden.flatten(0, -2)
+    tokens, labels = hidden.reshape(-1, hidden.shape[-1]), target.flatten()
+    _check(tokens, labels, label_smoothing, chunk)
     size = chunk or max(1, MOST_LOGITS // len(weight))
-    labels = target.flatten()
-    arguments = tokens, weight, bias, labels, dtype, label_smoothing, ignore_index, size
+    arguments = tokens, weight, bias, labels, _product_dtype(hidden), label_smoothing, ignore_index, size
     total: Tensor = _Sum.apply(*arguments)  # type: ignore[no-untyped-call]
     return total, (labels != ignore_index).sum()
+
+
+def _product_dtype(hidden: Tensor) -> torch.dtype:
+    """Return autocast's dtype where that is on; as PyTorch's own layers, it leaves float64 alone."""
+    device = hidden.device.type
+    is_cast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if is_cast else hidden.dtype
+
+
+def _check(tokens: Tensor, labels: Tensor, label_smoothing: float, chunk: int | None) -> None:
+    if len(tokens) != len(labels):
+        raise TargetMisfit(len(tokens), len(labels))
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise BadSmoothing(label_smoothing)
+    if chunk is not None and chunk < 1:
+        raise BadChunk(chunk)
 
 
 class LinearCrossEntropy(nn.Module):

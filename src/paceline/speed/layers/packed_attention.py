@@ -49,6 +49,25 @@ class CausalAcross(PacelineError):
     hint = "leave out `key_packing`, or `is_causal`"
 
 
+class SequencesDiffer(PacelineError):
+    """Another number of sequences than a packing has."""
+
+    what: str
+    sequences: int
+    packed: int
+    sentence = "{what} has {sequences:#sequence}, but the packing {packed}"
+    hint = "give as many, in the same order; a sequence may be empty"
+
+
+class RowsTooShort(PacelineError):
+    """Padded rows that end before the sequences in them."""
+
+    time: int
+    length: int
+    sentence = "rows have room for {time:#token}, but a sequence has {length}"
+    hint = "pad rows to the longest sequence, or make the packing of the lengths that they have"
+
+
 class Packing(NamedTuple):
     """Places of sequences that lie one after the other: made on the host, where lengths are known, then moved.
 
@@ -99,6 +118,7 @@ class Packing(NamedTuple):
 
     def pack(self, rows: Tensor) -> Tensor:
         """(sequences, time, ...) -> (tokens, ...): what is behind a length is left out."""
+        self._check_rows(rows)
         time = rows.shape[1]
         places = self.places if time == self.longest else self._places_in(time)
         return rows.flatten(0, 1)[places]
@@ -113,6 +133,17 @@ class Packing(NamedTuple):
     def check(self, tokens: Tensor, what: str) -> None:
         if len(tokens) != self.num_tokens:
             raise PackingMisfit(what, len(tokens), self.num_tokens)
+
+    def _check_rows(self, rows: Tensor) -> None:
+        """Raise where rows do not hold the sequences; lengths are read on a CPU alone, as a GPU would be waited for."""
+        if len(rows) != self.num_sequences:
+            raise SequencesDiffer("the tensor", len(rows), self.num_sequences)
+        time = rows.shape[1]
+        if time >= self.longest or not self.num_sequences or self.offsets.is_cuda or torch.compiler.is_compiling():
+            return
+        length = int(self.offsets.diff().max())
+        if time < length:
+            raise RowsTooShort(time, length)
 
     def mask(self) -> Tensor:
         """Return (sequences, longest), True for tokens."""
@@ -143,6 +174,8 @@ def packed_attention(
     keys = key_packing or packing
     for tensor, of, what in ((query, packing, "query"), (key, keys, "key"), (value, keys, "value")):
         of.check(tensor, f"`{what}`")
+    if keys.num_sequences != packing.num_sequences:
+        raise SequencesDiffer("`key_packing`", keys.num_sequences, packing.num_sequences)
     if not dropout and has_kernel(query):
         return attend(query, key, value, packing, keys, is_causal)
     if not dropout and _goes_packed(query):
