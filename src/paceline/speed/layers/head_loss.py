@@ -28,9 +28,7 @@ class TargetMisfit(PacelineError):
     tokens: int
     labels: int
     sentence = "`hidden` has {tokens:#token}, but `target` {labels:#label}"
-    hint = (
-        "give a label for each token: `hidden` (..., width), `target` (...); labels that do not count: `ignore_index`"
-    )
+    hint = "give a label for each token: `hidden` (..., width), `target` (...); `ignore_index` is for those not counted"
 
 
 class BadSmoothing(PacelineError):
