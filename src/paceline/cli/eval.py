@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from pydantic import ValidationError, create_model
 
 from paceline.cli.procs import check_procs
+from paceline.cli.recipes import recipe_of_model
 from paceline.config import messages
 from paceline.config.command_line import Typed, dashed, read_words
 from paceline.config.load import load
@@ -44,7 +45,7 @@ with warnings.catch_warnings():
         aliases: ClassVar[dict[str, str]] = {"code_optimization": "level"}
 
         run: Place
-        """Folder of the run, or its address."""
+        """Folder of the run, or its address; of speech also a .nemo archive or an export."""
         manifest: tuple[str, ...] = ()
         """Other manifests or packed files than the run's, with commas between them, for a task that reads manifests."""
         checkpoint: Literal["best", "last"] | Place = "best"
@@ -77,6 +78,15 @@ class EvalOptions(UseOptions):
 
 OPTIONS, POSITIONAL = EvalOptions, ("run",)
 Options = TypeVar("Options", bound=UseOptions)
+
+
+class NotOfRun(PacelineError):
+    """An option that chooses something of a run, for a model without a run."""
+
+    path: Path
+    option: str
+    sentence = "{path} is a model by itself, not a run: `{option}` has nothing to choose from"
+    hint = "leave it out"
 
 
 class NoManifests(PacelineError):
@@ -176,10 +186,15 @@ def evaluate(options: EvalOptions) -> int:
         if options.data is not None and options.manifest:
             raise DataTwice(options.data, options.manifest)
         sets = None if options.data is None else _sets(options.data)
-        checkpoint = apply.choose_checkpoint(link, options.run, options.checkpoint)
-        metrics = apply.evaluate_run(task, config, link, options.run, checkpoint, sets, average=options.average)
+        if recipe_of_model(options.run):
+            checkpoint, step = options.run, None
+            engine = apply.restore_model(task, config, link, options.run)
+            metrics = apply.evaluate_engine(task, config, engine, config.grains or 1, sets)
+        else:
+            checkpoint = apply.choose_checkpoint(link, options.run, options.checkpoint)
+            step = reader.load(checkpoint, [], verify=False).step
+            metrics = apply.evaluate_run(task, config, link, options.run, checkpoint, sets, average=options.average)
     if link.is_first and options.json:
-        step = reader.load(checkpoint, [], verify=False).step
         results = {"run": shown(options.run), "checkpoint": shown(checkpoint), "step": step, "metrics": metrics}
         emit(json.dumps(outcome.plain(results)) + "\n")
     elif link.is_first:
@@ -214,18 +229,19 @@ def run_here_or_on_procs(
 
 
 def with_task_options(model: type[Options], typed: Typed, argv: Sequence[str]) -> type[Options]:
-    """Return the options with those that the run's task adds; raise `NoRun` if the word that must be it is none."""
+    """Return the options with those that the task of the run or model adds; raise `NoRun` if the word that must be one
+    is none."""
     # Before the task is known its options are not: the run may stand behind one, and pass for a part of its value.
     words = [str(typed.given["run"].raw)] if "run" in typed.given else []
-    records = (_record(Path(word)) for word in [*words, *(argv[place] for place in typed.swallowed)])
-    record = next((each for each in records if each is not None), None)
-    if record is None:
+    names = (_task_name(Path(word)) for word in [*words, *(argv[place] for place in typed.swallowed)])
+    name = next((each for each in names if each is not None), None)
+    if name is None:
         if words:  # before options are called unknown that the task of a run may have
             from paceline.train.apply import read_run
 
             read_run(local_path(Path(words[0])))
         return model  # RUN is missing
-    spec = str(typed.given["task"].raw if "task" in typed.given else record.task)
+    spec = str(typed.given["task"].raw) if "task" in typed.given else name
     from paceline.cli.tasks import UnknownTask, find_task
 
     try:
@@ -236,13 +252,14 @@ def with_task_options(model: type[Options], typed: Typed, argv: Sequence[str]) -
     return model if use is Section else create_model(model.__name__, __base__=bases, __doc__=model.__doc__)
 
 
-def _record(run: Path) -> RunRecord | None:
+def _task_name(run: Path) -> str | None:
+    """Return the name of the task of a run, or the recipe of a model; None of anything else."""
     try:
         folder = local_path(run)
         bring_run(folder)
-        return read_record(folder)
+        return str(read_record(folder).task)
     except (OSError, BrokenRecord, PacelineError):
-        return None
+        return recipe_of_model(run)
 
 
 def open_run(
@@ -252,11 +269,9 @@ def open_run(
 
     `manifests` says which setting `--manifest` stands for.
     """
-    from paceline.train.apply import read_run
     from paceline.world.start import from_settings
 
-    record = read_run(options.run)
-    task = task_of(options.run, options.task, record)
+    record, task = _opened(options)
     values = {**record.settings, "device": options.device, **changes}
     typed = {name: getattr(options, name) for name in options.model_fields_set & set(task.Use.model_fields)}
     forgotten = task.Use.forgotten(typed)
@@ -276,6 +291,24 @@ def open_run(
         settings_of(task, options.run, record.settings)  # raises where the run itself is the reason
         raise _wrong_options(task, typed, outdated.error, f"paceline {changes['mode']}") from outdated
     return task, config, from_settings(config)
+
+
+def _opened(options: UseOptions) -> tuple[RunRecord, Task]:
+    """Return the record of a run, or of one that a model by itself could be of, and its task."""
+    from paceline.cli.tasks import load_task
+    from paceline.train.apply import read_run
+    from paceline.train.task import ReadsModels
+
+    recipe = recipe_of_model(options.run)
+    if recipe is None:
+        record = read_run(options.run)
+        return record, task_of(options.run, options.task, record)
+    for name in ("checkpoint", "average", "task"):
+        if name in options.model_fields_set:
+            raise NotOfRun(options.run, f"--{name}")
+    task = load_task(recipe)
+    assert isinstance(task, ReadsModels)
+    return RunRecord(dict(task.model_settings(options.run)), recipe), task
 
 
 def _wrong_options(task: Task, typed: Mapping[str, Any], error: ValidationError, prog: str) -> SettingsInvalid:

@@ -313,25 +313,43 @@ def restore_for_use(
     tasks.check_ranks(task, config, link)
     attach(task, config, link)
     loaded = _load(checkpoint, verify=link.is_first)
-    plain = {"ema": 0.0, "swa_start": None, "checkpoint_activations": (), "reduce": "grad", "shard": "none"}
-    engine = Engine(config.model_copy(update=plain), link=link)
-    choice = loaded.state.get("choice")
-    if config.level == 4 or (config.level == "auto" and choice is not None and link.device.type == "cuda"):
-        engine.settle(precision_for_use(choice, config, link.device))
-    torch.manual_seed(config.seed)
-    model = task.model().to(link.device)
     position = Position(**loaded.state["position"])
-    for number in range(position.num_begun_stages):  # a model that grows has its shape before its weights are loaded
-        setup.begin_stage(task, config, model, number)
-    model.eval()
-    # An optimizer that keeps nothing; it is never called.
-    engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    engine.prepared.strategy.detach()
+    engine = _engine_for_use(task, config, link, loaded.state.get("choice"), position.num_begun_stages)
     engine.resume_at(loaded.step)
     if weights is None:
         weights = _weights(loaded) if average == 1 else read_weights(checkpoint, average)
     state.restore_weights(engine, weights)
     tasks.load_state(task, dict(loaded.parts.get("task", {})))
+    return engine
+
+
+def restore_model(task: Task, config: TrainConfig, link: Link, path: Path) -> Engine:
+    """Return an engine whose model has the weights of a file of the task's own kind, which no run is around: see
+    `ReadsModels`."""
+    assert isinstance(task, tasks.ReadsModels)
+    tasks.check_ranks(task, config, link)
+    attach(task, config, link)
+    engine = _engine_for_use(task, config, link, choice=None, num_stages=0)
+    weights = task.read_weights(path)
+    assert weights is not None
+    state.restore_weights(engine, weights)
+    return engine
+
+
+def _engine_for_use(task: Task, config: TrainConfig, link: Link, choice: Any, num_stages: int) -> Engine:
+    """Return an engine with the task's model, whose weights are still to be loaded."""
+    plain = {"ema": 0.0, "swa_start": None, "checkpoint_activations": (), "reduce": "grad", "shard": "none"}
+    engine = Engine(config.model_copy(update=plain), link=link)
+    if config.level == 4 or (config.level == "auto" and choice is not None and link.device.type == "cuda"):
+        engine.settle(precision_for_use(choice, config, link.device))
+    torch.manual_seed(config.seed)
+    model = task.model().to(link.device)
+    for number in range(num_stages):  # a model that grows has its shape before its weights are loaded
+        setup.begin_stage(task, config, model, number)
+    model.eval()
+    # An optimizer that keeps nothing; it is never called.
+    engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    engine.prepared.strategy.detach()
     return engine
 
 
@@ -391,6 +409,13 @@ def evaluate_run(
     """
     grains = grains_of(folder, config)
     engine = restore_for_use(task, config, link, choose_checkpoint(link, folder, which), average)
+    return evaluate_engine(task, config, engine, grains, sets)
+
+
+def evaluate_engine(
+    task: Task, config: TrainConfig, engine: Engine, grains: int, sets: Mapping[str, Any] | None = None
+) -> dict[str, float]:
+    """Return metrics of the model in an engine, as `evaluate_run` does of a checkpoint."""
     validation = Validation(task, engine, config, grains, tasks.val_data_of(task) if sets is None else sets)
     if validation.is_empty:
         raise NothingToValidate(task)
@@ -418,6 +443,13 @@ def predict_run(
         raise CannotPredict(task)
     grains = grains_of(folder, config)
     engine = restore_for_use(task, config, link, choose_checkpoint(link, folder, which), average)
+    return predict_engine(task, config, engine, grains, data)
+
+
+def predict_engine(
+    task: Task, config: TrainConfig, engine: Engine, grains: int, data: Any = None
+) -> Iterator[tuple[int, Any]]:
+    """Yield predictions of the model in an engine, as `predict_run` does of a checkpoint."""
     data = tasks.infer_data_of(task) if data is None else data
     if data is None:
         raise NothingToPredict(task)

@@ -485,6 +485,15 @@ class ReadsWeights(Protocol):
 
 
 @runtime_checkable
+class ReadsModels(ReadsWeights, Protocol):
+    """Models in files of a recipe's own kind, for `paceline eval MODEL` and `infer MODEL` without a run."""
+
+    def model_settings(self, path: Path) -> Mapping[str, Any]:
+        """Return settings under which `model()` is the model of this file, and `read_weights` fit it. Called before
+        the task is attached to anything."""
+
+
+@runtime_checkable
 class ReadsInputs(Protocol):
     """Inputs named on the command line: `paceline infer RUN WORDS...`."""
 

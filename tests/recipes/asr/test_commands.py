@@ -212,6 +212,34 @@ def test_words_have_times_with_every_decoder_and_length(folder: Path, shown: Typ
     assert [set(word) for word in long["words"]] == [{"word", "start", "end"}] * len(long["prediction"].split())
 
 
+def test_archives_and_exports_are_used_as_their_run(folder: Path, shown: Type, mistake: Type, tmp_path: Path) -> None:
+    run, sets = folder / "run", f"{folder / 'dev.json'},{folder / 'other.json'}"
+    used = ("--device", "cpu", "--json")
+    metrics = json.loads(shown("eval", run, *used, "--manifest", sets))["metrics"]
+    heard = shown("infer", run, folder / "dev", *used)
+    one = min((folder / "dev").iterdir())
+    long = shown("infer", run, one, *used, "--long-s", 0.01)
+    for model in (tmp_path / "model.nemo", tmp_path / "exported"):
+        shown("export", run, model)
+        results = json.loads(shown("eval", model, *used, "--manifest", sets))
+        assert results["metrics"] == pytest.approx(metrics)
+        assert (results["run"], results["step"]) == (str(model), None)
+        records = [json.loads(line) for line in shown("infer", model, folder / "dev", *used).splitlines()]
+        assert [record["prediction"] for record in records] == [
+            json.loads(line)["prediction"] for line in heard.splitlines()
+        ]
+        assert shown("infer", model, one, *used, "--long-s", 0.01) == long
+        assert shown("infer", "--decoder", "beam", model, one, *used)
+        two = run_command([*map(str, ("eval", model, *used, "--manifest", sets, "--procs", 2))])
+        assert two.code == 0, two.err
+        assert json.loads(two.out)["metrics"] == pytest.approx(results["metrics"])
+        assert "name some: `paceline eval RUN --manifest" in mistake("eval", model)
+        assert "`--checkpoint` has nothing to choose from" in mistake("eval", model, "--checkpoint", "last")
+        assert "`--average` has nothing to choose from" in mistake("infer", model, one, "--average", 2)
+    (tmp_path / "bad.nemo").write_bytes(b"no archive")
+    assert "it is no tar file, or a damaged one" in mistake("eval", tmp_path / "bad.nemo", "--manifest", sets)
+
+
 def test_eval_skips_bad_data_only_when_told(folder: Path, shown: Type, mistake: Type, tmp_path: Path) -> None:
     lines = tiny.lines_of(folder / "dev.json")
     for line in lines:

@@ -88,6 +88,12 @@ def test_a_run_is_validated_used_and_exported_with_its_subwords(
     assert (tmp_path / "out" / MODEL).read_bytes() == (whole / MODEL).read_bytes()
     network, _ = read_export(tmp_path / "out")
     assert network.labels == stored(whole).pieces  # type: ignore[union-attr]
+    assert main(["export", str(whole), str(tmp_path / "out.nemo"), "--checkpoint", "last"]) == 0
+    for name in ("out", "out.nemo"):
+        capsys.readouterr()
+        assert main(["eval", str(tmp_path / name), "--manifest", str(data / "dev.json"), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["metrics"]
+        assert found == pytest.approx(metrics, rel=1e-4)
     audio = [data / "dev" / f"{number}.flac" for number in range(7)]
     for path in (whole, tmp_path / "out"):
         model = load(path, checkpoint="last", decoder="beam")

@@ -27,7 +27,7 @@ from paceline.recipes.asr.error_file import Analysis, kinds, write_analyses
 from paceline.recipes.asr.exchange.export import write_export
 from paceline.recipes.asr.exchange.nemo import write_nemo
 from paceline.recipes.asr.exchange.weights import read_weights
-from paceline.recipes.asr.network.config import NetworkSettings
+from paceline.recipes.asr.network.config import NetworkSettings, read_network
 from paceline.recipes.asr.network.flops import training_flops
 from paceline.recipes.asr.network.model import AcousticModel
 from paceline.recipes.asr.network.transducer.decoder import Shares, Transcripts, TransducerDecoder
@@ -50,10 +50,13 @@ from paceline.recipes.asr.streaming.use import (
 from paceline.recipes.asr.streaming.windows import Listener, Norm
 from paceline.recipes.asr.text.error_rate import character_errors
 from paceline.recipes.asr.text.labels import Labels
-from paceline.recipes.asr.text.pieces import Pieces
+from paceline.recipes.asr.text.pieces import WORD_START, Pieces, are_subwords
 from paceline.recipes.asr.text.subwords.labels import Subwords
 from paceline.train.predictions import DetailedText
 from paceline.train.task import Sums, Task
+
+_USED_BATCH = 32
+"""Utterances that a model without a run hears at a time."""
 
 
 class NothingNamed(PacelineError):
@@ -94,9 +97,9 @@ class Asr(Task):
         self._reader: TextDecoder | None = None
 
     def model(self) -> AcousticModel:
-        if self.settings.network.unread and not self._is_introduced:
-            self.say(self.settings.network.unread)
         if not self._is_introduced and self.settings.mode in ("train", "train_eval"):
+            if self.settings.network.unread:
+                self.say(self.settings.network.unread)
             self._say_recipe()
         self._is_introduced = True
         objective = self._objective
@@ -246,6 +249,14 @@ class Asr(Task):
         with standard_input() as pipe:
             infer_live(listener, pipe, out, rate=settings.rate, as_json=as_json, screen=out.isatty())
         return 1
+
+    def model_settings(self, path: Path) -> dict[str, Any]:
+        """Return settings for a .nemo archive or an export, which bring their network and their subwords."""
+        network = read_network(path)
+        subwords = {"tokenizer": path} if are_subwords(network.labels) else {}
+        is_english = all(label.replace(WORD_START, "").isascii() for label in network.labels)
+        rules = "en" if is_english else "basic"  # numbers in references become words of English only there
+        return {"network": network, **subwords, "text_rules": rules, "global_batch": _USED_BATCH, "steps": 1}
 
     def read_weights(self, path: Path) -> Mapping[str, Tensor]:
         return read_weights(path, self.network, new_decoder=self.settings.new_decoder, say=self.say)
