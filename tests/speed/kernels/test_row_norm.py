@@ -173,7 +173,8 @@ def test_on_a_gpu_against_float64(num: int, shape: tuple[int, int, int]) -> None
             out, _, moments = row_norm(*leaves, case.lengths, case.seed, dropout, EPS)
             found = torch.autograd.grad(out, sum(leaves, []), case.g)
             expected, gradients, variances = plainly(case.exact(), dropout)
-            assert distance(out.detach(), expected) <= BF16
+            rounding = distance(expected.bfloat16(), expected)  # of few numbers it may be more than usual
+            assert distance(out.detach(), expected) <= max(BF16, 1.1 * rounding)
             assert distance(moments[:, 2].detach(), torch.stack(variances)) <= SUMS
             for gradient, wanted in zip(found, gradients, strict=True):
                 assert distance(gradient, wanted) <= 2 * BF16
