@@ -232,7 +232,7 @@ JOBS = (
     Job(
         "speech-quality", 21, "FastConformer with BPE beats QuartzNet for the same GPU seconds, with a p-value",
         "speech_quality.py {data} {out} --lr fastconformer=0.001 quartznet=0.015"
-        " --epochs fastconformer=100 quartznet=52", 240, 420,
+        " --epochs fastconformer=160 quartznet=83", 490, 580,
         "speech_quality.py {data} {out} --lr fastconformer=0.001 quartznet=0.015"
         " --epochs fastconformer=1 quartznet=1 --seeds 1 2 --device cpu",
         is_timing=False, cores=6, data=("mini-librispeech", "librispeech"),
