@@ -48,6 +48,17 @@ def test_smoothed_loss_against_float64() -> None:
     np.testing.assert_allclose(logits.grad.numpy(), wanted_gradient, atol=1e-6)
 
 
+def test_smoothed_loss_of_half_precision() -> None:
+    """Weights in fp16 (`--precision fp16-master`) have scores in fp16, whose sums over tokens and units are no fp16."""
+    logits = torch.randn(64, 32, 600, generator=torch.Generator().manual_seed(0))
+    truth = torch.randint(4, 600, (64, 32), generator=torch.Generator().manual_seed(1))
+    expected = smoothed_loss(logits.double(), truth, 0.1).item()
+    for dtype in (torch.float16, torch.bfloat16):
+        loss = smoothed_loss(logits.to(dtype), truth, 0.1)
+        assert loss.dtype == torch.float32
+        assert loss.item() == pytest.approx(expected, rel=1e-3)
+
+
 def trained(link: Link, data: Path, out: Path, changes: dict[str, Any]) -> tuple[dict[str, float], dict[str, bytes]]:
     """Return metrics and the bytes of all weights."""
     settings = {"epochs": 2, "log_every": 1, "workers": 0, "out": out / str(link.world.size), **changes}

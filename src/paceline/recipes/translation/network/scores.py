@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -69,7 +70,10 @@ class ScoresTokens(nn.Module):
 
 
 def smoothed_loss(logits: Tensor, truth: Tensor, smoothing: float) -> Tensor:
-    """Return the cross-entropy with labels of which a share is spread over all units, summed over tokens."""
-    return F.cross_entropy(
-        logits.flatten(0, -2), truth.flatten(), ignore_index=PAD, reduction="sum", label_smoothing=smoothing
-    )
+    """Return the cross-entropy with labels of which a share is spread over all units, summed over tokens.
+
+    In float32 at least, with weights in half precision, too: smoothing sums over tokens and units, more than fp16 holds.
+    """
+    scores = logits.flatten(0, -2)
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return F.cross_entropy(wide, truth.flatten(), ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
