@@ -178,3 +178,12 @@ def test_settings_without_effect_are_said() -> None:
         "`heads` and `norm` have no effect: `--model lstm` has no such part",
         "`tokens` has no effect: units are those of `--tokenizer`",
     ]
+
+
+def test_small_letters_against_capitals_are_said() -> None:
+    known = {"train_source": ["a"], "train_target": ["b"], "epochs": 1, "lowercase": True}
+    sets = {"val_source": ["c"], "val_target": ["d"]}
+    (line,) = TranslationSettings(**known, **sets).cautions()
+    assert line.endswith("set `--bleu-lowercase`, too")
+    assert list(TranslationSettings(**known, **sets, bleu_lowercase=True).cautions()) == []
+    assert list(TranslationSettings(**known).cautions()) == []

@@ -159,7 +159,7 @@ class TranslationSettings(TextSettings, ModelSettings, UseSettings, TrainConfig)
             "hardware",
             "Packed batches never have the same shape twice, so that a compiler would compile each; a recurrent layer "
             "has a step for each position, and needs rows.",
-            "`packed` is for a Transformer that is not compiled: leave it out, or `model` lstm or `level` 3",
+            "`packed` is for a Transformer that is not compiled: leave it out, or take another `model` or `level`",
             lambda s: s.packed and (s.level == 3 or s.model == "lstm"),
         ),
     )
@@ -230,3 +230,9 @@ class TranslationSettings(TextSettings, ModelSettings, UseSettings, TrainConfig)
             if applies and changed:
                 words = " and ".join(f"`{name}`" for name in changed)
                 yield f"{words} {'has' if len(changed) == 1 else 'have'} no effect: {reason}"
+
+    def cautions(self) -> Iterator[str]:
+        """Yield a line for settings that are allowed together, but hardly meant so."""
+        is_small = self.lowercase and self.tokenizer is None
+        if is_small and not self.bleu_lowercase and (self.val_source or self.val_pairs):
+            yield "`lowercase` writes small letters, and BLEU compares them with capitals: set `--bleu-lowercase`, too"

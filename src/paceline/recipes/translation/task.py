@@ -76,7 +76,7 @@ class Translation(Task):
 
     def train_data(self) -> Pairs:
         self._store_vocabulary()
-        for line in self.settings.idle():
+        for line in (*self.settings.idle(), *self.settings.cautions()):
             self.say(line)
         return self._texts.train(self.vocabulary)
 

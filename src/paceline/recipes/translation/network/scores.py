@@ -72,7 +72,7 @@ class ScoresTokens(nn.Module):
 def smoothed_loss(logits: Tensor, truth: Tensor, smoothing: float) -> Tensor:
     """Return the cross-entropy with labels of which a share is spread over all units, summed over tokens.
 
-    In float32 at least, with weights in half precision, too: smoothing sums over tokens and units, more than fp16 holds.
+    In float32 at least, also of weights in half precision: smoothing sums over tokens and units, more than fp16 holds.
     """
     scores = logits.flatten(0, -2)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
