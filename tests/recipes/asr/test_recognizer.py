@@ -44,7 +44,7 @@ def test_it_hears_what_inference_predicts(folder: Path, recognizer: Recognizer) 
     config = tiny.settings(folder, mode="infer", **tiny.LEARN)
     predicted = list(apply.predict_run(tiny.task(), config, alone(), folder / "run"))
     heard = recognizer.transcribe(paths(folder))
-    assert heard == [text for _, text in predicted]
+    assert heard == [str(text) for _, text in predicted]
     assert len(set(heard)) > 1
     assert recognizer.transcribe([str(path) for path in paths(folder)][::-1]) == heard[::-1]
 
