@@ -200,6 +200,18 @@ def test_an_unknown_monitor_is_answered_with_the_nearest(monitor: str, nearest: 
     assert caught.value.hint == f"did you mean `--monitor {nearest}`?"
 
 
+def test_a_misspelt_monitor_loses_no_step(tmp_path: Path) -> None:
+    """Metrics are known after the first validation: the run goes on from there with the right name."""
+    undisturbed = trainer(ScoredTask([3.0, 2.0]), None, epochs=2, monitor="dev/score")
+    undisturbed.fit()
+    with pytest.raises(UnknownMonitor):
+        trainer(ScoredTask([3.0]), tmp_path / "run", epochs=2, monitor="dev/scoer").fit()
+    resumed = trainer(ScoredTask([2.0]), tmp_path / "run", epochs=2, monitor="dev/score", resume="auto")
+    assert resumed.engine.num_steps == STEPS_PER_EPOCH
+    resumed.fit()
+    assert_same(resumed.engine.model.state_dict(), undisturbed.engine.model.state_dict())
+
+
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [({"val_every_epochs": 1}, 4 * STEPS_PER_EPOCH), ({"val_every_epochs": None, "val_every_steps": 1}, 4)],

@@ -64,7 +64,7 @@ from paceline.train.scalars import Scalars, calls_log
 from paceline.train.scaling import for_ranks
 from paceline.train.survival import Regroup, Survival, price
 from paceline.train.task import Stage, Surroundings, Task, overrides
-from paceline.train.validate import Validation, fixed_set
+from paceline.train.validate import UnknownMonitor, Validation, fixed_set
 from paceline.world.failure import stacks
 from paceline.world.failure.board import EXIT_CRASH
 from paceline.world.failure.flight_recorder import SAVING, trail
@@ -499,7 +499,11 @@ class Trainer:
         checks = self.validation
         metrics = checks.run()
         if metrics:
-            self.validation.judge(self.position, is_due=is_due)
+            try:
+                self.validation.judge(self.position, is_due=is_due)
+            except UnknownMonitor:
+                self._save()  # no step is lost with a misspelt name
+                raise
             if is_due and self.position.score is not None:
                 self.engine.schedulers.validated(self.position.score)
             self.log.validation(metrics, checks.samples, checks.seconds, checks.analysis)
