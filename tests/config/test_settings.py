@@ -106,3 +106,10 @@ def test_a_type_that_is_not_the_levels(capsys: pytest.CaptureFixture[str]) -> No
     assert TrainConfig(epochs=1, level=3, precision="bf16").precision is None
     assert main(["train", "digits", "--epochs", "1", "-O0", "--precision", "bf16"]) == 2
     assert "contradicts the level: bf16 is level 2; leave one of them out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["eval", "infer"])
+def test_using_a_run_needs_no_length(mode: Literal["eval", "infer"]) -> None:
+    assert TrainConfig(mode=mode).epochs is None
+    with pytest.raises(PacelineError, match="how long to train"):
+        TrainConfig(mode="train")

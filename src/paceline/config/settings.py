@@ -760,5 +760,5 @@ class TrainConfig(LoopSettings, ObserveSettings, OptimSettings, EngineConfig, Da
             for name in ("swa_every", "swa_lr", "swa_statistics"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     yield f"`{name}` needs `swa_start`: the step from which weights are averaged"
-        if self.epochs is None and self.steps is None:
+        if self.epochs is None and self.steps is None and self.mode in ("train", "train_eval"):
             yield "set `epochs` or `steps`: how long to train"
