@@ -27,11 +27,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--long"):
-        import hypothesis
+    import hypothesis
 
-        hypothesis.settings.register_profile("long", max_examples=10 * hypothesis.settings.default.max_examples)
-        hypothesis.settings.load_profile("long")
+    # No deadline, which is 0.2 s by default: no test asserts a time, and a machine may be busy with others.
+    times = 10 if config.getoption("--long") else 1
+    examples = times * hypothesis.settings.default.max_examples
+    hypothesis.settings.register_profile("paceline", deadline=None, max_examples=examples)
+    hypothesis.settings.load_profile("paceline")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

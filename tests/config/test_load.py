@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paceline.config.load import as_yaml, load
@@ -189,7 +189,6 @@ def test_positional_words() -> None:
         load(Fetch, ["--fast"], prog="paceline fetch", positional=("run", "files"))
 
 
-@settings(deadline=None)
 @example(lr=1.0, name="NULL", freeze=[], resume="no", groups=[])
 @given(
     lr=st.floats(1e-30, 1e30),

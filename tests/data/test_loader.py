@@ -517,7 +517,7 @@ def epochs_of(plans: list[Plan], rank: int, size: int, start: int) -> list[Epoch
 
 
 @given(runs())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_batches_are_what_the_plan_says(run: tuple[int, list[Plan], int, int, int]) -> None:
     num_samples, plans, rank, size, start = run
     loader = Loader(Ids(num_samples), workers=0, seed=7)
@@ -527,7 +527,7 @@ def test_batches_are_what_the_plan_says(run: tuple[int, list[Plan], int, int, in
 
 
 @given(runs(), st.integers(1, 2))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 def test_workers_hand_out_what_the_plan_says(run: tuple[int, list[Plan], int, int, int], workers: int) -> None:
     num_samples, plans, rank, size, start = run
     epochs = epochs_of(plans, rank, size, start)

@@ -14,7 +14,7 @@ from paceline.core.errors import PacelineError
 from paceline.data.partition import CUT_TOLERANCE, MIN_GRAIN, assign, cut
 from paceline.data.plan import ORDERS, BadPlanSetting, BadSampleNumbers, BatchRule, LengthsNeeded, Plan
 
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60)
 lengths_of_any_kind = st.one_of(
     st.lists(st.integers(0, 300), min_size=1, max_size=80).map(lambda values: np.array(values, dtype=np.uint16)),
     st.lists(st.floats(0, 40, width=32), min_size=1, max_size=80).map(

@@ -52,7 +52,7 @@ def test_a_piece_has_the_bits_of_the_whole(kind: Any, options: dict[str, Any], d
 
 
 @given(st.lists(st.integers(0, 70), min_size=1, max_size=5))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_every_number_is_updated_once(sizes: list[int]) -> None:
     columns = [
         [torch.full((size,), float(size), device="cpu", dtype=torch.float32) for size in sizes] for _ in range(2)

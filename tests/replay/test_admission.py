@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
@@ -68,7 +68,6 @@ def test_reservoir_is_uniform_over_the_stream() -> None:
     st.lists(st.integers(0, 4), min_size=1, max_size=80),
     st.integers(1, 9),
 )
-@settings(deadline=None)
 def test_class_balanced_is_the_paper_item_by_item(seed: int, capacity: int, stream: list[int], batch: int) -> None:
     held: list[tuple[int, int]] = []  # (index, label)
     seen: dict[int, int] = {}

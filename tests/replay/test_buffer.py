@@ -140,7 +140,7 @@ def test_the_same_at_any_world_size(mode: str, strategy: str) -> None:
     st.sampled_from(STRATEGIES),
     st.sampled_from(["replicated", "sharded"]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_stream_batch_and_buffer(
     steps: list[int], capacity: int, replay: int, size: int, strategy: str, mode: str
 ) -> None:

@@ -20,7 +20,7 @@ from paceline.speed.time_conv import time_conv
     groups=st.sampled_from([1, 2]),
     more=st.integers(-1, 2),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_is_a_convolution(time: int, half: int, dilation: int, stride: int, groups: int, more: int) -> None:
     """Every length, odd ones too, and paddings that a dilation does and does not divide."""
     kernel, padding = 2 * half + 1, max(0, dilation * half + more)

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config.python_call import CallInvalid, settings_of_call
@@ -12,7 +12,6 @@ from paceline.core.run_folder import RunExists
 PART = st.text("abcXYZ019._-", min_size=1, max_size=8).filter(lambda part: part not in (".", "..") and part != "..")
 
 
-@settings(deadline=None)  # the first call imports fsspec
 @given(st.sampled_from(["memory", "file"]), st.lists(PART, min_size=1, max_size=4))
 def test_address_and_copy_give_each_other(scheme, parts):
     address = f"{scheme}://{'/'.join(parts)}"

@@ -55,7 +55,7 @@ def map_of(array: Any) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("shard_bytes", [None, 2000])
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.integers(0, 39), max_size=9))
 def test_padded_batches(tmp_path: Path, shard_bytes: int | None, rows: list[int]) -> None:
     path = tmp_path / "a.h5"

@@ -162,7 +162,7 @@ def test_what_the_kernels_do_not_know_goes_through_torchs() -> None:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 16))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_chunks_cover_every_tensor_once(sizes: list[int], chunk: int) -> None:
     owners, numbers, firsts, own_sizes = layout(sizes, chunk)
     covered = [[] for _ in sizes]  # type: list[list[int]]

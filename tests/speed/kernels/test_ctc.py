@@ -67,7 +67,7 @@ def batches(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @interpreted
 @given(batches())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_as_torch_in_float64(batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     compare(*batch)
 

@@ -25,7 +25,7 @@ SUMS = 1e-5
     st.integers(1, 60),
     st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_reference_is_a_convolution(kernel: int, steps: tuple[int, int], frames: int, has_added: bool) -> None:
     """In float64 against autograd through batch norm's output, ReLU, mask, convolution, mask."""
     stride, dilation = steps

@@ -41,7 +41,7 @@ def one_by_one(
     return torch.cat(parts)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 7)), min_size=1, max_size=6))
 def test_packed_is_one_by_one(sizes: list[tuple[int, int]]) -> None:
     lengths, others = [size for size, _ in sizes], [size for _, size in sizes]

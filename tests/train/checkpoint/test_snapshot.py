@@ -75,7 +75,7 @@ def test_a_part_without_tensors_is_a_valid_file(tmp_path: Path) -> None:
         st.tuples(st.sampled_from(list(DTYPE_NAMES)), st.lists(st.integers(0, 5), max_size=3)), min_size=1, max_size=12
     )
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_mixture_of_dtypes_and_shapes_is_laid_out_without_holes(
     tmp_path: Path, kinds: list[tuple[torch.dtype, list[int]]]
 ) -> None:

@@ -120,7 +120,7 @@ hostile = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(["slurm", "sge", "sge-mpich"]), st.lists(hostile, max_size=4), hostile, hostile)
 def test_a_shell_reads_back_exactly_what_was_put_in(
     starters: Starters, kind: str, words: list[str], note: str, name: str
@@ -142,7 +142,7 @@ def test_a_shell_reads_back_exactly_what_was_put_in(
     assert not (starters.folder / "owned").exists()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(["name", "queue", "account", "logs", "directive", "environment"]), hostile)
 def test_what_a_line_of_the_scheduler_cannot_hold_is_refused(where: str, text: str) -> None:
     text = text.strip("/") or "x"

@@ -47,7 +47,7 @@ def epoch_of(data: Pairs, cost: float, epoch: int, grains: int = 1) -> Plan:
     )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(LENGTHS, st.booleans())
 def test_packed_grains_of_few_shapes(lengths: list[tuple[int, int]], is_larger: bool) -> None:
     """The sentences as they are, then padding: its shape is known from the lengths alone, before it is made."""
@@ -97,7 +97,7 @@ def test_a_run_reads_by_threads() -> None:
     reader.close()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(LENGTHS, min_size=1, max_size=30), st.integers(1, 8))
 def test_fitted_shapes_hold_all_grains(grains: list[list[tuple[int, int]]], most: int) -> None:
     needs = [Needs.of(*np.array(lengths).T) for lengths in grains]

@@ -28,7 +28,7 @@ def test_a_grain() -> None:
     assert data.total_length == 3 + 2 + 2 + 4
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=60), st.sampled_from([1, 8]))
 def test_batches_by_tokens_count_padding(lengths: list[tuple[int, int]], multiple: int) -> None:
     """No batch has more tokens than `batch_cost`, source and target and padding together, unless one pair has."""
@@ -68,7 +68,7 @@ def test_limits_drop_a_pair_for_one_reason() -> None:
     assert dropped == {"behind the first 3": 2}
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=9), st.data())
 def test_rows_are_packed_and_taken(rows: list[list[int]], data: st.DataObject) -> None:
     packed = Encoded.pack(rows)
