@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -32,6 +33,7 @@ from paceline.core.run_folder import BrokenRecord, RunRecord, read_record
 from paceline.core.terminal import emit, tell
 
 if TYPE_CHECKING:
+    from paceline.train.engine import Engine
     from paceline.train.task import Task
     from paceline.world.link import Link
 
@@ -179,27 +181,45 @@ def evaluate(options: EvalOptions) -> int:
     """Validate on this rank, with all others; the first one prints."""
     from paceline.train import apply
     from paceline.train import predictions as outcome
-    from paceline.train.checkpoint import reader
 
     task, config, link = open_run(options, {"mode": "eval"}, {"val_manifest": options.manifest})
     with link:
         if options.data is not None and options.manifest:
             raise DataTwice(options.data, options.manifest)
         sets = None if options.data is None else _sets(options.data)
-        if recipe_of_model(options.run):
-            checkpoint, step = options.run, None
-            engine = apply.restore_model(task, config, link, options.run)
-            metrics = apply.evaluate_engine(task, config, engine, config.grains or 1, sets)
-        else:
-            checkpoint = apply.choose_checkpoint(link, options.run, options.checkpoint)
-            step = reader.load(checkpoint, [], verify=False).step
-            metrics = apply.evaluate_run(task, config, link, options.run, checkpoint, sets, average=options.average)
+        restored = restore(task, config, link, options)
+        metrics = apply.evaluate_engine(task, config, restored.engine, restored.grains, sets)
+    path = shown(restored.path)
     if link.is_first and options.json:
-        results = {"run": shown(options.run), "checkpoint": shown(checkpoint), "step": step, "metrics": metrics}
+        results = {"run": shown(options.run), "checkpoint": path, "step": restored.step, "metrics": metrics}
         emit(json.dumps(outcome.plain(results)) + "\n")
     elif link.is_first:
-        tell(f"{shown(checkpoint)}\n{outcome.table(metrics)}")
+        tell(f"{path}\n{outcome.table(metrics)}")
     return 0
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A model that is ready for use, of a run or by itself."""
+
+    engine: Engine
+    path: Path
+    """The checkpoint, or the file or folder of a model by itself."""
+    step: int | None
+    """Of the checkpoint."""
+    grains: int
+
+
+def restore(task: Task, config: TrainConfig, link: Link, options: UseOptions) -> Restored:
+    """Return the model that was asked for; all ranks must call it."""
+    from paceline.train import apply
+
+    if recipe_of_model(options.run):
+        engine = apply.restore_model(task, config, link, options.run)
+        return Restored(engine, options.run, None, config.grains or 1)
+    checkpoint = apply.choose_checkpoint(link, options.run, options.checkpoint)
+    engine = apply.restore_for_use(task, config, link, checkpoint, options.average)
+    return Restored(engine, checkpoint, engine.num_steps, apply.grains_of(options.run, config))
 
 
 def run_here_or_on_procs(

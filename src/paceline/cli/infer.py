@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from paceline.cli.eval import DataTwice, UseOptions, call_data_function, open_run, run_here_or_on_procs
-from paceline.cli.recipes import recipe_of_model
+from paceline.cli.eval import DataTwice, UseOptions, call_data_function, open_run, restore, run_here_or_on_procs
 from paceline.core.cloud.address import Place, shown
 from paceline.core.cloud.file_copy import send
 from paceline.core.errors import PacelineError
@@ -77,12 +76,8 @@ def infer(options: InferOptions) -> int:
                 return _stream(task, config, link, inputs, options)
             # here, for the names that it may have
             data = tasks.read_inputs(task, inputs) if inputs else tasks.infer_data_of(task)
-        if recipe_of_model(options.run):
-            engine = apply.restore_model(task, config, link, options.run)
-            pairs = apply.predict_engine(task, config, engine, config.grains or 1, data)
-        else:
-            which, average = options.checkpoint, options.average
-            pairs = apply.predict_run(task, config, link, options.run, which, data, average=average)
+        restored = restore(task, config, link, options)
+        pairs = apply.predict_engine(task, config, restored.engine, restored.grains, data)
         traits = DatasetTraits(data)
         text_line = outcome.bare_line if traits.are_lines else outcome.text_line
         line = partial(outcome.json_line if options.json else text_line, names=traits.names)
@@ -96,15 +91,10 @@ def infer(options: InferOptions) -> int:
 def _stream(task: Task, config: TrainConfig, link: Link, inputs: Sequence[str], options: InferOptions) -> int:
     """Predict inputs piece by piece, on the only rank."""
     from paceline.core.disk import OutputFile
-    from paceline.train import apply
     from paceline.train import task as tasks
 
     assert isinstance(task, tasks.StreamsInputs)
-    if recipe_of_model(options.run):
-        engine = apply.restore_model(task, config, link, options.run)
-    else:
-        checkpoint = apply.find_checkpoint(options.run, options.checkpoint)
-        engine = apply.restore_for_use(task, config, link, checkpoint, options.average)
+    engine = restore(task, config, link, options).engine
     with engine.evaluating():
         if options.out is None:
             task.stream(engine.model, inputs, sys.stdout, as_json=options.json)

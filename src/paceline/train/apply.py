@@ -439,8 +439,6 @@ def predict_run(
 
     All ranks must iterate to the end; the results come out on the first.
     """
-    if not overrides(task, "predict"):
-        raise CannotPredict(task)
     grains = grains_of(folder, config)
     engine = restore_for_use(task, config, link, choose_checkpoint(link, folder, which), average)
     return predict_engine(task, config, engine, grains, data)
@@ -450,6 +448,8 @@ def predict_engine(
     task: Task, config: TrainConfig, engine: Engine, grains: int, data: Any = None
 ) -> Iterator[tuple[int, Any]]:
     """Yield predictions of the model in an engine, as `predict_run` does of a checkpoint."""
+    if not overrides(task, "predict"):
+        raise CannotPredict(task)
     data = tasks.infer_data_of(task) if data is None else data
     if data is None:
         raise NothingToPredict(task)

@@ -208,7 +208,8 @@ def _read_members(path: Path, weights: IO[bytes], *, only_config: bool = False) 
     except FileNotFoundError:
         raise NotANemoArchive(path, "there is no such file") from None
     except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError) as error:
-        raise NotANemoArchive(path, f"it is no tar file, or a damaged one: {error}") from None
+        why = str(error).partition("\n")[0].rstrip(":")  # tarfile lists every compression that it has tried
+        raise NotANemoArchive(path, f"it is no tar file, or a damaged one: {why}") from None
     except OSError as error:
         raise NotANemoArchive(path, f"it cannot be read: {error.strerror or error}") from None
     for name in MAX_BYTES:
