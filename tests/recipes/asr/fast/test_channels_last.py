@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,30 @@ def test_no_layer_leaves_the_layout(change: dict[str, Any]) -> None:
     assert set(layouts.seen) >= CONVOLUTIONS | NORMS
     assert ("relu" in layouts.seen) == ("groups" in change or "se" in change)
     assert all(all(each) for each in layouts.seen.values()), layouts.seen
+
+
+class Sums(TorchDispatchMode):
+    """Counts passes that add one batch of rows to another, and products that do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().split("::")[1].split(".")[0]
+        if name == "addmm_" or (name in {"add", "add_"} and args[0].dim() == 3):
+            self.counts[name.rstrip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_of_a_dense_blocks_input_are_added_in_products() -> None:
+    """Three inputs have 3, 2 and 1 residuals: a pass is left where several meet the gradient of a convolution."""
+    encoder = make_encoder([BLOCKS[0], *3 * [BLOCKS[1]], BLOCKS[4]])
+    accelerate(encoder)
+    with Sums() as sums, torch.autocast("cpu", torch.bfloat16):
+        out, _ = encoder(MELS, LENGTHS)
+        out.float().square().sum().backward()
+    assert sums.counts == {"add": 1 + 1 + 0, "addmm": 2 + 1 + 1}
 
 
 def test_stands_in_for_training_in_bfloat16_only() -> None:

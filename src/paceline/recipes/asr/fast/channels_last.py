@@ -22,6 +22,7 @@ from paceline.recipes.asr.fast.running import Seen, track
 from paceline.recipes.asr.network.encoder import Block, Encoder, Residual
 from paceline.recipes.asr.network.frames import Frames, frames_of
 from paceline.recipes.asr.network.separable import BATCH_NORM_MOMENTUM, PlainConv, SeparableConv, SubBlock
+from paceline.speed.branches import branch
 from paceline.speed.kernels.row_norm import row_norm
 from paceline.speed.time_conv import time_conv
 
@@ -57,11 +58,12 @@ def encode(encoder: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor,
     chain: list[Tensor] = []
     for block, settings in zip(encoder.blocks, encoder.settings.blocks, strict=True):
         assert isinstance(block, Block)
-        chain = [*chain, x] if settings.residual_dense else []
-        x, frames = _through(block, chain or [x], frames, shared)
+        inputs = [*chain, x] if settings.residual_dense else [x]
+        x, frames = _through(block, inputs, frames, shared)
+        chain = inputs if settings.residual_dense else []
     if shared.seen:
         track(shared.seen)
-    return x.transpose(1, 2).contiguous(), frames.lengths
+    return x.transpose(1, 2), frames.lengths
 
 
 def _seeds(layers: Sequence[SubBlock], device: torch.device) -> list[Tensor]:
@@ -72,13 +74,15 @@ def _seeds(layers: Sequence[SubBlock], device: torch.device) -> list[Tensor]:
     return list(torch.randint(-(2**31), 2**31 - 1, (num, 2), dtype=torch.int32, device=device).unbind())
 
 
-def _through(block: Block, inputs: Sequence[Tensor], frames: Frames, shared: Pass) -> tuple[Tensor, Frames]:
-    x, after = inputs[-1], frames.strided(block.stride)
+def _through(block: Block, inputs: list[Tensor], frames: Frames, shared: Pass) -> tuple[Tensor, Frames]:
+    """Return what the block makes of the last of its inputs; in place of each input is what a later block takes."""
+    after = frames.strided(block.stride)
     residuals: list[tuple[Tensor, nn.BatchNorm1d]] = []
-    for residual, each in zip(block.residuals, inputs, strict=False):
+    for number, residual in enumerate(block.residuals):
         assert isinstance(residual, Residual)
-        residuals.append((_convolved(residual.conv, each), residual.norm))
-    last = len(block.layers) - 1
+        y, inputs[number] = branch(inputs[number], residual.conv.weight.to(inputs[number].dtype).squeeze(2))
+        residuals.append((y, residual.norm))
+    x, last = inputs[-1], len(block.layers) - 1
     for number, layer in enumerate(block.layers):
         assert isinstance(layer, SubBlock)
         x = _layer(layer, x, after, residuals if number == last else [], shared)
