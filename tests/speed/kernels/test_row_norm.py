@@ -40,6 +40,12 @@ class Case(NamedTuple):
         ys, weights, biases = ([each.double() for each in many] for many in self[:3])
         return Case(ys, weights, biases, self.lengths, self.seed, self.g.double())
 
+    def side_by_side(self) -> Case:
+        """All inputs but the first as parts of one tensor."""
+        first, *others = self.ys
+        parts = torch.cat(others, -1).split(first.shape[-1], -1) if others else ()
+        return self._replace(ys=[first, *parts])
+
     def on(self, device: str) -> Case:
         moved = [[each.to(device) for each in many] for many in self[:3]]
         return Case(*moved, *(None if each is None else each.to(device) for each in self[3:]))
@@ -87,6 +93,24 @@ def test_operator_is_what_its_parts_are(num: int, is_masked: bool, is_dropped: b
     assert distance(moments[:, 2].detach(), torch.stack(variances)) < 1e-12
     for found, wanted in zip(torch.autograd.grad(out, sum(leaves, []), case.g), gradients, strict=True):
         assert distance(found, wanted) < 1e-10
+
+
+@pytest.mark.parametrize("num", [2, 4])
+def test_gradients_of_inputs_side_by_side_take_their_places(num: int) -> None:
+    case = make_case(num, (3, 17, 8)).exact().side_by_side()
+    _, gradients, _ = plainly(case, 0.3)
+    leaves = [[each.detach().requires_grad_() for each in many] for many in case[:3]]
+    out, _, _ = row_norm(*leaves, case.lengths, case.seed, 0.3, EPS)
+    first = case.ys[0].clone()
+    found = torch.autograd.grad(out, sum(leaves, []), case.g, retain_graph=True)
+    for gradient, wanted in zip(found, gradients, strict=True):
+        assert distance(gradient, wanted) < 1e-10
+    is_there = [gradient.data_ptr() == y.data_ptr() for gradient, y in zip(found, case.ys, strict=False)]
+    assert is_there == [False] + [num > 2] * (num - 1)  # one alone fills its tensor
+    assert torch.equal(case.ys[0], first)
+    if num > 2:
+        with pytest.raises(RuntimeError, match="a second time"):
+            torch.autograd.grad(out, sum(leaves, []), case.g)
 
 
 def test_operators_keep_their_word() -> None:
@@ -141,7 +165,7 @@ def kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     ("num", "shape", "dropout"), [(1, (3, 70, 64), 0.3), (2, (2, 50, 80), 0.0), (4, (5, 9, 16), 0.6)], ids=str
 )
 def test_kernels(kernels: Any, num: int, shape: tuple[int, int, int], dropout: float) -> None:
-    case = make_case(num, shape, is_masked=num != 2, is_dropped=dropout > 0, level=30.0)
+    case = make_case(num, shape, is_masked=num != 2, is_dropped=dropout > 0, level=30.0).side_by_side()
     out, affine, moments = row_norm(*case[:5], dropout, EPS)
     scales, found = torch.empty_like(affine), torch.empty_like(moments)
     kernels.statistics(*case[:3], EPS, scales, found)
@@ -150,11 +174,11 @@ def test_kernels(kernels: Any, num: int, shape: tuple[int, int, int], dropout: f
     joined = kernels.join(case.ys, affine, case.lengths, case.seed, short_threshold(dropout), short_factor(dropout))
     assert distance(joined, out) < TRUNCATED
     assert torch.equal(joined == 0, out == 0)
-    *expected, sums = row_norm_backward(case.g, case.ys, out, affine, moments, case.lengths, dropout)
-    gradients, of_channels = kernels.join_backward(
-        case.g, out, case.ys, affine, moments, case.lengths, short_factor(dropout)
-    )
-    assert distance(of_channels, sums) < SUMS
+    *expected, of_weights, of_biases = row_norm_backward(case.g, case.ys, out, affine, moments, case.lengths, dropout)
+    gradients = [torch.empty_like(y) for y in case.ys] if num < 4 else case.ys  # in their places
+    found = kernels.join_backward(case.g, out, case.ys, affine, moments, case.lengths, short_factor(dropout), gradients)
+    for of_norms, wanted in zip(found, (of_weights, of_biases), strict=True):
+        assert distance(of_norms, wanted) < SUMS
     for gradient, wanted in zip(gradients, expected, strict=True):
         assert distance(gradient, wanted) < TRUNCATED
 
@@ -163,22 +187,24 @@ def test_kernels(kernels: Any, num: int, shape: tuple[int, int, int], dropout: f
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("num", [1, 2, 3, 11])
 @pytest.mark.parametrize("shape", [(3, 70, 64), (16, 333, 384), (1, 5, 40)], ids=str)
-def test_on_a_gpu_against_float64(num: int, shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_on_a_gpu_against_float64(num: int, shape: tuple[int, int, int], is_beside: bool) -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         for dropout in (0.0, 0.3, 0.6):
             case = make_case(num, shape, is_masked=dropout != 0.3, is_dropped=dropout > 0).on("cuda")
-            leaves = [[each.clone().requires_grad_() for each in many] for many in case[:3]]
+            expected, gradients, variances = plainly(case.exact(), dropout)
+            again, _, _ = row_norm(*case[:5], dropout, EPS)
+            case = case.side_by_side() if is_beside else case
+            leaves = [[each.detach().requires_grad_() for each in many] for many in case[:3]]
             out, _, moments = row_norm(*leaves, case.lengths, case.seed, dropout, EPS)
             found = torch.autograd.grad(out, sum(leaves, []), case.g)
-            expected, gradients, variances = plainly(case.exact(), dropout)
             rounding = distance(expected.bfloat16(), expected)  # of few numbers it may be more than usual
             assert distance(out.detach(), expected) <= max(BF16, 1.1 * rounding)
             assert distance(moments[:, 2].detach(), torch.stack(variances)) <= SUMS
             for gradient, wanted in zip(found, gradients, strict=True):
                 assert distance(gradient, wanted) <= 2 * BF16
-            again, _, _ = row_norm(*case[:5], dropout, EPS)
             assert torch.equal(again, out)
     finally:
         torch.use_deterministic_algorithms(False)

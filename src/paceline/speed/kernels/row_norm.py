@@ -3,11 +3,15 @@
 Of one input, or of several that are batch-normed each by itself and added (a residual from every block before). Every
 activation is read once for the statistics and once to be used, and backward twice; between those passes nothing is
 written. On a CPU the reference below computes the same, in any dtype.
+
+Inputs may be products that lie side by side (`products.branches`): the gradient of each takes its place, and so lies
+beside the others'.
 """
 
 # ruff: noqa: UP045 (the schema of an operator is read off these signatures, in which torch wants Optional)
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
@@ -56,7 +60,7 @@ def row_norm(
         inverse = torch.rsqrt(variance + eps)
         scales.copy_(torch.stack([weight * inverse, bias - mean * weight * inverse]))
         found.copy_(torch.stack([mean, inverse, variance * (count / max(count - 1, 1))]))
-    total = torch.zeros_like(y, dtype=dtype)
+    total = y.new_zeros(y.shape, dtype=dtype)
     for each, (scale, shift) in zip(ys, affine, strict=True):
         total += each.to(dtype) * scale + shift
     total = total.relu_() * _held(lengths, y)
@@ -78,7 +82,7 @@ def _(
     y = ys[0]
     dtype = torch.promote_types(y.dtype, torch.float32)
     affine, moments = (y.new_empty(len(ys), count, y.shape[-1], dtype=dtype) for count in (2, 3))
-    return torch.empty_like(y), affine, moments
+    return y.new_empty(y.shape), affine, moments
 
 
 @operator("row_norm_backward")
@@ -91,22 +95,9 @@ def row_norm_backward(
     lengths: Optional[Tensor],
     dropout: float,
 ) -> list[Tensor]:
-    """Gradients of all `ys`, then (1 + number, channels): sums of the gradient, and of it times (y - mean) of each."""
-    if g.is_cuda:
-        from paceline.speed.kernels import rows
-
-        of_ys, of_channels = rows.join_backward(g, out, ys, affine, moments, lengths, short_factor(dropout))
-        return [*of_ys, of_channels]
-    h = torch.where(out > 0, g.to(affine.dtype) * short_factor(dropout), 0.0) * _held(lengths, g)
-    count = g.shape[0] * g.shape[1]
-    sums = [h.sum((0, 1))]
-    gradients = []
-    for y, (scale, _), (mean, inverse, _) in zip(ys, affine, moments, strict=True):
-        away = y.to(affine.dtype) - mean
-        sums.append((h * away).sum((0, 1)))
-        steep = sums[-1] * inverse * inverse / count
-        gradients.append((scale * (h - sums[0] / count - away * steep)).to(y.dtype))
-    return [*gradients, torch.stack(sums)]
+    """Gradients of all `ys`, then (number, channels) of the weights and of the biases."""
+    of_ys = [torch.empty_like(y) for y in ys]
+    return [*of_ys, *_backward(g, ys, out, affine, moments, lengths, dropout, of_ys)]
 
 
 @row_norm_backward.register_fake
@@ -119,13 +110,41 @@ def _(
     lengths: Optional[Tensor],
     dropout: float,
 ) -> list[Tensor]:
-    return [*(torch.empty_like(y) for y in ys), affine.new_empty(len(ys) + 1, g.shape[-1])]
+    of_norms = [affine.new_empty(len(ys), g.shape[-1]) for _ in range(2)]
+    return [*(torch.empty_like(y) for y in ys), *of_norms]
+
+
+def _backward(
+    g: Tensor,
+    ys: Sequence[Tensor],
+    out: Tensor,
+    affine: Tensor,
+    moments: Tensor,
+    lengths: Tensor | None,
+    dropout: float,
+    of_ys: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Write the gradients of all `ys`, which may take their places; return those of the weights and of the biases."""
+    if g.is_cuda:
+        from paceline.speed.kernels import rows
+
+        return rows.join_backward(g, out, ys, affine, moments, lengths, short_factor(dropout), of_ys)
+    h = torch.where(out > 0, g.to(affine.dtype) * short_factor(dropout), 0.0) * _held(lengths, g)
+    count = g.shape[0] * g.shape[1]
+    level = h.sum((0, 1))
+    of_weights = []
+    for y, (scale, _), (mean, inverse, _), of_y in zip(ys, affine, moments, of_ys, strict=True):
+        away = y.to(affine.dtype) - mean
+        of_weights.append((h * away).sum((0, 1)) * inverse)
+        of_y.copy_(scale * (h - level / count - away * of_weights[-1] * inverse / count))
+    return torch.stack(of_weights), torch.stack([level] * len(ys))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ys, _, _, lengths, seed, dropout, _ = inputs
     ctx.save_for_backward(*output, lengths, *ys)
     ctx.dropout = 0.0 if seed is None else dropout
+    ctx.is_spent = False
     ctx.set_materialize_grads(False)
 
 
@@ -134,9 +153,16 @@ def _gradients(ctx: Any, g: Tensor | None, *_: None) -> tuple[Any, ...]:
     num = len(ys)
     if g is None:
         return ([None] * num, [None] * num, [None] * num, None, None, None, None)
-    *of_ys, sums = row_norm_backward(g.contiguous(), ys, out, affine, moments, lengths, ctx.dropout)
-    of_weights = list((sums[1:] * moments[:, 1]).unbind())
-    return of_ys, of_weights, [sums[0]] * num, None, None, None, None
+    given = g.contiguous(), ys, out, affine, moments, lengths, ctx.dropout
+    if all(y.is_contiguous() for y in ys):
+        *of_ys, of_weights, of_biases = row_norm_backward(*given)
+    elif ctx.is_spent:
+        raise RuntimeError("backward a second time through row_norm, whose inputs have made place for their gradients")
+    else:
+        of_ys = [torch.empty_like(y) if y.is_contiguous() else y.data for y in ys]
+        of_weights, of_biases = _backward(*given, of_ys)
+        ctx.is_spent = True
+    return of_ys, list(of_weights.unbind()), list(of_biases.unbind()), None, None, None, None
 
 
 row_norm.register_autograd(_gradients, setup_context=_setup)

@@ -1,6 +1,7 @@
 """Batch norm, ReLU, dropout and mask of rows of channels: the kernels behind `row_norm`.
 
-Rows are (batch, time, channels) in bfloat16, a frame's channels side by side, as the library's convolutions want them.
+Rows are (batch, time, channels) in bfloat16, a frame's channels side by side, as the library's convolutions want them;
+those of an input may lie among those of others, so many numbers apart as its stride says.
 Every frame counts in the batch statistics, also behind a length, as in the plain module. Sums are in float32 and in a
 fixed order, without atomics: the same inputs give the same bits.
 
@@ -52,10 +53,15 @@ def _place(channels, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def _tile(row, c, rows, channels):
-    """Offsets of a tile, and which of them are there."""
-    there = (row < rows)[:, None] & (c < channels)[None, :]
-    return row[:, None] * channels + c[None, :], there
+def _tile(row, c, stride):
+    """Offsets of a tile."""
+    return row[:, None] * stride + c[None, :]
+
+
+@triton.jit
+def _there(row, c, rows, channels):
+    """Which numbers of a tile there are."""
+    return (row < rows)[:, None] & (c < channels)[None, :]
 
 
 @triton.jit
@@ -76,23 +82,24 @@ def _counts(group, groups, rows, TILE: tl.constexpr):
 
 
 @triton.jit
-def _moments(ys, parts, rows, channels, groups, NUM: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
+def _moments(ys, strides, parts, rows, channels, groups, NUM: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
     """Mean of the rows of each program, and sum of squares about it, of each of the inputs in turn."""
     group, block = _place(channels, CHANNELS)
     c = block * CHANNELS + tl.arange(0, CHANNELS)
     tiles = tl.cdiv(rows, ROWS)
     count = _counts(group, groups, rows, ROWS)
     for number in tl.static_range(NUM):
-        y = ys[number]
+        y, stride = ys[number], strides[number]
         # Squares about one of the values, which is as far from their mean as they are: little cancels. It stands for
         # what is not there, too, which so adds nothing.
-        one = tl.load(y + (tiles - 1 - group) * ROWS * channels + c, mask=c < channels, other=0.0)
+        one = tl.load(y + (tiles - 1 - group) * ROWS * stride + c, mask=c < channels, other=0.0)
         about = one.to(tl.float32)
         total = tl.zeros([ROWS, CHANNELS], tl.float32)
         squares = tl.zeros([ROWS, CHANNELS], tl.float32)
         for before in tl.range(group, tiles, groups, num_stages=STAGES):
-            offset, there = _tile((tiles - 1 - before) * ROWS + tl.arange(0, ROWS), c, rows, channels)
-            away = tl.load(y + offset, mask=there, other=one[None, :]).to(tl.float32) - about[None, :]
+            row = (tiles - 1 - before) * ROWS + tl.arange(0, ROWS)
+            there = _there(row, c, rows, channels)
+            away = tl.load(y + _tile(row, c, stride), mask=there, other=one[None, :]).to(tl.float32) - about[None, :]
             total += away
             squares += away * away
         shift = tl.sum(total, 0) / count
@@ -150,6 +157,7 @@ def _combine(
 @triton.jit
 def _join(
     ys,
+    strides,
     affine,
     lengths,
     seed,
@@ -168,13 +176,13 @@ def _join(
     place, block = _place(channels, CHANNELS)
     c = block * CHANNELS + tl.arange(0, CHANNELS)
     row = place * ROWS + tl.arange(0, ROWS)
-    offset, there = _tile(row, c, rows, channels)
+    there = _there(row, c, rows, channels)
     held = there & _held(row, rows, lengths, time, HAS_LENGTHS)[:, None]
     total = tl.zeros([ROWS, CHANNELS], tl.float32)
     for number in tl.static_range(NUM):
         scale = tl.load(affine + (2 * number) * channels + c, mask=c < channels, other=0.0)
         shift = tl.load(affine + (2 * number + 1) * channels + c, mask=c < channels, other=0.0)
-        values = tl.load(ys[number] + offset, mask=held, other=0.0).to(tl.float32)
+        values = tl.load(ys[number] + _tile(row, c, strides[number]), mask=held, other=0.0).to(tl.float32)
         total += values * scale[None, :] + shift[None, :]
     total = tl.where(held, tl.maximum(total, 0.0), 0.0)
     if HAS_DROPOUT:
@@ -184,7 +192,7 @@ def _join(
         drawn = _mixed(_mixed(number.to(tl.uint32) ^ tl.load(seed).to(tl.uint32)) + tl.load(seed + 1).to(tl.uint32))
         is_kept = tl.interleave(drawn & 0xFFFF, drawn >> 16) >= threshold
         total = tl.where(is_kept, total * factor, 0.0)
-    tl.store(out + offset, total.to(tl.bfloat16), mask=there)
+    tl.store(out + _tile(row, c, channels), total.to(tl.bfloat16), mask=there)
 
 
 @triton.jit
@@ -200,6 +208,7 @@ def _sums(
     g,
     out,
     ys,
+    strides,
     moments,
     lengths,
     parts,
@@ -225,13 +234,12 @@ def _sums(
     level = tl.zeros([ROWS, CHANNELS], tl.float32)
     for before in range(group, tiles, groups):
         row = (tiles - 1 - before) * ROWS + tl.arange(0, ROWS)
-        offset, there = _tile(row, c, rows, channels)
-        held = there & _held(row, rows, lengths, time, HAS_LENGTHS)[:, None]
-        h = _gradient(g, out, offset, held, factor)
+        held = _there(row, c, rows, channels) & _held(row, rows, lengths, time, HAS_LENGTHS)[:, None]
+        h = _gradient(g, out, _tile(row, c, channels), held, factor)
         level += h
         summed = ()
         for number in tl.static_range(NUM):
-            values = tl.load(ys[number] + offset, mask=held, other=0.0).to(tl.float32)
+            values = tl.load(ys[number] + _tile(row, c, strides[number]), mask=held, other=0.0).to(tl.float32)
             summed = summed + (slopes[number] + h * (values - means[number][None, :]),)  # type: ignore[assignment]
         slopes = summed
     base = parts + group * (NUM + 1) * channels + c
@@ -241,14 +249,42 @@ def _sums(
 
 
 @triton.jit
+def _totals(
+    parts,
+    moments,
+    of_weights,
+    of_biases,
+    channels,
+    groups,
+    NUM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Of one input: the gradients of its weight and of its bias, from the parts of all groups."""
+    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    is_channel = c < channels
+    number = tl.program_id(1)
+    group = tl.arange(0, GROUPS)
+    there = (group < groups)[:, None] & is_channel[None, :]
+    at = parts + (group * (NUM + 1))[:, None] * channels + c[None, :]
+    level = tl.sum(tl.load(at, mask=there, other=0.0), 0)
+    slope = tl.sum(tl.load(at + (number + 1) * channels, mask=there, other=0.0), 0)
+    inverse = tl.load(moments + (3 * number + 1) * channels + c, mask=is_channel, other=0.0)
+    tl.store(of_weights + number * channels + c, slope * inverse, mask=is_channel)
+    tl.store(of_biases + number * channels + c, level, mask=is_channel)
+
+
+@triton.jit
 def _apply(
     g,
     out,
     ys,
+    strides,
     gradients,
     affine,
     moments,
-    sums,
+    of_weights,
+    of_biases,
     lengths,
     rows,
     channels,
@@ -259,20 +295,23 @@ def _apply(
     CHANNELS: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
 ):
-    """Behind a length, where the gradient is zero, the statistics still have one."""
+    """Behind a length, where the gradient is zero, the statistics still have one.
+
+    A gradient lies as its input, and may take its place.
+    """
     place, block = _place(channels, CHANNELS)
     c = block * CHANNELS + tl.arange(0, CHANNELS)
     row = place * ROWS + tl.arange(0, ROWS)
-    offset, there = _tile(row, c, rows, channels)
+    there = _there(row, c, rows, channels)
     held = there & _held(row, rows, lengths, time, HAS_LENGTHS)[:, None]
-    h = _gradient(g, out, offset, held, factor)
-    level = tl.load(sums + c, mask=c < channels, other=0.0) / rows
+    h = _gradient(g, out, _tile(row, c, channels), held, factor)
+    level = tl.load(of_biases + c, mask=c < channels, other=0.0) / rows
     for number in tl.static_range(NUM):
         scale = tl.load(affine + (2 * number) * channels + c, mask=c < channels, other=0.0)
         mean = tl.load(moments + (3 * number) * channels + c, mask=c < channels, other=0.0)
         inverse = tl.load(moments + (3 * number + 1) * channels + c, mask=c < channels, other=0.0)
-        slope = tl.load(sums + (number + 1) * channels + c, mask=c < channels, other=0.0)
-        steep = slope * inverse * inverse / rows
+        steep = tl.load(of_weights + number * channels + c, mask=c < channels, other=0.0) * inverse / rows
+        offset = _tile(row, c, strides[number])
         values = tl.load(ys[number] + offset, mask=there, other=0.0).to(tl.float32)
         result = scale[None, :] * (h - level[None, :] - (values - mean[None, :]) * steep[None, :])
         tl.store(gradients[number] + offset, result.to(tl.bfloat16), mask=there)
@@ -301,7 +340,9 @@ def statistics(
     groups = groups_of(rows, channels, SUMMED_ROWS, 4 * MULTIPROCESSORS)
     parts = torch.empty(num, groups, 2, channels, dtype=torch.float32, device=y.device)
     grid = (groups * triton.cdiv(channels, CHANNELS),)
-    _moments[grid](tuple(ys), parts, rows, channels, groups, NUM=num, ROWS=SUMMED_ROWS, CHANNELS=CHANNELS)
+    _moments[grid](
+        tuple(ys), strides_of(ys), parts, rows, channels, groups, NUM=num, ROWS=SUMMED_ROWS, CHANNELS=CHANNELS
+    )
     _combine[(triton.cdiv(channels, 16), num)](
         parts,
         tuple(weights),
@@ -329,11 +370,12 @@ def join(
 ) -> Tensor:
     """Dropout of ReLU of the sum of what is batch-normed, zero behind each length."""
     y = ys[0]
-    out = torch.empty_like(y)
+    out = y.new_empty(y.shape)
     channels = y.shape[-1]
     rows, tile = y.numel() // channels, _tile_rows(len(ys))
     _join[(triton.cdiv(rows, tile) * triton.cdiv(channels, CHANNELS),)](
         tuple(ys),
+        strides_of(ys),
         affine,
         affine if lengths is None else lengths,
         affine if seed is None else seed,
@@ -360,28 +402,46 @@ def join_backward(
     moments: Tensor,
     lengths: Tensor | None,
     factor: float,
-) -> tuple[list[Tensor], Tensor]:
-    """Gradients of all `ys`, and (1 + number, channel): sums of the gradient, and of it times (y - mean) of each."""
+    gradients: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Write the gradients of all `ys`, which lie as they do; return those of weights and of biases, (number, channel)
+    each."""
     y, num = ys[0], len(ys)
     channels = y.shape[-1]
     rows = y.numel() // channels
     tile, summed = _tile_rows(num), _summed_rows(num)
     groups = groups_of(rows, channels, summed, 4 * MULTIPROCESSORS)
     parts = torch.empty(groups, num + 1, channels, dtype=torch.float32, device=y.device)
-    blocks = triton.cdiv(channels, CHANNELS)
+    of_weights, of_biases = torch.empty(2, num, channels, dtype=torch.float32, device=y.device).unbind()
+    blocks, strides = triton.cdiv(channels, CHANNELS), strides_of(ys)
     mask = affine if lengths is None else lengths
     common: dict[str, Any] = {"NUM": num, "CHANNELS": CHANNELS, "HAS_LENGTHS": lengths is not None}
     _sums[(groups * blocks,)](
-        g, out, tuple(ys), moments, mask, parts, rows, channels, y.shape[1], groups, factor, ROWS=summed, **common
+        *(g, out, tuple(ys), strides, moments, mask, parts, rows, channels, y.shape[1], groups, factor),
+        ROWS=summed,
+        **common,
     )
-    sums = parts.sum(0)
-    gradients = [torch.empty_like(each) for each in ys]
+    _totals[(triton.cdiv(channels, 16), num)](
+        *(parts, moments, of_weights, of_biases, channels, groups),
+        NUM=num,
+        GROUPS=triton.next_power_of_2(groups),
+        CHANNELS=16,
+    )
     _apply[(triton.cdiv(rows, tile) * blocks,)](
-        *(g, out, tuple(ys), tuple(gradients), affine, moments, sums, mask, rows, channels, y.shape[1], factor),
+        *(g, out, tuple(ys), strides, tuple(gradients), affine, moments, of_weights, of_biases),
+        *(mask, rows, channels, y.shape[1], factor),
         ROWS=tile,
         **common,
     )
-    return gradients, sums
+    return of_weights, of_biases
+
+
+def strides_of(ys: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return how far apart the rows of each input lie: evenly, through all utterances."""
+    for y in ys:
+        assert y.stride(2) == 1
+        assert len(y) == 1 or y.stride(0) == y.shape[1] * y.stride(1)
+    return tuple(y.stride(1) for y in ys)
 
 
 def _summed_rows(num: int) -> int:

@@ -22,8 +22,8 @@ from paceline.recipes.asr.fast.running import Seen, track
 from paceline.recipes.asr.network.encoder import Block, Encoder, Residual
 from paceline.recipes.asr.network.frames import Frames, frames_of
 from paceline.recipes.asr.network.separable import BATCH_NORM_MOMENTUM, PlainConv, SeparableConv, SubBlock
-from paceline.speed.branches import branch
 from paceline.speed.kernels.row_norm import row_norm
+from paceline.speed.products import branches, stacked
 from paceline.speed.time_conv import time_conv
 
 
@@ -44,26 +44,47 @@ class Pass:
 
     seeds: list[Tensor]
     """One for each layer's dropout."""
+    products: dict[Residual, Tensor] = field(default_factory=dict)
+    """Inputs of blocks brought to the width of one behind them, until it takes them."""
     seen: Seen = field(default_factory=list)
 
 
 def encode(encoder: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """The encoder's training pass, in the dtype of its features."""
-    frames = frames_of(lengths, features.shape[-1])
-    if features.is_cuda:
-        check_size(max(encoder.settings.channels), features.shape[0], features.shape[2])
+    frames = frames_of(lengths.to(torch.int32), features.shape[-1])  # as the kernels want them
     layers = [module for module in encoder.modules() if isinstance(module, SubBlock)]
     shared = Pass(_seeds(layers, features.device))
+    goes_into = fans(encoder)
+    weights = [[residual.conv.weight for residual in fan] for fan in goes_into]
+    if features.is_cuda:
+        widest = max(*encoder.settings.channels, *(sum(map(len, each)) for each in weights))
+        check_size(widest, features.shape[0], features.shape[2])
     x = _masked(features.transpose(1, 2), frames, encoder.settings.conv_mask).contiguous()
-    chain: list[Tensor] = []
-    for block, settings in zip(encoder.blocks, encoder.settings.blocks, strict=True):
+    below = [None] * len(weights) if torch.compiler.is_compiling() else stacked(weights, x.dtype)
+    for number, (block, fan) in enumerate(zip(encoder.blocks, goes_into, strict=True)):
         assert isinstance(block, Block)
-        inputs = [*chain, x] if settings.residual_dense else [x]
-        x, frames = _through(block, inputs, frames, shared)
-        chain = inputs if settings.residual_dense else []
+        if fan:
+            x, products = branches(x, weights[number], below[number])
+            shared.products |= dict(zip(fan, products, strict=True))
+        x, frames = _through(block, x, frames, shared)
     if shared.seen:
         track(shared.seen)
-    return x.transpose(1, 2), frames.lengths
+    return x.transpose(1, 2), frames.lengths.to(lengths.dtype)
+
+
+def fans(encoder: Encoder) -> list[list[Residual]]:
+    """Return, of each block's input, the residuals that it goes into: of this block and of those behind it."""
+    found: list[list[Residual]] = []
+    chain: list[int] = []
+    for number, (block, settings) in enumerate(zip(encoder.blocks, encoder.settings.blocks, strict=True)):
+        assert isinstance(block, Block)
+        found.append([])
+        inputs = [*chain, number] if settings.residual_dense else [number]
+        for residual, source in zip(block.residuals, inputs, strict=False):
+            assert isinstance(residual, Residual)
+            found[source].append(residual)
+        chain = inputs if settings.residual_dense else []
+    return found
 
 
 def _seeds(layers: Sequence[SubBlock], device: torch.device) -> list[Tensor]:
@@ -74,15 +95,13 @@ def _seeds(layers: Sequence[SubBlock], device: torch.device) -> list[Tensor]:
     return list(torch.randint(-(2**31), 2**31 - 1, (num, 2), dtype=torch.int32, device=device).unbind())
 
 
-def _through(block: Block, inputs: list[Tensor], frames: Frames, shared: Pass) -> tuple[Tensor, Frames]:
-    """Return what the block makes of the last of its inputs; in place of each input is what a later block takes."""
+def _through(block: Block, x: Tensor, frames: Frames, shared: Pass) -> tuple[Tensor, Frames]:
     after = frames.strided(block.stride)
     residuals: list[tuple[Tensor, nn.BatchNorm1d]] = []
-    for number, residual in enumerate(block.residuals):
+    for residual in block.residuals:
         assert isinstance(residual, Residual)
-        y, inputs[number] = branch(inputs[number], residual.conv.weight.to(inputs[number].dtype).squeeze(2))
-        residuals.append((y, residual.norm))
-    x, last = inputs[-1], len(block.layers) - 1
+        residuals.append((shared.products.pop(residual), residual.norm))
+    last = len(block.layers) - 1
     for number, layer in enumerate(block.layers):
         assert isinstance(layer, SubBlock)
         x = _layer(layer, x, after, residuals if number == last else [], shared)
@@ -102,7 +121,7 @@ def _layer(
     seed = shared.seeds.pop(0) if is_dropped else None
     norms = [layer.norm, *(norm for _, norm in residuals)]
     if _is_usual(layer, norms):
-        lengths = after.lengths.to(torch.int32) if layer.is_masked else None
+        lengths = after.lengths if layer.is_masked else None
         share = layer.dropout.p if isinstance(layer.dropout, nn.Dropout) else 0.0
         weights, biases = [norm.weight for norm in norms], [norm.bias for norm in norms]
         ys = [y, *(each for each, _ in residuals)]

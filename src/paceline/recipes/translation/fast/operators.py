@@ -19,6 +19,7 @@ from paceline.speed.kernels.row_norm import factor, threshold
 from paceline.speed.layers.added_norm import added_norm, added_norm_backward
 from paceline.speed.layers.occurrences import Occurrences, add_rows
 from paceline.speed.layers.packed_attention import Packing, has_kernel, packed_attention
+from paceline.speed.products import wide_product
 
 
 class Narrow(NamedTuple):
@@ -37,13 +38,6 @@ class Joint(NamedTuple):
     rate: float
     seed: Tensor | None
     """(2,) int32; None without dropout."""
-
-
-def wide_product(g: Tensor, x: Tensor) -> Tensor:
-    """(tokens, out), (tokens, in) -> (out, in), the gradient of a weight; products of half types in float32."""
-    if g.is_cuda and g.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(g.T, x, out_dtype=torch.float32)
-    return g.T @ x
 
 
 def summed(g: Tensor) -> Tensor:
