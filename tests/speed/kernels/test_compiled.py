@@ -176,7 +176,7 @@ def build_product() -> tuple[int, int, int, int]:
 
     from paceline.speed.kernels import product
 
-    depth, stages = product.pipeline(512)
+    depth, stages = product.PIPELINE
     wide = product.matrix_layout(depth, is_turned=False)
     fetched, stored = (f"tensordesc<bf16[1,{channels},128],{product._DEEP!r}>" for channels in (depth, 64))
     pointers = {"w_tiles": f"tensordesc<bf16[64,{depth}],{wide!r}>", "x_tiles": fetched, "out_tiles": stored}

@@ -52,9 +52,7 @@ class Pipeline(NamedTuple):
     """Fetches that are under way."""
 
 
-def pipeline(channels: int) -> Pipeline:
-    """Return what was measured to be fastest, of divisions that take the same shared memory."""
-    return Pipeline(depth=32, stages=8) if channels == 512 else Pipeline(depth=64, stages=4)
+PIPELINE = Pipeline(depth=64, stages=4)
 
 
 @triton.jit
@@ -559,7 +557,7 @@ def _launch(matrix: Tensor, x: Tensor, tiles: Tensor, filters: int, parts: Tenso
     channels, batch, row = x.shape
     out = x.new_empty(filters, batch, row)
     is_turned, rows = parts is None, _rows(channels)
-    depth, stages = pipeline(channels)
+    depth, stages = PIPELINE
     w_layout = matrix_layout(depth, is_turned)
     _product[(_step(filters, channels) * (filters // (128 * rows)),)](
         TensorDescriptor.from_tensor(matrix, [depth, 64] if is_turned else [64, depth], w_layout),

@@ -23,10 +23,12 @@ from torch import Tensor
 
 CHANNELS = 64
 """Channels that one program reads: a cache line of bfloat16."""
-SUMMED_ROWS = 32
-"""Rows of a tile of the statistics."""
+SUMMED_ROWS, JOINED_ROWS = 32, 64
+"""Rows of a tile of the statistics, and of the activations."""
 STAGES = tl.constexpr(4)
 """Of the statistics: the tile that is added, and those that are fetched meanwhile."""
+SUM_STAGES = tl.constexpr(3)
+"""Likewise of the sums of gradients."""
 MOST_GROUPS = 256
 MULTIPROCESSORS = 132
 """Of an H200: a kernel with sums has as many programs as run there at a time, which is four on each."""
@@ -232,7 +234,7 @@ def _sums(
         means = means + (tl.load(moments + (3 * number) * channels + c, mask=c < channels, other=0.0),)  # type: ignore[assignment]
         slopes = slopes + (tl.zeros([ROWS, CHANNELS], tl.float32),)  # type: ignore[assignment]
     level = tl.zeros([ROWS, CHANNELS], tl.float32)
-    for before in range(group, tiles, groups):
+    for before in tl.range(group, tiles, groups, num_stages=SUM_STAGES):
         row = (tiles - 1 - before) * ROWS + tl.arange(0, ROWS)
         held = _there(row, c, rows, channels) & _held(row, rows, lengths, time, HAS_LENGTHS)[:, None]
         h = _gradient(g, out, _tile(row, c, channels), held, factor)
@@ -372,8 +374,8 @@ def join(
     y = ys[0]
     out = y.new_empty(y.shape)
     channels = y.shape[-1]
-    rows, tile = y.numel() // channels, _tile_rows(len(ys))
-    _join[(triton.cdiv(rows, tile) * triton.cdiv(channels, CHANNELS),)](
+    rows = y.numel() // channels
+    _join[(triton.cdiv(rows, JOINED_ROWS) * triton.cdiv(channels, CHANNELS),)](
         tuple(ys),
         strides_of(ys),
         affine,
@@ -386,7 +388,7 @@ def join(
         threshold,
         factor,
         NUM=len(ys),
-        ROWS=tile,
+        ROWS=JOINED_ROWS,
         CHANNELS=CHANNELS,
         HAS_LENGTHS=lengths is not None,
         HAS_DROPOUT=seed is not None,
@@ -445,10 +447,11 @@ def strides_of(ys: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _summed_rows(num: int) -> int:
-    """Rows of a tile of a sum: with many inputs, each of which has one of its own, few, so that registers suffice."""
-    return {1: 64, 2: 32}.get(num, 16)
+    """Rows of a tile of a sum: with many inputs, each of which has one of its own and is fetched ahead, few, so that
+    registers and shared memory suffice."""
+    return 32 if num <= 2 else 16 if num <= 16 else 8
 
 
 def _tile_rows(num: int) -> int:
-    """Rows of a tile of what has no sums: as many as one can, since each tile fetches its channels' figures anew."""
+    """Rows of a tile of gradients: as many as one can, since each tile fetches its channels' figures anew."""
     return 64 if num <= 2 else 32
