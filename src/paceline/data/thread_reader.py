@@ -26,8 +26,9 @@ from paceline.data.fetch import Fetch, Request
 from paceline.data.grain import Grain
 from paceline.observe.clock import Clock
 
-SPARE_SLOTS = 2
-"""Slots beside one per thread: for grains that are read and have not been asked for."""
+SPARE_SLOTS = 4
+"""Slots beside one per thread, for grains that are read and have not been asked for. With four threads they are as many
+as the steps that the host launches in one go after it has waited for the device (`loader.STEPS_AHEAD`)."""
 _ALIGNMENT = 64
 
 
