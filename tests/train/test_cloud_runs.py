@@ -14,7 +14,9 @@ import torch
 
 import paceline
 from paceline.cli.main import main
-from paceline.core.cloud.run_copy import RunCopy
+from paceline.core.cloud.address import copies_root
+from paceline.core.cloud.file_copy import alone
+from paceline.core.cloud.run_copy import RunCopy, RunTakenOver
 from paceline.core.run_folder import RunChanged
 from paceline.train.fit import fit, run_mode
 from tests.crash import KILLED, run_until_death
@@ -53,6 +55,10 @@ class Cloud:
 
     def move_to(self, machine: str) -> None:
         self._monkeypatch.setenv("PACELINE_COPIES", str(self.folder / machine))
+
+    def copy(self) -> Path:
+        """Return this machine's copy of shelf://run."""
+        return copies_root() / "shelf/run"
 
     def files(self, run: str = "run") -> dict[str, bytes]:
         root = self.folder / "shelf" / run
@@ -323,6 +329,8 @@ def test_a_run_that_another_machine_goes_on_with_is_left_to_it(cloud, undisturbe
                 self.is_alone = False
                 while "step-00000004" not in cloud.checkpoints():
                     pass
+                with alone(cloud.copy()):  # and whatever belongs to it is sent
+                    pass
                 cloud.move_to("second machine")
                 others.append(train(12, resume="auto"))
                 there.update(cloud.files())
@@ -337,6 +345,30 @@ def test_a_run_that_another_machine_goes_on_with_is_left_to_it(cloud, undisturbe
     assert cloud.files() == there
     assert same(others[0], undisturbed)
     assert same(train(12, resume="auto"), undisturbed)  # the copy gives way
+
+
+def test_a_machine_that_goes_on_while_a_checkpoint_is_sent_has_the_run(cloud, monkeypatch):
+    """Before, whose run it is was looked at before the checkpoint alone, which may take an hour to send."""
+    train(4)
+    shutil.rmtree(cloud.folder / "shelf/run/checkpoints/step-00000004")
+    late, others = RunCopy(cloud.copy(), "shelf://run"), []
+    send_parts = RunCopy._send_parts
+
+    def sent_parts(copy, *args) -> None:
+        send_parts(copy, *args)
+        if not others:
+            others.append("begins")
+            cloud.move_to("second machine")
+            others.append(train(8, resume="auto"))
+            others.append(cloud.files())
+            cloud.move_to("first machine")
+
+    monkeypatch.setattr(RunCopy, "_send_parts", sent_parts)
+    with pytest.raises(RunTakenOver, match="nothing more of this one is sent"):
+        late.send()
+    _, result, there = others
+    assert result.is_delivered
+    assert cloud.files() == there
 
 
 def two_ranks(link, folder: str) -> None:

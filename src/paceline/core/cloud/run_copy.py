@@ -195,6 +195,11 @@ class RunCopy:
             raise RunTakenOver(self.address, self.folder, f"{last.get('time', '?')} on {last.get('host', '?')}")
         self._found = now
 
+    def _check_still_ours(self) -> None:
+        """`_check_ours` as the store is now."""
+        now = self.store.entry(RECORD)
+        self._check_ours({} if now is None else {RECORD: now})
+
     def _starts_here(self) -> Starts | None:
         try:
             return read_record(self.folder).starts
@@ -303,11 +308,13 @@ class RunCopy:
                     if not goes_on():
                         return
                     self._send_parts(name, staged[name], there, sent)
+                    self._check_still_ours()  # parts may take long, and are in nobody's way
                     self._send_others(there, sent)  # the journal of a checkpoint, before the checkpoint counts
                     self._send_from(staged[name] / _DIGESTS, f"{CHECKPOINTS}/{name}/{_DIGESTS}", sent)
             finally:
                 shutil.rmtree(self.folder / SENDING, ignore_errors=True)
             if goes_on():
+                self._check_still_ours()
                 self._send_others(there, sent)
                 self._send_file(RECORD, sent, there)
                 self._tidy(there)
