@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.speed import precision
 from paceline.speed.autotune.candidates import Candidate
 from paceline.speed.master import Masters, cast_inputs, to_half
 from paceline.speed.precision import (
@@ -20,9 +21,11 @@ from paceline.speed.precision import (
     LevelConflict,
     LevelUnsupported,
     Precision,
+    PrecisionName,
     apply,
     autocast,
     capabilities,
+    check_layers,
     distinct,
     levels,
     resolve,
@@ -278,6 +281,34 @@ def test_fp16_that_is_slower_than_fp32() -> None:
     ancient = Capabilities("cuda", "a K80", bf16=False, tf32=False, fp16=False, compiler=False)
     with pytest.raises(LevelUnsupported, match="no fp16"):
         resolve("auto", "fp16-pure", ancient)
+
+
+@pytest.mark.parametrize(("name", "has_it"), [("fp16", False), ("fp16", True), ("fp16-pure", False), ("fp64", False)])
+def test_lstm_in_fp16_on_a_cpu(name: PrecisionName, has_it: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, a traceback of PyTorch's library ended the run."""
+    monkeypatch.setattr(precision, "_cpu_has_fp16_lstm", lambda: has_it)
+    chosen = resolve("auto", name, DEVICES["CPU"])
+    check_layers(chosen, torch.nn.Sequential(torch.nn.GRU(2, 2)), CPU)
+    check_layers(chosen, torch.nn.Sequential(torch.nn.LSTM(2, 2)), torch.device("cuda"))
+    if has_it or name != "fp16":
+        check_layers(chosen, torch.nn.Sequential(torch.nn.LSTM(2, 2)), CPU)
+    else:
+        with pytest.raises(LevelUnsupported, match="no LSTM in fp16") as caught:
+            check_layers(chosen, torch.nn.Sequential(torch.nn.LSTM(2, 2)), CPU)
+        assert "`-O0`" in str(caught.value.hint)
+
+
+def test_asking_for_it_is_asking_the_library() -> None:
+    before = torch.get_rng_state()
+    has_it = precision._cpu_has_fp16_lstm()
+    assert torch.equal(torch.get_rng_state(), before)
+    try:
+        with torch.autocast("cpu", torch.float16):
+            torch.nn.LSTM(3, 3)(torch.randn(2, 1, 3))[0].float().sum().backward()
+    except RuntimeError:
+        assert not has_it
+    else:
+        assert has_it
 
 
 def test_without_autocast_the_context_is_one_reused_object() -> None:

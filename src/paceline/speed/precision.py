@@ -170,6 +170,27 @@ def _check_supported(level: int, name: str, precision: PrecisionName | None, cap
         raise LevelUnsupported("-O3", capabilities.name, why, phrase("install it, or use `-O2`"))
 
 
+def check_layers(chosen: Precision, model: torch.nn.Module, device: torch.device) -> None:
+    """Raise `LevelUnsupported` where the device does not compute a layer of the model in this precision."""
+    is_fp16 = device.type == "cpu" and chosen.autocast is torch.float16
+    if not is_fp16 or not any(isinstance(each, torch.nn.LSTM) for each in model.modules()):
+        return
+    if not _cpu_has_fp16_lstm():
+        advice = phrase("use `--precision fp16-master`, `-O2` for bf16, or `-O0`")
+        raise LevelUnsupported(chosen.name, "this CPU", phrase("it computes no LSTM in fp16 autocast"), advice)
+
+
+@functools.cache
+def _cpu_has_fp16_lstm() -> bool:
+    """Try it: PyTorch hands it to a library, which has it for some CPUs."""
+    try:
+        with torch.no_grad(), torch.autocast("cpu", torch.float16), torch.random.fork_rng([]):
+            torch.nn.LSTM(1, 1, device="cpu")(torch.zeros(1, 1, 1, device="cpu"))
+    except RuntimeError:
+        return False
+    return True
+
+
 def _autocast_dtype(level: int, precision: PrecisionName | None) -> torch.dtype | None:
     """Return the dtype of autocast; None where the weights are half, or everything stays as it is."""
     if precision in ("fp16-master", "fp16-pure"):

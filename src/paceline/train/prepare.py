@@ -38,7 +38,7 @@ from paceline.parallel.tree_sum import TreeSum
 from paceline.speed import master, precision, recompute
 from paceline.speed.compile import compile_in_place, compile_parts
 from paceline.speed.loss_scale import LossScale
-from paceline.speed.precision import Precision
+from paceline.speed.precision import Precision, check_layers
 from paceline.train.grains import GrainPass, PlainPass, RecordedPass
 from paceline.train.loss import NoGradients
 from paceline.world.consistency import check_same
@@ -223,6 +223,7 @@ def prepare(
     """
     _check_pair(model, optimizer)
     _check_state(optimizer, chosen)
+    check_layers(chosen, model, link.device)
     if link.has_group:
         check_same(link, shared_settings(config) | {"precision": chosen.name} | _facts(model, optimizer))
     # Where: everything below works on the device's tensors.
