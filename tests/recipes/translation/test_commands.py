@@ -149,6 +149,18 @@ def test_packed_text_trains_the_same(run: Path, tmp_path: Path) -> None:
     assert read(tmp_path / "run" / "metrics.jsonl") == read(run / "metrics.jsonl")
 
 
+def test_several_files_of_each_language_are_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before, they were read as manifests of speech."""
+    for name, text in {"a.en": "1\n2\n", "a.de": "eins\nzwei\n", "b.en": "3\n", "b.de": "drei\n"}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    names = [str(tmp_path / name) for name in ("a.en", "a.de", "b.en", "b.de")]
+    assert main(["pack", *names, str(tmp_path / "x.h5")]) == 0
+    packed = paceline.PackedDataset(tmp_path / "x.h5")
+    assert [tuple(packed[row].values()) for row in range(3)] == [("1", "eins"), ("2", "zwei"), ("3", "drei")]
+    assert main(["pack", *names[:3], str(tmp_path / "y.h5")]) == 2
+    assert "not as many of each (2 .en, 1 .de)" in capsys.readouterr().err
+
+
 def test_pairs_of_json_are_packed_as_text(tmp_path: Path) -> None:
     pairs = [{"source": "eins", "target": "one"}, {"translation": {"source": "zwei", "target": "two"}}]
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs), encoding="utf-8")

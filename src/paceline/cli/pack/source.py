@@ -55,7 +55,7 @@ def source_of(options: PackOptions, words: Sequence[str]) -> Source:
 
 
 def _are_texts(words: Sequence[str]) -> bool:
-    """Return True for files of pairs (.tsv, .jsonl), or for two text files, one the translation of the other."""
+    """Return True for files of pairs (.tsv, .jsonl), or for text files of two languages (`sides`)."""
     from paceline.recipes.translation.text.parallel import has_pairs
 
     names = [_plain_name(word) for word in words]
@@ -63,7 +63,28 @@ def _are_texts(words: Sequence[str]) -> bool:
         return has_pairs(local_path(words[0]))
     if any(name.endswith((".json", ".jsonl", ".nemo", ".tar")) or is_packed(Path(name)) for name in names):
         return False
-    return all(name.endswith(".tsv") for name in names) or len(names) == 2
+    return all(name.endswith(".tsv") for name in names) or len(names) == 2 or len(_endings(words)) == 2
+
+
+def _endings(words: Sequence[str]) -> list[str]:
+    """Return the endings of the names of files, without `.gz`."""
+    return list(dict.fromkeys(Path(_plain_name(word)).suffix for word in words))
+
+
+def sides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return text files, and their translations in the same order: two files, or as many of one ending as of another.
+
+    >>> sides(["a.en", "a.de", "b.en", "b.de"])
+    (['a.en', 'b.en'], ['a.de', 'b.de'])
+    """
+    if len(words) == 2:
+        return [words[0]], [words[1]]
+    found = [[word for word in words if _endings([word]) == [ending]] for ending in _endings(words)]
+    first, second = found
+    if len(first) != len(second):
+        counts = ", ".join(f"{len(files)} {_endings(files)[0] or 'without an ending'}" for files in found)
+        raise PackUsage(f"text files of two languages, but not as many of each ({counts})", "name both files of a pair")
+    return first, second
 
 
 def _plain_name(word: str) -> str:
@@ -75,9 +96,10 @@ def _parallel(options: PackOptions, words: Sequence[str]) -> Source:
     from paceline.recipes.translation.text.parallel import TextFiles, read_parallel
 
     refuse_idle(options, "on parallel text", {*_OF_SPEECH, *_OF_TASKS, *_OF_RANDOM})
-    paths = tuple(local_path(word) for word in words)
-    is_pairs = _plain_name(words[0]).endswith((".tsv", ".json", ".jsonl"))
-    files = TextFiles("pack", pairs=paths) if is_pairs else TextFiles("pack", paths[:1], paths[1:])
+    if _plain_name(words[0]).endswith((".tsv", ".json", ".jsonl")):
+        files = TextFiles("pack", pairs=tuple(map(local_path, words)))
+    else:
+        files = TextFiles("pack", *(tuple(map(local_path, side)) for side in sides(words)))
     text = read_parallel(files, skip_bad=options.bad_data == "skip")
     for bad in text.bad:
         tell(f"skipped {bad}\n")
