@@ -124,6 +124,18 @@ def test_a_batch_larger_than_the_data_is_one_short_batch_and_is_said(capsys: pyt
     assert "the batch of 64 is larger than the data: one step of 20" in capsys.readouterr().out
 
 
+def test_a_batch_smaller_than_a_sample_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = Ragged().lengths
+    cost = float(np.median(lengths))
+    longer = sum(length > cost for length in lengths)
+    assert 1 < longer < len(lengths)
+    trainer(RaggedTask(), None, epochs=1, global_batch=None, batch_cost=cost).fit()
+    said = capsys.readouterr().out
+    assert f"{longer} of {len(lengths)} samples are longer than the batch of {cost:g} (`batch_cost`): a step of" in said
+    trainer(RaggedTask(), None, epochs=1, global_batch=None, batch_cost=float(max(lengths))).fit()
+    assert "are longer than" not in capsys.readouterr().out
+
+
 # -- looking -----------------------------------------------------------------------------------------------------------
 
 

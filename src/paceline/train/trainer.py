@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from paceline.config.settings import TrainConfig
 from paceline.core.keys import key
 from paceline.core.secrets import masked_values
+from paceline.core.units import counted, plural
 from paceline.data.grain import Batch
 from paceline.data.torch_loader import take_out_for_training
 from paceline.observe.callback import Callback, RunInfo
@@ -645,6 +647,13 @@ class Trainer:
         )
         if not feed.is_stream and config.batch_cost is None and len(data) < config.max_samples:
             self.progress.say(f"the batch of {config.max_samples} is larger than the data: one step of {len(data)}")
+        if config.batch_cost is not None and lengths is not None:
+            longer = int((np.asarray(lengths) > config.batch_cost).sum())
+            if longer:
+                self.progress.say(
+                    f"{longer:,} of {counted(len(lengths), 'sample')} {plural(longer, 'is')} longer than the batch of "
+                    f"{config.batch_cost:g} (`batch_cost`): a step of one sample each"
+                )
         return feed
 
     def _check_data(self, feed: Feed) -> None:
