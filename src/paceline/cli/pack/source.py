@@ -99,7 +99,8 @@ def _parallel(options: PackOptions, words: Sequence[str]) -> Source:
     if _plain_name(words[0]).endswith((".tsv", ".json", ".jsonl")):
         files = TextFiles("pack", pairs=tuple(map(local_path, words)))
     else:
-        files = TextFiles("pack", *(tuple(map(local_path, side)) for side in sides(words)))
+        sources, targets = (tuple(map(local_path, side)) for side in sides(words))
+        files = TextFiles("pack", sources, targets)
     text = read_parallel(files, skip_bad=options.bad_data == "skip")
     for bad in text.bad:
         tell(f"skipped {bad}\n")
