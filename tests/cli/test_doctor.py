@@ -19,7 +19,7 @@ def test_json_and_exit_code(
     monkeypatch.chdir(tmp_path)
     code = main(["doctor", "--device", "cpu", "--json"])
     found = [Finding(**entry) for entry in json.loads(capsys.readouterr().out)]
-    assert {each.what for each in found} >= {"ranks", "torch", "cores", "interfaces", "run folder", "disk"}
+    assert {each.what for each in found} >= {"ranks", "torch", "levels", "cores", "interfaces", "run folder", "disk"}
     assert code == int(any(each.verdict == "problem" for each in found))
     assert list(tmp_path.iterdir()) == []
     wrong = Finding("disk", "problem", "0.0 GiB free", "make room")

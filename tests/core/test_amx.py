@@ -47,6 +47,16 @@ def test_cpuid_is_the_cpu_of_proc() -> None:
     assert bool(features[1] >> 16 & 1) == ("avx512f" in flags)
 
 
+@pytest.mark.parametrize(
+    ("flags", "variable", "expected"),
+    [({"amx_tile"}, amx.WITHOUT_AMX, True), ({"amx_tile"}, "ALL", False), ({"avx2"}, amx.WITHOUT_AMX, False)],
+)
+def test_what_is_avoided(flags: set[str], variable: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amx, "cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setenv(amx.VARIABLE, variable)
+    assert amx.is_avoided() == expected
+
+
 def test_products_in_bf16_do_not_end_the_process() -> None:
     """As a user would: torch and paceline are imported, and a product in bf16 is computed; fails on such a machine
     without the guard (SIGILL)."""

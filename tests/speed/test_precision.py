@@ -26,6 +26,7 @@ from paceline.speed.precision import (
     autocast,
     capabilities,
     check_layers,
+    described,
     distinct,
     levels,
     resolve,
@@ -269,6 +270,15 @@ def test_unsupported_level_names_the_way_out() -> None:
         resolve(2, None, DEVICES["GPU"])
     assert str(caught.value) == "-O2 cannot run on a V100: it has no bf16"
     assert caught.value.hint == "use `-O1` or `--precision fp16`"
+
+
+def test_levels_in_one_line() -> None:
+    assert described(DEVICES["GPU sm80"]).endswith(": -O0, -O1, -O2, -O3")
+    assert described(DEVICES["GPU"]) == "a V100: -O0, -O1; not -O2, -O3: it has no bf16"
+    old = replace(DEVICES["CPU bf16"], compiler=False, slow_fp16=True)
+    assert described(old) == (
+        "a new CPU: -O0, -O1, -O2; not -O3: compiling needs g++ (`apt install g++`); fp16 is slower than fp32"
+    )
 
 
 def test_fp16_that_is_slower_than_fp32() -> None:

@@ -89,7 +89,8 @@ def examine(link: Link, folder: Path) -> list[Finding]:
     world = link.world
     roll = link.gather_objects(facts.collect(world, folder, link.threads, built_in_names()))
     results = [*findings.ranks(world, roll, find_allocation(os.environ)), *findings.versions(roll)]
-    results += [*findings.devices(roll), *findings.cores(roll), *findings.load(roll), *findings.network(world, roll)]
+    results += [*findings.devices(roll), findings.levels(roll, link.gather_objects(_levels(link)))]
+    results += [*findings.cores(roll), *findings.load(roll), *findings.network(world, roll)]
     results += [*findings.folder(measure.shared_folder(link, folder), roll), *findings.space(roll)]
     if world.size > 1:
         results.append(findings.clocks(measure.clock_offsets(link), roll))
@@ -97,6 +98,16 @@ def examine(link: Link, folder: Path) -> list[Finding]:
     results += [findings.packages(roll), *findings.plugins(roll)]
     answer: list[Finding] = link.broadcast_object(results)
     return answer
+
+
+def _levels(link: Link) -> str:
+    from paceline.core import amx
+    from paceline.speed.precision import capabilities, described
+
+    line = described(capabilities(link.device))
+    if link.device.type == "cpu" and amx.is_avoided():
+        line += f"; AMX is announced and not described by this virtual machine, so it is left out ({amx.VARIABLE})"
+    return line
 
 
 def built_in_names() -> dict[Group, Collection[str]]:

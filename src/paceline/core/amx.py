@@ -45,6 +45,11 @@ def avoid_undescribed() -> None:
         os.environ[VARIABLE] = value
 
 
+def is_avoided() -> bool:
+    """Return True if this CPU announces AMX and oneDNN is kept from it, by this or by whoever set its variable."""
+    return "amx_tile" in cpu_flags() and os.environ.get(VARIABLE) == WITHOUT_AMX
+
+
 def cpu_flags() -> frozenset[str]:
     """Return the features of the first core by Linux's names; none where it does not say."""
     try:

@@ -238,6 +238,21 @@ def levels(precision: PrecisionName | None, capabilities: Capabilities) -> list[
     return supported
 
 
+def described(capabilities: Capabilities) -> str:
+    """Return the levels that a device has, and why it has not the others, in one line."""
+    supported, missing = levels(None, capabilities), dict[str, list[str]]()
+    for level in _LEVELS:
+        try:
+            resolve(level, None, capabilities)
+        except LevelUnsupported as error:
+            missing.setdefault(error.reason, []).append(f"-O{level}")
+    parts = [", ".join(f"-O{level}" for level in supported)]
+    parts += [f"not {', '.join(names)}: {why}" for why, names in missing.items()]
+    if not capabilities.fp16 or capabilities.slow_fp16:
+        parts.append("no fp16" if not capabilities.fp16 else "fp16 is slower than fp32")
+    return f"{capabilities.name}: {'; '.join(parts)}"
+
+
 def distinct(levels: Iterable[int], precision: PrecisionName | None, capabilities: Capabilities) -> list[int]:
     """Of levels that compute alike on this device, the lowest: a CPU has no TF32, so that its -O1 is its -O0."""
     lowest: dict[Precision, int] = {}

@@ -236,6 +236,7 @@ def test_archives_and_exports_are_used_as_their_run(folder: Path, shown: Type, m
         assert "name some: `paceline eval RUN --manifest" in mistake("eval", model)
         assert "`--checkpoint` has nothing to choose from" in mistake("eval", model, "--checkpoint", "last")
         assert "`--average` has nothing to choose from" in mistake("infer", model, one, "--average", 2)
+    assert "gone.nemo: there is no such file" in mistake("eval", tmp_path / "gone.nemo", "--manifest", sets)
     (tmp_path / "bad.nemo").write_bytes(b"no archive")
     assert "it is no tar file, or a damaged one" in mistake("eval", tmp_path / "bad.nemo", "--manifest", sets)
 

@@ -102,6 +102,13 @@ def test_gpus() -> None:
     assert lacking.what == "NCCL"
 
 
+def test_levels() -> None:
+    same = findings.levels([FACTS, OTHER], ["H200: -O0, -O1"] * 2)
+    assert (same.verdict, same.found) == ("ok", "H200: -O0, -O1")
+    other = findings.levels([FACTS, OTHER], ["H200: -O0, -O1", "V100: -O0"])
+    assert (other.verdict, other.found) == ("warning", "H200: -O0, -O1: n1; V100: -O0: n2")
+
+
 def test_cores() -> None:
     (bound,) = bad(
         findings.cores([replace(FACTS, cores=(0,), threads=1), replace(FACTS, rank=1, cores=(1,), threads=1)])

@@ -93,6 +93,14 @@ def devices(roll: Sequence[Facts]) -> Iterator[Finding]:
             yield Finding("GPUs", "ok", f"{host}: none, no driver; training runs on the CPU")
 
 
+def levels(roll: Sequence[Facts], described: Sequence[str]) -> Finding:
+    """The levels that each rank's device has, as one line each describes them."""
+    values = {facts.host: each for facts, each in zip(roll, described, strict=True)}
+    if len(set(values.values())) == 1:
+        return Finding("levels", "ok", described[0])
+    return Finding("levels", "warning", _by_host(values), "type a level that all of them have: `-O`")
+
+
 def cores(roll: Sequence[Facts]) -> Iterator[Finding]:
     for host, on_host in _hosts(roll).items():
         usable = sorted({core for facts in on_host for core in facts.cores})
