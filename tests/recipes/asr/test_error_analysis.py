@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -114,3 +115,11 @@ def test_a_run_without_them_or_with_nonsense_has_a_page(tmp_path: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "validation", "step": 9, "analysis": {"dev": {"words": 0}, "x": {}}}) + "\n")
     assert AsrReport().sections([read_run(run)])[0].is_empty
+
+
+def test_a_set_without_words_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.speech(tmp_path, "train", 4, seed=1)
+    dev = tiny.speech(tmp_path, "dev", 2, seed=2)
+    silent = tiny.manifest(dev, [{**line, "text": ""} for line in tiny.lines_of(dev)])
+    tiny.train(tiny.settings(tmp_path, epochs=2, val_manifest=(str(silent),)))
+    assert capsys.readouterr().out.count("dev: no text to compare with has a word, so its WER is nan; ") == 1

@@ -181,6 +181,9 @@ class Asr(Task):
         self._scores[name] = {"wer": SampleScores.of("ratio", self.gather(self._errors.rows()))}
         part = self._errors.take(data.name if is_ours else str, data.speakers if is_ours else {})
         whole = joined(self.gather(part))
+        if not whole["words"] and name not in self._analyses:
+            heard = counted(whole["insertions"], "word")
+            self.say(f"{name}: no text to compare with has a word, so its WER is nan; {heard} heard in it")
         self._analyses[name] = whole
         out = self.settings.out
         if self.world.rank == 0 and self.settings.mode not in ("eval", "infer") and out is not None:
