@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.speed.kernels.row_norm import (
+    BackwardTwice,
     kept,
     kept_of_pairs,
     row_norm,
@@ -87,7 +88,7 @@ def plainly(case: Case, dropout: float) -> tuple[Tensor, list[Tensor], list[Tens
 def test_operator_is_what_its_parts_are(num: int, is_masked: bool, is_dropped: bool) -> None:
     case = make_case(num, (3, 17, 8), is_masked=is_masked, is_dropped=is_dropped).exact()
     leaves = [[each.clone().requires_grad_() for each in many] for many in case[:3]]
-    out, _, moments = row_norm(*leaves, case.lengths, case.seed, 0.3, EPS)
+    out, _, moments = row_norm(*leaves, case.lengths, case.seed, 0.3, EPS, False)
     expected, gradients, variances = plainly(case, 0.3)
     assert distance(out.detach(), expected) < 1e-12
     assert distance(moments[:, 2].detach(), torch.stack(variances)) < 1e-12
@@ -95,29 +96,42 @@ def test_operator_is_what_its_parts_are(num: int, is_masked: bool, is_dropped: b
         assert distance(found, wanted) < 1e-10
 
 
-@pytest.mark.parametrize("num", [2, 4])
-def test_gradients_of_inputs_side_by_side_take_their_places(num: int) -> None:
+@pytest.mark.parametrize(("num", "takes_places"), [(2, True), (4, True), (4, False)])
+def test_gradients_of_inputs_side_by_side_take_their_places_if_they_may(num: int, takes_places: bool) -> None:
     case = make_case(num, (3, 17, 8)).exact().side_by_side()
+    before = [y.clone() for y in case.ys]
     _, gradients, _ = plainly(case, 0.3)
     leaves = [[each.detach().requires_grad_() for each in many] for many in case[:3]]
-    out, _, _ = row_norm(*leaves, case.lengths, case.seed, 0.3, EPS)
+    out, _, _ = row_norm(*leaves, case.lengths, case.seed, 0.3, EPS, takes_places)
     first = case.ys[0].clone()
     found = torch.autograd.grad(out, sum(leaves, []), case.g, retain_graph=True)
     for gradient, wanted in zip(found, gradients, strict=True):
         assert distance(gradient, wanted) < 1e-10
     is_there = [gradient.data_ptr() == y.data_ptr() for gradient, y in zip(found, case.ys, strict=False)]
-    assert is_there == [False] + [num > 2] * (num - 1)  # one alone fills its tensor
+    is_taken = takes_places and num > 2  # one alone fills its tensor
+    assert is_there == [False] + [is_taken] * (num - 1)
     assert torch.equal(case.ys[0], first)
-    if num > 2:
-        with pytest.raises(RuntimeError, match="a second time"):
+    assert all(map(torch.equal, case.ys, before)) != is_taken
+    if is_taken:
+        with pytest.raises(BackwardTwice):
             torch.autograd.grad(out, sum(leaves, []), case.g)
+    else:
+        torch.autograd.grad(out, sum(leaves, []), case.g)
+
+
+def test_no_gradient_of_gradients_that_take_places() -> None:
+    case = make_case(3, (3, 17, 8)).exact().side_by_side()
+    leaves = [[each.detach().requires_grad_() for each in many] for many in case[:3]]
+    out, _, _ = row_norm(*leaves, case.lengths, case.seed, 0.3, EPS, True)
+    with pytest.raises(BackwardTwice):
+        torch.autograd.grad(out, sum(leaves, []), case.g, create_graph=True)
 
 
 def test_operators_keep_their_word() -> None:
     case = make_case(2, (2, 5, 8))
     leaves = [[each.clone().requires_grad_() for each in many] for many in case[:3]]
-    torch.library.opcheck(row_norm.overload, (*leaves, case.lengths, case.seed, 0.3, EPS))
-    out, affine, moments = row_norm(*case[:5], 0.3, EPS)
+    torch.library.opcheck(row_norm.overload, (*leaves, case.lengths, case.seed, 0.3, EPS, False))
+    out, affine, moments = row_norm(*case[:5], 0.3, EPS, False)
     given = (case.g, case.ys, out, affine, moments, case.lengths, 0.3)
     torch.library.opcheck(row_norm_backward.overload, given, test_utils=("test_schema", "test_faketensor"))
 
@@ -166,7 +180,7 @@ def kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_kernels(kernels: Any, num: int, shape: tuple[int, int, int], dropout: float) -> None:
     case = make_case(num, shape, is_masked=num != 2, is_dropped=dropout > 0, level=30.0).side_by_side()
-    out, affine, moments = row_norm(*case[:5], dropout, EPS)
+    out, affine, moments = row_norm(*case[:5], dropout, EPS, False)
     scales, found = torch.empty_like(affine), torch.empty_like(moments)
     kernels.statistics(*case[:3], EPS, scales, found)
     assert distance(scales, affine) < SUMS
@@ -175,7 +189,7 @@ def test_kernels(kernels: Any, num: int, shape: tuple[int, int, int], dropout: f
     assert distance(joined, out) < TRUNCATED
     assert torch.equal(joined == 0, out == 0)
     *expected, of_weights, of_biases = row_norm_backward(case.g, case.ys, out, affine, moments, case.lengths, dropout)
-    gradients = [torch.empty_like(y) for y in case.ys] if num < 4 else case.ys  # in their places
+    gradients = [torch.empty_strided(y.shape, y.stride(), dtype=y.dtype) for y in case.ys] if num < 4 else case.ys
     found = kernels.join_backward(case.g, out, case.ys, affine, moments, case.lengths, short_factor(dropout), gradients)
     for of_norms, wanted in zip(found, (of_weights, of_biases), strict=True):
         assert distance(of_norms, wanted) < SUMS
@@ -195,10 +209,10 @@ def test_on_a_gpu_against_float64(num: int, shape: tuple[int, int, int], is_besi
         for dropout in (0.0, 0.3, 0.6):
             case = make_case(num, shape, is_masked=dropout != 0.3, is_dropped=dropout > 0).on("cuda")
             expected, gradients, variances = plainly(case.exact(), dropout)
-            again, _, _ = row_norm(*case[:5], dropout, EPS)
+            again, _, _ = row_norm(*case[:5], dropout, EPS, False)
             case = case.side_by_side() if is_beside else case
             leaves = [[each.detach().requires_grad_() for each in many] for many in case[:3]]
-            out, _, moments = row_norm(*leaves, case.lengths, case.seed, dropout, EPS)
+            out, _, moments = row_norm(*leaves, case.lengths, case.seed, dropout, EPS, is_beside)
             found = torch.autograd.grad(out, sum(leaves, []), case.g)
             rounding = distance(expected.bfloat16(), expected)  # of few numbers it may be more than usual
             assert distance(out.detach(), expected) <= max(BF16, 1.1 * rounding)

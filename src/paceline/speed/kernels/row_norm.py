@@ -4,8 +4,8 @@ Of one input, or of several that are batch-normed each by itself and added (a re
 activation is read once for the statistics and once to be used, and backward twice; between those passes nothing is
 written. On a CPU the reference below computes the same, in any dtype.
 
-Inputs may be products that lie side by side (`products.branches`): the gradient of each takes its place, and so lies
-beside the others'.
+Inputs may be products that lie side by side (`products.branches`), and the gradient of each may take its place, beside
+the others'.
 """
 
 # ruff: noqa: UP045 (the schema of an operator is read off these signatures, in which torch wants Optional)
@@ -17,6 +17,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from paceline.core.errors import PacelineError
 from paceline.speed.operators import operator
 
 
@@ -29,6 +30,7 @@ def row_norm(
     seed: Optional[Tensor],
     dropout: float,
     eps: float,
+    takes_places: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(batch, time, channels) each -> the same, and of each its scale and shift, and its moments.
 
@@ -40,6 +42,8 @@ def row_norm(
         seed: (2,) int32, from which dropout follows; None without.
         dropout: Share of the activations that become zero, as near as 16 bits come to it.
         eps: Of the batch norms.
+        takes_places: The gradient of an input that is a part of a larger tensor overwrites it: nobody else may need it,
+            and there is one backward only.
 
     Returns:
         Activations; (number, 2, channels) scale and shift; (number, 3, channels) mean, 1 / standard deviation,
@@ -78,6 +82,7 @@ def _(
     seed: Optional[Tensor],
     dropout: float,
     eps: float,
+    takes_places: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     y = ys[0]
     dtype = torch.promote_types(y.dtype, torch.float32)
@@ -96,6 +101,7 @@ def row_norm_backward(
     dropout: float,
 ) -> list[Tensor]:
     """Gradients of all `ys`, then (number, channels) of the weights and of the biases."""
+    ys = [y.contiguous() for y in ys]
     of_ys = [torch.empty_like(y) for y in ys]
     return [*of_ys, *_backward(g, ys, out, affine, moments, lengths, dropout, of_ys)]
 
@@ -111,7 +117,7 @@ def _(
     dropout: float,
 ) -> list[Tensor]:
     of_norms = [affine.new_empty(len(ys), g.shape[-1]) for _ in range(2)]
-    return [*(torch.empty_like(y) for y in ys), *of_norms]
+    return [*(y.new_empty(y.shape) for y in ys), *of_norms]
 
 
 def _backward(
@@ -140,10 +146,18 @@ def _backward(
     return torch.stack(of_weights), torch.stack([level] * len(ys))
 
 
+class BackwardTwice(PacelineError):
+    """Gradients have taken the place of activations that a second backward would need."""
+
+    sentence = "backward again through residuals whose gradients have taken their place (`-O4`, `auto` on a GPU)"
+    hint = "call backward once for each forward, or type `-O2`"
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ys, _, _, lengths, seed, dropout, _ = inputs
+    ys, _, _, lengths, seed, dropout, _, takes_places = inputs
     ctx.save_for_backward(*output, lengths, *ys)
     ctx.dropout = 0.0 if seed is None else dropout
+    ctx.takes_places = takes_places and not all(y.is_contiguous() for y in ys)
     ctx.is_spent = False
     ctx.set_materialize_grads(False)
 
@@ -152,17 +166,17 @@ def _gradients(ctx: Any, g: Tensor | None, *_: None) -> tuple[Any, ...]:
     out, affine, moments, lengths, *ys = ctx.saved_tensors
     num = len(ys)
     if g is None:
-        return ([None] * num, [None] * num, [None] * num, None, None, None, None)
-    given = g.contiguous(), ys, out, affine, moments, lengths, ctx.dropout
-    if all(y.is_contiguous() for y in ys):
-        *of_ys, of_weights, of_biases = row_norm_backward(*given)
-    elif ctx.is_spent:
-        raise RuntimeError("backward a second time through row_norm, whose inputs have made place for their gradients")
+        return ([None] * num, [None] * num, [None] * num, None, None, None, None, None)
+    inputs = g.contiguous(), ys, out, affine, moments, lengths, ctx.dropout
+    if not ctx.takes_places:
+        *of_ys, of_weights, of_biases = row_norm_backward(*inputs)
+    elif ctx.is_spent or torch.is_grad_enabled():  # the latter for gradients of these gradients
+        raise BackwardTwice
     else:
         of_ys = [torch.empty_like(y) if y.is_contiguous() else y.data for y in ys]
-        of_weights, of_biases = _backward(*given, of_ys)
+        of_weights, of_biases = _backward(*inputs, of_ys)
         ctx.is_spent = True
-    return of_ys, list(of_weights.unbind()), list(of_biases.unbind()), None, None, None, None
+    return of_ys, list(of_weights.unbind()), list(of_biases.unbind()), None, None, None, None, None
 
 
 row_norm.register_autograd(_gradients, setup_context=_setup)

@@ -28,7 +28,7 @@ SUMMED_ROWS, JOINED_ROWS = 32, 64
 STAGES = tl.constexpr(4)
 """Of the statistics: the tile that is added, and those that are fetched meanwhile."""
 SUM_STAGES = tl.constexpr(3)
-"""Likewise of the sums of gradients."""
+"""Tiles under way in sums of gradients."""
 MOST_GROUPS = 256
 MULTIPROCESSORS = 132
 """Of an H200: a kernel with sums has as many programs as run there at a time, which is four on each."""
@@ -62,7 +62,7 @@ def _tile(row, c, stride):
 
 @triton.jit
 def _there(row, c, rows, channels):
-    """Which numbers of a tile there are."""
+    """Return the mask of a tile: which of its numbers there are."""
     return (row < rows)[:, None] & (c < channels)[None, :]
 
 
@@ -406,8 +406,9 @@ def join_backward(
     factor: float,
     gradients: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Write the gradients of all `ys`, which lie as they do; return those of weights and of biases, (number, channel)
-    each."""
+    """Write the gradients of all `ys`, each with the strides of its input; return those of weights and of biases,
+    (number, channel) each."""
+    assert strides_of(gradients) == strides_of(ys)
     y, num = ys[0], len(ys)
     channels = y.shape[-1]
     rows = y.numel() // channels

@@ -52,6 +52,39 @@ def test_same_as_the_plain_encoder(change: dict[str, Any], conv_mask: bool) -> N
     assert_same(plain, ours, channels_last.encode)
 
 
+ADDED: dict[str, Any] = {"residual": True}
+CHAINS: dict[str, list[dict[str, Any]]] = {
+    "not dense": [BLOCKS[0], {"filters": 32, "kernel": 5, **ADDED}, {"filters": 48, "kernel": 5, **ADDED}, BLOCKS[4]],
+    "dense from the first block on": [BLOCKS[1], BLOCKS[2], BLOCKS[4]],
+    "two chains": [
+        *(BLOCKS[0], BLOCKS[1], BLOCKS[2], {"filters": 40, "kernel": 5, **ADDED}),
+        *({"filters": 24, "kernel": 5, **DENSE}, {"filters": 16, "kernel": 3, **DENSE}, BLOCKS[4]),
+    ],
+    "some layers left to PyTorch": [BLOCKS[0], BLOCKS[1], {**BLOCKS[2], "se": True}, BLOCKS[1], BLOCKS[4]],
+}
+
+
+@pytest.mark.parametrize("has_peers", [False, True])
+@pytest.mark.parametrize("frozen", ["", "residuals", "norm", "blocks.1", "blocks.0"])
+@pytest.mark.parametrize("name", CHAINS)
+def test_any_residuals_and_frozen_weights(
+    name: str, frozen: str, has_peers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels_last, "_has_peers", lambda: has_peers)
+    plain = make_encoder(CHAINS[name]).double()
+    for each, parameter in plain.named_parameters():
+        parameter.requires_grad_(not frozen or frozen not in each)
+    ours = copy.deepcopy(plain)
+    outs = [plain(MELS.double(), LENGTHS), channels_last.encode(ours, MELS.double(), LENGTHS)]
+    held = torch.arange(outs[0][0].shape[-1]) < outs[0][1][:, None, None]
+    for out, _ in outs:
+        (out * held).sin().sum().backward()
+    for (each, wanted), parameter in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        assert (parameter.grad is None) == (wanted.grad is None), each
+        if parameter.grad is not None and wanted.grad is not None:
+            assert torch.allclose(parameter.grad, wanted.grad, rtol=1e-8, atol=1e-9), each
+
+
 class Layouts(TorchDispatchMode):
     """Of all activations that large operators take: whether a frame's channels lie side by side."""
 

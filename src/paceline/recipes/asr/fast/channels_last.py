@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import MethodType
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ from paceline.recipes.asr.network.encoder import Block, Encoder, Residual
 from paceline.recipes.asr.network.frames import Frames, frames_of
 from paceline.recipes.asr.network.separable import BATCH_NORM_MOMENTUM, PlainConv, SeparableConv, SubBlock
 from paceline.speed.kernels.row_norm import row_norm
-from paceline.speed.products import branches, stacked
+from paceline.speed.products import branches, stacked, taken
 from paceline.speed.time_conv import time_conv
 
 
@@ -44,8 +45,10 @@ class Pass:
 
     seeds: list[Tensor]
     """One for each layer's dropout."""
-    products: dict[Residual, Tensor] = field(default_factory=dict)
-    """Inputs of blocks brought to the width of one behind them, until it takes them."""
+    is_sent: bool
+    """Gradients of weights go to other ranks, as soon as they are there."""
+    products: dict[Residual, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Inputs of blocks brought to the width of one behind them, until it takes them; and these inputs."""
     seen: Seen = field(default_factory=list)
 
 
@@ -53,38 +56,44 @@ def encode(encoder: Encoder, features: Tensor, lengths: Tensor) -> tuple[Tensor,
     """The encoder's training pass, in the dtype of its features."""
     frames = frames_of(lengths.to(torch.int32), features.shape[-1])  # as the kernels want them
     layers = [module for module in encoder.modules() if isinstance(module, SubBlock)]
-    shared = Pass(_seeds(layers, features.device))
-    goes_into = fans(encoder)
-    weights = [[residual.conv.weight for residual in fan] for fan in goes_into]
+    is_compiled = torch.compiler.is_compiling()
+    shared = Pass(_seeds(layers, features.device), is_sent=_has_peers() and not is_compiled)
+    fans = residuals_of_inputs(encoder)
+    weights = [[residual.conv.weight for residual in fan] for fan in fans]
     if features.is_cuda:
-        widest = max(*encoder.settings.channels, *(sum(map(len, each)) for each in weights))
-        check_size(widest, features.shape[0], features.shape[2])
+        check_size(max(encoder.settings.channels), features.shape[0], features.shape[2])
     x = _masked(features.transpose(1, 2), frames, encoder.settings.conv_mask).contiguous()
-    below = [None] * len(weights) if torch.compiler.is_compiling() else stacked(weights, x.dtype)
-    for number, (block, fan) in enumerate(zip(encoder.blocks, goes_into, strict=True)):
+    stacks = [None] * len(weights) if is_compiled else stacked(weights, x.dtype)
+    for number, (block, fan, stack) in enumerate(zip(encoder.blocks, fans, stacks, strict=True)):
         assert isinstance(block, Block)
+        if stack is not None and x.is_cuda:
+            check_size(len(stack), *x.shape[:2])
         if fan:
-            x, products = branches(x, weights[number], below[number])
-            shared.products |= dict(zip(fan, products, strict=True))
+            source, (x, products) = x, branches(x, weights[number], stack, is_sent=shared.is_sent)
+            shared.products |= {residual: (each, source) for residual, each in zip(fan, products, strict=True)}
         x, frames = _through(block, x, frames, shared)
     if shared.seen:
         track(shared.seen)
     return x.transpose(1, 2), frames.lengths.to(lengths.dtype)
 
 
-def fans(encoder: Encoder) -> list[list[Residual]]:
-    """Return, of each block's input, the residuals that it goes into: of this block and of those behind it."""
-    found: list[list[Residual]] = []
+def residuals_of_inputs(encoder: Encoder) -> list[list[Residual]]:
+    """Return the residuals that each block's input goes into: of this block and of those behind it."""
+    fans: list[list[Residual]] = []
     chain: list[int] = []
     for number, (block, settings) in enumerate(zip(encoder.blocks, encoder.settings.blocks, strict=True)):
         assert isinstance(block, Block)
-        found.append([])
+        fans.append([])
         inputs = [*chain, number] if settings.residual_dense else [number]
         for residual, source in zip(block.residuals, inputs, strict=False):
             assert isinstance(residual, Residual)
-            found[source].append(residual)
+            fans[source].append(residual)
         chain = inputs if settings.residual_dense else []
-    return found
+    return fans
+
+
+def _has_peers() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _seeds(layers: Sequence[SubBlock], device: torch.device) -> list[Tensor]:
@@ -100,7 +109,10 @@ def _through(block: Block, x: Tensor, frames: Frames, shared: Pass) -> tuple[Ten
     residuals: list[tuple[Tensor, nn.BatchNorm1d]] = []
     for residual in block.residuals:
         assert isinstance(residual, Residual)
-        residuals.append((shared.products.pop(residual), residual.norm))
+        product, source = shared.products.pop(residual)
+        if shared.is_sent:
+            product = taken(product, source, residual.conv.weight)
+        residuals.append((product, residual.norm))
     last = len(block.layers) - 1
     for number, layer in enumerate(block.layers):
         assert isinstance(layer, SubBlock)
@@ -125,7 +137,8 @@ def _layer(
         share = layer.dropout.p if isinstance(layer.dropout, nn.Dropout) else 0.0
         weights, biases = [norm.weight for norm in norms], [norm.bias for norm in norms]
         ys = [y, *(each for each, _ in residuals)]
-        normed, _, moments = row_norm(ys, weights, biases, lengths, seed, share, layer.norm.eps)
+        # Residuals have nobody else to use them: their gradients may take their places.
+        normed, _, moments = row_norm(ys, weights, biases, lengths, seed, share, layer.norm.eps, True)
         shared.seen += list(zip(norms, moments.detach().unbind(), strict=True))
         activations: Tensor = normed
         return activations

@@ -15,7 +15,7 @@ class Frames(NamedTuple):
     """The lengths of a batch and the mask that follows from them."""
 
     lengths: Tensor
-    """(batch,) int64: valid frames of each utterance."""
+    """(batch,) int64, or int32 where kernels take it: valid frames of each utterance."""
     beyond: Tensor
     """(batch, 1, time) bool: true for frames behind the end of their utterance."""
 
