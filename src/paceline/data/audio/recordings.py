@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.audio.read import converted, read_audio
-from paceline.data.audio.trim import trimmed
+from paceline.data.audio.trim import bounds
 from paceline.data.manifest.columns import Manifest
 from paceline.data.manifest.packed import no_audio
 from paceline.data.packed.errors import is_packed
@@ -62,8 +62,15 @@ class Recordings:
 
     def read(self, row: int) -> NDArray[Any]:
         """Return 16-bit mono at the wanted rate. Packed audio of that rate is not copied: it is read-only."""
+        return self.read_cut(row)[0]
+
+    def read_cut(self, row: int) -> tuple[NDArray[Any], int]:
+        """Return what `read` does, and how many samples of silence were cut off before it."""
         samples = self._read(row)
-        return trimmed(samples) if self._trim and not self._is_trimmed(row) else samples
+        if not self._trim or self._is_trimmed(row):
+            return samples, 0
+        first, end = bounds(samples)
+        return samples[first:end], first
 
     def _is_trimmed(self, row: int) -> bool:
         packed = self._packed.get(int(self._manifest.source_numbers[row]))

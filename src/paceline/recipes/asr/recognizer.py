@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.core.errors import PacelineError
 from paceline.data.audio.file import AudioFacts, AudioUnreadable
 from paceline.data.audio.read import read_audio
-from paceline.data.audio.trim import trimmed
+from paceline.data.audio.trim import bounds
 from paceline.recipes.asr.data.inputs import InputsUnreadable, measure_all
 from paceline.recipes.asr.data.utterances import Utterance, collate
 from paceline.recipes.asr.decoding.decoder import BeamDecoder, GreedyDecoder, Hypothesis, TextDecoder
@@ -154,7 +154,7 @@ class Recognizer:
     def transcribe(self, audio: Audio | Sequence[Audio]) -> list[str]:
         """Return the text of each file or array (of the model's sample rate); always a list."""
         texts: dict[int, str] = {}
-        for places, outputs, lengths in self._outputs(audio):
+        for places, outputs, lengths, _ in self._outputs(audio):
             texts |= dict(zip(places, self.decoder.texts(outputs, lengths), strict=True))
         return [texts[place] for place in range(len(texts))]
 
@@ -162,19 +162,21 @@ class Recognizer:
     def hypotheses(self, audio: Audio | Sequence[Audio], num_best: int = 1) -> list[list[Hypothesis]]:
         """Return what each recording may say, best first: text, scores, and words with their times in seconds.
 
-        Greedy decoding knows one hypothesis. Times count from where the audio begins, or with `trim_silence` from
-        where its sound does.
+        Greedy decoding knows one hypothesis. Times count from where the audio begins, with `trim_silence`, too.
         """
         found: dict[int, list[Hypothesis]] = {}
-        for places, outputs, lengths in self._outputs(audio):
-            found |= dict(zip(places, self.decoder(outputs, lengths, num_best), strict=True))
+        for places, outputs, lengths, begins in self._outputs(audio):
+            for place, best, begin in zip(places, self.decoder(outputs, lengths, num_best), begins, strict=True):
+                found[place] = [each.later(begin) for each in best]
         return [found[place] for place in range(len(found))]
 
-    def _outputs(self, audio: Audio | Sequence[Audio]) -> Iterator[tuple[list[int], Tensor, list[int]]]:
-        """Yield places of recordings, what their text is read off, and their lengths in frames."""
+    def _outputs(self, audio: Audio | Sequence[Audio]) -> Iterator[tuple[list[int], Tensor, list[int], list[float]]]:
+        """Yield places of recordings, what their text is read off, their lengths in frames, and the seconds of silence
+        that were cut off before them."""
         given = _listed(audio)
         for batch in _batches(self._lengths(given), int(BATCH_SECONDS * self.sample_rate)):
-            yield batch, *self._listen([self._samples(given[place]) for place in batch])
+            samples, cuts = zip(*(self._samples(given[place]) for place in batch), strict=True)
+            yield batch, *self._listen(list(samples)), [cut / self.sample_rate for cut in cuts]
 
     def transcribe_long(
         self,
@@ -230,9 +232,11 @@ class Recognizer:
         seconds = {path: found.seconds for path, found in measured.items() if isinstance(found, AudioFacts)}
         return [round(seconds[each] * self.sample_rate) if isinstance(each, Path) else len(each) for each in given]
 
-    def _samples(self, audio: Path | NDArray[Any]) -> NDArray[np.int16]:
+    def _samples(self, audio: Path | NDArray[Any]) -> tuple[NDArray[np.int16], int]:
+        """Return a recording, and how many samples of silence were cut off before it."""
         samples = self._read(audio)
-        return trimmed(samples) if self.network.trims(is_training=False) else samples
+        first, end = bounds(samples) if self.network.trims(is_training=False) else (0, len(samples))
+        return samples[first:end], first
 
     def _read(self, audio: Path | NDArray[Any]) -> NDArray[np.int16]:
         if isinstance(audio, Path):

@@ -195,7 +195,8 @@ class Asr(Task):
         outputs = self._listen(model, grain)
         if self.settings.mode != "infer":
             return self._read(model, grain, outputs)
-        return [detailed(best[:1]) for best in self._decoder(model)(outputs, self._frames(model, grain))]
+        found = zip(self._decoder(model)(outputs, self._frames(model, grain)), grain["begins"], strict=True)
+        return [detailed([each.later(begin) for each in best[:1]]) for best, begin in found]
 
     def samples(self, model: nn.Module, grain: Grain) -> Sequence[Mapping[str, str]]:
         texts = zip(self._references(grain), self.predict(model, grain), grain["bad"], strict=True)

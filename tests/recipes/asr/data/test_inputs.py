@@ -10,6 +10,7 @@ import soundfile
 
 from paceline.data.manifest.read import NotAManifest
 from paceline.recipes.asr.data.inputs import InputsUnreadable, NothingToHear, open_inputs
+from paceline.recipes.asr.data.padding import collate
 from paceline.recipes.asr.data.utterances import Utterances
 from tests.recipes.asr import tiny
 
@@ -99,3 +100,17 @@ def test_audio_of_a_manifest_need_not_be_looked_at(folder: Path) -> None:
     gone = {"audio_filepath": "gone.flac", "duration": 1.0, "text": ""}
     data, _ = opened(tiny.manifest(folder / "gone.json", [gone]), check_audio=False)
     assert len(data) == 1
+
+
+@pytest.mark.parametrize("trim", [False, True])
+def test_the_silence_that_was_cut_off_is_known(tmp_path: Path, trim: bool) -> None:
+    """Times of words count from the beginning of the file, as of long ones."""
+    sound = (np.random.default_rng(0).standard_normal(tiny.RATE) * 3000).astype(np.int16)
+    soundfile.write(tmp_path / "a.flac", np.concatenate([np.zeros(2 * tiny.RATE, np.int16), sound]), tiny.RATE)
+    soundfile.write(tmp_path / "b.flac", sound, tiny.RATE)
+    words = [str(tmp_path / f"{name}.flac") for name in "ab"]
+    data = open_inputs(words, tiny.RATE, skip_bad=False, check_audio=True, say=print, trim=trim)
+    begins = collate([data[0], data[1]])["begins"]
+    assert begins[1] == 0.0
+    assert 1.8 < begins[0] <= 2.0 if trim else begins[0] == 0.0
+    assert len(data[0].audio) + begins[0] * tiny.RATE == 3 * tiny.RATE

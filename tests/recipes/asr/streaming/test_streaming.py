@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 import paceline.asr
 from paceline.cli.main import main
+from paceline.data.audio.read import read_audio
 from paceline.data.audio.trim import Loudness, bounds
 from paceline.recipes.asr.network.config import read_network
 from paceline.recipes.asr.network.model import AcousticModel
@@ -244,6 +245,15 @@ def test_silence_of_long_files_is_trimmed_as_of_others(folder: Path, recognizer:
     assert long.text == whole
     assert long.text != recognizer.transcribe_long(tmp_path / "x.flac", window_s=2.0, overlap_s=0.5).text
     assert 2.8 < long.words[0].start_s < long.words[-1].end_s < 13.2  # in the file
+    ((short,),) = trimming.hypotheses(tmp_path / "x.flac")
+    samples = read_audio(tmp_path / "x.flac", sample_rate=RATE)
+    first, end = bounds(samples)
+    ((cut,),) = recognizer.hypotheses(samples[first:end])
+    begin = first / RATE
+    assert begin > 2.8
+    assert [(word.text, word.start, word.end) for word in short.words] == [
+        (word.text, pytest.approx(word.start + begin), pytest.approx(word.end + begin)) for word in cut.words
+    ]
 
 
 # -- pipes ---------------------------------------------------------------------------------------------------------

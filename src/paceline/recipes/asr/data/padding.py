@@ -23,6 +23,8 @@ class Utterance(NamedTuple):
     """Decides its masks, on any rank and in any batch."""
     bad: BadLine | None = None
     """Why its audio cannot be read: silence stands in its place, and it must not count as heard."""
+    begin: float = 0.0
+    """Seconds of silence that were cut off before it."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Collate:
             audio[row, : lengths[row]] = sample.audio
             audio[row, lengths[row] :] = 0
         keys = np.array([sample.key for sample in samples])
-        return self.grain(audio, lengths, [sample.text for sample in samples], keys, [sample.bad for sample in samples])
+        texts, bad = [sample.text for sample in samples], [sample.bad for sample in samples]
+        return {**self.grain(audio, lengths, texts, keys, bad), "begins": [sample.begin for sample in samples]}
 
     def width(self, lengths: NDArray[np.int64]) -> int:
         """Return the length to which audio of these lengths is padded."""
@@ -73,6 +76,7 @@ class Collate:
             "num_samples": lengths.tolist(),
             "num_labels": num_labels,
             "bad": bad,
+            "begins": [0.0] * len(texts),
         }
 
 

@@ -75,12 +75,12 @@ class Utterances:
         # The loader has seeded torch with (seed, epoch, sample): one draw carries that on.
         key = int(torch.randint(2**62, (), device="cpu"))
         try:
-            audio = self._recordings.read(index)
+            audio, cut = self._recordings.read_cut(index)
         except AudioUnreadable as unreadable:  # damage that a look at the ends of a file does not show
             return self._bad(index, key, unreadable)
         if self._perturb is not None:
             audio = perturb(audio, self._sample_rate, self._perturb, np.random.default_rng(key))
-        return Utterance(audio, self._texts[index], key)
+        return Utterance(audio, self._texts[index], key, begin=cut / self._sample_rate)
 
     def _bad(self, index: int, key: int, unreadable: AudioUnreadable) -> Utterance:
         manifest = self._manifest

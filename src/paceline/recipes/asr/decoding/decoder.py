@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -98,6 +98,13 @@ class Hypothesis:
     """Log-probability of the audio's labels, of all paths that were searched."""
     lm: float
     """Part of the language model, weighted, with the word bonus."""
+
+    def later(self, seconds: float) -> Hypothesis:
+        """Return the same, of audio before which so much was cut off: words count from before the cut."""
+        words = (
+            replace(word, start=round(word.start + seconds, 6), end=round(word.end + seconds, 6)) for word in self.words
+        )
+        return replace(self, words=tuple(words)) if seconds else self
 
 
 class _Search(Protocol):
