@@ -185,7 +185,8 @@ def _cpu_has_fp16_lstm() -> bool:
     """Try it: PyTorch hands it to a library, which has it for some CPUs."""
     try:
         with torch.no_grad(), torch.autocast("cpu", torch.float16), torch.random.fork_rng([]):
-            torch.nn.LSTM(1, 1, device="cpu")(torch.zeros(1, 1, 1, device="cpu"))
+            module = torch.nn.LSTM(1, 1, device="cpu", dtype=torch.float32)
+            module(torch.zeros(1, 1, 1, device="cpu", dtype=torch.float32))
     except RuntimeError:
         return False
     return True
