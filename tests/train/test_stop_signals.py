@@ -100,7 +100,7 @@ def test_a_storm_on_launcher_and_ranks_loses_nothing(tmp_path: Path) -> None:
     Both ranks write, and for longer than their grace.
     """
     chance, run = random.Random(7), tmp_path / "run"
-    words = [sys.executable, "-m", "paceline", "launch", "--nproc-per-node", "2", "--grace-s", "2", "--device", "cpu"]
+    words = [sys.executable, "-m", "paceline", "launch", "--nproc-per-node", "2", "--grace-s", "4", "--device", "cpu"]
     words += [
         "--stopped-code",
         "75",
@@ -117,7 +117,7 @@ def test_a_storm_on_launcher_and_ranks_loses_nothing(tmp_path: Path) -> None:
     ]
     with (tmp_path / "stderr").open("wb") as file:
         process = subprocess.Popen(
-            words, stderr=file, stdout=subprocess.DEVNULL, start_new_session=True, env={**os.environ, "SYNC_S": "0.4"}
+            words, stderr=file, stdout=subprocess.DEVNULL, start_new_session=True, env={**os.environ, "SYNC_S": "0.8"}
         )
     try:
         wait_until_ready(run, lambda: process.poll() is not None)
