@@ -25,8 +25,10 @@ REPORTS = (
 
 
 def recipe_of_model(path: Path) -> str | None:
-    """Return the recipe that uses a file or folder as a model; None if none does, or if it is a run. What is not there
-    has its ending."""
+    """Return the recipe that uses a file or folder as a model; None if none does, or if it is a run.
+
+    A path that does not exist is judged by its ending.
+    """
     for name, (ending, files) in MODELS.items():
         if path.suffix == ending and not path.is_dir():
             return name

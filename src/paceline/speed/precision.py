@@ -241,13 +241,16 @@ def levels(precision: PrecisionName | None, capabilities: Capabilities) -> list[
 
 def described(capabilities: Capabilities) -> str:
     """Return the levels that a device has, and why it has not the others, in one line."""
-    supported, missing = levels(None, capabilities), dict[str, list[str]]()
+    supported: list[str] = []
+    missing: dict[str, list[str]] = {}
     for level in _LEVELS:
         try:
             resolve(level, None, capabilities)
         except LevelUnsupported as error:
             missing.setdefault(error.reason, []).append(f"-O{level}")
-    parts = [", ".join(f"-O{level}" for level in supported)]
+        else:
+            supported.append(f"-O{level}")
+    parts = [", ".join(supported)]
     parts += [f"not {', '.join(names)}: {why}" for why, names in missing.items()]
     if not capabilities.fp16 or capabilities.slow_fp16:
         parts.append("no fp16" if not capabilities.fp16 else "fp16 is slower than fp32")

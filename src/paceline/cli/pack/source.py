@@ -79,10 +79,9 @@ def sides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     if len(words) == 2:
         return [words[0]], [words[1]]
-    found = [[word for word in words if _endings([word]) == [ending]] for ending in _endings(words)]
-    first, second = found
+    first, second = ([word for word in words if _endings([word]) == [ending]] for ending in _endings(words))
     if len(first) != len(second):
-        counts = ", ".join(f"{len(files)} {_endings(files)[0] or 'without an ending'}" for files in found)
+        counts = ", ".join(f"{len(files)} {_endings(files)[0] or 'without an ending'}" for files in (first, second))
         raise PackUsage(f"text files of two languages, but not as many of each ({counts})", "name both files of a pair")
     return first, second
 

@@ -94,7 +94,7 @@ def devices(roll: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def levels(roll: Sequence[Facts], described: Sequence[str]) -> Finding:
-    """The levels that each rank's device has, as one line each describes them."""
+    """Compare the levels of the ranks' devices, each `described` in a line."""
     values = {facts.host: each for facts, each in zip(roll, described, strict=True)}
     if len(set(values.values())) == 1:
         return Finding("levels", "ok", described[0])
