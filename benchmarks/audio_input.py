@@ -27,8 +27,8 @@ from table import Row, parser, show
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.data.audio.read import read_audio
-from paceline.data.manifest.read import Manifest, read_manifests
+from paceline.recipes.speech.audio.read import read_audio
+from paceline.recipes.speech.manifest.read import Manifest, read_manifests
 
 RATE = 16000
 BATCH = 32
@@ -127,7 +127,7 @@ def decoding(folder: Path, seconds: float, suffix: str, options: Any) -> dict[st
 
 def front_end_rows(device: str, rounds: int) -> list[Row]:
     """Features of a batch that lies on the device already, and the copy of int16 beside it."""
-    from paceline.recipes.asr.sound.features import FeatureSettings, LogMel
+    from paceline.recipes.speech.sound.features import FeatureSettings, LogMel
 
     front_end = LogMel(FeatureSettings(), RATE).to(device).eval()
     draw = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Collectives of gloo over shaped links, in times of what the line needs: the factors of `train/predict/cost.py`.
+"""Collectives of gloo over shaped links, in times of what the line needs: the factors of `lab/predict/cost.py`.
 
 Hosts are network namespaces on a bridge, as in predict.py. Needs root, and says so. Ranks come to a collective up to
 `--skew-ms` apart, as they do in training. `received first` is an all-to-all by hand, with all receives posted

@@ -24,13 +24,13 @@ import torch
 from numpy.typing import NDArray
 from table import Row, parser, show
 
-from paceline.recipes.asr.decoding.arpa import read_arpa, write_arpa
-from paceline.recipes.asr.decoding.decoder import BeamDecoder
-from paceline.recipes.asr.decoding.kneser_ney import estimate
-from paceline.recipes.asr.text.decode import greedy
-from paceline.recipes.asr.text.error_rate import word_errors
-from paceline.recipes.asr.text.labels import ENGLISH
-from paceline.recipes.asr.text.pieces import Pieces
+from paceline.recipes.speech.decoding.arpa import read_arpa, write_arpa
+from paceline.recipes.speech.decoding.decoder import BeamDecoder
+from paceline.recipes.speech.decoding.kneser_ney import estimate
+from paceline.recipes.speech.text.decode import greedy
+from paceline.recipes.speech.text.error_rate import word_errors
+from paceline.recipes.speech.text.labels import ENGLISH
+from paceline.recipes.speech.text.pieces import Pieces
 
 LETTERS_PER_SECOND = 14.0
 

@@ -43,10 +43,10 @@ from table import Row, parser, show
 
 from paceline.cli.main import main as paceline
 from paceline.data.fetch import Fetch, Request
-from paceline.data.manifest.read import read_manifests
 from paceline.data.packed.reader import open_packed
-from paceline.recipes.asr.data.utterances import Utterances, collate
-from paceline.recipes.asr.text.labels import EncodedTexts
+from paceline.recipes.speech.data.utterances import Utterances, collate
+from paceline.recipes.speech.manifest.read import read_manifests
+from paceline.recipes.speech.text.labels import EncodedTexts
 
 BATCH, PROCESSES = 32, 2
 KINDS = {"short": ((0.2, 0.7), 8000), "long": ((16.7, 16.7), 16000)}

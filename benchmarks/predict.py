@@ -43,9 +43,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.train.predict.calibration import calibrate
-from paceline.train.predict.links import parse_link
-from paceline.train.predict.prediction import predict
+from paceline.lab.predict.calibration import calibrate
+from paceline.lab.predict.links import parse_link
+from paceline.lab.predict.prediction import predict
 
 RANKS, CALIBRATED = (1, 2, 4, 8), 2
 EVERY = 4

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 import numpy as np
 from table import machine, parser
 
+from paceline.lab.predict.calibration import Calibration, Manner, MeasuredRun, StepSamples
+from paceline.lab.predict.links import LinkSpeed
+from paceline.lab.predict.prediction import predict
 from paceline.observe.records import Profile
-from paceline.train.predict.calibration import Calibration, Manner, MeasuredRun, StepSamples
-from paceline.train.predict.links import LinkSpeed
-from paceline.train.predict.prediction import predict
 
 NUM_STEPS, SPREAD, BACKWARD = 64, 0.01, 2 / 3
 BUCKET = 25 << 20

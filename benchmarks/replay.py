@@ -1,6 +1,6 @@
 """What keeping the replay buffer right on several ranks costs, and how fast a step of experience replay is alone.
 
-    python benchmarks/replay.py [--json] [--steps 300] [--ranks 1 2 4] [--data-root data] [--no-step]
+    python benchmarks/recipes/continual/replay.py [--json] [--steps 300] [--ranks 1 2 4] [--data-root data] [--no-step]
 
 Synchronisation alone: draw, observe and prefetch of a buffer in the middle of its stream, on gloo over loopback,
 against an all-gather of the whole batch and of the whole buffer in every step, which is how one would do it by hand.
@@ -66,7 +66,7 @@ class Counter:
         self.sent = 0
 
     def watch(self) -> None:
-        from paceline.replay import exchange
+        from paceline.recipes.continual.replay import exchange
 
         to_all, to_each = exchange.to_all, exchange.to_each
 
@@ -96,8 +96,8 @@ def work(rank: int, size: int, port: int, num_steps: int, pipe: Any) -> None:
     import torch.distributed as dist
 
     from paceline.data.partition import grain_ranks
-    from paceline.replay.buffer import ReplayBuffer
-    from paceline.replay.table import Field
+    from paceline.recipes.continual.replay.buffer import ReplayBuffer
+    from paceline.recipes.continual.replay.table import Field
     from paceline.world.discover.environment import World
     from paceline.world.start import start
 

@@ -21,13 +21,13 @@ import torch
 from numpy.typing import NDArray
 
 import paceline.asr
-from paceline.data.audio.recordings import Recordings
-from paceline.data.manifest.line import parse_object
-from paceline.data.manifest.raw_lines import raw_lines
-from paceline.data.manifest.read import read_manifests
-from paceline.recipes.asr.recognizer import Recognizer
-from paceline.recipes.asr.streaming.use import Windows, transcribe_long
-from paceline.recipes.asr.text.error_rate import word_edits
+from paceline.recipes.speech.audio.recordings import Recordings
+from paceline.recipes.speech.manifest.line import parse_object
+from paceline.recipes.speech.manifest.raw_lines import raw_lines
+from paceline.recipes.speech.manifest.read import read_manifests
+from paceline.recipes.speech.recognizer import Recognizer
+from paceline.recipes.speech.streaming.use import Windows, transcribe_long
+from paceline.recipes.speech.text.error_rate import word_edits
 
 FEED_S = 0.02
 QUIET = 5.0

@@ -15,16 +15,15 @@ from pydantic.fields import FieldInfo
 
 from paceline.cli.completion import options_of
 from paceline.cli.main import COMMANDS
-from paceline.cli.recipes import RECIPES
-from paceline.cli.sweep.command import SweepCommand
-from paceline.cli.tasks import find_task
-from paceline.cli.tune.command import TuneCommand
 from paceline.config.aliases import SHORT, aliases_of
 from paceline.config.command_line import dashed
 from paceline.config.parse import choices, is_flag, item, length, section, sequence, variants
 from paceline.config.plugin_name import group_of
 from paceline.config.sections import Option, parts
 from paceline.config.settings import GroupSettings, TrainConfig
+from paceline.lab.sweep.command import SweepCommand
+from paceline.lab.tune.command import TuneCommand
+from paceline.train.find_task import find_task, recipe_names
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pages import in_chinese, text, write  # beside this file
@@ -69,7 +68,7 @@ def page() -> str:
             continue
         blocks += _command(model, positional)
         if command == "train":
-            blocks += [block for recipe in RECIPES for block in _recipe(recipe)]
+            blocks += [block for recipe in recipe_names() for block in _recipe(recipe)]
     return "\n".join(blocks)
 
 
@@ -97,7 +96,7 @@ def _aliases() -> str:
     same = text("{other} is {name}")
     short = [same.format(other=f"`-{letter}`", name=f"`{dashed(name)}`") for letter, name in SHORT.items()]
     spellings: dict[str, str] = {}
-    for settings in (TrainConfig, *(find_task(recipe).Settings for recipe in RECIPES)):
+    for settings in (TrainConfig, *(find_task(recipe).Settings for recipe in recipe_names())):
         spellings |= aliases_of(settings)
     long = [same.format(other=f"`{dashed(other)}`", name=f"`{dashed(name)}`") for other, name in spellings.items()]
     return text("- Other spellings: {all}.").format(all=text(", ").join([*short, *long]))

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import paceline
-from paceline.cli.recipes import RECIPES
-from paceline.cli.tasks import find_task
 from paceline.config.settings import TrainConfig, exclusions_of
 from paceline.core.errors import PacelineError
 from paceline.core.together import Exclusion
 from paceline.train.autotune.limits import GRAPHS, KERNELS
+from paceline.train.find_task import find_task, recipe_names
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pages import in_chinese, text, write  # beside this file
@@ -67,7 +66,7 @@ def page() -> str:
 
 
 def _of_settings() -> list[Exclusion]:
-    sections = [TrainConfig, *(find_task(name).Settings for name in RECIPES)]
+    sections = [TrainConfig, *(find_task(name).Settings for name in recipe_names())]
     return list(dict.fromkeys(each for section in sections for each in exclusions_of(section)))
 
 

@@ -26,9 +26,6 @@ from pydantic import BaseModel
 import paceline
 from paceline.cli.completion import options_of
 from paceline.cli.main import COMMANDS
-from paceline.cli.manifest import ACTIONS
-from paceline.cli.recipes import RECIPES
-from paceline.cli.tasks import find_task
 from paceline.config import help as help_texts
 from paceline.config import messages
 from paceline.config.sections import docs
@@ -39,7 +36,9 @@ from paceline.observe.report.curves import NOTES
 from paceline.observe.report.figure import PHASE_COLORS
 from paceline.observe.report.runs import STANDINGS
 from paceline.observe.report.times import NUMBERS
+from paceline.recipes.speech.commands.manifest import ACTIONS
 from paceline.train.autotune.limits import GRAPHS, KERNELS
+from paceline.train.find_task import find_task, recipe_names
 
 SOURCE = Path(paceline.__file__).parent
 Texts = dict[str, list[str]]
@@ -185,7 +184,7 @@ _FIGURES = (
 
 
 def _together() -> Iterator[str]:
-    sections = [TrainConfig, *(find_task(name).Settings for name in RECIPES)]
+    sections = [TrainConfig, *(find_task(name).Settings for name in recipe_names())]
     entries = [each for section in sections for each in exclusions_of(section)]
     yield from (each.problem for each in entries)
     of_errors = [each for error in subclasses(PacelineError) for each in getattr(error, "excludes", ())]

@@ -26,18 +26,17 @@ from pydantic import create_model
 import paceline
 from paceline.cli.completion import options_of
 from paceline.cli.main import COMMANDS, main
-from paceline.cli.options import TrainCommand, train_options
-from paceline.cli.recipes import RECIPES
-from paceline.cli.tasks import find_task
 from paceline.cli.train import take_task
-from paceline.cli.tune import command as tune
 from paceline.config.aliases import aliases_of
 from paceline.config.command_line import read_words
 from paceline.config.load import load
 from paceline.config.settings import Section, TrainConfig
+from paceline.config.train_command import TrainCommand, train_options
+from paceline.lab.tune import command as tune
 from paceline.observe.journal import read
-from paceline.recipes.asr.network.config import NetworkSettings
+from paceline.recipes.speech.network.config import NetworkSettings
 from paceline.train import task
+from paceline.train.find_task import find_task, recipe_names
 from tests.commands import run_command
 from tests.forked import Forked
 
@@ -73,8 +72,8 @@ def _blocks(language: str) -> list[Block]:
 
 
 PYTHON = _blocks("python")
-RECIPE_SETTINGS = [find_task(name).Settings for name in RECIPES]
-RECIPE_USES = [find_task(name).Use for name in RECIPES if find_task(name).Use is not Section]
+RECIPE_SETTINGS = [find_task(name).Settings for name in recipe_names()]
+RECIPE_USES = [find_task(name).Use for name in recipe_names() if find_task(name).Use is not Section]
 EVERY_TRAIN_OPTION: Any = create_model(
     "EveryTrainOption",
     __base__=TrainCommand,
@@ -377,7 +376,7 @@ def test_options_named_in_running_text_exist() -> None:
     """`--words` in backticks on pages about ours, outside of tables of others' options."""
     known = {name for command in COMMANDS for name in options_of(command)[0].model_fields}
     known |= {*EVERY_TRAIN_OPTION.model_fields, *aliases_of(TrainConfig)}
-    known |= {name for recipe in RECIPES for name in aliases_of(find_task(recipe).Settings)}
+    known |= {name for recipe in recipe_names() for name in aliases_of(find_task(recipe).Settings)}
     known |= {"config", "help", "version", "hidden", "code_optimization", "plugins"}
     unknown = []
     for page in PAGES:

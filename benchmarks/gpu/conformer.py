@@ -12,7 +12,7 @@ has each layer compiled, which takes seconds since they are alike, and `bf16-lay
 graph by hand. All have our CTC, which is faster than torch's. `O2` is our engine on the plain modules,
 `O2+kernels+graphs` a way that `O4` may choose, and `O4` the fastest of its ways, found as a run finds it. `--profile`
 shows where a step goes. `--ways` runs our levels a second time, with other kernels than those in use
-(`paceline.speed.kernels.ways`). `--compile-only` fills the caches of torch and Triton for later, and times nothing.
+(`paceline.speed.layers.kernels.ways`). `--compile-only` fills the caches of torch and Triton, and times nothing.
 
 The floor of a step is the sum of what each part needs at least on an H200: FLOPs of the products, padding included, at
 788 TFLOP/s, the rate of a large product there, or bytes at 4.3 TB/s, whichever is more. Bytes are those of activations
@@ -42,14 +42,14 @@ from table import Row, parser, show
 
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
-from paceline.recipes.asr.fast import accelerate
-from paceline.recipes.asr.network.config import NetworkSettings, read_network
-from paceline.recipes.asr.network.conformer.encoder import ConformerEncoder
-from paceline.recipes.asr.network.encoder import Decoder
-from paceline.recipes.asr.text.ctc import ctc_loss_sum
+from paceline.recipes.speech.fast import accelerate
+from paceline.recipes.speech.network.config import NetworkSettings, read_network
+from paceline.recipes.speech.network.conformer.encoder import ConformerEncoder
+from paceline.recipes.speech.network.encoder import Decoder
+from paceline.recipes.speech.text.ctc import ctc_loss_sum
 from paceline.speed.autotune.candidates import Candidate, candidates
 from paceline.speed.autotune.choice import choose
-from paceline.speed.kernels.ways import MEASURED, Ways, using
+from paceline.speed.layers.kernels.ways import MEASURED, Ways, using
 from paceline.train.autotune import timing
 from paceline.train.task import Task
 from paceline.world.discover.environment import discover

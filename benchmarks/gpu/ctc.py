@@ -23,7 +23,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from table import Row, parser, show
 
-from paceline.recipes.asr.text.ctc import ctc_loss_sum, is_by_kernel
+from paceline.recipes.speech.text.ctc import ctc_loss_sum, is_by_kernel
 
 CLASSES = 29
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -15,10 +15,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import decoding as bench
 
-from paceline.recipes.asr.decoding.decoder import BeamDecoder
-from paceline.recipes.asr.decoding.kneser_ney import estimate
-from paceline.recipes.asr.decoding.ngram import Ngrams
-from paceline.recipes.asr.text.labels import ENGLISH
+from paceline.recipes.speech.decoding.decoder import BeamDecoder
+from paceline.recipes.speech.decoding.kneser_ney import estimate
+from paceline.recipes.speech.decoding.ngram import Ngrams
+from paceline.recipes.speech.text.labels import ENGLISH
 
 dice = np.random.default_rng(0)
 texts = bench._texts(Path(sys.argv[1]), dice)

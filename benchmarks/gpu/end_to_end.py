@@ -44,10 +44,10 @@ from table import Row, machine, parser, show
 from paceline.data.grain import Batch, Grain, map_tensors
 from paceline.observe.clock import elapsed
 from paceline.parallel.step import Step
-from paceline.recipes.asr.settings import AsrSettings
-from paceline.recipes.asr.sound.augment import Augmentation, pending
-from paceline.recipes.asr.sound.perturb import PerturbSettings, draw, max_stretch, perturb
-from paceline.recipes.asr.task import Asr
+from paceline.recipes.speech.settings import AsrSettings
+from paceline.recipes.speech.sound.augment import Augmentation, pending
+from paceline.recipes.speech.sound.perturb import PerturbSettings, draw, max_stretch, perturb
+from paceline.recipes.speech.task import Asr
 from paceline.train.benchmark import benchmark
 from paceline.train.feed import Feed
 from paceline.train.probe import Probe, unkept

@@ -27,7 +27,7 @@ from table import Row, parser, show
 
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Batch, Grain, map_tensors
-from paceline.recipes.asr.network.config import read_network
+from paceline.recipes.speech.network.config import read_network
 from paceline.speed.autotune.candidates import Candidate
 from paceline.train.autotune.timing import TimedSteps, Workload, compile_kernels
 from paceline.world.discover.environment import World

@@ -21,10 +21,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from table import Row, parser, show
 
-from paceline.speed.kernels import depthwise, norm, reference
-from paceline.speed.kernels import product as products
-from paceline.speed.kernels.tiles import padded_frames
-from paceline.speed.kernels.ways import Ways, using
+from paceline.recipes.speech.kernels.quartznet import depthwise, norm, reference
+from paceline.recipes.speech.kernels.quartznet import product as products
+from paceline.recipes.speech.kernels.tiles import padded_frames
+from paceline.speed.layers.kernels.ways import Ways, using
 
 FRAMES = 836
 SHAPES = [(256, 33), (256, 39), (512, 51), (512, 63), (512, 75)]

@@ -45,7 +45,7 @@ from table import Row, machine, parser, show
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Batch, Grain
 from paceline.parallel.summed import Summed
-from paceline.recipes.asr.network.config import NetworkSettings, read_network
+from paceline.recipes.speech.network.config import NetworkSettings, read_network
 from paceline.speed import precision
 from paceline.speed.autotune.candidates import Candidate
 from paceline.speed.graphs import CudaRecorder

@@ -10,7 +10,7 @@ would write them, `lightning` is its Trainer; `O0` to `O3` are our engine, and `
 run finds it.
 `bf16-channels-last` runs convolutions as two-dimensional ones of height 1. `--profile` shows where a step goes.
 A name with `@64` is for that batch alone; `O2+kernels+graphs` is a way that `O4` may choose. `--ways` runs our
-levels a second time, with other kernels than those in use (`paceline.speed.kernels.ways`).
+levels a second time, with other kernels than those in use (`paceline.speed.layers.kernels.ways`).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from table import Row, parser, show
 from paceline.config.settings import TrainConfig
 from paceline.data.grain import Grain
 from paceline.optim.adamw import AdamW
-from paceline.recipes.asr.fast import accelerate
-from paceline.recipes.asr.network.config import NetworkSettings, read_network
-from paceline.recipes.asr.network.encoder import Decoder, Encoder
-from paceline.recipes.asr.text.ctc import ctc_loss_sum
+from paceline.recipes.speech.fast import accelerate
+from paceline.recipes.speech.network.config import NetworkSettings, read_network
+from paceline.recipes.speech.network.encoder import Decoder, Encoder
+from paceline.recipes.speech.text.ctc import ctc_loss_sum
 from paceline.speed.autotune.candidates import Candidate, candidates
 from paceline.speed.autotune.choice import choose
-from paceline.speed.kernels.ways import MEASURED, Ways, using
+from paceline.speed.layers.kernels.ways import MEASURED, Ways, using
 from paceline.train.autotune import timing
 from paceline.train.task import Task
 from paceline.world.discover.environment import discover

@@ -237,7 +237,7 @@ def rows_of(kind: str, metric: str, values: Sequence[float]) -> list[Row]:
 
 
 def measure(bench: Bench, options: Any) -> list[Row]:
-    from paceline.observe.compare.significance import welch
+    from paceline.lab.compare.significance import welch
 
     data = bench.out / "train.h5", options.data / "librispeech" / "test.json"
     if not data[0].exists():

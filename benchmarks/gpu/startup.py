@@ -154,8 +154,8 @@ def phases(options: Any, data: Path, folder: Path) -> Iterator[Row]:
     import torch
 
     mark("import torch")
-    from paceline.recipes.asr.settings import AsrSettings
-    from paceline.recipes.asr.task import Asr
+    from paceline.recipes.speech.settings import AsrSettings
+    from paceline.recipes.speech.task import Asr
     from paceline.train.autotune import autotuner, timing
     from paceline.train.trainer import Trainer
     from paceline.world.discover.environment import discover

@@ -48,7 +48,7 @@ from paceline.recipes.translation.task import smoothed_loss
 from paceline.recipes.translation.text.vocabulary import BEGIN, END, PAD
 from paceline.speed.autotune.candidates import Candidate, candidates
 from paceline.speed.autotune.choice import choose
-from paceline.speed.kernels.ways import MEASURED, using
+from paceline.speed.layers.kernels.ways import MEASURED, using
 from paceline.train.autotune import timing
 from paceline.train.task import Task
 from paceline.world.discover.environment import discover

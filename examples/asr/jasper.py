@@ -18,8 +18,8 @@ from pathlib import Path
 
 from paceline.cli.main import main
 from paceline.core.errors import PacelineError
-from paceline.recipes.asr.exchange.nemo_yaml import max_seconds
-from paceline.recipes.asr.network.config import read_document
+from paceline.recipes.speech.exchange.nemo_yaml import max_seconds
+from paceline.recipes.speech.network.config import read_document
 from paceline.world.discover.environment import discover
 
 SCHEDULES = {

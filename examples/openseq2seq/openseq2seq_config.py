@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from paceline.cli.tasks import guarded
 from paceline.core.errors import PacelineError
+from paceline.train.find_task import guarded
 
 NAMES_ONLY = ("tensorflow", "open_seq2seq")
 

@@ -24,7 +24,7 @@ from openseq2seq_params import count_towers, translate
 from openseq2seq_text import USED_PARAMS, is_text_model, text_settings, text_to_infer
 
 from paceline.cli.main import main
-from paceline.cli.recipes import RECIPES
+from paceline.core import plugins
 from paceline.core.errors import PacelineError
 from paceline.train.task import Task
 from paceline.world.discover.environment import discover
@@ -34,7 +34,7 @@ from paceline.world.failure.together import user_message
 def task_name(model: Any) -> str:
     """What `paceline train` calls the task that a config names."""
     if isinstance(model, type) and issubclass(model, Task):
-        recipes = {place: name for name, place in RECIPES.items()}
+        recipes = {plugin.value: plugin.name for plugin in reversed(plugins.installed().of("recipes"))}
         return recipes.get(f"{model.__module__}:{model.__name__}", f"{inspect.getfile(model)}:{model.__name__}")
     if is_text_model(model):
         return "translation"

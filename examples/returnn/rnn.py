@@ -26,9 +26,9 @@ from returnn_options import KNOWN, translate
 from returnn_text import USED, text_settings
 
 from paceline.cli.main import main
-from paceline.cli.recipes import RECIPES
-from paceline.cli.tasks import guarded
+from paceline.core import plugins
 from paceline.core.errors import PacelineError
+from paceline.train.find_task import guarded
 from paceline.train.task import Task
 from paceline.world.discover.environment import discover
 from paceline.world.failure.together import user_message
@@ -73,7 +73,7 @@ def task_name(config: Mapping[str, Any], path: Path) -> str:
         raise OptionRefused(f"{path} is to have one subclass of paceline.Task, but has {names}")
     task = found[0]
     file = path if task.__module__ == config["__name__"] else Path(inspect.getfile(task))
-    recipes = {place: name for name, place in RECIPES.items()}
+    recipes = {plugin.value: plugin.name for plugin in reversed(plugins.installed().of("recipes"))}
     return recipes.get(f"{task.__module__}:{task.__name__}", f"{file}:{task.__name__}")
 
 

@@ -14,24 +14,24 @@ from paceline.core.version import VERSION
 if TYPE_CHECKING:
     from paceline.cli.average import Averaged as Averaged
     from paceline.cli.average import average as average
-    from paceline.cli.compare import compare as compare
-    from paceline.cli.load import load as load
-    from paceline.cli.predict.api import predict as predict
-    from paceline.cli.sweep.api import sweep as sweep
     from paceline.config.settings import TrainConfig as TrainConfig
     from paceline.core.errors import PacelineError as PacelineError
     from paceline.data.collate import pad_collate as pad_collate
     from paceline.data.grain import Batch as Batch
     from paceline.data.grain import Grain as Grain
     from paceline.data.packed.dataset import PackedDataset as PackedDataset
+    from paceline.lab.compare.command import compare as compare
+    from paceline.lab.compare.comparison import Comparison as Comparison
+    from paceline.lab.predict.api import predict as predict
+    from paceline.lab.predict.prediction import Prediction as Prediction
+    from paceline.lab.sweep.api import sweep as sweep
+    from paceline.lab.sweep.outcome import SweepResult as SweepResult
     from paceline.observe.callback import Callback as Callback
     from paceline.observe.callback import Watcher as Watcher
-    from paceline.observe.compare.comparison import Comparison as Comparison
     from paceline.train.engine import Engine as Engine
     from paceline.train.fit import fit as fit
+    from paceline.train.load import load as load
     from paceline.train.metrics import Gathered as Gathered
-    from paceline.train.predict.prediction import Prediction as Prediction
-    from paceline.train.sweep.outcome import SweepResult as SweepResult
     from paceline.train.task import Stage as Stage
     from paceline.train.task import Task as Task
     from paceline.train.trainer import Result as Result
@@ -43,13 +43,13 @@ avoid_undescribed()  # before oneDNN, which asks once, computes anything
 _HOMES = {
     "average": "paceline.cli.average",
     "Averaged": "paceline.cli.average",
-    "compare": "paceline.cli.compare",
-    "Comparison": "paceline.observe.compare.comparison",
-    "load": "paceline.cli.load",
-    "predict": "paceline.cli.predict.api",
-    "Prediction": "paceline.train.predict.prediction",
-    "sweep": "paceline.cli.sweep.api",
-    "SweepResult": "paceline.train.sweep.outcome",
+    "compare": "paceline.lab.compare.command",
+    "Comparison": "paceline.lab.compare.comparison",
+    "load": "paceline.train.load",
+    "predict": "paceline.lab.predict.api",
+    "Prediction": "paceline.lab.predict.prediction",
+    "sweep": "paceline.lab.sweep.api",
+    "SweepResult": "paceline.lab.sweep.outcome",
     "PacelineError": "paceline.core.errors",
     "TrainConfig": "paceline.config.settings",
     "pad_collate": "paceline.data.collate",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.recipes.asr.fast import channels_last, fused
-from paceline.recipes.asr.network.config import read_network
-from paceline.recipes.asr.network.encoder import Encoder
-from paceline.recipes.asr.recognizer import Recognizer, load
+from paceline.recipes.speech.fast import channels_last, fused
+from paceline.recipes.speech.network.config import read_network
+from paceline.recipes.speech.network.encoder import Encoder
+from paceline.recipes.speech.recognizer import Recognizer, load
 
 __all__ = ["Encoder", "Recognizer", "channels_last", "fused", "load", "read_network"]

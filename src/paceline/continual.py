@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paceline.recipes.continual.method import Answer, Method
+from paceline.recipes.continual.replay.buffer import ReplayBuffer
+from paceline.recipes.continual.replay.table import Field
 from paceline.recipes.continual.task import Continual
-from paceline.replay.buffer import ReplayBuffer
-from paceline.replay.table import Field
 
 __all__ = ["Answer", "Continual", "Field", "Method", "ReplayBuffer"]

@@ -124,7 +124,7 @@ def warm_up() -> None:
         "paceline.world.launch.launcher",
         "paceline.world.launch.survivors",
         "paceline.recipes.continual.task",
-        "paceline.recipes.asr.task",
+        "paceline.recipes.speech.task",
         "paceline.data.packed.dataset",
         "paceline.data.packed.from_samples",
         "torch.distributed.fsdp",

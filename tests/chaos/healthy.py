@@ -49,8 +49,8 @@ def make(folder: Path, nursery: Nursery) -> Path:
 
 
 def _files(folder: Path) -> int:
-    from tests.recipes.asr import tiny
-    from tests.recipes.asr.exchange import test_nemo as nemo
+    from tests.recipes.speech import tiny
+    from tests.recipes.speech.exchange import test_nemo as nemo
 
     tiny.speech(folder, "train", 4, seed=1)
     tiny.speech(folder, "dev", 2, seed=2)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.core.even import even_sizes
 from paceline.data.partition import cut, grain_ranks
-from paceline.replay.exchange import cut as cut_pieces
+from paceline.recipes.continual.replay.exchange import cut as cut_pieces
 
 
 @given(st.integers(0, 200), st.integers(1, 20))

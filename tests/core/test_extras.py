@@ -19,7 +19,8 @@ def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     gone = [
         name
         for name in sys.modules
-        if name.partition(".")[0] in packages or name.startswith(("paceline.recipes.asr", "paceline.data.audio"))
+        if name.partition(".")[0] in packages
+        or name.startswith(("paceline.recipes.speech", "paceline.recipes.speech.audio"))
     ]
     for name in gone:  # what is imported anew meanwhile must not stay as an attribute of its package
         package, _, child = name.rpartition(".")

@@ -93,8 +93,8 @@ def test_chinese_is_spoken_where_it_can_be_written(encodings: tuple[str | None, 
 
 def test_a_broken_manifest_is_told_in_chinese(tmp_path: Path) -> None:
     """The likeliest mistake of a speech user: reasons, counts and advice, each in the language of the reader."""
-    from paceline.data.manifest.bad_line import BadManifest
-    from paceline.data.manifest.read import read_manifests
+    from paceline.recipes.speech.manifest.bad_line import BadManifest
+    from paceline.recipes.speech.manifest.read import read_manifests
 
     file = tmp_path / "train.json"
     file.write_text('{"audio_filepath": "a.wav", "text": "x"}\n{"audio_filepath":\n', encoding="utf-8")

@@ -11,8 +11,8 @@ import torch
 from paceline import PackedDataset
 from paceline.cli.main import main
 from paceline.core.cloud.file_copy import bring
-from paceline.data.audio.read import read_audio
-from paceline.data.manifest.read import read_manifests
+from paceline.recipes.speech.audio.read import read_audio
+from paceline.recipes.speech.manifest.read import read_manifests
 from tests.shelf import Shelf
 
 soundfile = pytest.importorskip("soundfile")

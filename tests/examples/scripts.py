@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from paceline.cli.options import POSITIONAL, task_settings, train_options
-from paceline.cli.tasks import find_task
 from paceline.config.load import load
 from paceline.config.settings import TrainConfig
+from paceline.config.train_command import POSITIONAL, task_settings, train_options
+from paceline.train.find_task import find_task
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

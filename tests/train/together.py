@@ -21,12 +21,12 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from paceline.cli.tasks import find_task
 from paceline.core.errors import PacelineError
 from paceline.data.grain import Grain
 from paceline.observe.journal import read
 from paceline.speed import precision
 from paceline.speed.precision import Capabilities
+from paceline.train.find_task import find_task
 from paceline.train.task import Stage, Task
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from paceline.cli.main import COMMANDS, import_command
+from paceline.cli.main import command_names, import_command
 from paceline.config.help import Command, completion
 from paceline.config.load import load
 from paceline.config.settings import Section
@@ -23,7 +23,7 @@ OPTIONS, POSITIONAL = CompletionOptions, ("shell",)
 
 def run(argv: Sequence[str]) -> int:
     options = load(CompletionOptions, argv, prog="paceline completion", positional=POSITIONAL)
-    completion({name: options_of(name) for name in COMMANDS}, prog="paceline", shell=options.shell)
+    completion({name: options_of(name) for name in command_names()}, prog="paceline", shell=options.shell)
 
 
 def options_of(command: str) -> Command:

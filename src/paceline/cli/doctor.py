@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 from pydantic import Field
 
 from paceline.cli.procs import check_procs
-from paceline.cli.recipes import RECIPES
 from paceline.config.load import load
 from paceline.config.settings import BuiltInLogger, BuiltInOptimizer, BuiltInSchedule, PositiveFloat, Section
 from paceline.core.plugins import Group
@@ -113,7 +112,6 @@ def _levels(link: Link) -> str:
 def built_in_names() -> dict[Group, Collection[str]]:
     """Return the names that plugins may not have, by group."""
     return {
-        "recipes": RECIPES,
         "optimizers": get_args(BuiltInOptimizer),
         "schedules": get_args(BuiltInSchedule),
         "loggers": get_args(BuiltInLogger),

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from pydantic import ValidationError, create_model
 
 from paceline.cli.procs import check_procs
-from paceline.cli.recipes import recipe_of_model
 from paceline.config import messages
 from paceline.config.command_line import Typed, dashed, read_words
 from paceline.config.load import load
@@ -31,6 +30,7 @@ from paceline.core.plugins import are_enabled
 from paceline.core.plugins import names as plugin_names
 from paceline.core.run_folder import BrokenRecord, RunRecord, read_record
 from paceline.core.terminal import emit, tell
+from paceline.train.find_task import recipe_of_model
 
 if TYPE_CHECKING:
     from paceline.train.engine import Engine
@@ -262,7 +262,7 @@ def with_task_options(model: type[Options], typed: Typed, argv: Sequence[str]) -
             read_run(local_path(Path(words[0])))
         return model  # RUN is missing
     spec = str(typed.given["task"].raw) if "task" in typed.given else name
-    from paceline.cli.tasks import UnknownTask, find_task
+    from paceline.train.find_task import UnknownTask, find_task
 
     try:
         use = find_task(spec).Use
@@ -315,8 +315,8 @@ def open_run(
 
 def _opened(options: UseOptions) -> tuple[RunRecord, Task]:
     """Return the record of a run, or of one that a model by itself could be of, and its task."""
-    from paceline.cli.tasks import load_task
     from paceline.train.apply import read_run
+    from paceline.train.find_task import load_task
     from paceline.train.task import ReadsModels
 
     recipe = recipe_of_model(options.run)
@@ -347,7 +347,7 @@ def _wrong_options(task: Task, typed: Mapping[str, Any], error: ValidationError,
 
 def task_of(run: Path, spec_now: str | None, record: RunRecord) -> Task:
     """Return the task of a run: from where the record names it, or from where the user says that it is now."""
-    from paceline.cli.tasks import UnknownTask, load_task
+    from paceline.train.find_task import UnknownTask, load_task
 
     if spec_now is not None:
         return load_task(spec_now)
@@ -384,8 +384,8 @@ def _sets(spec: str) -> Mapping[str, Any]:
 
 def call_data_function(spec: str) -> Any:
     """Return the data of `path/to/file.py:function`."""
-    from paceline.cli import tasks
     from paceline.core.user_file import guarded
+    from paceline.train import find_task as tasks
 
     path, separator, name = spec.rpartition(":")
     if not separator:

@@ -19,14 +19,9 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "train": "train a task on this machine or under any launcher",
-    "tune": "measure which settings train a task fastest here, or find a learning rate",
-    "predict": "say how fast a run would be on other numbers of ranks, and what it would cost",
-    "sweep": "search settings that train a task best, by many trials",
     "eval": "measure a trained run on its validation sets or on others",
     "infer": "predict with a trained run",
     "average": "write the mean of a run's last or best checkpoints as one, and validate it",
-    "manifest": "make, check and split manifests of speech data",
-    "lm": "make an n-gram language model of text, or measure one",
     "pack": "pack data into HDF5 that is read at memory speed",
     "export": "write a trained model as files that other programs can read",
     "launch": "start a command as several ranks, on this machine or on each of several",
@@ -34,19 +29,34 @@ COMMANDS = {
     "doctor": "check a machine, or all ranks of an allocation, and say what is wrong",
     "runs": "list runs: what was trained, how far, how well",
     "diff": "show how two runs differ",
-    "compare": "compare runs of several seeds: difference of means, p-values, steps to a value",
     "report": "write one page about runs: losses, metrics, time, verdicts, settings, samples",
-    "demo": "train something small and real, and report",
     "completion": "print a script that completes commands and options in your shell",
 }
+"""Commands of the core. Recipes, lab tools and other packages register theirs as plugins."""
 
-_FOLDERS = ("pack", "predict", "sweep", "tune")
+_FOLDERS = ("pack",)
 """Commands that have a folder; the others have a file of their name."""
+
+
+def command_names() -> list[str]:
+    """Return the names of all commands: the core's, then those of plugins."""
+    from paceline.core import plugins
+
+    return [*COMMANDS, *(name for name in plugins.names("commands") if name not in COMMANDS)]
 
 
 def import_command(name: str) -> Any:
     """Import the module of a command: `run(words)`, its options as the model `OPTIONS`, and `POSITIONAL`."""
-    return importlib.import_module(f"paceline.cli.{name}.command" if name in _FOLDERS else f"paceline.cli.{name}")
+    if name in COMMANDS:
+        return importlib.import_module(f"paceline.cli.{name}.command" if name in _FOLDERS else f"paceline.cli.{name}")
+    from paceline.core import plugins
+
+    plugin = plugins.find("commands", name)
+    assert plugin is not None, name
+    module = plugins.load_command(plugin).module
+    if plugin.is_ours:  # a package of ours that is missing has a better message
+        return importlib.import_module(module)
+    return plugins.guarded(plugin, "cannot be imported", lambda: importlib.import_module(module))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,10 +128,11 @@ def _command(words: list[str]) -> int:
 
         tell(f"paceline {__version__}\n")
         return 0
-    if words[0] not in COMMANDS:
-        nearest = difflib.get_close_matches(words[0], COMMANDS, n=1)
+    known = command_names()
+    if words[0] not in known:
+        nearest = difflib.get_close_matches(words[0], known, n=1)
         meant = said("did you mean `paceline {name}`?").format(name=nearest[0] if nearest else "")
-        hint = meant if nearest else said("commands: {names}").format(names=", ".join(COMMANDS))
+        hint = meant if nearest else said("commands: {names}").format(names=", ".join(known))
         what = said("there is no command {name!r}").format(name=words[0])
         warn(f"{said('error: ')}{what}\n  {hint}\n")
         return 2
@@ -165,9 +176,20 @@ def _mistake(error: PacelineError) -> int:
 
 
 def _help() -> str:
-    lines = [f"  {name:<12}{said(what)}" for name, what in COMMANDS.items()]
+    lines = [f"  {name:<12}{said(what)}" for name, what in [*COMMANDS.items(), *_plugin_commands()]]
     more = [
         said("`paceline COMMAND --help` lists a command's options"),
         said("`--no-plugins` leaves out what other packages add"),
     ]
     return "\n".join([said("usage: paceline COMMAND [OPTIONS]"), "", *lines, "", *more, ""])
+
+
+def _plugin_commands() -> Iterator[tuple[str, str]]:
+    """Yield the name and description of each command that a plugin registers."""
+    from paceline.core import plugins
+
+    for plugin in plugins.installed().of("commands"):
+        try:
+            yield plugin.name, plugins.load_command(plugin).about
+        except plugins.PluginFails as error:  # one broken package must not hide the others
+            yield plugin.name, str(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from paceline.cli.recipes import REPORTS
 from paceline.config.load import load
 from paceline.config.settings import Section
+from paceline.core import plugins
 from paceline.core.cloud.address import Place
 from paceline.core.cloud.file_copy import send
 from paceline.core.cloud.run_copy import bring_run
@@ -92,9 +91,10 @@ def watch(folders: Sequence[Path], port: int | None) -> int:
 
 
 def recipe_reports() -> list[RecipeReport]:
-    """Import what the recipes add to reports."""
-    places = (place.partition(":") for place in REPORTS)
-    return [getattr(importlib.import_module(module), name)() for module, _, name in places]
+    """Return the report sections that plugins register."""
+    return [
+        plugins.guarded(plugin, "cannot be made", plugins.load(plugin)) for plugin in plugins.installed().of("reports")
+    ]
 
 
 def write_report(folders: Sequence[Path], path: Path) -> str:

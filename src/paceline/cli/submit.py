@@ -408,9 +408,9 @@ def _option(name: str, value: str) -> list[str]:
 def _read_training(words: list[str]) -> tuple[TrainConfig, str]:
     """Return the settings that `paceline train` would read from these words, and a short name of the task."""
     from paceline.cli import train
-    from paceline.cli.options import POSITIONAL as OF_TRAIN
-    from paceline.cli.options import task_settings, train_options
-    from paceline.cli.tasks import find_task
+    from paceline.config.train_command import POSITIONAL as OF_TRAIN
+    from paceline.config.train_command import task_settings, train_options
+    from paceline.train.find_task import find_task
 
     name, rest = train.take_task(words)
     if name is None:

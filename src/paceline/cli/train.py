@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cli.launch import failure_problems
-from paceline.cli.options import POSITIONAL, TrainCommand, task_settings, train_options
 from paceline.cli.procs import check_procs
-from paceline.cli.recipes import RECIPES
 from paceline.config.command_line import read_words
 from paceline.config.load import as_yaml, load
 from paceline.config.problems import Problem, SettingsInvalid
 from paceline.config.run_path import run_folder
 from paceline.config.settings import Section, TrainConfig
+from paceline.config.train_command import POSITIONAL, TrainCommand, task_settings, train_options
 from paceline.core import plugins
 from paceline.core.cloud.address import local_path, refuse_memory, shown
 from paceline.core.cloud.file_copy import exists
@@ -64,7 +63,7 @@ def take_task(words: Sequence[str], options: type[Section] = OPTIONS) -> tuple[s
 
 
 def _looks_like_task(word: str) -> bool:
-    return word in RECIPES or re.search(r"\.py:\w+$", word) is not None or word in plugins.names("recipes")
+    return re.search(r"\.py:\w+$", word) is not None or word in plugins.names("recipes")
 
 
 def _run(world: World, name: str, rest: list[str]) -> int:
@@ -87,7 +86,7 @@ def _run(world: World, name: str, rest: list[str]) -> int:
 
 def _train(world: World, task_class: type[Task], name: str, settings: TrainConfig) -> int:
     """Train as one rank; return the exit code."""
-    from paceline.cli.tasks import make_task
+    from paceline.train.find_task import make_task
     from paceline.train.fit import fit, fit_surviving
     from paceline.world.failure.board import EXIT_DIVERGED, EXIT_STOPPED
     from paceline.world.rounds import Rounds
@@ -126,7 +125,7 @@ def _with_timeline(world: World, settings: TrainConfig, environment: Mapping[str
 
 def _find(name: str, rest: list[str]) -> type[Task]:
     """Return the task's class. If there is none, mistakes in the settings that all tasks share are reported, too."""
-    from paceline.cli.tasks import UnknownTask, find_task
+    from paceline.train.find_task import UnknownTask, find_task
 
     try:
         return find_task(name)

@@ -1,7 +1,8 @@
-"""Plugins: recipes, optimizers, schedules, loggers and launchers of other packages, found by their entry points.
+"""Plugins: recipes, commands, report sections, optimizers, ... of installed packages, found by their entry points.
 
-Listing reads what installed packages say of themselves and imports none of them. A plugin is imported when a run uses
-it; what fails there is said with the package's name. The groups are `paceline.recipes`, `paceline.optimizers`, ...
+Paceline registers its own recipes and lab tools in the same groups (`pyproject.toml`), so the core names none of them.
+Listing reads the metadata of installed packages and imports none of them. A plugin is imported when it is used; an
+error in it is reported with the name of its package. The groups are `paceline.recipes`, `paceline.commands`, ...
 """
 
 from __future__ import annotations
@@ -19,13 +20,24 @@ from typing import Any, Literal, TypeVar, get_args
 
 from paceline.core.errors import PacelineError, first_line
 
-Group = Literal["recipes", "optimizers", "schedules", "loggers", "launchers"]
+Group = Literal["recipes", "commands", "reports", "models", "optimizers", "schedules", "loggers", "launchers"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 PREFIX = "paceline."
 SWITCH = "PACELINE_NO_PLUGINS"
-"""Environment variable: if set, and not to 0, there are no plugins. `--no-plugins` sets it."""
+"""Environment variable: if set, and not to 0, plugins of other packages are ignored. `--no-plugins` sets it."""
+PACKAGE = "paceline"
 OURS = "paceline itself"
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the command line. Its module is imported when the command runs, so keep this declaration light."""
+
+    about: str
+    """One line for `paceline --help`."""
+    module: str
+    """Module with `run(words) -> exit code`, the options as the model `OPTIONS`, and `POSITIONAL`."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +49,16 @@ class Plugin:
     package: str
     version: str
     value: str
-    """Its place: `module:name`."""
+    """`module:name` of the object."""
+
+    @property
+    def is_ours(self) -> bool:
+        """True for what Paceline itself registers."""
+        return self.package == PACKAGE
 
     @property
     def origin(self) -> str:
-        return f"{self.package} {self.version}".strip()
+        return OURS if self.is_ours else f"{self.package} {self.version}".strip()
 
     @property
     def title(self) -> str:
@@ -62,6 +79,11 @@ class Catalog:
 
     def of(self, group: Group) -> list[Plugin]:
         return [plugin for plugin in self.plugins if plugin.group == group]
+
+    @property
+    def others(self) -> tuple[Plugin, ...]:
+        """Plugins of other packages."""
+        return tuple(plugin for plugin in self.plugins if not plugin.is_ours)
 
 
 class PluginsClash(PacelineError):
@@ -102,7 +124,8 @@ def are_enabled() -> bool:
 
 def installed() -> Catalog:
     """Return all plugins, in the order of packages on Python's path. Nothing is imported."""
-    return _scan(tuple(sys.path)) if are_enabled() else Catalog()
+    catalog = _scan(tuple(sys.path))
+    return catalog if are_enabled() else Catalog(tuple(plugin for plugin in catalog.plugins if plugin.is_ours))
 
 
 def names(group: Group) -> list[str]:
@@ -144,6 +167,14 @@ def load(plugin: Plugin) -> Any:
         return functools.reduce(getattr, path.split("."), importlib.import_module(module))
 
     return guarded(plugin, "cannot be loaded", get)
+
+
+def load_command(plugin: Plugin) -> Command:
+    """Return the declaration of a command."""
+    command = load(plugin)
+    if not isinstance(command, Command):
+        raise unfit(plugin, command, "a paceline.plugins.Command")
+    return command
 
 
 def guarded(plugin: Plugin, doing: str, action: Callable[[], T]) -> T:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from paceline.config.settings import TrainConfig
 from paceline.core.failure_rate import parse_failures
 from paceline.core.units import counted, duration
+from paceline.lab.predict.goodput import DAY_S, auto_steps
 from paceline.train.position import Position
-from paceline.train.predict.goodput import DAY_S, auto_steps
 from paceline.world.link import Link
 
 

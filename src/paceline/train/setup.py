@@ -58,7 +58,11 @@ def plugins_of(task: Task, config: TrainConfig, launcher: str) -> list[plugins.P
     ]
     named = [plugin for group, name, own in names if (plugin := plugins.find(group, name, own)) is not None]
     home = f"{type(task).__module__}:{type(task).__qualname__}"
-    recipes = [each for each in plugins.installed().of("recipes") if task.spec == each.name or each.value == home]
+    recipes = [
+        plugin
+        for plugin in plugins.installed().of("recipes")
+        if not plugin.is_ours and (task.spec == plugin.name or plugin.value == home)
+    ]
     launchers = [plugin_of(launcher)] if launcher not in BUILT_IN else []
     return [*recipes[:1], *named, *(each for each in launchers if each is not None)]
 

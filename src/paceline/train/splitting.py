@@ -19,11 +19,11 @@ from paceline.core.errors import PacelineError, first_line
 from paceline.core.terminal import tell
 from paceline.core.together import Exclusion
 from paceline.core.units import counted
+from paceline.lab.tune.process import kind_of
 from paceline.observe.callback import Callback
 from paceline.train.loss import OutOfMemory
 from paceline.train.task import Task
 from paceline.train.trainer import Result, Trainer
-from paceline.train.tune.process import kind_of
 from paceline.world.link import Link
 
 

@@ -19,7 +19,7 @@ from paceline.data.plan import Plan, RankPlan
 from paceline.observe.records import Profile
 from paceline.parallel.cut import CannotShard, Cut
 from paceline.parallel.summed import BUCKET_BYTES, grouped
-from paceline.replay.buffer import ReplayBuffer
+from paceline.recipes.continual.replay.buffer import ReplayBuffer
 from paceline.train.prepare import Prepared
 
 FIRST_WATCHED, NUM_WATCHED = 3, 8

@@ -15,7 +15,7 @@ import torch
 from paceline.cli.main import main
 from paceline.data.packed.dataset import PackedDataset
 from paceline.data.packed.reader import open_packed
-from tests.recipes.asr import tiny
+from tests.recipes.speech import tiny
 
 Shown = pytest.CaptureFixture[str]
 TASK = """

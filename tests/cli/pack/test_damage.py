@@ -14,7 +14,7 @@ from paceline.cli.main import main
 from paceline.data.packed import layout
 from paceline.data.packed.dataset import PackedDataset
 from paceline.data.packed.reader import open_packed
-from tests.recipes.asr import tiny
+from tests.recipes.speech import tiny
 
 Shown = pytest.CaptureFixture[str]
 NUMBER, HIT = 12, 7

@@ -11,7 +11,7 @@ import pytest
 from paceline.cli.main import main
 from paceline.data.packed.reader import open_packed
 from tests.cli.pack.test_options import Shown, folder, said
-from tests.recipes.asr import tiny
+from tests.recipes.speech import tiny
 
 __all__ = ["folder"]
 

@@ -19,7 +19,7 @@ from paceline.data.packed.dataset import PackedDataset
 from paceline.data.packed.errors import PackedUnreadable
 from paceline.data.packed.reader import open_packed
 from tests.data.packing import Sentences, needs_returnn, packed
-from tests.recipes.asr import tiny
+from tests.recipes.speech import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # RETURNN's own are not ours to mend
 

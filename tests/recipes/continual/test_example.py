@@ -14,8 +14,8 @@ from types import ModuleType
 
 import pytest
 
-from paceline.cli.options import train_options
 from paceline.config.load import load
+from paceline.config.train_command import train_options
 from paceline.recipes.continual.settings import ContinualSettings
 from tests.commands import run_command
 from tests.recipes.continual.small import alone, train

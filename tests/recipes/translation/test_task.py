@@ -12,8 +12,8 @@ import sacrebleu
 import torch
 
 from paceline.data.grain import Grain
-from paceline.observe.compare.sample_scores import read_scores
 from paceline.observe.journal import read
+from paceline.observe.sample_scores import read_scores
 from paceline.recipes.translation.network.scores import smoothed_loss
 from paceline.recipes.translation.settings import TranslationSettings
 from paceline.recipes.translation.task import Translation

@@ -1,3 +1,3 @@
 """Fixtures of tests of layers."""
 
-from tests.speed.kernels.conftest import interpreted as interpreted
+from tests.recipes.speech.kernels.conftest import interpreted as interpreted

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.layers import DropoutAddNorm, dropout_add_norm
-from paceline.speed.kernels.row_norm import factor, kept, threshold
 from paceline.speed.layers.added_norm import added_norm, added_norm_backward
-from tests.speed.kernels.separable import distance
+from paceline.speed.layers.kernels.row_norm import factor, kept, threshold
+from tests.recipes.speech.kernels.quartznet.separable import distance
 
 EPS = 1e-5
 
@@ -84,7 +84,7 @@ def test_plain_parts_where_there_is_no_kernel() -> None:
 
 @pytest.fixture
 def kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    from paceline.speed.kernels import added_rows
+    from paceline.speed.layers.kernels import added_rows
 
     monkeypatch.setattr(added_rows, "MOST_PROGRAMS", 3)  # several rows for each
     return added_rows

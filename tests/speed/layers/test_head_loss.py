@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.layers import LinearCrossEntropy, linear_cross_entropy
-from paceline.speed.kernels.ways import MEASURED, using
 from paceline.speed.layers.head_loss import BadChunk, BadSmoothing, TargetMisfit, _head_loss
+from paceline.speed.layers.kernels.ways import MEASURED, using
 
 TOKENS, WIDTH, VOCABULARY, IGNORED = (3, 7), 8, 29, 1
 
@@ -145,7 +145,7 @@ def test_operator_keeps_its_word() -> None:
 
 @pytest.fixture
 def kernel(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    from paceline.speed.kernels import score_rows
+    from paceline.speed.layers.kernels import score_rows
 
     monkeypatch.setattr(score_rows, "BLOCK", 8)  # several to a row
     return score_rows

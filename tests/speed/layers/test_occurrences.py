@@ -34,7 +34,7 @@ def test_every_place_is_in_one_piece_of_its_token(tokens: list[int]) -> None:
 
 
 def test_kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.speed.kernels import embedded_rows
+    from paceline.speed.layers.kernels import embedded_rows
 
     monkeypatch.setattr(occurrences, "PIECE", 4)
     tokens = np.array([3, 3, 7, 3, 0, 3, 9, 3, 3, 0, 3] + [7] * 9)

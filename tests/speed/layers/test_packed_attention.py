@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.layers import Packing, packed_attention
-from paceline.speed.kernels.ways import MEASURED, using
+from paceline.speed.layers.kernels.ways import MEASURED, using
 from paceline.speed.layers.packed_attention import CausalAcross, PackingMisfit, RowsTooShort, SequencesDiffer
-from tests.speed.kernels.separable import distance
+from tests.recipes.speech.kernels.quartznet.separable import distance
 
 HEADS, WIDTH = 2, 8
 
@@ -108,7 +108,7 @@ def test_dropout_is_fair_and_mistakes_are_told() -> None:
 
 @pytest.fixture
 def kernels(interpreted: None) -> Any:
-    from paceline.speed.kernels import packed_rows
+    from paceline.speed.layers.kernels import packed_rows
 
     return packed_rows
 

@@ -13,12 +13,12 @@ from paceline.core.language import said
 from paceline.core.paths import near
 from paceline.core.terminal import tell, warn
 from paceline.core.units import counted, duration, plural, size
-from paceline.data.manifest.bad_line import MOST_SHOWN
 from paceline.data.packed.extract import extract, is_free
 from paceline.data.packed.layout import LeftOut
 from paceline.data.packed.reader import Packed, Stream, open_packed
 from paceline.data.packed.verify import is_verifiable, num_bytes, verify
 from paceline.observe.bars import SideBar
+from paceline.recipes.speech.manifest.bad_line import MOST_SHOWN
 
 _EXTRACTING = frozenset({"start_seq", "end_seq", "bad_data", "force"})
 """Options with an effect on `--extract`; none have one on the others."""

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 
 from paceline.config.settings import Positive, Section
 from paceline.core.errors import PacelineError
-from paceline.data.manifest.bad_line import MOST_SHOWN
+from paceline.recipes.speech.manifest.bad_line import MOST_SHOWN
 
 _UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 

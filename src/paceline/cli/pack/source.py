@@ -9,8 +9,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.pack.options import PackOptions, PackUsage, refuse_idle, rows_of
-from paceline.cli.recipes import recipe_names
 from paceline.config.load import load
+from paceline.core import plugins
 from paceline.core.cloud.address import local_path
 from paceline.core.terminal import tell
 from paceline.core.units import counted, plural
@@ -18,7 +18,7 @@ from paceline.data.packed.errors import is_packed
 
 if TYPE_CHECKING:
     from paceline.data.packed.pack import Source
-    from paceline.recipes.asr.data.packing import Features
+    from paceline.recipes.speech.data.packing import Features
 
 _OF_SPEECH = ("sample_rate", "features", "network", "trim_silence")
 _OF_TASKS = ("part", "task_config")
@@ -31,7 +31,7 @@ def source_of(options: PackOptions, words: Sequence[str]) -> Source:
     for word in words:
         if word.endswith(".py"):
             raise PackUsage(f"{word}: nothing in it is named", f"type {word}:NAME; {_available(word)}")
-    recipes = recipe_names()
+    recipes = plugins.names("recipes")
     tasks = [word for word in words if word in recipes or ".py:" in word]
     if tasks and len(words) > 1:
         raise PackUsage(
@@ -107,11 +107,11 @@ def _parallel(options: PackOptions, words: Sequence[str]) -> Source:
 
 
 def _speech(options: PackOptions, words: Sequence[str]) -> Source:
-    from paceline.data.manifest.read import read_manifests
     from paceline.data.packed.layout import LeftOut
+    from paceline.recipes.speech.manifest.read import read_manifests
 
     try:
-        from paceline.data.packed.from_manifest import ManifestSource
+        from paceline.recipes.speech.data.pack_source import ManifestSource
     except ModuleNotFoundError as error:  # soundfile, soxr
         hint = "pip install 'paceline[asr]'"
         raise PackUsage(f"audio needs the package {error.name}, which is not installed", hint) from None
@@ -136,7 +136,7 @@ def _speech(options: PackOptions, words: Sequence[str]) -> Source:
 
 
 def _features(options: PackOptions) -> Features:
-    from paceline.recipes.asr.data.packing import Features
+    from paceline.recipes.speech.data.packing import Features
 
     features = Features(options.network)
     if options.sample_rate not in (None, features.sample_rate):
@@ -171,8 +171,8 @@ def _kind(data: Any) -> str:
 
 def _data(options: PackOptions, name: str) -> Any:
     """Return the data of `file.py:name`: a data set, the result of a function, or the data of a task."""
-    from paceline.cli import tasks
     from paceline.core.user_file import guarded
+    from paceline.train import find_task as tasks
     from paceline.train.task import Task
 
     path, _, member = name.rpartition(":")
@@ -190,7 +190,7 @@ def _data(options: PackOptions, name: str) -> Any:
 
 def _available(path: str, member: str = "") -> str:
     """Return a hint at what a file has to pack: tasks, classes and functions that it defines, and sequences."""
-    from paceline.cli import tasks
+    from paceline.train import find_task as tasks
 
     module = tasks.import_file(Path(path))
     names = [name for name, value in vars(module).items() if not name.startswith("_") and _may_be_data(value, module)]
@@ -217,12 +217,12 @@ def _code(options: PackOptions, name: str) -> str:
 
 def _task_data(options: PackOptions, name: str) -> Any:
     """Return the data of a task, made as training would make it."""
-    from paceline.cli.tasks import load_task
+    from paceline.train.find_task import load_task
     from paceline.train.task import PacksData, Surroundings, stages_of
     from paceline.world.discover.environment import discover
     from paceline.world.start import start
 
-    if name == "asr":
+    if name in ("asr", "speech"):
         raise PackUsage("the recipe 'asr' is packed from its manifests", "type `paceline pack train.json train.h5`")
     task = load_task(name)
     # The length of training does not matter here, but every task needs one.

@@ -21,9 +21,9 @@ from paceline.core.disk import cannot_write, is_aside, replacing
 from paceline.core.errors import PacelineError
 from paceline.core.json_text import json_text
 from paceline.core.paths import near
-from paceline.data.manifest.packed import durations
 from paceline.data.packed.reader import Packed
 from paceline.data.packed.verify import CheckedRows, RowDamaged
+from paceline.recipes.speech.manifest.packed import durations
 
 MANIFEST = "manifest.json"
 LIST = ".paceline-extracted"

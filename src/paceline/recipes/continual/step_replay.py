@@ -17,9 +17,9 @@ from paceline.core.errors import PacelineError
 from paceline.data.grain import Batch, Grain
 from paceline.data.partition import grain_ranks
 from paceline.recipes.continual.method import Answer, Method, Replayed
+from paceline.recipes.continual.replay.buffer import Items, ReplayBuffer
 from paceline.recipes.continual.settings import ContinualSettings
 from paceline.recipes.continual.streams import Stream
-from paceline.replay.buffer import Items, ReplayBuffer
 from paceline.world.link import Link
 
 

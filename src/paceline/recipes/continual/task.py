@@ -21,11 +21,11 @@ from paceline.recipes.continual.files import Labelled
 from paceline.recipes.continual.matrix import Results
 from paceline.recipes.continual.method import Answer, Incoming, Method, NotAnAnswer, Replayed
 from paceline.recipes.continual.methods import METHODS
+from paceline.recipes.continual.replay.buffer import ReplayBuffer
+from paceline.recipes.continual.replay.exchange import cut
+from paceline.recipes.continual.replay.table import Field
 from paceline.recipes.continual.settings import ContinualSettings
 from paceline.recipes.continual.step_replay import StepReplay
-from paceline.replay.buffer import ReplayBuffer
-from paceline.replay.exchange import cut
-from paceline.replay.table import Field
 from paceline.train.task import Stage, Sums, Task
 
 PART = 256

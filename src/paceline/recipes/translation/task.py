@@ -13,7 +13,7 @@ from paceline.core.disk import replacing
 from paceline.core.errors import PacelineError
 from paceline.core.run_folder import RunFolder
 from paceline.data.grain import Grain
-from paceline.observe.compare.sample_scores import SampleScores, write_scores
+from paceline.observe.sample_scores import SampleScores, write_scores
 from paceline.recipes.translation.data.corpus import Corpus, as_lines
 from paceline.recipes.translation.data.packed import CollatePacked, PackedLadder
 from paceline.recipes.translation.data.pairs import Collate, Lines, Pairs, ladder

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.speed.kernels import ways
-from paceline.speed.kernels.row_norm import factor, kept, threshold
+from paceline.speed.layers.kernels import ways
+from paceline.speed.layers.kernels.row_norm import factor, kept, threshold
 from paceline.speed.operators import operator
 
 MOST_WIDTH = 8192
@@ -38,7 +38,7 @@ def added_norm(
     `shift` is (width), the bias of the layer before; `seed` is (2,) int32, None without dropout.
     """
     if x.is_cuda:
-        from paceline.speed.kernels import added_rows
+        from paceline.speed.layers.kernels import added_rows
 
         return added_rows.forward(x, shift, residual, weight, bias, seed, threshold(dropout), factor(dropout), eps)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -79,7 +79,7 @@ def added_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, of the residual, and (3, width) of weight, bias and shift."""
     if g.is_cuda:
-        from paceline.speed.kernels import added_rows
+        from paceline.speed.layers.kernels import added_rows
 
         return added_rows.backward(g, g_total, total, moments, weight, seed, threshold(dropout), factor(dropout))
     wide = moments.dtype

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError
-from paceline.speed.kernels import ways
+from paceline.speed.layers.kernels import ways
 from paceline.speed.operators import operator
 
 MOST_LOGITS = 2**27
@@ -136,7 +136,7 @@ def _fused_slope(
     has_gradients: bool,
 ) -> Tensor:
     """As `_slope`, by a kernel that reads logits and writes their gradient in place."""
-    from paceline.speed.kernels import score_rows
+    from paceline.speed.layers.kernels import score_rows
 
     logits = x @ rows.T
     score_rows.cross_entropy(logits, target, losses, label_smoothing, ignore_index, has_gradients)

@@ -67,7 +67,7 @@ def _filled(values: NDArray[np.int64], size: int, rest: int) -> NDArray[np.int32
 def add_rows(table: Tensor, tokens: Tensor, rows: Tensor, occurrences: Occurrences, scale: float) -> None:
     """Add `scale` times each row to that of its token in (vocabulary, width)."""
     if table.is_cuda:
-        from paceline.speed.kernels import embedded_rows
+        from paceline.speed.layers.kernels import embedded_rows
 
         embedded_rows.add_rows(table, rows, occurrences, scale)
     else:

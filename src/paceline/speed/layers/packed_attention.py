@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.errors import PacelineError
-from paceline.speed.kernels import ways
+from paceline.speed.layers.kernels import ways
 
 MOST_HEAD_WIDTH = 256
 """Of varlen attention."""
@@ -217,7 +217,7 @@ class _Attention(torch.autograd.Function):
         longest: int,
         is_causal: bool,
     ) -> Tensor:
-        from paceline.speed.kernels import packed_rows
+        from paceline.speed.layers.kernels import packed_rows
 
         query, key, value = (_laid(each) for each in (query, key, value))
         if key.stride(0) != value.stride(0):
@@ -230,7 +230,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        from paceline.speed.kernels import packed_rows
+        from paceline.speed.layers.kernels import packed_rows
 
         query, key, value, out, logs, offsets, key_offsets = ctx.saved_tensors
         of_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)

@@ -10,6 +10,7 @@ import copy
 import hashlib
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,13 +25,13 @@ from paceline.core.provenance import version_of
 from paceline.core.units import counted
 from paceline.data.grain import Grain
 from paceline.observe.progress import Progress
-from paceline.speed import kernels, precision
+from paceline.speed import layers, precision
 from paceline.speed.autotune.cache import Cache, cache_folder
 from paceline.speed.autotune.candidates import Candidate, candidates
 from paceline.speed.autotune.choice import CannotRun, Choice, choose
 from paceline.speed.autotune.known import Kind, known_ways
+from paceline.speed.compile_kernels import load_early
 from paceline.speed.graphs import MOST_GRAPHS, CudaRecorder
-from paceline.speed.kernels.compiling import load_early
 from paceline.speed.precision import Precision
 from paceline.train.autotune import timing
 from paceline.train.autotune.limits import why_no_graphs, why_no_kernels
@@ -310,7 +311,7 @@ class Autotuner:
             "device": self._capabilities.name,
             "threads": torch.get_num_threads() if self._capabilities.device == "cpu" else None,
             "versions": {name: version_of(name) for name in ("torch", "triton", "paceline")},
-            "kernels": _digest_of(kernels.__path__),
+            "kernels": _digest_of(_kernel_folders(self._task)),
             "ways": [candidate.name for candidate in to_try],
             "cuda": torch.version.cuda,
             "network": network,
@@ -392,7 +393,15 @@ def precision_for_use(record: Mapping[str, Any] | None, config: TrainConfig, dev
     )
 
 
-def _digest_of(folders: Iterable[str]) -> str:
-    """Return a digest of the sources in these folders: kernels get faster within a version."""
-    files = sorted(file for folder in folders for file in Path(folder).glob("*.py"))
+def _kernel_folders(task: Task) -> Iterator[Path]:
+    """Yield the folders of kernels that a task may use: the public layers', and `kernels` next to its module."""
+    yield from map(Path, layers.__path__)
+    file = sys.modules[type(task).__module__].__file__
+    if file is not None:
+        yield Path(file).parent / "kernels"
+
+
+def _digest_of(folders: Iterable[Path]) -> str:
+    """Return a digest of the sources in these folders, so that a choice is measured again when kernels change."""
+    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

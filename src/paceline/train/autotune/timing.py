@@ -17,12 +17,12 @@ from paceline.config.settings import TrainConfig
 from paceline.core.errors import first_line
 from paceline.core.torch_private import plain_step
 from paceline.data.grain import Batch, Grain
+from paceline.speed import compile_kernels as compiling
 from paceline.speed import precision
 from paceline.speed.autotune.candidates import Candidate
 from paceline.speed.autotune.choice import CannotRun
 from paceline.speed.autotune.race import is_enough, medians, race
 from paceline.speed.graphs import CudaRecorder
-from paceline.speed.kernels import compiling
 from paceline.train import setup
 from paceline.train.engine import Engine
 from paceline.train.loss import OutOfMemory

@@ -109,7 +109,7 @@ def collect(
         shm_free_mib=shm.free // _MIB if shm is not None else None,
         disk_free_mib=shutil.disk_usage(existing(folder)).free // _MIB,
         packages={name: version for name in PACKAGES if (version := version_of(name)) is not None},
-        plugins=plugins.installed().plugins,
+        plugins=plugins.installed().others,
         plugin_problems=_plugin_problems(built_in or {}),
     )
 

@@ -17,7 +17,7 @@ from paceline.recipes.translation.fast import fused
 from paceline.recipes.translation.network.shape import Shape
 from paceline.recipes.translation.network.transformer import Transformer
 from paceline.recipes.translation.text.vocabulary import PAD
-from paceline.speed.kernels.ways import MEASURED, using
+from paceline.speed.layers.kernels.ways import MEASURED, using
 
 SHAPE = Shape(width=16, ffn_width=32, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0)
 VOCABULARY = 40

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from paceline.core.torch_private import relu_of_product
-from paceline.speed.kernels.row_norm import factor, threshold
 from paceline.speed.layers.added_norm import added_norm, added_norm_backward
+from paceline.speed.layers.kernels.row_norm import factor, threshold
 from paceline.speed.layers.occurrences import Occurrences, add_rows
 from paceline.speed.layers.packed_attention import Packing, has_kernel, packed_attention
-from paceline.speed.products import wide_product
+from paceline.speed.layers.products import wide_product
 
 
 class Narrow(NamedTuple):
@@ -43,7 +43,7 @@ class Joint(NamedTuple):
 def summed(g: Tensor) -> Tensor:
     """(tokens, out) -> (out), the gradient of a bias."""
     if g.is_cuda and g.dtype in (torch.bfloat16, torch.float16):
-        from paceline.speed.kernels.column_sums import column_sums
+        from paceline.recipes.translation.kernels.column_sums import column_sums
 
         return column_sums(g)
     return g.sum(0)
@@ -112,7 +112,7 @@ class _SelfAttention(Function):
 
     @staticmethod
     def forward(ctx: Any, joined: Tensor, packing: Packing, heads: int, is_causal: bool) -> Tensor:
-        from paceline.speed.kernels import packed_rows
+        from paceline.speed.layers.kernels import packed_rows
 
         query, key, value = _heads(joined, 3, heads)
         given = packing.offsets, packing.offsets, packing.longest, is_causal, query.shape[-1] ** -0.5
@@ -123,7 +123,7 @@ class _SelfAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        from paceline.speed.kernels import packed_rows
+        from paceline.speed.layers.kernels import packed_rows
 
         joined, out, logs, offsets = ctx.saved_tensors
         of_joined = torch.empty_like(joined)
@@ -143,7 +143,7 @@ class _AttentionTo(Function):
     def forward(
         ctx: Any, query: Tensor, joined: Tensor, packing: Packing, keys: Packing, heads: int, where: Where
     ) -> Tensor:
-        from paceline.speed.kernels import packed_rows
+        from paceline.speed.layers.kernels import packed_rows
 
         (query,), (key, value) = _heads(query, 1, heads), _heads(joined, 2, heads)
         longest = max(packing.longest, keys.longest)
@@ -155,7 +155,7 @@ class _AttentionTo(Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        from paceline.speed.kernels import packed_rows
+        from paceline.speed.layers.kernels import packed_rows
 
         query, joined, out, logs, *offsets = ctx.saved_tensors
         of_query, of_joined = torch.empty_like(query), ctx.where.place(joined)
@@ -297,7 +297,7 @@ class FeedForwardNorm(Function):
 def _relu_backward(g: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient before a ReLU, and its sums over tokens."""
     if g.is_cuda and g.dtype in (torch.bfloat16, torch.float16):
-        from paceline.speed.kernels.column_sums import relu_backward
+        from paceline.recipes.translation.kernels.column_sums import relu_backward
 
         return g, relu_backward(g, out)
     g = torch.where(out > 0, g, 0.0)
@@ -366,7 +366,7 @@ class EmbeddingNorm(Function):
     ) -> tuple[Tensor, Tensor]:
         longest, places = max(1, place.packing.longest), place.packing.places
         if table.is_cuda:
-            from paceline.speed.kernels import embedded_rows
+            from paceline.speed.layers.kernels import embedded_rows
 
             normed, total, moments = embedded_rows.forward(
                 table, place.tokens, places, place.positions, norm_weight, norm_bias, joint.seed, longest, place.scale,

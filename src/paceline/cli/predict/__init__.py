@@ -1,1 +1,0 @@
-"""`paceline predict`: speed on other numbers of ranks, before anybody rents them."""

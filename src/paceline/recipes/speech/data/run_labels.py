@@ -1,0 +1,178 @@
+"""Labels of a run: the characters of its network, subwords from its folder or a file, or subwords that it learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.core.disk import replacing
+from paceline.core.errors import PacelineError
+from paceline.core.run_folder import RunFolder
+from paceline.recipes.speech.data.corpus import texts_of
+from paceline.recipes.speech.exchange.export import check_labels
+from paceline.recipes.speech.manifest.columns import Manifest
+from paceline.recipes.speech.settings import AsrSettings
+from paceline.recipes.speech.text.labels import Labels, normalized
+from paceline.recipes.speech.text.pieces import are_subwords
+from paceline.recipes.speech.text.subwords.labels import Subwords
+from paceline.recipes.speech.text.subwords.tokenizer import (
+    MODEL,
+    WORD_PIECES,
+    Tokenizer,
+    learn_bpe,
+    parse_tokenizer,
+    read_tokenizer,
+    stored,
+)
+from paceline.train.checkpoint.format import listed
+
+
+class SubwordsGone(PacelineError):
+    """A run whose file of subwords was removed: nobody knows what its classes mean."""
+
+    run: Path
+    sentence = f"{{run}} has lost its {MODEL} (or {WORD_PIECES}): without it, no text can be read or written"
+    hint = "bring it back: a copy or an export of the run has it, too"
+
+
+class TokenizerChanged(PacelineError):
+    """A run that goes on with other subwords than it was trained on."""
+
+    tokenizer: Path
+    run: Path
+    sentence = "{tokenizer} has other subwords than {run} was trained with: its classes would mean something else"
+    hint = (
+        "leave out `--tokenizer`, the run has its own; for other subwords, begin a new run with "
+        "`--init-from CHECKPOINT --new-decoder`"
+    )
+
+
+class CutUnknown(PacelineError):
+    """Labels that are subwords, without the file that says how texts are cut into them."""
+
+    labels: tuple[str, ...]
+    sentence = (
+        "the labels of the network are {number:,} subwords ({first}, ...), and nothing says how texts are cut into them"
+    )
+    hint = "name the file: `--tokenizer tokenizer.model`, NeMo's folder of it, or the .nemo archive of the network"
+
+    @property
+    def number(self) -> int:
+        return len(self.labels)
+
+    @property
+    def first(self) -> str:
+        return ", ".join(self.labels[:4])
+
+
+class RunLabels:
+    """Finds the labels of a run; all ranks must ask together, and one of them reads or learns."""
+
+    def __init__(
+        self, settings: AsrSettings, rank: int, gather: Callable[[Any], list[Any]], say: Callable[[str], None]
+    ) -> None:
+        self._settings, self._rank, self._gather, self._say = settings, rank, gather, say
+        self._found: Labels | Subwords | None = None
+        self._is_looked_for = False
+
+    def are_of(self, settings: AsrSettings) -> bool:
+        """Return True if settings ask for these labels."""
+        ours = self._settings
+        return settings is ours or all(
+            getattr(settings, name) == getattr(ours, name) for name in ("network", "vocabulary", "tokenizer")
+        )
+
+    def known(self) -> Labels | Subwords | None:
+        """Return the labels; None if they are to be learned, which takes the transcripts of training."""
+        if self._is_looked_for:
+            return self._found
+        self._is_looked_for = True
+        settings = self._settings
+        if settings.vocabulary is None and settings.tokenizer is None and not are_subwords(settings.network.labels):
+            self._found = Labels(settings.network.labels)
+        else:
+            self._found = self._shared(self._read)
+        return self._found
+
+    def learn(self, training: Manifest | None) -> Labels | Subwords:
+        """Return the labels, learned from these transcripts if they are not known."""
+        known = self.known()
+        if known is not None:
+            return known
+        settings = self._settings
+        assert training is not None
+        assert settings.vocabulary is not None
+        letters = Labels(settings.network.labels)
+        texts = normalized(texts_of(training), letters, settings.text_rules)
+        size = settings.vocabulary
+        self._found = self._shared(lambda: learn_bpe(texts, size))
+        assert self._found is not None
+        self._say(f"labels: {self._found.tokenizer.shown}, learned from {len(training):,} transcripts")
+        return self._found
+
+    def store(self) -> None:
+        """Write the subwords into the run's folder, which is there when training asks for data."""
+        out, labels = self._settings.out, self._found
+        if self._rank != 0 or out is None or not isinstance(labels, Subwords) or not RunFolder(out).is_run:
+            return
+        if stored(out) == labels.tokenizer:
+            return
+        for name in (MODEL, WORD_PIECES):
+            (out / name).unlink(missing_ok=True)
+        with replacing(out / labels.tokenizer.file, "wb") as file:
+            file.write(labels.tokenizer.content)
+
+    def _shared(self, find: Callable[[], Tokenizer | None]) -> Subwords | None:
+        """Return what the first rank finds, or raise its error, on all."""
+        found: Tokenizer | PacelineError | None = None
+        if self._rank == 0:
+            try:
+                found = find()
+            except PacelineError as error:
+                found = error
+        plain = (found.content, found.file) if isinstance(found, Tokenizer) else found
+        shared = self._gather(plain)[0]
+        if isinstance(shared, PacelineError):
+            raise shared
+        if shared is None:
+            return None
+        content, file = shared
+        return Subwords.of(found if isinstance(found, Tokenizer) else parse_tokenizer(content, file, file))
+
+    def _read(self) -> Tokenizer | None:
+        settings = self._settings
+        is_used = settings.mode in ("eval", "infer")
+        homes = [] if settings.out is None else [settings.out]
+        if isinstance(settings.resume, Path):  # a checkpoint of another run
+            homes.append(settings.resume.parent.parent)
+        for home in homes:
+            # A run that failed before its first checkpoint binds nobody.
+            own = stored(home) if is_used or listed(RunFolder(home).checkpoints) else None
+            if own is not None:
+                self._check_same(own, home)
+                return own
+            if is_used or listed(RunFolder(home).checkpoints):
+                raise SubwordsGone(home)
+        if settings.tokenizer is not None:
+            return self._given(settings.tokenizer)
+        if settings.vocabulary is not None:
+            return None
+        raise CutUnknown(settings.network.labels)
+
+    def _given(self, path: Path) -> Tokenizer:
+        tokenizer = read_tokenizer(path)
+        if are_subwords(self._settings.network.labels):
+            check_labels(self._settings.network.labels, tokenizer.pieces, path)
+        self._say(f"labels: {tokenizer.shown} of {path}")
+        return tokenizer
+
+    def _check_same(self, own: Tokenizer, run: Path) -> None:
+        """Refuse another tokenizer for a run that goes on; one whose file is gone is the run's own."""
+        given, mode = self._settings.tokenizer, self._settings.mode
+        if given is None or mode in ("eval", "infer"):
+            return
+        if not given.exists():
+            self._say(f"labels: {given} is gone; the run has its own copy of it")
+        elif read_tokenizer(given) != own:
+            raise TokenizerChanged(given, run)

@@ -1,0 +1,66 @@
+"""The decoder that settings and a model ask for, and what it tells of a result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.core.errors import PacelineError
+from paceline.core.language import said
+from paceline.recipes.speech.decoding.decoder import BeamDecoder, GreedyDecoder, Hypothesis, TextDecoder
+from paceline.recipes.speech.decoding.transducer import TransducerReader, TransducersAreGreedy
+from paceline.recipes.speech.network.model import AcousticModel
+from paceline.recipes.speech.network.transducer.decoder import TransducerDecoder
+from paceline.recipes.speech.settings import UseSettings
+from paceline.recipes.speech.text.pieces import Pieces
+from paceline.train.predictions import DetailedText
+
+
+class NoBeam(PacelineError):
+    """A language model or hot words for the greedy decoder, which has no use for them."""
+
+    name: str
+    value: str
+    sentence = "`{name}` is {value}, and the decoder is greedy, which asks no language model and knows no hot words"
+    hint = "{advice}"
+
+    @property
+    def advice(self) -> str:
+        # what the run's record has counts until it is taken back
+        return said("add `--decoder beam`; for greedy: `--{name} none`").format(name=self.name)
+
+
+def make_decoder(settings: UseSettings, labels: Pieces, model: AcousticModel) -> TextDecoder:
+    """Return the decoder of a run; raise for language models and hot words that do not fit its labels."""
+    frame_seconds, network = model.frame_seconds, model.decoder
+    if isinstance(network, TransducerDecoder):
+        if settings.decoder == "beam" or settings.lm or settings.hotwords:
+            raise TransducersAreGreedy
+        return TransducerReader(network, labels, frame_seconds=frame_seconds, max_symbols=settings.max_symbols)
+    if settings.decoder == "greedy":
+        for name, value in (("lm", settings.lm), ("hotwords", ",".join(settings.hotwords))):
+            if value:
+                raise NoBeam(name, str(value))
+        return GreedyDecoder(labels, frame_seconds=frame_seconds)
+    return BeamDecoder(
+        labels,
+        beam_width=settings.beam_width,
+        lm=settings.lm,
+        lm_weight=settings.lm_weight,
+        word_bonus=settings.word_bonus,
+        hotwords=settings.hotwords,
+        hotword_weight=settings.hotword_weight,
+        frame_seconds=frame_seconds,
+    )
+
+
+def detailed(best: Sequence[Hypothesis]) -> DetailedText:
+    """Return the text of the best hypothesis, with scores and the times of words; an empty one where there is none."""
+    if not best:
+        return DetailedText("", {"score": None, "words": []})
+    found = best[0]
+    words: list[dict[str, Any]] = [
+        {"word": word.text, "start": word.start, "end": word.end, "score": round(word.score, 6)} for word in found.words
+    ]
+    scores = {"score": found.score, "acoustic_score": found.acoustic, "lm_score": found.lm}
+    return DetailedText(found.text, {**scores, "words": words})

@@ -1,1 +1,0 @@
-"""Prediction of speed on other numbers of ranks and other links: `paceline predict`."""
