@@ -1,8 +1,8 @@
-"""Rows of RESULTS.md on the GPU of this machine: named jobs, within a budget of seconds.
+"""Rows of benchmarks/results on the GPU of this machine: named jobs, within a budget of seconds.
 
-    python benchmarks/gpu/rows.py --list [--issue 16]
+    python benchmarks/gpu/rows.py --list [--area quartznet]
     python benchmarks/gpu/rows.py quartznet jasper [--data DATA] [--out rows] [--caches CACHES] [--budget-s 560]
-    python benchmarks/gpu/rows.py --issue 19 --data DATA --budget-s 560
+    python benchmarks/gpu/rows.py --area translation --data DATA --budget-s 560
     python benchmarks/gpu/rows.py --device cpu --data DATA    all jobs with tiny sizes, as a dry run: no figures
 
 Jobs run in the order in which they are named. Those that time something have the machine to themselves; others that
@@ -43,9 +43,9 @@ class Job:
     """One command of the list."""
 
     name: str
-    issue: int
-    line: str
-    """What of the issue it answers."""
+    area: str
+    about: str
+    """What it measures, with the figure to expect."""
     words: str
     """After `python benchmarks/gpu/`, or a whole command; {data}, {out} and {packed} are filled in."""
     usual_s: int
@@ -76,23 +76,23 @@ DRY_START = "startup.py --device cpu --networks small --batch 2 --utterances 6 -
 PYTEST = "python -m pytest -m gpu -q --no-header -p no:cacheprovider -p no:benchmark --tb=short --show-capture=no -rf"
 JOBS = (
     Job(
-        "quartznet", 16, "QuartzNet 15x5 bare: 2,700 at 64, 3,100 at 256, plain ways beside",
+        "quartznet", "quartznet", "QuartzNet 15x5 bare: 2,700 at 64, 3,100 at 256, plain ways beside",
         "quartznet.py --only O2+kernels+graphs bf16 fp16 --batches 64 256", 60, 120,
         f"quartznet.py {DRY_STEP} --only O2+kernels+graphs bf16 fp16",
     ),
     Job(
-        "jasper", 16, "Jasper10x5dr 380, found by -O4 itself; steady rate",
+        "jasper", "quartznet", "Jasper10x5dr 380, found by -O4 itself; steady rate",
         "quartznet.py --network jasper10x5dr --batches 64 --only O4 O2+kernels+graphs", 100, 150,
         f"quartznet.py {DRY_STEP} --only O4",
     ),
     Job(
-        "jasper-steady", 16, "Jasper10x5dr 380, the way that -O4 found, without a pause",
+        "jasper-steady", "quartznet", "Jasper10x5dr 380, the way that -O4 found, without a pause",
         "quartznet.py --network jasper10x5dr --batches 64 --only O2+kernels+graphs", 30, 80,
         f"quartznet.py {DRY_STEP} --only O2+kernels+graphs",
     ),
     *(
         Job(
-            f"noise-{number}{name}", 16, "packed noise ahead of the jobs that read it",
+            f"noise-{number}{name}", "quartznet", "packed noise ahead of the jobs that read it",
             f"end_to_end.py pack --utterances {number} --packed {file}{more}", 20, 60,
             f"end_to_end.py pack --utterances 4 --packed {{out}}/noise.h5{more}",
             is_timing=False, cores=1,
@@ -104,33 +104,33 @@ JOBS = (
         )
     ),
     Job(
-        "epochs-64", 16, "end to end 95 % of the bare step, batch 64",
+        "epochs-64", "quartznet", "end to end 95 % of the bare step, batch 64",
         f"{EPOCHS} --batch 64 --utterances 2048 --packed {NOISE}", 50, 90, DRY_EPOCHS,
     ),
     Job(
-        "epochs-256", 16, "end to end 95 % of the bare step, batch 256",
+        "epochs-256", "quartznet", "end to end 95 % of the bare step, batch 256",
         f"{EPOCHS} --batch 256 --utterances 4096 --packed {MORE_NOISE}", 65, 110, DRY_EPOCHS,
     ),
     Job(
-        "perturbed-64", 16, "90 % with --speed-range and --gain-db, batch 64",
+        "perturbed-64", "quartznet", "90 % with --speed-range and --gain-db, batch 64",
         f"{EPOCHS} --batch 64 --utterances 2048 --packed {NOISE} {PERTURBED}", 45, 90, f"{DRY_EPOCHS} {PERTURBED}",
     ),
     Job(
-        "perturbed-256", 16, "90 % with --speed-range and --gain-db, batch 256",
+        "perturbed-256", "quartznet", "90 % with --speed-range and --gain-db, batch 256",
         f"{EPOCHS} --batch 256 --utterances 4096 --packed {MORE_NOISE} {PERTURBED}", 60, 110,
         f"{DRY_EPOCHS} {PERTURBED}",
     ),
-    Job("no-level", 16, "no level typed: 95 % of -O4", "startup.py auto", 80, 130, f"{DRY_START} auto"),
+    Job("no-level", "quartznet", "no level typed: 95 % of -O4", "startup.py auto", 80, 130, f"{DRY_START} auto"),
     Job(
-        "startup", 16, "first step: QuartzNet 25 s cold, 8 s warm; Jasper 60 s cold",
+        "startup", "quartznet", "first step: QuartzNet 25 s cold, 8 s warm; Jasper 60 s cold",
         "startup.py first --utterances 256", 90, 140, f"{DRY_START} first",
     ),
     Job(
-        "fp16", 16, "fp16: first epoch half as fast as the second, 2 steps skipped", "startup.py fp16", 85, 130,
+        "fp16", "quartznet", "fp16: first epoch half as fast as the second, 2 steps skipped", "startup.py fp16", 85, 130,
         f"{DRY_START} fp16",
     ),
     Job(
-        "curve", 16, "500 steps of real speech within the spread of three seeds",
+        "curve", "quartznet", "500 steps of real speech within the spread of three seeds",
         "end_to_end.py curve --data {data}/librispeech --level auto --batch 8 --steps 500 --lr 0.005"
         " --csv {out}/curve.csv", 140, 240,
         "end_to_end.py curve --data {data}/librispeech --batch 2 --steps 2 --device cpu --level 0 --network small"
@@ -138,99 +138,99 @@ JOBS = (
         is_timing=False, cores=4, data=("librispeech",),
     ),
     Job(
-        "group", 16, "NCCL group of one rank: 1.05 times the step without",
+        "group", "quartznet", "NCCL group of one rank: 1.05 times the step without",
         'group.py --ways alone group "alone, clipping and EMA" "group, clipping and EMA"', 45, 80,
         f"group.py {DRY_STEP} --ways alone group",
     ),
     Job(
-        "node", 16, "node.sh with one GPU: DDP, Lightning and ours",
+        "node", "quartznet", "node.sh with one GPU: DDP, Lightning and ours",
         "bash {here}/node.sh --batches 64 --out {out}", 90, 140,
         "bash {here}/node.sh --device cpu --ranks 1 --network small --batches 2 --frames 160 --steps 1 --rounds 1"
         ' --ways "ddp-bf16 ours" --out {out}',
     ),
     Job(
-        "tests-speed", 16, "kernels against float64", f"{PYTEST} -n 6 tests/speed", 160, 280, None,
+        "tests-speed", "quartznet", "kernels against float64", f"{PYTEST} -n 6 tests/speed tests/recipes", 160, 280, None,
         is_timing=False, cores=6,
     ),
     Job(
-        "tests-optim", 16, "updates against float64", f"{PYTEST} -n 2 tests/optim", 40, 90, None, is_timing=False,
+        "tests-optim", "quartznet", "updates against float64", f"{PYTEST} -n 2 tests/optim", 40, 90, None, is_timing=False,
         cores=2,
     ),
     Job(
-        "tests-sharding", 16, "shards with levels, wire, masters", f"{PYTEST} -n 6 tests/train/test_sharding_gpu.py",
+        "tests-sharding", "quartznet", "shards with levels, wire, masters", f"{PYTEST} -n 6 tests/train/test_sharding_gpu.py",
         110, 220, None, is_timing=False, cores=6,
     ),
     Job(
-        "translation", 19, "1,400,000/s and 2,000,000/s, 1.5 times the best plain way, 25,000 and 100,000 tokens",
+        "translation", "translation", "1,400,000/s and 2,000,000/s, 1.5 times the best plain way, 25,000 and 100,000 tokens",
         "translation.py --only O2+kernels+graphs bf16 hf bf16-graphs bf16-compile", 230, 300,
         f"{DRY_TRANSLATION} --only O2+kernels+graphs bf16 hf",
     ),
     Job(
-        "translation-big", 19, "Transformer big: 250,000 target tokens/s",
+        "translation-big", "translation", "Transformer big: 250,000 target tokens/s",
         "translation.py --size big --budgets 25000 --only O2+kernels+graphs bf16", 35, 70,
         f"{DRY_TRANSLATION} --only O2+kernels+graphs bf16",
     ),
     Job(
-        "translation-epochs", 19, "end to end from files 95 % of the bare step",
+        "translation-epochs", "translation", "end to end from files 95 % of the bare step",
         "translation_epochs.py --budgets 25000 100000 --pairs 60000 --epochs 4", 70, 120,
         "translation_epochs.py --device cpu --level 0 --size tiny --budgets 400 --pairs 40 --vocabulary 100 --epochs 2",
     ),
     Job(
-        "multi30k", 19, "en-de BLEU 41.0, three seeds",
+        "multi30k", "translation", "en-de BLEU 41.0, three seeds",
         "multi30k.py {data}/multi30k {out} --directions en-de", 200, 480,
         "multi30k.py {data}/multi30k {out} --directions en-de --seeds 0 1 --head-start-s 0 --average 2 --set"
         " device=cpu level=0 steps=4 vocabulary=300 batch_cost=400 warmup_steps=2 save_every_steps=2 workers=0",
         is_timing=False, cores=6, data=("multi30k",),
     ),
     Job(
-        "multi30k-6000", 19, "the same with 6,000 units",
+        "multi30k-6000", "translation", "the same with 6,000 units",
         "multi30k.py {data}/multi30k {out} --directions en-de --set vocabulary=6000", 200, 480,
         "multi30k.py {data}/multi30k {out} --directions en-de --seeds 0 --head-start-s 0 --average 2 --set"
         " device=cpu level=0 steps=4 vocabulary=200 batch_cost=400 warmup_steps=2 save_every_steps=2 workers=0",
         is_timing=False, cores=3, data=("multi30k",),
     ),
     Job(
-        "muon", 19, "Muon needs fewer steps than AdamW, same search, three seeds",
+        "muon", "translation", "Muon needs fewer steps than AdamW, same search, three seeds",
         "muon_steps.py {data}/multi30k {out} --steps 400", 110, 300,
         "muon_steps.py {data}/multi30k {out} --steps 2 --rates 0.001 --set device=cpu level=0 size=tiny"
         " vocabulary=300 batch_cost=400 workers=0",
         is_timing=False, cores=10, data=("multi30k",),
     ),
     Job(
-        "conformer-ahead", 21, "compilation ahead of the plain ways",
+        "conformer-ahead", "conformer", "compilation ahead of the plain ways",
         "conformer.py --networks fastconformer-l --batches 64 --only bf16-layers bf16-compile --compile-only", 150, 230,
         f"{DRY_CONFORMER} --only bf16 --compile-only", is_timing=False, cores=4,
     ),
     Job(
-        "conformer-m", 21, "FastConformer-M, batch 64: 2 times the best plain way",
+        "conformer-m", "conformer", "FastConformer-M, batch 64: 2 times the best plain way",
         "conformer.py --networks fastconformer-m --batches 64 --only O2+kernels+graphs bf16 bf16-layers-graphs"
         " bf16-compile --profile", 70, 160, f"{DRY_CONFORMER} --only O2+kernels+graphs bf16",
     ),
     Job(
-        "conformer-l", 21, "FastConformer-L, batch 64: 2 times the best plain way",
+        "conformer-l", "conformer", "FastConformer-L, batch 64: 2 times the best plain way",
         "conformer.py --networks fastconformer-l --batches 64 --only O2+kernels+graphs bf16 bf16-layers-graphs"
         " bf16-compile", 55, 90, f"{DRY_CONFORMER} --only O2+kernels+graphs bf16",
     ),
     Job(
-        "conformer-256", 21, "FastConformer-M and -L, batch 256: 2 times the best plain way",
+        "conformer-256", "conformer", "FastConformer-M and -L, batch 256: 2 times the best plain way",
         "conformer.py --batches 256 --only O2+kernels+graphs bf16 bf16-layers-graphs", 90, 170,
         f"{DRY_CONFORMER} --only O2+kernels+graphs bf16",
     ),
     Job(
-        "conformer-epochs", 21, "FastConformer: the whole run at 95 % of the bare step",
+        "conformer-epochs", "conformer", "FastConformer: the whole run at 95 % of the bare step",
         "end_to_end.py epochs --network fastconformer-m --level auto --batch 64 --utterances 2048 --epochs 10"
         " --labels-per-s 4 --packed {packed}/noise-4-letters.h5", 55, 100,
         "end_to_end.py epochs --device cpu --level 0 --network fastconformer-s --batch 2 --utterances 2 --epochs 2"
         " --labels-per-s 4",
     ),
     Job(
-        "speech-trials", 21, "learning rates of FastConformer and QuartzNet by four trials each",
+        "speech-trials", "conformer", "learning rates of FastConformer and QuartzNet by four trials each",
         "speech_quality.py {data} {out} --trials 4 --only-search --epochs fastconformer=160 quartznet=80", 150, 420,
         "speech_quality.py {data} {out} --trials 2 --only-search --epochs fastconformer=2 quartznet=2 --device cpu",
         is_timing=False, cores=8, data=("mini-librispeech", "librispeech"),
     ),
     Job(
-        "speech-quality", 21, "FastConformer with BPE beats QuartzNet for the same GPU seconds, with a p-value",
+        "speech-quality", "conformer", "FastConformer with BPE beats QuartzNet for the same GPU seconds, with a p-value",
         "speech_quality.py {data} {out} --lr fastconformer=0.001 quartznet=0.015"
         " --epochs fastconformer=160 quartznet=83", 490, 580,
         "speech_quality.py {data} {out} --lr fastconformer=0.001 quartznet=0.015"
@@ -238,7 +238,7 @@ JOBS = (
         is_timing=False, cores=6, data=("mini-librispeech", "librispeech"),
     ),
     Job(
-        "speech-quality-tuned", 21, "the same, learning rates of both found by three trials each",
+        "speech-quality-tuned", "conformer", "the same, learning rates of both found by three trials each",
         "speech_quality.py {data} {out} --seconds 90 --trials 3", 395, 470,
         "speech_quality.py {data} {out} --seconds 1 --seeds 1 2 --trials 2 --device cpu",
         data=("mini-librispeech", "librispeech"),
@@ -253,14 +253,14 @@ class UnknownJobs(Exception):
     """Names that no job has."""
 
 
-def chosen(jobs: Sequence[Job], names: Sequence[str], issue: int | None) -> list[Job]:
-    """Return the jobs by name, in that order, or those of an issue, or all."""
+def chosen(jobs: Sequence[Job], names: Sequence[str], area: str | None) -> list[Job]:
+    """Return the jobs by name, in that order, or those of an area, or all."""
     by_name = {job.name: job for job in jobs}
     unknown = [name for name in names if name not in by_name]
     if unknown:
         raise UnknownJobs(f"no job is called {', '.join(unknown)}; there are {', '.join(by_name)}")
     some = [by_name[name] for name in dict.fromkeys(names)] if names else list(jobs)
-    return [job for job in some if issue is None or job.issue == issue]
+    return [job for job in some if area is None or job.area == area]
 
 
 def next_jobs(waiting: Sequence[Job], running: Collection[Job], cores: int, left_s: float) -> list[Job]:
@@ -453,11 +453,11 @@ class Runner:
 
 def show_list(jobs: Sequence[Job]) -> None:
     table = Table(title_justify="left", title=f"{len(jobs)} jobs, {sum(job.usual_s for job in jobs)} s one by one")
-    for name in ("job", "issue", "usual s", "bound s", "alone", "data", "answers"):
+    for name in ("job", "area", "usual s", "bound s", "alone", "data", "measures"):
         table.add_column(name, no_wrap=True)
     for job in jobs:
         alone = "yes" if job.is_timing else f"{job.cores} cores"
-        values = job.name, str(job.issue), str(job.usual_s), str(job.bound_s), alone, " ".join(job.data), job.line
+        values = job.name, job.area, str(job.usual_s), str(job.bound_s), alone, " ".join(job.data), job.about
         table.add_row(*values)
     Console(width=180).print(table)
 
@@ -476,7 +476,7 @@ def show_summary(done: Sequence[Running], runner: Runner) -> None:
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("names", nargs="*", metavar="JOB")
-    arguments.add_argument("--issue", type=int)
+    arguments.add_argument("--area")
     arguments.add_argument("--list", action="store_true", help="only show the jobs")
     arguments.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: dry runs, no figures")
     arguments.add_argument("--data", type=Path)
@@ -486,7 +486,7 @@ def main() -> int:
     arguments.add_argument("--cores", type=int, default=os.cpu_count(), help="that jobs side by side may take")
     options = arguments.parse_args()
     try:
-        jobs = chosen(JOBS, options.names, options.issue)
+        jobs = chosen(JOBS, options.names, options.area)
     except UnknownJobs as error:
         arguments.error(str(error))
     if options.list:

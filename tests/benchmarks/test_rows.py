@@ -35,16 +35,16 @@ def load() -> ModuleType:
 rows = load()
 
 
-def job(name: str, seconds: int = 10, *, cores: int = 0, issue: int = 1) -> object:
+def job(name: str, seconds: int = 10, *, cores: int = 0, area: str = "a") -> object:
     """A timing, or with `cores` one that others may run beside."""
-    return rows.Job(name, issue, "", "", seconds, 2 * seconds, "", is_timing=not cores, cores=cores or 16)
+    return rows.Job(name, area, "", "", seconds, 2 * seconds, "", is_timing=not cores, cores=cores or 16)
 
 
-def test_jobs_are_chosen_by_name_in_that_order_or_by_issue() -> None:
-    one, two, three = job("one"), job("two", issue=2), job("three")
+def test_jobs_are_chosen_by_name_in_that_order_or_by_area() -> None:
+    one, two, three = job("one"), job("two", area="b"), job("three")
     jobs = [one, two, three]
     assert rows.chosen(jobs, ["three", "one", "three"], None) == [three, one]
-    assert rows.chosen(jobs, [], 1) == [one, three]
+    assert rows.chosen(jobs, [], "a") == [one, three]
     assert rows.chosen(jobs, [], None) == jobs
     with pytest.raises(rows.UnknownJobs, match="no job is called four; there are one, two, three"):
         rows.chosen(jobs, ["one", "four"], None)
