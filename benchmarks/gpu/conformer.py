@@ -114,7 +114,7 @@ class Workload:
         of_attention = 4 * num_frames * width
         middle = self.size * (self.frames // 4) * (mels // 4)
         of_begin = (middle + middle / 4) * channels**2 + rows * channels * (mels // 8) * width
-        # Read and written between products, in activations of a layer's width: 40 forward, 57 backward, see benchmarks/results/speech.md.
+        # Read and written between products, in activations of a layer's width: 40 forward, 57 backward.
         passes = 97 * rows * width * 2
         # The activation behind the first product and the one before it, read or written 4 times each, and the smaller.
         of_strides = (8 * middle + 6 * middle / 4) * channels * 2 + 4 * self.size * self.frames * mels

@@ -126,7 +126,8 @@ JOBS = (
         "startup.py first --utterances 256", 90, 140, f"{DRY_START} first",
     ),
     Job(
-        "fp16", "quartznet", "fp16: first epoch half as fast as the second, 2 steps skipped", "startup.py fp16", 85, 130,
+        "fp16", "quartznet", "fp16: first epoch half as fast as the second, 2 steps skipped",
+        "startup.py fp16", 85, 130,
         f"{DRY_START} fp16",
     ),
     Job(
@@ -149,15 +150,18 @@ JOBS = (
         ' --ways "ddp-bf16 ours" --out {out}',
     ),
     Job(
-        "tests-speed", "quartznet", "kernels against float64", f"{PYTEST} -n 6 tests/speed tests/recipes", 160, 280, None,
+        "tests-speed", "quartznet", "kernels against float64",
+        f"{PYTEST} -n 6 tests/speed tests/recipes", 160, 280, None,
         is_timing=False, cores=6,
     ),
     Job(
-        "tests-optim", "quartznet", "updates against float64", f"{PYTEST} -n 2 tests/optim", 40, 90, None, is_timing=False,
+        "tests-optim", "quartznet", "updates against float64",
+        f"{PYTEST} -n 2 tests/optim", 40, 90, None, is_timing=False,
         cores=2,
     ),
     Job(
-        "tests-sharding", "quartznet", "shards with levels, wire, masters", f"{PYTEST} -n 6 tests/train/test_sharding_gpu.py",
+        "tests-sharding", "quartznet", "shards with levels, wire, masters",
+        f"{PYTEST} -n 6 tests/train/test_sharding_gpu.py",
         110, 220, None, is_timing=False, cores=6,
     ),
     Job(
