@@ -26,7 +26,7 @@ demo: $(VENV)/.demo
 
 # Tests of real launchers, of campaigns of kills, of ranks that fail and of commands wait much of their time: they run, with
 # those of recipes and examples, beside the others, and their account comes last.
-BESIDE = tests/launchers tests/chaos tests/world tests/cli tests/recipes tests/examples
+BESIDE = tests/launchers tests/tools tests/world tests/cli tests/recipes tests/examples
 test: $(VENV)/.test
 	@$(BIN)/python -m pytest $(BESIDE) > $(VENV)/beside.log 2>&1 & beside=$$!; \
 	$(BIN)/python -m pytest $(BESIDE:%=--ignore %); others=$$?; \
@@ -68,7 +68,7 @@ bench: $(VENV)/.bench
 JOBS ?= $(shell nproc)
 SEED ?= 0
 chaos: $(VENV)/.test
-	PYTHONPATH=. $(BIN)/python -m tests.chaos --long --seed $(SEED) --jobs $(JOBS) --folder chaos-$(SEED)
+	PYTHONPATH=. $(BIN)/python -m tools.chaos --long --seed $(SEED) --jobs $(JOBS) --folder chaos-$(SEED)
 
 clean:
 	rm -rf $(VENV) site

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chaos.processes import fork_ranks
+from tools.chaos.processes import fork_ranks
+
 from tests.crash import TIMEOUT_S, _context
 
 

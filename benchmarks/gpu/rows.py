@@ -165,7 +165,7 @@ JOBS = (
         110, 220, None, is_timing=False, cores=6,
     ),
     Job(
-        "translation", "translation", "1,400,000/s and 2,000,000/s, 1.5 times the best plain way, 25,000 and 100,000 tokens",
+        "translation", "translation", "1,400,000 and 2,000,000 tokens/s, 1.5 times the best plain way",
         "translation.py --only O2+kernels+graphs bf16 hf bf16-graphs bf16-compile", 230, 300,
         f"{DRY_TRANSLATION} --only O2+kernels+graphs bf16 hf",
     ),
@@ -234,7 +234,7 @@ JOBS = (
         is_timing=False, cores=8, data=("mini-librispeech", "librispeech"),
     ),
     Job(
-        "speech-quality", "conformer", "FastConformer with BPE beats QuartzNet for the same GPU seconds, with a p-value",
+        "speech-quality", "conformer", "FastConformer with BPE beats QuartzNet for equal GPU seconds (p-value)",
         "speech_quality.py {data} {out} --lr fastconformer=0.001 quartznet=0.015"
         " --epochs fastconformer=160 quartznet=83", 490, 580,
         "speech_quality.py {data} {out} --lr fastconformer=0.001 quartznet=0.015"

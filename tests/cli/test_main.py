@@ -108,7 +108,7 @@ def test_launched_ranks_agree_on_a_folder(tmp_path: Path) -> None:
 
 
 def test_restarted_ranks_go_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `--on-failure restart`; that those that are left go on is in tests/chaos/survivors.py."""
+    """With `--on-failure restart`; that those that are left go on is in tools/chaos/survivors.py."""
     words = ["train", f"{FILE.parent / 'dies_once.py'}:DiesOnce", "--device", "cpu", "--threads", "1"]
     words += ["--global-batch", "16", "--epochs", "3", "--save-every-steps", "1", "--procs", "2", "--max-restarts", "1"]
     words += ["--on-failure", "restart"]

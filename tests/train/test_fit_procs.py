@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from tools.chaos.processes import fork_ranks
 
 import paceline
 from paceline.core.run_folder import RunExists
@@ -19,7 +20,6 @@ from paceline.train import fit_procs
 from paceline.train.fit import fit
 from paceline.train.fit_procs import AlreadyRanks, NotInMainThread, RanksFailed, TaskNotPortable
 from paceline.train.loss import LossContract
-from tests.chaos.processes import fork_ranks
 from tests.commands import run_command
 from tests.crash import _context
 from tests.train.small import SmallTask

@@ -20,12 +20,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tools.chaos.runs import differences, read_run
 
 from paceline.observe.journal import read
 from paceline.world.discover.environment import World
 from paceline.world.link import break_off
 from paceline.world.start import start
-from tests.chaos.runs import differences, read_run
 
 DEVICE = os.environ.get("SURVIVORS_DEVICE", "cuda")
 pytestmark = [
@@ -39,7 +39,7 @@ from functools import partial
 from pathlib import Path
 
 import paceline.world.start
-from tests.chaos.tasks import MARKS, Plain
+from tools.chaos.tasks import MARKS, Plain
 
 
 class Noted(Plain):

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
+from tools.chaos.processes import fork_ranks
 
 from paceline.core.errors import PacelineError
 from paceline.world.launch.agents import AgentRendezvous, LauncherUnreached, Node, NodesMissing
 from paceline.world.launch.heartbeat import HeartbeatMonitor
 from paceline.world.launch.launcher import launch
-from tests.chaos.processes import fork_ranks
 from tests.forked import Forked
 from tests.world.failure.test_together import TIMEOUT_S, free_port
 

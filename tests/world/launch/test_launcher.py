@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tools.chaos.processes import fork_ranks
 
 from paceline.world.launch.launcher import launch
-from tests.chaos.processes import fork_ranks
 from tests.forked import Forked
 
 TIMEOUT_S = 60

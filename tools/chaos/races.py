@@ -6,11 +6,11 @@ import signal
 import time
 from pathlib import Path
 
-from tests.chaos import healthy
-from tests.chaos.campaign import Outcome, Trial
-from tests.chaos.processes import Nursery, Running, send
-from tests.chaos.runs import RunFacts, differences, leftovers, read_run, status_of
-from tests.chaos.tasks import MARKS, VARIANTS
+from tools.chaos import healthy
+from tools.chaos.campaign import Outcome, Trial
+from tools.chaos.processes import Nursery, Running, send
+from tools.chaos.runs import RunFacts, differences, leftovers, read_run, status_of
+from tools.chaos.tasks import MARKS, VARIANTS
 
 DEADLINE_S = 60.0
 PLAIN = VARIANTS["plain"]

@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chaos.campaign import Outcome, Trial
-from tests.chaos.kills import PATIENCE_S, _children
-from tests.chaos.network import _ip, enter
-from tests.chaos.processes import Nursery, Running, send
-from tests.chaos.runs import differences, leftovers, line_differences, read_run, status_of
-from tests.chaos.tasks import HOLD, MARKS, PACKED, STEP_S, VARIANTS, Variant
 from tests.launchers.hosts import Host, machines, why_not
+
+from tools.chaos.campaign import Outcome, Trial
+from tools.chaos.kills import PATIENCE_S, _children
+from tools.chaos.network import _ip, enter
+from tools.chaos.processes import Nursery, Running, send
+from tools.chaos.runs import differences, leftovers, line_differences, read_run, status_of
+from tools.chaos.tasks import HOLD, MARKS, PACKED, STEP_S, VARIANTS, Variant
 
 STEPS = 60
 AT = 20

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from tests.chaos.campaign import Outcome, Trial
-from tests.chaos.kills import Round, start
-from tests.chaos.processes import Nursery
-from tests.chaos.runs import leftovers, status_of
-from tests.chaos.tasks import SAMPLES_FILE, Variant, pack
+from tools.chaos.campaign import Outcome, Trial
+from tools.chaos.kills import Round, start
+from tools.chaos.processes import Nursery
+from tools.chaos.runs import leftovers, status_of
+from tools.chaos.tasks import SAMPLES_FILE, Variant, pack
 
 DEADLINE_S = 900.0
 SHORT, LONG, NUM_SHORT = 1200, 15_000, 6

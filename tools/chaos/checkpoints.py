@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.campaign import Outcome, Trial, made_once
-from tests.chaos.kills import Round, start, undisturbed
-from tests.chaos.processes import Nursery
-from tests.chaos.runs import RunFacts, differences, leftovers, read_run
-from tests.chaos.tasks import VARIANTS, pack
+from tools.chaos.campaign import Outcome, Trial, made_once
+from tools.chaos.kills import Round, start, undisturbed
+from tools.chaos.processes import Nursery
+from tools.chaos.runs import RunFacts, differences, leftovers, read_run
+from tools.chaos.tasks import VARIANTS, pack
 
 DEADLINE_S = 60.0
 SOURCES: tuple[tuple[str, int], ...] = (

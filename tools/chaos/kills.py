@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.campaign import Outcome, Trial, made_once
-from tests.chaos.processes import Nursery, Running, descendants, send
-from tests.chaos.runs import RunFacts, differences, is_locked, leftovers, read_run, status_of
-from tests.chaos.tasks import MARKS, PACKED, VARIANTS, Variant, pack
+from tools.chaos.campaign import Outcome, Trial, made_once
+from tools.chaos.processes import Nursery, Running, descendants, send
+from tools.chaos.runs import RunFacts, differences, is_locked, leftovers, read_run, status_of
+from tools.chaos.tasks import MARKS, PACKED, VARIANTS, Variant, pack
 
 ROUND_S = 60.0
 """Deadline of a start, disturbed or not; most take a second."""

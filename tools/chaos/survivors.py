@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.campaign import Outcome, Trial, made_once
-from tests.chaos.kills import PATIENCE_S, _children
-from tests.chaos.processes import Nursery, Running, send
-from tests.chaos.runs import RunFacts, differences, leftovers, read_run, tensor_differences
-from tests.chaos.tasks import MARKS, PACKED, STEP_S, VARIANTS, Variant, pack
+from tools.chaos.campaign import Outcome, Trial, made_once
+from tools.chaos.kills import PATIENCE_S, _children
+from tools.chaos.processes import Nursery, Running, send
+from tools.chaos.runs import RunFacts, differences, leftovers, read_run, tensor_differences
+from tools.chaos.tasks import MARKS, PACKED, STEP_S, VARIANTS, Variant, pack
 
 RUN_S = 120.0
 TIMEOUT_S = 3.0

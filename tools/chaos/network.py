@@ -20,12 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.campaign import Outcome, Trial
-from tests.chaos.kills import Round, start, undisturbed
-from tests.chaos.processes import Nursery, Running, descendants, send
-from tests.chaos.runs import RunFacts, differences, is_locked, leftovers, read_run
-from tests.chaos.tasks import MARKS, VARIANTS, Variant
 from tests.launchers.hosts import Host, machines, why_not
+
+from tools.chaos.campaign import Outcome, Trial
+from tools.chaos.kills import Round, start, undisturbed
+from tools.chaos.processes import Nursery, Running, descendants, send
+from tools.chaos.runs import RunFacts, differences, is_locked, leftovers, read_run
+from tools.chaos.tasks import MARKS, VARIANTS, Variant
 
 TIMEOUT_S, START_TIMEOUT_S = 4.0, 5.0
 MARGIN_S = 12.0

@@ -6,8 +6,8 @@ The moments are random: in backward and the reduction behind it, between steps, 
 the others recover from the loss before; sometimes two at once. Afterwards weights, optimizer, buffers, the task's own
 state and every line of the journal, times and rates aside, are bit for bit those of one process that nobody disturbed.
 
-    python -m tests.chaos marathon --only 1        # 2,000 steps, 100 losses
-    python -m tests.chaos marathon --long --jobs 1 # with accumulation and continual learning, too
+    python -m tools.chaos marathon --only 1        # 2,000 steps, 100 losses
+    python -m tools.chaos marathon --long --jobs 1 # with accumulation and continual learning, too
 
 `losses.jsonl` beside the cases has each loss: seconds until the next finished step, and steps that were repeated.
 """
@@ -25,14 +25,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.world.launch.heartbeat import SILENT_S
-from tests.chaos.campaign import Outcome, Trial
-from tests.chaos.kills import PATIENCE_S, _children
-from tests.chaos.network import _ip, enter
-from tests.chaos.processes import Nursery, Running, send
-from tests.chaos.runs import differences, leftovers, line_differences, read_run
-from tests.chaos.tasks import HOLD, HOLD_S, MARKS, PACKED, STEP_S, TIMES, VARIANTS, Variant
 from tests.launchers.hosts import Host, machines, why_not
+
+from paceline.world.launch.heartbeat import SILENT_S
+from tools.chaos.campaign import Outcome, Trial
+from tools.chaos.kills import PATIENCE_S, _children
+from tools.chaos.network import _ip, enter
+from tools.chaos.processes import Nursery, Running, send
+from tools.chaos.runs import differences, leftovers, line_differences, read_run
+from tools.chaos.tasks import HOLD, HOLD_S, MARKS, PACKED, STEP_S, TIMES, VARIANTS, Variant
 
 TIMEOUT_S = 3.0
 DETECTION_S = {"killed": 0.0, "frozen": TIMEOUT_S, "cut off": SILENT_S}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import yaml
 
-from tests.chaos.processes import Nursery
-from tests.chaos.tasks import VARIANTS, pack
+from tools.chaos.processes import Nursery
+from tools.chaos.tasks import VARIANTS, pack
 
 AUDIO = ("train/0.flac", "train/1.flac", "train/2.flac", "train/3.flac")
 TRAIN_ASR: tuple[str, ...] = (

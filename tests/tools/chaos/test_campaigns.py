@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from tests.chaos.campaign import Row
+from tools.chaos.campaign import Row
 
 NAMES = ("kills", "survivors", "marathon", "hosts", "cases", "inputs", "checkpoints", "network", "races", "soak")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +24,7 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         if is_long
         else ["--jobs", "2", "--minutes", "1", "--beside"]
     )
-    command = [sys.executable, "-m", "tests.chaos", "--seed", "15", *amount]
+    command = [sys.executable, "-m", "tools.chaos", "--seed", "15", *amount]
     command += ["--folder", str(folder / "evidence"), "--json", str(folder / "rows")]
     env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-
-from tests.chaos.campaign import Bad, Row, join, table
-from tests.chaos.checkpoints import ResumeFacts, judge_resume
-from tests.chaos.kills import RoundFacts, Shot, draw_rounds, judge_round
-from tests.chaos.marathon import costs
-from tests.chaos.runs import RunFacts, differences
-from tests.chaos.survivors import rounds_of
-from tests.chaos.tasks import VARIANTS
+from tools.chaos.campaign import Bad, Row, join, table
+from tools.chaos.checkpoints import ResumeFacts, judge_resume
+from tools.chaos.kills import RoundFacts, Shot, draw_rounds, judge_round
+from tools.chaos.marathon import costs
+from tools.chaos.runs import RunFacts, differences
+from tools.chaos.survivors import rounds_of
+from tools.chaos.tasks import VARIANTS
 
 SHOT = Shot("step", 3, 0.0, "0", signal.SIGTERM)
 STOPPED = RoundFacts((0, 0), (SHOT,), True, "", "stopped", 4, 3, ())
@@ -103,7 +102,7 @@ def test_a_variant_that_cannot_change_its_ranks_does_not() -> None:
 
 
 def test_rows_of_jobs_join_and_survive_json() -> None:
-    bad = Bad("lost a step", "python -m tests.chaos kills --only 3", "folder")
+    bad = Bad("lost a step", "python -m tools.chaos kills --only 3", "folder")
     rows = [Row("kills", 5, [bad], 2.0, 10.0), Row("kills", 4, [], 3.0, 9.0)]
     joined = Row.from_json(join(rows).to_json())
     assert joined == Row("kills", 9, [bad], 3.0, 10.0)

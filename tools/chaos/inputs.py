@@ -1,6 +1,6 @@
 """Bad inputs for every command: refused with a message or understood, in bounded time and memory; nothing else happens.
 
-What is found is kept: `case.json` in the evidence holds the whole input. `--keep` copies it to tests/chaos/cases, whose
+What is found is kept: `case.json` in the evidence holds the whole input. `--keep` copies it to tools/chaos/cases, whose
 cases are replayed in CI.
 """
 
@@ -16,10 +16,10 @@ from pathlib import Path
 import hypothesis
 from hypothesis import HealthCheck, Phase
 
-from tests.chaos import healthy
-from tests.chaos.campaign import Bad, Outcome, Trial, remove
-from tests.chaos.generators import FOLDER, KINDS, MISSING, Case, Samples
-from tests.chaos.processes import Nursery, limit_memory
+from tools.chaos import healthy
+from tools.chaos.campaign import Bad, Outcome, Trial, remove
+from tools.chaos.generators import FOLDER, KINDS, MISSING, Case, Samples
+from tools.chaos.processes import Nursery, limit_memory
 
 CASES = Path(__file__).with_name("cases")
 FIRST_CHUNK, CHUNK = 10, 40
@@ -110,7 +110,7 @@ class Inputs:
             if troubles:
                 reason = f"{case.kind}: {' '.join(case.words)[:150]!r}: {'; '.join(troubles)}"
                 (folder / "case.json").write_text(case.to_json(), encoding="utf-8")
-                bad.append(Bad(reason, f"python -m tests.chaos inputs --replay {folder}/case.json", str(folder)))
+                bad.append(Bad(reason, f"python -m tools.chaos inputs --replay {folder}/case.json", str(folder)))
             else:
                 remove(folder)
 

@@ -1,4 +1,4 @@
-"""`python -m tests.chaos`: run campaigns and print one table; the exit code is 1 if a case was bad."""
+"""`python -m tools.chaos`: run campaigns and print one table; the exit code is 1 if a case was bad."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from tests.chaos.campaign import Campaign, Row, Trial, join, run_trial, table, work
-from tests.chaos.processes import Nursery
+from tools.chaos.campaign import Campaign, Row, Trial, join, run_trial, table, work
+from tools.chaos.processes import Nursery
 
 
 def campaigns() -> dict[str, Campaign]:
     """Return all campaigns by name, in the order of the table."""
-    from tests.chaos.checkpoints import Checkpoints
-    from tests.chaos.inputs import Cases, Inputs
-    from tests.chaos.kills import Kills
-    from tests.chaos.marathon import Marathon
-    from tests.chaos.network import Network
-    from tests.chaos.races import Races
-    from tests.chaos.soak import Soak
-    from tests.chaos.survivors import Survivors
-    from tests.chaos.two_hosts import TwoHosts
+    from tools.chaos.checkpoints import Checkpoints
+    from tools.chaos.inputs import Cases, Inputs
+    from tools.chaos.kills import Kills
+    from tools.chaos.marathon import Marathon
+    from tools.chaos.network import Network
+    from tools.chaos.races import Races
+    from tools.chaos.soak import Soak
+    from tools.chaos.survivors import Survivors
+    from tools.chaos.two_hosts import TwoHosts
 
     made: list[Campaign] = [Kills(), Survivors(), Marathon(), TwoHosts(), Cases(), Inputs()]
     made += [Checkpoints(), Network(), Races(), Soak()]
@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def replay(paths: Sequence[Path], folder: Path) -> int:
     """Run cases of `inputs` again; print a line each, and return 1 if one is bad."""
-    from tests.chaos.generators import Case
-    from tests.chaos.inputs import Inputs
+    from tools.chaos.generators import Case
+    from tools.chaos.inputs import Inputs
 
     campaign, nursery, num_bad = Inputs(), Nursery(), 0
     shared = folder / "shared-inputs"
@@ -80,8 +80,8 @@ def keep(rows: Sequence[Row]) -> None:
     import hashlib
     from dataclasses import replace
 
-    from tests.chaos.generators import Case
-    from tests.chaos.inputs import CASES
+    from tools.chaos.generators import Case
+    from tools.chaos.inputs import CASES
 
     for bad in [bad for row in rows for bad in row.bad if row.campaign == "inputs"]:
         case = Case.from_json((Path(bad.evidence) / "case.json").read_text(encoding="utf-8"))
@@ -91,7 +91,7 @@ def keep(rows: Sequence[Row]) -> None:
 
 
 def _parse(argv: Sequence[str] | None, names: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.chaos", description=__doc__)
     parser.add_argument("campaigns", nargs="*", metavar="CAMPAIGN", help=f"of {', '.join(names)}; all if none is named")
     parser.add_argument("--seed", type=int, default=0, help="draws the cases; the same seed draws the same ones")
     parser.add_argument("--count", type=int, help="cases per campaign; its own number if not set")
@@ -132,7 +132,7 @@ def warm_up() -> None:
         "sklearn.datasets",
         "soundfile",
         "h5py",
-        "tests.chaos.tasks",
+        "tools.chaos.tasks",
     ):
         importlib.import_module(module)
     from paceline.cli.main import COMMANDS, import_command

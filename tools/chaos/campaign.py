@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from tests.chaos.processes import Nursery
+from tools.chaos.processes import Nursery
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Trial:
 
     @property
     def repeat(self) -> str:
-        return f"python -m tests.chaos {self.campaign} --seed {self.seed} --only {self.index}"
+        return f"python -m tools.chaos {self.campaign} --seed {self.seed} --only {self.index}"
 
     def judged(self, troubles: Sequence[str], num_cases: int = 1, slowest_s: float = 0.0) -> Outcome:
         """Return the outcome of a case with this list of what did not hold."""

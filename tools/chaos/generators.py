@@ -20,7 +20,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from tests.chaos.healthy import AUDIO, TRAIN_ASR
+from tools.chaos.healthy import AUDIO, TRAIN_ASR
 
 PAYLOAD = "echo > pwned"
 """A shell builtin: whoever runs it leaves a file `pwned`."""
