@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -28,12 +28,10 @@ from paceline.core.disk import CannotWrite, replacing
 from paceline.core.errors import PacelineError
 from paceline.core.run_folder import BATCH, RunFolder
 from paceline.core.terminal import emit, tell
-from paceline.world.launch.batch_script import NAME, BatchJob, mebibytes, seconds
-from paceline.world.launch.kubernetes import Pods, manifest
-from paceline.world.launch.lsf import lsf_script
-from paceline.world.launch.pbs import pbs_script
-from paceline.world.launch.sge import GridEngine, choose_environment, sge_script
-from paceline.world.launch.slurm import slurm_script
+from paceline.world.launch.schedulers.grid_engine import choose_environment
+from paceline.world.launch.schedulers.job import NAME, BatchJob, mebibytes, seconds
+from paceline.world.launch.schedulers.kubernetes import Pods, manifest
+from paceline.world.launch.schedulers.script import SCHEDULERS, Site, batch_script
 from paceline.world.rendezvous.secret import new_secret
 
 PROG = "paceline submit"
@@ -121,8 +119,6 @@ _ONLY: Mapping[str, tuple[tuple[str, ...], str]] = {
     "service_account": (("k8s",), "it is one of Kubernetes"),
 }
 """Options that only some schedulers have, and what to say for another."""
-_STARTERS = {"sge": ("openmpi", "mpich"), "lsf": ("openmpi", "mpich", "jsrun"), "pbs": ("openmpi", "mpich", "pals")}
-"""What can start the ranks, by scheduler."""
 _QUEUES = {
     "slurm": ("sbatch",),
     "sge": ("qsub",),
@@ -239,22 +235,16 @@ def script(options: SubmitOptions, command: Command, folder: Path, path: Path) -
         requeue=options.requeue,
         directives=tuple(filter(None, map(str.strip, options.directives.split("\n")))),
     )
-    mpi: Any = options.mpi or "openmpi"  # what the scheduler does not know was refused
-    if options.scheduler == "slurm":
-        return slurm_script(job)
-    if options.scheduler == "lsf":
-        return lsf_script(job, mpi)
-    if options.scheduler == "pbs":
-        return pbs_script(job, path.absolute(), mpi)
     if options.scheduler == "k8s":
         return manifest(job, _pods(options, command), new_secret())
-    given = {
+    names = {
         name: getattr(options, name)
-        for name in ("mpi", "gpu_resource", "memory_resource")
+        for name in ("gpu_resource", "memory_resource")
         if getattr(options, name) is not None
     }
-    environment = choose_environment(options.parallel_environment, _allocation_rules(), job)
-    return sge_script(job, GridEngine(environment, **given))
+    if options.scheduler == "sge":
+        names["parallel_environment"] = choose_environment(options.parallel_environment, _allocation_rules(), job)
+    return batch_script(SCHEDULERS[options.scheduler], job, path.absolute(), Site(options.mpi, **names))
 
 
 def _pods(options: SubmitOptions, command: Command) -> Pods:
@@ -326,10 +316,11 @@ def _problems(options: SubmitOptions) -> list[Problem]:
     for name, (schedulers, hint) in _ONLY.items():
         if options.scheduler not in schedulers and getattr(options, name) is not None:
             found.append(Problem(dashed(name), f"has no meaning for {options.scheduler}", hint))
-    starters = _STARTERS.get(options.scheduler)
-    if options.mpi is not None and starters is not None and options.mpi not in starters:
-        what = f"does not start ranks in jobs of {options.scheduler}"
-        found.append(Problem("--mpi", what, f"there: {', '.join(starters)}", options.mpi))
+    if options.mpi is not None and options.scheduler in _ONLY["mpi"][0]:
+        starters = SCHEDULERS[options.scheduler].starters
+        if options.mpi not in starters:
+            what = f"does not start ranks in jobs of {options.scheduler}"
+            found.append(Problem("--mpi", what, f"there: {', '.join(starters)}", options.mpi))
     if options.scheduler == "k8s":
         found += _k8s_problems(options)
     for name, read in (("time", seconds), ("memory", mebibytes)):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import PacelineError, first_line
-from paceline.world.launch.batch_script import join
+from paceline.world.launch.schedulers.job import join
 from paceline.world.parent_process import bound
 from paceline.world.rendezvous.secret import VARIABLE, new_secret
 

@@ -11,11 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.world.launch.batch_script import BatchJob, NotADuration, NotASize, NotForScript, mebibytes, seconds
-from paceline.world.launch.lsf import lsf_script
-from paceline.world.launch.pbs import pbs_script
-from paceline.world.launch.sge import GpusPerSlot, GridEngine, SlotsOnSeveralHosts, choose_environment, sge_script
-from paceline.world.launch.slurm import slurm_script
+from paceline.world.launch.schedulers.job import BatchJob, NotForScript, seconds
+from paceline.world.launch.schedulers.script import (
+    GRID_ENGINE,
+    LSF,
+    PBS,
+    SCHEDULERS,
+    SLURM,
+    USUAL_SITE,
+    GpusPerSlot,
+    Scheduler,
+    Site,
+    batch_script,
+)
 
 GOLDEN = Path(__file__).with_name("golden")
 JOB = BatchJob(
@@ -36,19 +44,31 @@ JOB = BatchJob(
     directives=("--constraint=a100",),
 )
 SMALLEST = BatchJob("small", ("paceline", "train", "digits"), Path("/tmp"), Path("/tmp"), requeue=False)
+KEPT_AT = Path("/tmp/job.sh")
+
+
+def slurm_script(job: BatchJob) -> str:
+    return batch_script(SLURM, job, KEPT_AT)
+
+
+def sge_script(job: BatchJob, site: Site = USUAL_SITE) -> str:
+    return batch_script(GRID_ENGINE, job, KEPT_AT, site)
+
+
 SCRIPTS = {
     "slurm": slurm_script(JOB),
     "slurm-smallest": slurm_script(SMALLEST),
     "sge": sge_script(
-        replace(JOB, directives=("-P speech",), cpus_per_rank=None), GridEngine("orte", gpu_resource="ngpus")
+        replace(JOB, directives=("-P speech",), cpus_per_rank=None),
+        Site(parallel_environment="orte", gpu_resource="ngpus"),
     ),
-    "sge-smallest": sge_script(SMALLEST, GridEngine(mpi="mpich")),
-    "lsf": lsf_script(replace(JOB, directives=("-x",))),
-    "lsf-jsrun": lsf_script(replace(JOB, directives=()), "jsrun"),
-    "lsf-smallest": lsf_script(SMALLEST, "mpich"),
-    "pbs": pbs_script(replace(JOB, directives=("-m e",)), Path("/home/ada/it's here/pbs.sh")),
-    "pbs-pals": pbs_script(replace(JOB, directives=()), Path("/home/ada/job.sh"), "pals"),
-    "pbs-smallest": pbs_script(SMALLEST, Path("/tmp/job.sh"), "mpich"),
+    "sge-smallest": sge_script(SMALLEST, Site("mpich")),
+    "lsf": batch_script(LSF, replace(JOB, directives=("-x",)), KEPT_AT),
+    "lsf-jsrun": batch_script(LSF, replace(JOB, directives=()), KEPT_AT, Site("jsrun")),
+    "lsf-smallest": batch_script(LSF, SMALLEST, KEPT_AT, Site("mpich")),
+    "pbs": batch_script(PBS, replace(JOB, directives=("-m e",)), Path("/home/ada/it's here/pbs.sh")),
+    "pbs-pals": batch_script(PBS, replace(JOB, directives=()), Path("/home/ada/job.sh"), Site("pals")),
+    "pbs-smallest": batch_script(PBS, SMALLEST, KEPT_AT, Site("mpich")),
 }
 
 
@@ -128,8 +148,7 @@ def test_a_shell_reads_back_exactly_what_was_put_in(
     """On ce01e4b a line break made `#$` lines, which Grid Engine obeys, of words."""
 
     def script(job: BatchJob) -> str:
-        site = GridEngine(mpi="mpich" if kind == "sge-mpich" else "openmpi")
-        return slurm_script(job) if kind == "slurm" else sge_script(job, site)
+        return slurm_script(job) if kind == "slurm" else sge_script(job, Site(kind.partition("-")[2] or None))
 
     plain = replace(SMALLEST, folder=starters.folder)
     job = replace(plain, command=("x", *words), environment=(("NOTE", note),), name=name)
@@ -154,7 +173,7 @@ def test_what_a_line_of_the_scheduler_cannot_hold_is_refused(where: str, text: s
         "directive": replace(SMALLEST, directives=(text,)),
         "environment": replace(SMALLEST, environment=((text, "1"),)),
     }[where]
-    for make in (slurm_script, lambda job: sge_script(job, GridEngine())):
+    for make in (slurm_script, sge_script):
         before = len(scheduler_lines(make(SMALLEST)))
         try:
             script = make(changed)
@@ -185,37 +204,12 @@ def test_what_is_no_name_or_path_for_the_scheduler_is_said() -> None:
         with pytest.raises(NotForScript, match=words):
             slurm_script(job)
     with pytest.raises(NotForScript, match="for ':'"):
-        sge_script(replace(SMALLEST, logs=Path("/tmp/a:b")), GridEngine())
+        sge_script(replace(SMALLEST, logs=Path("/tmp/a:b")))
     assert '#SBATCH --output="/tmp/100%%/slurm-%j.log"' in slurm_script(replace(SMALLEST, logs=Path("/tmp/100%")))
 
 
-RULES = {"mpi": "$round_robin", "orte": "$fill_up", "many": "$pe_slots", "smp": "$pe_slots", "eight": "8"}
-
-
-def test_one_machine_of_grid_engine_is_one_host() -> None:
-    """On ce01e4b always `mpi`, whose slots are wherever some are free."""
-    one, two = replace(SMALLEST, procs_per_node=8), replace(SMALLEST, nodes=2, procs_per_node=8)
-    assert choose_environment(None, RULES, one) == "smp"
-    assert choose_environment(None, {"mpi": "$fill_up", "eight": "8"}, one) == "eight"
-    assert choose_environment("many", RULES, one) == "many"
-    assert choose_environment(None, None, one) == "smp"
-    assert choose_environment("mine", None, one) == "mine"
-    assert choose_environment("elsewhere", RULES, one) == "elsewhere"
-    assert choose_environment(None, RULES, two) == "mpi"
-    assert choose_environment("orte", RULES, two) == "orte"
-    assert choose_environment("mpi", RULES, SMALLEST) == "mpi"
-    with pytest.raises(
-        SlotsOnSeveralHosts, match=r"mpi \(allocation rule \$round_robin\) does not promise 8 slots"
-    ) as e:
-        choose_environment("mpi", RULES, one)
-    assert e.value.hint == "type `--parallel-environment smp`"
-    with pytest.raises(SlotsOnSeveralHosts, match="no parallel environment here promises 8 slots") as e:
-        choose_environment(None, {"mpi": "$fill_up"}, one)
-    assert "there are: mpi ($fill_up)" in e.value.hint
-
-
 def test_a_job_for_one_machine_that_got_two_ends(starters: Starters) -> None:
-    script = sge_script(replace(SMALLEST, procs_per_node=4), GridEngine("smp"))
+    script = sge_script(replace(SMALLEST, procs_per_node=4), Site(parallel_environment="smp"))
     hosts = starters.folder / "two"
     hosts.write_text("n1 2 a.q@n1 UNDEFINED\nn2 2 a.q@n2 UNDEFINED\n")
     env = {**os.environ, "PE_HOSTFILE": str(hosts)}
@@ -238,7 +232,7 @@ def test_a_warning_reaches_the_ranks_and_the_job_goes_back(scheduler: str, again
     (tmp_path / "hosts").write_text("n1 4\n")
     job = replace(SMALLEST, requeue=True)
     script = tmp_path / "job.sh"
-    script.write_text(slurm_script(job) if scheduler == "slurm" else sge_script(job, GridEngine()))
+    script.write_text(slurm_script(job) if scheduler == "slurm" else sge_script(job))
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PE_HOSTFILE": str(tmp_path / "hosts")}
     done = subprocess.run(
         ["bash", str(script)],
@@ -266,25 +260,19 @@ def test_slurm_s_own_form_is_read_back(time_s: int) -> None:
 
 
 def test_grid_engine_counts_per_slot() -> None:
-    cores = sge_script(replace(JOB, gpus_per_node=0), GridEngine())
+    cores = sge_script(replace(JOB, gpus_per_node=0))
     assert "-pe mpi 192\n" in cores
     assert "mem_free=1366M\n" in cores
     assert "mpirun -np 32 --map-by slot:PE=6 " in cores
     with pytest.raises(GpusPerSlot, match="8 GPUs for 48 slots"):
-        sge_script(JOB, GridEngine())
+        sge_script(JOB)
 
 
-def test_durations() -> None:
-    assert [seconds(text) for text in ("90m", "12h", "2d", "1:02:03", "1-12", "1-12:30", "0-00:00:05")] == [
-        *(5400, 43_200, 172_800, 3723, 129_600, 131_400, 5)
-    ]
-    for text in ("90", "2:30", "0h", "1:60:00", "-1h", "12 h", "", "1-2-3"):
-        with pytest.raises(NotADuration):
-            seconds(text)
-
-
-def test_sizes() -> None:
-    assert [mebibytes(text) for text in ("800M", "64G", "64GB", "64GiB", "1T")] == [800, 65536, 65536, 65536, 1048576]
-    for text in ("64", "0G", "64g", "1.5G", "G", ""):
-        with pytest.raises(NotASize):
-            mebibytes(text)
+@pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_a_line_is_left_out_where_its_value_is_not_set(scheduler: Scheduler) -> None:
+    bare, full = (
+        batch_script(scheduler, job, KEPT_AT) for job in (SMALLEST, replace(JOB, cpus_per_rank=None, directives=()))
+    )
+    assert "None" not in bare + full
+    assert "\0" not in bare + full
+    assert len(full.splitlines()) > len(bare.splitlines())

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from paceline.core.errors import PacelineError
-from paceline.world.launch.batch_script import BatchJob, join
+from paceline.world.launch.schedulers.job import BatchJob, join
 from paceline.world.rendezvous.secret import VARIABLE
 from paceline.world.rendezvous.server import LISTEN
 

@@ -12,9 +12,9 @@ import yaml
 
 from paceline.cli.launch import _around, _load
 from paceline.world.discover.environment import discover
-from paceline.world.launch.batch_script import join
-from paceline.world.launch.kubernetes import Kind, Pods, manifest, object_name
-from tests.world.launch.test_batch_script import JOB, SMALLEST
+from paceline.world.launch.schedulers.job import join
+from paceline.world.launch.schedulers.kubernetes import Kind, Pods, manifest, object_name
+from tests.world.launch.schedulers.test_script import GOLDEN, JOB, SMALLEST
 
 TEXT, COUNT, YES = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
 LABEL = {"type": "string", "pattern": r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"}
@@ -138,6 +138,12 @@ PODS = Pods(
 def objects(kind: Kind, job: Any = JOB, pods: Pods = PODS) -> dict[str, dict[str, Any]]:
     text = manifest(replace(job, command=COMMAND), replace(pods, kind=kind), "secret" * 8)
     return {each["kind"]: each for each in yaml.safe_load_all(text)}
+
+
+@pytest.mark.parametrize("kind", ["job", "pytorchjob"])
+def test_the_manifest_is_the_golden_one(kind):
+    text = manifest(replace(JOB, command=COMMAND), replace(PODS, kind=kind), "secret" * 8)
+    assert text == (GOLDEN / f"k8s-{kind}.yaml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("kind", ["job", "pytorchjob"])
