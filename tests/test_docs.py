@@ -26,12 +26,11 @@ from pydantic import create_model
 import paceline
 from paceline.cli.completion import options_of
 from paceline.cli.main import COMMANDS, main
-from paceline.cli.train import take_task
 from paceline.config.aliases import aliases_of
 from paceline.config.command_line import read_words
 from paceline.config.load import load
 from paceline.config.settings import Section, TrainConfig
-from paceline.config.train_command import TrainCommand, train_options
+from paceline.config.train_command import TrainCommand, take_task, train_options
 from paceline.lab.tune import command as tune
 from paceline.observe.journal import read
 from paceline.recipes.speech.network.config import NetworkSettings

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from paceline.cli.main import main
-from paceline.cli.train import take_task
 
 TOWER = f"{Path(__file__).parent / 'own_settings.py'}:Tower"
 QUICK = ["--device", "cpu", "--threads", "1", "--global-batch", "8", "--loggers", "none", "--progress", "none"]
@@ -106,15 +105,6 @@ def test_a_task_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "line 1" in shown
     assert shown.rstrip().endswith("SyntaxError: invalid syntax")
     assert "paceline/cli" not in shown
-
-
-def test_the_task_is_found_among_the_words() -> None:
-    assert take_task(["--lr", "1", "digits"]) == ("digits", ["--lr", "1"])
-    assert take_task(["--unknown", "3", "digits", "--lr", "1"]) == ("digits", ["--unknown", "3", "--lr", "1"])
-    assert take_task(["--own-flag", "a.py:T"]) == ("a.py:T", ["--own-flag"])
-    assert take_task(["--lr", "1", "--", "digits"]) == ("digits", ["--lr", "1"])
-    assert take_task(["--exp-name", "digits"]) == (None, ["--exp-name", "digits"])
-    assert take_task(["digts", "--lr", "1"]) == ("digts", ["--lr", "1"])
 
 
 def test_one_rank_that_is_restarted_needs_a_folder(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import Field
 
-from paceline.cli.procs import check_procs
 from paceline.config.load import load
 from paceline.config.settings import BuiltInLogger, BuiltInOptimizer, BuiltInSchedule, PositiveFloat, Section
 from paceline.core.plugins import Group
 from paceline.core.terminal import emit, tell, visible
 from paceline.core.units import counted
 from paceline.world.discover.environment import World, discover
+from paceline.world.discover.procs import check_procs
 
 if TYPE_CHECKING:
     from paceline.world.doctor.findings import Finding

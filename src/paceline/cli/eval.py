@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ValidationError, create_model
 
-from paceline.cli.procs import check_procs
 from paceline.config import messages
 from paceline.config.command_line import Typed, dashed, read_words
 from paceline.config.load import load
@@ -31,6 +30,7 @@ from paceline.core.plugins import names as plugin_names
 from paceline.core.run_folder import BrokenRecord, RunRecord, read_record
 from paceline.core.terminal import emit, tell
 from paceline.train.find_task import recipe_of_model
+from paceline.world.discover.procs import check_procs
 
 if TYPE_CHECKING:
     from paceline.train.engine import Engine

@@ -6,27 +6,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field
 
 from paceline.config.load import load
 from paceline.config.settings import Section
-from paceline.core import plugins
 from paceline.core.cloud.address import Place
-from paceline.core.cloud.file_copy import send
 from paceline.core.cloud.run_copy import bring_run
-from paceline.core.disk import cannot_write, replacing
 from paceline.core.errors import PacelineError
 from paceline.core.paths import near
-from paceline.core.run_folder import METRICS
 from paceline.core.terminal import tell
-from paceline.core.units import counted
-
-if TYPE_CHECKING:
-    from paceline.observe.report.section import RecipeReport
-
-PAGE = "report.html"
+from paceline.observe.report.write import PAGE, write_report
 
 
 class ReportOptions(Section):
@@ -75,6 +66,7 @@ def run(argv: Sequence[str]) -> int:
 
 def watch(folders: Sequence[Path], port: int | None) -> int:
     """Serve the page until Ctrl-C; it stays when its runs have ended, for who reads it."""
+    from paceline.observe.report.section import recipe_reports
     from paceline.observe.report.server import Live, address, serve
     from paceline.observe.report.watch import make_page, seen
 
@@ -88,34 +80,3 @@ def watch(folders: Sequence[Path], port: int | None) -> int:
             server.serve_forever()
     tell("ended; the runs go on\n" if seen(folders)[1] else "ended\n")
     return 0
-
-
-def recipe_reports() -> list[RecipeReport]:
-    """Return the report sections that plugins register."""
-    return [
-        plugins.guarded(plugin, "cannot be made", plugins.load(plugin)) for plugin in plugins.installed().of("reports")
-    ]
-
-
-def write_report(folders: Sequence[Path], path: Path) -> str:
-    """Make the page; returns the line that says so. It has its name only when it is complete."""
-    from paceline.observe.report.page import page
-    from paceline.observe.report.runs import read_runs
-
-    runs = read_runs(folders, recipe_reports())
-    text = page(runs)
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(None, "it is a folder")
-        with replacing(path) as file:
-            file.write(text)
-    except OSError as error:
-        raise cannot_write(path, error, len(text.encode()), "it writes the page") from error
-    send(path)
-    unfinished = [run.name for run in runs if run.status not in ("finished", "early", "stopped", "diverged")]
-    notes = f" ({', '.join(unfinished)}: not finished, shown as far as it came)" if unfinished else ""
-    for run in runs:
-        if run.num_unread:
-            lines = f"{counted(run.num_unread, 'line')} of {near(run.folder / METRICS)}"
-            notes += f"; left out, because they cannot be read: {lines}"
-    return f"report in {near(path)}, {path.stat().st_size / 1e6:.1f} MB; it opens in any browser, also offline{notes}"

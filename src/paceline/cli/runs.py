@@ -28,6 +28,7 @@ from paceline.core.run_folder import (
     RUNNING,
     UNSEEN,
     BrokenRecord,
+    find_runs,
     read_progress,
     read_record,
     status_now,
@@ -120,14 +121,6 @@ def run(argv: Sequence[str]) -> int:
     else:
         tell(f"no runs in {options.folder}\n")
     return 0
-
-
-def find_runs(folder: Path) -> Iterator[Path]:
-    """Yield all run folders below; the folders of a run are not searched."""
-    for place, below, files in os.walk(folder):
-        if RECORD in files:
-            below.clear()
-            yield Path(place)
 
 
 def read_line(run: Path, base: Path) -> RunLine:

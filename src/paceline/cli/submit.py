@@ -400,10 +400,10 @@ def _read_training(words: list[str]) -> tuple[TrainConfig, str]:
     """Return the settings that `paceline train` would read from these words, and a short name of the task."""
     from paceline.cli import train
     from paceline.config.train_command import POSITIONAL as OF_TRAIN
-    from paceline.config.train_command import task_settings, train_options
+    from paceline.config.train_command import take_task, task_settings, train_options
     from paceline.train.find_task import find_task
 
-    name, rest = train.take_task(words)
+    name, rest = take_task(words)
     if name is None:
         load(train.OPTIONS, words, prog=train.PROG, positional=OF_TRAIN)  # says what is missing
     assert name is not None

@@ -12,26 +12,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cli.launch import failure_problems
-from paceline.cli.procs import check_procs
-from paceline.config.command_line import read_words
 from paceline.config.load import as_yaml, load
 from paceline.config.problems import Problem, SettingsInvalid
 from paceline.config.run_path import run_folder
-from paceline.config.settings import Section, TrainConfig
-from paceline.config.train_command import POSITIONAL, TrainCommand, task_settings, train_options
-from paceline.core import plugins
+from paceline.config.settings import TrainConfig
+from paceline.config.train_command import (
+    POSITIONAL,
+    TRAIN_OPTIONS,
+    TrainCommand,
+    take_task,
+    task_settings,
+    train_options,
+)
 from paceline.core.cloud.address import local_path, refuse_memory, shown
 from paceline.core.cloud.file_copy import exists
 from paceline.core.errors import PacelineError
 from paceline.core.paths import absolute
 from paceline.core.terminal import emit, warn
 from paceline.world.discover.environment import World, discover
+from paceline.world.discover.procs import check_procs
 
 if TYPE_CHECKING:
     from paceline.train.task import Task
 
 PROG = "paceline train"
-OPTIONS = train_options(TrainConfig)
+OPTIONS = TRAIN_OPTIONS
 
 
 class RestartsNeedFolder(PacelineError):
@@ -51,19 +56,6 @@ def run(argv: Sequence[str]) -> int:
     from paceline.world.failure.together import fail_together  # from here on torch is needed
 
     return fail_together(world, lambda: _run(world, name, rest))
-
-
-def take_task(words: Sequence[str], options: type[Section] = OPTIONS) -> tuple[str | None, list[str]]:
-    """Return the word that names the task, and the others. It may stand anywhere: a task has options of its own."""
-    typed = read_words(options, words, POSITIONAL)
-    places = typed.loose or [place for place in typed.swallowed if _looks_like_task(words[place])]
-    if not places:
-        return None, list(words)
-    return words[places[0]], [word for place, word in enumerate(words) if place != places[0] and word != "--"]
-
-
-def _looks_like_task(word: str) -> bool:
-    return re.search(r"\.py:\w+$", word) is not None or word in plugins.names("recipes")
 
 
 def _run(world: World, name: str, rest: list[str]) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, create_model
 
+from paceline.config.command_line import read_words
 from paceline.config.settings import Section, TrainConfig
+from paceline.core import plugins
 
 POSITIONAL = ("task",)
 
@@ -43,3 +47,23 @@ def train_options(settings: type[TrainConfig]) -> type[TrainCommand]:
 def task_settings(options: Section, settings: type[TrainConfig]) -> TrainConfig:
     """Return the task's part of the options that were set."""
     return settings(**{name: getattr(options, name) for name in options.model_fields_set & set(settings.model_fields)})
+
+
+TRAIN_OPTIONS = train_options(TrainConfig)
+"""Model of `paceline train` before the task is known."""
+
+
+def take_task(words: Sequence[str], options: type[Section] = TRAIN_OPTIONS) -> tuple[str | None, list[str]]:
+    """Return the word that names the task (None if missing) and the remaining words.
+
+    The task may be anywhere among the words: it has options of its own, which `options` does not know.
+    """
+    typed = read_words(options, words, POSITIONAL)
+    indices = typed.loose or [index for index in typed.swallowed if _looks_like_task(words[index])]
+    if not indices:
+        return None, list(words)
+    return words[indices[0]], [word for index, word in enumerate(words) if index != indices[0] and word != "--"]
+
+
+def _looks_like_task(word: str) -> bool:
+    return re.search(r"\.py:\w+$", word) is not None or word in plugins.names("recipes")

@@ -312,6 +312,14 @@ def status_now(folder: Path, status: str) -> str:
     return f"{UNSEEN}{_ON}{host}" if host else UNSEEN
 
 
+def find_runs(folder: Path) -> Iterator[Path]:
+    """Yield all run folders below a folder; the folders inside a run are not searched."""
+    for path, below, files in os.walk(folder):
+        if RECORD in files:
+            below.clear()
+            yield Path(path)
+
+
 class RunFolder:
     """The folder of one run; only the first rank writes to it."""
 

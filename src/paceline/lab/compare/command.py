@@ -14,7 +14,7 @@ from paceline.config.load import load
 from paceline.config.settings import Section
 from paceline.core.cloud.address import Place
 from paceline.core.cloud.run_copy import bring_run
-from paceline.core.run_folder import RunFolder
+from paceline.core.run_folder import RunFolder, find_runs
 from paceline.core.terminal import emit, one_line, tell
 from paceline.core.units import counted
 
@@ -80,9 +80,9 @@ def compare(
     lower or higher is better, `take` which value of a run counts, and `reach` is the value to which steps are counted.
     The result has `groups`, `pairs` (difference, Welch's t, permutation test, paired bootstrap) and `notes`.
     """
-    from paceline.cli.report import recipe_reports
     from paceline.lab.compare.comparison import TooFewRuns, compare_runs
     from paceline.observe.report.runs import read_runs
+    from paceline.observe.report.section import recipe_reports
 
     folders = [each for given in runs for each in _folders(Path(given))]
     if len(folders) < 2:
@@ -93,8 +93,6 @@ def compare(
 
 def _folders(given: Path) -> list[Path]:
     """Return a run, or all runs below a folder that is none."""
-    from paceline.cli.runs import find_runs
-
     bring_run(given)
     if RunFolder(given).is_run or not given.is_dir():
         return [given]

@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, create_model
 
-from paceline.cli.train import take_task
 from paceline.config.load import load
 from paceline.config.settings import Section, TrainConfig
-from paceline.config.train_command import POSITIONAL, task_settings
+from paceline.config.train_command import POSITIONAL, take_task, task_settings
 from paceline.core.errors import PacelineError
 from paceline.core.terminal import warn
 from paceline.world.discover.environment import discover

@@ -13,11 +13,10 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, create_model
 
-from paceline.cli.train import take_task
 from paceline.config.command_line import dashed, read_words
 from paceline.config.load import load
 from paceline.config.settings import PositiveFloat, Section, TrainConfig
-from paceline.config.train_command import POSITIONAL, task_settings
+from paceline.config.train_command import POSITIONAL, take_task, task_settings
 from paceline.config.yaml_file import read_file
 from paceline.core.errors import PacelineError
 from paceline.core.terminal import tell, warn

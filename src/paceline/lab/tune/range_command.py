@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.cli.procs import check_procs
 from paceline.config.settings import TrainConfig
 from paceline.core.terminal import tell
 from paceline.core.units import counted
@@ -20,6 +19,7 @@ from paceline.observe.bars import SideBar
 from paceline.train.find_task import make_task
 from paceline.train.task import Task
 from paceline.world.discover.environment import World
+from paceline.world.discover.procs import check_procs
 from paceline.world.failure.board import EXIT_INTERRUPT
 from paceline.world.failure.together import fail_together
 from paceline.world.launch.launcher import count_procs, launch

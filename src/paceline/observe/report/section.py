@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline.core import plugins
 from paceline.observe.report.figure import Figure
 
 if TYPE_CHECKING:
@@ -54,3 +55,10 @@ class RecipeReport:
     def sections(self, runs: Sequence[ReportedRun]) -> Sequence[Section]:
         """Return sections about runs; empty ones are left out."""
         return ()
+
+
+def recipe_reports() -> list[RecipeReport]:
+    """Return the report sections that plugins register."""
+    return [
+        plugins.guarded(plugin, "cannot be made", plugins.load(plugin)) for plugin in plugins.installed().of("reports")
+    ]

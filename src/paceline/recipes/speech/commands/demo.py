@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 from pydantic import create_model
 
 from paceline.cli import train
-from paceline.cli.report import PAGE, write_report
 from paceline.config.command_line import asks_for_help, dashed, read_words
 from paceline.config.load import load
 from paceline.config.parse import Given
@@ -26,6 +25,7 @@ from paceline.core.terminal import tell
 from paceline.core.units import counted
 from paceline.observe.journal import read
 from paceline.observe.progress import clock_time
+from paceline.observe.report.write import PAGE, write_report
 
 OPTIONS = train.OPTIONS
 CORPUS = "demo-speech"

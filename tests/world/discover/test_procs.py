@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.cli.main import main
-from paceline.cli.procs import check_procs
 from paceline.config.problems import SettingsInvalid
 from paceline.world.discover.environment import World
+from paceline.world.discover.procs import check_procs
 from tests.world.discover.test_environment import OPEN_MPI
 
 
