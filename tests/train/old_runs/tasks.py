@@ -1,9 +1,15 @@
-"""The tasks of the runs in this folder. A process that has PACELINE_KILL_AT dies after that many steps of its own."""
+"""Tasks of the runs in this folder. PACELINE_KILL_AT in the environment ends them by SIGKILL after that many steps.
+
+`python tasks.py ARGUMENTS` is `paceline ARGUMENTS` where recipes also obey that variable; only `write.py` uses it.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+import runpy
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from paceline import Grain, Task
-from paceline.recipes.continual.task import Continual
+from paceline import Engine, Grain, Task
+from paceline.continual import Continual
 
 
 def images(num_samples: int, seed: int) -> TensorDataset:
@@ -24,19 +30,18 @@ def images(num_samples: int, seed: int) -> TensorDataset:
     return TensorDataset(x, (4 * x.mean((1, 2, 3)) + x[:, 0, 0, 0]).long() % 3)
 
 
-class _Mortal:
-    """Dies by SIGKILL once a checkpoint of an earlier step is on disk."""
+def die(num_steps: int) -> None:
+    """Die by SIGKILL after PACELINE_KILL_AT steps, once the checkpoint of the step before is on disk."""
+    kill_at = int(os.environ.get("PACELINE_KILL_AT", "1000000"))
+    if num_steps >= kill_at:
+        deadline = time.monotonic() + 60
+        while not (Path(os.environ["PACELINE_RUN"]) / f"checkpoints/step-{kill_at - 1:08d}/digests.json").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    def _die(self, done: int) -> None:
-        if done >= int(os.environ.get("PACELINE_KILL_AT", "1000000")):
-            deadline = time.monotonic() + 60
-            while not list(Path(os.environ["PACELINE_RUN"]).glob("checkpoints/step-*/digests.json")):
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            os.kill(os.getpid(), signal.SIGKILL)
 
-
-class Images(_Mortal, Task):
+class Images(Task):
     """A convolution with batch norm and dropout."""
 
     def model(self) -> nn.Module:
@@ -62,12 +67,36 @@ class Images(_Mortal, Task):
         return {"accuracy": ((model(grain.x).argmax(1) == grain.y).sum(), len(grain))}
 
     def after_step(self, model: nn.Module, step: Any, grains: Sequence[Grain]) -> None:
-        self._die(step.number + 1)
+        die(step.number + 1)
 
 
-class Digits(_Mortal, Continual):
+class Digits(Continual):
     """Continual learning of scikit-learn's digits, with a replay buffer."""
 
     def after_step(self, model: nn.Module, step: Any, grains: Sequence[Grain]) -> None:
         super().after_step(model, step, grains)
-        self._die(step.number + 1)
+        die(step.number + 1)
+
+
+class Narrow(nn.Module):
+    """Backbone of the recipe `continual` with a few hundred weights."""
+
+    def __init__(self, shape: Sequence[int], num_classes: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(math.prod(shape), 12)
+        self.head = nn.Linear(12, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.first(x.flatten(1))))
+
+
+if __name__ == "__main__":
+    step = Engine.step
+
+    def mortal_step(engine: Engine, *arguments: Any) -> Any:
+        die(engine.position.num_steps)
+        return step(engine, *arguments)
+
+    sys.argv[0] = "paceline"
+    Engine.step = mortal_step  # type: ignore[method-assign]
+    runpy.run_module("paceline", run_name="__main__")
