@@ -71,7 +71,7 @@ def test_an_epoch_whose_end_was_saved_is_written_once(tmp_path: Path, capsys: py
     first = trainer(SmallTask(), tmp_path / "run", epochs=2, save_every_steps=3, keep_best=0)
     save = first.checkpoints.save
     first.checkpoints.save = (  # type: ignore[method-assign]
-        lambda *args, **named: save(*args, **named) if first.engine.num_steps <= 3 else None
+        lambda *args, **named: save(*args, **named) if first.stepper.num_steps <= 3 else None
     )
     first.fit()
     (written, _) = epochs(tmp_path / "run")
@@ -114,7 +114,7 @@ def killed_after_saving(first: Trainer, num_steps: int) -> None:
 
     def save_and_die(*args: Any, **named: Any) -> None:
         save(*args, **named)
-        if first.engine.num_steps == num_steps:
+        if first.stepper.num_steps == num_steps:
             raise Killed
 
     first.checkpoints.save = save_and_die  # type: ignore[method-assign]
@@ -175,12 +175,12 @@ def test_killed_right_after_the_save_of_the_last_step(
 def train_or_die(link: Link, out: str, dies: bool) -> None:
     first = trainer(SmallTask(), Path(out), link, grains=2, steps=4, save_every_steps=4, resume="auto", progress="none")
     if dies:
-        sync, saved = first.engine.sync, []
+        sync, saved = first.stepper.sync, []
         save = first.checkpoints.save
 
         def note(*args: Any, **named: Any) -> None:
             save(*args, **named)
-            saved.append(first.engine.num_steps)
+            saved.append(first.stepper.num_steps)
 
         def die() -> None:
             if saved[-1:] == [4]:
@@ -188,7 +188,7 @@ def train_or_die(link: Link, out: str, dies: bool) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             sync()
 
-        first.checkpoints.save, first.engine.sync = note, die  # type: ignore[method-assign]
+        first.checkpoints.save, first.stepper.sync = note, die  # type: ignore[method-assign]
     first.fit()
 
 
@@ -218,5 +218,5 @@ def test_a_run_with_too_many_skipped_steps_accounts_for_them(tmp_path: Path) -> 
         trained.fit()
     losses = [record["loss"] for record in read(tmp_path / "run" / "metrics.jsonl")]
     assert losses[-1] is None, "as the message says"
-    assert len(losses) == trained.engine.num_steps
+    assert len(losses) == trained.stepper.num_steps
     assert sum(record["steps"] for record in epochs(tmp_path / "run")) == len(losses)

@@ -56,8 +56,8 @@ class Position:
     """Steps between checkpoints that `save_every_steps: auto` has chosen."""
 
     def advance(self, batch: Batch) -> None:
-        """Move past a batch; the engine counts `num_steps` when it steps."""
-        self.step = batch.step + 1
+        """Move past a batch that was trained on."""
+        self.step, self.num_steps = batch.step + 1, self.num_steps + 1
 
     def end_epoch(self) -> None:
         """Move to the start of the next epoch."""

@@ -1,4 +1,4 @@
-"""The training loop. Read `Trainer._train_epoch` and `engine.Engine.step` and you know how training works."""
+"""The training loop. Read `Trainer._train_epoch` and `stepper.Engine.step` and you know how training works."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ from paceline.train.due import (
     outcome_at,
     validates_at_end,
 )
-from paceline.train.engine import Engine
 from paceline.train.feed import DataChanged, Feed, NothingRead, StreamState, TrainingData
 from paceline.train.logbook import Logbook, notes
 from paceline.train.loss import TooManySkipped
@@ -64,6 +63,7 @@ from paceline.train.probe import Probe
 from paceline.train.save_interval import SaveInterval
 from paceline.train.scalars import Scalars, calls_log
 from paceline.train.scaling import for_ranks
+from paceline.train.stepper import Stepper
 from paceline.train.survival import Regroup, Survival, price
 from paceline.train.task import Stage, Surroundings, Task, overrides
 from paceline.train.validate import UnknownMonitor, Validation, fixed_set
@@ -153,21 +153,21 @@ class Trainer:
         if self.checkpoints.sums == "fast":  # asked for, or a run that began so
             self.config = config = config.model_copy(update={"sums": "fast"})
         stacks.send_to(self.checkpoints.rank_log_file)
-        self.engine = Engine(config, link=link, clock=self.clock)
-        self._few_shapes = setup.few_shapes(config, self.engine.precision, link.device, checkpoint)
-        self.engine.norm_every = config.log_every if probe is None else None
-        self._scalars = Scalars(link, calls_log(type(task)), lambda: self.engine.is_counted)
+        norm_every = config.log_every if probe is None else None
+        self.stepper = Stepper(config, link, clock=self.clock, norm_every=norm_every)
+        self._few_shapes = setup.few_shapes(config, self.stepper.precision, link.device, checkpoint)
+        self._scalars = Scalars(link, calls_log(type(task)), lambda: self.stepper.is_counted)
         say, add = self.progress.say, self._scalars.add
-        task.attach(Surroundings(config, link, say, self.engine.evaluating, self._few_shapes, add))
+        task.attach(Surroundings(config, link, say, self.stepper.evaluating, self._few_shapes, add))
         self.choice: Choice | None = None
         self._autotuner: autotuner.Autotuner | None = None
         record = None if checkpoint is None else checkpoint.state.get("choice")
         # A run from before `auto` chose anything goes on as it began.
         is_new = checkpoint is None or record is not None or config.level == 4
         if is_new and autotuner.is_asked(config, precision.capabilities(link.device)):
-            self._autotuner = autotuner.Autotuner(task, config, link, self.progress, lambda: self.engine.wants_stop)
+            self._autotuner = autotuner.Autotuner(task, config, link, self.progress, lambda: self.stepper.wants_stop)
             self._compute_in(self._autotuner, None if record is None else self._autotuner.recall(record))
-        self.position = self.engine.position
+        self.position = Position()
         self._save_interval = SaveInterval(config, self.position, link)
         stages = tasks.stages_of(task)
         self.stages = list(stages) if probe is None else probe.stages(stages)
@@ -180,27 +180,27 @@ class Trainer:
         self._stream_saved: dict[str, torch.Tensor] = {}
         self._build(is_new=checkpoint is None)
         self._resumed = None if checkpoint is None else self._resume(checkpoint)
-        self.validation = Validation(task, self.engine, config, self.checkpoints.grains)
+        self.validation = Validation(task, self.stepper, config, self.checkpoints.grains)
         self.timeline = timeline.build(
-            config, config.out, link, self.clock, lambda: self.engine.num_steps, self.progress.say
+            config, config.out, link, self.clock, lambda: self.stepper.num_steps, self.progress.say
         )
         callbacks = setup.callbacks(task, config, self.progress.say, watchers) if link.is_first else []
         so_far = None if checkpoint is None else checkpoint.state.get("so_far")
         del checkpoint  # its tensors are mapped from files, and would keep them on disk
-        meter = Meter(self.clock, self.engine, task, config, so_far)
+        meter = Meter(self.clock, self.stepper, task, config, so_far)
         with ExitStack() as undo:  # from here on there is something to undo: files, a lock, callbacks that have started
             self.checkpoints.open()
             undo.callback(self.checkpoints.mark_failed)
             if self.checkpoints.metrics_file is not None:
-                done, validated = self.engine.num_steps, max(0, self.position.validated)
+                done, validated = self.stepper.num_steps, max(0, self.position.validated)
                 callbacks.insert(0, Journal(self.checkpoints.metrics_file, next_step=done, next_validation=validated))
             self.log = Logbook(
                 callbacks,
                 self.progress,
-                self.engine,
+                self.stepper,
                 self.position,
                 meter,
-                lambda: notes(self.engine, self.larc),
+                lambda: notes(self.stepper, self.larc),
                 LossWatch(config.max_loss_ratio, self.position),
                 self._scalars.read,
             )
@@ -242,17 +242,17 @@ class Trainer:
         if self._survival is not None and self._survival.is_cut_loose():
             os._exit(EXIT_CRASH)  # a signal of the system, not of the user: the others are not to stop because of it
         self.is_asked_to_stop = True
-        self.engine.ask_to_stop()
+        self.stepper.ask_to_stop()
 
     def ask_to_regroup(self) -> None:
         """Leave the round soon, because somebody waits to join; in a thread, as `ask_to_stop`."""
-        self.engine.ask_to_stop()
+        self.stepper.ask_to_stop()
 
     # -- rounds: the ranks that are there --------------------------------------------------------------------------
 
     def _begin_round(self, survival: Survival) -> None:
         """Tell the user and the journal who is there."""
-        num_steps = self.engine.num_steps
+        num_steps = self.stepper.num_steps
         for line in survival.lines(num_steps):
             self.progress.say(line)
         self.log.ranks(survival.record(num_steps, self.position.epoch + 1))
@@ -268,16 +268,16 @@ class Trainer:
         self.log.flush()
         more = partial(self._place_in_stream, self.position.epoch, self.position.step)
         self.checkpoints.remember(
-            survival.memory, self.engine, self.position, self.task, self.log.so_far, few_shapes=few, more=more
+            survival.memory, self.stepper, self.position, self.task, self.log.so_far, few_shapes=few, more=more
         )
-        num_steps = self.engine.num_steps
+        num_steps = self.stepper.num_steps
         survival.agree(num_steps, time.monotonic() - began, self.link)
         self.clock.lap("checkpoint")
 
     def _copies_now(self, survival: Survival) -> bool:
         """Return True if a copy is due, and the ranks are together."""
         is_due = self._somebody_joins or survival.is_due(self.position.num_steps)
-        return is_due and self.engine.is_together
+        return is_due and self.stepper.is_together
 
     def _waits_only_for_joiners(self, step: Step) -> bool:
         """Return True if ranks are asked to stop, as of this step on all, and only because somebody waits to join.
@@ -337,7 +337,6 @@ class Trainer:
         if not self._set_up(feed):
             self._save()
             return Outcome.STOPPED
-        feed.end_epoch = epochs
         with closing(feed):
             outcome = self._train_epochs(feed, epochs)
         return outcome if outcome is Outcome.STOPPED else self._end_stage(number, outcome)
@@ -359,22 +358,22 @@ class Trainer:
 
     def _train_epoch(self, feed: Feed) -> Outcome:
         """Train on the batches of an epoch, from the position on."""
-        position, engine, clock = self.position, self.engine, self.clock
+        position, stepper, clock = self.position, self.stepper, self.clock
         data = summary.data_facts(feed, position.epoch)
         ahead = outlook(self.config, self.stages, self._began_stage, position, data.num_steps)
         self.log.begin_epoch(feed, data, self._stage_name, ahead)
         ended = outcome_at(self.config, position, data.num_steps)
         if ended is not None:
             return ended  # resumed: it was saved with its last step
-        loss, before_step, after_step = partial(self.task.loss, engine.model), self._before_step, self._after_step
+        loss, before_step, after_step = partial(self.task.loss, stepper.model), self._before_step, self._after_step
         survival, since, wake = self._survival, position.num_steps, self._next_due(feed)
         for batch in self._batches(feed):
             clock.begin_step()
             if before_step is not None:
-                before_step(engine.model, batch)
-            step = engine.step(loss, batch, self._after_backward)
+                before_step(stepper.model, batch)
+            step = stepper.step(loss, batch, self._after_backward)
             if after_step is not None:
-                after_step(engine.model, step, batch.grains)
+                after_step(stepper.model, step, batch.grains)
             position.advance(batch)
             self.log.note(step, batch)
             clock.lap("compute")
@@ -411,9 +410,9 @@ class Trainer:
     def _attend(self, now: Due, feed: Feed, batch: Batch, step: Step, since: int) -> Due:
         """Come together, log, validate, save: always in this order. Returns what turned out to be due."""
         position = self.position
-        if now.validate or now.save or not self.engine.is_together:
+        if now.validate or now.save or not self.stepper.is_together:
             self._come_together()
-            step = self.engine.last_step or step
+            step = self.stepper.last_step or step
         signals = self._signals(feed, batch, step)  # the average may have told of a stop or of the end of the data
         position.is_epoch_over = signals.is_out_of_data or (feed.is_stream and batch.is_last)
         now = due(self.config, position, signals, since)
@@ -452,10 +451,10 @@ class Trainer:
         validates = is_unseen and validates_at_end(self.config, outcome, is_last_stage=is_last)
         if validates:
             self._save()  # a validation may take long, and may fail: no step is lost with it
-            if any(self.link.gather_objects(self.engine.wants_stop)):
+            if any(self.link.gather_objects(self.stepper.wants_stop)):
                 return Outcome.STOPPED
-        with self.engine.whole_statistics():
-            self.task.after_stage(self.engine.model, number)
+        with self.stepper.whole_statistics():
+            self.task.after_stage(self.stepper.model, number)
         self.clock.lap("setup")
         if validates:
             self._validate(is_due=not is_last)
@@ -470,7 +469,7 @@ class Trainer:
 
     def _signals(self, feed: Feed, batch: Batch, step: Step) -> Signals:
         stop = self._stop_asked(step) and not self._somebody_joins
-        return Signals(stop, self.engine.is_together, _is_out_of_data(feed, step), batch.is_last)
+        return Signals(stop, self.stepper.is_together, _is_out_of_data(feed, step), batch.is_last)
 
     def _stop_asked(self, step: Step) -> bool:
         """Return True if any rank was asked to stop, as of the same step on all.
@@ -480,15 +479,15 @@ class Trainer:
         if self._probe is not None and self._probe.is_over:
             return True
         if self.link.world.size == 1:
-            return self.engine.wants_stop
+            return self.stepper.wants_stop
         if step.ranks_to_stop is None:
             return False  # ranks step apart, and learn of it with their next average
         on_host = step.ranks_to_stop.device.type == "cpu"
-        return (on_host or is_multiple(self.engine.num_steps, self.config.log_every)) and bool(step.ranks_to_stop)
+        return (on_host or is_multiple(self.stepper.num_steps, self.config.log_every)) and bool(step.ranks_to_stop)
 
     def _come_together(self) -> None:
         self.clock.lap("other")
-        self.engine.sync()
+        self.stepper.sync()
         self.clock.lap("communication")
 
     def _validate(self, *, is_due: bool = True) -> None:
@@ -507,23 +506,23 @@ class Trainer:
                 self._save()  # no step is lost with a misspelt name
                 raise
             if is_due and self.position.score is not None:
-                self.engine.schedulers.validated(self.position.score)
+                self.stepper.schedulers.validated(self.position.score)
             self.log.validation(metrics, checks.samples, checks.seconds, checks.analysis)
         self.clock.lap("validation")
 
     def _measure_average(self) -> None:
         """Measure the batch-norm statistics of a mean of weights (`swa_start`), which no step has made."""
-        engine, step = self.engine, self.engine.num_steps
-        average = engine.prepared.average
+        stepper, step = self.stepper, self.stepper.num_steps
+        average = stepper.prepared.average
         if average is None or not average.wants_statistics(step) or self._measured == step:
             return
-        if not norm_layers(engine.model):
+        if not norm_layers(stepper.model):
             return
         self._measured = step
         assert self._stage_data is not None, "a stage has its data before its first step"
-        batches = fixed_set(self.task, engine, self.config, self.checkpoints.grains, "training data", self._stage_data)
+        batches = fixed_set(self.task, stepper, self.config, self.checkpoints.grains, "training data", self._stage_data)
         average.statistics = measure_statistics(
-            self.task, engine, batches, self.config.swa_statistics, self.config.seed
+            self.task, stepper, batches, self.config.swa_statistics, self.config.seed
         )
 
     def _save(self) -> None:
@@ -535,7 +534,7 @@ class Trainer:
         score = self.position.score if self.position.is_fresh else None
         few = self._few_shapes
         more = partial(self._place_in_stream, self.position.epoch, self.position.step)
-        self.checkpoints.save(self.engine, self.position, self.task, score, self.log.so_far, few_shapes=few, more=more)
+        self.checkpoints.save(self.stepper, self.position, self.task, score, self.log.so_far, few_shapes=few, more=more)
         self.clock.lap("checkpoint")
         if self._survival is not None and self._survival.is_renewed:
             self._remember()  # not older than any checkpoint
@@ -555,15 +554,15 @@ class Trainer:
             return
         why = self.log.losses.verdict(is_over=is_over)
         if why is None and is_over:
-            everyones = self.link.gather_objects(self.engine.skips.state()[0])  # with `reduce: param` each has its own
-            why = judge_skips(max(everyones), self.engine.num_steps)
+            everyones = self.link.gather_objects(self.stepper.skips.state()[0])  # with `reduce: param` each has its own
+            why = judge_skips(max(everyones), self.stepper.num_steps)
         if why is not None:
             raise Diverged(why)
 
     def _check_weights(self) -> None:
         """Raise `Diverged` on all ranks if a weight is not finite: such weights are never saved."""
         if self._probe is None:
-            names = self.link.gather_objects(not_finite(self.engine.prepared))  # shards are of one rank each
+            names = self.link.gather_objects(not_finite(self.stepper.prepared))  # shards are of one rank each
             why = judge_weights(sorted({name for each in names for name in each}))
             if why is not None:
                 raise Diverged(why)
@@ -579,27 +578,25 @@ class Trainer:
         self._prepare(model)
         self._after_backward: Callable[[], None] | None = None
         if overrides(self.task, "after_backward"):
-            self._after_backward = lambda: self.task.after_backward(self.engine.model)
+            self._after_backward = lambda: self.task.after_backward(self.stepper.model)
         self._before_step = self.task.before_step if overrides(self.task, "before_step") else None
         self._after_step = setup.after_step(self.task, self._probe)
 
     def _prepare(self, model: torch.nn.Module) -> None:
         model.to(self.link.device)
-        autotuner.put_kernels(self.task, model, self.engine.precision, self.progress.say)
-        # Where `-O4` has still to choose, the model is copied and prepared again.
-        is_for_now = self.engine.precision.is_open
-        self.larc = setup.prepare(self.engine, self.task, self.config, model, is_for_now=is_for_now)
+        autotuner.put_kernels(self.task, model, self.stepper.precision, self.progress.say)
+        self.larc = setup.prepare(self.stepper, self.task, self.config, model)
 
     def _resume(self, checkpoint: Checkpoint) -> str:
         """Restore everything. Returns where the run goes on, in words."""
         position = Position(**checkpoint.state["position"])
         for number in range(position.num_begun_stages):
             self._begin_stage(number)
-        state.restore(self.engine, checkpoint.parts, checkpoint.state["engine"])
+        state.restore(self.stepper, checkpoint.parts, checkpoint.state["engine"])
         self.position.load(checkpoint.state["position"])
         tasks.load_state(self.task, dict(checkpoint.parts.get("task", {})))
         self._stream_saved = {name: tensor.clone() for name, tensor in checkpoint.parts.get("stream", {}).items()}
-        self.checkpoints.check_precision(checkpoint, self.engine.precision.name)
+        self.checkpoints.check_precision(checkpoint, self.stepper.precision.name)
         resumed = f"after step {position.num_steps} ({checkpoint.path.name})"
         if self._survival is None or self._survival.memory.step is None:
             self.progress.say(f"resumed {resumed}")
@@ -607,23 +604,23 @@ class Trainer:
 
     def _begin_stage(self, number: int) -> None:
         """Optimizer and schedule start anew where the stage says so; a model that changed shape is prepared again."""
-        stage, model = self.stages[number], self.engine.model
+        stage, model = self.stages[number], self.stepper.model
         before = build.signature(model)
-        with self.engine.whole_statistics():
+        with self.stepper.whole_statistics():
             setup.begin_stage(self.task, self.config, model, number)
         changed = before != build.signature(model)
         if changed or (stage.restart_optimizer and number > 0):
-            self.engine.release()
+            self.stepper.release()
             self._prepare(model)
         if changed and not stage.restart_optimizer and number > 0:
             self.progress.say(f"stage {stage.name!r} changed the model: the optimizer starts anew")
-        if changed and self.engine.precision.compile:
+        if changed and self.stepper.precision.compile:
             self.progress.say(f"stage {stage.name!r} changed the model: it is compiled again")
-        self.position.stage_began = self.engine.num_steps
+        self.position.stage_began = self.stepper.num_steps
         if stage.restart_schedule:
-            self.engine.schedulers.restart()
+            self.stepper.schedulers.restart()
         if stage.restart_schedule or number == 0:
-            self.position.schedule_began = self.engine.num_steps
+            self.position.schedule_began = self.stepper.num_steps
             self.position.scores = []
         self._began_stage = number
 
@@ -644,6 +641,7 @@ class Trainer:
             seed=config.seed if number == 0 else key(config.seed, number),
             clock=self.clock,
             in_blocks=sums_in_tree(config),
+            end_epoch=stage.epochs or config.epochs,
         )
         if not feed.is_stream and config.batch_cost is None and len(data) < config.max_samples:
             self.progress.say(f"the batch of {config.max_samples} is larger than the data: one step of {len(data)}")
@@ -663,12 +661,12 @@ class Trainer:
 
     def _set_up(self, feed: Feed) -> bool:
         """Make everything ready for the first step of a stage that is begun or goes on; False if it was stopped."""
-        if self.config.swa_start is not None and feed.is_stream and norm_layers(self.engine.model):
+        if self.config.swa_start is not None and feed.is_stream and norm_layers(self.stepper.model):
             raise StatisticsNeedLength
         if self._autotuner is not None and not self._tune(self._autotuner, feed):
             return False
         if self._few_shapes:
-            autotuner.plan_shapes(self.engine, self.task, feed, self.progress, self._epochs_ahead(feed))
+            autotuner.plan_shapes(self.stepper, self.task, feed, self.progress, self._epochs_ahead(feed))
         remarks = self._follow(feed)
         self._introduce(feed, remarks)
         if self._probe is not None:
@@ -680,21 +678,21 @@ class Trainer:
     def _tune(self, tuner: autotuner.Autotuner, feed: Feed) -> bool:
         """Choose the fastest way to compute a step, if that is not done, and set it up for a stage; False if the run
         was asked to stop before there was a choice."""
-        engine = self.engine
-        if engine.precision.is_open:
+        stepper = self.stepper
+        if stepper.precision.is_open:
             # A run that is resumed, but not with what it chose before: its optimizer goes on.
-            carried = state.carried(engine) if engine.num_steps else None
-            model = engine.model
+            carried = state.carried(stepper) if stepper.num_steps else None
+            model = stepper.model
             tuned = tuner.choose(model, feed)
             if tuned is None:
                 return False
             self._compute_in(tuner, tuned)
-            engine.release()
+            stepper.release()
             self._prepare(model)
             if carried is not None:
-                state.restore(engine, *carried)
+                state.restore(stepper, *carried)
         epochs = self._epochs_ahead(feed)
-        autotuner.record_shapes(engine, self.task, feed, self.progress, epochs, self._scalars)
+        autotuner.record_shapes(stepper, self.task, feed, self.progress, epochs, self._scalars)
         self.checkpoints.keep_choice(None if self.choice is None else self.choice.record())
         return True
 
@@ -705,20 +703,20 @@ class Trainer:
         return range(position.epoch, max(position.epoch + 1, ahead.epochs or position.epoch + LOOKED_AT))
 
     def _compute_in(self, tuner: autotuner.Autotuner, tuned: autotuner.Tuned | None) -> None:
-        """Settle the engine on what the autotuner has chosen; None: nothing yet."""
+        """Settle the stepper on what the autotuner has chosen; None: nothing yet."""
         self.choice = None if tuned is None else tuned.choice
-        self.engine.settle(tuner.initial if tuned is None else tuned.precision)
+        self.stepper.settle(tuner.initial if tuned is None else tuned.precision)
 
     def _follow(self, feed: Feed) -> list[str]:
-        """Let the engine follow the learning rates; return what there is to tell of them."""
+        """Let the stepper follow the learning rates; return what there is to tell of them."""
         rate = self._schedule(feed)
         if self._probe is None or self._probe.schedule is None:
             say = self.progress.say
-            remarks = setup.follow(self.engine, self.task, rate, self.config, self._schedule_steps, say)
-            if self.engine.schedulers.waits_for_scores and not self._validates:
+            remarks = setup.follow(self.stepper, self.task, rate, self.config, self._schedule_steps, say)
+            if self.stepper.schedulers.waits_for_scores and not self._validates:
                 remarks.append("learning rate: ReduceLROnPlateau moves it after validations, and there are none")
             return remarks
-        self.engine.follow(rate)
+        self.stepper.follow(rate)
         return []
 
     @property
@@ -745,7 +743,7 @@ class Trainer:
             type(self.task).__name__,
             self.config.out,
             settings,
-            self.engine.num_steps,
+            self.stepper.num_steps,
             self.link.world.size,
             self.ask_to_stop,
         )
@@ -768,9 +766,9 @@ class Trainer:
             world=self.link.world,
             seats=self.link.gather_objects(summary.seat(self.link)),
             grains=self.checkpoints.grains,
-            precision=self.engine.precision,
+            precision=self.stepper.precision,
             data=data,
-            model=summary.model_facts(self.engine),
+            model=summary.model_facts(self.stepper),
             validation=self.validation.sizes,
             schedule_steps=self._schedule_steps,
             stage=self._stage_name,
@@ -792,14 +790,14 @@ class Trainer:
         ]
         if self._survival is not None:
             remarks.append(price(self.config))
-        for line in [*arithmetic, *self.engine.precision.notes, *more, *remarks]:
+        for line in [*arithmetic, *self.stepper.precision.notes, *more, *remarks]:
             self.progress.say(line)
 
     # -- the way out ---------------------------------------------------------------------------------------------
 
     def _close(self, status: str) -> Result:
-        self.engine.sync()
-        self.engine.prepared.statistics.total()
+        self.stepper.sync()
+        self.stepper.prepared.statistics.total()
         trail.doing = SAVING
         self.checkpoints.close(status)
         self.clock.lap("checkpoint")
@@ -808,7 +806,7 @@ class Trainer:
         self.clock.lap("logging")
         is_delivered = self.checkpoints.deliver()
         self.clock.lap("checkpoint")
-        for line in autotuner.closing_lines(self.engine) if self._autotuner is not None else []:
+        for line in autotuner.closing_lines(self.stepper) if self._autotuner is not None else []:
             self.progress.say(line)
         if status == "stopped":
             why = stop_reason(self.link)
@@ -818,7 +816,7 @@ class Trainer:
         last, best = self.link.broadcast_object(self.checkpoints.ends())
         return Result(
             status,
-            self.engine.num_steps,
+            self.stepper.num_steps,
             self.log.loss,
             dict(self.validation.metrics),
             best_score(self.config, self.position),
@@ -834,8 +832,8 @@ class Trainer:
 
     def give_model(self) -> torch.nn.Module:
         """Return the trained model as a plain one, in evaluation mode, when the run is over. All ranks must call it."""
-        model = self.engine.model
-        self.engine.release()
+        model = self.stepper.model
+        self.stepper.release()
         return model.eval()
 
 

@@ -178,7 +178,7 @@ def test_transcripts_that_are_longer_than_the_output(data: Path) -> None:
         tiny.train(tiny.settings(data, network=slow, val_manifest=()))
     assert "`--vocabulary 128`; `--max-too-short 1` goes on" in caught.value.hint
     trained = tiny.train(tiny.settings(data, network=slow, val_manifest=(), max_too_short=1.0, steps=1))
-    assert all(torch.isfinite(weight).all() for weight in trained.engine.model.parameters())
+    assert all(torch.isfinite(weight).all() for weight in trained.stepper.model.parameters())
 
 
 def test_labels_bpe_is_short_for_a_vocabulary(data: Path) -> None:

@@ -27,8 +27,8 @@ from paceline.train.checkpoint import pieces, reader, state
 from paceline.train.checkpoint.format import DIGESTS, STATE, CheckpointBroken, by_score, listed, step_of
 from paceline.train.checkpoint.memory import Copies, same_on_all
 from paceline.train.checkpoint.writer import Checkpointer
-from paceline.train.engine import Engine
 from paceline.train.position import Position, SettingsChanged, check_batch, choose_grains, settings_changed
+from paceline.train.stepper import Stepper
 from paceline.train.task import Describes, Task, state_of
 from paceline.world.consistency import check_same
 from paceline.world.link import Link
@@ -265,7 +265,7 @@ class CheckpointManager:
 
     def save(
         self,
-        engine: Engine,
+        engine: Stepper,
         position: Position,
         task: Task,
         score: float | None,
@@ -321,10 +321,10 @@ class CheckpointManager:
         return 0.0 if self._writer is None else self._writer.write_s
 
     def _record(
-        self, engine: Engine, values: dict[str, Any], moment: dict[str, Any], sums: Any, few_shapes: bool
+        self, engine: Stepper, values: dict[str, Any], moment: dict[str, Any], sums: Any, few_shapes: bool
     ) -> dict[str, Any]:
         return {
-            "engine": values,
+            "engine": values | {"batches": [moment["epoch"], moment["step"], 0]},
             "position": moment,
             "so_far": sums,
             "precision": engine.precision.name,
@@ -337,7 +337,7 @@ class CheckpointManager:
     def remember(
         self,
         memory: Copies,
-        engine: Engine,
+        engine: Stepper,
         position: Position,
         task: Task,
         so_far: Callable[[], dict[str, Any] | None],

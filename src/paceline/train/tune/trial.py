@@ -207,7 +207,7 @@ class _Timing(Probe):
 def _facts(trainer: Trainer, data: summary.DataFacts, *, has_lengths: bool) -> Facts:
     link, config = trainer.link, trainer.config
     able = precision.capabilities(link.device)
-    now = trainer.engine.precision
+    now = trainer.stepper.precision
     levels = []
     for level in config.possible_levels:
         try:
