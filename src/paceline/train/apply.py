@@ -313,7 +313,7 @@ def restore_for_use(
     tasks.check_ranks(task, config, link)
     attach(task, config, link)
     loaded = _load(checkpoint, verify=link.is_first)
-    position = Position(**loaded.state["position"])
+    position = Position.load(loaded.state["position"])
     stepper = _stepper_for_use(task, config, link, loaded.state.get("choice"), position.num_begun_stages)
     stepper.resume_at(loaded.step)
     if weights is None:

@@ -60,16 +60,16 @@ class Logbook:
         watchers: Sequence[Callback],
         progress: Progress,
         stepper: Stepper,
-        position: Position,
+        position: Callable[[], Position],
         meter: Meter,
         more: Callable[[], dict[str, float]] = dict,
         losses: LossWatch | None = None,
         scalars: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        """`more` returns further numbers of the last step, `scalars` those of the task since the last line, on all
-        ranks; they are read from the device when something is logged."""
+        """`position` returns the current position, `more` further numbers of the last step, `scalars` those of the task
+        since the last line, on all ranks; they are read from the device when something is logged."""
         self._scalars = scalars
-        self._watchers, self._progress, self._stepper, self._position = watchers, progress, stepper, position
+        self._watchers, self._progress, self._stepper, self._where = watchers, progress, stepper, position
         self._meter, self._clock, self._more = meter, meter.clock, more
         self._pending: list[tuple[Step, float | None]] = []
         self._status = "failed"  # until the run is closed
@@ -87,7 +87,7 @@ class Logbook:
         self._stage: str | None = None
         self._padding: float | None = None
         self._epoch_losses = EpochLosses()
-        self.losses = losses or LossWatch(None, position)
+        self.losses = losses or LossWatch(None)
         """Judge of the losses that were read."""
         self.loss = float("nan")
         """Loss of the last step that was read."""
@@ -128,7 +128,8 @@ class Logbook:
         self._clock.lap("compute")  # what was waited for is the device
         self._meter.settle()
         self.loss = losses[-1]
-        self.losses.note((step.number, loss) for (step, _), loss in zip(ready, losses, strict=True))
+        noted = [(step.number, loss) for (step, _), loss in zip(ready, losses, strict=True)]
+        self.losses.note(noted, self._position.stage_began)
         self._mean.add(losses)
         scalars = self._scalars()  # of all ranks
         if self._watchers:
@@ -328,6 +329,10 @@ class Logbook:
             if self._folder is None or not is_full(error):
                 raise
             raise DiskFull(self._folder, error, "free some space there, then go on with `--resume auto`") from error
+
+    @property
+    def _position(self) -> Position:
+        return self._where()
 
     @property
     def _title(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -22,9 +22,12 @@ OVERLAP_DEPENDS_ON = ("val_every_steps", "save_every_steps")
 """Settings that change numerics where an average runs while steps go on: validation and saving wait for it."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Position:
-    """The next step to do. (stage, epoch, step) finds the data, `num_steps` keys the randomness."""
+    """The next step to do. (stage, epoch, step) finds the data, `num_steps` keys the randomness.
+
+    It is a value: training holds the current one and replaces it.
+    """
 
     stage: int = 0
     epoch: int = 0
@@ -42,7 +45,7 @@ class Position:
     """Value of `monitor` at the last validation."""
     best: float | None = None
     bad_validations: int = 0
-    scores: list[float] = field(default_factory=list)
+    scores: tuple[float, ...] = ()
     """Monitored scores since the schedule began, lower is better."""
     is_complete: bool = False
     """The last stage has ended, `after_stage` included."""
@@ -55,19 +58,30 @@ class Position:
     save_every: int | None = None
     """Steps between checkpoints that `save_every_steps: auto` has chosen."""
 
-    def advance(self, batch: Batch) -> None:
-        """Move past a batch that was trained on."""
-        self.step, self.num_steps = batch.step + 1, self.num_steps + 1
+    @classmethod
+    def load(cls, state: Mapping[str, Any]) -> Position:
+        """Return the position that `state` was taken of."""
+        return cls(**{**state, "scores": tuple(state.get("scores", ()))})
 
-    def end_epoch(self) -> None:
-        """Move to the start of the next epoch."""
-        self.epoch, self.step, self.is_epoch_over = self.epoch + 1, 0, False
+    def advance(self, batch: Batch) -> Position:
+        """Return the position after a batch that was trained on."""
+        moved = object.__new__(Position)  # `replace`, which runs all of __init__, takes ten times as long
+        moved.__dict__.update(self.__dict__, step=batch.step + 1, num_steps=self.num_steps + 1)
+        return moved
 
-    def begin_stage(self, number: int) -> None:
-        """Move to the start of another stage, whose scores are not compared with those before."""
-        self.stage, self.epoch, self.step, self.is_epoch_over = number, 0, 0, False
-        self.best, self.bad_validations = None, 0
-        self.data = None
+    def end_epoch(self) -> Position:
+        """Return the start of the next epoch."""
+        return replace(self, epoch=self.epoch + 1, step=0, is_epoch_over=False)
+
+    def enter_stage(self, number: int) -> Position:
+        """Return the start of another stage, whose scores are not compared with those before."""
+        fresh: dict[str, Any] = {"best": None, "bad_validations": 0, "data": None}
+        return replace(self, stage=number, epoch=0, step=0, is_epoch_over=False, **fresh)
+
+    def begin_stage(self, *, restarts_schedule: bool) -> Position:
+        """Return the position with its stage begun at this step, and the schedule as well if it restarts."""
+        began = replace(self, stage_began=self.num_steps)
+        return replace(began, schedule_began=self.num_steps, scores=()) if restarts_schedule else began
 
     @property
     def is_fresh(self) -> bool:
@@ -80,13 +94,10 @@ class Position:
         return self.stage + (self.epoch > 0 or self.step > 0)
 
     def state(self) -> dict[str, Any]:
-        """Return the fields as plain values, for a checkpoint; `save_every` where it was chosen: older versions do not
-        know it."""
-        return {name: value for name, value in asdict(self).items() if name != "save_every" or value is not None}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go to where `state` was taken."""
-        self.__dict__.update(vars(Position(**state)))
+        """Return the fields as plain values, for a checkpoint; `save_every` only if it was chosen: older versions do
+        not know it."""
+        values = {**asdict(self), "scores": list(self.scores)}
+        return {name: value for name, value in values.items() if name != "save_every" or value is not None}
 
 
 class MoreRanksThanGrains(PacelineError):

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -168,7 +168,7 @@ class Trainer:
             self._autotuner = autotuner.Autotuner(task, config, link, self.progress, lambda: self.stepper.wants_stop)
             self._compute_in(self._autotuner, None if record is None else self._autotuner.recall(record))
         self.position = Position()
-        self._save_interval = SaveInterval(config, self.position, link)
+        self._save_interval = SaveInterval(config, link)
         stages = tasks.stages_of(task)
         self.stages = list(stages) if probe is None else probe.stages(stages)
         self._began_stage = -1
@@ -198,10 +198,10 @@ class Trainer:
                 callbacks,
                 self.progress,
                 self.stepper,
-                self.position,
+                lambda: self.position,
                 meter,
                 lambda: notes(self.stepper, self.larc),
-                LossWatch(config.max_loss_ratio, self.position),
+                LossWatch(config.max_loss_ratio, self.position.first_loss),
                 self._scalars.read,
             )
             undo.callback(self.log.end)
@@ -266,6 +266,7 @@ class Trainer:
         self.clock.lap("other")
         began, few = time.monotonic(), self._few_shapes
         self.log.flush()
+        self._keep_first_loss()
         more = partial(self._place_in_stream, self.position.epoch, self.position.step)
         self.checkpoints.remember(
             survival.memory, self.stepper, self.position, self.task, self.log.so_far, few_shapes=few, more=more
@@ -320,7 +321,7 @@ class Trainer:
 
     def _train_stage(self, number: int) -> Outcome:
         """Train one stage, from the position on."""
-        stage, position, config = self.stages[number], self.position, self.config
+        stage, config = self.stages[number], self.config
         if self._began_stage != number:
             self._begin_stage(number)
         feed = self._current = self._feed(number, stage)
@@ -330,10 +331,11 @@ class Trainer:
         if reread is not None:
             self.progress.say(reread)
         epochs = stage.epochs or config.epochs
+        position = self.position
         if position.is_complete and (is_stage_over(config, position, epochs) or is_out_of_patience(config, position)):
             self.progress.say("this run is finished: nothing is left to train")
             return Outcome.EARLY if is_out_of_patience(config, position) else Outcome.EPOCH_DONE
-        position.is_complete = False  # or it goes on: a finished run was given more epochs, steps or patience
+        self.position = replace(position, is_complete=False)  # or it continues: with more epochs, steps or patience
         if not self._set_up(feed):
             self._save()
             return Outcome.STOPPED
@@ -351,6 +353,7 @@ class Trainer:
             outcome = self._train_epoch(feed)
             if outcome is not Outcome.STOPPED:
                 outcome = self._end_epoch(outcome)
+            position = self.position
             goes_on = outcome.goes_on and not is_stage_over(config, position, epochs)
             if goes_on and (is_multiple(position.epoch, config.save_every_epochs) or is_new_best(config, position)):
                 self._save()
@@ -374,7 +377,7 @@ class Trainer:
             step = stepper.step(loss, batch, self._after_backward)
             if after_step is not None:
                 after_step(stepper.model, step, batch.grains)
-            position.advance(batch)
+            position = self.position = position.advance(batch)
             self.log.note(step, batch)
             clock.lap("compute")
             if position.num_steps < wake and not self._stop_asked(step):
@@ -383,11 +386,13 @@ class Trainer:
             now = due(self.config, position, self._signals(feed, batch, step), since)
             if now:
                 now = self._attend(now, feed, batch, step, since)
+                position = self.position
                 since, wake = position.num_steps, self._next_due(feed)
             if now.leave is not None:
                 return now.leave
             if survival is not None and self._copies_now(survival):
                 self._remember()  # after all that is due: a round that goes on from here does not come to it again
+                position = self.position
                 wake = self._next_due(feed)
                 if self._somebody_joins:
                     raise Regroup
@@ -409,45 +414,46 @@ class Trainer:
 
     def _attend(self, now: Due, feed: Feed, batch: Batch, step: Step, since: int) -> Due:
         """Come together, log, validate, save: always in this order. Returns what turned out to be due."""
-        position = self.position
         if now.validate or now.save or not self.stepper.is_together:
             self._come_together()
             step = self.stepper.last_step or step
         signals = self._signals(feed, batch, step)  # the average may have told of a stop or of the end of the data
-        position.is_epoch_over = signals.is_out_of_data or (feed.is_stream and batch.is_last)
-        now = due(self.config, position, signals, since)
+        is_epoch_over = signals.is_out_of_data or (feed.is_stream and batch.is_last)
+        self.position = replace(self.position, is_epoch_over=is_epoch_over)
+        now = due(self.config, self.position, signals, since)
         if now.log:
             self.log.flush()
             self._check_losses()
         if now.validate:
             self._validate()
-            now = due(self.config, position, signals, since)  # the score may say: save, or leave
+            now = due(self.config, self.position, signals, since)  # the score may say: save, or leave
         if now.save:
             began = time.monotonic()
             self._save()
-            chosen = self._save_interval.saved(began, time.monotonic(), self.checkpoints.write_s)
+            chosen = self._save_interval.saved(self.position, began, time.monotonic(), self.checkpoints.write_s)
             if chosen is not None:
-                self.progress.say(chosen)
+                every, line = chosen
+                self.position = replace(self.position, save_every=every)
+                self.progress.say(line)
         self.clock.lap("other")
         return now
 
     def _end_epoch(self, outcome: Outcome) -> Outcome:
-        position = self.position
         self._come_together()
         self.log.end_epoch()
         self._check_losses()
         if not outcome.is_cut_short:
-            position.end_epoch()
-            if is_multiple(position.epoch, self.config.val_every_epochs):
+            self.position = self.position.end_epoch()
+            if is_multiple(self.position.epoch, self.config.val_every_epochs):
                 self._validate()
         tasks.report(self.task)
-        return Outcome.EARLY if is_out_of_patience(self.config, position) else outcome
+        return Outcome.EARLY if is_out_of_patience(self.config, self.position) else outcome
 
     def _end_stage(self, number: int, outcome: Outcome) -> Outcome:
         """Let the task end the stage, validate if that is still to do, and save."""
         self._check_losses(is_over=True)
-        position, is_last = self.position, number + 1 == len(self.stages)
-        is_unseen = not self.validation.is_empty and not position.is_fresh
+        is_last = number + 1 == len(self.stages)
+        is_unseen = not self.validation.is_empty and not self.position.is_fresh
         validates = is_unseen and validates_at_end(self.config, outcome, is_last_stage=is_last)
         if validates:
             self._save()  # a validation may take long, and may fail: no step is lost with it
@@ -459,9 +465,9 @@ class Trainer:
         if validates:
             self._validate(is_due=not is_last)
             tasks.report(self.task)
-        position.is_complete = is_last
+        self.position = replace(self.position, is_complete=is_last)
         if not is_last:
-            position.begin_stage(number + 1)
+            self.position = self.position.enter_stage(number + 1)
         self._save()
         return outcome
 
@@ -501,8 +507,9 @@ class Trainer:
         metrics = checks.run()
         if metrics:
             try:
-                self.validation.judge(self.position, is_due=is_due)
+                self.position = self.validation.judge(self.position, is_due=is_due)
             except UnknownMonitor:
+                self.position = replace(self.position, validated=self.position.num_steps, score=None)
                 self._save()  # no step is lost with a misspelt name
                 raise
             if is_due and self.position.score is not None:
@@ -529,6 +536,7 @@ class Trainer:
         self.clock.lap("other")
         trail.doing = SAVING
         self.log.flush()  # a step is written down before a checkpoint that contains it
+        self._keep_first_loss()
         self._check_weights()
         self._measure_average()
         score = self.position.score if self.position.is_fresh else None
@@ -538,6 +546,9 @@ class Trainer:
         self.clock.lap("checkpoint")
         if self._survival is not None and self._survival.is_renewed:
             self._remember()  # not older than any checkpoint
+
+    def _keep_first_loss(self) -> None:
+        self.position = replace(self.position, first_loss=self.log.losses.first_loss)
 
     def _place_in_stream(self, epoch: int, step: int) -> dict[str, dict[str, torch.Tensor]]:
         """Return the part of a checkpoint that says where a stream is, if it knows."""
@@ -552,7 +563,7 @@ class Trainer:
         """Raise `Diverged` on all ranks if losses or skipped steps say so; `is_over` if the stage has no more steps."""
         if self._probe is not None:
             return
-        why = self.log.losses.verdict(is_over=is_over)
+        why = self.log.losses.verdict(self.position.num_steps, is_over=is_over)
         if why is None and is_over:
             everyones = self.link.gather_objects(self.stepper.skips.state()[0])  # with `reduce: param` each has its own
             why = judge_skips(max(everyones), self.stepper.num_steps)
@@ -589,11 +600,11 @@ class Trainer:
 
     def _resume(self, checkpoint: Checkpoint) -> str:
         """Restore everything. Returns where the run goes on, in words."""
-        position = Position(**checkpoint.state["position"])
+        position = Position.load(checkpoint.state["position"])
         for number in range(position.num_begun_stages):
             self._begin_stage(number)
         state.restore(self.stepper, checkpoint.parts, checkpoint.state["engine"])
-        self.position.load(checkpoint.state["position"])
+        self.position = position
         tasks.load_state(self.task, dict(checkpoint.parts.get("task", {})))
         self._stream_saved = {name: tensor.clone() for name, tensor in checkpoint.parts.get("stream", {}).items()}
         self.checkpoints.check_precision(checkpoint, self.stepper.precision.name)
@@ -616,12 +627,9 @@ class Trainer:
             self.progress.say(f"stage {stage.name!r} changed the model: the optimizer starts anew")
         if changed and self.stepper.precision.compile:
             self.progress.say(f"stage {stage.name!r} changed the model: it is compiled again")
-        self.position.stage_began = self.stepper.num_steps
+        self.position = self.position.begin_stage(restarts_schedule=stage.restart_schedule or number == 0)
         if stage.restart_schedule:
             self.stepper.schedulers.restart()
-        if stage.restart_schedule or number == 0:
-            self.position.schedule_began = self.stepper.num_steps
-            self.position.scores = []
         self._began_stage = number
 
     def _feed(self, number: int, stage: Stage) -> Feed:
@@ -657,7 +665,7 @@ class Trainer:
     def _check_data(self, feed: Feed) -> None:
         if self.position.data not in (None, feed.fingerprint) and not self.config.allow_change:
             raise DataChanged
-        self.position.data = feed.fingerprint
+        self.position = replace(self.position, data=feed.fingerprint)
 
     def _set_up(self, feed: Feed) -> bool:
         """Make everything ready for the first step of a stage that is begun or goes on; False if it was stopped."""
@@ -730,7 +738,7 @@ class Trainer:
             self._schedule_steps = self.config.steps
             return self._probe.schedule
         self._schedule_steps = schedule_steps(self.config, self.stages, self._began_stage, feed, self._feed)
-        scores = self.position.scores if self._validates else None
+        scores = (lambda: self.position.scores) if self._validates else None
         rate = schedule.build(self.config, self._schedule_steps, scores)
         began, start, constant = self.position.schedule_began, self.config.swa_start, self.config.swa_lr
         if start is None or constant is None:

@@ -9,7 +9,7 @@ import difflib
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from numpy.typing import NDArray
@@ -161,27 +161,27 @@ class Validation:
         for each in self._sets.values():
             each.loader.close()
 
-    def judge(self, position: Position, *, is_due: bool = True) -> None:
-        """Enter the monitored score into the position. Every rank has the same number, so all decide alike.
+    def judge(self, position: Position, *, is_due: bool = True) -> Position:
+        """Return the position with the monitored score. Every rank has the same number, so all decide alike.
 
         A validation that no interval asked for (`is_due` False) decides nothing: neither patience nor the learning rate
         of a run that is given more epochs may depend on where it ended before.
         """
-        position.validated, position.score = position.num_steps, None
+        position = replace(position, validated=position.num_steps, score=None)
         monitor = self._config.monitor or f"{next(iter(self._sets))}/{self._task.monitor}"
         if monitor not in self.metrics:
             if self._config.monitor is None and self._config.patience is None:
-                return  # no loss among the metrics, and nobody asked for a best
+                return position  # no loss among the metrics, and no setting asks for a best
             raise UnknownMonitor(monitor, list(self.metrics))
-        score = position.score = self.metrics[monitor]
+        score = self.metrics[monitor]
+        position = replace(position, score=score)
         if not is_due:
-            return
+            return position
         sign = 1.0 if self._config.monitor_mode == "min" else -1.0
-        position.scores.append(sign * score)
+        position = replace(position, scores=(*position.scores, sign * score))
         if math.isfinite(score) and (position.best is None or sign * score < sign * position.best):
-            position.best, position.bad_validations = score, 0
-        else:
-            position.bad_validations += 1
+            return replace(position, best=score, bad_validations=0)
+        return replace(position, bad_validations=position.bad_validations + 1)
 
     @property
     def sizes(self) -> dict[str, int]:
