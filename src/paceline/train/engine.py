@@ -41,10 +41,11 @@ from paceline.train.evaluation import Metrics, check_set, evaluate, evaluation_p
 from paceline.train.feed import Feed, TrainingData
 from paceline.train.grains import Loss, RecordedPass
 from paceline.train.loss import GraphsFailed, NoGradients, NonFiniteLoss, OutOfMemory, SkipCount
-from paceline.train.position import Position, choose_grains
+from paceline.train.position import Position
 from paceline.train.prepare import Prepared, prepare, sums_in_tree
 from paceline.train.randomness import GrainRandomness
 from paceline.train.rates import STEPPED, Rates, Schedulers
+from paceline.train.resume import choose_grains
 from paceline.train.scalars import Scalars
 from paceline.train.scaling import for_ranks
 from paceline.train.step_profile import BackwardWatch

@@ -34,8 +34,10 @@ from paceline.train import task as tasks
 from paceline.train.autotune import autotuner
 from paceline.train.autotune.shapes import LOOKED_AT
 from paceline.train.checkpoint import state
-from paceline.train.checkpoint.manager import CheckpointManager
+from paceline.train.checkpoint.checkpoints import Checkpoints
+from paceline.train.checkpoint.contents import RunState, RunValues
 from paceline.train.checkpoint.reader import Checkpoint
+from paceline.train.checkpoint.session import RunSession
 from paceline.train.divergence import Diverged, LossWatch, judge_skips, judge_weights, not_finite
 from paceline.train.due import (
     Due,
@@ -63,7 +65,6 @@ from paceline.train.prepare import sums_in_tree
 from paceline.train.probe import Probe
 from paceline.train.save_interval import SaveInterval
 from paceline.train.scalars import Scalars, calls_log
-from paceline.train.scaling import for_ranks
 from paceline.train.survival import Regroup, Survival, price
 from paceline.train.task import Stage, Surroundings, Task, overrides
 from paceline.train.validate import UnknownMonitor, Validation, fixed_set
@@ -137,8 +138,7 @@ class Trainer:
     ) -> None:
         """With `survival` a rank that is lost ends the round, not the run, which `train_in_rounds` goes on with."""
         self.clock = make_clock(link.device)
-        config, self._arithmetic = for_ranks(config, link.world.size)
-        self.task, self.config, self.link = task, config, link
+        self.task, self.link = task, link
         self.progress = Progress(link.is_first, config.progress, is_relayed=link.world.is_relayed)
         self._probe, self._survival = probe, survival
         self._somebody_joins = False
@@ -148,20 +148,22 @@ class Trainer:
         tasks.check_ranks(task, config, link)  # before anything is written
         name = task.spec or type(task).__name__
         used = setup.plugins_of(task, config, link.world.launcher)
-        self.checkpoints = CheckpointManager(config, link, self.progress, name, goes_on=goes_on, plugins=used)
+        self.session = RunSession(config, link, self.progress.say, name, plugins=used, is_reopened=goes_on)
+        self.resume = self.session.resume
+        self.config = config = self.resume.config
+        self.checkpoints = Checkpoints(self.resume, link, self.progress.say, self.session.on_written)
         checkpoint = self.checkpoints.find_newest(None if survival is None else survival.memory.checkpoint())
-        if self.checkpoints.sums == "fast":  # asked for, or a run that began so
-            self.config = config = config.model_copy(update={"sums": "fast"})
-        stacks.send_to(self.checkpoints.rank_log_file)
+        values = None if checkpoint is None else RunValues.of(checkpoint)
+        stacks.send_to(self.session.rank_log_file)
         self.engine = Engine(config, link=link, clock=self.clock)
-        self._few_shapes = setup.few_shapes(config, self.engine.precision, link.device, checkpoint)
+        self._few_shapes = setup.few_shapes(config, self.engine.precision, link.device, values)
         self.engine.norm_every = config.log_every if probe is None else None
         self._scalars = Scalars(link, calls_log(type(task)), lambda: self.engine.is_counted)
         say, add = self.progress.say, self._scalars.add
         task.attach(Surroundings(config, link, say, self.engine.evaluating, self._few_shapes, add))
         self.choice: Choice | None = None
         self._autotuner: autotuner.Autotuner | None = None
-        record = None if checkpoint is None else checkpoint.state.get("choice")
+        record = None if values is None else values.choice
         # A run from before `auto` chose anything goes on as it began.
         is_new = checkpoint is None or record is not None or config.level == 4
         if is_new and autotuner.is_asked(config, precision.capabilities(link.device)):
@@ -179,21 +181,23 @@ class Trainer:
         """Of the stage that is trained, as the task gave it."""
         self._stream_saved: dict[str, torch.Tensor] = {}
         self._build(is_new=checkpoint is None)
-        self._resumed = None if checkpoint is None else self._resume(checkpoint)
-        self.validation = Validation(task, self.engine, config, self.checkpoints.grains)
+        self._resumed = None if checkpoint is None or values is None else self._resume(checkpoint, values)
+        self.validation = Validation(task, self.engine, config, self.resume.grains)
         self.timeline = timeline.build(
             config, config.out, link, self.clock, lambda: self.engine.num_steps, self.progress.say
         )
         callbacks = setup.callbacks(task, config, self.progress.say, watchers) if link.is_first else []
-        so_far = None if checkpoint is None else checkpoint.state.get("so_far")
+        so_far = None if values is None else values.so_far
         del checkpoint  # its tensors are mapped from files, and would keep them on disk
         meter = Meter(self.clock, self.engine, task, config, so_far)
         with ExitStack() as undo:  # from here on there is something to undo: files, a lock, callbacks that have started
+            self.session.open()
+            undo.callback(self.session.fail)
             self.checkpoints.open()
-            undo.callback(self.checkpoints.mark_failed)
-            if self.checkpoints.metrics_file is not None:
+            undo.callback(self.checkpoints.fail)
+            if self.session.metrics_file is not None:
                 done, validated = self.engine.num_steps, max(0, self.position.validated)
-                callbacks.insert(0, Journal(self.checkpoints.metrics_file, next_step=done, next_validation=validated))
+                callbacks.insert(0, Journal(self.session.metrics_file, next_step=done, next_validation=validated))
             self.log = Logbook(
                 callbacks,
                 self.progress,
@@ -217,7 +221,7 @@ class Trainer:
         saves = self.config.out is not None and self._probe is None
         with StopSignals(self.ask_to_stop, saves=saves, speaks=self.link.is_first) as signals:
             try:
-                with rank_log(self.checkpoints.rank_log_file, summary.rank_line(self.link)):
+                with rank_log(self.session.rank_log_file, summary.rank_line(self.link)):
                     with log_if_lost(self.link.world):
                         outcome = self._train_stages()
                         self._leave_round_if_asked(outcome)
@@ -228,9 +232,11 @@ class Trainer:
                 if self._survival is not None and (isinstance(error, Regroup) or is_broken_link(error)):
                     self.log.suspend()
                     self.checkpoints.suspend()
+                    self.session.suspend()
                     self.timeline.abandon()
                     raise
-                self.checkpoints.mark_failed("diverged" if isinstance(error, TooManySkipped) else "failed")
+                self.checkpoints.fail()
+                self.session.fail("diverged" if isinstance(error, TooManySkipped) else "failed")
                 self.timeline.abandon()
                 raise
             finally:
@@ -264,12 +270,9 @@ class Trainer:
         if survival is None or not survival.has_copies:
             return
         self.clock.lap("other")
-        began, few = time.monotonic(), self._few_shapes
+        began = time.monotonic()
         self.log.flush()
-        more = partial(self._place_in_stream, self.position.epoch, self.position.step)
-        self.checkpoints.remember(
-            survival.memory, self.engine, self.position, self.task, self.log.so_far, few_shapes=few, more=more
-        )
+        self.checkpoints.remember(self._state(), survival.memory)
         num_steps = self.engine.num_steps
         survival.agree(num_steps, time.monotonic() - began, self.link)
         self.clock.lap("checkpoint")
@@ -521,7 +524,7 @@ class Trainer:
             return
         self._measured = step
         assert self._stage_data is not None, "a stage has its data before its first step"
-        batches = fixed_set(self.task, engine, self.config, self.checkpoints.grains, "training data", self._stage_data)
+        batches = fixed_set(self.task, engine, self.config, self.resume.grains, "training data", self._stage_data)
         average.statistics = measure_statistics(
             self.task, engine, batches, self.config.swa_statistics, self.config.seed
         )
@@ -533,12 +536,15 @@ class Trainer:
         self._check_weights()
         self._measure_average()
         score = self.position.score if self.position.is_fresh else None
-        few = self._few_shapes
-        more = partial(self._place_in_stream, self.position.epoch, self.position.step)
-        self.checkpoints.save(self.engine, self.position, self.task, score, self.log.so_far, few_shapes=few, more=more)
+        self.checkpoints.save(self._state(), score)
         self.clock.lap("checkpoint")
         if self._survival is not None and self._survival.is_renewed:
             self._remember()  # not older than any checkpoint
+
+    def _state(self) -> RunState:
+        more = partial(self._place_in_stream, self.position.epoch, self.position.step)
+        choice, few = self.session.choice, self._few_shapes
+        return RunState(self.engine, self.position, self.task, self.log.so_far, choice, few, more)
 
     def _place_in_stream(self, epoch: int, step: int) -> dict[str, dict[str, torch.Tensor]]:
         """Return the part of a checkpoint that says where a stream is, if it knows."""
@@ -590,16 +596,16 @@ class Trainer:
         is_for_now = self.engine.precision.is_open
         self.larc = setup.prepare(self.engine, self.task, self.config, model, is_for_now=is_for_now)
 
-    def _resume(self, checkpoint: Checkpoint) -> str:
+    def _resume(self, checkpoint: Checkpoint, values: RunValues) -> str:
         """Restore everything. Returns where the run goes on, in words."""
-        position = Position(**checkpoint.state["position"])
+        position = Position(**values.position)
         for number in range(position.num_begun_stages):
             self._begin_stage(number)
-        state.restore(self.engine, checkpoint.parts, checkpoint.state["engine"])
-        self.position.load(checkpoint.state["position"])
+        state.restore(self.engine, checkpoint.parts, values.engine)
+        self.position.load(values.position)
         tasks.load_state(self.task, dict(checkpoint.parts.get("task", {})))
         self._stream_saved = {name: tensor.clone() for name, tensor in checkpoint.parts.get("stream", {}).items()}
-        self.checkpoints.check_precision(checkpoint, self.engine.precision.name)
+        self.resume.check_precision(values.precision, self.engine.precision.name)
         resumed = f"after step {position.num_steps} ({checkpoint.path.name})"
         if self._survival is None or self._survival.memory.step is None:
             self.progress.say(f"resumed {resumed}")
@@ -640,7 +646,7 @@ class Trainer:
             TrainingData(data, collate or source.collate, lengths, tasks.counts_of(task, data)),
             config,
             self.link,
-            grains=self.checkpoints.grains,
+            grains=self.resume.grains,
             seed=config.seed if number == 0 else key(config.seed, number),
             clock=self.clock,
             in_blocks=sums_in_tree(config),
@@ -695,7 +701,7 @@ class Trainer:
                 state.restore(engine, *carried)
         epochs = self._epochs_ahead(feed)
         autotuner.record_shapes(engine, self.task, feed, self.progress, epochs, self._scalars)
-        self.checkpoints.keep_choice(None if self.choice is None else self.choice.record())
+        self.session.keep_choice(None if self.choice is None else self.choice.record())
         return True
 
     def _epochs_ahead(self, feed: Feed) -> range:
@@ -767,7 +773,7 @@ class Trainer:
             config=self.config,
             world=self.link.world,
             seats=self.link.gather_objects(summary.seat(self.link)),
-            grains=self.checkpoints.grains,
+            grains=self.resume.grains,
             precision=self.engine.precision,
             data=data,
             model=summary.model_facts(self.engine),
@@ -782,7 +788,7 @@ class Trainer:
             has_own_rates=bool(more),
         )
         self.progress.table(summary.rows(facts))
-        arithmetic = [self._arithmetic] if self._arithmetic else []
+        arithmetic = [self.resume.arithmetic] if self.resume.arithmetic else []
         remarks = [
             *summary.room_for_more(facts.world),
             *summary.idle_ranks(facts),
@@ -801,12 +807,13 @@ class Trainer:
         self.engine.sync()
         self.engine.prepared.statistics.total()
         trail.doing = SAVING
-        self.checkpoints.close(status)
+        self.checkpoints.close()
+        self.session.close(status)
         self.clock.lap("checkpoint")
         self.timeline.close()
         self.log.close(status)
         self.clock.lap("logging")
-        is_delivered = self.checkpoints.deliver()
+        is_delivered = self.session.deliver()
         self.clock.lap("checkpoint")
         for line in autotuner.closing_lines(self.engine) if self._autotuner is not None else []:
             self.progress.say(line)
@@ -828,7 +835,7 @@ class Trainer:
             folder=self.config.out,
             checkpoint=last,
             best=best,
-            address=self.checkpoints.address,
+            address=self.session.address,
             is_delivered=is_delivered,
         )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from paceline.core.cloud.run_copy import RunCopy, RunTakenOver
 from paceline.core.cloud.store import StoreFailed, without_secrets
@@ -24,7 +25,15 @@ class Uploader:
         self._has_failed = self._is_taken_over = False
         self._thread: threading.Thread | None = None
 
-    def ask(self) -> None:
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Keep other starts out while the caller writes the record, and send it: a store that cannot be written to ends
+        a start, but not a run."""
+        with self._copy.starting():
+            yield
+            self._copy.send_record()
+
+    def on_written(self) -> None:
         """Have everything sent that is in the copy now; returns at once. Any thread may call it."""
         self._is_wanted.set()
         if self._thread is None:

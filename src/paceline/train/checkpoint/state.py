@@ -50,6 +50,10 @@ class RanksHaveTheirOwn(PacelineError):
     hint = "use as many ranks, or add `--sync-state average --allow-change` (or `reset`) to go on with another number"
 
 
+REQUIRED = frozenset({"model", "optimizer", "scale"})
+"""Parts that `collect` always returns."""
+
+
 RANK = "rank-"
 """Prefix of the parts of a checkpoint that only one rank had (`reduce: param`)."""
 
