@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from paceline.core.cloud.run_copy import RunCopy, RunTakenOver
 from paceline.core.cloud.store import StoreFailed, without_secrets
 from paceline.core.errors import PacelineError, first_line
+from paceline.core.run_folder import RunListener
 
 _LAST_PAUSES_S = (1.0, 3.0)
 """Pauses between the last attempts, when a run is over and nothing else can be done."""
 
 
-class Uploader:
+class Uploader(RunListener):
     """Sends what is new in a copy whenever it is asked to; one pass at a time, and what fails is left to the next."""
 
     def __init__(self, copy: RunCopy, say: Callable[[str], None], sleep: Callable[[float], None] | None = None) -> None:

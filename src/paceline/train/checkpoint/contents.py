@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -43,8 +43,8 @@ class RunValues:
     def of(cls, checkpoint: Checkpoint) -> RunValues:
         """Return the values of a checkpoint. Raises `CheckpointBroken` for a sound one that is not of a training run,
         such as one of an own loop."""
-        required = {each.name for each in fields(cls) if each.default is each.default_factory is MISSING}
-        missing = sorted(state.REQUIRED - checkpoint.parts.keys()) + sorted(required - checkpoint.state.keys())
+        missing = sorted(state.required(state.EngineParts) - checkpoint.parts.keys())
+        missing += sorted(state.required(cls) - checkpoint.state.keys())
         if missing:
             raise CheckpointBroken(checkpoint.path, STATE, f"is not of a training run: it has no {', '.join(missing)}")
         return cls(**{each.name: checkpoint.state[each.name] for each in fields(cls) if each.name in checkpoint.state})

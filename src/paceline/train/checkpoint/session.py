@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.config.settings import TrainConfig
 from paceline.core.cloud.run_copy import RunCopy, bring_run
@@ -14,49 +14,13 @@ from paceline.core.disk import CannotWrite
 from paceline.core.errors import PacelineError
 from paceline.core.plugins import Plugin
 from paceline.core.provenance import start_record
-from paceline.core.run_folder import RunFolder, RunRecord
+from paceline.core.run_folder import RunFolder, RunListener, RunRecord
 from paceline.core.secrets import masked_values
 from paceline.train.checkpoint.checkpoints import read_checkpoint
 from paceline.train.resume import Stored, decide
 from paceline.world.consistency import check_same
 from paceline.world.link import Link
 from paceline.world.machines import machines_of
-
-
-class RunListener(Protocol):
-    """Follows a session: keeps a copy of the run folder elsewhere."""
-
-    def starting(self) -> AbstractContextManager[None]:
-        """Return a context in which the session writes its first record. An error in it ends the start."""
-        ...
-
-    def on_written(self) -> None:
-        """A checkpoint is on disk. Called in the thread that writes it."""
-        ...
-
-    def abandon(self) -> None:
-        """The session is suspended; the next one completes the copy."""
-        ...
-
-    def close(self, *, is_patient: bool = True) -> bool:
-        """The session is over. Return True if the copy is complete."""
-        ...
-
-
-class NoListener:
-    """Listener of a run that is kept in its folder only."""
-
-    def starting(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def on_written(self) -> None:
-        pass
-
-    def abandon(self) -> None:
-        pass
-
-    def close(self, *, is_patient: bool = True) -> bool:
-        return True
 
 
 class RunSession:
@@ -85,7 +49,7 @@ class RunSession:
         """Address of the run, if its folder is the copy of one."""
         if not (is_reopened and link.world.nodes == 1):
             _bring_copies(config, link, copy, say)
-        self._listener: RunListener = Uploader(copy, say) if copy is not None and link.is_first else NoListener()
+        self._listener: RunListener = Uploader(copy, say) if copy is not None and link.is_first else RunListener()
         self._stored = _read_stored(config, self._run, is_first=link.is_first)
         machines = [list(range(link.world.size))] if link.has_group else None
         if link.has_group and config.shard == "node":

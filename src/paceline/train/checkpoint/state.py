@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -50,10 +51,6 @@ class RanksHaveTheirOwn(PacelineError):
     hint = "use as many ranks, or add `--sync-state average --allow-change` (or `reset`) to go on with another number"
 
 
-REQUIRED = frozenset({"model", "optimizer", "scale"})
-"""Parts that `collect` always returns."""
-
-
 RANK = "rank-"
 """Prefix of the parts of a checkpoint that only one rank had (`reduce: param`)."""
 
@@ -66,6 +63,29 @@ SHARDED: dict[str, Callable[[str], str]] = {"model": str, "optimizer": optimizer
 """Parts of which a rank has only its shards (`shard`), and the parameter that an entry belongs to."""
 
 
+@dataclass(frozen=True)
+class EngineParts:
+    """Tensors of an engine by part, in the order of a checkpoint. Fields without a default are in every checkpoint."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    scale: dict[str, Tensor]
+    ema: dict[str, Tensor] = field(default_factory=dict)
+    schedulers: dict[str, Tensor] = field(default_factory=dict)
+    stream: dict[str, Tensor] = field(default_factory=dict)
+    outer: dict[str, Tensor] = field(default_factory=dict)
+
+    def by_name(self) -> Parts:
+        """Return the parts that exist."""
+        always = required(type(self))
+        return {name: tensors for name, tensors in vars(self).items() if tensors or name in always}
+
+
+def required(record: type) -> set[str]:
+    """Return the names of a dataclass's fields without a default."""
+    return {each.name for each in fields(record) if each.default is each.default_factory is MISSING}
+
+
 def collect(engine: Engine, in_pieces: bool = False) -> tuple[Parts, dict[str, Any]]:
     """Return (tensors by part, plain values). Statistics must be complete: see `Engine.whole_statistics`.
 
@@ -76,24 +96,18 @@ def collect(engine: Engine, in_pieces: bool = False) -> tuple[Parts, dict[str, A
     model = {**dict(prepared.model.named_buffers()), **prepared.named_weights()}
     persistent = prepared.model.state_dict().keys()  # leaves out buffers that are not
     optimizer, optimizer_values = optimizer_state.pack(prepared.optimizer, prepared.optimizer_names())
-    parts: Parts = {
-        "model": {name: tensor.detach() for name, tensor in model.items() if name in persistent},
-        "optimizer": optimizer,
-        "scale": engine.scale.state_dict(),
-    }
-    if prepared.average is not None:
-        parts["ema"] = prepared.average.state_dict()
+    strategy = prepared.strategy.state()
+    parts = EngineParts(
+        model={name: tensor.detach() for name, tensor in model.items() if name in persistent},
+        optimizer=optimizer,
+        scale=engine.scale.state_dict(),
+        ema={} if prepared.average is None else prepared.average.state_dict(),
+        schedulers=engine.schedulers.state(),
+        stream=engine.stream_state(),
+        outer=dict(strategy.common),
+    ).by_name()
     if prepared.shards is not None and not in_pieces:
         parts |= {part: prepared.shards.whole(parts[part], of) for part, of in SHARDED.items() if part in parts}
-    schedulers = engine.schedulers.state()
-    if schedulers:
-        parts["schedulers"] = schedulers
-    stream = engine.stream_state()
-    if stream:
-        parts["stream"] = stream
-    strategy = prepared.strategy.state()
-    if strategy.common:
-        parts["outer"] = dict(strategy.common)
     values = {
         "num_steps": engine.num_steps,
         "batches": engine.batches_state(),
