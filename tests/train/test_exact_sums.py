@@ -15,7 +15,7 @@ import torch
 
 from paceline.config.settings import TrainConfig
 from paceline.observe.journal import read
-from paceline.train.position import settings_changed
+from paceline.train.resume import settings_changed
 from paceline.train.trainer import Trainer
 from paceline.world.link import Link
 from tests.ranks import run_ranks

@@ -35,8 +35,8 @@ from paceline.train.evaluation import Metrics, check_set, evaluate, evaluation_p
 from paceline.train.feed import Feed, TrainingData
 from paceline.train.grains import Loss, RecordedPass
 from paceline.train.loss import SkipCount
-from paceline.train.position import choose_grains
 from paceline.train.prepare import Prepared, sums_in_tree
+from paceline.train.resume import choose_grains
 from paceline.train.scalars import Scalars
 from paceline.train.scaling import for_ranks
 from paceline.train.stepper import Stepper

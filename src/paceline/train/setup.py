@@ -28,6 +28,7 @@ from paceline.parallel.step import Step
 from paceline.speed.precision import Precision
 from paceline.train import exchange, rates
 from paceline.train.checkpoint import reader
+from paceline.train.checkpoint.contents import RunValues
 from paceline.train.checkpoint.format import DIGESTS, STATE, listed
 from paceline.train.probe import Probe
 from paceline.train.stepper import Stepper
@@ -160,17 +161,15 @@ def begin_stage(task: Task, config: TrainConfig, model: torch.nn.Module, number:
     task.before_stage(model, number)
 
 
-def few_shapes(
-    config: TrainConfig, chosen: Precision, device: torch.device, checkpoint: reader.Checkpoint | None
-) -> bool:
+def few_shapes(config: TrainConfig, chosen: Precision, device: torch.device, resumed: RunValues | None) -> bool:
     """Return True if batches should come in few shapes: at `-O4`, and on a GPU from `-O2` on and in fp16.
 
     A resumed run goes on as it began.
     """
     if config.level == 4:
         return True
-    if checkpoint is not None:
-        return bool(checkpoint.state.get("few_shapes", False))
+    if resumed is not None:
+        return resumed.few_shapes
     return device.type == "cuda" and (chosen.level >= 2 or chosen.scaled)
 
 

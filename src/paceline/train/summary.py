@@ -491,7 +491,11 @@ _NO_EFFECT: list[_Row] = [
     (
         "with `reduce` param or a `wire` that rounds: results depend on the ranks",
         ("sums",),
-        lambda facts: (facts.config.reduce, facts.config.wire) != ("grad", "full") and facts.config.sums == "exact",
+        lambda facts: (
+            (facts.config.reduce, facts.config.wire) != ("grad", "full")
+            and "sums" in facts.config.model_fields_set
+            and facts.config.sums == "exact"
+        ),
     ),
     ("without `shard`", ("shard_modules", "checkpoint_form"), lambda facts: facts.config.shard == "none"),
     (

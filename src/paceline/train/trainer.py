@@ -34,8 +34,10 @@ from paceline.train import task as tasks
 from paceline.train.autotune import autotuner
 from paceline.train.autotune.shapes import LOOKED_AT
 from paceline.train.checkpoint import state
-from paceline.train.checkpoint.manager import CheckpointManager
+from paceline.train.checkpoint.checkpoints import Checkpoints
+from paceline.train.checkpoint.contents import RunState, RunValues
 from paceline.train.checkpoint.reader import Checkpoint
+from paceline.train.checkpoint.session import RunSession
 from paceline.train.divergence import Diverged, LossWatch, judge_skips, judge_weights, not_finite
 from paceline.train.due import (
     Due,
@@ -62,7 +64,6 @@ from paceline.train.prepare import sums_in_tree
 from paceline.train.probe import Probe
 from paceline.train.save_interval import SaveInterval
 from paceline.train.scalars import Scalars, calls_log
-from paceline.train.scaling import for_ranks
 from paceline.train.stepper import Stepper
 from paceline.train.survival import Regroup, Survival, price
 from paceline.train.task import Stage, Surroundings, Task, overrides
@@ -137,8 +138,7 @@ class Trainer:
     ) -> None:
         """With `survival` a rank that is lost ends the round, not the run, which `train_in_rounds` goes on with."""
         self.clock = make_clock(link.device)
-        config, self._arithmetic = for_ranks(config, link.world.size)
-        self.task, self.config, self.link = task, config, link
+        self.task, self.link = task, link
         self.progress = Progress(link.is_first, config.progress, is_relayed=link.world.is_relayed)
         self._probe, self._survival = probe, survival
         self._somebody_joins = False
@@ -148,20 +148,22 @@ class Trainer:
         tasks.check_ranks(task, config, link)  # before anything is written
         name = task.spec or type(task).__name__
         used = setup.plugins_of(task, config, link.world.launcher)
-        self.checkpoints = CheckpointManager(config, link, self.progress, name, goes_on=goes_on, plugins=used)
+        self.session = RunSession(config, link, self.progress.say, name, plugins=used, is_reopened=goes_on)
+        self.resume = self.session.resume
+        self.config = config = self.resume.config
+        self.checkpoints = Checkpoints(self.resume, link, self.progress.say, self.session.on_written)
         checkpoint = self.checkpoints.find_newest(None if survival is None else survival.memory.checkpoint())
-        if self.checkpoints.sums == "fast":  # asked for, or a run that began so
-            self.config = config = config.model_copy(update={"sums": "fast"})
-        stacks.send_to(self.checkpoints.rank_log_file)
+        values = None if checkpoint is None else RunValues.of(checkpoint)
+        stacks.send_to(self.session.rank_log_file)
         norm_every = config.log_every if probe is None else None
         self.stepper = Stepper(config, link, clock=self.clock, norm_every=norm_every)
-        self._few_shapes = setup.few_shapes(config, self.stepper.precision, link.device, checkpoint)
+        self._few_shapes = setup.few_shapes(config, self.stepper.precision, link.device, values)
         self._scalars = Scalars(link, calls_log(type(task)), lambda: self.stepper.is_counted)
         say, add = self.progress.say, self._scalars.add
         task.attach(Surroundings(config, link, say, self.stepper.evaluating, self._few_shapes, add))
         self.choice: Choice | None = None
         self._autotuner: autotuner.Autotuner | None = None
-        record = None if checkpoint is None else checkpoint.state.get("choice")
+        record = None if values is None else values.choice
         # A run from before `auto` chose anything goes on as it began.
         is_new = checkpoint is None or record is not None or config.level == 4
         if is_new and autotuner.is_asked(config, precision.capabilities(link.device)):
@@ -179,21 +181,23 @@ class Trainer:
         """Of the stage that is trained, as the task gave it."""
         self._stream_saved: dict[str, torch.Tensor] = {}
         self._build(is_new=checkpoint is None)
-        self._resumed = None if checkpoint is None else self._resume(checkpoint)
-        self.validation = Validation(task, self.stepper, config, self.checkpoints.grains)
+        self._resumed = None if checkpoint is None or values is None else self._resume(checkpoint, values)
+        self.validation = Validation(task, self.stepper, config, self.resume.grains)
         self.timeline = timeline.build(
             config, config.out, link, self.clock, lambda: self.stepper.num_steps, self.progress.say
         )
         callbacks = setup.callbacks(task, config, self.progress.say, watchers) if link.is_first else []
-        so_far = None if checkpoint is None else checkpoint.state.get("so_far")
+        so_far = None if values is None else values.so_far
         del checkpoint  # its tensors are mapped from files, and would keep them on disk
         meter = Meter(self.clock, self.stepper, task, config, so_far)
         with ExitStack() as undo:  # from here on there is something to undo: files, a lock, callbacks that have started
+            self.session.open()
+            undo.callback(self.session.fail)
             self.checkpoints.open()
-            undo.callback(self.checkpoints.mark_failed)
-            if self.checkpoints.metrics_file is not None:
+            undo.callback(self.checkpoints.fail)
+            if self.session.metrics_file is not None:
                 done, validated = self.stepper.num_steps, max(0, self.position.validated)
-                callbacks.insert(0, Journal(self.checkpoints.metrics_file, next_step=done, next_validation=validated))
+                callbacks.insert(0, Journal(self.session.metrics_file, next_step=done, next_validation=validated))
             self.log = Logbook(
                 callbacks,
                 self.progress,
@@ -217,7 +221,7 @@ class Trainer:
         saves = self.config.out is not None and self._probe is None
         with StopSignals(self.ask_to_stop, saves=saves, speaks=self.link.is_first) as signals:
             try:
-                with rank_log(self.checkpoints.rank_log_file, summary.rank_line(self.link)):
+                with rank_log(self.session.rank_log_file, summary.rank_line(self.link)):
                     with log_if_lost(self.link.world):
                         outcome = self._train_stages()
                         self._leave_round_if_asked(outcome)
@@ -228,9 +232,11 @@ class Trainer:
                 if self._survival is not None and (isinstance(error, Regroup) or is_broken_link(error)):
                     self.log.suspend()
                     self.checkpoints.suspend()
+                    self.session.suspend()
                     self.timeline.abandon()
                     raise
-                self.checkpoints.mark_failed("diverged" if isinstance(error, TooManySkipped) else "failed")
+                self.checkpoints.fail()
+                self.session.fail("diverged" if isinstance(error, TooManySkipped) else "failed")
                 self.timeline.abandon()
                 raise
             finally:
@@ -264,13 +270,10 @@ class Trainer:
         if survival is None or not survival.has_copies:
             return
         self.clock.lap("other")
-        began, few = time.monotonic(), self._few_shapes
+        began = time.monotonic()
         self.log.flush()
         self._keep_first_loss()
-        more = partial(self._place_in_stream, self.position.epoch, self.position.step)
-        self.checkpoints.remember(
-            survival.memory, self.stepper, self.position, self.task, self.log.so_far, few_shapes=few, more=more
-        )
+        self.checkpoints.remember(self._state(), survival.memory)
         num_steps = self.stepper.num_steps
         survival.agree(num_steps, time.monotonic() - began, self.link)
         self.clock.lap("checkpoint")
@@ -527,7 +530,7 @@ class Trainer:
             return
         self._measured = step
         assert self._stage_data is not None, "a stage has its data before its first step"
-        batches = fixed_set(self.task, stepper, self.config, self.checkpoints.grains, "training data", self._stage_data)
+        batches = fixed_set(self.task, stepper, self.config, self.resume.grains, "training data", self._stage_data)
         average.statistics = measure_statistics(
             self.task, stepper, batches, self.config.swa_statistics, self.config.seed
         )
@@ -540,15 +543,18 @@ class Trainer:
         self._check_weights()
         self._measure_average()
         score = self.position.score if self.position.is_fresh else None
-        few = self._few_shapes
-        more = partial(self._place_in_stream, self.position.epoch, self.position.step)
-        self.checkpoints.save(self.stepper, self.position, self.task, score, self.log.so_far, few_shapes=few, more=more)
+        self.checkpoints.save(self._state(), score)
         self.clock.lap("checkpoint")
         if self._survival is not None and self._survival.is_renewed:
             self._remember()  # not older than any checkpoint
 
     def _keep_first_loss(self) -> None:
         self.position = replace(self.position, first_loss=self.log.losses.first_loss)
+
+    def _state(self) -> RunState:
+        more = partial(self._place_in_stream, self.position.epoch, self.position.step)
+        choice, few = self.session.choice, self._few_shapes
+        return RunState(self.stepper, self.position, self.task, self.log.so_far, choice, few, more)
 
     def _place_in_stream(self, epoch: int, step: int) -> dict[str, dict[str, torch.Tensor]]:
         """Return the part of a checkpoint that says where a stream is, if it knows."""
@@ -598,16 +604,16 @@ class Trainer:
         autotuner.put_kernels(self.task, model, self.stepper.precision, self.progress.say)
         self.larc = setup.prepare(self.stepper, self.task, self.config, model)
 
-    def _resume(self, checkpoint: Checkpoint) -> str:
+    def _resume(self, checkpoint: Checkpoint, values: RunValues) -> str:
         """Restore everything. Returns where the run goes on, in words."""
-        position = Position.load(checkpoint.state["position"])
+        position = Position.load(values.position)
         for number in range(position.num_begun_stages):
             self._begin_stage(number)
-        state.restore(self.stepper, checkpoint.parts, checkpoint.state["engine"])
+        state.restore(self.stepper, checkpoint.parts, values.engine)
         self.position = position
         tasks.load_state(self.task, dict(checkpoint.parts.get("task", {})))
         self._stream_saved = {name: tensor.clone() for name, tensor in checkpoint.parts.get("stream", {}).items()}
-        self.checkpoints.check_precision(checkpoint, self.stepper.precision.name)
+        self.resume.check_precision(values.precision, self.stepper.precision.name)
         resumed = f"after step {position.num_steps} ({checkpoint.path.name})"
         if self._survival is None or self._survival.memory.step is None:
             self.progress.say(f"resumed {resumed}")
@@ -645,7 +651,7 @@ class Trainer:
             TrainingData(data, collate or source.collate, lengths, tasks.counts_of(task, data)),
             config,
             self.link,
-            grains=self.checkpoints.grains,
+            grains=self.resume.grains,
             seed=config.seed if number == 0 else key(config.seed, number),
             clock=self.clock,
             in_blocks=sums_in_tree(config),
@@ -701,7 +707,7 @@ class Trainer:
                 state.restore(stepper, *carried)
         epochs = self._epochs_ahead(feed)
         autotuner.record_shapes(stepper, self.task, feed, self.progress, epochs, self._scalars)
-        self.checkpoints.keep_choice(None if self.choice is None else self.choice.record())
+        self.session.keep_choice(None if self.choice is None else self.choice.record())
         return True
 
     def _epochs_ahead(self, feed: Feed) -> range:
@@ -773,7 +779,7 @@ class Trainer:
             config=self.config,
             world=self.link.world,
             seats=self.link.gather_objects(summary.seat(self.link)),
-            grains=self.checkpoints.grains,
+            grains=self.resume.grains,
             precision=self.stepper.precision,
             data=data,
             model=summary.model_facts(self.stepper),
@@ -788,7 +794,7 @@ class Trainer:
             has_own_rates=bool(more),
         )
         self.progress.table(summary.rows(facts))
-        arithmetic = [self._arithmetic] if self._arithmetic else []
+        arithmetic = [self.resume.arithmetic] if self.resume.arithmetic else []
         remarks = [
             *summary.room_for_more(facts.world),
             *summary.idle_ranks(facts),
@@ -807,12 +813,13 @@ class Trainer:
         self.stepper.sync()
         self.stepper.prepared.statistics.total()
         trail.doing = SAVING
-        self.checkpoints.close(status)
+        self.checkpoints.close()
+        self.session.close(status)
         self.clock.lap("checkpoint")
         self.timeline.close()
         self.log.close(status)
         self.clock.lap("logging")
-        is_delivered = self.checkpoints.deliver()
+        is_delivered = self.session.deliver()
         self.clock.lap("checkpoint")
         for line in autotuner.closing_lines(self.stepper) if self._autotuner is not None else []:
             self.progress.say(line)
@@ -834,7 +841,7 @@ class Trainer:
             folder=self.config.out,
             checkpoint=last,
             best=best,
-            address=self.checkpoints.address,
+            address=self.session.address,
             is_delivered=is_delivered,
         )
 

@@ -16,7 +16,7 @@ from paceline.recipes.asr.exchange.export import LabelsDiffer, read_export
 from paceline.recipes.asr.recognizer import load
 from paceline.recipes.asr.text.labels import LabelsLackLetters
 from paceline.recipes.asr.text.subwords.tokenizer import MODEL, learn_bpe, stored
-from paceline.train.position import SettingsChanged
+from paceline.train.resume import SettingsChanged
 from paceline.world.link import Link
 from tests.ranks import run_ranks
 from tests.recipes.asr import tiny

@@ -23,7 +23,7 @@ from paceline.recipes.asr.error_file import ERRORS
 from paceline.recipes.asr.network.config import read_network
 from paceline.recipes.asr.network.model import AcousticModel
 from paceline.train.checkpoint.format import listed
-from paceline.train.position import SettingsChanged
+from paceline.train.resume import SettingsChanged
 from paceline.train.summary import data_facts
 from paceline.train.task import Surroundings
 from paceline.train.trainer import Trainer

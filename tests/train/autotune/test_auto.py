@@ -24,7 +24,7 @@ from paceline.train.autotune import autotuner, shapes, timing
 from paceline.train.autotune.autotuner import is_asked, why_no_graphs
 from paceline.train.autotune.shapes import Ahead, Pick, covering, shapes_ahead
 from paceline.train.loss import GraphsFailed
-from paceline.train.position import SettingsChanged
+from paceline.train.resume import SettingsChanged
 from paceline.train.setup import few_shapes
 from paceline.train.task import Task
 from paceline.train.trainer import Trainer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -62,6 +63,28 @@ SHARDED: dict[str, Callable[[str], str]] = {"model": str, "optimizer": optimizer
 """Parts of which a rank has only its shards (`shard`), and the parameter that an entry belongs to."""
 
 
+@dataclass(frozen=True)
+class EngineParts:
+    """Tensors of a stepper by part, in the order of a checkpoint. Fields without a default are in every checkpoint."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    scale: dict[str, Tensor]
+    ema: dict[str, Tensor] = field(default_factory=dict)
+    schedulers: dict[str, Tensor] = field(default_factory=dict)
+    outer: dict[str, Tensor] = field(default_factory=dict)
+
+    def by_name(self) -> Parts:
+        """Return the parts that exist."""
+        always = required(type(self))
+        return {name: tensors for name, tensors in vars(self).items() if tensors or name in always}
+
+
+def required(record: type) -> set[str]:
+    """Return the names of a dataclass's fields without a default."""
+    return {each.name for each in fields(record) if each.default is each.default_factory is MISSING}
+
+
 def collect(engine: Stepper, in_pieces: bool = False) -> tuple[Parts, dict[str, Any]]:
     """Return (tensors by part, plain values). Statistics must be complete: see `Stepper.whole_statistics`.
 
@@ -72,21 +95,17 @@ def collect(engine: Stepper, in_pieces: bool = False) -> tuple[Parts, dict[str, 
     model = {**dict(prepared.model.named_buffers()), **prepared.named_weights()}
     persistent = prepared.model.state_dict().keys()  # leaves out buffers that are not
     optimizer, optimizer_values = optimizer_state.pack(prepared.optimizer, prepared.optimizer_names())
-    parts: Parts = {
-        "model": {name: tensor.detach() for name, tensor in model.items() if name in persistent},
-        "optimizer": optimizer,
-        "scale": engine.scale.state_dict(),
-    }
-    if prepared.average is not None:
-        parts["ema"] = prepared.average.state_dict()
+    strategy = prepared.strategy.state()
+    parts = EngineParts(
+        model={name: tensor.detach() for name, tensor in model.items() if name in persistent},
+        optimizer=optimizer,
+        scale=engine.scale.state_dict(),
+        ema={} if prepared.average is None else prepared.average.state_dict(),
+        schedulers=engine.schedulers.state(),
+        outer=dict(strategy.common),
+    ).by_name()
     if prepared.shards is not None and not in_pieces:
         parts |= {part: prepared.shards.whole(parts[part], of) for part, of in SHARDED.items() if part in parts}
-    schedulers = engine.schedulers.state()
-    if schedulers:
-        parts["schedulers"] = schedulers
-    strategy = prepared.strategy.state()
-    if strategy.common:
-        parts["outer"] = dict(strategy.common)
     values = {
         "num_steps": engine.num_steps,
         "skips": engine.skips.state(),

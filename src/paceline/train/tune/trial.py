@@ -221,7 +221,7 @@ def _facts(trainer: Trainer, data: summary.DataFacts, *, has_lengths: bool) -> F
         ranks=link.world.size,
         cores=len(os.sched_getaffinity(0)),
         threads=link.threads,
-        grains=trainer.checkpoints.grains,
+        grains=trainer.resume.grains,
         levels=tuple(levels),
         computes=_computes(now),
         compiles=now.compile,
